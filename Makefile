@@ -1,0 +1,88 @@
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+FLOOR  := $(VENV)-floor
+
+# recipes/accelerate has other hardware: make recovery ACCELERATE=recipes/accelerate/one_gpu.yaml
+ACCELERATE ?= recipes/accelerate/cpu.yaml
+# left alone, accelerate gives a process one thread where the cores are hyperthreads
+THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
+LAUNCH := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(THREADS) $(BIN)/accelerate launch --config_file $(ACCELERATE)
+PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+RECOVERY := $(foreach model,gpt2 llama bert,$(foreach mechanism,linear performer,$(model)-$(mechanism)))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench tables recovery pretrain gpu docs clean
+
+help: ## show this list
+	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+
+install: $(STAMP) ## make .venv and install the library for development, once
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+quickstart: install ## convert the bundled Llama to performer, recover it, report, reload, generate: 8 minutes
+	$(LAUNCH) recipes/finetune.py recipes/quickstart.yaml
+	@echo "Reloaded from runs/quickstart:"
+	@HF_HUB_OFFLINE=1 $(BIN)/python -c "import hf_linattn; from transformers import pipeline; \
+	print(pipeline('text-generation', 'runs/quickstart')('Return the', max_new_tokens=40)[0]['generated_text'])"
+
+test: install ## the tests and doctests, with the table of invariants: 12 minutes
+	$(PYTEST)
+
+test-fast: install ## the tests without the invariants
+	$(PYTEST) --ignore tests/invariants
+
+test-slow: install ## the tests that take more than a minute each
+	$(PYTEST) -m slow
+
+test-all: install ## everything a machine without a GPU can test
+	$(PYTEST) -m "not gpu"
+
+test-floor: $(FLOOR)/.installed ## the tests with the oldest transformers this library supports
+	HF_HUB_OFFLINE=1 $(FLOOR)/bin/python -m pytest
+
+$(FLOOR)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(FLOOR)
+	grep -vE '^(transformers|huggingface_hub)==' constraints.txt > $(FLOOR)/constraints.txt
+	$(FLOOR)/bin/pip install --quiet -c $(FLOOR)/constraints.txt transformers==5.17.0 -e ".[dev]"
+	@touch $@
+
+lint: install ## ruff, mypy, and the rules of tests/test_project.py
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(PYTEST) -q tests/test_project.py
+
+bench: install ## speed and memory beside softmax in one run: benchmarks/results/cpu.json and the tables, 10 minutes
+	$(BIN)/python -m benchmarks.run
+
+tables: install ## rewrite the tables of README.md and benchmarks/results from the result files
+	$(BIN)/python -m benchmarks.run --tables-only
+
+recovery: $(RECOVERY:%=recovery-%) tables ## run the six recipes and keep their reports under benchmarks/results/recovery
+
+recovery-%: install
+	$(LAUNCH) recipes/finetune.py recipes/$(subst -,/,$*).yaml
+	@mkdir -p benchmarks/results/recovery
+	cp runs/$*/report.json benchmarks/results/recovery/$*.json
+
+pretrain: install ## train the three bundled models anew: hours
+	for model in bert gpt2 llama; do \
+	  $(BIN)/python recipes/pretrain.py --architecture $$model --output_dir recipes/pretrained/$$model || exit 1; \
+	done
+
+gpu: ## with the current python: the CUDA tests, then benchmarks/results/gpu.json, 9 minutes
+	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -m gpu tests/gpu
+	$(PYTHON) -m benchmarks.run --device cuda
+
+docs: install ## rewrite the generated tables under docs/
+	$(BIN)/python -m docs.generate
+
+clean: ## remove runs, build outputs and caches; environments and committed results stay
+	rm -rf runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)*' -prune -exec rm -rf {} +

@@ -1,0 +1,41 @@
+"""Where the numbers of a run come from, found out with nothing but torch and transformers installed."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import hf_linattn
+
+
+def collect_provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Return where the numbers come from; what cannot be found out is null."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "hf_linattn": hf_linattn.__version__,
+        },
+        "commit": git.stdout.strip() or None,
+        "command": shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]]),
+    }
+
+
+def processor_name() -> str:
+    """Return the CPU's model name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

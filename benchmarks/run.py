@@ -1,0 +1,374 @@
+"""Time and memory of every mechanism beside softmax, all measured in one run of one process.
+
+    python -m benchmarks.run                                       # benchmarks/results/cpu.json and the tables
+    python -m benchmarks.run --device cuda                         # benchmarks/results/gpu.json
+    python -m benchmarks.run --tables-only                         # only rewrite the tables from the JSON files
+
+Three measurements: the operation alone (forward, and forward with backward, causal and bidirectional) against
+`scaled_dot_product_attention`; the decoding of a whole model at a short and at a long context; and the machine's
+ceilings for a matrix product and a copy. Competitors take turns within every repeat, so drift hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.provenance import collect_provenance
+from benchmarks.tables import RESULTS, write_tables, write_text
+from hf_linattn import AttentionLayer, patch_model
+from hf_linattn.cache import state_bytes
+from hf_linattn.config import make_config
+from hf_linattn.mechanisms import MECHANISMS
+
+SOFTMAX = "softmax"
+PREFILL_CHUNK = 1024
+DECODED_PER_REPEAT = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one run measures; sizes in tokens, budgets in seconds."""
+
+    lengths: tuple[int, ...]
+    backward_lengths: tuple[int, ...]
+    contexts: tuple[int, ...]
+    budget: float = 3.0  # repeats of one row stop after this long, but not before `min_repeats`
+    min_repeats: int = 3
+    max_repeats: int = 30
+    num_heads: int = 8
+    head_dim: int = 64
+    num_layers: int = 4  # of the model that decodes; its width is num_heads * head_dim
+    ceiling_size: int = 2048  # side of the square matrices of the ceilings
+
+
+PLANS = {
+    "cpu": Plan(
+        lengths=(512, 1024, 2048, 4096, 8192, 16384),
+        backward_lengths=(512, 1024, 2048, 4096, 8192),
+        contexts=(1024, 32768),
+    ),
+    "cuda": Plan(
+        lengths=(512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
+        backward_lengths=(512, 1024, 2048, 4096, 8192, 16384, 32768),
+        contexts=(1024, 32768, 131072),
+        ceiling_size=8192,
+    ),
+    "quick": Plan(
+        lengths=(64, 128),
+        backward_lengths=(64,),
+        contexts=(32, 96),
+        budget=0.0,
+        num_heads=2,
+        head_dim=16,
+        num_layers=2,
+        ceiling_size=64,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds over the repeats."""
+
+    median: float
+    fastest: float
+    slowest: float
+    repeats: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        """Summarise times given in seconds."""
+        return cls(1e3 * median(seconds), 1e3 * min(seconds), 1e3 * max(seconds), len(seconds))
+
+
+@dataclass(frozen=True)
+class OperationRow:
+    """One mechanism, alone, at one length. `ratio` is softmax's median time over this one's."""
+
+    mechanism: str
+    mode: str
+    direction: str
+    length: int
+    milliseconds: Timing
+    ratio: float
+
+
+@dataclass(frozen=True)
+class DecodingRow:
+    """One new token of a whole model after `context` tokens; `state_bytes` is what its cache holds then."""
+
+    mechanism: str
+    context: int
+    milliseconds_per_token: Timing
+    ratio: float
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """The shortest measured length from which a mechanism stays faster than softmax; null if it never does."""
+
+    mechanism: str
+    mode: str
+    direction: str
+    length: int | None
+
+
+class Stopwatch:
+    """Times competitors in turns."""
+
+    def __init__(self, device: torch.device, plan: Plan):
+        self.device, self.plan = device, plan
+
+    def once(self, run: Callable[[], Any]) -> float:
+        """Return the seconds of one call, the device's queue emptied before and after it."""
+        self._synchronize()
+        start = time.perf_counter()
+        run()
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def compare(self, competitors: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+        """Return the seconds of every call: one turn each per repeat, after one turn that warms up."""
+        for run in competitors.values():
+            run()
+        seconds: dict[str, list[float]] = {name: [] for name in competitors}
+        started = time.perf_counter()
+        for repeat in range(self.plan.max_repeats):
+            if repeat >= self.plan.min_repeats and time.perf_counter() - started > self.plan.budget:
+                break
+            for name, run in competitors.items():
+                seconds[name].append(self.once(run))
+        return seconds
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+# -- the operation alone ----------------------------------------------------------------------------------------------
+
+
+def measure_operations(stopwatch: Stopwatch, names: Sequence[str], dtype: torch.dtype) -> list[OperationRow]:
+    """Time each mechanism on random heads [1, H, N, D] beside `scaled_dot_product_attention` on the same ones."""
+    plan = stopwatch.plan
+    cases = [
+        (direction, mode, length)
+        for direction, lengths in (("forward", plan.lengths), ("forward+backward", plan.backward_lengths))
+        for mode in ("causal", "bidirectional")
+        for length in lengths
+    ]
+    rows = []
+    for direction, mode, length in tqdm(cases, desc="operations"):
+        competitors = operation_competitors(stopwatch, names, mode, length, direction == "forward+backward", dtype)
+        seconds = stopwatch.compare(competitors)
+        timings = {name: Timing.of(values) for name, values in seconds.items()}
+        rows += [
+            OperationRow(name, mode, direction, length, timing, timings[SOFTMAX].median / timing.median)
+            for name, timing in timings.items()
+        ]
+    return rows
+
+
+def operation_competitors(
+    stopwatch: Stopwatch, names: Sequence[str], mode: str, length: int, backward: bool, dtype: torch.dtype
+) -> dict[str, Callable[[], Any]]:
+    """Return name -> one call of that operation on shared inputs; mechanisms without the mode are left out."""
+    plan, device = stopwatch.plan, stopwatch.device
+    generator = torch.Generator("cpu").manual_seed(0)
+    shape = (1, plan.num_heads, length, plan.head_dim)
+    heads = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_(backward) for _ in range(3)]
+    causal = mode == "causal"
+
+    def call(attend: Callable[..., Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            with torch.set_grad_enabled(backward):
+                output = attend(*heads)
+                if backward:
+                    torch.autograd.grad(output.sum(), heads)
+
+        return run
+
+    competitors = {SOFTMAX: call(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal))}
+    layer = AttentionLayer(
+        index=0,
+        num_heads=plan.num_heads,
+        num_key_value_heads=plan.num_heads,
+        head_dim=plan.head_dim,
+        causal=causal,
+        scaling=plan.head_dim**-0.5,
+        device=device,
+        dtype=dtype,
+    )
+    for name in names:
+        if mode in MECHANISMS.get(name).modes:
+            mechanism = MECHANISMS.get(name)(make_config(name, {}), layer).to(device, dtype)
+            competitors[name] = call(lambda q, k, v, mechanism=mechanism: mechanism(q, k, v)[0])
+    return competitors
+
+
+def find_crossovers(rows: Sequence[OperationRow]) -> list[Crossover]:
+    """Return, for each mechanism, mode and direction, the measured length from which it stays ahead."""
+    curves: dict[tuple[str, str, str], list[OperationRow]] = {}
+    for row in rows:
+        if row.mechanism != SOFTMAX:
+            curves.setdefault((row.mechanism, row.mode, row.direction), []).append(row)
+    crossovers = []
+    for key, curve in curves.items():
+        ahead = None
+        for row in sorted(curve, key=lambda row: -row.length):
+            if row.ratio < 1:
+                break
+            ahead = row.length
+        crossovers.append(Crossover(*key, ahead))
+    return crossovers
+
+
+# -- the decoding of a whole model ------------------------------------------------------------------------------------
+
+
+def measure_decoding(stopwatch: Stopwatch, names: Sequence[str], dtype: torch.dtype) -> list[DecodingRow]:
+    """Time single-token steps of a small Llama after each context, with softmax's own cache and with every state."""
+    plan = stopwatch.plan
+    causal = [name for name in names if "causal" in MECHANISMS.get(name).modes]
+    models = {name: build_model(plan, stopwatch.device, dtype, name) for name in (SOFTMAX, *causal)}
+    rows = []
+    for context in plan.contexts:
+        caches = {
+            name: fill_cache(model, context) if name == SOFTMAX else prefill(model, context)
+            for name, model in tqdm(models.items(), desc=f"prefill {context}")
+        }
+        held = {name: state_bytes(cache) for name, cache in caches.items()}
+        seconds = stopwatch.compare({name: decode_step(models[name], caches[name]) for name in models})
+        timings = {name: Timing.of([s / DECODED_PER_REPEAT for s in values]) for name, values in seconds.items()}
+        rows += [
+            DecodingRow(name, context, timing, timings[SOFTMAX].median / timing.median, held[name])
+            for name, timing in timings.items()
+        ]
+    return rows
+
+
+def build_model(plan: Plan, device: torch.device, dtype: torch.dtype, mechanism: str) -> LlamaForCausalLM:
+    """Return a Llama with random weights, patched unless the mechanism is softmax, which keeps SDPA."""
+    width = plan.num_heads * plan.head_dim
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=plan.num_layers,
+        num_attention_heads=plan.num_heads,
+        num_key_value_heads=plan.num_heads,
+        max_position_embeddings=2 * max(plan.contexts),
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+    model = model.to(device, dtype).eval()
+    return model if mechanism == SOFTMAX else patch_model(model, mechanism)
+
+
+def fill_cache(model: LlamaForCausalLM, context: int) -> DynamicCache:
+    """Return softmax's cache with random keys and values of that many tokens: a quadratic prefill is not the point."""
+    config = model.config
+    generator = torch.Generator("cpu").manual_seed(0)
+    shape = (1, config.num_key_value_heads, context, config.head_dim)
+    cache = DynamicCache(config=config)
+    for index in range(config.num_hidden_layers):
+        key, value = (torch.randn(shape, generator=generator).to(model.device, model.dtype) for _ in range(2))
+        cache.update(key, value, index)
+    return cache
+
+
+@torch.no_grad()
+def prefill(model: LlamaForCausalLM, context: int) -> DynamicCache:
+    """Return the cache of a patched model after that many random tokens, read chunk by chunk."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    tokens = torch.randint(model.config.vocab_size, (1, context), generator=generator).to(model.device)
+    cache = DynamicCache(config=model.config)
+    for chunk in tokens.split(PREFILL_CHUNK, dim=1):
+        model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+def decode_step(model: LlamaForCausalLM, cache: DynamicCache) -> Callable[[], None]:
+    """Return a call that decodes `DECODED_PER_REPEAT` tokens one by one."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+
+    @torch.no_grad()
+    def run() -> None:
+        for _ in range(DECODED_PER_REPEAT):
+            model(token, past_key_values=cache, use_cache=True)
+
+    return run
+
+
+# -- the whole run ----------------------------------------------------------------------------------------------------
+
+
+def measure_ceilings(stopwatch: Stopwatch, dtype: torch.dtype) -> dict[str, float]:
+    """Return what the machine can do at best: a matrix product in GFLOP/s, a copy in GB/s read and written."""
+    size, device = stopwatch.plan.ceiling_size, stopwatch.device
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    source = torch.randn(16 * size * size, device=device, dtype=dtype)
+    target = torch.empty_like(source)
+    seconds = stopwatch.compare({"matmul": lambda: left @ right, "copy": lambda: target.copy_(source)})
+    return {
+        "matmul_gflops": 2 * size**3 / min(seconds["matmul"]) / 1e9,
+        "copy_gigabytes_per_second": 2 * source.numel() * source.element_size() / min(seconds["copy"]) / 1e9,
+    }
+
+
+def measure(plan: Plan, device: torch.device, dtype: torch.dtype, names: Sequence[str]) -> dict[str, Any]:
+    """Run everything and return the JSON document."""
+    stopwatch = Stopwatch(device, plan)
+    operations = measure_operations(stopwatch, names, dtype)
+    return {
+        "provenance": collect_provenance(device, dtype),
+        "plan": dataclasses.asdict(plan),
+        "options": {name: make_config(name, {}).to_options() for name in names},
+        "ceilings": measure_ceilings(stopwatch, dtype),
+        "operations": [dataclasses.asdict(row) for row in operations],
+        "crossovers": [dataclasses.asdict(row) for row in find_crossovers(operations)],
+        "decoding": [dataclasses.asdict(row) for row in measure_decoding(stopwatch, names, dtype)],
+    }
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="by default float32 on a CPU, bfloat16 on a GPU")] = None,
+    mechanism: Annotated[list[str] | None, typer.Option(help="repeatable; by default every one")] = None,
+    output: Annotated[Path | None, typer.Option(help="by default benchmarks/results/{cpu,gpu}.json")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="tiny sizes, to see that it runs")] = False,
+    tables_only: Annotated[bool, typer.Option("--tables-only", help="measure nothing")] = False,
+) -> None:
+    """Measure, write the JSON, and rewrite the tables generated from it."""
+    if not tables_only:
+        kind = torch.device(device).type
+        precision = getattr(torch, dtype or {"cpu": "float32", "cuda": "bfloat16"}[kind])
+        names = mechanism or [name for name in MECHANISMS.names() if name != SOFTMAX]
+        results = measure(PLANS["quick" if quick else kind], torch.device(device), precision, names)
+        path = output or RESULTS / {"cpu": "cpu.json", "cuda": "gpu.json"}[kind]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(results, indent=1) + "\n")
+        typer.echo(f"wrote {path}")
+    if output is None:
+        write_tables()
+
+
+if __name__ == "__main__":
+    typer.run(main)

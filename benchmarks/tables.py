@@ -1,0 +1,199 @@
+"""Markdown tables from the JSON files under `benchmarks/results`; no number is written by hand.
+
+`write_tables` rewrites `benchmarks/results/README.md` and the generated sections of the project's README, each between
+`<!-- NAME:begin -->` and `<!-- NAME:end -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+SPEED_FILES = ("cpu.json", "gpu.json")
+QUALITY = ("original", "control", "converted", "recovered")
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure that a CPU run is held to; `value` reads it off the document."""
+
+    name: str
+    value: Callable[[Document], float]
+    at_least: float
+
+
+def operation_ratio(document: Document, mechanism: str, length: int) -> float:
+    """Return how many times faster than softmax the causal forward of a mechanism is at a length."""
+    return next(
+        row["ratio"]
+        for row in document["operations"]
+        if (row["mechanism"], row["mode"], row["direction"], row["length"]) == (mechanism, "causal", "forward", length)
+    )
+
+
+def decoding_ratio(document: Document, mechanism: str) -> float:
+    """Return how many times faster than softmax a mechanism decodes at the longest context."""
+    rows = [row for row in document["decoding"] if row["mechanism"] == mechanism]
+    return max(rows, key=lambda row: row["context"])["ratio"]
+
+
+def state_constancy(document: Document) -> float:
+    """Return smallest over largest size of the decoding state across contexts, the least of all mechanisms."""
+    sizes: dict[str, list[int]] = {}
+    for row in document["decoding"]:
+        sizes.setdefault(row["mechanism"], []).append(row["state_bytes"])
+    return min(min(held) / max(held) for name, held in sizes.items() if name != "softmax")
+
+
+TARGETS = (
+    Target("linear, causal forward, 16,384 tokens: times faster", lambda d: operation_ratio(d, "linear", 16384), 20),
+    Target("performer, the same", lambda d: operation_ratio(d, "performer", 16384), 5),
+    Target("linear, decoding at the longest context: times faster", lambda d: decoding_ratio(d, "linear"), 20),
+    Target("performer, the same", lambda d: decoding_ratio(d, "performer"), 20),
+    Target("decoding state, shortest over longest context", state_constancy, 1),
+)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def describe(document: Document) -> str:
+    """Return one line on the machine, the precision, the shapes and the versions."""
+    source, plan, ceilings = (document[name] for name in ("provenance", "plan", "ceilings"))
+    versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
+    return (
+        f"{source['device']}, {source['threads']} CPU threads, {source['dtype']}, batch 1, {plan['num_heads']} heads,"
+        f" dimension {plan['head_dim']}; {versions}. In the same run a matrix product reached"
+        f" {ceilings['matmul_gflops']:,.0f} GFLOP/s and a copy {ceilings['copy_gigabytes_per_second']:,.0f} GB/s."
+    )
+
+
+def operations_table(document: Document) -> str:
+    """Return times faster than softmax against length, with the length from which it pays."""
+    lengths = document["plan"]["lengths"]
+    cells = {
+        (row["mechanism"], row["mode"], row["direction"], row["length"]): f"{row['ratio']:.3g}"
+        for row in document["operations"]
+    }
+    rows = []
+    for crossover in document["crossovers"]:
+        curve = tuple(crossover[name] for name in ("mechanism", "mode", "direction"))
+        longest = max(length for *measured, length in cells if tuple(measured) == curve)
+        faster_from = f"not up to {longest:,}" if crossover["length"] is None else f"{crossover['length']:,}"
+        rows.append([*curve, *(cells.get((*curve, length), "") for length in lengths), faster_from])
+    return table(["mechanism", "mode", "pass", *(f"{length:,}" for length in lengths), "faster from"], rows)
+
+
+def decoding_table(document: Document) -> str:
+    """Return the time of one new token and the bytes of the cache after each context."""
+    rows = []
+    for row in document["decoding"]:
+        time = row["milliseconds_per_token"]
+        rows.append(
+            [
+                row["mechanism"],
+                f"{row['context']:,}",
+                f"{time['median']:.3g} ({time['fastest']:.3g} to {time['slowest']:.3g})",
+                f"{row['ratio']:.3g}",
+                f"{row['state_bytes']:,}",
+            ]
+        )
+    return table(["mechanism", "context", "ms per token", "times faster", "bytes of cache"], rows)
+
+
+def milliseconds_table(document: Document) -> str:
+    """Return every measured time of the operations with its spread."""
+    rows = []
+    for row in document["operations"]:
+        time = row["milliseconds"]
+        spread = f"{time['fastest']:.3g} to {time['slowest']:.3g}"
+        shape = (row["mode"], row["direction"], f"{row['length']:,}", row["mechanism"])
+        rows.append([*shape, f"{time['median']:.3g}", spread, time["repeats"]])
+    return table(["mode", "pass", "length", "mechanism", "median ms", "fastest to slowest", "repeats"], rows)
+
+
+def targets_table(document: Document) -> str:
+    """Return the acceptance targets beside what was measured."""
+    rows = []
+    for target in TARGETS:
+        value = target.value(document)
+        rows.append([target.name, f"{target.at_least:g}", f"{value:.3g}", "yes" if value >= target.at_least else "no"])
+    return table(["target", "at least", "measured", "reached"], rows)
+
+
+def recovery_table(reports: dict[str, Document]) -> str:
+    """Return test perplexities: `reports` maps "<model>-<mechanism>" to its report.json."""
+    rows = []
+    for name, report in sorted(reports.items()):
+        model, mechanism = name.split("-", 1)
+        perplexity = {kind: report["perplexity"][kind] for kind in QUALITY}
+        cells = [f"{perplexity[kind]:.2f}" for kind in QUALITY]
+        rows.append([model, mechanism, *cells, f"{report['ratio']:.3f}"])
+    return table(["model", "mechanism", *QUALITY, "recovered / best"], rows)
+
+
+def speed_section(documents: dict[str, Document]) -> str:
+    """Return what the project's README says about speed."""
+    parts = []
+    for document in documents.values():
+        parts += [describe(document), operations_table(document), decoding_table(document)]
+    return "\n\n".join(parts)
+
+
+def results_page(documents: dict[str, Document], reports: dict[str, Document]) -> str:
+    """Return benchmarks/results/README.md."""
+    parts = ["# Results", "Generated by `python -m benchmarks.run --tables-only` from the JSON files in this folder."]
+    for name, document in documents.items():
+        parts += [f"## {name}", describe(document)]
+        if name == "cpu.json":
+            parts += ["### Targets", targets_table(document)]
+        parts += ["### Times faster than softmax", operations_table(document)]
+        parts += ["### Decoding", decoding_table(document), "### Milliseconds", milliseconds_table(document)]
+    if reports:
+        parts += ["## Test perplexity", recovery_table(reports)]
+    return "\n\n".join(parts) + "\n"
+
+
+def replace_section(text: str, name: str, body: str) -> str:
+    """Return `text` with what stands between the two markers of `name` replaced; ValueError if there are none."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if not 0 <= text.find(begin) < text.find(end):
+        raise ValueError(f"the text has no section between {begin} and {end}; put the two markers back")
+    head, tail = text.split(begin)[0], text.split(end)[1]
+    return f"{head}{begin}\n{body}\n{end}{tail}" if body else f"{head}{begin}\n{end}{tail}"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file or nothing."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def write_tables(root: Path = ROOT) -> None:
+    """Rewrite the results page and the README's generated sections from whatever result files exist."""
+    results = root / "benchmarks" / "results"
+    documents = {name: read(results / name) for name in SPEED_FILES if (results / name).exists()}
+    reports = {path.stem: read(path) for path in sorted((results / "recovery").glob("*.json"))}
+    results.mkdir(parents=True, exist_ok=True)
+    write_text(results / "README.md", results_page(documents, reports))
+    text = (root / "README.md").read_text(encoding="utf-8")
+    text = replace_section(text, "benchmarks", speed_section(documents))
+    text = replace_section(text, "recovery", recovery_table(reports) if reports else "")
+    write_text(root / "README.md", text)
+
+
+def read(path: Path) -> Document:
+    """Return a JSON document."""
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,85 @@
+"""Write the generated sections of the documentation from what mechanisms and checks say about themselves.
+
+python -m docs.generate
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.tables import replace_section, table, write_text
+from hf_linattn.feature_maps import FEATURE_MAPS
+from hf_linattn.mechanisms import MECHANISMS, Mechanism
+from hf_linattn.testing import INVARIANTS
+
+FOLDER = Path(__file__).parent
+
+
+def overview() -> str:
+    """Return the table of all mechanisms."""
+    rows = []
+    for name in MECHANISMS.names():
+        mechanism = MECHANISMS.get(name)
+        state = "constant" if mechanism.constant_state else "grows with the context"
+        modes = ", ".join(sorted(mechanism.modes))
+        rows.append([f"[`{name}`](#{name})", modes, state, escape(mechanism.limit.text), mechanism.citation])
+    return table(["mechanism", "modes", "decoding state", "exactness limit", "source"], rows)
+
+
+def details() -> str:
+    """Return one section per mechanism: what its class says, and its options."""
+    return "\n\n".join(describe(name, MECHANISMS.get(name)) for name in MECHANISMS.names())
+
+
+def describe(name: str, mechanism: type[Mechanism]) -> str:
+    """Return the section of one mechanism."""
+    options = [
+        [f"`{option.name}`", f"`{option.default!r}`", option.metadata["help"]]
+        for option in dataclasses.fields(mechanism.config_class)
+    ]
+    source = f"`{mechanism.__module__.replace('.', '/')}.py`"
+    text = escape(inspect.getdoc(mechanism) or "")
+    return "\n\n".join([f"### {name}", text, f"Source: {source}.", table(["option", "default", "meaning"], options)])
+
+
+def escape(text: str) -> str:
+    """Return docstring text as markdown: outside `code`, characters of formulas must not format."""
+    return re.sub(r"`[^`]*`|[*_|]", lambda match: match[0] if match[0].startswith("`") else "\\" + match[0], text)
+
+
+def feature_maps() -> str:
+    """Return the table of feature maps."""
+    rows = []
+    for name in FEATURE_MAPS.names():
+        summary = (inspect.getdoc(FEATURE_MAPS.get(name)) or "").partition("\n")[0]
+        rows.append([f"`{name}`", escape(summary)])
+    return table(["feature map", "formula"], rows)
+
+
+def invariants() -> str:
+    """Return the table of the checks, numbered as they are."""
+    rows = [[name, escape(inspect.getdoc(check) or "")] for name, check in INVARIANTS.items()]
+    return table(["invariant", "what holds"], rows)
+
+
+SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
+    "mechanisms.md": {"overview": overview, "details": details, "feature-maps": feature_maps},
+    "invariants.md": {"invariants": invariants},
+}
+
+
+def page(name: str) -> str:
+    """Return a page with its generated sections as they should be."""
+    text = (FOLDER / name).read_text(encoding="utf-8")
+    for section, body in SECTIONS[name].items():
+        text = replace_section(text, section, body())
+    return text
+
+
+if __name__ == "__main__":
+    for name in SECTIONS:
+        write_text(FOLDER / name, page(name))

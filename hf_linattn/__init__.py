@@ -1,0 +1,46 @@
+"""hf_linattn: subquadratic attention for pretrained Hugging Face models.
+
+>>> from hf_linattn import patch_model
+>>> model = patch_model(model, "performer")  # doctest: +SKIP
+
+Importing this package also teaches the Auto classes of transformers to load converted checkpoints.
+"""
+
+from .config import MechanismConfig, PatchConfig
+from .errors import (
+    CheckpointError,
+    DataError,
+    HfLinattnError,
+    OptionError,
+    PatchError,
+    UnknownNameError,
+    UnsupportedModeError,
+    UnsupportedModelError,
+)
+from .mechanisms import AttentionLayer, Mechanism, list_mechanisms, register_mechanism
+from .patching import get_mechanisms, get_patch_config, is_patched, original_attention, patch_model, unpatch_model
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionLayer",
+    "CheckpointError",
+    "DataError",
+    "HfLinattnError",
+    "Mechanism",
+    "MechanismConfig",
+    "OptionError",
+    "PatchConfig",
+    "PatchError",
+    "UnknownNameError",
+    "UnsupportedModeError",
+    "UnsupportedModelError",
+    "get_mechanisms",
+    "get_patch_config",
+    "is_patched",
+    "list_mechanisms",
+    "original_attention",
+    "patch_model",
+    "register_mechanism",
+    "unpatch_model",
+]

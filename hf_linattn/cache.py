@@ -1,0 +1,127 @@
+"""Decoding state inside transformers' own cache objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .errors import UnsupportedModeError
+
+
+class StateLayer(CacheLayerMixin):
+    """The cache of one layer whose mechanism remembers a state and not every key and value.
+
+    `update` hands back the new keys and values only; the mechanism reads and replaces `state`, a named tuple of
+    tensors whose first dimension is the batch. Keys and values that a softmax layer had cached before (a prefix, a
+    cache returned by the original model) are handed out once, in front of the first new ones, and so enter the state.
+    """
+
+    is_sliding = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Any = None
+        self.seq_length = 0
+        self.expected = False  # whether a mechanism announced that it will read what the next update hands out
+        self.pending: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def adopt(cls, layer: CacheLayerMixin) -> StateLayer:
+        """Return a state layer that continues what `layer` holds."""
+        adopted = cls()
+        seen = int(layer.get_seq_length())
+        if seen:
+            keys, values = layer.keys, layer.values
+            whole = isinstance(keys, Tensor) and keys.dim() == 4 and (layer.is_sliding or keys.shape[-2] >= seen)
+            if not whole:
+                raise UnsupportedModeError(
+                    f"past_key_values holds a {type(layer).__name__}, whose keys cannot be read;"
+                    " start with a new cache or an unquantised one"
+                )
+            adopted.pending = (keys[:, :, :seen], values[:, :, :seen])  # a static layer is longer than what it holds
+            adopted.seq_length, adopted.is_initialized = seen, True
+        return adopted
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Count the new positions and return their keys and values [B, Hkv, N, D]."""
+        if not self.expected:
+            raise UnsupportedModeError(
+                "past_key_values holds a decoding state of a patched layer, which softmax attention cannot continue;"
+                " give it a cache of its own"
+            )
+        self.expected = False
+        self.is_initialized = True
+        self.seq_length += key_states.shape[-2]
+        if self.pending is not None:
+            key_states, value_states = (
+                torch.cat([old.to(new), new], dim=-2)
+                for old, new in zip(self.pending, (key_states, value_states), strict=True)
+            )
+            self.pending = None
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seq_length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.seq_length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the state in bytes."""
+        return sum(t.numel() * t.element_size() for t in self.state) if self.state is not None else 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove != 0:
+            raise UnsupportedModeError(
+                f"crop({tokens_to_remove}) cannot be undone in a decoding state: it sums up the past. Decode without"
+                " rolling back (no assisted generation), or deep-copy the cache before trying tokens out"
+            )
+
+    def reset(self) -> None:
+        self.state, self.seq_length, self.pending = None, 0, None
+        self.is_initialized = self.expected = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda t: t[indices])
+
+    def offload(self) -> None:
+        """The state is small and stays where it is."""
+
+    def prefetch(self) -> None:
+        """The state was never moved away."""
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self.state is not None:
+            self.state = type(self.state)(*map(function, self.state))
+        if self.pending is not None:
+            self.pending = (function(self.pending[0]), function(self.pending[1]))
+
+
+def state_bytes(cache: Cache) -> int:
+    """Return the bytes that a cache holds, states and kept keys and values together."""
+    total = 0
+    for layer in cache.layers:
+        if isinstance(layer, StateLayer):
+            total += layer.nbytes
+        elif layer.is_initialized:
+            total += sum(t.numel() * t.element_size() for t in (layer.keys, layer.values) if t is not None)
+    return total

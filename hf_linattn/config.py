@@ -1,0 +1,191 @@
+"""What was patched, as data: options of a mechanism, the plan over layers, and their JSON form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from .errors import CheckpointError, OptionError, did_you_mean
+
+FORMAT_VERSION = 1
+
+LayerSpec = str | int | Iterable[int] | None
+
+T = TypeVar("T")
+
+
+@dataclass
+class MechanismConfig:
+    """Options that every mechanism takes. A mechanism adds its own fields in a subclass.
+
+    Each field carries `metadata={"help": ...}`; values are checked in `__post_init__`, which raises `OptionError`.
+    """
+
+    mechanism: ClassVar[str] = ""
+
+    seed: int = field(default=0, metadata={"help": "seed of everything random in the mechanism; one stream per layer"})
+
+    def __post_init__(self) -> None:
+        require("seed", self.seed, isinstance(self.seed, int) and self.seed >= 0, "an integer >= 0")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> MechanismConfig:
+        """Build the config from keyword options; an unknown one raises `OptionError` with the nearest names."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in options:
+            if name not in known:
+                raise OptionError(f"mechanism {cls.mechanism!r} has no option {name!r}{did_you_mean(name, known)}")
+        return cls(**options)
+
+    def to_options(self) -> dict[str, Any]:
+        """Return the options as JSON-able data, the inverse of `from_options`."""
+        return dataclasses.asdict(self)
+
+
+def require(name: str, value: object, valid: bool, expected: str) -> None:
+    """Raise `OptionError` unless `valid`, in the one wording used for every option."""
+    if not valid:
+        raise OptionError(f"{name} must be {expected}, got {value!r}")
+
+
+@dataclass
+class PatchConfig:
+    """Which mechanism serves which attention layer.
+
+    Attributes:
+        layers: layer index -> options. A layer that is not listed keeps the original softmax attention.
+        num_layers: how many self-attention layers the model has.
+    """
+
+    layers: dict[int, MechanismConfig]
+    num_layers: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form: layers with equal options are one group, and the format version is stamped."""
+        groups: list[dict[str, Any]] = []
+        for index, config in sorted(self.layers.items()):
+            entry = {"mechanism": config.mechanism, "options": config.to_options()}
+            group = next((g for g in groups if {k: g[k] for k in entry} == entry), None)
+            if group is None:
+                groups.append({**entry, "layers": [index]})
+            else:
+                group["layers"].append(index)
+        return {"format_version": FORMAT_VERSION, "num_layers": self.num_layers, "groups": groups}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PatchConfig:
+        """Read the JSON form. A newer format or a malformed field raises `CheckpointError` naming it."""
+        version = _read(data, "format_version", int)
+        if not 1 <= version <= FORMAT_VERSION:
+            raise CheckpointError(
+                f"format_version {version} is not one of 1 to {FORMAT_VERSION}, which this version reads; a larger one"
+                " was written by a newer hf_linattn: run `pip install -U hf_linattn`"
+            )
+        num_layers = _read(data, "num_layers", int)
+        layers: dict[int, MechanismConfig] = {}
+        for number, group in enumerate(_read(data, "groups", list)):
+            place = f"groups[{number}]."
+            config = make_config(_read(group, "mechanism", str, place), _read(group, "options", dict, place))
+            for index in parse_layers(_read(group, "layers", list, place), num_layers):
+                if index in layers:
+                    raise CheckpointError(f"hf_linattn.{place}layers names layer {index} again; save the model anew")
+                layers[index] = config
+        return cls(layers, num_layers)
+
+    @classmethod
+    def from_plan(
+        cls,
+        plan: str | MechanismConfig | Mapping[str, Any],
+        num_layers: int,
+        layers: LayerSpec = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> PatchConfig:
+        """Resolve the second argument of `patch_model` for a model with `num_layers` self-attention layers.
+
+        Args:
+            plan: a name, a mechanism config, or a mapping name -> layers (or name -> {"layers": ..., option: ...}).
+            layers: for a name or config: which layers (see `parse_layers`); None is all of them.
+            options: for a name: options of the mechanism.
+        """
+        options = dict(options or {})
+        if isinstance(plan, Mapping):
+            for name in ["layers"] * (layers is not None) + list(options):
+                raise OptionError(f"a plan names its layers and options itself; remove the argument {name!r}")
+            return cls(_resolve_mapping(plan, num_layers), num_layers)
+        if isinstance(plan, MechanismConfig) and options:
+            given = next(iter(options))
+            raise OptionError(f"a mechanism config carries its options itself; remove the argument {given!r}")
+        config = plan if isinstance(plan, MechanismConfig) else make_config(plan, options)
+        return cls(dict.fromkeys(parse_layers(layers, num_layers), config), num_layers)
+
+
+def make_config(name: str, options: Mapping[str, Any]) -> MechanismConfig:
+    """Return the config of the mechanism registered as `name`, with `options` applied and checked."""
+    from .mechanisms import MECHANISMS  # here, since mechanisms define their configs with this module
+
+    return MECHANISMS.get(name).config_class.from_options(options)
+
+
+def _read(data: object, name: str, kind: type[T], place: str = "") -> T:
+    """Return one field of the JSON form, or raise `CheckpointError` naming it."""
+    value = data.get(name) if isinstance(data, Mapping) else None
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise CheckpointError(
+            f"hf_linattn.{place}{name} in config.json must be of type {kind.__name__}, got {value!r};"
+            " save the model again"
+        )
+    return value
+
+
+def parse_layers(spec: LayerSpec, num_layers: int) -> list[int]:
+    """Return sorted layer indices from `None` (all), `3`, `"0-5"`, `"0-2,7"` or `[6, 7]`; negative ones count back.
+
+    >>> parse_layers("0-2,-1", num_layers=12)
+    [0, 1, 2, 11]
+    """
+    if spec is None:
+        return list(range(num_layers))
+    indices: set[int] = set()
+    parts = spec.split(",") if isinstance(spec, str) else spec if isinstance(spec, Iterable) else [spec]
+    for part in parts:
+        first, last = _parse_range(part, spec)
+        for index in range(first, last + 1):
+            if not -num_layers <= index < num_layers:
+                raise OptionError(
+                    f"layers {spec!r} names layer {index}, but the model has layers 0 to {num_layers - 1}"
+                )
+            indices.add(index % num_layers)
+    if not indices:
+        raise OptionError(f"layers must name at least one layer, got {spec!r}; leave it out for all layers")
+    return sorted(indices)
+
+
+def _parse_range(part: object, spec: object) -> tuple[int, int]:
+    """Return the first and last index of one part of a layer specification."""
+    head, dash, tail = str(part).strip().rpartition("-")
+    try:
+        first, last = (int(head), int(tail)) if dash and head else (int(str(part)), int(str(part)))
+    except ValueError:
+        first, last = 0, -1
+    if first > last:
+        raise OptionError(f"layers must be like 3, '0-5', '0-2,7' or [6, 7], got {spec!r}")
+    return first, last
+
+
+def _resolve_mapping(plan: Mapping[str, Any], num_layers: int) -> dict[int, MechanismConfig]:
+    resolved: dict[int, MechanismConfig] = {}
+    for name, value in plan.items():
+        options = dict(value) if isinstance(value, Mapping) else {"layers": value}
+        indices = parse_layers(options.pop("layers", None), num_layers)
+        config = make_config(name, options)
+        for index in indices:
+            if index in resolved:
+                raise OptionError(
+                    f"the plan gives layer {index} to both {resolved[index].mechanism!r} and {name!r}; name it once"
+                )
+            resolved[index] = config
+    if not resolved:
+        raise OptionError("the plan is empty; name at least one mechanism, for example {'performer': '0-5'}")
+    return resolved

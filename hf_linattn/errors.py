@@ -1,0 +1,53 @@
+"""The exceptions this library raises. Each message names the field, the value received and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HfLinattnError(Exception):
+    """Base class: `except HfLinattnError` catches everything raised on purpose by this library."""
+
+
+class UnknownNameError(HfLinattnError, LookupError):
+    """A mechanism, feature map, kernel or option name that is not registered."""
+
+    def __init__(self, kind: str, name: object, known: Iterable[str]):
+        super().__init__(f"unknown {kind} {name!r}{did_you_mean(str(name), known)}")
+
+
+class OptionError(HfLinattnError, ValueError):
+    """An option that does not exist or a value outside its range."""
+
+
+class PatchError(HfLinattnError, RuntimeError):
+    """Patching a patched model, or undoing what was never patched."""
+
+
+class UnsupportedModelError(HfLinattnError, TypeError):
+    """A model whose attention cannot be reached; the message says why."""
+
+
+class UnsupportedModeError(HfLinattnError, ValueError):
+    """A call that this mechanism, or any mechanism without an N x N matrix, cannot answer."""
+
+
+class CheckpointError(HfLinattnError, ValueError):
+    """A checkpoint that is damaged, foreign or made by a newer version."""
+
+
+class DataError(HfLinattnError, ValueError):
+    """Training or evaluation data that is missing, empty or malformed."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the tail of an error message: the nearest known names, then all of them.
+
+    >>> did_you_mean("perfomer", ["linear", "performer"])
+    '; did you mean performer? Known: linear, performer'
+    """
+    known = sorted(known)
+    nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "."
+    return f"{hint} Known: {', '.join(known) or 'none'}"

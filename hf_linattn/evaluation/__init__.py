@@ -1,0 +1,30 @@
+"""Measuring a model: perplexity, speed and memory, a patched model beside its original attention."""
+
+from .memory import MemoryRow, StateRow, measure_memory, peak_forward_bytes, state_bytes_by_length
+from .perplexity import (
+    Perplexity,
+    PerplexityResult,
+    evaluation_mode,
+    is_masked_language_model,
+    perplexity,
+    position_limit,
+)
+from .speed import SpeedRow, Spread, crossover_length, measure_speed
+
+__all__ = [
+    "MemoryRow",
+    "Perplexity",
+    "PerplexityResult",
+    "SpeedRow",
+    "Spread",
+    "StateRow",
+    "crossover_length",
+    "evaluation_mode",
+    "is_masked_language_model",
+    "measure_memory",
+    "measure_speed",
+    "peak_forward_bytes",
+    "perplexity",
+    "position_limit",
+    "state_bytes_by_length",
+]

@@ -1,0 +1,172 @@
+"""Memory of a patched model beside its original attention: decoding state and peak of a forward, in bytes.
+
+A byte is a byte here: no kB and no KiB. The weights, which are the same for both, are never counted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .. import transformers_bridge as bridge
+from ..cache import state_bytes
+from ..config import require
+from ..errors import UnsupportedModelError
+from .perplexity import evaluation_mode
+from .speed import VARIANTS, check_lengths, prefill_cache, prefill_logits, random_input_ids
+
+
+@dataclass(frozen=True)
+class StateRow:
+    """Bytes that the cache of one sequence holds after `length` tokens, over all layers."""
+
+    length: int
+    patched: int
+    original: int
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Memory at one length, for one sequence.
+
+    Attributes:
+        length: tokens read.
+        patched_peak, original_peak: bytes alive at once during a forward without gradients, beyond weights and input.
+        patched_state, original_state: bytes of the decoding state after it; None for a model that does not decode.
+    """
+
+    length: int
+    patched_peak: int
+    original_peak: int
+    patched_state: int | None = None
+    original_state: int | None = None
+
+
+def measure_memory(model: nn.Module, lengths: Iterable[int], *, seed: int = 0) -> list[MemoryRow]:
+    """Return `state_bytes_by_length` and `peak_forward_bytes` of both variants, one row per length, shortest first.
+
+    Raises:
+        PatchError: the model is not patched.
+        OptionError: a length below 1 or beyond the model's learned position table.
+    """
+    lengths = check_lengths(model, lengths)
+    peaks: dict[str, list[int]] = {}
+    for name, variant in VARIANTS.items():
+        with variant(model):
+            peaks[name] = [peak_forward_bytes(model, length, seed=seed) for length in lengths]
+    states: Iterable[StateRow | None] = [None] * len(lengths)
+    if bridge.root_model(model).can_generate():
+        states = state_bytes_by_length(model, lengths, seed=seed)
+    return [
+        MemoryRow(length, patched, original, *((state.patched, state.original) if state else (None, None)))
+        for length, patched, original, state in zip(lengths, peaks["patched"], peaks["original"], states, strict=True)
+    ]
+
+
+def state_bytes_by_length(model: nn.Module, lengths: Iterable[int], *, seed: int = 0) -> list[StateRow]:
+    """Return the bytes of decoding state of one sequence against its length, patched and original.
+
+    The state of a linear mechanism is constant; keys and values of softmax grow with the length. Both are what the
+    cache really holds after the model has read that many random tokens.
+
+    Raises:
+        PatchError: the model is not patched.
+        UnsupportedModelError: the model does not decode.
+        OptionError: a length below 1 or beyond the model's learned position table.
+    """
+    lengths = check_lengths(model, lengths)
+    root = bridge.root_model(model)
+    if not root.can_generate():
+        raise UnsupportedModelError(f"{type(root).__name__} does not decode, so it has no decoding state")
+    rows = []
+    with evaluation_mode(model), torch.no_grad():
+        for length in lengths:
+            input_ids = random_input_ids(model, 1, length, seed)
+            held: dict[str, int] = {}
+            for name, variant in VARIANTS.items():
+                with variant(model):
+                    held[name] = state_bytes(prefill_cache(model, input_ids))
+            rows.append(StateRow(length, held["patched"], held["original"]))
+    return rows
+
+
+def peak_forward_bytes(model: nn.Module, length: int, *, batch_size: int = 1, seed: int = 0) -> int:
+    """Return the bytes alive at once, at the worst moment of a forward, beyond the weights and the input.
+
+    The forward has neither gradients nor a cache, and runs whatever attention the model has at the moment: wrap the
+    call in `original_attention(model)` for the original's. On CUDA the allocator is asked
+    (`torch.cuda.max_memory_allocated`). Elsewhere every tensor that an operation returns is counted, from its creation
+    to its release: exact and repeatable, except for scratch memory inside a single kernel.
+
+    Raises:
+        OptionError: `length` or `batch_size` is below 1.
+    """
+    require("length", length, length >= 1, "at least 1")
+    require("batch_size", batch_size, batch_size >= 1, "at least 1")
+    input_ids = random_input_ids(model, batch_size, length, seed)
+    with evaluation_mode(model), torch.no_grad():
+        if input_ids.device.type == "cuda":
+            torch.cuda.synchronize(input_ids.device)
+            before = torch.cuda.memory_allocated(input_ids.device)
+            torch.cuda.reset_peak_memory_stats(input_ids.device)
+            prefill_logits(model, input_ids)
+            return torch.cuda.max_memory_allocated(input_ids.device) - before
+        with LiveBytes() as count:
+            prefill_logits(model, input_ids)
+        return count.peak
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations create, from their creation to their release.
+
+    Attributes:
+        live: bytes alive now.
+        peak: the largest `live` so far.
+
+    >>> with LiveBytes() as count:
+    ...     total = (torch.ones(1000) + torch.ones(1000)).sum()
+    >>> count.peak, count.live
+    (12000, 4)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._counted: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        output = func(*args, **(kwargs or {}))
+        for storage in _storages(output):
+            # what was given comes back as a view, or changed in place
+            if storage._cdata not in given and storage._cdata not in self._counted:
+                self._count(storage)
+        return output
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        self._counted.add(key)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._release, key, nbytes).atexit = False
+
+    def _release(self, key: int, nbytes: int) -> None:
+        self._counted.discard(key)
+        self.live -= nbytes
+
+
+def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
+    """Yield the storage of every tensor in nested arguments or results."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf.untyped_storage()

@@ -1,0 +1,262 @@
+"""Perplexity: exp of the mean negative log-likelihood of the scored tokens, on text the model was not fitted on.
+
+    perplexity = exp(-1/T sum_t log p(x_t | context of t))
+
+Documents are tokenised one by one, with the special tokens that the tokenizer adds, and never see each other.
+
+- Causal models read strided windows (https://huggingface.co/docs/transformers/perplexity): every token but the first
+  of each document is scored exactly once, with at least `max_length - stride` tokens of context where they exist.
+- Masked models get the pseudo-perplexity of one fixed set of masks: windows without overlap, a share of the tokens
+  replaced by the mask token, and the loss on these alone. Of the masks of pretraining (Devlin et al. 2019) only the
+  mask token is kept: tokens left as they are or replaced at random would blur the comparison of two models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypedDict
+
+import evaluate
+import torch
+from datasets import Features, Value
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from .. import transformers_bridge as bridge
+from ..config import require
+from ..errors import DataError, OptionError, UnsupportedModelError
+
+IGNORED_LABEL = -100
+
+_CITATION = """\
+@article{jelinek1977perplexity,
+  title={Perplexity -- a measure of the difficulty of speech recognition tasks},
+  author={Jelinek, F. and Mercer, R. L. and Bahl, L. R. and Baker, J. K.},
+  journal={The Journal of the Acoustical Society of America}, volume={62}, number={S1}, pages={S63}, year={1977}
+}
+"""
+_INPUTS = """
+Args:
+    texts (list of str): the documents.
+    model: a transformers model with a causal or masked language-modelling head, patched or not.
+    tokenizer: the tokenizer of the model.
+    max_length, stride, batch_size, seed, mask_probability, progress: as in `hf_linattn.evaluation.perplexity`.
+Returns:
+    dict with `perplexity` (float), `loss` (float, nats per scored token) and `num_tokens` (int, scored tokens).
+"""
+
+
+class PerplexityResult(TypedDict):
+    """perplexity = exp(loss); loss in nats per scored token; num_tokens is how many tokens were scored."""
+
+    perplexity: float
+    loss: float
+    num_tokens: int
+
+
+class Window(NamedTuple):
+    """What one forward reads of a document [N], and what it is scored on: [N], `IGNORED_LABEL` elsewhere."""
+
+    input_ids: Tensor
+    labels: Tensor
+
+
+class Perplexity(evaluate.Metric):
+    """`perplexity` as a metric of the `evaluate` library; built directly, so it needs no connection.
+
+    >>> metric = Perplexity()
+    >>> metric.compute(texts=texts, model=model, tokenizer=tokenizer, max_length=512)  # doctest: +SKIP
+    {'perplexity': 12.3, 'loss': 2.5, 'num_tokens': 40960}
+    """
+
+    def __init__(self, keep_in_memory: bool = True, **options: Any):
+        super().__init__(keep_in_memory=keep_in_memory, **options)
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description="exp of the mean negative log-likelihood of the scored tokens of separate documents",
+            citation=_CITATION,
+            inputs_description=_INPUTS,
+            features=Features({"texts": Value("string")}),
+            reference_urls=["https://huggingface.co/docs/transformers/perplexity"],
+        )
+
+    def _compute(
+        self, texts: Sequence[str], model: nn.Module, tokenizer: PreTrainedTokenizerBase, **options: Any
+    ) -> PerplexityResult:
+        return perplexity(model, tokenizer, texts, **options)
+
+
+def perplexity(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    max_length: int,
+    stride: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    mask_probability: float = 0.15,
+    progress: bool = True,
+) -> PerplexityResult:
+    """Return the perplexity of a causal or masked language model on `texts`.
+
+    The result depends neither on `batch_size` (right padding behind an attention mask) nor on the global random state,
+    and log-likelihoods add up in float64. The model is evaluated in eval mode and gets its former modes back.
+
+    Args:
+        model: a model with a language-modelling head, patched or not, wrapped or not; its class says which kind.
+        texts: documents; one without a scored token is skipped.
+        max_length: tokens per window.
+        stride: causal only: by how many tokens windows advance, below `max_length`; None is half of it.
+        batch_size: windows per forward.
+        seed: masked only: of the masks, which depend on it, on the texts and on the tokenizer alone.
+        mask_probability: masked only: share of the tokens to predict; special tokens are never masked.
+        progress: show a progress bar.
+
+    Raises:
+        OptionError: an option out of range, or `max_length` beyond the model's learned position table.
+        DataError: `texts` is one string, holds no token to score, or a masked model's tokenizer has no mask token.
+        UnsupportedModelError: the model has no language-modelling head.
+    """
+    if isinstance(texts, str):
+        raise DataError("texts must be a sequence of documents, got one string; pass [text]")
+    masked = is_masked_language_model(model)
+    _check_options(model, max_length, stride, batch_size, mask_probability, masked)
+    documents = _tokenize(tokenizer, texts)
+    if masked:
+        windows = list(_masked_windows(documents, tokenizer, max_length, seed, mask_probability))
+    else:
+        windows = list(_strided_windows(documents, max_length, stride or max(1, max_length // 2)))
+    if not windows:
+        raise DataError(f"texts: none of the {len(texts)} documents has a token to score; give longer documents")
+    windows.sort(key=lambda window: len(window.input_ids), reverse=True)  # so that batches hold little padding
+    batches = [windows[i : i + batch_size] for i in range(0, len(windows), batch_size)]
+    total, num_tokens = 0.0, 0
+    with evaluation_mode(model), torch.no_grad():
+        for batch in tqdm(batches, desc="perplexity", unit="batch", disable=not progress):
+            losses = _token_losses(model, batch, tokenizer.pad_token_id or 0, masked)
+            total += float(losses.cpu().double().sum())
+            num_tokens += losses.numel()
+    loss = total / num_tokens
+    return {"perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()), "loss": loss, "num_tokens": num_tokens}
+
+
+def is_masked_language_model(model: nn.Module) -> bool:
+    """Return whether the model is a masked (True) or a causal (False) language model, by its class.
+
+    Raises:
+        UnsupportedModelError: it is neither.
+    """
+    root = bridge.root_model(model)
+    name = type(root).__name__
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return False
+    if name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():
+        return True
+    if root.can_generate() and not root.config.is_encoder_decoder:
+        return False
+    raise UnsupportedModelError(
+        f"{name} has no causal or masked language-modelling head; load the checkpoint with AutoModelForCausalLM or"
+        " AutoModelForMaskedLM"
+    )
+
+
+def position_limit(model: nn.Module) -> int | None:
+    """Return how many positions the model's learned position table holds; None if it has none (RoPE, for example).
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> position_limit(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=64, vocab_size=10)))
+    64
+    """
+    tables = bridge.PatchedModel.of(bridge.root_model(model), {}).position_tables
+    return min((end - first for first, end in tables.values()), default=None)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model in eval mode for a while; afterwards every module has the mode it had before."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _check_options(
+    model: nn.Module, max_length: int, stride: int | None, batch_size: int, mask_probability: float, masked: bool
+) -> None:
+    """Raise `OptionError` for the first option that is out of range."""
+    limit = position_limit(model)
+    expected = "at least 2" if limit is None else f"2 to {limit}, the positions that the model's table holds"
+    require("max_length", max_length, 2 <= max_length <= (limit or math.inf), expected)
+    if masked and stride is not None:
+        raise OptionError(f"stride={stride}: windows of a masked model do not overlap; leave stride out")
+    require("stride", stride, stride is None or 1 <= stride < max_length, f"1 to max_length - 1 = {max_length - 1}")
+    require("batch_size", batch_size, batch_size >= 1, "at least 1")
+    require("mask_probability", mask_probability, 0 < mask_probability <= 1, "above 0 and at most 1")
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Tensor]:
+    """Return the token ids [N] of each document."""
+    if not len(texts):
+        raise DataError("texts is empty; give at least one document")
+    # verbose=False: a document longer than the model is the normal case here, and no reason to warn
+    encoded = tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False)
+    return [torch.tensor(ids, dtype=torch.long) for ids in encoded["input_ids"]]
+
+
+def _strided_windows(documents: Sequence[Tensor], max_length: int, stride: int) -> Iterator[Window]:
+    """Yield windows that score every token but the first of each document once."""
+    for document in documents:
+        scored = 1
+        for begin in range(0, len(document), stride):
+            if scored >= len(document):
+                break
+            input_ids = document[begin : begin + max_length]
+            labels = input_ids.clone()
+            labels[: scored - begin] = IGNORED_LABEL
+            scored = begin + len(input_ids)
+            yield Window(input_ids, labels)
+
+
+def _masked_windows(
+    documents: Sequence[Tensor], tokenizer: PreTrainedTokenizerBase, max_length: int, seed: int, probability: float
+) -> Iterator[Window]:
+    """Yield windows without overlap, in which some tokens are replaced by the mask token and scored."""
+    if tokenizer.mask_token_id is None:
+        raise DataError("mask_token=None: a masked language model needs a tokenizer that has a mask token")
+    special = torch.tensor(tokenizer.all_special_ids)
+    generator = torch.Generator().manual_seed(seed)
+    for document in documents:
+        chosen = (torch.rand(len(document), generator=generator) < probability) & ~torch.isin(document, special)
+        input_ids = document.masked_fill(chosen, tokenizer.mask_token_id)
+        labels = document.masked_fill(~chosen, IGNORED_LABEL)
+        for begin in range(0, len(document), max_length):
+            window = Window(input_ids[begin : begin + max_length], labels[begin : begin + max_length])
+            if bool((window.labels != IGNORED_LABEL).any()):
+                yield window
+
+
+def _token_losses(model: nn.Module, windows: Sequence[Window], pad_token_id: int, masked: bool) -> Tensor:
+    """Return the negative log-likelihoods [T] of the scored tokens of a batch of windows, in at least float32."""
+    device = bridge.root_model(model).device
+    input_ids = pad_sequence([w.input_ids for w in windows], batch_first=True, padding_value=pad_token_id).to(device)
+    labels = pad_sequence([w.labels for w in windows], batch_first=True, padding_value=IGNORED_LABEL).to(device)
+    attention_mask = pad_sequence([torch.ones_like(w.input_ids) for w in windows], batch_first=True).to(device)
+    options = {} if masked else {"use_cache": False}
+    logits = model(input_ids=input_ids, attention_mask=attention_mask, **options).logits
+    if not masked:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    scored = labels != IGNORED_LABEL
+    logits, labels = logits[scored.to(logits.device)], labels[scored]
+    precision = torch.promote_types(logits.dtype, torch.float32)
+    return cross_entropy(logits.to(precision), labels.to(logits.device), reduction="none")

@@ -1,0 +1,142 @@
+"""Saving and loading: a patched model is saved under a `model_type` of its own and loads through the Auto classes.
+
+In memory a patched model's config is a subclass of the original one that differs in how it is written to disk:
+
+    {"model_type": "hf_linattn", "base_model_type": "llama", "base_config": {... the rest of the original config ...},
+     "hf_linattn": {... PatchConfig ...}, "vocab_size": "... how to load it ..."}
+
+Whatever loads the checkpoint without this library must fail loudly instead of running softmax. The Auto classes find
+an unknown model type. A class such as LlamaForCausalLM would take its sizes from a nested config of its own type,
+which is why that type stands outside, or fall back on its default sizes, which may well be the right ones, and
+therefore meets a vocabulary size that is no number.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+from .config import PatchConfig
+from .errors import CheckpointError
+
+MODEL_TYPE = "hf_linattn"
+HOW_TO_LOAD = "this is an hf_linattn checkpoint: `import hf_linattn` and load it through an Auto class of transformers"
+
+
+class LinearizedConfigMixin:
+    """Mixed into the config class of a patched model; `hf_linattn` is the JSON form of its `PatchConfig`."""
+
+    hf_linattn: dict[str, Any]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # the class is made while running, where pickle cannot look it up by name
+        return _new_config, (type(self).__mro__[2],), vars(self)
+
+    def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
+        """Write the nested form, whole or not at all."""
+        base = json.loads(self.to_json_string(use_diff=use_diff))  # type: ignore[attr-defined]
+        outer = {
+            "model_type": MODEL_TYPE,
+            "base_model_type": base.pop("model_type"),
+            "vocab_size": HOW_TO_LOAD,
+            "architectures": base.get("architectures"),
+            "dtype": base.get("dtype"),
+            MODEL_TYPE: base.pop(MODEL_TYPE),
+            "base_config": base,
+            "transformers_version": base.pop("transformers_version", None),
+        }
+        temporary = f"{os.fspath(json_file_path)}.tmp"
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(outer, file, indent=2, sort_keys=True)
+            file.write("\n")
+        os.replace(temporary, json_file_path)
+
+
+class HfLinattnConfig(PreTrainedConfig):
+    """What `AutoConfig` finds under the model type `hf_linattn`; reading it gives the linearised base config."""
+
+    model_type = MODEL_TYPE
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return the base config described by `base_config`, marked with the patch; `CheckpointError` if malformed."""
+        for name in ("base_config", MODEL_TYPE):
+            if not isinstance(config_dict.get(name), dict):
+                raise CheckpointError(
+                    f"config.json has no field {name!r} (got {config_dict.get(name)!r}); save the model again with"
+                    " save_pretrained of a patched model"
+                )
+        patch = PatchConfig.from_dict(config_dict[MODEL_TYPE])
+        model_type = config_dict.get("base_model_type")
+        if model_type == MODEL_TYPE or model_type not in CONFIG_MAPPING:
+            raise CheckpointError(
+                f"config.json has base_model_type {model_type!r}, which is no model type that this version of"
+                " transformers knows; try a newer one, or save the model again"
+            )
+        result = CONFIG_MAPPING[model_type].from_dict(dict(config_dict["base_config"]), **kwargs)
+        mark_config(result[0] if isinstance(result, tuple) else result, patch)
+        return result
+
+
+def mark_config(config: PreTrainedConfig, patch: PatchConfig) -> None:
+    """Make the config of a patched model one that is saved in the nested form."""
+    config.__class__ = linearized_config_class(type(config))  # type: ignore[arg-type]
+    config.hf_linattn = patch.to_dict()
+
+
+def unmark_config(config: PreTrainedConfig) -> None:
+    """Undo `mark_config`; a config that is not marked stays as it is."""
+    if isinstance(config, LinearizedConfigMixin):
+        config.__class__ = type(config).__mro__[2]
+        del config.hf_linattn
+
+
+def _new_config(base: Any) -> PreTrainedConfig:
+    """Return an empty marked config for pickle and copy to fill."""
+    made: Any = linearized_config_class(base)
+    return made.__new__(made)
+
+
+@functools.cache
+def linearized_config_class(base: Any) -> Any:
+    """Return the subclass of a config class that is saved in the nested form, known to the Auto classes.
+
+    It bears the name of its base, by which transformers looks up tokenizers and processors.
+    """
+    if issubclass(base, LinearizedConfigMixin):
+        return base
+    made = type(base.__name__, (LinearizedConfigMixin, base), {"__module__": __name__, "__doc__": base.__doc__})
+    auto_classes: Any = [c for c in vars(modeling_auto).values() if isinstance(c, type)]
+    for auto_class in auto_classes:
+        if issubclass(auto_class, _BaseAutoModelClass):
+            mapping = auto_class._model_mapping
+            if mapping is not None and base in mapping and isinstance(mapping[base], type):
+                auto_class.register(made, linearized_model_class(mapping[base], made), exist_ok=True)
+    return made
+
+
+def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    """Return a class that builds `base` and patches it as its config says; the result is an instance of `base`."""
+
+    def initialise(self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
+        from .patching import patch_model  # here, since patching marks configs with this module
+
+        patch = PatchConfig.from_dict(config.hf_linattn)
+        config = copy.deepcopy(config)  # the caller's may serve for another model
+        unmark_config(config)
+        base.__init__(self, config, *args, **kwargs)
+        self.__class__ = base  # a loaded model and one patched in memory are the same thing
+        patch_model(self, patch)
+
+    return type(base.__name__, (base,), {"__init__": initialise, "config_class": config_class, "__module__": __name__})
+
+
+AutoConfig.register(MODEL_TYPE, HfLinattnConfig, exist_ok=True)

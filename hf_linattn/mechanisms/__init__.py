@@ -1,0 +1,5 @@
+"""The mechanisms, one per file; importing a file registers what it defines."""
+
+from .base import MECHANISMS, AttentionLayer, ExactnessLimit, Mechanism, list_mechanisms, register_mechanism
+
+__all__ = ["MECHANISMS", "AttentionLayer", "ExactnessLimit", "Mechanism", "list_mechanisms", "register_mechanism"]

@@ -1,0 +1,197 @@
+"""The contract every mechanism keeps, and the plumbing that keeps most of it for them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..config import MechanismConfig
+from ..errors import UnsupportedModeError
+from ..ops import naive
+from ..registry import Registry
+
+MECHANISMS: Registry[Mechanism] = Registry(
+    "mechanism", package="hf_linattn.mechanisms", entry_point_group="hf_linattn.mechanisms"
+)
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """What a mechanism is told about its layer.
+
+    Attributes:
+        index: position among the model's self-attention layers. num_heads: H. num_key_value_heads: Hkv, divides H.
+        head_dim: D. causal: whether a query may see only itself and earlier keys.
+        scaling: what the layer multiplies q . k by. device, dtype: where its parameters live.
+    """
+
+    index: int
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    causal: bool
+    scaling: float
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ExactnessLimit:
+    """How a mechanism relates to softmax attention, in words and in a form that can be checked.
+
+    Attributes:
+        text: the setting at which it equals softmax attention, or what it converges to.
+        equal: for an input of this length, the options with which it equals softmax attention.
+        converging: (option, (few, many), rate): its error falls as option^-rate.
+        kernel: it is kernel attention: never softmax, but exactly what its `weights` say.
+    """
+
+    text: str
+    equal: Callable[[int], dict[str, Any]] | None = None
+    converging: tuple[str, tuple[int, int], float] | None = None
+    kernel: bool = False
+
+
+class Mechanism(nn.Module):
+    """Attention of one layer: q [B, H, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] -> [B, H, Nq, Dv].
+
+    A subclass sets the class attributes, builds its parameters in `__init__` and writes `causal_attention` and
+    `bidirectional_attention`, which receive float32 (or float64) tensors with autocast off. It must keep the
+    invariants of `hf_linattn.testing`.
+
+    Class attributes:
+        config_class: dataclass of its options. modes: what it can do, of {"causal", "bidirectional"}.
+        constant_state: whether its decoding state has a size that does not grow with the context.
+        subquadratic: whether its cost grows slower than N^2.
+        limit: how it relates to softmax attention; an instance may state its own. citation: the paper it comes from.
+    """
+
+    config_class: ClassVar[type[MechanismConfig]] = MechanismConfig
+    modes: ClassVar[frozenset[str]] = frozenset({"causal", "bidirectional"})
+    constant_state: ClassVar[bool] = True
+    subquadratic: ClassVar[bool] = True
+    limit: ExactnessLimit = ExactnessLimit("none stated")
+    citation: ClassVar[str] = ""
+
+    def __init__(self, config: MechanismConfig, layer: AttentionLayer):
+        super().__init__()
+        mode = "causal" if layer.causal else "bidirectional"
+        if mode not in self.modes:
+            able = sorted(name for name in MECHANISMS.names() if mode in MECHANISMS.get(name).modes)
+            raise UnsupportedModeError(
+                f"mechanism {config.mechanism!r} has no {mode} form, which layer {layer.index} needs;"
+                f" use one of {', '.join(able)}"
+            )
+        self.config, self.layer = config, layer
+        self.calls = 0  # how often forward ran (outside compiled graphs): shows that the layer is really served
+        self.cache_layer: Any = None  # set by the bridge for the time of one call
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        sequence_ids: Tensor | None = None,
+        state: Any = None,
+    ) -> tuple[Tensor, Any]:
+        """Return the output in the dtype of `value`, and the state after the last key (None if bidirectional).
+
+        Args:
+            query, key, value: as above, after position encoding. With Nk > Nq the queries are the last Nq positions.
+            key_padding_mask: [B, Nk], true for real keys; None if all are.
+            sequence_ids: [B, Nk], equal inside a packed sequence; None if nothing is packed.
+            state: what an earlier call returned, if this one continues it.
+        """
+        self.count_call()
+        compute = torch.promote_types(query.dtype, torch.float32)
+        with torch.autocast(query.device.type, enabled=False):
+            query, key, wide_value = (x.to(compute) for x in (query, key, value))
+            if not self.layer.causal:
+                output = self.bidirectional_attention(query, key, wide_value, key_padding_mask, sequence_ids)
+                return output.to(value.dtype), None
+            earlier = key.shape[2] - query.shape[2]
+            if earlier:  # keys that came without their queries, as from a prefix or another model's cache
+                query = torch.cat([query.new_zeros(*query.shape[:2], earlier, query.shape[3]), query], dim=2)
+            output, state = self.causal_attention(query, key, wide_value, key_padding_mask, sequence_ids, state)
+            return output[:, :, earlier:].to(value.dtype), state
+
+    def causal_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None,
+        state: Any,
+    ) -> tuple[Tensor, Any]:
+        """Return output and state for Nq = Nk positions that follow `state`."""
+        raise NotImplementedError
+
+    def bidirectional_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None
+    ) -> Tensor:
+        """Return the output when every query sees every key of its sequence."""
+        raise NotImplementedError
+
+    def attention_matrix(
+        self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, sequence_ids: Tensor | None = None
+    ) -> Tensor:
+        """Return the N x N weights [B, H, N, N] this mechanism implies, in the inputs' precision: for short inputs."""
+        allowed = naive.allowed_pairs(
+            query.shape[2], key.shape[2], self.layer.causal, key_padding_mask, sequence_ids, query.device
+        )
+        return self.weights(query, key, allowed)
+
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+        """Return normalised weights [B, H, N, N] over the allowed pairs, by the formula itself."""
+        raise UnsupportedModeError(f"mechanism {self.config.mechanism!r} has no attention matrix to show")
+
+    def count_call(self) -> None:
+        """Count a forward; a compiled graph does not, as a changing number would have it compiled anew."""
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+
+    def before_forward(self) -> None:
+        """Called once before every forward of the whole model, never between its layers; for scheduled changes."""
+
+    def generator(self, purpose: str = "") -> torch.Generator:
+        """Return a CPU generator for this layer and purpose, seeded from the config; the global one is not touched."""
+        text = f"{self.config.seed}/{self.layer.index}/{purpose}"
+        return torch.Generator("cpu").manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
+
+    def extra_repr(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.config.to_options().items())
+        return f"{self.config.mechanism}, causal={self.layer.causal}, {options}"
+
+
+def register_mechanism(name: str) -> Callable[[type[Mechanism]], type[Mechanism]]:
+    """Return a class decorator that makes a mechanism known as `name`.
+
+    Its `config_class` must be its own subclass of `MechanismConfig`. A distribution can also list the class under the
+    entry-point group `hf_linattn.mechanisms`.
+
+    >>> @dataclass
+    ... class MeanConfig(MechanismConfig):
+    ...     pass
+    >>> @register_mechanism("mean_of_values")
+    ... class MeanOfValues(Mechanism):
+    ...     config_class = MeanConfig
+    ...     modes = frozenset({"bidirectional"})
+    """
+
+    def enter(mechanism: type[Mechanism]) -> type[Mechanism]:
+        MECHANISMS.register(name)(mechanism)
+        mechanism.config_class.mechanism = name
+        return mechanism
+
+    return enter
+
+
+def list_mechanisms() -> list[str]:
+    """Return the names `patch_model` accepts.
+
+    >>> list_mechanisms()
+    ['linear', 'performer', 'softmax']
+    """
+    return MECHANISMS.names()

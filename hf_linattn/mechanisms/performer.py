@@ -1,0 +1,87 @@
+"""performer: FAVOR+, random features whose dot product estimates exp(scaling q . k) without bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..config import MechanismConfig, require
+from ..errors import UnknownNameError
+from ..feature_maps import FEATURE_MAPS, FeatureMap
+from .base import AttentionLayer, ExactnessLimit, register_mechanism
+from .linear import LinearMechanism
+
+KERNELS = {"softmax": "favor_softmax", "relu": "favor_relu", "hyperbolic": "favor_hyperbolic"}
+
+
+@dataclass
+class PerformerConfig(MechanismConfig):
+    """Options of `performer`."""
+
+    num_features: int = field(default=256, metadata={"help": "random directions m; the error falls as m^-1/2"})
+    kernel: str = field(default="softmax", metadata={"help": f"one of {', '.join(KERNELS)}"})
+    redraw_interval: int | None = field(
+        default=None, metadata={"help": "draw new directions every so many training forwards; None keeps the first"}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("num_features", self.num_features, _is_positive(self.num_features), "an integer >= 1")
+        interval = self.redraw_interval
+        require("redraw_interval", interval, interval is None or _is_positive(interval), "None or an integer >= 1")
+        if self.kernel not in KERNELS:
+            raise UnknownNameError("kernel", self.kernel, KERNELS)
+
+
+@register_mechanism("performer")
+class PerformerMechanism(LinearMechanism):
+    """FAVOR+ (Choromanski et al. 2021): linear attention with phi(x)_r = m^-1/2 exp(w_r . x - |x|^2 / 2).
+
+    With x = sqrt(scaling) q and y = sqrt(scaling) k, E[phi(x) . phi(y)] = exp(x . y): the softmax kernel. The w_r are
+    Haar-orthogonal in blocks of the head dimension with chi-distributed lengths, drawn once from `seed` and the layer,
+    kept in the persistent buffer `feature_map.projection` [m, D]. `kernel="hyperbolic"` adds exp(-w_r . x) (lower
+    variance, 2 m features), `kernel="relu"` takes relu(w_r . x).
+
+    Deviations from the authors' code: no epsilon in the features, which would change the kernel; the keys' stabiliser
+    is a running maximum with the state rescaled, not a maximum over all positions, which would let the future in; new
+    directions (`redraw_interval`) are drawn in training only, before a forward of the whole model, so never between
+    prefill and decoding nor between a forward and its recomputation.
+    """
+
+    forwards: Tensor
+
+    config_class = PerformerConfig
+    limit = ExactnessLimit(
+        "softmax attention as num_features grows; the error falls as num_features^-1/2",
+        converging=("num_features", (64, 1024), 0.5),
+    )
+    citation = "Choromanski et al. 2021, Rethinking Attention with Performers, arXiv 2009.14794"
+
+    def __init__(self, config: PerformerConfig, layer: AttentionLayer):
+        super().__init__(config, layer)
+        if not self.feature_map.estimates_softmax:
+            self.limit = LinearMechanism.limit
+        if config.redraw_interval is not None:
+            # training forwards made so far; saved, so that a resumed run draws what an unbroken one would
+            self.register_buffer("forwards", torch.zeros((), dtype=torch.int64, device="cpu"))
+
+    def make_feature_map(self) -> FeatureMap:
+        feature_map = FEATURE_MAPS.get(KERNELS[self.config.kernel])
+        layer = self.layer
+        return feature_map(layer.head_dim, self.config.num_features, layer.scaling, self.generator())
+
+    @torch.no_grad()
+    def before_forward(self) -> None:
+        interval = self.config.redraw_interval
+        if interval is None or not self.training:
+            return
+        count = int(self.forwards)
+        if count and count % interval == 0:
+            self.feature_map.redraw(self.generator(f"redraw {count // interval}"))
+        self.forwards += 1
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,1 @@
+"""Numerics: `naive` holds the truth in any precision, every other file one operation."""

@@ -1,0 +1,63 @@
+"""The truth, written as the formulas are, with the N x N matrix in the open. For tests and diagnostics only.
+
+Every function works in the precision of its inputs; give float64 to get a reference.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def allowed_pairs(
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    key_padding_mask: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Return the boolean matrix [B or 1, 1, Nq, Nk] of pairs (i, j) in which query i may see key j.
+
+    The last query stands at the last key's position, so Nk - Nq earlier keys are visible to all.
+    """
+    query_position = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    key_position = torch.arange(num_keys, device=device)[None, :]
+    allowed = (key_position <= query_position) if causal else torch.ones_like(key_position <= query_position)
+    allowed = allowed[None, None]
+    if key_padding_mask is not None:
+        allowed = allowed & key_padding_mask[:, None, None, :].bool()
+    if sequence_ids is not None:
+        same = sequence_ids[:, -num_queries:, None] == sequence_ids[:, None, :]
+        allowed = allowed & same[:, None]
+    return allowed
+
+
+def normalise(weights: Tensor) -> Tensor:
+    """Divide non-negative weights [..., Nk] by their sum; a row without weight stays zero."""
+    total = weights.sum(-1, keepdim=True)
+    return weights / torch.where(total == 0, 1.0, total)
+
+
+def softmax_matrix(query: Tensor, key: Tensor, scaling: float, allowed: Tensor) -> Tensor:
+    """Return softmax_j(scaling q_i . k_j) over the allowed keys: [B, H, Nq, Nk]; an empty row is zero."""
+    scores = torch.einsum("bhid,bhjd->bhij", query, _repeat_heads(key, query)) * scaling
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    top = scores.amax(-1, keepdim=True)
+    return normalise(torch.exp(scores - torch.where(top.isinf(), 0.0, top)))
+
+
+def kernel_matrix(query_features: Tensor, key_features: Tensor, allowed: Tensor) -> Tensor:
+    """Return phi(q_i) . phi(k_j) / sum_l phi(q_i) . phi(k_l) over the allowed keys: [B, H, Nq, Nk]."""
+    weights = torch.einsum("bhif,bhjf->bhij", query_features, _repeat_heads(key_features, query_features))
+    return normalise(weights * allowed)
+
+
+def attend(matrix: Tensor, value: Tensor) -> Tensor:
+    """Return sum_j matrix_ij v_j: [B, H, Nq, Dv]."""
+    return torch.einsum("bhij,bhjd->bhid", matrix, _repeat_heads(value, matrix))
+
+
+def _repeat_heads(shared: Tensor, query: Tensor) -> Tensor:
+    """Repeat key/value heads so that there is one for every query head."""
+    return shared.repeat_interleave(query.shape[1] // shared.shape[1], dim=1)

@@ -1,0 +1,71 @@
+"""Exact attention with the masks of this library: what the layers that stay softmax compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .naive import allowed_pairs
+
+
+def softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    causal: bool,
+    key_padding_mask: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return softmax(scaling q k^T) v over the allowed keys, by PyTorch's scaled_dot_product_attention.
+
+    A mask matrix is built only where padding, packing, a window or earlier keys need one. Rows without an allowed
+    key are zero.
+
+    Args:
+        query: [B, H, Nq, D]. key: [B, Hkv, Nk, D]. value: [B, Hkv, Nk, Dv]; Hkv divides H, Nk >= Nq if causal.
+        key_padding_mask: [B, Nk], true for real keys. sequence_ids: [B, Nk], equal inside a packed sequence.
+        sliding_window: a query sees itself and at most `sliding_window - 1` keys before it (and after it, if
+            bidirectional).
+        softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
+        dropout: probability of dropping an attention weight.
+
+    Returns:
+        [B, H, Nq, Dv] in the dtype of `value`.
+    """
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    window = sliding_window if sliding_window is not None and sliding_window < num_keys else None
+    plain = key_padding_mask is None and sequence_ids is None and window is None
+    if plain and softcap is None and (not causal or num_queries in (1, num_keys)):
+        return F.scaled_dot_product_attention(
+            query, key, value, scale=scaling, dropout_p=dropout, is_causal=causal and num_queries > 1, enable_gqa=True
+        )
+    allowed = allowed_pairs(num_queries, num_keys, causal, key_padding_mask, sequence_ids, query.device)
+    if window is not None:
+        distance = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None]
+        distance = distance - torch.arange(num_keys, device=query.device)[None, :]
+        allowed = allowed & (distance.abs() < window)
+    if softcap is not None:
+        return _softcapped(query, key, value, allowed, scaling, softcap, dropout)
+    some = allowed.any(-1, keepdim=True)  # the kernels differ on rows without a key: let those see all, then zero them
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=allowed | ~some, scale=scaling, dropout_p=dropout, enable_gqa=True
+    )
+    return output * some
+
+
+def _softcapped(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float, softcap: float, dropout: float
+) -> Tensor:
+    """Exact attention with capped scores, which the fused kernels do not offer."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * scaling / softcap)
+    scores = scores.float().masked_fill(~allowed, torch.finfo(torch.float32).min)
+    weights = F.dropout(torch.softmax(scores, dim=-1) * allowed, dropout)
+    return weights.to(value.dtype) @ value

@@ -1,0 +1,210 @@
+"""patch_model, unpatch_model, original_attention: attach mechanisms to attention modules, and undo all of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+
+from . import hub
+from . import transformers_bridge as bridge
+from .config import LayerSpec, MechanismConfig, PatchConfig, make_config
+from .errors import OptionError, PatchError
+from .mechanisms import MECHANISMS, Mechanism
+
+logger = logging.getLogger(__name__)
+
+PATCH = "_hf_linattn_patch"  # the attribute of the outermost transformers model that holds its Patch
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+@dataclass
+class Patch:
+    """Everything that was done to a model, and what it was before."""
+
+    config: PatchConfig
+    attention: dict[str, nn.Module]
+    implementations: list[tuple[PreTrainedConfig, str]]
+    handles: list[RemovableHandle] = field(default_factory=list)
+    owners: list[PreTrainedModel] = field(default_factory=list)
+
+    def attach(self, mechanisms: Mapping[str, Mechanism], model: PreTrainedModel) -> None:
+        """Put mechanisms, hooks and the attention implementation in place."""
+        for path, module in self.attention.items():
+            setattr(module, bridge.MECHANISM, mechanisms[path].train(module.training))
+            self.handles.append(module.register_forward_pre_hook(bridge.attention_pre_hook, with_kwargs=True))
+        for owner, record in bridge.base_models(model, self.attention).items():
+            setattr(owner, bridge.RECORD, record)
+            self.owners.append(owner)
+            self.handles.append(owner.register_forward_pre_hook(bridge.model_pre_hook, with_kwargs=True))
+            self.handles.append(owner.register_forward_hook(bridge.model_post_hook, with_kwargs=True))
+        for config, _ in self.implementations:
+            bridge.set_implementation(config, bridge.IMPLEMENTATION)
+        hub.mark_config(model.config, self.config)
+
+    def detach(self, model: PreTrainedModel) -> None:
+        """Undo `attach`, also one that stopped half-way."""
+        hub.unmark_config(model.config)
+        for config, original in self.implementations:
+            bridge.set_implementation(config, original)
+        for handle in self.handles:
+            handle.remove()
+        for owner in self.owners:
+            delattr(owner, bridge.RECORD)
+        for module in self.attention.values():
+            if hasattr(module, bridge.MECHANISM):
+                delattr(module, bridge.MECHANISM)
+
+
+def patch_model(
+    model: ModelT,
+    mechanism: str | MechanismConfig | Mapping[str, Any] | PatchConfig,
+    layers: LayerSpec = None,
+    **options: Any,
+) -> ModelT:
+    """Replace the self-attention of a transformers model, in place, and return the model.
+
+    The model keeps its own attention modules: they project, rotate and cache as before and then call the mechanism in
+    the place of softmax. Everything else stays ordinary transformers: forward, generate, Trainer, PEFT, saving.
+
+    Args:
+        model: a model that uses transformers' attention interface; plain, PEFT-wrapped, compiled or device-mapped.
+        mechanism: a name (`list_mechanisms()`), a mechanism config, or a plan such as
+            `{"performer": "0-5", "softmax": [6, 7]}` or `{"performer": {"layers": "0-5", "num_features": 128}}`.
+            Layers that a plan leaves out keep softmax.
+        layers: with a name or config: which layers, as `3`, `"0-5"`, `"0-2,7"` or `[6, 7]`; None is all.
+        **options: options of the named mechanism.
+
+    Returns:
+        The same object.
+
+    Raises:
+        UnknownNameError: no such mechanism; the message has the nearest names.
+        OptionError: no such option, a value out of range, a layer the model does not have.
+        PatchError: the model is patched already.
+        UnsupportedModelError: its attention cannot be reached; the message says why.
+        UnsupportedModeError: the mechanism lacks the causal or bidirectional form the model needs.
+        After any of them the model is as it was.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50))
+    >>> model = patch_model(model, "performer", num_features=32)
+    >>> model.transformer.h[0].attn.hf_linattn.feature_map.projection.shape
+    torch.Size([32, 8])
+    """
+    root = bridge.root_model(model)
+    if is_patched(root):
+        done = sorted({config.mechanism for config in getattr(root, PATCH).config.layers.values()})
+        raise PatchError(
+            f"{type(root).__name__} is patched already ({', '.join(done)}); call unpatch_model(model) first"
+        )
+    attention = bridge.self_attention_modules(root)
+    config = _resolve(mechanism, len(attention), layers, options)
+    mechanisms = {
+        path: _build(config.layers.get(index), index, module)
+        for index, (path, module) in enumerate(attention.items())
+    }
+    bridge.own_config(model)
+    configs = {id(module.config): module.config for module in attention.values()}.values()
+    patch = Patch(config, attention, [(c, bridge.get_implementation(c)) for c in configs])
+    try:
+        patch.attach(mechanisms, root)
+    except BaseException:
+        patch.detach(root)
+        raise
+    setattr(root, PATCH, patch)
+    _forget_compiled(model)
+    logger.info("patched %d of %d attention layers of %s", len(config.layers), len(attention), type(root).__name__)
+    return model
+
+
+def unpatch_model(model: ModelT) -> ModelT:
+    """Undo `patch_model`: the model computes bit for bit what it computed before, with the weights it has now.
+
+    Raises:
+        PatchError: the model is not patched.
+    """
+    root = bridge.root_model(model)
+    _patch_of(root).detach(root)
+    delattr(root, PATCH)
+    _forget_compiled(model)
+    return model
+
+
+@contextmanager
+def original_attention(model: ModelT) -> Iterator[ModelT]:
+    """Run a patched model with its original attention for a while: the softmax teacher, on the same weights.
+
+    Only the attention function is switched; mechanisms and their parameters stay attached. Caches made inside and
+    outside must not be mixed: a decoding state cannot be turned back into keys.
+
+    Raises:
+        PatchError: the model is not patched.
+    """
+    patch = _patch_of(bridge.root_model(model))
+    before = [(config, bridge.get_implementation(config)) for config, _ in patch.implementations]
+    try:
+        for config, original in patch.implementations:
+            bridge.set_implementation(config, original)
+        yield model
+    finally:
+        for config, implementation in before:
+            bridge.set_implementation(config, implementation)
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether `patch_model` was applied to the model, or to the one inside this wrapper."""
+    return hasattr(bridge.root_model(model), PATCH)
+
+
+def get_patch_config(model: nn.Module) -> PatchConfig:
+    """Return which mechanism serves which layer; `PatchError` if the model is not patched."""
+    return _patch_of(bridge.root_model(model)).config
+
+
+def get_mechanisms(model: nn.Module) -> dict[str, Mechanism]:
+    """Return path of the attention module -> its mechanism; `PatchError` if the model is not patched."""
+    patch = _patch_of(bridge.root_model(model))
+    return {path: getattr(module, bridge.MECHANISM) for path, module in patch.attention.items()}
+
+
+def _patch_of(root: PreTrainedModel) -> Patch:
+    if not is_patched(root):
+        raise PatchError(f"{type(root).__name__} is not patched; call patch_model(model, ...) first")
+    return getattr(root, PATCH)
+
+
+def _resolve(mechanism: Any, num_layers: int, layers: LayerSpec, options: Mapping[str, Any]) -> PatchConfig:
+    if not isinstance(mechanism, PatchConfig):
+        return PatchConfig.from_plan(mechanism, num_layers, layers, options)
+    if given := ["layers"] * (layers is not None) + list(options):
+        raise OptionError(f"a patch config names its layers and options itself; remove the argument {given[0]!r}")
+    if mechanism.num_layers != num_layers:
+        raise PatchError(
+            f"the patch config is for {mechanism.num_layers} attention layers, the model has {num_layers}"
+        )
+    return mechanism
+
+
+def _build(config: MechanismConfig | None, index: int, module: nn.Module) -> Mechanism:
+    """Make the mechanism of one layer, where the layer's weights are; None keeps softmax."""
+    config = config if config is not None else make_config("softmax", {})
+    layer = bridge.describe_layer(index, module)
+    mechanism = MECHANISMS.get(config.mechanism)(config, layer)
+    return mechanism if layer.device.type == "meta" else mechanism.to(device=layer.device, dtype=layer.dtype)
+
+
+def _forget_compiled(model: nn.Module) -> None:
+    """Drop graphs that were compiled with the other attention."""
+    import torch
+
+    if any(isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()):
+        torch.compiler.reset()

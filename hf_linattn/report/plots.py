@@ -1,0 +1,181 @@
+"""The report as plots: perplexity of the four models, time and decoding state against length.
+
+Figures are built through matplotlib's objects, not pyplot: no global state and no display are involved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+from ..evaluation import Spread
+from .schema import Report, write_whole
+
+PLOTS = {"perplexity": "perplexity.png", "time": "time.png", "state": "state.png"}
+DPI = 150
+
+# Okabe and Ito's palette, distinct in every kind of colour vision
+PATCHED, ORIGINAL, CONTROL, INK = "#D55E00", "#0072B2", "#56B4E9", "#404040"
+DASHED = (0, (4, 3))
+MODEL_COLOURS = {"original": ORIGINAL, "control": CONTROL, "converted": "#E69F00", "recovered": PATCHED}
+MODEL_LABELS = {
+    "original": "original",
+    "control": "original,\nfine-tuned",
+    "converted": "converted,\nbefore recovery",
+    "recovered": "converted,\nrecovered",
+}
+
+
+def save_plots(report: Report, directory: str | os.PathLike[str]) -> list[Path]:
+    """Write `perplexity.png`, `time.png` and `state.png` into a directory and return their paths.
+
+    A plot of something that was not measured, such as the decoding state of a masked model, is left out.
+    """
+    figures: dict[str, Callable[[Report], Figure]] = {"perplexity": perplexity_figure}
+    if report.speed:
+        figures["time"] = time_figure
+    if report.has_state:
+        figures["state"] = state_figure
+    return [_save(draw(report), Path(directory) / PLOTS[name]) for name, draw in figures.items()]
+
+
+def perplexity_figure(report: Report) -> Figure:
+    """Draw the four test perplexities as bars, with a line at the better softmax model.
+
+    Where they differ by more than ten times the axis is logarithmic from 1, so that a bar is as long as the loss.
+    """
+    figure, (axes,) = _figure(report, "Test perplexity", panels=1)
+    values = {name: getattr(report.perplexity, name) for name in MODEL_COLOURS}
+    bars = axes.bar([MODEL_LABELS[n] for n in values], list(values.values()), 0.62, color=list(MODEL_COLOURS.values()))
+    axes.bar_label(bars, [f"{value:,.2f}" for value in values.values()], padding=3, color=INK)
+    logarithmic = max(values.values()) > 10 * min(values.values())
+    if logarithmic:
+        axes.set_yscale("log")
+        axes.set_ylim(1, max(values.values()) ** 1.1)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_ylim(0, max(values.values()) * 1.12)
+    axes.set_ylabel("perplexity" + (" (log scale)" if logarithmic else ""))
+    axes.axhline(report.perplexity.best, color=INK, linewidth=1, linestyle=DASHED, zorder=0.5)
+    axes.set_title(f"recovered / best (dashed) = {report.ratio:.3f}", fontsize=10, color=INK)
+    axes.grid(visible=False, axis="x")
+    return figure
+
+
+def time_figure(report: Report) -> Figure:
+    """Draw prefill time and, for models that decode, time per decoded token against length, both on log axes."""
+    rows = sorted(report.speed, key=lambda row: row.length)
+    decoded = [
+        (row.length, row.patched_decode, row.original_decode)
+        for row in rows
+        if row.patched_decode is not None and row.original_decode is not None
+    ]
+    figure, panels = _figure(report, "Time against length", panels=2 if decoded else 1)
+    label = f"original ({rows[0].original_attention})"
+    patched = [_prefill_milliseconds(row.patched_prefill, row.length * row.batch_size) for row in rows]
+    original = [_prefill_milliseconds(row.original_prefill, row.length * row.batch_size) for row in rows]
+    _curves(panels[0], [row.length for row in rows], patched, original, label)
+    crossover = report.crossover_length
+    verdict = f"patched faster from {crossover:,} tokens on" if crossover else "no crossover in the measured range"
+    panels[0].set_title(f"Prefill: {verdict}", fontsize=10, color=INK)
+    panels[0].set_ylabel("time of one forward (ms)")
+    if crossover is not None:
+        panels[0].axvline(crossover, color=INK, linewidth=1, linestyle=DASHED, label="crossover")
+    panels[0].legend(frameon=False)
+    if decoded:
+        lengths, patched_decode, original_decode = zip(*decoded, strict=True)
+        _curves(panels[1], lengths, patched_decode, original_decode, label)
+        panels[1].set_title("Decoding after that many tokens", fontsize=10, color=INK)
+        panels[1].set_ylabel("time per token (ms)")
+        panels[1].legend(frameon=False)
+    return figure
+
+
+def state_figure(report: Report) -> Figure:
+    """Draw the bytes of decoding state of one sequence against length, on log axes."""
+    rows = sorted((row for row in report.memory if row.patched_state is not None), key=lambda row: row.length)
+    figure, (axes,) = _figure(report, "Decoding state against length", panels=1)
+    patched = [Spread.of([row.patched_state or 0]) for row in rows]
+    original = [Spread.of([row.original_state or 0]) for row in rows]
+    _curves(axes, [row.length for row in rows], patched, original)
+    axes.set_ylabel("state of one sequence (bytes)")
+    axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.legend(frameon=False)
+    return figure
+
+
+def _figure(report: Report, title: str, panels: int) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure with a row of panels, titled with the model and its mechanism."""
+    figure = Figure(figsize=(5.6 * panels if panels > 1 else 6.4, 4.2), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    subject = f"{_short(report.base_model)}, {report.mechanism}"
+    figure.suptitle(f"{title}: {subject}", fontsize=12, fontweight="bold", color=INK)
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.spines[["left", "bottom"]].set_color(INK)
+        panel.tick_params(colors=INK, labelsize=9)
+        panel.xaxis.label.set_color(INK)
+        panel.yaxis.label.set_color(INK)
+        panel.grid(color="#E4E4E4", linewidth=0.8)
+        panel.set_axisbelow(True)
+    return figure, list(axes)
+
+
+def _short(base_model: str) -> str:
+    """The last part of a path or of a Hub name."""
+    return Path(base_model).name or base_model
+
+
+def _prefill_milliseconds(tokens_per_second: Spread, tokens: int) -> Spread:
+    """Turn a speed into the time of one forward; the fastest repeat takes the least time."""
+    milliseconds = [1000 * tokens / speed for speed in (tokens_per_second.maximum, tokens_per_second.minimum)]
+    return Spread(1000 * tokens / tokens_per_second.median, *milliseconds)
+
+
+def _curves(
+    axes: Axes,
+    lengths: Sequence[int],
+    patched: Sequence[Spread],
+    original: Sequence[Spread],
+    original_label: str = "original",
+) -> None:
+    """Draw two curves of medians with the range of the repeats behind them, on log axes."""
+    for values, label, colour, marker in (
+        (original, original_label, ORIGINAL, "s"),
+        (patched, "patched", PATCHED, "o"),
+    ):
+        axes.plot(lengths, [v.median for v in values], color=colour, marker=marker, markersize=5, label=label)
+        axes.fill_between(
+            lengths, [v.minimum for v in values], [v.maximum for v in values], color=colour, alpha=0.18, linewidth=0
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(_apart(lengths)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.set_xlabel("length (tokens)")
+
+
+def _apart(lengths: Sequence[int]) -> list[int]:
+    """Keep those of the sorted lengths whose labels do not run into each other on a log axis."""
+    ratio = max(1.4, (lengths[-1] / lengths[0]) ** (1 / 8))
+    shown: list[int] = []
+    for length in lengths:
+        if not shown or length >= ratio * shown[-1]:
+            shown.append(length)
+    return shown
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    return write_whole(path, lambda temporary: figure.savefig(temporary, format="png"))

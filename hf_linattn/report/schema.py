@@ -1,0 +1,291 @@
+"""The report of a recipe as typed data, and its JSON form `report.json`.
+
+The JSON form has the fields of the dataclasses below under their own names, and beside them what follows from them
+(`ratio`, `crossover_length`), for readers without this library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import subprocess
+import time
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+
+import hf_linattn
+
+from ..config import require
+from ..errors import CheckpointError, did_you_mean
+from ..evaluation import MemoryRow, SpeedRow, crossover_length
+
+FORMAT_VERSION = 1
+REPORT_FILE = "report.json"
+
+
+@dataclass(frozen=True)
+class Perplexities:
+    """Test perplexities of four models on the same text.
+
+    Attributes:
+        original: the pretrained model as it came.
+        control: the pretrained model, its own attention, fine-tuned on the tokens that recovered the converted one.
+        converted: the patched model before any training.
+        recovered: the patched model after it.
+    """
+
+    original: float
+    control: float
+    converted: float
+    recovered: float
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            require(f"perplexity.{f.name}", value, math.isfinite(value) and value >= 1, "finite and at least 1")
+
+    @property
+    def best(self) -> float:
+        """The better of original and control: what the recovered model is measured against."""
+        return min(self.original, self.control)
+
+    @property
+    def ratio(self) -> float:
+        """recovered / min(original, control); 1 means that nothing was lost."""
+        return self.recovered / self.best
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How the perplexities were measured: tokens per window, their stride (None: masked model), scored tokens."""
+
+    max_length: int
+    num_tokens: int
+    stride: int | None = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """What recovered and control were trained with; both searched the same grid for their learning rate.
+
+    Attributes:
+        tokens: training tokens of each of the two.
+        recovered_learning_rate, control_learning_rate: the chosen peak learning rates.
+        learning_rate_grid: the learning rates that were tried for each.
+        search_tokens: training tokens of each trial of the search.
+    """
+
+    tokens: int
+    recovered_learning_rate: float
+    control_learning_rate: float
+    learning_rate_grid: tuple[float, ...]
+    search_tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("recovered_learning_rate", "control_learning_rate"):
+            rate = getattr(self, name)
+            require(f"training.{name}", rate, rate in self.learning_rate_grid, f"one of {self.learning_rate_grid}")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the numbers come from: versions, device, dtype, seed, commit (None outside a checkout), command, date."""
+
+    python: str
+    torch: str
+    transformers: str
+    accelerate: str
+    hf_linattn: str
+    device: str
+    num_threads: int
+    dtype: str
+    seed: int
+    git_commit: str | None
+    command: str
+    date: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that a recipe found out about one conversion.
+
+    Attributes:
+        base_model: name or path of the pretrained model.
+        mechanism: name of the mechanism, or names joined by "+" for a mixed plan.
+        options: its options as they were given.
+        data: the data set, or the files, that it was trained and tested on.
+        speed, memory: one row per length; empty where it was not measured.
+    """
+
+    base_model: str
+    mechanism: str
+    data: str
+    perplexity: Perplexities
+    evaluation: Evaluation
+    training: Training
+    provenance: Provenance
+    options: dict[str, Any] = field(default_factory=dict)
+    speed: tuple[SpeedRow, ...] = ()
+    memory: tuple[MemoryRow, ...] = ()
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def ratio(self) -> float:
+        """Perplexity of the recovered model over the better of original and control."""
+        return self.perplexity.ratio
+
+    @property
+    def crossover_length(self) -> int | None:
+        """The smallest measured length from which on the patched prefill stays faster; None if it does not."""
+        return crossover_length(self.speed)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether bytes of decoding state were measured; masked models have none."""
+        return any(row.patched_state is not None for row in self.memory)
+
+    def to_json(self) -> str:
+        """Return the JSON form, the inverse of `from_json`."""
+        data = dataclasses.asdict(self) | {name: derive(self) for name, derive in DERIVED.items()}
+        return json.dumps(data, indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Read the JSON form.
+
+        Raises:
+            CheckpointError: not JSON, a newer format, or a field that is missing, unknown or of another type.
+            OptionError: a value out of its range.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise CheckpointError(f"the report is not JSON ({error}); write it again with Report.save") from error
+        if not isinstance(data, dict):
+            raise CheckpointError(f"the report is a JSON {type(data).__name__}, not an object; write it again")
+        version = data.get("format_version")
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise CheckpointError(
+                f"format_version {version} was written by a newer hf_linattn than this one, which reads up to"
+                f" {FORMAT_VERSION}; run `pip install -U hf_linattn`"
+            )
+        return _read(cls, {name: value for name, value in data.items() if name not in DERIVED}, "report")
+
+    def save(self, directory: str | os.PathLike[str]) -> Path:
+        """Write `report.json` into a directory, which is made if needed; whole or not at all. Return its path."""
+        text = self.to_json()
+        return write_whole(Path(directory) / REPORT_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> Report:
+        """Read the `report.json` of a directory; see `from_json`."""
+        path = Path(directory) / REPORT_FILE
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist; give the output directory of a recipe")
+        return cls.from_json(path.read_text(encoding="utf-8"))
+
+
+# written for readers of the JSON form, and computed again when it is read
+DERIVED: dict[str, Callable[[Report], Any]] = {
+    "ratio": lambda report: report.ratio,
+    "crossover_length": lambda report: report.crossover_length,
+}
+
+
+def collect_provenance(
+    seed: int, command: str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Provenance:
+    """Return the versions, device and commit of this process; `device` and `dtype` are those of the measured model."""
+    return Provenance(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        accelerate=accelerate.__version__,
+        hf_linattn=hf_linattn.__version__,
+        device=_device_name(torch.device(device)),
+        num_threads=torch.get_num_threads(),
+        dtype=str(dtype).removeprefix("torch."),
+        seed=seed,
+        git_commit=_git_commit(),
+        command=command,
+        date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    )
+
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> Path:
+    """Let `write` fill a temporary file beside `path`, then put it in its place: a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        return f"CPU {platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores"
+    return str(device)
+
+
+def _git_commit() -> str | None:
+    """Return the commit of the checkout this file is part of, with `-dirty` if it was changed since; else None."""
+    here = Path(__file__).resolve()
+    command = ["git", "-C", str(here.parent)]
+    try:
+        # an installed package may lie inside a checkout that it has nothing to do with
+        subprocess.run([*command, "ls-files", "--error-unmatch", here.name], check=True, capture_output=True)
+        described = [*command, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(described, check=True, capture_output=True, text=True).stdout.strip()
+    except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or no checkout
+        return None
+
+
+def _read(kind: Any, value: Any, path: str) -> Any:
+    """Return `value`, which came out of JSON, as the annotated type `kind`; errors name the field by its `path`."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):  # only X | None occurs
+        return None if value is None else _read(next(a for a in arguments if a is not type(None)), value, path)
+    if dataclasses.is_dataclass(kind):
+        return _read_dataclass(kind, _expect(Mapping, value, path), path)
+    if origin is tuple:
+        items = _expect(Sequence, value, path)
+        return tuple(_read(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(items))
+    if kind is float and type(value) is int:
+        return float(value)
+    return _expect(origin or kind, value, path)
+
+
+def _read_dataclass(kind: Any, data: Mapping[str, Any], path: str) -> Any:
+    annotations = typing.get_type_hints(kind)
+    names = [f.name for f in dataclasses.fields(kind)]
+    for name in data:
+        if name not in names:
+            raise CheckpointError(f"{path} has an unknown field {name!r}{did_you_mean(name, names)}")
+    for name in names:
+        if name not in data:
+            raise CheckpointError(f"{path} lacks the field {name!r}; write the report again")
+    return kind(**{name: _read(annotations[name], data[name], f"{path}.{name}") for name in names})
+
+
+def _expect(kind: type, value: Any, path: str) -> Any:
+    """Return `value` if it is a `kind`, where a bool is no number and a string no list."""
+    confused = (isinstance(value, bool) and kind is not bool) or (isinstance(value, str) and kind is not str)
+    if confused or not isinstance(value, kind):
+        raise CheckpointError(f"{path} must be a {kind.__name__}, got {value!r}; write the report again")
+    return value

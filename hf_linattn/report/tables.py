@@ -1,0 +1,153 @@
+"""The report as tables: for the console (rich) and as Markdown (`report.md`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from rich.table import Table
+
+from ..evaluation import SpeedRow, Spread
+from .plots import PLOTS, save_plots
+from .schema import Report, write_whole
+
+MARKDOWN_FILE = "report.md"
+MODELS = {
+    "original": "pretrained, softmax attention",
+    "control": "pretrained, softmax attention, fine-tuned on the same tokens",
+    "converted": "{mechanism}, before recovery",
+    "recovered": "{mechanism}, fine-tuned",
+}
+
+
+def four_model_table(report: Report) -> Table:
+    """Return the four models side by side, for `rich.print`: perplexity, and its ratio to the better softmax model."""
+    table = Table(title=f"{report.base_model}: {report.mechanism} instead of softmax", caption=_verdict(report))
+    table.add_column("model", style="bold")
+    table.add_column("what it is")
+    table.add_column("test perplexity", justify="right")
+    table.add_column("/ best", justify="right")
+    for row in _model_rows(report):
+        table.add_row(*row, style="green" if row[0] == "recovered" else None)
+    return table
+
+
+def to_markdown(report: Report) -> str:
+    """Return the text of `report.md`: the four models, speed, memory, training, where the numbers come from."""
+    sections = [
+        f"# {report.base_model}: {report.mechanism} instead of softmax",
+        _verdict(report),
+        "## Perplexity",
+        _markdown_table(["model", "what it is", "test perplexity", "/ best"], _model_rows(report), "llrr"),
+        _how_measured(report),
+        f"![perplexity]({PLOTS['perplexity']})",
+        *(_speed_section(report) if report.speed else []),
+        *(_memory_section(report) if report.memory else []),
+        "## Training",
+        _markdown_table(["what", "value"], _training_rows(report), "ll"),
+        "## Where the numbers come from",
+        _markdown_table(["what", "value"], _provenance_rows(report), "ll"),
+        f"```sh\n{report.provenance.command}\n```",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def save_report(report: Report, directory: str | os.PathLike[str]) -> list[Path]:
+    """Write `report.json`, `report.md` and the plots into a directory, each whole or not at all; return the paths."""
+    markdown = to_markdown(report)
+    return [
+        report.save(directory),
+        write_whole(Path(directory) / MARKDOWN_FILE, lambda path: path.write_text(markdown, encoding="utf-8")),
+        *save_plots(report, directory),
+    ]
+
+
+def _verdict(report: Report) -> str:
+    better = "original" if report.perplexity.original <= report.perplexity.control else "control"
+    return f"recovered / best ({better}) = {report.ratio:.3f}"
+
+
+def _model_rows(report: Report) -> list[list[str]]:
+    rows = []
+    for name, description in MODELS.items():
+        value = getattr(report.perplexity, name)
+        what = description.format(mechanism=report.mechanism)
+        rows.append([name, what, f"{value:,.2f}", f"{value / report.perplexity.best:,.3f}"])
+    return rows
+
+
+def _how_measured(report: Report) -> str:
+    how = report.evaluation
+    stride = "masked tokens" if how.stride is None else f"stride {how.stride:,}"
+    return f"{how.num_tokens:,} scored tokens of the test split, windows of {how.max_length:,}, {stride}."
+
+
+def _speed_section(report: Report) -> list[str]:
+    crossover = report.crossover_length
+    measured = max(row.length for row in report.speed)
+    verdict = (
+        f"The patched model reads faster than the original from {crossover:,} tokens on."
+        if crossover
+        else f"The original reads faster at {measured:,} tokens, the longest length measured."
+    )
+    original = f"original ({report.speed[0].original_attention})"
+    quantities = ("prefill tokens/s", "decode ms/token")
+    heads = ["tokens", "batch", *(head for q in quantities for head in (q, original, "times faster"))]
+    note = "Medians of repeats that alternate between the two in one run; in brackets the smallest and the largest."
+    table = _markdown_table(heads, [_speed_row(row) for row in report.speed], "r" * len(heads))
+    return ["## Speed", verdict, table, note, f"![time]({PLOTS['time']})"]
+
+
+def _speed_row(row: SpeedRow) -> list[str]:
+    return [
+        f"{row.length:,}",
+        str(row.batch_size),
+        _spread(row.patched_prefill, ",.0f"),
+        _spread(row.original_prefill, ",.0f"),
+        f"{row.prefill_speedup:.2f}",
+        _spread(row.patched_decode, ".2f"),
+        _spread(row.original_decode, ".2f"),
+        "-" if row.decode_speedup is None else f"{row.decode_speedup:.2f}",
+    ]
+
+
+def _spread(spread: Spread | None, form: str) -> str:
+    if spread is None:
+        return "-"
+    return f"{spread.median:{form}} ({spread.minimum:{form}} to {spread.maximum:{form}})"
+
+
+def _memory_section(report: Report) -> list[str]:
+    heads = ["tokens", "state bytes", "original", "peak bytes of a forward", "original"]
+    values = ("length", "patched_state", "original_state", "patched_peak", "original_peak")
+    rows = [["-" if getattr(row, v) is None else f"{getattr(row, v):,}" for v in values] for row in report.memory]
+    plot = [f"![state]({PLOTS['state']})"] if report.has_state else []
+    return ["## Memory", _markdown_table(heads, rows, "r" * len(heads)), "One sequence, without the weights.", *plot]
+
+
+def _training_rows(report: Report) -> list[list[str]]:
+    training = report.training
+    return [
+        ["data", report.data],
+        ["options", ", ".join(f"{k}={v}" for k, v in report.options.items()) or "defaults"],
+        ["training tokens, of recovered and control each", f"{training.tokens:,}"],
+        ["learning rate of recovered", f"{training.recovered_learning_rate:g}"],
+        ["learning rate of control", f"{training.control_learning_rate:g}"],
+        ["learning rates tried for each", ", ".join(f"{rate:g}" for rate in training.learning_rate_grid)],
+        ["training tokens of each trial", f"{training.search_tokens:,}"],
+    ]
+
+
+def _provenance_rows(report: Report) -> list[list[str]]:
+    """All but the command, which stands below in a block of its own."""
+    names = [f.name for f in fields(report.provenance) if f.name != "command"]
+    return [[name, str(getattr(report.provenance, name))] for name in names]
+
+
+def _markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]], alignment: str) -> str:
+    """Return a Markdown table; `alignment` has one letter per column, l or r."""
+    rules = {"l": ":---", "r": "---:"}
+    lines = [heads, [rules[letter] for letter in alignment], *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,100 @@
+"""The invariants every mechanism must keep, for anyone's mechanism.
+
+>>> from hf_linattn.testing import check_mechanism
+>>> check_mechanism("linear", architectures=["gpt2"]).failures  # doctest: +SKIP
+[]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from ..mechanisms import MECHANISMS, Mechanism
+from .invariants import CAUSAL_ONLY, INVARIANTS, InvariantError
+from .models import ARCHITECTURES, MODES, Case, random_tokens, tiny_model
+
+__all__ = [
+    "ARCHITECTURES",
+    "INVARIANTS",
+    "MODES",
+    "Case",
+    "Check",
+    "InvariantError",
+    "Report",
+    "check_mechanism",
+    "checks_of",
+    "random_tokens",
+    "tiny_model",
+]
+
+
+@dataclass
+class Check:
+    """One invariant of one case, and what came of it: `error` is None if it holds."""
+
+    case: Case
+    invariant: str
+    error: str | None = None
+
+    def run(self) -> None:
+        """Raise `InvariantError` if the invariant does not hold."""
+        INVARIANTS[self.invariant](self.case)
+
+
+@dataclass
+class Report:
+    """All checks of one mechanism."""
+
+    checks: list[Check]
+
+    @property
+    def failures(self) -> list[Check]:
+        """The checks that do not hold."""
+        return [check for check in self.checks if check.error is not None]
+
+    def table(self) -> Table:
+        """Return invariants x (architecture, mode) for `rich.print`."""
+        columns = sorted({(c.case.architecture, c.case.mode) for c in self.checks})
+        table = Table("invariant", *(f"{architecture} {mode}" for architecture, mode in columns))
+        for name in INVARIANTS:
+            checks = [check for check in self.checks if check.invariant == name]
+            cells = {(c.case.architecture, c.case.mode): c.error or "holds" for c in checks}
+            table.add_row(name, *(cells.get(column, "-") for column in columns))
+        return table
+
+
+def checks_of(mechanism: str, architectures: Iterable[str] = ARCHITECTURES, **options: Any) -> list[Check]:
+    """Return every check that can exist for a registered mechanism, not yet run."""
+    modes = MECHANISMS.get(mechanism).modes
+    return [
+        Check(Case(mechanism, architecture, mode == "causal", options), name)
+        for architecture in architectures
+        for mode in MODES
+        if mode in modes
+        for name in INVARIANTS
+        if mode == "causal" or name not in CAUSAL_ONLY
+    ]
+
+
+def check_mechanism(
+    mechanism: str | type[Mechanism], architectures: Iterable[str] = ARCHITECTURES, **options: Any
+) -> Report:
+    """Run the invariants on a mechanism, by its registered name or class, and report which hold.
+
+    Args:
+        mechanism: a name of `list_mechanisms()` or a class decorated with `register_mechanism`.
+        architectures: of "bert", "gpt2" and "llama" (grouped queries, rotary positions).
+        **options: options of the mechanism.
+    """
+    name = mechanism if isinstance(mechanism, str) else mechanism.config_class.mechanism
+    checks = checks_of(name, architectures, **options)
+    for check in checks:
+        try:
+            check.run()
+        except InvariantError as error:
+            check.error = str(error)
+    return Report(checks)

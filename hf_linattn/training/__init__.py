@@ -1,0 +1,1 @@
+"""Training: the bundled corpus (`corpus`), text files and packed rows (`data`)."""

@@ -1,0 +1,280 @@
+"""Options of the recipes: dataclasses whose help texts are the documentation, read from flags, a YAML file or both."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+from hf_linattn.config import require
+from hf_linattn.errors import OptionError
+
+YAML_SUFFIXES = (".yaml", ".yml")
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+
+
+@dataclass
+class ModelArguments:
+    """Which model is converted, and to what."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Checkpoint to convert: a folder or the name of a model on the Hub."}
+    )
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Its tokenizer, where it lies elsewhere."})
+    dtype: str = field(
+        default="float32", metadata={"help": "Of the weights while training and in the result; `auto`: as saved."}
+    )
+    mechanism: str | None = field(default=None, metadata={"help": "Name of the mechanism; `performer`, `linear`, ..."})
+    mechanism_options: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Its options, as JSON (a mapping in YAML)."}
+    )
+    layers: str | None = field(default=None, metadata={"help": "Which layers, like `0-5` or `0-2,7`; default: all."})
+    plan: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": 'In the place of `mechanism`: JSON like `{"performer": "0-5", "linear": [6]}`.'},
+    )
+
+    def __post_init__(self) -> None:
+        require("model_name_or_path", self.model_name_or_path, bool(self.model_name_or_path), "a folder or Hub name")
+        require("dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        self.mechanism_options = _mapping("mechanism_options", self.mechanism_options)
+        self.plan = _mapping("plan", self.plan)
+        if (self.mechanism is None) == (not self.plan):
+            raise OptionError(
+                f"give either mechanism or plan, got mechanism={self.mechanism!r} and plan={self.plan!r};"
+                " for example --mechanism performer"
+            )
+
+    def patch_arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments for `hf_linattn.patch_model`."""
+        options = _mapping("mechanism_options", self.mechanism_options) or {}
+        return {"mechanism": self.plan or self.mechanism, "layers": self.layers, **options}
+
+
+@dataclass
+class DataArguments:
+    """Text to train and measure on; with no source given, the documentation of Python's standard library."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "Name of a dataset on the Hub."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration."})
+    train_file: str | None = field(
+        default=None, metadata={"help": "Training text: .txt, .md (one document), .json, .jsonl, .csv or .parquet."}
+    )
+    validation_file: str | None = field(
+        default=None, metadata={"help": "Text that chooses learning rate and checkpoint; default: cut from training."}
+    )
+    test_file: str | None = field(
+        default=None, metadata={"help": "Text of the reported perplexities; default: cut from training."}
+    )
+    text_column: str = field(default="text", metadata={"help": "Column of the dataset or file that holds the text."})
+    block_size: int = field(default=256, metadata={"help": "Tokens per training row and per test window."})
+    mlm_probability: float = field(default=0.15, metadata={"help": "Share of tokens a masked model predicts."})
+    max_validation_tokens: int | None = field(default=None, metadata={"help": "Use only so many validation tokens."})
+    max_test_documents: int | None = field(default=None, metadata={"help": "Use only so many test documents."})
+    stride: int | None = field(
+        default=None, metadata={"help": "Test windows of a causal model start this many tokens apart; default: half."}
+    )
+
+    def __post_init__(self) -> None:
+        require("block_size", self.block_size, self.block_size >= 2, "at least 2")
+        require("mlm_probability", self.mlm_probability, 0 < self.mlm_probability < 1, "between 0 and 1")
+        for name in ("max_validation_tokens", "max_test_documents", "stride"):
+            value = getattr(self, name)
+            require(name, value, value is None or value > 0, "a positive number, or absent")
+        require("stride", self.stride, (self.stride or 1) < self.block_size, f"below block_size={self.block_size}")
+
+
+@dataclass
+class RecipeArguments:
+    """How much is trained and what is measured."""
+
+    max_train_tokens: int = field(
+        default=2_000_000, metadata={"help": "Tokens of each full run, over all its epochs (not those of the search)."}
+    )
+    learning_rates: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "Grid searched for control and recovered alike; default: 3e-4 1e-3 3e-3. One value: no search."
+        },
+    )
+    lr_search_tokens: int | None = field(
+        default=None, metadata={"help": "Tokens of each search run; default: 15 % of max_train_tokens."}
+    )
+    speed_lengths: list[int] = field(
+        default_factory=lambda: [256, 512, 1024, 2048, 4096],
+        metadata={"help": "Lengths to time, where the position table allows them."},
+    )
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Start anew in an output_dir that holds another run's results."}
+    )
+
+    def __post_init__(self) -> None:
+        self.lr_search_tokens = self.lr_search_tokens or int(0.15 * self.max_train_tokens)
+        rates = self.learning_rates
+        require("learning_rates", rates, rates is None or all(rate > 0 for rate in rates), "positive numbers")
+        lengths = self.speed_lengths
+        require("speed_lengths", lengths, bool(lengths) and min(lengths) > 0, "positive numbers of tokens")
+
+
+DEFAULT_LEARNING_RATES = [3e-4, 1e-3, 3e-3]
+
+
+@dataclass
+class FinetuningArguments(TrainingArguments):
+    """transformers' TrainingArguments with defaults for recovering a model in a few hundred steps.
+
+    Ratios below 1 (`warmup_steps`, `logging_steps`, `eval_steps`, `save_steps`) are shares of the run, so that short
+    search runs go through the whole schedule.
+    """
+
+    output_dir: str | None = field(
+        default=None,
+        metadata={"help": "Receives the model, the report and the plots; absent, empty or to be continued."},
+    )
+    learning_rate: float | None = field(  # type: ignore[assignment]  # None: searched
+        default=None, metadata={"help": "One learning rate for control and recovered, instead of a search."}
+    )
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule after the warm-up."})
+    warmup_steps: float = field(default=0.05, metadata={"help": "Steps of linear warm-up, or a share of the run."})
+    weight_decay: float = field(default=0.01, metadata={"help": "AdamW's decoupled weight decay."})
+    logging_steps: float = field(default=0.1, metadata={"help": "Steps between logs, or a share of the run."})
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide losses that are nan or infinite."})
+    eval_strategy: str = field(default="steps", metadata={"help": "When to measure the validation loss."})
+    eval_steps: float = field(default=0.125, metadata={"help": "Steps between evaluations, or a share of the run."})
+    save_strategy: str = field(default="steps", metadata={"help": "When to save; `no` cannot resume within a stage."})
+    save_steps: float = field(default=0.125, metadata={"help": "Steps between checkpoints, or a share of the run."})
+    save_total_limit: int | None = field(default=1, metadata={"help": "Checkpoints kept beside the best one."})
+    load_best_model_at_end: bool = field(
+        default=True, metadata={"help": "Keep the weights with the lowest validation loss, not the last ones."}
+    )
+    metric_for_best_model: str | None = field(
+        default="loss", metadata={"help": "What the best checkpoint is best in."}
+    )
+    greater_is_better: bool | None = field(default=False, metadata={"help": "Whether more of it is better."})
+
+    def __post_init__(self) -> None:
+        require("output_dir", self.output_dir, bool(self.output_dir), "a folder for the results")
+        self.output_dir = str(
+            Path(self.output_dir or "").expanduser().resolve()
+        )  # checkpoints refer to each other by it
+        if self.save_strategy == "no":
+            self.load_best_model_at_end = False
+        super().__post_init__()
+
+
+Arguments = tuple[ModelArguments, DataArguments, RecipeArguments, FinetuningArguments]
+ARGUMENT_CLASSES = (ModelArguments, DataArguments, RecipeArguments, FinetuningArguments)
+
+
+def parse_arguments(argv: Sequence[str]) -> Arguments:
+    """Read `[config.yaml] [--flag value ...]`; a flag overrides the same name in the file.
+
+    Raises:
+        OptionError: an unknown name (the message has the nearest ones), a value out of range, an unreadable file.
+
+    >>> model, data, recipe, training = parse_arguments(
+    ...     ["--model_name_or_path", "gpt2", "--mechanism", "linear", "--output_dir", "out", "--seed", "7"])
+    >>> model.mechanism, data.block_size, training.seed
+    ('linear', 256, 7)
+    """
+    known = {f.name for kind in ARGUMENT_CLASSES for f in dataclasses.fields(kind) if f.init}
+    flags = list(argv)
+    if flags and flags[0].endswith(YAML_SUFFIXES):
+        flags = _flags_of(Path(flags[0]), known) + flags[1:]
+    parser = HfArgumentParser(ARGUMENT_CLASSES, allow_abbrev=False, exit_on_error=False)  # type: ignore[arg-type]
+    try:
+        *parsed, unknown = parser.parse_args_into_dataclasses(
+            flags, return_remaining_strings=True, look_for_args_file=False
+        )
+    except argparse.ArgumentError as error:
+        raise OptionError(str(error)) from error
+    if unknown:
+        raise _unknown_option(unknown[0], known)
+    arguments: Arguments = tuple(parsed)  # type: ignore[assignment]
+    _check_together(arguments)
+    return arguments
+
+
+def _check_together(arguments: Arguments) -> None:
+    """Settle what depends on several groups: the grid of learning rates and the length of the runs."""
+    _, data, recipe, training = arguments
+    if recipe.learning_rates and training.learning_rate:
+        raise OptionError(
+            f"learning_rate={training.learning_rate} and learning_rates={recipe.learning_rates} were both given;"
+            " give one of them"
+        )
+    if not recipe.learning_rates:
+        recipe.learning_rates = [training.learning_rate] if training.learning_rate else DEFAULT_LEARNING_RATES
+    if training.max_steps > 0:
+        raise OptionError(f"max_steps={training.max_steps}: the length of a run is given by max_train_tokens instead")
+    step = tokens_per_step(data, training)
+    searched = recipe.lr_search_tokens if len(recipe.learning_rates) > 1 else None
+    for name, tokens in {"max_train_tokens": recipe.max_train_tokens, "lr_search_tokens": searched}.items():
+        if tokens is not None and tokens < step:
+            raise OptionError(
+                f"{name}={tokens} is less than one step of {step} tokens (block_size={data.block_size} x global batch"
+                f" of {step // data.block_size}); raise it or lower per_device_train_batch_size"
+            )
+
+
+def tokens_per_step(data: DataArguments, training: TrainingArguments) -> int:
+    """Return how many tokens one optimizer step sees, over all processes."""
+    return data.block_size * training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+
+
+def options_table(kinds: Sequence[type] = ARGUMENT_CLASSES) -> str:
+    """Return the options as a Markdown table; those inherited from transformers' TrainingArguments are left out."""
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    for kind in kinds:
+        own = kind.__annotations__
+        for option in (f for f in dataclasses.fields(kind) if f.name in own):
+            factory = option.default_factory
+            default = option.default if factory is dataclasses.MISSING else factory()
+            shown = " ".join(map(str, default)) if isinstance(default, list) else default
+            lines.append(
+                f"| `--{option.name}` | {'' if shown is None else f'`{shown}`'} | {option.metadata['help']} |"
+            )
+    return "\n".join(lines)
+
+
+def _unknown_option(name: object, known: set[str]) -> OptionError:
+    """Name the nearest options; all of them would be a page."""
+    plain = str(name).lstrip("-").partition("=")[0].replace("-", "_")
+    nearest = difflib.get_close_matches(plain, known, n=3)
+    hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
+    return OptionError(f"unknown option {name!r}{hint} (--help lists them all)")
+
+
+def _mapping(name: str, value: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
+    """A JSON object given as text or as it is."""
+    try:
+        content = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise OptionError(f"{name} must be a JSON object, got {value!r} ({error})") from error
+    require(name, value, content is None or isinstance(content, Mapping), 'a JSON object like {"num_features": 128}')
+    return None if content is None else dict(content)
+
+
+def _flags_of(path: Path, known: set[str]) -> list[str]:
+    """Turn a YAML mapping into flags."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise OptionError(f"the configuration file {str(path)!r} cannot be read: {error}") from error
+    require(str(path), content, isinstance(content, Mapping), "a mapping of option names to values")
+    flags: list[str] = []
+    for name, value in content.items():
+        if name not in known:
+            raise _unknown_option(name, known)
+        if value is not None:
+            values = value if isinstance(value, list) else [value]
+            flags += [f"--{name}", *(json.dumps(v) if isinstance(v, Mapping) else str(v) for v in values)]
+    return flags

@@ -1,0 +1,227 @@
+"""From text to rows of tokens: loading splits, packing documents without attending across borders, masking.
+
+A packed row holds several documents one after another. What keeps them apart is ``position_ids``, which restart at 0
+with every document: causal transformers models then build a block-diagonal mask, provided they receive neither an
+``attention_mask`` nor a cache (train with ``model.config.use_cache = False``), and a patched model resets its state.
+Bidirectional transformers models ignore the restarts unless they are patched.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, DatasetDict, load_dataset
+from datasets.exceptions import DatasetGenerationError
+from tqdm.auto import tqdm
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
+
+from hf_linattn.errors import DataError, did_you_mean
+from hf_linattn.training.corpus import standard_library_corpus
+
+FILE_BUILDERS = {
+    ".txt": "text",
+    ".md": "text",
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}
+HELD_OUT_SHARE = 0.05
+IGNORED_LABEL = -100
+_TOKENIZED_AT_ONCE = 64
+
+
+def load_text_splits(
+    dataset_name: str | None = None,
+    dataset_config_name: str | None = None,
+    train_file: str | Path | None = None,
+    validation_file: str | Path | None = None,
+    test_file: str | Path | None = None,
+    text_column: str = "text",
+    seed: int = 0,
+) -> DatasetDict:
+    """Return ``DatasetDict(train, validation, test)`` whose column ``text`` holds one document per row.
+
+    The text comes from a dataset of the Hub, or from local files (``.txt`` and ``.md``: the whole file is one
+    document, since a language model gains from every word of context; ``.json``, ``.jsonl``, ``.csv``, ``.parquet``:
+    one document per row), or, when nothing is given, from :func:`~hf_linattn.training.corpus.standard_library_corpus`.
+
+    A held-out split that the source lacks is cut from the training split: 5 % of its documents, drawn with ``seed``,
+    so no document is ever in two splits. A training split of fewer than 3 documents cannot be divided.
+
+    Raises:
+        DataError: a file is missing, empty, damaged or of an unknown kind, no split trains, ``text_column`` does not
+            exist or holds no strings, or a split holds no text.
+
+    >>> splits = load_text_splits()
+    >>> splits["validation"].column_names
+    ['text']
+    """
+    given = {"train": train_file, "validation": validation_file, "test": test_file}
+    files = {split: Path(path) for split, path in given.items() if path is not None}
+    if dataset_name and files:
+        raise DataError(f"dataset_name={dataset_name!r} and {sorted(files)} files were both given; give one of them")
+    if dataset_name:
+        splits = load_dataset(dataset_name, dataset_config_name)
+    elif files:
+        splits = DatasetDict({split: _load_file(split, path) for split, path in files.items()})
+    else:
+        splits = standard_library_corpus()
+    if "train" not in splits:
+        raise DataError(f"no training split: got {sorted(splits)}; give train_file or a dataset with a train split")
+    kept = {split: splits[split] for split in ("train", "validation", "test") if split in splits}
+    texts = {split: _text_of(split, dataset, text_column) for split, dataset in kept.items()}
+    for missing in [split for split in ("validation", "test") if split not in texts]:
+        texts["train"], texts[missing] = _hold_out(texts["train"], missing, seed)
+    return DatasetDict(texts)
+
+
+def tokenize_and_pack(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    block_size: int,
+    max_tokens: int | None = None,
+    add_bos_eos: bool = True,
+    text_column: str = "text",
+) -> Dataset:
+    """Return rows of exactly ``block_size`` tokens: ``input_ids``, ``position_ids`` and ``labels``, all int64 tensors.
+
+    Documents follow each other without padding; a document that does not fit goes on in the next row as a segment of
+    its own. ``position_ids`` restart at 0 at every segment. ``labels`` equal ``input_ids`` except for the first token
+    of a segment, which is -100: it would otherwise be predicted from another document. The last, incomplete row is
+    dropped. There is no ``attention_mask``: giving one would switch off transformers' detection of packed rows.
+
+    Args:
+        max_tokens: stop after this many tokens (rounded down to whole rows); None takes all.
+        add_bos_eos: put the tokenizer's beginning-of-text token (``bos_token``, else ``cls_token``) before each
+            document and its end (``eos_token``, else ``sep_token``) after it, where it has them.
+
+    Raises:
+        DataError: ``block_size`` or ``max_tokens`` leaves no row, or the text fills none.
+    """
+    if block_size < 2:
+        raise DataError(f"block_size={block_size}: a row needs at least 2 tokens to predict one")
+    if max_tokens is not None and max_tokens < block_size:
+        raise DataError(f"max_tokens={max_tokens} is less than one row of block_size={block_size}; raise max_tokens")
+    documents = _tokenize(dataset, tokenizer, text_column, add_bos_eos, max_tokens)
+    lengths = np.array([len(document) for document in documents])
+    available = int(lengths.sum())
+    total = min(available, max_tokens or available) // block_size * block_size
+    if not total:
+        raise DataError(f"the text has {available} tokens, less than one row of block_size={block_size}; give more")
+    input_ids = np.concatenate(documents)[:total]
+    index = np.arange(total)
+    document_start = np.repeat(np.cumsum(lengths) - lengths, lengths)[:total]
+    position_ids = index - np.maximum(document_start, index // block_size * block_size)
+    labels = np.where(position_ids == 0, IGNORED_LABEL, input_ids)
+    columns = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
+    rows = {name: list(values.reshape(-1, block_size)) for name, values in columns.items()}
+    return Dataset.from_dict(rows).with_format("torch")
+
+
+class PackedMaskingCollator:
+    """Stack packed rows and mask them for masked language modelling; ``position_ids`` stay, no mask is added.
+
+    Masking is that of transformers' ``DataCollatorForLanguageModeling`` (of the chosen tokens 80 % become the mask
+    token, 10 % a random token, 10 % stay; special tokens are never chosen), whose own padding would add the
+    ``attention_mask`` that hides the restarts of ``position_ids``.
+
+    Args:
+        mlm_probability: share of the tokens to predict.
+        seed: None draws new masks every time, from torch's global generator (training). With a seed, a row's masks
+            depend on the seed and on its tokens alone, not on its batch or on what came before (evaluation).
+
+    Raises:
+        DataError: the tokenizer has no mask token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, mlm_probability: float = 0.15, seed: int | None = None):
+        if tokenizer.mask_token is None:
+            raise DataError("mask_token=None: masked language modelling needs a tokenizer that has a mask token")
+        self.masking = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=mlm_probability)
+        self.seed = seed
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        masked = [self._mask(torch.as_tensor(row["input_ids"])) for row in rows]
+        return {
+            "input_ids": torch.stack([input_ids for input_ids, _ in masked]),
+            "position_ids": torch.stack([torch.as_tensor(row["position_ids"]) for row in rows]),
+            "labels": torch.stack([labels for _, labels in masked]),
+        }
+
+    def _mask(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mask one row, from its own generator where a seed was given."""
+        if self.seed is not None:
+            row_seed = zlib.crc32(input_ids.numpy().tobytes(), self.seed)
+            self.masking.generator = torch.Generator().manual_seed(row_seed)
+        inputs, labels = self.masking.torch_mask_tokens(input_ids[None].clone())
+        return inputs[0], labels[0]
+
+
+def _load_file(split: str, path: Path) -> Dataset:
+    """Load one local file with the builder of its extension."""
+    if not path.is_file():
+        raise DataError(f"{split}_file={str(path)!r} does not exist or is not a file")
+    if not path.stat().st_size:
+        raise DataError(f"{split}_file={str(path)!r} is empty")
+    extension = path.suffix.lower()
+    if extension not in FILE_BUILDERS:
+        hint = did_you_mean(extension, FILE_BUILDERS)
+        raise DataError(f"{split}_file={str(path)!r}: unknown extension {extension!r}{hint}")
+    builder = FILE_BUILDERS[extension]
+    options = {"sample_by": "document"} if builder == "text" else {}
+    try:
+        return load_dataset(builder, data_files={split: str(path)}, split=split, **options)
+    except DatasetGenerationError as error:
+        reason = error.__cause__ or error
+        raise DataError(f"{split}_file={str(path)!r} is not valid {builder}: {reason}; repair the file") from error
+
+
+def _text_of(split: str, dataset: Dataset, text_column: str) -> Dataset:
+    """Keep the text column alone, under the name ``text``, and only the rows that hold text."""
+    if text_column not in dataset.column_names:
+        hint = did_you_mean(text_column, dataset.column_names)
+        raise DataError(f"text_column={text_column!r} is not a column of the {split} split{hint}")
+    kind = getattr(dataset.features[text_column], "dtype", "a list")
+    if kind not in ("string", "large_string"):
+        raise DataError(f"text_column={text_column!r} of the {split} split holds {kind}; name a column of strings")
+    dataset = dataset.select_columns(text_column)
+    if text_column != "text":
+        dataset = dataset.rename_column(text_column, "text")
+    dataset = dataset.filter(lambda text: bool(text and text.strip()), input_columns="text")
+    if not len(dataset):
+        raise DataError(f"the {split} split holds no text in column {text_column!r}")
+    return dataset
+
+
+def _hold_out(train: Dataset, split: str, seed: int) -> tuple[Dataset, Dataset]:
+    """Cut a held-out split from the training split."""
+    if len(train) < 3:
+        raise DataError(f"{split}_file=None and {len(train)} training document(s) to cut it from; give {split}_file")
+    parts = train.train_test_split(test_size=max(1, round(len(train) * HELD_OUT_SHARE)), seed=seed)
+    return parts["train"], parts["test"]
+
+
+def _tokenize(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, text_column: str, add_bos_eos: bool, max_tokens: int | None
+) -> list[np.ndarray]:
+    """Token ids of the documents in order, stopping once there are ``max_tokens``."""
+    first = tokenizer.cls_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    last = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    head, tail = ([token] if add_bos_eos and token is not None else [] for token in (first, last))
+    documents: list[np.ndarray] = []
+    count = 0
+    with tqdm(total=len(dataset), desc="tokenizing", unit="document", leave=False) as progress:
+        for batch in dataset.iter(_TOKENIZED_AT_ONCE):
+            encoded = tokenizer(batch[text_column], add_special_tokens=False, verbose=False)["input_ids"]
+            documents.extend(np.array([*head, *ids, *tail], dtype=np.int64) for ids in encoded)
+            count += sum(map(len, documents[-len(encoded) :]))
+            progress.update(len(encoded))
+            if max_tokens is not None and count >= max_tokens:
+                break
+    return documents

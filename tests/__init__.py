@@ -1,0 +1,1 @@
+"""Tests, in the layout of the library."""

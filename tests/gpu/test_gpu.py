@@ -1,0 +1,139 @@
+"""What only a GPU can get wrong: half precision, device placement, memory. `make gpu` runs it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_linattn import AttentionLayer, Mechanism, list_mechanisms, patch_model
+from hf_linattn.config import make_config
+from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.ops import naive
+from tests.models import VOCAB_SIZE, make_model
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+CASES = [(name, mode) for name in list_mechanisms() for mode in sorted(MECHANISMS.get(name).modes)]
+# the reference sees the rounded inputs and parameters; what counts is the rounding of the output and softmax's own
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+BATCH, HEADS, KEY_VALUE_HEADS, LENGTH, HEAD_DIM = 2, 4, 2, 173, 32
+
+
+def make_mechanism(name: str, mode: str, dtype: torch.dtype) -> Mechanism:
+    """Return a mechanism of a layer with grouped queries on the GPU."""
+    layer = AttentionLayer(
+        index=0,
+        num_heads=HEADS,
+        num_key_value_heads=KEY_VALUE_HEADS,
+        head_dim=HEAD_DIM,
+        causal=mode == "causal",
+        scaling=HEAD_DIM**-0.5,
+        device=DEVICE,
+        dtype=dtype,
+    )
+    return MECHANISMS.get(name)(make_config(name, {}), layer).to(DEVICE, dtype)
+
+
+def make_heads(length: int = LENGTH, batch: int = BATCH) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return query, key, value in float64 on the CPU, and a key mask with padding on the left of the first row."""
+    generator = torch.Generator().manual_seed(1)
+    heads = [
+        torch.randn(batch, count, length, HEAD_DIM, generator=generator, dtype=torch.float64)
+        for count in (HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)
+    ]
+    mask = torch.ones(batch, length, dtype=torch.bool)
+    mask[0, : length // 5] = False
+    return (*heads, mask)
+
+
+def reference(mechanism: Mechanism, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Return the output by the N x N formula in float64 on the CPU, with the mechanism's own rounded parameters."""
+    exact = copy.deepcopy(mechanism).cpu().double()
+    return naive.attend(exact.attention_matrix(query, key, mask), value)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_output_matches_the_reference(name: str, mode: str, dtype: torch.dtype) -> None:
+    mechanism = make_mechanism(name, mode, dtype)
+    *heads, mask = make_heads()
+    rounded = [x.to(DEVICE, dtype) for x in heads]
+    output, _ = mechanism(*rounded, mask.to(DEVICE))
+    expected = reference(mechanism, *(x.cpu().double() for x in rounded), mask)
+    assert output.dtype == dtype and output.device.type == DEVICE.type
+    torch.testing.assert_close(output.cpu().double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_gradients_match_the_reference(name: str, mode: str) -> None:
+    mechanism = make_mechanism(name, mode, torch.float32)
+    *heads, mask = make_heads()
+    on_gpu = [x.to(DEVICE, torch.float32).requires_grad_() for x in heads]
+    exact = [x.detach().cpu().double().requires_grad_() for x in on_gpu]
+    weight = torch.randn(BATCH, HEADS, LENGTH, HEAD_DIM, generator=torch.Generator().manual_seed(2))
+    (mechanism(*on_gpu, mask.to(DEVICE))[0] * weight.to(DEVICE)).sum().backward()
+    (reference(mechanism, *exact, mask) * weight).sum().backward()
+    for measured, expected in zip(on_gpu, exact, strict=True):
+        scale = expected.grad.abs().max()
+        assert (measured.grad.cpu() - expected.grad).abs().max() < 1e-4 * scale
+
+
+@pytest.mark.parametrize("name", list_mechanisms())
+@pytest.mark.parametrize("moved", ["before", "after"])
+def test_everything_is_on_the_gpu_and_computes_what_the_cpu_does(name: str, moved: str) -> None:
+    model = make_model("llama")
+    tokens = torch.arange(2 * 37).view(2, 37) % VOCAB_SIZE
+    with torch.no_grad():
+        expected = patch_model(copy.deepcopy(model), name)(tokens).logits
+        model = patch_model(model.to(DEVICE), name) if moved == "before" else patch_model(model, name).to(DEVICE)
+        logits = model(tokens.to(DEVICE)).logits
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {DEVICE.type}
+    torch.testing.assert_close(logits.cpu(), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", list_mechanisms())
+def test_generate_with_cache_equals_without(name: str) -> None:
+    model = patch_model(make_model("llama").to(DEVICE), name)
+    tokens = torch.arange(2 * 9).view(2, 9).to(DEVICE) % (VOCAB_SIZE - 5) + 5
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    generated = [
+        model.generate(tokens, attention_mask=mask, max_new_tokens=12, do_sample=False, use_cache=use_cache)
+        for use_cache in (True, False)
+    ]
+    assert torch.equal(*generated)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", list_mechanisms())
+def test_a_training_step_under_autocast_is_finite_and_close_to_float32(name: str, dtype: torch.dtype) -> None:
+    model = patch_model(make_model("gpt2").to(DEVICE), name).train()
+    tokens = torch.arange(2 * 40).view(2, 40).to(DEVICE) % VOCAB_SIZE
+    with torch.no_grad():
+        expected = model(tokens, labels=tokens).loss
+    with torch.autocast(DEVICE.type, dtype=dtype):
+        loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    torch.testing.assert_close(loss.detach().float(), expected, atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_memory_grows_linearly(name: str, mode: str) -> None:
+    """Twice the length takes twice the memory, forward and backward; N x N weights would take four times."""
+    mechanism = make_mechanism(name, mode, torch.bfloat16)
+    peaks = []
+    for length in (8192, 16384):
+        *heads, _ = make_heads(length, batch=1)
+        on_gpu = [x.to(DEVICE, torch.bfloat16).requires_grad_() for x in heads]
+        del heads
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        before = torch.cuda.memory_allocated(DEVICE)
+        mechanism(*on_gpu)[0].sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated(DEVICE) - before)
+        del on_gpu
+    assert peaks[1] < 2.5 * peaks[0]

@@ -1,0 +1,110 @@
+"""What several test files do with models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from hf_linattn import patch_model
+from tests.models import VOCAB_SIZE, make_model
+
+# smaller than the defaults, for speed; a mechanism that is not named here is tested with its defaults
+OPTIONS: dict[str, dict[str, Any]] = {"performer": {"num_features": 24}}
+
+
+def make_patched(name: str, mechanism: str = "performer", head: str | None = None, **config: Any) -> PreTrainedModel:
+    """Return a tiny model of that architecture with all its layers patched."""
+    return patch_model(make_model(name, head, **config), mechanism, **OPTIONS.get(mechanism, {}))
+
+
+def make_tokens(batch: int, length: int, seed: int = 0) -> Tensor:
+    """Return random token ids [batch, length] without special tokens."""
+    return torch.randint(5, VOCAB_SIZE, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of words `w5` ... `w95` and the special tokens, ids as in the tiny models."""
+    special = ["[PAD]", "[BOS]", "[SEP]", "[MASK]", "[UNK]"]
+    vocabulary = {token: i for i, token in enumerate([*special, *(f"w{i}" for i in range(len(special), VOCAB_SIZE))])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="[PAD]", bos_token="[BOS]", sep_token="[SEP]", mask_token="[MASK]",
+        unk_token="[UNK]", padding_side="left",
+    )  # fmt: skip
+
+
+def pad(rows: list[Tensor], value: int, side: str = "left") -> tuple[Tensor, Tensor]:
+    """Return padded rows [B, N] and their attention mask."""
+    length = max(map(len, rows))
+    widths = [(length - len(row), 0) if side == "left" else (0, length - len(row)) for row in rows]
+    padded = [nn.functional.pad(row, width, value=value) for row, width in zip(rows, widths, strict=True)]
+    masks = [nn.functional.pad(torch.ones_like(row), width) for row, width in zip(rows, widths, strict=True)]
+    return torch.stack(padded), torch.stack(masks)
+
+
+@torch.no_grad()
+def generate(model: PreTrainedModel, ids: Tensor, new_tokens: int = 5, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return the new tokens [B, n] and the logits [B, n, V] they were chosen from."""
+    options = {"do_sample": False, "pad_token_id": 0, **options}
+    result = model.generate(
+        ids, min_new_tokens=new_tokens, max_new_tokens=new_tokens, return_dict_in_generate=True, output_logits=True,
+        **options,
+    )  # fmt: skip
+    return result.sequences[:, ids.shape[1] :], torch.stack(result.logits, dim=1)
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, ids: Tensor, **options: Any) -> Tensor:
+    return model(input_ids=ids, **options).logits
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@dataclass
+class Snapshot:
+    """Everything about a model that an undone or refused patch must leave as it was."""
+
+    logits: Tensor
+    structure: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, logits: Tensor | None = None) -> Snapshot:
+        if logits is None:
+            ids = make_tokens(2, 9)
+            inputs = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+            logits = logits_of(model, ids, **inputs)
+        structure = {path: _facts(module) for path, module in model.named_modules()}
+        config = model.config
+        structure["config"] = (config.to_json_string(use_diff=False), type(config), sorted(vars(config)))
+        return cls(logits, structure, {name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+    def assert_kept(self, model: PreTrainedModel) -> None:
+        """Compare bit for bit with the model as it is now."""
+        now = Snapshot.of(model)
+        assert now.structure == self.structure
+        assert list(now.tensors) == list(self.tensors)
+        assert all(torch.equal(now.tensors[name], tensor) for name, tensor in self.tensors.items())
+        assert torch.equal(now.logits, self.logits)
+
+
+def _facts(module: nn.Module) -> dict[str, Any]:
+    """Class, attributes, hooks and attention implementation of one module."""
+    hooks = {name: list(value.values()) for name, value in vars(module).items() if name.endswith("_hooks") and value}
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return {
+        "class": type(module), "attributes": sorted(vars(module)), "hooks": hooks, "implementation": implementation,
+        "children": list(module._modules), "buffers": list(module._buffers), "training": module.training,
+    }  # fmt: skip

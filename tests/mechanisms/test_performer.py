@@ -1,0 +1,98 @@
+"""What is particular to FAVOR+: its options, its layers' own directions, and when they are drawn anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_linattn import OptionError, UnknownNameError, get_mechanisms, patch_model
+from hf_linattn.config import make_config
+from hf_linattn.testing import Case, random_tokens, tiny_model
+
+
+def projections(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [m.feature_map.projection.clone() for m in get_mechanisms(model).values()]
+
+
+def test_layers_and_seeds_have_their_own_directions():
+    first = projections(patch_model(tiny_model("gpt2", True), "performer"))
+    other = projections(patch_model(tiny_model("gpt2", True), "performer", seed=1))
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], other[0])
+
+
+def test_weights_estimate_the_softmax_kernel_without_bias():
+    """The estimate of a single weight is unbiased: its mean over seeds stays within the error of the mean."""
+    case = Case("performer", "llama", True)
+    query, key, _ = case.heads(11, size=0.6)
+    scores = torch.einsum("bhid,bhjd->bhij", query, key.repeat_interleave(2, 1)) * 8**-0.5
+    estimates = []
+    for seed in range(100):
+        phi = case.make(seed=seed, num_features=16).feature_map
+        estimates.append(torch.einsum("bhif,bhjf->bhij", phi.exact(query), phi.exact(key).repeat_interleave(2, 1)))
+    stacked = torch.stack(estimates)
+    deviation = (stacked.mean(0) - scores.exp()) / (stacked.std(0) / 100**0.5)
+    assert deviation.square().mean().sqrt().item() < 1.5  # standard errors; a biased kernel is tens away
+
+
+def test_directions_are_redrawn_in_training_only_and_never_between_prefill_and_decoding():
+    model = patch_model(tiny_model("gpt2", True, torch.float32), "performer", redraw_interval=2)
+    tokens, first = random_tokens(1, 9), projections(model)
+    model.eval()
+    for _ in range(5):
+        model(tokens)
+    assert all(torch.equal(a, b) for a, b in zip(first, projections(model), strict=True))
+    model.train()
+    model(tokens), model(tokens)
+    assert torch.equal(first[0], projections(model)[0])
+    model(tokens)
+    second = projections(model)
+    assert not torch.equal(first[0], second[0])
+    model.eval()
+    model.generate(tokens, max_new_tokens=5, do_sample=False)
+    assert torch.equal(second[0], projections(model)[0])
+
+
+def test_a_resumed_run_draws_what_an_unbroken_one_would():
+    tokens = random_tokens(1, 9)
+    unbroken, broken = (
+        patch_model(tiny_model("gpt2", True, torch.float32), "performer", redraw_interval=2).train() for _ in range(2)
+    )
+    for _ in range(3):
+        unbroken(tokens), broken(tokens)
+    resumed = patch_model(tiny_model("gpt2", True, torch.float32), "performer", redraw_interval=2).train()
+    resumed.load_state_dict(broken.state_dict())
+    for _ in range(4):
+        unbroken(tokens), resumed(tokens)
+    assert all(torch.equal(a, b) for a, b in zip(projections(unbroken), projections(resumed), strict=True))
+
+
+def test_checkpointed_recomputation_sees_the_directions_of_its_forward():
+    """With a draw before every forward, gradients under checkpointing still equal those without."""
+    tokens = random_tokens(2, 33)
+    gradients = []
+    for checkpointing in (False, True):
+        model = patch_model(tiny_model("llama", True), "performer", redraw_interval=1).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for _ in range(3):
+            model.zero_grad()
+            model(tokens, use_cache=False).logits.sin().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_features": 0}, OptionError, "num_features must be an integer >= 1, got 0"),
+        ({"num_features": 2.5}, OptionError, "num_features must be an integer >= 1, got 2.5"),
+        ({"redraw_interval": -1}, OptionError, "redraw_interval must be None or an integer >= 1, got -1"),
+        ({"kernel": "sofmax"}, UnknownNameError, "did you mean softmax"),
+        ({"seed": -1}, OptionError, "seed must be an integer >= 0, got -1"),
+    ],
+)
+def test_bad_options_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        make_config("performer", options)

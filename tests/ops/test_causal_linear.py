@@ -1,0 +1,115 @@
+"""The chunked operations against a loop over single tokens, written from the formula."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hf_linattn.ops.causal_linear import Features, LinearState, causal_linear_attention, linear_attention
+
+BATCH, HEADS, KV_HEADS, LENGTH, DIM, VALUE_DIM = 2, 4, 2, 41, 3, 5
+
+
+def elu_map(x: torch.Tensor) -> Features:
+    return Features(F.elu(x) + 1)
+
+
+def exp_map(x: torch.Tensor) -> Features:
+    """exp(3 x), its largest exponent in the log scale."""
+    log_scale = 3 * x.amax(-1)
+    return Features((3 * x - log_scale[..., None]).exp(), log_scale)
+
+
+PLAIN = {"elu": (elu_map, lambda x: F.elu(x) + 1), "exp": (exp_map, lambda x: (3 * x).exp())}
+
+
+def by_token(query, key, value, phi, causal, mask, ids) -> torch.Tensor:
+    """o_i = sum_j w_ij v_j / sum_j w_ij, one query of one head at a time."""
+    output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=query.dtype)
+    for b, h, i in itertools.product(*map(range, query.shape[:3])):
+        shared = h * key.shape[1] // query.shape[1]
+        seen = [j for j in range(i + 1 if causal else LENGTH) if mask[b, j] and ids[b, i] == ids[b, j]]
+        if seen:
+            weights = phi(key[b, shared, seen]) @ phi(query[b, h, i])
+            output[b, h, i] = weights @ value[b, shared, seen] / weights.sum()
+    return output
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda heads, dim: torch.randn(BATCH, heads, LENGTH, dim, dtype=torch.float64, generator=generator)  # noqa: E731
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    mask[0, :3], mask[1, 35:], mask[1, 15:22] = False, False, False
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    ids[0, 16:], ids[0, 17:], ids[1, 20:] = 1, 2, 1
+    return draw(HEADS, DIM), draw(KV_HEADS, DIM), draw(KV_HEADS, VALUE_DIM), mask, ids
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", PLAIN)
+def test_equals_the_loop_over_tokens(inputs, name, causal, packed):
+    query, key, value, mask, ids = inputs
+    chunked, phi = PLAIN[name]
+    ids = ids if packed else torch.zeros_like(ids)
+    want = by_token(query, key, value, phi, causal, mask, ids)
+    for chunk_size in (1, 8, 13, 1000):
+        operands = (query, key, value, chunked, chunked, mask, ids if packed else None)
+        if causal:
+            got, _ = causal_linear_attention(*operands, chunk_size=chunk_size)
+        else:
+            got = linear_attention(*operands, chunk_size=chunk_size)
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_state_is_the_sum_over_keys(inputs, name):
+    _, key, value, mask, _ = inputs
+    query = torch.zeros(BATCH, HEADS, LENGTH, DIM, dtype=torch.float64)
+    chunked, phi = PLAIN[name]
+    _, state = causal_linear_attention(query, key, value, chunked, chunked, mask)
+    ones = torch.cat([value, torch.ones(BATCH, KV_HEADS, LENGTH, 1, dtype=torch.float64)], -1)
+    want = torch.einsum("bhnf,bhnd,bn->bhfd", phi(key), ones, mask.double())
+    torch.testing.assert_close(state.kv * state.log_max.exp()[..., None, None], want)
+    assert state.kv.shape == (BATCH, KV_HEADS, DIM, VALUE_DIM + 1)
+
+
+def test_a_growing_maximum_rescales_the_state_without_overflow():
+    """Keys whose log scale climbs from -300 to 300: no power of e holds both ends, the running maximum does."""
+    length = 200
+    ramp = torch.linspace(-100, 100, length)[None, None, :, None].expand(1, 1, length, 2)
+    value = torch.arange(length, dtype=torch.float32)[None, None, :, None]
+    output, state = causal_linear_attention(torch.zeros(1, 1, length, 2), ramp, value, exp_map, exp_map)
+    step = (ramp[0, 0, 1, 0] - ramp[0, 0, 0, 0]).item() * 3
+    want = value[0, 0, :, 0] - 1 / (torch.tensor(step).exp() - 1)  # geometric weights e^(-step) per token back
+    torch.testing.assert_close(output[0, 0, 20:, 0], want[20:], rtol=1e-4, atol=1e-3)
+    assert torch.isfinite(state.kv).all() and state.log_max.item() == pytest.approx(300)
+
+
+def test_state_continues_across_calls(inputs):
+    query, key, value, mask, _ = inputs
+    want, _ = causal_linear_attention(query, key, value, exp_map, exp_map, mask)
+    state, parts = None, []
+    for span in (slice(0, 19), slice(19, 20), slice(20, LENGTH)):
+        part, state = causal_linear_attention(
+            query[:, :, span], key[:, :, span], value[:, :, span], exp_map, exp_map, mask[:, span], None, state
+        )
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 2), want)
+    assert isinstance(state, LinearState)
+
+
+def test_packed_state_belongs_to_the_last_sequence(inputs):
+    query, key, value, mask, ids = inputs
+    _, packed = causal_linear_attention(query, key, value, exp_map, exp_map, mask, ids)
+    for row, start in ((0, 17), (1, 20)):
+        rows, span = slice(row, row + 1), slice(start, None)
+        _, alone = causal_linear_attention(
+            *(x[rows, :, span] for x in (query, key, value)), exp_map, exp_map, mask[rows, span]
+        )
+        got, want = (s.kv[r] * s.log_max[r].exp()[:, None, None] for s, r in ((packed, row), (alone, 0)))
+        torch.testing.assert_close(got, want)

@@ -1,0 +1,190 @@
+"""The fine-tune recipe as a whole, on a tiny model and tiny files: what it writes, what it refuses, how it resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_linattn
+from hf_linattn.errors import CheckpointError, DataError, OptionError, UnknownNameError
+from hf_linattn.report import Report
+from hf_linattn.training import finetuning
+from hf_linattn.training.arguments import options_table
+from recipes import finetune
+from tests.helpers import make_tokenizer
+from tests.models import make_model
+
+ROOT = Path(finetune.__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> dict[str, str]:
+    """A checkpoint and three text files."""
+    folder = tmp_path_factory.mktemp("material")
+    make_model("gpt2", std=0.05).save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    flags = {"model_name_or_path": str(folder / "model")}
+    for split, documents in {"train": 24, "validation": 6, "test": 3}.items():
+        texts = [" ".join(f"w{5 + (document + 3 * i) % 8}" for i in range(40)) for document in range(documents)]
+        file = folder / f"{split}.jsonl"
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        flags[f"{split}_file"] = str(file)
+    return flags
+
+
+def command(material, output_dir, **changes) -> list[str]:
+    """Flags of a run that takes seconds."""
+    options = {
+        **material, "mechanism": "performer", "mechanism_options": '{"num_features": 16}', "block_size": 32,
+        "max_train_tokens": 768, "lr_search_tokens": 256, "learning_rates": "1e-3 3e-3", "speed_lengths": "8 24 4096",
+        "per_device_train_batch_size": 4, "eval_steps": 0.5, "save_steps": 0.5, "disable_tqdm": True,
+        "output_dir": str(output_dir), **changes,
+    }  # fmt: skip
+    split = {"learning_rates", "speed_lengths"}
+    return [
+        part
+        for name, value in options.items()
+        if value is not None
+        for part in [f"--{name}", *(value.split() if name in split else [str(value)])]
+    ]
+
+
+def recorded(output_dir, stage: str) -> dict:
+    return json.loads((Path(output_dir) / "stages" / f"{stage}.json").read_text())
+
+
+def test_a_run_from_end_to_end(material, tmp_path, capsys):
+    out = tmp_path / "out"
+    report = finetune.main(command(material, out))
+    assert Report.load(out) == report
+    perplexity = report.perplexity
+    assert perplexity.control < 0.9 * perplexity.original and perplexity.recovered < 0.9 * perplexity.converted
+    assert report.training.tokens == 768 and report.training.search_tokens == 256
+    for name in ("control", "recovered"):
+        training = recorded(out, f"{name}_training")
+        losses = {trial["learning_rate"]: trial["eval_loss"] for trial in training["search"]}
+        assert set(losses) == {1e-3, 3e-3}
+        assert losses[getattr(report.training, f"{name}_learning_rate")] == min(losses.values())
+        assert training["steps"] == 6
+    assert [row.length for row in report.speed] == [8, 24], "lengths beyond the position table are left out"
+    assert {"report.md", "perplexity.png", "time.png", "state.png"} <= {file.name for file in out.iterdir()}
+    assert not list(out.rglob("checkpoint-*")), "checkpoints of finished trainings are removed"
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("original", "control", "converted", "recovered", "bit-equal"))
+
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert {m.config.mechanism for m in hf_linattn.get_mechanisms(model).values()} == {"performer"}
+    assert model.config.use_cache
+    texts = [json.loads(line)["text"] for line in Path(material["test_file"]).read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert hf_linattn.evaluation.perplexity(model, tokenizer, texts, max_length=32)["perplexity"] == pytest.approx(
+        perplexity.recovered
+    )
+
+
+def test_an_interrupted_run_goes_on_and_ends_the_same(material, tmp_path, monkeypatch):
+    whole = finetune.main(command(material, tmp_path / "whole"))
+    broken = tmp_path / "broken"
+
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    real = finetuning.PackedTrainer._save_checkpoint
+    saves = []
+
+    def save_once(trainer, *arguments):
+        real(trainer, *arguments)
+        saves.append(trainer.state.global_step)
+        raise KeyboardInterrupt
+
+    for target, name, stand_in in [
+        (finetuning.PackedTrainer, "_save_checkpoint", save_once),  # in the middle of the control's training
+        (finetuning, "verify_saved", interrupt),  # after it, before its result is recorded
+        (finetune, "measure_speed", interrupt),  # at the very end
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, stand_in)
+            with pytest.raises(KeyboardInterrupt):
+                finetune.main(command(material, broken))
+        assert not (broken / "report.json").exists()
+    assert saves == [3]
+    report = finetune.main(command(material, broken, resume_from_checkpoint=broken))
+    assert report.perplexity == whole.perplexity
+    for stage in ("control_training", "recovered_training"):
+        assert recorded(broken, stage)["eval_loss"] == recorded(tmp_path / "whole", stage)["eval_loss"]
+    weights, expected = (AutoModelForCausalLM.from_pretrained(d).state_dict() for d in (broken, tmp_path / "whole"))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"train_file": "absent.txt"}, DataError, "train_file='absent.txt' does not exist"),
+        ({"validation_file": "empty.txt"}, DataError, "validation_file=.* is empty"),
+        ({"block_size": 65, "lr_search_tokens": 512}, OptionError, "block_size=65 is beyond the 64 positions"),
+        ({"mechanism": "perfomer"}, UnknownNameError, "did you mean performer"),
+        ({"mechanism_options": '{"features": 3}'}, OptionError, "no option 'features'"),
+        ({"layers": "0-2"}, OptionError, "layer 2, but the model has layers 0 to 1"),
+        ({"text_column": "words"}, DataError, "text_column='words'"),
+        ({"resume_from_checkpoint": "out"}, CheckpointError, "no run of this recipe"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(material, tmp_path, monkeypatch, changes, error, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(error, match=message):
+        finetune.main(command(material, tmp_path / "out", **changes))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["empty.txt"]
+
+
+def test_an_output_folder_in_use_is_refused_and_left_alone(material, tmp_path):
+    half_written = tmp_path / "checkpoint-7" / "model.safetensors"
+    half_written.parent.mkdir()
+    half_written.write_bytes(b"half")
+    with pytest.raises(OptionError, match="holds checkpoint-7 but no run that could be continued"):
+        finetune.main(command(material, tmp_path))
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [half_written]
+
+
+def test_a_converted_checkpoint_is_not_converted_again(material, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(material["model_name_or_path"])
+    hf_linattn.patch_model(model, "linear").save_pretrained(tmp_path / "converted")
+    with pytest.raises(OptionError, match="is converted already"):
+        finetune.main(command(material, tmp_path / "out", model_name_or_path=tmp_path / "converted"))
+
+
+@pytest.mark.parametrize(
+    "config", sorted(ROOT.glob("recipes/*/*er.yaml")) + sorted(ROOT.glob("recipes/*/linear.yaml"))
+)
+def test_the_recipes_in_the_repository_can_be_read(config):
+    model, data, recipe, _ = finetune.parse_arguments([str(config)])
+    assert model.mechanism == config.stem and model.model_name_or_path == f"recipes/pretrained/{config.parent.name}"
+    assert recipe.max_train_tokens <= 2_000_000 and data.block_size >= 256 and len(recipe.learning_rates) > 1
+
+
+def test_the_table_of_options_in_the_readme_is_up_to_date():
+    assert options_table() in (ROOT / "recipes" / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher", [["accelerate.commands.launch", "--cpu"], ["torch.distributed.run", "--nproc_per_node", "2"]]
+)
+def test_the_recipe_as_a_process_and_as_two(material, tmp_path, launcher):
+    flags = command(material, tmp_path / "out", max_train_tokens=1024)
+    result = subprocess.run(
+        [sys.executable, "-m", *launcher, str(ROOT / "recipes" / "finetune.py"), *flags],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.count("bit-equal") == 1, "only the main process prints"
+    steps = recorded(tmp_path / "out", "recovered_training")["steps"]
+    assert steps == (4 if "--nproc_per_node" in launcher else 8), "the token budget is that of all processes together"

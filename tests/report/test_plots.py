@@ -1,0 +1,133 @@
+"""The plots show the numbers of the report, and touch nothing global."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from hf_linattn.evaluation import MemoryRow, SpeedRow, Spread
+from hf_linattn.report import Evaluation, Perplexities, Report, Training, collect_provenance, save_plots
+from hf_linattn.report.plots import perplexity_figure, state_figure, time_figure
+
+LENGTHS = (256, 512, 1024)
+
+
+@pytest.fixture(scope="module")
+def report():
+    return Report(
+        base_model="models/gpt2",
+        mechanism="performer",
+        data="bundled",
+        perplexity=Perplexities(original=9.0, control=8.0, converted=30.0, recovered=10.0),
+        evaluation=Evaluation(max_length=512, stride=256, num_tokens=1000),
+        training=Training(2_000_000, 1e-3, 1e-3, (1e-3,), 0),
+        provenance=collect_provenance(0, "command"),
+        speed=tuple(
+            SpeedRow(
+                length,
+                2,
+                Spread(1000.0, 500.0, 2000.0),
+                Spread.of([512_000 / length]),
+                Spread.of([2.0]),
+                Spread.of([length / 256]),
+            )
+            for length in reversed(LENGTHS)
+        ),
+        memory=tuple(MemoryRow(length, length, length**2, 1000, 8 * length) for length in LENGTHS),
+    )
+
+
+def curves(axes) -> dict[str, list[tuple[float, float]]]:
+    """Return label -> points of the curves in a panel."""
+    return {line.get_label(): [tuple(point) for point in line.get_xydata()] for line in axes.lines}
+
+
+def test_perplexity_bars(report):
+    (axes,) = perplexity_figure(report).axes
+    assert [bar.get_height() for bar in axes.patches] == [9.0, 8.0, 30.0, 10.0]
+    assert [text.get_text() for text in axes.texts] == ["9.00", "8.00", "30.00", "10.00"]
+    assert axes.get_yscale() == "linear" and axes.get_ylim()[0] == 0
+    assert set(axes.lines[0].get_ydata()) == {8.0}  # the better softmax model
+    assert "1.250" in axes.get_title()
+
+
+def test_perplexities_far_apart_are_on_a_log_axis_from_one(report):
+    far = dataclasses.replace(report, perplexity=Perplexities(9.0, 8.0, 3000.0, 10.0))
+    (axes,) = perplexity_figure(far).axes
+    assert axes.get_yscale() == "log" and axes.get_ylim()[0] == 1 and "log" in axes.get_ylabel()
+    assert axes.get_ylim()[1] > 3000
+
+
+def test_time_curves_and_crossover(report):
+    prefill, decode = time_figure(report).axes
+    assert (prefill.get_xscale(), prefill.get_yscale()) == ("log", "log")
+    points = curves(prefill)
+    # two sequences of n tokens at 1,000 tokens/s take 2 n ms; at 512,000 / n tokens/s, n^2 / 256 ms
+    assert points["patched"] == [(n, pytest.approx(2.0 * n)) for n in LENGTHS]
+    assert points["original (sdpa)"] == [(n, pytest.approx(n**2 / 256)) for n in LENGTHS]
+    assert {x for x, _ in points["crossover"]} == {report.crossover_length} == {1024}
+    assert curves(decode) == {
+        "patched": [(n, 2.0) for n in LENGTHS],
+        "original (sdpa)": [(n, n / 256) for n in LENGTHS],
+    }
+    assert "ms" in prefill.get_ylabel() and "ms" in decode.get_ylabel() and "tokens" in prefill.get_xlabel()
+
+
+def test_the_range_of_the_repeats_is_shown(report):
+    prefill, _ = time_figure(report).axes
+    ranges = [collection.get_paths()[0].vertices[:, 1] for collection in prefill.collections]
+    low, high = min(r.min() for r in ranges), max(r.max() for r in ranges)
+    assert low == pytest.approx(256**2 / 256) and high == pytest.approx(2 * 1024 / 0.5)
+
+
+def test_no_crossover_no_line(report):
+    slow = tuple(dataclasses.replace(row, patched_prefill=Spread.of([1.0])) for row in report.speed)
+    prefill = time_figure(dataclasses.replace(report, speed=slow)).axes[0]
+    assert "crossover" not in curves(prefill) and "no crossover" in prefill.get_title()
+
+
+def test_state_curves(report):
+    (axes,) = state_figure(report).axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log") and "bytes" in axes.get_ylabel()
+    assert curves(axes) == {
+        "patched": [(n, 1000) for n in LENGTHS],
+        "original": [(n, 8 * n) for n in LENGTHS],
+    }
+
+
+def test_every_figure_names_model_and_mechanism(report):
+    for draw in (perplexity_figure, time_figure, state_figure):
+        assert draw(report).get_suptitle().endswith(": gpt2, performer")
+
+
+def test_save_plots(report, tmp_path):
+    paths = save_plots(report, tmp_path)
+    assert [path.name for path in paths] == ["perplexity.png", "time.png", "state.png"]
+    for path in paths:
+        assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_masked_model_has_no_state_plot_and_one_time_panel(report, tmp_path):
+    masked = dataclasses.replace(
+        report,
+        speed=tuple(dataclasses.replace(row, patched_decode=None, original_decode=None) for row in report.speed),
+        memory=tuple(dataclasses.replace(row, patched_state=None, original_state=None) for row in report.memory),
+    )
+    assert [path.name for path in save_plots(masked, tmp_path)] == ["perplexity.png", "time.png"]
+    assert len(time_figure(masked).axes) == 1
+
+
+def test_close_lengths_do_not_share_a_tick(report):
+    dense = tuple(dataclasses.replace(report.speed[0], length=n) for n in (1000, 1024, 2048, 2100, 4096))
+    prefill = time_figure(dataclasses.replace(report, speed=dense)).axes[0]
+    assert list(prefill.get_xticks()) == [1000, 2048, 4096]
+
+
+def test_pyplot_is_not_imported():
+    """Its global state picks a display and keeps every figure alive."""
+    code = "import sys, hf_linattn.report; sys.exit('matplotlib.pyplot' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

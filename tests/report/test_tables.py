@@ -1,0 +1,131 @@
+"""The tables say what the report holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from hf_linattn.evaluation import MemoryRow, SpeedRow, Spread
+from hf_linattn.report import (
+    Evaluation,
+    Perplexities,
+    Report,
+    Training,
+    collect_provenance,
+    four_model_table,
+    save_report,
+    to_markdown,
+)
+
+
+@pytest.fixture(scope="module")
+def report():
+    slow, fast = Spread(1000.0, 900.0, 1100.0), Spread(2000.0, 1550.0, 3000.0)
+    return Report(
+        base_model="models/gpt2",
+        mechanism="performer",
+        data="bundled",
+        options={"num_features": 128},
+        perplexity=Perplexities(original=9.0, control=8.0, converted=1234.5, recovered=10.0),
+        evaluation=Evaluation(max_length=512, stride=256, num_tokens=98_765),
+        training=Training(2_000_000, 1e-3, 3e-4, (3e-4, 1e-3), 100_000),
+        provenance=collect_provenance(7, "accelerate launch recipes/finetune.py --seed 7"),
+        speed=(
+            SpeedRow(256, 1, slow, fast, Spread(2.0, 1.0, 3.0), Spread(1.0, 0.5, 1.5)),
+            SpeedRow(512, 1, fast, slow, Spread(2.0, 1.0, 3.0), Spread(5.0, 4.0, 6.0)),
+        ),
+        memory=(MemoryRow(256, 1111, 2222, 10, 20), MemoryRow(512, 3333, 4444, 10, 40)),
+    )
+
+
+def cells(markdown: str, first: str) -> list[str]:
+    """Return the cells of the one Markdown row that starts with the cell `first`."""
+    rows = [line for line in markdown.splitlines() if line.startswith(f"| {first} |")]
+    assert len(rows) == 1
+    return [cell.strip() for cell in rows[0].strip("|").split("|")]
+
+
+def test_four_model_table(report):
+    table = four_model_table(report)
+    assert [list(column.cells) for column in table.columns if column.header != "what it is"] == [
+        ["original", "control", "converted", "recovered"],
+        ["9.00", "8.00", "1,234.50", "10.00"],
+        ["1.125", "1.000", "154.312", "1.250"],
+    ]
+    console = Console(file=io.StringIO(), width=100)
+    console.print(table)
+    assert "recovered / best (control) = 1.250" in console.file.getvalue()
+
+
+def test_the_better_softmax_model_is_named(report):
+    swapped = dataclasses.replace(report, perplexity=Perplexities(8.0, 9.0, 50.0, 12.0))
+    assert "recovered / best (original) = 1.500" in to_markdown(swapped)
+
+
+def test_markdown_has_the_four_models(report):
+    markdown = to_markdown(report)
+    assert cells(markdown, "control")[2:] == ["8.00", "1.000"]
+    assert cells(markdown, "recovered")[2:] == ["10.00", "1.250"]
+    assert "98,765 scored tokens of the test split, windows of 512, stride 256." in markdown
+
+
+def test_markdown_has_speed_as_ratios(report):
+    speed = to_markdown(report).split("## Speed")[1].split("## Memory")[0]
+    assert "faster than the original from 512 tokens on" in speed
+    assert "original (sdpa)" in speed
+    assert cells(speed, "512") == [
+        "512",
+        "1",
+        "2,000 (1,550 to 3,000)",
+        "1,000 (900 to 1,100)",
+        "2.00",
+        "2.00 (1.00 to 3.00)",
+        "5.00 (4.00 to 6.00)",
+        "2.50",
+    ]
+
+
+def test_markdown_has_memory(report):
+    memory = to_markdown(report).split("## Memory")[1].split("## Training")[0]
+    assert cells(memory, "512") == ["512", "10", "40", "3,333", "4,444"]
+
+
+def test_markdown_says_where_the_numbers_come_from(report):
+    markdown = to_markdown(report)
+    for value in (report.provenance.torch, report.provenance.device, report.provenance.date, "num_features=128"):
+        assert value in markdown
+    assert "```sh\naccelerate launch recipes/finetune.py --seed 7\n```" in markdown
+
+
+def test_what_was_not_measured_is_left_out(report):
+    bare = to_markdown(dataclasses.replace(report, speed=(), memory=()))
+    assert "## Speed" not in bare and "## Memory" not in bare and "time.png" not in bare
+    masked = dataclasses.replace(
+        report,
+        evaluation=Evaluation(max_length=512, num_tokens=10),
+        speed=(SpeedRow(256, 1, *[Spread(1.0, 1.0, 1.0)] * 2),),
+        memory=(MemoryRow(256, 1, 2),),
+    )
+    markdown = to_markdown(masked)
+    assert "masked tokens" in markdown and "state.png" not in markdown
+    assert "The original reads faster at 256 tokens" in markdown
+    speed, memory = markdown.split("## Speed")[1].split("## Memory")
+    assert cells(speed, "256")[-3:] == ["-"] * 3
+    assert cells(memory, "256")[1:] == ["-", "-", "1", "2"]
+
+
+def test_a_pipe_in_a_value_does_not_break_the_table(report):
+    markdown = to_markdown(dataclasses.replace(report, data="a|b"))
+    assert "| data | a\\|b |" in markdown
+
+
+def test_save_report_writes_everything(report, tmp_path):
+    paths = save_report(report, tmp_path)
+    names = ["perplexity.png", "report.json", "report.md", "state.png", "time.png"]
+    assert sorted(path.name for path in paths) == names == sorted(path.name for path in tmp_path.iterdir())
+    assert (tmp_path / "report.md").read_text(encoding="utf-8") == to_markdown(report)
+    assert json.loads((tmp_path / "report.json").read_text())["ratio"] == 1.25

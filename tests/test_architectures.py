@@ -1,0 +1,114 @@
+"""One code path for every architecture: each mechanism, on models nobody wrote special code for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_linattn import get_mechanisms, list_mechanisms, patch_model, unpatch_model
+from hf_linattn.mechanisms import MECHANISMS
+from tests.helpers import OPTIONS, assert_close, generate, logits_of, make_patched, make_tokens, pad
+from tests.models import ARCHITECTURES, CAUSAL, ENCODERS, NUM_HEADS, NUM_LAYERS, make_model
+
+LENGTH = 19  # longer than the sliding windows, and odd
+
+
+def supported(names, mode):
+    """Pairs of architecture and mechanism that has the mode."""
+    able = [name for name in list_mechanisms() if mode in MECHANISMS.get(name).modes]
+    return pytest.mark.parametrize(("name", "mechanism"), [(n, m) for n in names for m in able])
+
+
+each_pair = supported(ARCHITECTURES, "bidirectional")
+each_causal_pair = supported(CAUSAL, "causal")
+each_encoder_pair = supported(ENCODERS, "bidirectional")
+
+
+@each_causal_pair
+def test_generation_with_a_cache_equals_generation_without(name, mechanism):
+    model = make_patched(name, mechanism)
+    ids = make_tokens(2, LENGTH)
+    tokens, logits = generate(model, ids, use_cache=True)
+    uncached_tokens, uncached_logits = generate(model, ids, use_cache=False)
+    assert tokens.tolist() == uncached_tokens.tolist()
+    assert_close(logits, uncached_logits)
+
+
+@each_causal_pair
+def test_left_padded_generation_equals_unpadded(name, mechanism):
+    model = make_patched(name, mechanism)
+    rows = [make_tokens(1, length, seed=length)[0] for length in (LENGTH, 11, 1)]
+    ids, mask = pad(rows, model.config.pad_token_id)
+    tokens, logits = generate(model, ids, attention_mask=mask)
+    for index, row in enumerate(rows):
+        alone_tokens, alone_logits = generate(model, row[None], attention_mask=torch.ones_like(row[None]))
+        assert tokens[index].tolist() == alone_tokens[0].tolist()
+        assert_close(logits[index], alone_logits[0])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@each_encoder_pair
+def test_a_padded_encoder_equals_an_unpadded_one(name, mechanism, side):
+    model = make_patched(name, mechanism)
+    rows = [make_tokens(1, length, seed=length)[0] for length in (LENGTH, 11, 1)]
+    ids, mask = pad(rows, model.config.pad_token_id, side)
+    first = model.config.pad_token_id + 1 if name == "roberta" else 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0) + first
+    padded = logits_of(model, ids, attention_mask=mask, position_ids=positions)
+    for index, row in enumerate(rows):
+        assert_close(padded[index, mask[index].bool()], logits_of(model, row[None])[0])
+
+
+@each_pair
+def test_every_layer_calls_its_mechanism_and_the_outputs_change(name, mechanism):
+    ids = make_tokens(2, LENGTH)
+    before = logits_of(make_model(name), ids)
+    model = make_patched(name, mechanism)
+    after = logits_of(model, ids)
+    mechanisms = get_mechanisms(model)
+    assert [m.calls for m in mechanisms.values()] == [1] * NUM_LAYERS
+    assert [m.layer.num_heads for m in mechanisms.values()] == [NUM_HEADS] * NUM_LAYERS
+    assert [m.layer.causal for m in mechanisms.values()] == [ARCHITECTURES[name].causal] * NUM_LAYERS
+    if mechanism != "softmax":
+        assert (after - before).abs().mean() > 0.02 * before.std()
+    assert torch.equal(logits_of(unpatch_model(model), ids), before)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_softmax_equals_the_eager_attention_of_transformers(name, padded):
+    """Also beyond the sliding window and with capped scores, where those belong to the model."""
+    model = make_model(name, attn_implementation="eager")
+    ids, mask = pad([make_tokens(1, n, seed=n)[0] for n in (LENGTH, 12)], model.config.pad_token_id, "right")
+    inputs = {"attention_mask": mask} if padded else {}
+    expected = logits_of(model, ids, **inputs)
+    actual = logits_of(patch_model(model, "softmax"), ids, **inputs)
+    kept = mask.bool() if padded else torch.ones_like(mask).bool()
+    assert_close(actual[kept], expected[kept])
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_softmax_generates_as_the_eager_attention_of_transformers(name):
+    rows = [make_tokens(1, length, seed=length)[0] for length in (LENGTH, 12)]
+    ids, mask = pad(rows, 0)
+    model = make_model(name, attn_implementation="eager")
+    tokens, logits = generate(model, ids, attention_mask=mask)
+    patched_tokens, patched_logits = generate(patch_model(model, "softmax"), ids, attention_mask=mask)
+    assert patched_tokens.tolist() == tokens.tolist()
+    assert_close(patched_logits, logits)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("order", ["softmax last", "softmax first"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_mixed_plan_generates_the_same_with_every_cache(name, order, cache):
+    """Layers of both kinds in one cache, beyond the sliding window, with and without padding."""
+    softmax, linear = ([1], "0") if order == "softmax last" else ([0], "1")
+    plan = {"performer": {"layers": linear, **OPTIONS["performer"]}, "softmax": softmax}
+    model = patch_model(make_model(name), plan)
+    rows = [make_tokens(1, length, seed=length)[0] for length in (LENGTH, 12)]
+    for ids, mask in ((rows[0][None], torch.ones(1, LENGTH, dtype=torch.int64)), pad(rows, 0)):
+        expected_tokens, expected_logits = generate(model, ids, attention_mask=mask, use_cache=False)
+        tokens, logits = generate(model, ids, attention_mask=mask, cache_implementation=cache)
+        assert tokens.tolist() == expected_tokens.tolist()
+        assert_close(logits, expected_logits)

@@ -1,0 +1,125 @@
+"""The benchmark runner at tiny sizes, and the tables made from its results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks import run, tables
+from hf_linattn import list_mechanisms
+from hf_linattn.mechanisms import MECHANISMS
+
+PLAN = run.PLANS["quick"]
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> tables.Document:
+    """The results of one quick run of the command itself."""
+    app = run.typer.Typer()
+    app.command()(run.main)
+    path = tmp_path_factory.mktemp("results") / "quick.json"
+    CliRunner().invoke(app, ["--quick", "--output", str(path)], catch_exceptions=False)
+    return json.loads(path.read_text())
+
+
+def test_every_mechanism_is_measured_in_every_mode_at_every_length(document: tables.Document) -> None:
+    measured = {(r["mechanism"], r["mode"], r["direction"], r["length"]) for r in document["operations"]}
+    assert measured == {
+        (name, mode, direction, length)
+        for name in list_mechanisms()
+        for mode in MECHANISMS.get(name).modes
+        for direction, lengths in (("forward", PLAN.lengths), ("forward+backward", PLAN.backward_lengths))
+        for length in lengths
+    }
+
+
+def test_ratios_are_softmax_over_the_mechanism(document: tables.Document) -> None:
+    baseline = {
+        (r["mode"], r["direction"], r["length"]): r["milliseconds"]["median"]
+        for r in document["operations"]
+        if r["mechanism"] == "softmax"
+    }
+    for row in document["operations"]:
+        time, softmax = row["milliseconds"], baseline[row["mode"], row["direction"], row["length"]]
+        assert row["ratio"] == pytest.approx(softmax / time["median"])
+        assert 0 < time["fastest"] <= time["median"] <= time["slowest"]
+        assert time["repeats"] >= PLAN.min_repeats
+
+
+def test_state_bytes(document: tables.Document) -> None:
+    """Linear: S and z per head and layer in float32, at any context; softmax: every key and value."""
+    held = {(r["mechanism"], r["context"]): r["state_bytes"] for r in document["decoding"]}
+    heads, dim, layers = PLAN.num_heads, PLAN.head_dim, PLAN.num_layers
+    for context in PLAN.contexts:
+        assert held["softmax", context] == 2 * layers * heads * context * dim * 4
+        assert held["linear", context] == layers * heads * (dim * (dim + 1) + 1) * 4
+    assert tables.state_constancy(document) == 1
+
+
+def test_crossover_is_where_a_mechanism_stays_ahead() -> None:
+    timing = run.Timing.of([1.0])
+    ratios = {64: 1.5, 128: 0.9, 256: 1.1, 512: 4.0}
+    rows = [run.OperationRow("linear", "causal", "forward", n, timing, ratio) for n, ratio in ratios.items()]
+    assert run.find_crossovers(rows) == [run.Crossover("linear", "causal", "forward", 256)]
+    assert run.find_crossovers(rows[:2]) == [run.Crossover("linear", "causal", "forward", None)]
+
+
+def test_competitors_compute_the_same_attention_shapes_and_gradients() -> None:
+    stopwatch = run.Stopwatch(torch.device("cpu"), PLAN)
+    for backward in (False, True):
+        competitors = run.operation_competitors(stopwatch, ["linear"], "causal", 16, backward, torch.float32)
+        assert list(competitors) == ["softmax", "linear"]
+        for attend in competitors.values():
+            attend()
+
+
+def test_competitors_take_turns() -> None:
+    turns: list[str] = []
+    competitors = {name: lambda name=name: turns.append(name) for name in "ab"}
+    seconds = run.Stopwatch(torch.device("cpu"), PLAN).compare(competitors)
+    assert turns == ["a", "b"] * (PLAN.min_repeats + 1)  # the first turn warms up
+    assert {name: len(values) for name, values in seconds.items()} == {"a": PLAN.min_repeats, "b": PLAN.min_repeats}
+
+
+def test_tables_are_written_between_the_markers_and_nowhere_else(document: tables.Document, tmp_path: Path) -> None:
+    results = tmp_path / "benchmarks" / "results"
+    (results / "recovery").mkdir(parents=True)
+    (results / "gpu.json").write_text(json.dumps(document))
+    perplexity = {"original": 10.0, "control": 8.0, "converted": 90.0, "recovered": 8.4}
+    (results / "recovery" / "gpt2-linear.json").write_text(json.dumps({"perplexity": perplexity, "ratio": 1.05}))
+    markers = [f"<!-- {name}:{edge} -->" for name in ("benchmarks", "recovery") for edge in ("begin", "end")]
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n{}\nold\n{}\nbetween\n{}\nold\n{}\nafter\n".format(*markers))
+
+    tables.write_tables(tmp_path)
+    first = readme.read_text()
+    tables.write_tables(tmp_path)
+
+    assert readme.read_text() == first and "old" not in first
+    assert first.startswith("before\n") and "\nbetween\n" in first and first.endswith("after\n")
+    assert "| gpt2 | linear | 10.00 | 8.00 | 90.00 | 8.40 | 1.050 |" in first
+    assert tables.decoding_table(document) in first
+    assert tables.milliseconds_table(document) in (results / "README.md").read_text()
+
+
+def test_a_text_without_markers_is_refused() -> None:
+    with pytest.raises(ValueError, match="benchmarks:begin"):
+        tables.replace_section("no markers here", "benchmarks", "table")
+
+
+def test_targets_are_judged_on_the_measured_values() -> None:
+    operations = [
+        {"mechanism": name, "mode": "causal", "direction": "forward", "length": 16384, "ratio": ratio}
+        for name, ratio in (("linear", 24.0), ("performer", 4.9))
+    ]
+    decoding = [
+        {"mechanism": name, "context": context, "ratio": 30.0, "state_bytes": size}
+        for name, size in (("softmax", 1), ("linear", 7), ("performer", 9))
+        for context in (1024, 32768)
+    ]
+    text = tables.targets_table({"operations": operations, "decoding": decoding})
+    assert [line.split("|")[-2].strip() for line in text.splitlines()[2:]] == ["yes", "no", "yes", "yes", "yes"]

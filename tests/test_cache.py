@@ -1,0 +1,163 @@
+"""The decoding state inside transformers' caches: its size, its moves, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import QuantizedLayer
+
+from hf_linattn import list_mechanisms, original_attention, patch_model, unpatch_model
+from hf_linattn.cache import StateLayer, state_bytes
+from hf_linattn.errors import UnsupportedModeError
+from hf_linattn.mechanisms import MECHANISMS
+from tests.helpers import assert_close, generate, logits_of, make_patched, make_tokens
+from tests.models import NUM_HEADS, NUM_KEY_VALUE_HEADS, NUM_LAYERS, make_model
+
+KEY_VALUE_HEADS = {"gpt2": NUM_HEADS, "llama": NUM_KEY_VALUE_HEADS}
+CONSTANT = [name for name in list_mechanisms() if MECHANISMS.get(name).constant_state]
+each_family = pytest.mark.parametrize("name", KEY_VALUE_HEADS)
+each_mechanism = pytest.mark.parametrize("mechanism", CONSTANT)
+
+
+def read(model, ids, **options):
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=True, **options)
+
+
+def tensors_of(cache):
+    return [tensor for layer in cache.layers for tensor in layer.state]
+
+
+@each_family
+@each_mechanism
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_state_is_float32_per_key_value_head_and_constant(name, mechanism, dtype):
+    model = make_patched(name, mechanism).to(dtype)
+    short, long = (read(model, make_tokens(3, n)).past_key_values for n in (1, 60))
+    assert [type(layer) for layer in long.layers] == [StateLayer] * NUM_LAYERS
+    for tensor in tensors_of(long):
+        assert tensor.dtype == torch.float32
+        assert tensor.shape[:2] == (3, KEY_VALUE_HEADS[name])
+    assert [t.shape for t in tensors_of(short)] == [t.shape for t in tensors_of(long)]
+    assert state_bytes(short) == state_bytes(long) == 4 * sum(t.numel() for t in tensors_of(long))
+    assert long.get_seq_length() == 60
+
+
+@each_family
+def test_bytes_of_softmax_grow_with_the_context(name):
+    model = make_model(name)
+    short, long = (state_bytes(read(model, make_tokens(1, n)).past_key_values) for n in (10, 20))
+    assert long == 2 * short > 0
+
+
+@each_family
+@each_mechanism
+def test_rows_of_the_state_move_as_beams_do(name, mechanism):
+    model = make_patched(name, mechanism)
+    ids, order, following = make_tokens(3, 9), torch.tensor([2, 0, 0]), make_tokens(3, 1, seed=1)
+    cache = read(model, ids).past_key_values
+    expected = logits_of(model, torch.cat([ids[order], following], 1))[:, -1:]
+    reordered, selected = copy.deepcopy(cache), copy.deepcopy(cache)
+    reordered.reorder_cache(order)
+    selected.batch_select_indices(order)
+    for moved in (reordered, selected):
+        assert_close(read(model, following, past_key_values=moved).logits, expected)
+    cache.batch_repeat_interleave(2)
+    repeated = read(model, following.repeat_interleave(2, 0), past_key_values=cache).logits
+    assert_close(repeated[::2], logits_of(model, torch.cat([ids, following], 1))[:, -1:])
+    assert torch.equal(repeated[::2], repeated[1::2])
+
+
+@each_family
+@each_mechanism
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_cache_of_the_original_model_is_continued(name, mechanism, kind):
+    """With one layer the keys do not depend on the attention below, so the patched model alone must say the same."""
+    one_layer = {"gpt2": {"n_layer": 1}, "llama": {"num_hidden_layers": 1}}[name]
+    original, model = make_model(name, **one_layer), make_patched(name, mechanism, **one_layer)
+    ids = make_tokens(2, 13)
+    config = original.config
+    cache = StaticCache(config, max_cache_len=32) if kind == "static" else DynamicCache(config=config)
+    read(original, ids[:, :9], past_key_values=cache)
+    expected = logits_of(model, ids)
+    assert_close(read(model, ids[:, 9:12], past_key_values=cache).logits, expected[:, 9:12])
+    assert_close(read(model, ids[:, 12:], past_key_values=cache).logits, expected[:, 12:])
+    assert cache.get_seq_length() == 13
+    assert [type(layer) for layer in cache.layers] == [StateLayer]
+
+
+@each_family
+def test_cropping_a_state_is_refused(name):
+    model = make_patched(name)
+    cache = read(model, make_tokens(1, 9)).past_key_values
+    with pytest.raises(UnsupportedModeError, match=r"crop\(-2\)|crop\(2\)"):
+        cache.layers[0].crop(2)
+    with pytest.raises((UnsupportedModeError, ValueError)):
+        generate(model, make_tokens(1, 9), assistant_model=make_model(name))
+
+
+@each_family
+def test_reset_makes_a_cache_new(name):
+    model, ids = make_patched(name), make_tokens(2, 9)
+    cache = read(model, make_tokens(2, 5, seed=3)).past_key_values
+    cache.reset()
+    assert cache.get_seq_length() == 0 and state_bytes(cache) == 0
+    assert torch.equal(read(model, ids, past_key_values=cache).logits, logits_of(model, ids))
+
+
+@each_family
+@pytest.mark.parametrize("length", [1, 3])
+def test_the_original_attention_refuses_a_state(name, length):
+    """Without the keys it could only compute garbage, so it must not answer even once."""
+    model, ids, following = make_patched(name), make_tokens(2, 9), make_tokens(2, length, seed=1)
+    cache = read(model, ids).past_key_values
+    expected = read(model, following, past_key_values=copy.deepcopy(cache)).logits
+    with original_attention(model), pytest.raises(UnsupportedModeError, match="past_key_values"):
+        read(model, following, past_key_values=cache)
+    assert torch.equal(read(model, following, past_key_values=cache).logits, expected)
+    with pytest.raises(UnsupportedModeError, match="past_key_values"):
+        read(unpatch_model(model), following, past_key_values=cache)
+
+
+@each_family
+def test_a_softmax_layer_refuses_a_state(name):
+    cache = read(make_patched(name), make_tokens(2, 9)).past_key_values
+    mixed = patch_model(make_model(name), {"softmax": "0-1"})
+    with pytest.raises(UnsupportedModeError, match="past_key_values"):
+        read(mixed, make_tokens(2, 1), past_key_values=cache)
+
+
+class RoundingLayer(QuantizedLayer):
+    """A quantised layer without a quantisation library."""
+
+    def _quantize(self, tensor, axis):
+        return tensor.to(torch.float16)
+
+    def _dequantize(self, tensor):
+        return tensor.to(torch.float32)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_keys_that_cannot_be_read_are_named(steps):
+    """Also when a few recent keys can: the others would be lost without a word."""
+    original = make_model("llama")
+    cache = DynamicCache()
+    cache.layers = [RoundingLayer() for _ in range(NUM_LAYERS)]
+    for ids in (make_tokens(1, 9), *make_tokens(steps, 1)[:, None]):
+        read(original, ids, past_key_values=cache)
+    with pytest.raises(UnsupportedModeError, match="RoundingLayer"):
+        read(patch_model(original, "linear"), make_tokens(1, 1), past_key_values=cache)
+
+
+def test_a_failed_forward_does_not_poison_the_next():
+    model, ids = make_patched("gpt2"), make_tokens(1, 5)
+    expected = logits_of(model, ids)
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(UnsupportedModeError):
+        read(model, ids, past_key_values=cache, attention_mask=torch.ones(1, 1, 5, 5))
+    assert torch.equal(logits_of(model, ids), expected)
+    cache.reset()
+    assert torch.equal(read(model, ids, past_key_values=cache).logits, expected)

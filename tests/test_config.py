@@ -1,0 +1,166 @@
+"""Plans over layers, options, and their JSON form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from hf_linattn import (
+    CheckpointError,
+    HfLinattnError,
+    MechanismConfig,
+    OptionError,
+    PatchConfig,
+    UnknownNameError,
+    list_mechanisms,
+)
+from hf_linattn.config import FORMAT_VERSION, make_config, parse_layers
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (None, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (3, [3]),
+        (-1, [7]),
+        ("0-5", [0, 1, 2, 3, 4, 5]),
+        ("0-2,7", [0, 1, 2, 7]),
+        (" 1 , 3-4 ", [1, 3, 4]),
+        ("0-1,-1", [0, 1, 7]),
+        ([7, 6, 6], [6, 7]),
+        (range(2), [0, 1]),
+        (["0-1", 5], [0, 1, 5]),
+    ],
+)
+def test_layers_are_parsed(spec, expected):
+    assert parse_layers(spec, num_layers=8) == expected
+
+
+@pytest.mark.parametrize("spec", [8, -9, "6-8", [0, 8]])
+def test_a_layer_out_of_range_is_named(spec):
+    with pytest.raises(OptionError, match=r"names layer (8|-9), but the model has layers 0 to 7"):
+        parse_layers(spec, num_layers=8)
+
+
+@pytest.mark.parametrize("spec", ["", "a", "1-b", [1.5], "1.5", [None], 2.0, True, object(), "5-3", "0,5-3"])
+def test_a_malformed_layer_specification_is_refused(spec):
+    with pytest.raises(OptionError, match="layers"):
+        parse_layers(spec, num_layers=8)
+
+
+def test_no_layers_at_all_are_refused():
+    with pytest.raises(OptionError, match="at least one layer"):
+        parse_layers([], num_layers=8)
+
+
+PLANS = [
+    ("performer", dict.fromkeys(range(4), "performer")),
+    ({"performer": "0-1", "softmax": [2, 3]}, {0: "performer", 1: "performer", 2: "softmax", 3: "softmax"}),
+    ({"performer": {"layers": -1, "num_features": 9}}, {3: "performer"}),
+    ({"linear": None}, dict.fromkeys(range(4), "linear")),
+]
+
+
+@pytest.mark.parametrize(("plan", "expected"), PLANS)
+def test_plans_are_resolved_and_survive_json(plan, expected):
+    config = PatchConfig.from_plan(plan, num_layers=4)
+    assert {index: layer.mechanism for index, layer in config.layers.items()} == expected
+    assert PatchConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_options_reach_their_layers_only():
+    config = PatchConfig.from_plan({"performer": {"layers": [0], "num_features": 9}, "linear": [1]}, num_layers=3)
+    assert config.layers == {0: make_config("performer", {"num_features": 9}), 1: make_config("linear", {})}
+    given = PatchConfig.from_plan(make_config("performer", {"kernel": "relu"}), num_layers=3, layers="1-2")
+    assert {index: layer.kernel for index, layer in given.layers.items()} == {1: "relu", 2: "relu"}
+
+
+def test_equal_layers_are_one_group():
+    groups = PatchConfig.from_plan({"performer": [0, 2], "linear": 1}, num_layers=3).to_dict()["groups"]
+    assert [(group["mechanism"], group["layers"]) for group in groups] == [("performer", [0, 2]), ("linear", [1])]
+
+
+@pytest.mark.parametrize(
+    ("plan", "arguments", "error", "message"),
+    [
+        ({}, {}, OptionError, "the plan is empty"),
+        ({"performer": "0-2", "softmax": [2, 3]}, {}, OptionError, "layer 2 to both 'performer' and 'softmax'"),
+        ({"performer": []}, {}, OptionError, "at least one layer"),
+        ({"performer": "0"}, {"layers": [1]}, OptionError, "remove the argument 'layers'"),
+        ({"performer": "0"}, {"options": {"seed": 1}}, OptionError, "remove the argument 'seed'"),
+        ({"perfomer": "0"}, {}, UnknownNameError, "did you mean performer"),
+        ({"performer": {"layers": 0, "num_feature": 9}}, {}, OptionError, "did you mean num_features"),
+        ("performer", {"options": {"num_feature": 9}}, OptionError, "no option 'num_feature'; did you mean num_feat"),
+        ("performer", {"options": {"kernel": "softmx"}}, UnknownNameError, "kernel 'softmx'; did you mean softmax"),
+        ("linear", {"options": {"feature_map": "elo"}}, UnknownNameError, "feature map 'elo'; did you mean elu"),
+        (None, {}, UnknownNameError, "unknown mechanism None"),
+        (3, {}, UnknownNameError, "unknown mechanism 3"),
+    ],
+)
+def test_a_bad_plan_is_refused(plan, arguments, error, message):
+    with pytest.raises(error, match=message):
+        PatchConfig.from_plan(plan, num_layers=4, **arguments)
+
+
+def test_a_config_takes_no_further_options():
+    with pytest.raises(OptionError, match="remove the argument 'seed'"):
+        PatchConfig.from_plan(make_config("linear", {}), num_layers=4, options={"seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [(name, "seed", value) for name in list_mechanisms() for value in (-1, 1.5, "0", None)]
+    + [("performer", "num_features", value) for value in (0, -3, 1.5, True, "8", None)]
+    + [("performer", "redraw_interval", value) for value in (0, -1, 2.5, True)],
+)
+def test_a_value_out_of_range_names_the_option_and_the_value(name, option, value):
+    with pytest.raises(OptionError, match=f"{option} must be .*got {value!r}"):
+        make_config(name, {option: value})
+
+
+@pytest.mark.parametrize("name", list_mechanisms())
+def test_options_of_every_mechanism_are_documented_json(name):
+    config = make_config(name, {"seed": 5})
+    assert isinstance(config, MechanismConfig) and config.mechanism == name
+    assert make_config(name, json.loads(json.dumps(config.to_options()))) == config
+    assert all(field.metadata.get("help") for field in dataclasses.fields(config))
+
+
+GROUP = {"mechanism": "linear", "options": {}, "layers": [0]}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"format_version": FORMAT_VERSION + 1}, r"format_version 2 .*newer"),
+        ({"format_version": None}, "format_version in config.json must be of type int, got None"),
+        ({"format_version": "1"}, "format_version in config.json must be of type int, got '1'"),
+        ({"format_version": 0}, "format_version 0"),
+        ({"num_layers": "four"}, "num_layers"),
+        ({"num_layers": None}, "num_layers"),
+        ({"groups": None}, "groups"),
+        ({"groups": "linear"}, "groups"),
+        ({"groups": [3]}, "groups"),
+        ({"groups": [{**GROUP, "layers": [9]}]}, "layer 9"),
+        ({"groups": [{**GROUP, "layers": None}]}, "layers"),
+        ({"groups": [GROUP, GROUP]}, "layer 0"),
+        ({"groups": [{**GROUP, "options": None}]}, "options"),
+        ({"groups": [{**GROUP, "options": {"sed": 1}}]}, "'sed'"),
+        ({"groups": [{**GROUP, "mechanism": "linaer"}]}, "unknown mechanism 'linaer'; did you mean linear"),
+        ({"groups": [{"mechanism": "linear", "layers": [0]}]}, "options"),
+    ],
+)
+def test_a_damaged_json_form_names_the_field(change, named):
+    data = {**PatchConfig.from_plan("linear", num_layers=2).to_dict(), **change}
+    with pytest.raises(HfLinattnError, match=named):
+        PatchConfig.from_dict(data)
+
+
+@pytest.mark.parametrize("missing", ["format_version", "num_layers", "groups"])
+def test_a_missing_field_is_named(missing):
+    data = PatchConfig.from_plan("linear", num_layers=2).to_dict()
+    del data[missing]
+    with pytest.raises(CheckpointError, match=missing):
+        PatchConfig.from_dict(data)

@@ -1,0 +1,276 @@
+"""Saving under a model type of our own, loading through the Auto classes, failing loudly without the library."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
+
+from hf_linattn import (
+    CheckpointError,
+    HfLinattnError,
+    PatchError,
+    get_mechanisms,
+    get_patch_config,
+    list_mechanisms,
+    patch_model,
+    unpatch_model,
+)
+from tests.helpers import OPTIONS, generate, logits_of, make_patched, make_tokenizer, make_tokens
+from tests.models import ARCHITECTURES, SPINE, VOCAB_SIZE, make_model
+
+ROOT = Path(__file__).resolve().parent.parent
+AUTO = {"bert": AutoModelForMaskedLM, "gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM}
+SEQUENCE_HEADS = {name: "ForSequenceClassification" for name in SPINE}
+each_family = pytest.mark.parametrize("name", SPINE)
+each_mechanism = pytest.mark.parametrize("mechanism", list_mechanisms())
+IDS = make_tokens(2, 9)
+
+
+def same_logits(loaded, model):
+    return loaded.dtype == model.dtype and torch.equal(logits_of(loaded, IDS), logits_of(model, IDS))
+
+
+@each_family
+@each_mechanism
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_model_loads_bit_for_bit(tmp_path, name, mechanism, dtype):
+    make_model(name).to(dtype).save_pretrained(tmp_path / "plain")  # read back, as Llama's rotations stay float32 then
+    model = patch_model(AUTO[name].from_pretrained(tmp_path / "plain"), mechanism, **OPTIONS.get(mechanism, {}))
+    assert model.dtype == dtype
+    model.save_pretrained(tmp_path)
+    loaded, info = AUTO[name].from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is type(model)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert get_patch_config(loaded) == get_patch_config(model)
+    assert list(loaded.state_dict()) == list(model.state_dict())
+    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in loaded.state_dict().items())
+    assert same_logits(loaded, model)
+
+
+@each_family
+def test_unpatching_a_loaded_model_gives_the_original(tmp_path, name):
+    make_patched(name).save_pretrained(tmp_path)
+    original = make_model(name)
+    loaded = unpatch_model(AUTO[name].from_pretrained(tmp_path))
+    assert type(loaded) is type(original) and type(loaded.config) is type(original.config)
+    assert list(loaded.state_dict()) == list(original.state_dict())
+    assert same_logits(loaded, original)
+    loaded.save_pretrained(tmp_path / "plain")
+    assert json.loads((tmp_path / "plain" / "config.json").read_text())["model_type"] == original.config.model_type
+
+
+PLANS = [
+    {"performer": {"layers": 0, "num_features": 8}, "linear": 1},
+    {"performer": {"layers": -1, "num_features": 8, "kernel": "hyperbolic", "seed": 7}},
+    {"softmax": 0, "performer": {"layers": 1, "num_features": 8, "kernel": "relu", "redraw_interval": 3}},
+]
+
+
+@each_family
+@pytest.mark.parametrize("plan", PLANS)
+def test_plans_and_options_are_kept_also_when_saved_again(tmp_path, name, plan):
+    model = patch_model(make_model(name), plan)
+    model.save_pretrained(tmp_path / "first")
+    loaded = AUTO[name].from_pretrained(tmp_path / "first")
+    loaded.save_pretrained(tmp_path / "second")
+    again = AUTO[name].from_pretrained(tmp_path / "second")
+    assert get_patch_config(again) == get_patch_config(model)
+    assert same_logits(loaded, model) and same_logits(again, model)
+    first, second = (json.loads((tmp_path / part / "config.json").read_text()) for part in ("first", "second"))
+    assert first == second
+
+
+@each_family
+def test_shards_are_read(tmp_path, name):
+    model = make_patched(name)
+    model.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert same_logits(AUTO[name].from_pretrained(tmp_path), model)
+
+
+@each_family
+def test_other_heads_of_the_family_load_too(tmp_path, name):
+    head = SEQUENCE_HEADS[name]
+    model = make_patched(name, head=head, num_labels=3)
+    model.save_pretrained(tmp_path / "classifier")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier")
+    assert same_logits(loaded, model) and logits_of(loaded, IDS).shape == (2, 3)
+    make_patched(name).save_pretrained(tmp_path / "language")
+    for auto in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
+        warm = auto.from_pretrained(tmp_path / "language", num_labels=3)
+        assert warm.config.num_labels == 3 and len(get_mechanisms(warm)) == 2
+        assert torch.isfinite(logits_of(warm, IDS)).all()
+    base = AutoModel.from_pretrained(tmp_path / "language")
+    body = getattr(make_patched(name), make_model(name).base_model_prefix)
+    with torch.no_grad():
+        assert torch.equal(base(IDS).last_hidden_state, body(IDS).last_hidden_state)
+
+
+@each_family
+def test_loading_options_are_honoured(tmp_path, name):
+    model = make_patched(name)
+    model.save_pretrained(tmp_path)
+    loaded = AUTO[name].from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
+    assert {p.dtype for p in loaded.parameters()} == {logits_of(loaded, IDS).dtype} == {torch.bfloat16}
+    expected = logits_of(model, IDS)
+    assert (logits_of(loaded, IDS) - expected).abs().mean() < 0.1 * expected.std()
+    assert unpatch_model(loaded).config._attn_implementation == "eager"
+    placed = AUTO[name].from_pretrained(tmp_path, device_map={"": "cpu"})
+    assert same_logits(placed, model)
+
+
+@each_family
+def test_the_config_and_the_tokenizer_load(tmp_path, name):
+    model = make_patched(name)
+    model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["model_type"] == "hf_linattn"
+    assert written["base_model_type"] == model.config.model_type
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.hidden_size == model.config.hidden_size and config.vocab_size == VOCAB_SIZE
+    assert AutoTokenizer.from_pretrained(tmp_path)("w7 w9")["input_ids"] == [7, 9]
+    fresh = AUTO[name].from_config(config)
+    assert len(get_mechanisms(fresh)) == 2
+    assert len(get_mechanisms(AUTO[name].from_config(config))) == 2  # a config is not used up
+
+
+def test_the_generation_config_is_kept(tmp_path):
+    model = make_patched("llama")
+    model.generation_config.repetition_penalty = 1.7
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.generation_config.repetition_penalty == 1.7
+    assert generate(loaded, IDS)[0].tolist() == generate(model, IDS)[0].tolist()
+
+
+def test_a_config_that_fails_to_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    model = make_patched("llama")
+    model.save_pretrained(tmp_path)
+    written = (tmp_path / "config.json").read_text()
+
+    def stop(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(json, "dump", stop)
+    with pytest.raises(OSError, match="disk full"):
+        patch_model(make_model("llama"), "linear").save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").read_text() == written
+
+
+# -- without the library ----------------------------------------------------------------------------------------------
+
+def run_elsewhere(program, *arguments):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+LOAD_ALL = """
+import sys, transformers
+for name, directory in zip(sys.argv[1::2], sys.argv[2::2]):
+    try:
+        getattr(transformers, name).from_pretrained(directory)
+    except Exception as error:
+        print(f"{name}: {error}".replace("\\n", " "))
+    else:
+        print(f"{name}: loaded")
+print("hf_linattn" in sys.modules)
+"""
+
+
+def test_loading_without_the_library_fails_loudly(tmp_path):
+    """Through the Auto classes and by the class itself: neither may quietly run softmax."""
+    loads = []
+    for name in SPINE:
+        make_patched(name).save_pretrained(tmp_path / name)
+        classes = ["AutoConfig", "AutoModel", AUTO[name].__name__, type(make_model(name)).__name__]
+        loads += [(class_name, tmp_path / name) for class_name in classes]
+    done = run_elsewhere(LOAD_ALL, *itertools.chain(*loads))
+    *answers, imported = done.stdout.splitlines()
+    assert imported == "False", done.stderr
+    assert len(answers) == len(loads)
+    for answer, (class_name, _) in zip(answers, loads, strict=True):
+        assert answer.startswith(f"{class_name}: ") and "hf_linattn" in answer
+
+
+def test_loading_in_another_process_with_the_library_works(tmp_path):
+    model = make_patched("llama")
+    model.save_pretrained(tmp_path)
+    torch.save(logits_of(model, IDS), tmp_path / "logits.pt")
+    torch.save(IDS, tmp_path / "ids.pt")
+    program = """
+import sys, torch, hf_linattn, transformers
+model = getattr(transformers, sys.argv[1]).from_pretrained(sys.argv[2])
+ids, expected = (torch.load(f"{sys.argv[2]}/{name}.pt") for name in ("ids", "logits"))
+raise SystemExit(not torch.allclose(model(ids).logits, expected, atol=1e-5))
+"""
+    done = run_elsewhere(program, "AutoModelForCausalLM", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+# -- damaged and foreign checkpoints ----------------------------------------------------------------------------------
+
+
+def damage(directory, change):
+    file = directory / "config.json"
+    data = json.loads(file.read_text())
+    change(data)
+    file.write_text(json.dumps(data))
+
+
+DAMAGES = [
+    (lambda d: d["hf_linattn"].update(format_version=2), CheckpointError, "format_version 2 .*newer"),
+    (lambda d: d["hf_linattn"].pop("groups"), CheckpointError, "groups"),
+    (lambda d: d["hf_linattn"].update(num_layers=5), PatchError, "for 5 attention layers, the model has 2"),
+    (lambda d: d["hf_linattn"]["groups"][0].update(mechanism="perfomer"), HfLinattnError, "did you mean performer"),
+    (lambda d: d["hf_linattn"]["groups"][0]["options"].update(x=1), HfLinattnError, "no option 'x'"),
+    (lambda d: d.pop("hf_linattn"), CheckpointError, "no field 'hf_linattn'"),
+    (lambda d: d.pop("base_config"), CheckpointError, "no field 'base_config'"),
+    (lambda d: d.pop("base_model_type"), CheckpointError, "base_model_type None"),
+    (lambda d: d.update(base_model_type="hf_linattn"), CheckpointError, "base_model_type 'hf_linattn'"),
+    (lambda d: d.update(base_model_type="lama"), CheckpointError, "base_model_type 'lama'"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), DAMAGES)
+def test_a_damaged_checkpoint_names_the_field(tmp_path, change, error, message):
+    make_patched("llama").save_pretrained(tmp_path)
+    damage(tmp_path, change)
+    with pytest.raises(error, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(SPINE)))
+def test_every_architecture_is_saved_and_loaded(tmp_path, name):
+    model = make_patched(name)
+    model.save_pretrained(tmp_path)
+    auto = AutoModelForCausalLM if ARCHITECTURES[name].causal else AutoModelForMaskedLM
+    assert same_logits(auto.from_pretrained(tmp_path), model)
+
+
+def test_plain_checkpoints_are_loaded_as_ever(tmp_path):
+    make_patched("llama").save_pretrained(tmp_path / "patched")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
+    make_model("llama").save_pretrained(tmp_path / "plain")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert type(loaded) is transformers.LlamaForCausalLM and type(loaded.config) is transformers.LlamaConfig
+    assert same_logits(loaded, make_model("llama"))
+    assert OPTIONS and not hasattr(loaded, "_hf_linattn_patch")

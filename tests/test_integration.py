@@ -1,0 +1,337 @@
+"""A patched model is an ordinary transformers model: generation, training, PEFT, precision, pipelines."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import DynamicCache, Trainer, TrainingArguments, pipeline
+
+from hf_linattn import get_mechanisms, is_patched, list_mechanisms, patch_model
+from hf_linattn.mechanisms import MECHANISMS
+from tests.helpers import (
+    OPTIONS,
+    assert_close,
+    generate,
+    gradients,
+    logits_of,
+    make_patched,
+    make_tokenizer,
+    make_tokens,
+    pad,
+)
+from tests.models import ARCHITECTURES, SPINE, make_model
+
+each_family = pytest.mark.parametrize("name", SPINE)
+each_generator = pytest.mark.parametrize("name", ["gpt2", "llama"])
+each_mechanism = pytest.mark.parametrize("mechanism", list_mechanisms())
+each_causal_mechanism = pytest.mark.parametrize(
+    "mechanism", [name for name in list_mechanisms() if "causal" in MECHANISMS.get(name).modes]
+)
+
+# -- generation: with a cache as without ------------------------------------------------------------------------------
+
+WAYS = {
+    "sampled": {"do_sample": True, "top_k": 20},
+    "beams": {"num_beams": 3},
+    "sampled beams": {"num_beams": 2, "do_sample": True},
+    "several": {"num_return_sequences": 3, "do_sample": True},
+}
+
+
+@each_generator
+@each_causal_mechanism
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_every_way_of_generating_is_the_same_with_a_cache(name, mechanism, way):
+    model = make_patched(name, mechanism)
+    ids, mask = pad([make_tokens(1, 9)[0], make_tokens(1, 4, seed=1)[0]], 0)
+    sequences = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        options = {"attention_mask": mask, "max_new_tokens": 6, "pad_token_id": 0, **WAYS[way]}
+        sequences.append(model.generate(ids, use_cache=use_cache, **options))
+    assert sequences[0].tolist() == sequences[1].tolist()
+    assert sequences[0].shape[1] == 15
+
+
+@each_generator
+@each_causal_mechanism
+@pytest.mark.parametrize("chunks", [(9,), (4, 5), (1, 7, 1)])
+@torch.no_grad()
+def test_a_returned_cache_is_continued(name, mechanism, chunks):
+    """In steps, in chunks of several tokens, and by generate."""
+    model, ids = make_patched(name, mechanism), make_tokens(2, 14)
+    expected = logits_of(model, ids)
+    cache, start = None, 0
+    for length in chunks:
+        output = model(ids[:, start : start + length], past_key_values=cache, use_cache=True)
+        assert_close(output.logits, expected[:, start : start + length])
+        cache, start = output.past_key_values, start + length
+    tokens = model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    whole = model.generate(ids, use_cache=False, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert tokens.tolist() == whole.tolist()
+
+
+@each_generator
+@torch.no_grad()
+def test_a_left_padded_cache_is_continued(name):
+    model = make_patched(name)
+    rows = [make_tokens(1, length, seed=length)[0] for length in (14, 10)]
+    ids, mask = pad(rows, 0)
+    result = model.generate(
+        ids[:, :9], attention_mask=mask[:, :9], max_new_tokens=1, pad_token_id=0, return_dict_in_generate=True
+    )
+    tokens, logits = generate(model, ids, attention_mask=mask, past_key_values=result.past_key_values)
+    expected_tokens, expected_logits = generate(model, ids, attention_mask=mask, use_cache=False)
+    assert tokens.tolist() == expected_tokens.tolist()
+    assert_close(logits, expected_logits)
+
+
+@each_generator
+@each_causal_mechanism
+@pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"prefill_chunk_size": 4}], ids=str)
+def test_other_caches_and_prefills_give_the_same(name, mechanism, options):
+    model, ids = make_patched(name, mechanism), make_tokens(2, 9)
+    tokens, logits = generate(model, ids, **options)
+    expected_tokens, expected_logits = generate(model, ids, use_cache=False)
+    assert tokens.tolist() == expected_tokens.tolist()
+    assert_close(logits, expected_logits)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def make_dataset(rows=8, length=12):
+    ids = make_tokens(rows, length).tolist()
+    return Dataset.from_dict({"input_ids": ids, "labels": ids, "attention_mask": [[1] * length] * rows})
+
+
+def make_trainer(model, directory, **options):
+    arguments = TrainingArguments(
+        output_dir=str(directory), per_device_train_batch_size=2, learning_rate=1e-2, report_to=[], use_cpu=True,
+        disable_tqdm=True, save_strategy="no", logging_strategy="no", seed=1, **options,
+    )  # fmt: skip
+    return Trainer(model=model, args=arguments, train_dataset=make_dataset(), eval_dataset=make_dataset(4))
+
+
+@each_family
+@each_mechanism
+def test_trainer_trains(tmp_path, name, mechanism):
+    model = make_patched(name, mechanism)
+    trainer = make_trainer(model, tmp_path, max_steps=4)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+    assert is_patched(model)
+
+
+@each_family
+def test_an_interrupted_run_is_resumed_identically(tmp_path, name):
+    """Also the directions drawn during training: their schedule is part of the checkpoint."""
+    options = {"num_features": 8, "redraw_interval": 2}
+    make = lambda: patch_model(make_model(name), "performer", **options)  # noqa: E731
+    unbroken, first, second = make(), make(), make()
+    make_trainer(unbroken, tmp_path / "a", max_steps=6).train()
+    trainer = make_trainer(first, tmp_path / "b", max_steps=6)
+    trainer.args.save_strategy, trainer.args.save_steps = "steps", 3
+    trainer.train()
+    saved = str(tmp_path / "b" / "checkpoint-3")
+    make_trainer(second, tmp_path / "b", max_steps=6).train(resume_from_checkpoint=saved)
+    for key, tensor in unbroken.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[key]), key
+
+
+def loss_gradients(model, ids, **options):
+    model.zero_grad()
+    model(input_ids=ids, labels=ids, **options).loss.backward()
+    return gradients(model)
+
+
+@each_family
+@each_mechanism
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_no_gradient(name, mechanism, reentrant):
+    model, ids = make_patched(name, mechanism).train(), make_tokens(2, 9)
+    expected = loss_gradients(model, ids)
+    calls = [m.calls for m in get_mechanisms(model).values()]
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    actual = loss_gradients(model, ids)
+    assert [m.calls for m in get_mechanisms(model).values()] == [3 * n for n in calls]  # it was really recomputed
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
+
+
+@each_family
+@each_mechanism
+def test_every_attention_weight_gets_a_gradient(name, mechanism):
+    model = make_patched(name, mechanism)
+    found = loss_gradients(model, make_tokens(2, 9))
+    paths = tuple(get_mechanisms(model))
+    weights = [key for key, p in model.named_parameters() if key.startswith(paths) and p.dim() > 1]
+    assert weights and all(found[key].abs().sum() > 0 for key in weights)
+
+
+# -- redraw_interval --------------------------------------------------------------------------------------------------
+
+
+def make_redrawing(name, interval):
+    return patch_model(make_model(name), "performer", num_features=8, redraw_interval=interval)
+
+
+def directions(model):
+    return [m.feature_map.projection.clone() for m in get_mechanisms(model).values()]
+
+
+def drawn_anew(before, after):
+    changed = [not torch.equal(*pair) for pair in zip(before, after, strict=True)]
+    assert len(set(changed)) == 1
+    return changed[0]
+
+
+@each_family
+def test_directions_are_drawn_anew_every_so_many_training_forwards(name):
+    model, ids = make_redrawing(name, 3), make_tokens(2, 9)
+    history = [directions(model)]
+    for _ in range(7):
+        model.train()(input_ids=ids)
+        logits_of(model.eval(), ids)  # counts for nothing
+        history.append(directions(model))
+    assert [drawn_anew(*pair) for pair in pairwise(history)] == [False, False, False, True, False, False, True]
+
+
+@each_family
+def test_directions_are_not_drawn_in_evaluation(name):
+    model = make_redrawing(name, 1)
+    before = directions(model)
+    for _ in range(3):
+        logits_of(model, make_tokens(2, 9))
+    assert not drawn_anew(before, directions(model))
+
+
+@each_family
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_forward_uses_the_directions_of_the_first(name, reentrant):
+    plain, checkpointed, ids = make_redrawing(name, 1).train(), make_redrawing(name, 1).train(), make_tokens(2, 9)
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for _ in range(3):
+        expected, actual = loss_gradients(plain, ids), loss_gradients(checkpointed, ids)
+        assert all(torch.equal(actual[key], expected[key]) for key in expected)
+
+
+@each_generator
+def test_directions_stay_from_prefill_to_the_last_token_also_in_training_mode(name):
+    model, ids = make_redrawing(name, 1).train(), make_tokens(2, 9)
+    model(input_ids=ids)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=ids[:, :5], past_key_values=cache)
+        prefilled = directions(model)
+        for position in range(5, 9):
+            step = model(input_ids=ids[:, position : position + 1], past_key_values=cache).logits
+    assert not drawn_anew(prefilled, directions(model))
+    assert_close(step, logits_of(model.eval(), ids)[:, -1:])
+
+
+# -- PEFT -------------------------------------------------------------------------------------------------------------
+
+
+@each_family
+@each_mechanism
+def test_lora_trains_and_merges(tmp_path, name, mechanism):
+    model, ids = make_patched(name, mechanism), make_tokens(2, 9)
+    frozen = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    before = logits_of(model, ids)
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    adapters = [p for p in wrapped.parameters() if p.requires_grad]
+    make_trainer(wrapped, tmp_path, max_steps=2).train()
+    assert adapters and all(p.grad is None or p.grad.isfinite().all() for p in adapters)
+    adapted = logits_of(wrapped.eval(), ids)
+    assert not torch.allclose(adapted, before, atol=1e-2)
+    with wrapped.disable_adapter():
+        assert torch.equal(logits_of(wrapped, ids), before)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(make_patched(name, mechanism), tmp_path / "adapter").eval()
+    assert_close(logits_of(loaded, ids), adapted)
+    merged = wrapped.merge_and_unload()
+    assert is_patched(merged)
+    assert_close(logits_of(merged, ids), adapted, tolerance=1e-3)
+    assert merged.state_dict().keys() == frozen.keys()
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+@each_family
+@each_mechanism
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_another_dtype_computes_nearly_the_same(name, mechanism, dtype):
+    model, ids = make_patched(name, mechanism), make_tokens(2, 9)
+    expected = logits_of(model, ids)
+    logits = logits_of(model.to(dtype), ids)
+    assert logits.dtype == dtype
+    error = (logits - expected).abs().mean() / expected.std()
+    assert error < {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float64: 1e-5}[dtype]
+
+
+@each_family
+@each_mechanism
+def test_autocast_trains_close_to_float32(name, mechanism):
+    model, ids = make_patched(name, mechanism), make_tokens(2, 9)
+    expected = loss_gradients(model, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = logits_of(model, ids)
+        actual = loss_gradients(model, ids)
+    assert (logits - logits_of(model, ids)).abs().mean() < 0.1 * logits.std()
+    for key in expected:
+        assert actual[key].dtype == torch.float32 and actual[key].isfinite().all()
+    together = [torch.cat([g[key].flatten() for key in expected]) for g in (actual, expected)]
+    assert torch.cosine_similarity(*together, dim=0) > 0.95
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+
+@each_generator
+@each_causal_mechanism
+def test_text_generation_pipeline_in_a_batch_equals_one_by_one(name, mechanism):
+    run = pipeline("text-generation", model=make_patched(name, mechanism), tokenizer=make_tokenizer())
+    texts = ["w7 w8 w9 w10 w11", "w40", "w12 w90 w33"]
+    options = {"max_new_tokens": 5, "do_sample": False}
+    together = run(texts, batch_size=3, **options)
+    answers = [result[0]["generated_text"] for result in together]
+    assert answers == [run(text, **options)[0]["generated_text"] for text in texts]
+    assert all(len(answer.split()) > len(text.split()) for answer, text in zip(answers, texts, strict=True))
+
+
+PIPELINES = {
+    "fill-mask": ("bert", None, "w7 [MASK] w9"),
+    "text-classification": ("bert", "ForSequenceClassification", "w7 w8 w9"),
+    "token-classification": ("bert", "ForTokenClassification", "w7 w8 w9"),
+    "feature-extraction": ("llama", "Model", "w7 w8 w9"),
+}
+
+
+@pytest.mark.parametrize("task", PIPELINES)
+def test_other_pipelines_run(task):
+    name, head, text = PIPELINES[task]
+    patched, original = make_patched(name, head=head), make_model(name, head)
+    answer, plain = (pipeline(task, model=model, tokenizer=make_tokenizer())(text) for model in (patched, original))
+    assert answer and answer != plain
+    assert [m.calls for m in get_mechanisms(patched).values()] == [1, 1]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_copied_model_is_independent(name):
+    model, ids = make_patched(name), make_tokens(2, 9)
+    before = logits_of(model, ids)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert torch.equal(logits_of(model, ids), before)
+    assert OPTIONS["performer"]["num_features"] == next(iter(get_mechanisms(copied).values())).config.num_features

@@ -1,0 +1,355 @@
+"""patch_model, unpatch_model and original_attention: what they change, undo and refuse."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from dataclasses import dataclass
+
+import accelerate
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_linattn import (
+    MechanismConfig,
+    OptionError,
+    PatchConfig,
+    PatchError,
+    UnknownNameError,
+    UnsupportedModeError,
+    UnsupportedModelError,
+    get_mechanisms,
+    get_patch_config,
+    is_patched,
+    list_mechanisms,
+    original_attention,
+    patch_model,
+    register_mechanism,
+    unpatch_model,
+)
+from hf_linattn import transformers_bridge as bridge
+from hf_linattn.config import make_config
+from hf_linattn.mechanisms import MECHANISMS, Mechanism
+from tests.helpers import OPTIONS, Snapshot, assert_close, generate, logits_of, make_patched, make_tokens
+from tests.models import NUM_LAYERS, SPINE, make_model
+
+each_family = pytest.mark.parametrize("name", SPINE)
+each_mechanism = pytest.mark.parametrize("mechanism", list_mechanisms())
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Return a function that registers a mechanism until the end of the test."""
+    monkeypatch.setattr(MECHANISMS, "_entries", {name: MECHANISMS.get(name) for name in list_mechanisms()})
+
+    def register(name, **attributes):
+        config = dataclass(type("Config", (MechanismConfig,), {"__annotations__": {}}))
+        return register_mechanism(name)(type(name, (Mechanism,), {"config_class": config, **attributes}))
+
+    return register
+
+
+@each_family
+@each_mechanism
+def test_unpatching_restores_everything(name, mechanism):
+    model = make_model(name)
+    before = Snapshot.of(model)
+    assert patch_model(model, mechanism, **OPTIONS.get(mechanism, {})) is model
+    assert is_patched(model)
+    logits_of(model, make_tokens(2, 9))
+    assert unpatch_model(model) is model
+    assert not is_patched(model)
+    before.assert_kept(model)
+
+
+@each_family
+@each_mechanism
+def test_unpatching_keeps_the_weights_that_training_made(name, mechanism):
+    model = make_patched(name, mechanism).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    ids = make_tokens(2, 9)
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    unpatch_model(model.eval())
+    twin = make_model(name)
+    fresh = logits_of(twin, ids)
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(logits_of(model, ids), logits_of(twin, ids))
+    assert not torch.allclose(logits_of(model, ids), fresh)
+
+
+@each_family
+def test_a_plan_patches_the_layers_it_names(name):
+    model = patch_model(make_model(name), {"performer": {"layers": -1, "num_features": 16}})
+    first, last = get_mechanisms(model).values()
+    assert (first.config.mechanism, last.config.mechanism) == ("softmax", "performer")
+    assert last.feature_map.projection.shape[0] == 16
+    assert list(get_patch_config(model).layers) == [NUM_LAYERS - 1]
+    with_config = patch_model(make_model(name), make_config("performer", {"num_features": 16}), layers=[1])
+    assert torch.equal(logits_of(model, make_tokens(2, 9)), logits_of(with_config, make_tokens(2, 9)))
+
+
+@each_family
+@each_mechanism
+def test_the_same_seed_gives_the_same_model_and_leaves_the_global_one_alone(name, mechanism):
+    one, other = make_model(name), make_model(name)
+    state = torch.get_rng_state()
+    for model in (one, other):
+        logits_of(patch_model(model, mechanism, **OPTIONS.get(mechanism, {})), make_tokens(2, 9))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(logits_of(one, make_tokens(2, 9)), logits_of(other, make_tokens(2, 9)))
+
+
+BAD_CALLS = [
+    ("perfomer", {}, UnknownNameError, "did you mean performer"),
+    ("performer", {"num_feature": 3}, OptionError, "no option 'num_feature'; did you mean num_features"),
+    ("performer", {"num_features": 0}, OptionError, "num_features must be an integer >= 1, got 0"),
+    ("performer", {"layers": [0, 2]}, OptionError, "layer 2, but the model has layers 0 to 1"),
+    ("performer", {"layers": []}, OptionError, "at least one layer"),
+    ({"performer": "0-1", "softmax": [1]}, {}, OptionError, "layer 1 to both"),
+    ({}, {}, OptionError, "plan is empty"),
+    ({"performer": 0}, {"layers": 1}, OptionError, "remove the argument 'layers'"),
+    (make_config("linear", {}), {"seed": 3}, OptionError, "remove the argument 'seed'"),
+    (PatchConfig({}, num_layers=9), {}, PatchError, "for 9 attention layers, the model has 2"),
+    (PatchConfig({}, num_layers=2), {"layers": 1}, OptionError, "remove the argument 'layers'"),
+    (PatchConfig({}, num_layers=2), {"seed": 1}, OptionError, "remove the argument 'seed'"),
+]
+
+
+@each_family
+@pytest.mark.parametrize(("mechanism", "options", "error", "message"), BAD_CALLS)
+def test_a_bad_call_changes_nothing(name, mechanism, options, error, message):
+    model = make_model(name)
+    before = Snapshot.of(model)
+    with pytest.raises(error, match=message):
+        patch_model(model, mechanism, **options)
+    before.assert_kept(model)
+
+
+@each_family
+def test_patching_twice_is_refused_and_changes_nothing(name):
+    model = make_patched(name)
+    before = Snapshot.of(model)
+    with pytest.raises(PatchError, match=r"patched already \(performer\); call unpatch_model"):
+        patch_model(model, "linear")
+    before.assert_kept(model)
+
+
+@each_family
+@pytest.mark.parametrize("function", [unpatch_model, get_mechanisms, get_patch_config])
+def test_an_unpatched_model_is_named(name, function):
+    model = make_model(name)
+    before = Snapshot.of(model)
+    with pytest.raises(PatchError, match="is not patched; call patch_model"):
+        function(model)
+    with pytest.raises(PatchError, match="is not patched"), original_attention(model):
+        pass
+    before.assert_kept(model)
+
+
+TINY = {"vocab_size": 96, "hidden_size": 32}
+UNREACHABLE = {
+    "Bloom": (lambda: BloomForCausalLM(BloomConfig(**TINY, n_layer=2, n_head=4)), "BloomForCausalLM declares no att"),
+    "Mamba": (lambda: MambaForCausalLM(MambaConfig(**TINY, num_hidden_layers=2)), "MambaForCausalLM declares no att"),
+    "T5": (
+        lambda: T5ForConditionalGeneration(
+            T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
+        ),
+        "T5ForConditionalGeneration: .*position bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNREACHABLE)
+def test_a_model_without_reachable_attention_is_named_with_the_reason(name):
+    make, message = UNREACHABLE[name]
+    model = make().eval()
+    before = Snapshot.of(model)
+    with pytest.raises(UnsupportedModelError, match=message):
+        patch_model(model, "performer")
+    before.assert_kept(model)
+
+
+def test_something_else_than_a_transformers_model_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"PreTrainedModel .*got Linear"):
+        patch_model(torch.nn.Linear(2, 2), "performer")
+
+
+@pytest.mark.parametrize(("name", "mode", "missing"), [("bert", "causal", "bidirectional"),
+                                                       ("llama", "bidirectional", "causal")])  # fmt: skip
+def test_a_mode_the_mechanism_lacks_is_refused_with_an_alternative(registered, name, mode, missing):
+    registered("one_sided", modes=frozenset({mode}))
+    model = make_model(name)
+    before = Snapshot.of(model)
+    with pytest.raises(UnsupportedModeError, match=f"'one_sided' has no {missing} form, .*use one of .*performer"):
+        patch_model(model, {"softmax": [0], "one_sided": [1]})
+    before.assert_kept(model)
+
+
+@each_family
+def test_nothing_is_attached_when_a_layer_fails_to_build(registered, name):
+    def fail_on_the_second(self, config, layer):
+        Mechanism.__init__(self, config, layer)
+        if layer.index == 1:
+            raise ZeroDivisionError("layer 1")
+
+    registered("fragile", __init__=fail_on_the_second)
+    model = make_model(name)
+    before = Snapshot.of(model)
+    with pytest.raises(ZeroDivisionError):
+        patch_model(model, "fragile")
+    before.assert_kept(model)
+
+
+@each_family
+@pytest.mark.parametrize("step", ["base_models", "set_implementation"])
+def test_an_attachment_that_stops_half_way_is_undone(monkeypatch, name, step):
+    model = make_model(name)
+    before = Snapshot.of(model)
+
+    def stop(*args):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bridge, step, stop)
+    with pytest.raises(KeyboardInterrupt):
+        patch_model(model, "performer")
+    before.assert_kept(model)
+
+
+@each_family
+@each_mechanism
+def test_original_attention_is_the_original_bit_for_bit(name, mechanism):
+    ids = make_tokens(2, 9)
+    model = make_model(name)
+    softmax = logits_of(model, ids)
+    patch_model(model, mechanism, **OPTIONS.get(mechanism, {}))
+    before = Snapshot.of(model)
+    with original_attention(model) as teacher:
+        assert teacher is model
+        assert torch.equal(logits_of(model, ids), softmax)
+        with original_attention(model):
+            assert torch.equal(logits_of(model, ids), softmax)
+        assert torch.equal(logits_of(model, ids), softmax)
+    before.assert_kept(model)
+
+
+@each_family
+def test_original_attention_ends_with_an_exception(name):
+    model = make_patched(name)
+    before = Snapshot.of(model)
+    with pytest.raises(ZeroDivisionError), original_attention(model), original_attention(model):
+        raise ZeroDivisionError
+    before.assert_kept(model)
+
+
+@each_family
+def test_original_attention_gives_its_attention_matrices(name):
+    model = make_patched(name, attn_implementation="eager")
+    with original_attention(model):
+        attentions = model(input_ids=make_tokens(2, 9), output_attentions=True).attentions
+    assert_close(attentions[0].sum(-1), torch.ones(attentions[0].shape[:3]))
+
+
+@each_family
+def test_models_made_from_one_config_stay_apart(name):
+    model = make_model(name)
+    twin = type(model)(model.config).eval()
+    before = Snapshot.of(twin)
+    patch_model(model, "performer")
+    before.assert_kept(twin)
+    patch_model(twin, "linear")
+    unpatch_model(model)
+    assert {m.config.mechanism for m in get_mechanisms(twin).values()} == {"linear"}
+    assert not torch.allclose(logits_of(twin, make_tokens(2, 9)), before.logits)
+    before.assert_kept(unpatch_model(twin))
+
+
+@each_family
+@pytest.mark.parametrize("way", ["copy.deepcopy", "pickle", "torch.save"])
+def test_a_copy_is_a_model_of_its_own(name, way):
+    model, ids = make_patched(name), make_tokens(2, 9)
+    expected = logits_of(model, ids)
+    if way == "copy.deepcopy":
+        copied = copy.deepcopy(model)
+    elif way == "pickle":
+        copied = pickle.loads(pickle.dumps(model))
+    else:
+        torch.save(model, file := io.BytesIO())
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    unpatch_model(model)
+    assert is_patched(copied)
+    assert torch.equal(logits_of(copied, ids), expected)
+    assert torch.equal(logits_of(unpatch_model(copied), ids), logits_of(model, ids))
+
+
+# -- wrapped models ---------------------------------------------------------------------------------------------------
+
+
+@each_family
+def test_a_model_inside_peft_is_patched(name):
+    expected = logits_of(make_patched(name), make_tokens(2, 9))
+    original = make_model(name)
+    softmax = logits_of(original, make_tokens(2, 9))
+    wrapped = get_peft_model(original, LoraConfig(r=2, target_modules="all-linear")).eval()
+    assert patch_model(wrapped, "performer", **OPTIONS["performer"]) is wrapped
+    assert is_patched(wrapped)
+    assert_close(logits_of(wrapped, make_tokens(2, 9)), expected, tolerance=1e-5)
+    unpatch_model(wrapped)
+    assert_close(logits_of(wrapped, make_tokens(2, 9)), softmax, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("name", "backend"), [("bert", "eager"), ("gpt2", "aot_eager"), ("llama", "eager")])
+def test_a_compiled_model_is_patched_and_unpatched(name, backend):
+    torch.compiler.reset()
+    ids = make_tokens(2, 9)
+    expected = logits_of(make_patched(name), ids)
+    original = make_model(name)
+    softmax = logits_of(original, ids)
+    compiled = torch.compile(original, backend=backend)
+    assert_close(logits_of(compiled, ids), softmax)
+    patch_model(compiled, "performer", **OPTIONS["performer"])
+    assert_close(logits_of(compiled, ids), expected)
+    with original_attention(compiled):
+        assert_close(logits_of(compiled, ids), softmax)
+    assert_close(logits_of(unpatch_model(compiled), ids), softmax)
+
+
+@each_family
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_a_dispatched_model_is_patched(name, place, tmp_path):
+    ids = make_tokens(2, 9)
+    expected = logits_of(make_patched(name), ids)
+    original = make_model(name)
+    softmax = logits_of(original, ids)
+    if place == "cpu":
+        model = accelerate.dispatch_model(original, {"": "cpu"}, force_hooks=True)
+    else:
+        model = accelerate.disk_offload(original, str(tmp_path), execution_device=torch.device("cpu"))
+    patch_model(model, "performer", **OPTIONS["performer"])
+    assert torch.equal(logits_of(model, ids), expected)
+    if model.can_generate():
+        assert generate(model, ids)[0].tolist() == generate(make_patched(name), ids)[0].tolist()
+    assert torch.equal(logits_of(unpatch_model(model), ids), softmax)
+
+
+@each_family
+def test_a_patched_model_is_offloaded(name):
+    ids = make_tokens(2, 9)
+    model = make_patched(name)
+    expected = logits_of(model, ids)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert torch.equal(logits_of(model, ids), expected)

@@ -1,0 +1,196 @@
+"""The project's own rules: sizes, documents that stay true, versions that agree."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import hf_linattn
+from benchmarks import tables
+from docs import generate
+from hf_linattn import errors, patch_model, unpatch_model
+from hf_linattn.hub import HfLinattnConfig
+from hf_linattn.training.data import load_text_splits
+from tests.models import make_model
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("hf_linattn", "recipes", "benchmarks", "docs", "tests")
+CODE = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+TEXT = [*CODE, *PAGES, ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "constraints.txt", ROOT / ".ci" / "run"]
+MAX_LINES, MAX_FUNCTION_LINES = 400, 60
+
+
+def tokens(length: int) -> torch.Tensor:
+    return torch.zeros(1, length, dtype=torch.long)
+
+
+# ways to the messages that docs/errors.md quotes, on a patched and on an untouched model
+PATCHED_MISTAKES: dict[str, Callable[[Any], Any]] = {
+    "twice": lambda model: patch_model(model, "linear"),
+    "attentions": lambda model: model(tokens(4), output_attentions=True),
+    "4-D mask": lambda model: model(tokens(4), attention_mask=torch.ones(1, 1, 4, 4)),
+    "too long": lambda model: model(tokens(100)),
+    "crop": lambda model: model(tokens(4), use_cache=True).past_key_values.crop(2),
+}
+MISTAKES: dict[str, Callable[[Any], Any]] = {
+    "name": lambda model: patch_model(model, "perfomer"),
+    "option": lambda model: patch_model(model, "performer", num_feature=3),
+    "value": lambda model: patch_model(model, "performer", num_features=0),
+    "layer": lambda model: patch_model(model, "performer", layers=[7]),
+    "not patched": unpatch_model,
+    "checkpoint": lambda model: HfLinattnConfig.from_dict({}),
+    "data": lambda model: load_text_splits(train_file="missing.txt"),
+}
+
+EXAMPLE_CHECK = """
+from hf_linattn.testing import checks_of
+
+checks = [check for check in checks_of("relu_power", ["llama"], power=3) if check.invariant.split()[0] in NUMBERS]
+assert len(checks) == 2 * len(NUMBERS) - 2, checks
+for check in checks:
+    check.run()
+"""
+EXAMPLE_INVARIANTS = ["1", "2", "4", "5", "9"]  # 1 and 4 are about order: causal only
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def code_blocks(name: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", read(name), flags=re.M | re.S)
+
+
+@pytest.mark.parametrize("path", CODE, ids=relative)
+def test_files_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MAX_LINES
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    assert [f.name for f in functions if f.end_lineno - f.lineno >= MAX_FUNCTION_LINES] == []
+
+
+def test_library_code_raises_and_never_asserts() -> None:
+    for path in (ROOT / "hf_linattn").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)], path
+
+
+def test_every_make_command_in_the_documents_exists() -> None:
+    targets = set(re.findall(r"^([a-z][a-z-]*):", read("Makefile"), flags=re.M))
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        commands = re.findall(r"`make ([a-z -]+)`|^    make ([a-z -]+?)(?:  |$)", text, flags=re.M)
+        named = {target for command in commands for target in "".join(command).split()}
+        assert named <= targets, page
+
+
+def test_relative_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{relative(page)} -> {target}"
+
+
+@pytest.mark.parametrize("name", hf_linattn.__all__)
+def test_public_names_are_documented(name: str) -> None:
+    assert inspect.getdoc(getattr(hf_linattn, name))
+    assert f"`{name}" in read("docs/index.md")
+
+
+def test_every_error_has_its_place_in_the_documents() -> None:
+    classes = inspect.getmembers(errors, inspect.isclass)
+    defined = {name for name, kind in classes if kind.__module__ == errors.__name__}
+    assert set(re.findall(r"^## (\w+)$", read("docs/errors.md"), flags=re.M)) == defined - {"HfLinattnError"}
+
+
+@pytest.mark.parametrize("mistake", [*MISTAKES, *PATCHED_MISTAKES])
+def test_quoted_messages_are_the_ones_raised(mistake: str) -> None:
+    model = make_model("gpt2")
+    with pytest.raises(errors.HfLinattnError) as caught:
+        if mistake in MISTAKES:
+            MISTAKES[mistake](model)
+        else:
+            PATCHED_MISTAKES[mistake](patch_model(model, "linear"))
+    section = read("docs/errors.md").split(f"## {caught.type.__name__}\n")[1].split("\n## ")[0]
+    assert f"    {caught.value}\n" in section
+
+
+@pytest.mark.parametrize("name", generate.SECTIONS)
+def test_generated_pages_are_up_to_date(name: str) -> None:
+    assert read(f"docs/{name}") == generate.page(name), "run `make docs`"
+
+
+def test_readme_tables_are_what_the_results_say(tmp_path: Path) -> None:
+    results = tmp_path / "benchmarks" / "results"
+    if tables.RESULTS.exists():
+        shutil.copytree(tables.RESULTS, results)
+    (tmp_path / "README.md").write_text(read("README.md"), encoding="utf-8")
+    tables.write_tables(tmp_path)
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == read("README.md"), "run `make tables`"
+
+
+def test_the_example_of_contributing_works(tmp_path: Path) -> None:
+    """In a process of its own, since a registered mechanism stays registered."""
+    example = code_blocks("CONTRIBUTING.md", "python")[0]
+    check = EXAMPLE_CHECK.replace("NUMBERS", repr(EXAMPLE_INVARIANTS))
+    (tmp_path / "relu_power.py").write_text(example + check, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "relu_power.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its blocks, one after the other, on the bundled model that they name."""
+    namespace: dict[str, object] = {}
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    for block in code_blocks("README.md", "python"):
+        exec(compile(block, "README.md", "exec"), namespace)
+
+
+def test_versions_agree() -> None:
+    assert f"version: {hf_linattn.__version__}" in read("CITATION.cff")
+    assert hf_linattn.__version__ in read("CHANGELOG.md")
+    assert Version(hf_linattn.__version__)
+
+
+def test_tested_versions_satisfy_the_requirements() -> None:
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    pinned = dict(line.split("==") for line in read("constraints.txt").splitlines() if "==" in line)
+    for line in chain(project["dependencies"], *project["optional-dependencies"].values()):
+        requirement = Requirement(line)
+        if requirement.name != project["name"]:
+            assert requirement.specifier.contains(pinned[requirement.name]), line
+
+
+@pytest.mark.parametrize("path", TEXT, ids=relative)
+def test_nothing_is_left_open_and_nothing_names_one_machine(path: Path) -> None:
+    banned = ["N" + "/A", "TO" + "DO", "FIX" + "ME", "index" + "-url", "/ho" + "me/", "/ro" + "ot/"]
+    text = path.read_text(encoding="utf-8")
+    assert [word for word in banned if word in text] == []
+
+
+def test_no_test_is_skipped() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        calls = re.findall(r"pytest\.(?:mark\.)?(skip\w*|xfail|importorskip)\b", path.read_text(encoding="utf-8"))
+        assert path == Path(__file__) or not calls, path

@@ -1,0 +1,97 @@
+"""Names: found, suggested, never taken twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from hf_linattn import OptionError, UnknownNameError, list_mechanisms, patch_model, register_mechanism
+from hf_linattn import registry as registry_module
+from hf_linattn.config import MechanismConfig
+from hf_linattn.mechanisms import MECHANISMS, Mechanism
+from hf_linattn.registry import Registry
+from tests.helpers import logits_of, make_tokens
+from tests.models import make_model
+
+
+def make_registry(**options):
+    registry = Registry("shape", **options)
+
+    @registry.register("square")
+    class Square:
+        pass
+
+    return registry, Square
+
+
+def test_an_entry_is_found_and_listed_in_order():
+    registry, square = make_registry()
+    registry.register("circle")(type("Circle", (), {}))
+    assert registry.get("square") is square
+    assert registry.names() == ["circle", "square"]
+
+
+@pytest.mark.parametrize("name", ["sqare", "SQUARE", None, 3, ["square"]])
+def test_an_unknown_name_raises_with_the_names_there_are(name):
+    registry, _ = make_registry()
+    with pytest.raises(UnknownNameError, match=r"unknown shape .*square") as raised:
+        registry.get(name)
+    assert repr(name) in str(raised.value)
+    assert isinstance(raised.value, LookupError)
+
+
+def test_the_nearest_name_is_suggested():
+    with pytest.raises(UnknownNameError, match=r"unknown mechanism 'perfomer'; did you mean performer\?"):
+        MECHANISMS.get("perfomer")
+
+
+def test_a_taken_name_is_refused_and_stays_with_its_holder():
+    registry, square = make_registry()
+    with pytest.raises(OptionError, match=r"'square' is already registered by .*Square"):
+        registry.register("square")(type("Other", (), {}))
+    assert registry.get("square") is square
+
+
+def test_a_reloaded_class_replaces_itself():
+    registry, square = make_registry()
+    again = type("Square", (), {"__module__": square.__module__, "__qualname__": square.__qualname__})
+    registry.register("square")(again)
+    assert registry.get("square") is again
+
+
+def test_entry_points_of_other_distributions_are_found(monkeypatch):
+    class Point:
+        name = "pentagon"
+
+        def load(self):
+            return Registry
+
+    monkeypatch.setattr(registry_module, "entry_points", lambda group: [Point()] if group == "shapes" else [])
+    registry, _ = make_registry(entry_point_group="shapes")
+    assert registry.names() == ["pentagon", "square"]
+    assert registry.get("pentagon") is Registry
+
+
+def test_a_third_partys_mechanism_is_patched_in(monkeypatch):
+    monkeypatch.setattr(MECHANISMS, "_entries", {name: MECHANISMS.get(name) for name in list_mechanisms()})
+
+    @dataclass
+    class FirstValueConfig(MechanismConfig):
+        pass
+
+    @register_mechanism("first_value")
+    class FirstValue(Mechanism):
+        config_class = FirstValueConfig
+        modes = frozenset({"bidirectional"})
+
+        def bidirectional_attention(self, query, key, value, key_padding_mask, sequence_ids):
+            return value[:, :, :1].expand(-1, -1, query.shape[2], -1)
+
+    assert "first_value" in list_mechanisms()
+    ids = make_tokens(2, 7)
+    before = logits_of(make_model("bert"), ids)
+    assert not torch.equal(logits_of(patch_model(make_model("bert"), "first_value"), ids), before)
+
+

@@ -1,0 +1,177 @@
+"""What a patched forward is given and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_linattn import UnsupportedModeError, UnsupportedModelError, get_mechanisms, original_attention, patch_model
+from hf_linattn import transformers_bridge as bridge
+from hf_linattn.errors import HfLinattnError
+from tests.helpers import Snapshot, assert_close, generate, logits_of, make_patched, make_tokens, pad
+from tests.models import ARCHITECTURES, HEAD_DIM, NUM_HEADS, SPINE, make_model
+
+each_family = pytest.mark.parametrize("name", SPINE)
+POSITIONS = 64  # of every tiny model with a table
+WITH_TABLE = ("bert", "gpt2", "opt", "roberta")
+UNGROUPED = {"bert", "gpt2", "opt", "roberta", "distilbert", "modernbert"}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_layers_are_described(name):
+    model = make_model(name)
+    described = [bridge.describe_layer(i, m) for i, m in enumerate(bridge.self_attention_modules(model).values())]
+    assert [layer.index for layer in described] == [0, 1]
+    for layer in described:
+        assert (layer.num_heads, layer.head_dim) == (NUM_HEADS, HEAD_DIM)
+        assert layer.num_key_value_heads == (NUM_HEADS if name in UNGROUPED else NUM_HEADS // 2)
+        assert layer.causal is ARCHITECTURES[name].causal
+        assert layer.scaling == pytest.approx(HEAD_DIM**-0.5)
+        assert (layer.device, layer.dtype) == (torch.device("cpu"), torch.float32)
+
+
+def test_layers_of_a_model_in_half_precision_keep_its_dtype():
+    mechanisms = get_mechanisms(patch_model(make_model("llama").to(torch.bfloat16), "performer"))
+    assert {m.feature_map.projection.dtype for m in mechanisms.values()} == {torch.bfloat16}
+
+
+def square_mask(model, ids):
+    model(input_ids=ids, attention_mask=torch.ones(2, 1, 9, 9))
+
+
+def attentions_by_argument(model, ids):
+    model(input_ids=ids, output_attentions=True)
+
+
+def other_direction(model, ids):
+    module = next(iter(bridge.self_attention_modules(model).values()))
+    module.is_causal = not module.is_causal
+    try:
+        model(input_ids=ids)
+    finally:
+        module.is_causal = not module.is_causal
+
+
+REFUSED = [
+    (square_mask, r"attention_mask has 4 dimensions \(2, 1, 9, 9\)"),
+    (attentions_by_argument, "output_attentions=True .*original_attention"),
+    (other_direction, r"is_causal=(True|False) was asked of layer 0, .*unpatch"),
+]
+
+
+@each_family
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+@pytest.mark.parametrize("mechanism", ["performer", "softmax"])
+def test_a_call_without_an_answer_is_refused_and_changes_nothing(name, mechanism, call, message):
+    model = make_patched(name, mechanism)
+    before = Snapshot.of(model)
+    with pytest.raises(UnsupportedModeError, match=message):
+        call(model, make_tokens(2, 9))
+    before.assert_kept(model)
+
+
+@each_family
+def test_attentions_that_the_config_asks_for_are_refused(name):
+    """Set before patching: afterwards transformers itself refuses the setting."""
+    model = make_patched(name, attn_implementation="eager", output_attentions=True)
+    with pytest.raises(UnsupportedModeError, match=r"output_attentions=True .*original_attention"):
+        logits_of(model, make_tokens(2, 9))
+    with original_attention(model):
+        assert len(model(input_ids=make_tokens(2, 9)).attentions) == 2
+    with pytest.raises(ValueError, match="output_attentions"):
+        make_patched(name).config.output_attentions = True
+
+
+@pytest.mark.parametrize("name", WITH_TABLE)
+def test_an_input_longer_than_the_position_table_is_named(name):
+    model = make_patched(name)
+    limit = POSITIONS - 2 if name == "roberta" else POSITIONS
+    before = Snapshot.of(model)
+    assert logits_of(model, make_tokens(1, limit)).shape[1] == limit
+    with pytest.raises(UnsupportedModeError, match=f"position {limit + 1}, but .* holds {limit}"):
+        logits_of(model, make_tokens(1, limit + 1))
+    before.assert_kept(model)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+@pytest.mark.parametrize("cache", [True, False])
+def test_generation_beyond_the_position_table_is_named(name, cache):
+    model = make_patched(name)
+    before = Snapshot.of(model)
+    generate(model, make_tokens(1, POSITIONS - 4), new_tokens=5, use_cache=cache)  # the last token is never read
+    with pytest.raises(UnsupportedModeError, match=f"position {POSITIONS + 1}, but .* holds {POSITIONS}"):
+        generate(model, make_tokens(1, POSITIONS - 4), new_tokens=6, use_cache=cache)
+    before.assert_kept(model)
+
+
+@pytest.mark.parametrize("name", WITH_TABLE)
+def test_explicit_positions_are_held_to_the_table(name):
+    """A model whose table starts behind the padding index takes positions that start there too."""
+    model = make_patched(name)
+    first = 2 if name == "roberta" else 0
+    limit = POSITIONS - first
+    positions = torch.arange(first, POSITIONS)[None]
+    ids = make_tokens(1, limit)
+    assert_close(logits_of(model, ids, position_ids=positions), logits_of(model, ids))
+    with pytest.raises(UnsupportedModeError, match=f"holds {limit}"):
+        logits_of(model, ids, position_ids=positions + 1)
+
+
+def test_a_layer_that_never_calls_its_mechanism_is_named(monkeypatch):
+    """A model whose attention passes by the interface would only look patched."""
+    model = make_patched("llama")
+    module = model.model.layers[1].self_attn
+    monkeypatch.setattr(module, "forward", lambda hidden_states, **kwargs: (hidden_states, None))
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn never called .*unpatch_model"):
+        logits_of(model, make_tokens(1, 5))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("mechanism", ["performer", "linear", "softmax"])
+def test_packed_rows_equal_separate_ones(name, mechanism):
+    model = make_patched(name, mechanism)
+    rows = [make_tokens(1, length, seed=length) for length in (7, 1, 11)]
+    positions = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
+    packed = logits_of(model, torch.cat(rows, dim=1), position_ids=positions)
+    assert_close(packed, torch.cat([logits_of(model, row) for row in rows], dim=1))
+
+
+SEQUENCES = [
+    # positions, key mask, expected ids of the restarts
+    ([[0, 1, 2, 3]], None, None),
+    ([[0, 1, 0, 1]], None, [[0, 0, 1, 1]]),
+    ([[0, 0, 0, 1]], None, [[0, 1, 2, 2]]),
+    ([[5, 6, 7, 8]], None, None),
+    ([[1, 1, 0, 1]], [[0, 0, 1, 1]], None),  # left padding
+    ([[0, 0, 0, 1]], [[0, 0, 1, 1]], None),
+    ([[0, 1, 1, 1]], [[1, 1, 0, 0]], None),  # right padding
+    ([[0, 0, 1, 0]], [[0, 1, 1, 1]], [[0, 0, 0, 1]]),  # left padding, then two sequences
+    ([[0, 1, 0, 1]], [[1, 1, 1, 1], [1, 1, 1, 0]], [[0, 0, 1, 1], [0, 0, 1, 1]]),
+]
+
+
+@pytest.mark.parametrize(("positions", "mask", "expected"), SEQUENCES)
+def test_sequences_are_told_apart_by_restarts_and_not_by_padding(positions, mask, expected):
+    mask = None if mask is None else torch.tensor(mask).bool()
+    ids = bridge._sequence_ids(torch.tensor(positions), None, mask, 4, 4)
+    assert (None if ids is None else ids.tolist()) == expected
+
+
+def test_cumulative_lengths_of_flash_attention_tell_sequences_apart():
+    ids = bridge._sequence_ids(None, torch.tensor([0, 3, 4, 6], dtype=torch.int32), None, 6, 6)
+    assert ids.tolist() == [[0, 0, 0, 1, 2, 2]]
+
+
+@each_family
+def test_a_wholly_padded_row_is_finite(name):
+    model = make_patched(name)
+    ids, mask = pad([make_tokens(1, 9)[0], make_tokens(1, 9, seed=1)[0]], 0)
+    mask[1] = 0
+    logits = logits_of(model, ids, attention_mask=mask)
+    assert torch.isfinite(logits).all()
+    assert_close(logits[0], logits_of(model, ids[:1])[0])
+
+
+def test_every_refusal_is_one_of_ours():
+    with pytest.raises(HfLinattnError):
+        bridge.root_model(torch.nn.ReLU())

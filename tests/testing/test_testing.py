@@ -1,0 +1,172 @@
+"""The invariants catch what other libraries got wrong: each fault below is one that was found in the wild."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from hf_linattn.config import MechanismConfig
+from hf_linattn.mechanisms import MECHANISMS, ExactnessLimit, Mechanism
+from hf_linattn.mechanisms.linear import LinearConfig, LinearMechanism
+from hf_linattn.ops import naive
+from hf_linattn.ops.causal_linear import Features, LinearState, causal_linear_attention
+from hf_linattn.testing import INVARIANTS, Case, InvariantError, check_mechanism
+from hf_linattn.testing.invariants import InvariantError as SameError
+
+
+class PaddingInValuesOnly(LinearMechanism):
+    """Zeroes the values of masked keys and leaves the keys in the normaliser."""
+
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        if key_padding_mask is not None:
+            value = value * key_padding_mask[:, None, :, None]
+        return super().causal_attention(query, key, value, None, sequence_ids, state)
+
+
+class MaximumOverAllPositions(LinearMechanism):
+    """Shifts the keys by their maximum over all positions and adds an epsilon, which does not cancel."""
+
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        top = key.amax((2, 3), keepdim=True)
+
+        def key_map(x):
+            return Features((x - top).exp() + 1e-4)
+
+        def query_map(x):
+            return Features(x.exp() + 1e-4)
+
+        return causal_linear_attention(query, key, value, query_map, key_map, key_padding_mask, sequence_ids, state)
+
+
+class ForgetsTheState(LinearMechanism):
+    """Decodes from the current tokens only."""
+
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        return super().causal_attention(query, key, value, key_padding_mask, sequence_ids, None)
+
+
+class IgnoresPacking(LinearMechanism):
+    """Lets packed documents see each other."""
+
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        return super().causal_attention(query, key, value, key_padding_mask, None, state)
+
+
+class MixesTheBatch(LinearMechanism):
+    """Scales by a maximum over the whole batch, as a pseudo-inverse with one norm for all does."""
+
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        return super().causal_attention(query, key / key.abs().amax(), value, key_padding_mask, sequence_ids, state)
+
+
+class SeedsTheGlobalGenerator(LinearMechanism):
+    """Resets the random state of the whole process."""
+
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        torch.manual_seed(12345)
+        return super().causal_attention(query, key, value, key_padding_mask, sequence_ids, state)
+
+
+class NotSaved(LinearMechanism):
+    """Random features that are no buffers."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.random = float(torch.rand((), device="cpu"))
+
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        return super().causal_attention(query * self.random, key, value, key_padding_mask, sequence_ids, state)
+
+
+class Quadratic(LinearMechanism):
+    """Right, but by way of the N x N matrix."""
+
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        _, state = super().causal_attention(query, key, value, key_padding_mask, sequence_ids, state)
+        return naive.attend(self.attention_matrix(query, key, key_padding_mask, sequence_ids), value), state
+
+
+class HalfPrecisionState(LinearMechanism):
+    """Accumulates in the model's precision, where sums overflow."""
+
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        output, state = super().causal_attention(
+            (query * 1e4).half().float(), (key * 1e5).half().float(), value, key_padding_mask, sequence_ids, state
+        )
+        return output, LinearState(state.kv.half().float(), state.log_max)
+
+
+FAULTS = {
+    PaddingInValuesOnly: "2 padding",
+    MaximumOverAllPositions: "1 causality",
+    ForgetsTheState: "4 decoding",
+    IgnoresPacking: "5 packing",
+    MixesTheBatch: "3 batch independence",
+    SeedsTheGlobalGenerator: "6 determinism",
+    NotSaved: "7 save and undo",
+    Quadratic: "11 linear cost",
+    HalfPrecisionState: "10 finite",
+}
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Register a mechanism for the time of a test."""
+    MECHANISMS.names()
+
+    def enter(mechanism: type[Mechanism]) -> str:
+        name = mechanism.__name__
+        config = dataclass(type(f"{name}Config", (LinearConfig,), {"mechanism": name}))
+        monkeypatch.setattr(mechanism, "config_class", config, raising=False)
+        monkeypatch.setitem(MECHANISMS._entries, name, mechanism)
+        return name
+
+    return enter
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_known_fault_is_caught(registered, fault, architecture):
+    case = Case(registered(fault), architecture, causal=True)
+    with pytest.raises(InvariantError):
+        INVARIANTS[FAULTS[fault]](case)
+
+
+def test_the_sound_parent_of_these_faults_passes_the_same_invariants():
+    for name in FAULTS.values():
+        INVARIANTS[name](Case("linear", "gpt2", causal=True))
+
+
+def test_a_false_claim_about_the_exactness_limit_is_caught(registered, monkeypatch):
+    class Boastful(LinearMechanism):
+        limit = ExactnessLimit("softmax attention, it says", equal=lambda length: {})
+
+    with pytest.raises(InvariantError, match="exactness limit"):
+        INVARIANTS["8 exactness limit"](Case(registered(Boastful), "gpt2", causal=True))
+
+
+def test_a_wrong_gradient_is_caught(registered):
+    class Detached(LinearMechanism):
+        def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+            return super().causal_attention(query, key.detach(), value, key_padding_mask, sequence_ids, state)
+
+    with pytest.raises((InvariantError, RuntimeError)):
+        INVARIANTS["9 reference"](Case(registered(Detached), "gpt2", causal=True))
+
+
+def test_check_mechanism_reports_every_check_and_names_the_failures(registered):
+    name = registered(ForgetsTheState)
+    report = check_mechanism(name, architectures=["gpt2"])
+    failed = {(check.invariant, check.case.mode) for check in report.failures}
+    assert ("4 decoding", "causal") in failed
+    assert all(mode == "causal" for _, mode in failed)
+    assert len(report.checks) == 2 * len(INVARIANTS) - 2  # causality and decoding exist in one mode only
+    assert report.table().row_count == len(INVARIANTS)
+    assert check_mechanism(MECHANISMS.get(name), architectures=[]).checks == []
+
+
+def test_invariant_errors_are_assertion_errors():
+    assert issubclass(InvariantError, AssertionError) and InvariantError is SameError
+    assert MechanismConfig.mechanism == ""

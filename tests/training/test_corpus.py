@@ -1,0 +1,87 @@
+"""The bundled corpus: what it holds, and that no package is on two sides of the split."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pydoc_data.topics import topics
+
+import pytest
+
+from hf_linattn.training.corpus import SPLITS, module_documentation, split_of, standard_library_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return standard_library_corpus()
+
+
+def test_no_package_is_in_two_splits(corpus):
+    packages = {split: {name.partition(".")[0] for name in corpus[split]["module"]} for split in SPLITS}
+    assert not packages["train"] & packages["validation"]
+    assert not packages["train"] & packages["test"]
+    assert not packages["validation"] & packages["test"]
+
+
+def test_every_split_is_large_enough_to_be_used(corpus):
+    characters = {split: sum(map(len, corpus[split]["text"])) for split in SPLITS}
+    assert characters["train"] > 1_500_000
+    assert min(characters["validation"], characters["test"]) > 60_000
+
+
+def test_an_accelerator_twin_follows_its_public_name():
+    for twin, public in {"_pydecimal": "decimal", "_pyio": "io", "_strptime": "strptime"}.items():
+        assert split_of(twin) == split_of(public)
+
+
+def test_split_shares_are_what_they_say():
+    names = [f"package{index}" for index in range(4000)]
+    shares = {split: sum(split_of(name) == split for name in names) / len(names) for split in SPLITS}
+    assert shares == pytest.approx(SPLITS, abs=0.02)
+
+
+def test_documents_hold_the_docstrings_python_itself_shows(corpus):
+    documents = {row["module"]: row["text"] for split in SPLITS for row in corpus[split]}
+    assert json.__doc__.strip() in documents["json"]
+    assert json.loads.__doc__.strip().splitlines()[0] in documents["json"]
+    assert "class JSONEncoder(object)" in documents["json.encoder"]
+    assert {name for name in documents if ".topics:" in name} == {f"pydoc_data.topics:{name}" for name in topics}
+
+
+def test_no_test_package_and_no_installed_package(corpus):
+    names = [name for split in SPLITS for name in corpus[split]["module"]]
+    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
+    assert not [name for name in names if {"test", "tests", "idle_test"} & set(name.split("."))]
+
+
+def test_it_is_deterministic(corpus):
+    again = standard_library_corpus()
+    assert all(again[split].to_dict() == corpus[split].to_dict() for split in SPLITS)
+
+
+def test_source_is_added_to_the_split_of_its_module(corpus):
+    with_source = standard_library_corpus(include_source=True)
+    for split in SPLITS:
+        assert set(corpus[split]["text"]) < set(with_source[split]["text"])
+        assert all(split_of(name) == split for name in with_source[split]["module"] if ".topics:" not in name)
+
+
+def test_a_document_reads_like_help():
+    source = '''
+"""Shapes."""
+class Disc(Shape):
+    """A disc."""
+    def area(self, *, unit="m"):
+        """Return the area.
+
+        In square units.
+        """
+    def undocumented(self): pass
+async def fetch(url): "Fetch it."
+'''
+    assert module_documentation("shapes", source) == (
+        "Help on module shapes:\n\nShapes.\n\nclass Disc(Shape)\n    A disc.\n\n"
+        "    area(self, *, unit='m')\n        Return the area.\n\n        In square units.\n\n"
+        "fetch(url)\n    Fetch it.\n"
+    )
+    assert module_documentation("bare", "x = 1") == ""

@@ -1,0 +1,228 @@
+"""Loading text, packing rows, masking: properties that training relies on."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_linattn.errors import DataError
+from hf_linattn.training.data import IGNORED_LABEL, PackedMaskingCollator, load_text_splits, tokenize_and_pack
+
+BLOCK_SIZE = 16
+SPECIAL = ["<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
+VOCABULARY = {token: index for index, token in enumerate([*SPECIAL, *map(str, range(90))])}
+TINY = {"vocab_size": len(VOCABULARY), "bos_token_id": 0, "eos_token_id": 0}
+TINY_MODELS = {
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=BLOCK_SIZE, **TINY)),
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, **TINY)
+    ),
+}  # fmt: skip
+
+
+def make_tokenizer(**special_tokens: str) -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel(VOCABULARY, unk_token="[PAD]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special_tokens)
+
+
+@pytest.fixture(scope="module")
+def causal_tokenizer():
+    return make_tokenizer(bos_token="<|endoftext|>", eos_token="<|endoftext|>")
+
+
+@pytest.fixture(scope="module")
+def masked_tokenizer():
+    return make_tokenizer(cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", pad_token="[PAD]")
+
+
+@pytest.fixture(scope="module")
+def documents():
+    """Documents of 1 to 42 tokens: shorter than a row, longer than one, longer than two."""
+    lengths = [3, 11, 1, 42, 7, 16, 14, 5, 20, 2]
+    return Dataset.from_dict({"text": [" ".join(str(7 * n % 90) for n in range(length)) for length in lengths]})
+
+
+def ids_of(documents, tokenizer, first, last):
+    return [[first, *tokenizer.convert_tokens_to_ids(text.split()), last] for text in documents["text"]]
+
+
+def flat(lists):
+    return list(chain.from_iterable(lists))
+
+
+def test_no_token_is_lost_but_the_incomplete_last_row(documents, causal_tokenizer):
+    rows = tokenize_and_pack(documents, causal_tokenizer, BLOCK_SIZE)
+    expected = flat(ids_of(documents, causal_tokenizer, 0, 0))
+    assert rows.column_names == ["input_ids", "position_ids", "labels"]
+    assert rows["input_ids"][:].shape == (len(expected) // BLOCK_SIZE, BLOCK_SIZE)
+    assert rows["input_ids"][:].flatten().tolist() == expected[: len(rows) * BLOCK_SIZE]
+    assert len(expected) % BLOCK_SIZE, "the documents should leave a tail"
+
+
+def test_positions_restart_at_documents_and_rows_and_first_labels_are_ignored(documents, causal_tokenizer):
+    rows = tokenize_and_pack(documents, causal_tokenizer, BLOCK_SIZE)
+    expected = []
+    for document in ids_of(documents, causal_tokenizer, 0, 0):
+        for token in range(len(document)):
+            restart = token == 0 or len(expected) % BLOCK_SIZE == 0
+            expected.append(0 if restart else expected[-1] + 1)
+    positions, labels, ids = (rows[name][:] for name in ("position_ids", "labels", "input_ids"))
+    assert positions.flatten().tolist() == expected[: positions.numel()]
+    assert torch.equal(labels == IGNORED_LABEL, positions == 0)
+    assert torch.equal(labels[positions > 0], ids[positions > 0])
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_a_packed_row_gives_the_logits_of_its_separate_documents(name, documents, causal_tokenizer):
+    torch.manual_seed(0)
+    model = TINY_MODELS[name]().eval()
+    rows = tokenize_and_pack(documents, causal_tokenizer, BLOCK_SIZE)[:]
+    with torch.no_grad():
+        packed = model(input_ids=rows["input_ids"], position_ids=rows["position_ids"], use_cache=False).logits
+        for row, positions, logits in zip(rows["input_ids"], rows["position_ids"], packed, strict=True):
+            lengths = torch.diff(torch.nonzero(positions == 0).flatten(), append=torch.tensor([BLOCK_SIZE])).tolist()
+            alone = [model(segment[None], use_cache=False).logits[0] for segment in row.split(lengths)]
+            torch.testing.assert_close(logits, torch.cat(alone), atol=1e-5, rtol=1e-4)
+
+
+def test_bert_tokenizers_mark_documents_with_cls_and_sep(documents, masked_tokenizer):
+    rows = tokenize_and_pack(documents, masked_tokenizer, BLOCK_SIZE)
+    expected = flat(ids_of(documents, masked_tokenizer, VOCABULARY["[CLS]"], VOCABULARY["[SEP]"]))
+    assert rows["input_ids"][:].flatten().tolist() == expected[: len(rows) * BLOCK_SIZE]
+
+
+def test_marks_can_be_left_out_and_tokens_limited(documents, causal_tokenizer):
+    rows = tokenize_and_pack(documents, causal_tokenizer, BLOCK_SIZE, max_tokens=3 * BLOCK_SIZE + 5, add_bos_eos=False)
+    assert len(rows) == 3
+    assert not (rows["input_ids"][:] == 0).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 1}, "block_size=1"),
+        ({"block_size": 16, "max_tokens": 15}, "max_tokens=15"),
+        ({"block_size": 4096}, "block_size=4096"),
+    ],
+)
+def test_packing_that_leaves_no_row_is_an_error(documents, causal_tokenizer, options, message):
+    with pytest.raises(DataError, match=message):
+        tokenize_and_pack(documents, causal_tokenizer, **options)
+
+
+def test_masking_keeps_restarts_and_labels_only_what_it_chose(documents, masked_tokenizer):
+    rows = [row for row in tokenize_and_pack(documents, masked_tokenizer, BLOCK_SIZE)]
+    torch.manual_seed(0)
+    batch = PackedMaskingCollator(masked_tokenizer, mlm_probability=0.5)(rows)
+    original = torch.stack([row["input_ids"] for row in rows])
+    chosen = batch["labels"] != IGNORED_LABEL
+    special = torch.isin(original, torch.arange(len(SPECIAL)))
+    assert set(batch) == {"input_ids", "position_ids", "labels"}
+    assert torch.equal(batch["position_ids"], torch.stack([row["position_ids"] for row in rows]))
+    assert torch.equal(batch["labels"][chosen], original[chosen])
+    assert torch.equal(batch["input_ids"][~chosen], original[~chosen])
+    assert not (chosen & special).any()
+    assert chosen[~special].float().mean().item() == pytest.approx(0.5, abs=0.15)
+    assert (batch["input_ids"] == VOCABULARY["[MASK]"])[chosen].float().mean().item() == pytest.approx(0.8, abs=0.15)
+
+
+def test_seeded_masks_depend_on_the_row_alone(documents, masked_tokenizer):
+    rows = [row for row in tokenize_and_pack(documents, masked_tokenizer, BLOCK_SIZE)]
+    before = torch.get_rng_state()
+    collator = PackedMaskingCollator(masked_tokenizer, seed=3)
+    together, alone = collator(rows), [collator([row]) for row in reversed(rows)]
+    for name in together:
+        assert torch.equal(together[name], torch.cat([batch[name] for batch in reversed(alone)]))
+    assert torch.equal(torch.get_rng_state(), before)
+    other = PackedMaskingCollator(masked_tokenizer, seed=4)(rows)
+    assert not torch.equal(other["labels"], together["labels"])
+
+
+def test_unseeded_masks_differ_each_time(documents, masked_tokenizer):
+    rows = [row for row in tokenize_and_pack(documents, masked_tokenizer, BLOCK_SIZE)]
+    collator = PackedMaskingCollator(masked_tokenizer, mlm_probability=0.5)
+    assert not torch.equal(collator(rows)["labels"], collator(rows)["labels"])
+
+
+def test_a_tokenizer_without_a_mask_token_cannot_mask(causal_tokenizer):
+    with pytest.raises(DataError, match="mask_token=None"):
+        PackedMaskingCollator(causal_tokenizer)
+
+
+WRITERS = {
+    ".txt": lambda texts: "\n\n".join(texts),
+    ".jsonl": lambda texts: "\n".join(json.dumps({"text": text}) for text in texts),
+    ".json": lambda texts: json.dumps([{"text": text} for text in texts]),
+    ".csv": lambda texts: "\n".join(["text", *(f'"{text}"' for text in texts)]),
+}
+
+
+@pytest.mark.parametrize("extension", WRITERS)
+def test_local_files(tmp_path, extension):
+    texts = ["one line\nand another", "a second document"]
+    path = tmp_path / f"data{extension}"
+    path.write_text(WRITERS[extension](texts))
+    splits = load_text_splits(train_file=path, validation_file=path, test_file=path)
+    expected = ["\n\n".join(texts)] if extension == ".txt" else texts
+    assert {split: list(dataset["text"]) for split, dataset in splits.items()} == dict.fromkeys(
+        ["train", "validation", "test"], expected
+    )
+
+
+def test_parquet_and_another_column(tmp_path):
+    path = tmp_path / "data.parquet"
+    Dataset.from_dict({"body": ["kept", "", None, "  "], "text": ["not"] * 4}).to_parquet(path)
+    splits = load_text_splits(train_file=path, validation_file=path, test_file=path, text_column="body")
+    assert list(splits["train"]["text"]) == ["kept"]
+
+
+def test_missing_held_out_splits_are_cut_from_training_without_overlap(tmp_path):
+    path = tmp_path / "data.jsonl"
+    texts = [f"document {index}" for index in range(100)]
+    path.write_text(WRITERS[".jsonl"](texts))
+    splits = {split: list(dataset["text"]) for split, dataset in load_text_splits(train_file=path, seed=1).items()}
+    assert sorted(flat(splits.values())) == sorted(texts)
+    assert len(splits["validation"]) == len(splits["test"]) == 5
+
+
+def test_nothing_given_means_the_bundled_corpus():
+    splits = load_text_splits()
+    assert list(splits) == ["train", "validation", "test"]
+    assert any(text.startswith("Help on module json") for text in splits["train"]["text"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        ("absent.txt", None, {}, "absent.txt.*does not exist"),
+        ("empty.txt", "", {}, "empty.txt.*is empty"),
+        ("blank.txt", " \n \n", {}, "holds no text"),
+        ("data.xlsx", "text", {}, "unknown extension '.xlsx'"),
+        ("data.jsonl", '{"body": "a"}', {}, "text_column='text' is not a column"),
+        ("data.jsonl", '{"text": 1}', {}, "text_column='text' of the train split holds int64"),
+        ("data.jsonl", '{"text": "a"}\n{"text": ', {}, "data.jsonl.* is not valid json"),
+        ("data.jsonl", '{"text": "a"}', {}, "give validation_file"),
+        ("data.jsonl", '{"text": "a"}', {"dataset_name": "wikitext"}, "give one of them"),
+    ],
+)
+def test_bad_files_raise_data_errors(tmp_path, name, content, options, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        load_text_splits(train_file=path, **options)
+
+
+def test_a_held_out_file_alone_cannot_train(tmp_path):
+    path = tmp_path / "data.txt"
+    path.write_text("some text")
+    with pytest.raises(DataError, match="no training split"):
+        load_text_splits(test_file=path)

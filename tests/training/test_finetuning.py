@@ -1,0 +1,270 @@
+"""The pieces of the fine-tune recipe: options, the search for a learning rate, the run directory, one training run."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset, DatasetDict
+from transformers import TrainerCallback
+
+from hf_linattn import patch_model
+from hf_linattn.errors import CheckpointError, DataError, OptionError
+from hf_linattn.training import finetuning
+from hf_linattn.training.arguments import DataArguments, FinetuningArguments, parse_arguments, tokens_per_step
+from hf_linattn.training.data import PackedMaskingCollator
+from tests.helpers import make_tokenizer
+from tests.models import VOCAB_SIZE, make_model
+
+REQUIRED = ["--model_name_or_path", "some/model", "--mechanism", "linear", "--output_dir", "out"]
+
+
+def make_text(words: int, seed: int) -> str:
+    """Text of eight of the words, so that there is something to learn."""
+    return " ".join(f"w{5 + (seed + 3 * i) % 8}" for i in range(words))
+
+
+def make_data(model, masked: bool = False, documents: int = 12):
+    splits = DatasetDict(
+        {
+            name: Dataset.from_dict({"text": [make_text(30, seed + i) for i in range(documents)]})
+            for name, seed in {"train": 0, "validation": 100}.items()
+        }
+    )
+    options = DataArguments(block_size=16, mlm_probability=0.4)  # of so few tokens enough are masked in every batch
+    return finetuning.pack_splits(splits, make_tokenizer(), model, options, 512, masked)
+
+
+def make_training(path, **options) -> FinetuningArguments:
+    return FinetuningArguments(
+        output_dir=str(path), per_device_train_batch_size=4, disable_tqdm=True, use_cpu=True, **options
+    )
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_flags_override_the_yaml_file(tmp_path):
+    config = tmp_path / "recipe.yaml"
+    options = {
+        "model_name_or_path": "some/model", "mechanism": "performer", "mechanism_options": {"num_features": 32},
+        "learning_rates": [1e-4, 1e-3], "output_dir": "out", "seed": 3, "bf16": False, "test_file": None,
+    }  # fmt: skip
+    config.write_text(yaml.safe_dump(options))
+    model, data, recipe, training = parse_arguments([str(config), "--seed", "7", "--block_size", "128"])
+    assert (training.seed, data.block_size, data.test_file, training.bf16) == (7, 128, None, False)
+    assert model.patch_arguments() == {"mechanism": "performer", "layers": None, "num_features": 32}
+    assert recipe.learning_rates == [1e-4, 1e-3]
+
+
+def test_one_learning_rate_is_a_grid_of_one():
+    assert parse_arguments([*REQUIRED, "--learning_rate", "2e-3"])[2].learning_rates == [2e-3]
+
+
+def test_a_plan_takes_the_place_of_a_mechanism():
+    plan = {"performer": "0", "softmax": [1]}
+    arguments = parse_arguments(["--model_name_or_path", "m", "--plan", json.dumps(plan), "--output_dir", "out"])
+    assert arguments[0].patch_arguments() == {"mechanism": plan, "layers": None}
+
+
+def test_tokens_per_step_counts_accumulation():
+    _, data, _, training = parse_arguments(
+        [*REQUIRED, "--block_size", "64", "--per_device_train_batch_size", "3", "--gradient_accumulation_steps", "2"]
+    )
+    assert tokens_per_step(data, training) == 64 * 3 * 2 * max(1, training.n_gpu)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--blok_size", "4"], "unknown option '--blok_size'; did you mean block_size"),
+        (["--block_size", "1"], "block_size must be at least 2, got 1"),
+        (["--block_size", "many"], "block_size"),
+        (["--max_steps", "5"], "max_steps=5"),
+        (["--max_train_tokens", "10"], "max_train_tokens=10 is less than one step"),
+        (["--learning_rate", "1e-3", "--learning_rates", "1e-3", "1e-2"], "give one of them"),
+        (["--learning_rates", "1e-3", "-1"], "learning_rates"),
+        (["--mechanism_options", "{num_features"], "mechanism_options must be a JSON object"),
+        (["--plan", "[1]"], "plan must be a JSON object"),
+        (["--plan", '{"linear": 0}'], "either mechanism or plan"),
+        (["--dtype", "int8"], "dtype must be one of"),
+        (["--stride", "999"], "stride must be below"),
+        (["--output_dir", ""], "output_dir must be"),
+    ],
+)
+def test_options_that_cannot_be(flags, message):
+    with pytest.raises(OptionError, match=message):
+        parse_arguments([*REQUIRED, *flags])
+
+
+def test_a_configuration_file_that_is_not_one(tmp_path):
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "typo.yaml").write_text("blocksize: 3\n")
+    for name, message in {"list": "a mapping", "typo": "did you mean block_size", "absent": "cannot be read"}.items():
+        with pytest.raises(OptionError, match=message):
+            parse_arguments([str(tmp_path / f"{name}.yaml")])
+
+
+# -- the search -------------------------------------------------------------------------------------------------------
+
+
+def test_the_lowest_validation_loss_wins_and_divergence_loses():
+    assert finetuning.select_learning_rate({1e-4: 2.0, 1e-3: 1.5, 1e-2: None, 1e-1: math.nan}) == 1e-3
+    with pytest.raises(OptionError, match="diverged with each"):
+        finetuning.select_learning_rate({1e-3: None, 1e-2: math.inf})
+
+
+def test_recover_searches_by_validation_loss(tmp_path, monkeypatch):
+    losses = {1e-4: 3.0, 1e-3: 2.0, 1e-2: 2.5}
+    runs = []
+
+    def fake(model, data, training, folder, *, learning_rate, max_steps, keep_checkpoints=True):
+        runs.append((learning_rate, max_steps, keep_checkpoints))
+        return {"learning_rate": learning_rate, "eval_loss": losses[learning_rate]}
+
+    monkeypatch.setattr(finetuning, "fine_tune", fake)
+    training = make_training(tmp_path)
+    run = finetuning.RunDirectory(tmp_path, training)
+    make = lambda: patch_model(make_model("gpt2"), "linear")  # noqa: E731
+    arguments = ("recovered", make, make_data(make()), list(losses), 3, 9, tmp_path / "model")
+    result = finetuning.recover(run, *arguments)
+    assert runs == [(1e-4, 3, False), (1e-3, 3, False), (1e-2, 3, False), (1e-3, 9, True)]
+    assert result["learning_rate"] == 1e-3
+    assert finetuning.recover(run, *arguments) == result, "a recorded stage is not run again"
+    assert len(runs) == 4
+
+
+# -- one run ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mechanism"), [("gpt2", "performer"), ("llama", "linear"), ("bert", "linear")]
+)
+def test_fine_tuning_lowers_the_validation_loss_and_keeps_the_best(tmp_path, architecture, mechanism):
+    model = patch_model(make_model(architecture, std=0.05), mechanism)
+    data = make_data(model, masked=architecture == "bert")
+    result = finetuning.fine_tune(model, data, make_training(tmp_path), tmp_path, learning_rate=3e-3, max_steps=24)
+    losses = [entry["eval_loss"] for entry in result["history"] if "eval_loss" in entry]
+    assert result["eval_loss"] == min(losses) < 0.95 * math.log(VOCAB_SIZE)
+    batch = data.evaluation_collator([data.validation[i] for i in range(len(data.validation))])
+    model.eval()
+    with torch.no_grad():
+        loss = model(**batch).loss.item()
+    if architecture != "bert":  # there batches hold different numbers of masks, and the Trainer averages over batches
+        assert loss == pytest.approx(result["eval_loss"], rel=1e-3), "the model holds other weights than the best ones"
+    assert getattr(model.config, "use_cache", True), "the Trainer's use_cache=False would be saved"
+
+
+def test_a_diverging_run_stops_early_and_has_no_loss(tmp_path):
+    model = patch_model(make_model("gpt2"), "linear")
+    with torch.no_grad():
+        model.transformer.wte.weight.fill_(math.nan)
+    training = make_training(tmp_path, logging_steps=1)
+    result = finetuning.fine_tune(
+        model, make_data(model), training, tmp_path, learning_rate=1e-3, max_steps=30, keep_checkpoints=False
+    )
+    assert result["eval_loss"] is None and result["steps"] < 30
+    json.dumps(result, allow_nan=False)
+
+
+def test_the_rows_of_masked_models_are_masked_alike_in_every_evaluation(tmp_path):
+    model = patch_model(make_model("bert"), "softmax")
+    trainer = finetuning.PackedTrainer(model, make_training(tmp_path), make_data(model, masked=True))
+    assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
+    assert isinstance(trainer.data_collator, PackedMaskingCollator) and trainer.data_collator.seed is None
+
+
+@pytest.mark.parametrize(("architecture", "first"), [("gpt2", 0), ("opt", 0), ("bert", 0), ("roberta", 2)])
+def test_the_first_position_is_the_one_the_model_itself_gives(architecture, first):
+    model = make_model(architecture)
+    assert finetuning.first_position(model) == first
+    ids = torch.arange(5, 13)[None]
+    with torch.no_grad():
+        own = model(input_ids=ids).logits
+        given = model(input_ids=ids, position_ids=torch.arange(8)[None] + first).logits
+    torch.testing.assert_close(given, own)
+    if first:
+        assert int(make_data(model, masked=True).train["position_ids"][:].min()) == first
+
+
+class Interrupt(TrainerCallback):
+    """What a person pressing ^C, or a machine that is taken away, does to a run."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 7:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_interrupted_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch, masked):
+    def train(folder):
+        model = patch_model(make_model("bert" if masked else "gpt2"), "performer", num_features=16)
+        training = make_training(tmp_path)
+        result = finetuning.fine_tune(
+            model, make_data(model, masked), training, folder, learning_rate=3e-3, max_steps=12
+        )
+        return result["eval_loss"], model.state_dict()
+
+    loss, weights = train(tmp_path / "unbroken")
+    with monkeypatch.context() as patch:
+        patch.setattr(finetuning, "StopAtDivergence", Interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "broken")
+    half_written = tmp_path / "broken" / "checkpoint-11"
+    half_written.mkdir()
+    (half_written / "model.safetensors").write_bytes(b"half")
+    resumed_loss, resumed_weights = train(tmp_path / "broken")
+    assert resumed_loss == loss
+    assert all(torch.equal(resumed_weights[name], weights[name]) for name in weights)
+
+
+# -- the folder -------------------------------------------------------------------------------------------------------
+
+
+def test_a_half_written_checkpoint_is_passed_over(tmp_path, caplog):
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert finetuning.last_complete_checkpoint(tmp_path) is None
+    (tmp_path / "checkpoint-9" / "trainer_state.json").write_text("{}")
+    assert finetuning.last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
+    assert "checkpoint-10 is half-written" in caplog.text
+
+
+def test_a_stage_is_computed_once(tmp_path):
+    run = finetuning.RunDirectory(tmp_path, make_training(tmp_path))
+    assert run.stage("speed", lambda: {"rows": [1, 2]}) == {"rows": [1, 2]}
+    assert run.stage("speed", lambda: pytest.fail("computed again")) == {"rows": [1, 2]}
+    (tmp_path / "stages" / "speed.json").write_text('{"rows": [1')
+    with pytest.raises(CheckpointError, match=r"speed\.json.* is damaged"):
+        run.finished("speed")
+
+
+def test_an_output_folder_is_continued_only_with_the_same_options(tmp_path):
+    run = finetuning.RunDirectory(tmp_path / "out", make_training(tmp_path / "out"))
+    run.open({"seed": 0, "betas": (0.9, 0.99)})
+    run.record("original", {"loss": 1.0})
+    run.open({"seed": 0, "betas": (0.9, 0.99)}, resume=True)
+    with pytest.raises(OptionError, match="holds a run with seed=0, got 1"):
+        run.open({"seed": 1, "betas": (0.9, 0.99)})
+    assert run.finished("original") == {"loss": 1.0}
+    run.open({"seed": 1}, overwrite=True)
+    assert run.finished("original") is None
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path):
+    (tmp_path / "checkpoint-5").mkdir()
+    run = finetuning.RunDirectory(tmp_path, make_training(tmp_path))
+    with pytest.raises(OptionError, match=r"holds checkpoint-5 but no run .*--overwrite_output_dir"):
+        run.open({})
+    with pytest.raises(CheckpointError, match="no run of this recipe"):
+        run.open({}, resume=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-5"]
+
+
+def test_text_that_fills_no_row(tmp_path):
+    splits = DatasetDict({name: Dataset.from_dict({"text": ["w5 w6"]}) for name in ("train", "validation")})
+    with pytest.raises(DataError, match="less than one row"):
+        finetuning.pack_splits(splits, make_tokenizer(), make_model("gpt2"), DataArguments(block_size=32), 512, False)
