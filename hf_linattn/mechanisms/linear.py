@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from ..config import MechanismConfig
+from ..config import MechanismConfig, require
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import naive
 from ..ops.causal_linear import LinearState, causal_linear_attention, linear_attention
 from .base import AttentionLayer, ExactnessLimit, Mechanism, register_mechanism
 
+SHORTEST, LONGEST = 1.0, 64.0  # tokens after which the fastest and the slowest head start to forget
+
 
 @dataclass
-class LinearConfig(MechanismConfig):
+class KernelConfig(MechanismConfig):
+    """Options of every mechanism on the linear base."""
+
+    decay: str | None = field(
+        default=None, metadata={"help": "`learned`: weights fall with the distance, at a rate per key/value head"}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("decay", self.decay, self.decay in (None, "learned"), "None or 'learned'")
+
+
+@dataclass
+class LinearConfig(KernelConfig):
     """Options of `linear`."""
 
     feature_map: str = field(default="elu", metadata={"help": "name in hf_linattn.feature_maps"})
@@ -32,6 +49,11 @@ class LinearMechanism(Mechanism):
     S_i = sum_j phi(k_j) v_j^T [F, Dv] and z_i = sum_j phi(k_j) [F] run over j <= i (causal) or over all keys. Time is
     O(N F Dv), the decoding state S, z has constant size, float32, one per key/value head.
 
+    With `decay="learned"` the weights are phi(q_i) . phi(k_j) exp(-r |i - j|), r > 0 one trained number per key/value
+    head (parameter `log_decay_rate`, from r = 1 to r = 1/64 over the heads): the state forgets, what is near counts
+    more. Models that attended to neighbouring positions find them again with it; elu + 1 alone has too few features
+    to tell positions apart (Sun et al. 2023, Retentive Network, arXiv 2307.08621, with fixed rates).
+
     Deviations: no epsilon in the denominator (a row without any key is zero); keys and queries are used as the model
     made them, rotary positions included.
     """
@@ -42,9 +64,12 @@ class LinearMechanism(Mechanism):
 
     config: Any  # of the subclass's own config class
 
-    def __init__(self, config: MechanismConfig, layer: AttentionLayer):
+    def __init__(self, config: KernelConfig, layer: AttentionLayer):
         super().__init__(config, layer)
         self.feature_map = self.make_feature_map()
+        if config.decay:
+            steps = torch.linspace(0, 1, layer.num_key_value_heads)
+            self.log_decay_rate = nn.Parameter(-math.log(SHORTEST) - steps * math.log(LONGEST / SHORTEST))
 
     def make_feature_map(self) -> FeatureMap:
         """Build the map; a subclass chooses another one."""
@@ -62,14 +87,26 @@ class LinearMechanism(Mechanism):
         sequence_ids: Tensor | None,
         state: LinearState | None,
     ) -> tuple[Tensor, LinearState]:
+        decay = self.log_decay(key, key_padding_mask)
         return causal_linear_attention(
-            query, key, value, self.feature_map, self.feature_map, key_padding_mask, sequence_ids, state
+            query, key, value, self.feature_map, self.feature_map, key_padding_mask, sequence_ids, state, decay
         )
 
     def bidirectional_attention(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None
     ) -> Tensor:
-        return linear_attention(query, key, value, self.feature_map, self.feature_map, key_padding_mask, sequence_ids)
+        decay = self.log_decay(key, key_padding_mask)
+        return linear_attention(
+            query, key, value, self.feature_map, self.feature_map, key_padding_mask, sequence_ids, decay
+        )
+
+    def log_decay(self, key: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
+        """Return the log decay of every token [B, Hkv, N], zero where masked; None without decay."""
+        if not self.config.decay:
+            return None
+        decay = -self.log_decay_rate.to(key.dtype).exp()[None, :, None].expand(key.shape[:3])
+        return decay if key_padding_mask is None else decay * key_padding_mask[:, None]
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
-        return naive.kernel_matrix(self.feature_map.exact(query), self.feature_map.exact(key), allowed)
+        rate = self.log_decay_rate.to(key.dtype).exp() if self.config.decay else None
+        return naive.kernel_matrix(self.feature_map.exact(query), self.feature_map.exact(key), allowed, rate)

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..config import MechanismConfig, require
+from ..config import require
 from ..errors import UnknownNameError
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from .base import AttentionLayer, ExactnessLimit, register_mechanism
-from .linear import LinearMechanism
+from .linear import KernelConfig, LinearMechanism
 
 KERNELS = {"softmax": "favor_softmax", "relu": "favor_relu", "hyperbolic": "favor_hyperbolic"}
 
 
 @dataclass
-class PerformerConfig(MechanismConfig):
+class PerformerConfig(KernelConfig):
     """Options of `performer`."""
 
     num_features: int = field(default=256, metadata={"help": "random directions m; the error falls as m^-1/2"})

@@ -5,6 +5,9 @@ state of constant size. Features may carry a log scale, phi = values * exp(log_s
 neither overflow nor need an epsilon. The state keeps the running maximum of the scales and is rescaled when it grows;
 each query's own factor depends only on the keys it may see and cancels in the ratio, so the future cannot leak.
 
+Weights may decay with the distance, w_ij = phi(q_i) . phi(k_j) exp(-|c_i - c_j|) with c the running sum of a decay per
+token. That is one more log scale of the keys, counted from the start of each chunk so that it never grows with N.
+
 The normaliser is carried as one more column of the values (a column of ones), so that numerator and denominator see
 the same masks, scales and decays by construction.
 """
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 CHUNK_SIZE = 64
 SEGMENT = 4  # chunks for which features are made at a time
@@ -32,7 +36,8 @@ class Features(NamedTuple):
 class LinearState(NamedTuple):
     """All that is remembered of the keys read so far; constant size, float32 (float64 for float64 inputs).
 
-    kv: [B, Hkv, F, Dv + 1], sum_j phi(k_j) [v_j, 1] exp(-log_max). log_max: [B, Hkv], the largest log scale so far.
+    kv: [B, Hkv, F, Dv + 1], sum_j phi(k_j) [v_j, 1] exp(-log_max). log_max: [B, Hkv], the largest log scale so far,
+    as seen from the last position.
     """
 
     kv: Tensor
@@ -50,6 +55,7 @@ class _Chunk(NamedTuple):
     log_scale: Tensor | None  # [B, Hkv, C], LOWEST where masked
     value: Tensor  # [B, Hkv, C, Dv + 1]
     ids: Tensor | None  # [B, C]
+    decay: Tensor | None  # [B, Hkv, C], running sum of the log decay since the chunk began, and part of log_scale
 
     def part(self, span: slice) -> _Chunk:
         """Return the positions in `span`."""
@@ -59,7 +65,15 @@ class _Chunk(NamedTuple):
             None if self.log_scale is None else self.log_scale[:, :, span],
             self.value[:, :, span],
             None if self.ids is None else self.ids[:, span],
-        )
+            None if self.decay is None else self.decay[:, :, span],
+        ).from_its_start()
+
+    def from_its_start(self) -> _Chunk:
+        """Sum up the decay of each token, until here as given, and make it part of the log scales."""
+        if self.decay is None or self.log_scale is None:
+            return self
+        decay = self.decay.cumsum(-1)
+        return self._replace(decay=decay, log_scale=self.log_scale - decay)
 
 
 def causal_linear_attention(
@@ -71,6 +85,7 @@ def causal_linear_attention(
     key_padding_mask: Tensor | None = None,
     sequence_ids: Tensor | None = None,
     state: LinearState | None = None,
+    log_decay: Tensor | None = None,
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Tensor, LinearState]:
     """Return the causal attention output and the state after the last key.
@@ -80,13 +95,15 @@ def causal_linear_attention(
         query_map, key_map: feature maps; the query's log scale cancels and is ignored.
         key_padding_mask: [B, N], true for real keys. sequence_ids: [B, N], equal inside a packed sequence.
         state: what was read before; it belongs to the first packed sequence.
+        log_decay: [B, Hkv, N], at most 0: log of what all earlier keys lose when this token comes; 0 where masked.
 
     Returns:
         output [B, H, N, Dv]; the state, which belongs to the last packed sequence. Time O(N (F + chunk_size) Dv).
     """
     chunks = _causal_chunks(
-        query, key, value, query_map, key_map, key_padding_mask, sequence_ids, state, chunk_size, strict=False
-    )
+        query, key, value, query_map, key_map, key_padding_mask, sequence_ids, state, log_decay, chunk_size,
+        strict=False,
+    )  # fmt: skip
     outputs: list[Tensor] = []
     after: Any = state
     for partial, _, after in chunks:  # noqa: B007 - the last one is returned
@@ -102,12 +119,13 @@ def linear_attention(
     key_map: FeatureMap,
     key_padding_mask: Tensor | None = None,
     sequence_ids: Tensor | None = None,
+    log_decay: Tensor | None = None,
     chunk_size: int = CHUNK_SIZE,
 ) -> Tensor:
     """Return the bidirectional attention output [B, H, Nq, Dv]; arguments as in `causal_linear_attention`."""
-    if sequence_ids is not None:
-        return _packed_linear_attention(
-            query, key, value, query_map, key_map, key_padding_mask, sequence_ids, chunk_size
+    if sequence_ids is not None or log_decay is not None:
+        return _two_way_linear_attention(
+            query, key, value, query_map, key_map, key_padding_mask, sequence_ids, log_decay, chunk_size
         )
     state: Any = None
     for start in range(0, key.shape[2], chunk_size):
@@ -123,30 +141,33 @@ def linear_attention(
     return torch.cat(outputs, dim=-2).flatten(1, 2)
 
 
-def _packed_linear_attention(query, key, value, query_map, key_map, key_padding_mask, sequence_ids, chunk_size):
+def _two_way_linear_attention(
+    query, key, value, query_map, key_map, key_padding_mask, sequence_ids, log_decay, chunk_size
+):
     """Bidirectional attention inside each packed sequence: keys up to i read forwards, keys after i read backwards."""
-    operands = (query, key, value)
-    mask = key_padding_mask
-    forward = _collect(operands, query_map, key_map, mask, sequence_ids, chunk_size, strict=False)
+    operands, mask, ids = (query, key, value), key_padding_mask, sequence_ids
+    forward = _collect(operands, query_map, key_map, mask, ids, log_decay, chunk_size, strict=False)
     backward = _collect(
         tuple(x.flip(2) for x in operands),
         query_map,
         key_map,
         None if mask is None else mask.flip(1),
-        sequence_ids.flip(1),
+        None if ids is None else ids.flip(1),
+        # read backwards, what comes between two tokens is the decay of the later one
+        None if log_decay is None else F.pad(log_decay[:, :, 1:].flip(2), (1, 0)),
         chunk_size,
         strict=True,
     )
     (left, left_max), (right, right_max) = forward, (x.flip(-2 if x.dim() == 5 else -1) for x in backward)
-    top = torch.maximum(left_max, right_max)
+    top = torch.maximum(left_max, right_max).detach()
     total = left * (left_max - top).exp()[:, :, None, :, None] + right * (right_max - top).exp()[:, :, None, :, None]
     return _ratio(total).flatten(1, 2)
 
 
-def _collect(operands, query_map, key_map, mask, sequence_ids, chunk_size, strict):
-    """Run the causal chunks and return all partial sums [B, Hkv, G, N, Dv + 1] with their maxima [B, Hkv, N]."""
+def _collect(operands, query_map, key_map, mask, sequence_ids, log_decay, chunk_size, strict):
+    """Run the causal chunks and return all partial sums [B, Hkv, G, N, Dv + 1] with their log factors [B, Hkv, N]."""
     chunks = list(
-        _causal_chunks(*operands, query_map, key_map, mask, sequence_ids, None, chunk_size, strict=strict)
+        _causal_chunks(*operands, query_map, key_map, mask, sequence_ids, None, log_decay, chunk_size, strict=strict)
     )
     partials = torch.cat([partial for partial, _, _ in chunks], dim=-2)
     if chunks[0][1] is None:
@@ -155,7 +176,7 @@ def _collect(operands, query_map, key_map, mask, sequence_ids, chunk_size, stric
 
 
 def _causal_chunks(
-    query, key, value, query_map, key_map, key_padding_mask, sequence_ids, state, chunk_size, strict
+    query, key, value, query_map, key_map, key_padding_mask, sequence_ids, state, log_decay, chunk_size, strict
 ):
     """Yield for every segment: sums over visible keys [B, Hkv, G, N, Dv + 1], their log factor, the state after it.
 
@@ -170,7 +191,9 @@ def _causal_chunks(
     hidden = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(diagonal + 1)
     for start in range(0, length, SEGMENT * chunk_size):
         span = slice(start, min(start + SEGMENT * chunk_size, length))
-        features, log_scale = _key_features(key[:, :, span], key_map, key_padding_mask, span)
+        features, log_scale = _key_features(
+            key[:, :, span], key_map, key_padding_mask, span, scaled=log_decay is not None
+        )
         segment = _Chunk(
             # contiguous: compiled backward passes disagree on the layout of a transposed input with one group
             query_map(query[..., span, :].contiguous()).values,
@@ -178,6 +201,7 @@ def _causal_chunks(
             log_scale,
             _with_ones(value[:, :, span]),
             None if sequence_ids is None else sequence_ids[:, span],
+            None if log_decay is None else log_decay[:, :, span],
         )
         partials, tops = [], []
         for first in range(0, span.stop - span.start, chunk_size):
@@ -185,13 +209,15 @@ def _causal_chunks(
             partial, top = _read(chunk, state, carried_id, hidden, diagonal)
             state, carried_id = _advance(chunk, state, carried_id)
             partials.append(partial)
-            tops.append(top)
+            tops.append(top if chunk.decay is None else top + chunk.decay)
         yield torch.cat(partials, dim=-2), None if tops[0] is None else torch.cat(tops, dim=-1), state
 
 
-def _key_features(key, key_map, key_padding_mask, span) -> Features:
-    """Features of a chunk of keys; a masked key has no weight and no say in the maximum."""
+def _key_features(key, key_map, key_padding_mask, span, scaled=False) -> Features:
+    """Features of a chunk of keys, `scaled` for sure; a masked key has no weight and no say in the maximum."""
     values, log_scale = key_map(key.contiguous())
+    if scaled and log_scale is None:
+        log_scale = values.new_zeros(values.shape[:-1])
     if key_padding_mask is not None:
         hidden = ~key_padding_mask[:, None, span].bool()
         values = values.masked_fill(hidden[..., None], 0.0)
@@ -215,7 +241,7 @@ def _read(chunk: _Chunk, state: LinearState | None, carried_id: Tensor | None, h
         log_weights = chunk.log_scale[:, :, None, :].masked_fill(hidden, LOWEST)
         # half of LOWEST, so that a row without any key gets weights exp(LOWEST / 2) = 0 and not exp(0)
         top = log_weights.detach().amax(-1).clamp(min=LOWEST / 2)
-        top = top if visible is None else torch.maximum(top, visible)
+        top = top if visible is None else torch.maximum(top, visible.detach())
         scores = scores * (log_weights - top[..., None]).exp()[:, :, None]
     partial = _group_matmul(scores, chunk.value)
     if state is None:
@@ -237,17 +263,20 @@ def _visible_max(state: LinearState, chunk: _Chunk, carried_id: Any) -> Tensor:
 
 def _advance(chunk: _Chunk, state: LinearState | None, carried_id: Any):
     """Take the chunk's keys into the state; with packed sequences only those of the last one remain."""
-    if chunk.ids is None:
-        return _fold(state, chunk.key, chunk.log_scale, chunk.value), None
-    last_id = chunk.ids[:, -1]
-    other = (chunk.ids != last_id[:, None])[:, None]
-    key = chunk.key.masked_fill(other[..., None], 0.0)
-    log_scale = None if chunk.log_scale is None else chunk.log_scale.masked_fill(other, LOWEST)
-    if state is not None:
-        ended = (last_id != carried_id)[:, None]
-        log_max = state.log_max if log_scale is None else state.log_max.masked_fill(ended, LOWEST)
-        state = LinearState(state.kv.masked_fill(ended[..., None, None], 0.0), log_max)
-    return _fold(state, key, log_scale, chunk.value), last_id
+    key, log_scale, last_id = chunk.key, chunk.log_scale, None
+    if chunk.ids is not None:
+        last_id = chunk.ids[:, -1]
+        other = (chunk.ids != last_id[:, None])[:, None]
+        key = key.masked_fill(other[..., None], 0.0)
+        log_scale = None if log_scale is None else log_scale.masked_fill(other, LOWEST)
+        if state is not None:
+            ended = (last_id != carried_id)[:, None]
+            log_max = state.log_max if log_scale is None else state.log_max.masked_fill(ended, LOWEST)
+            state = LinearState(state.kv.masked_fill(ended[..., None, None], 0.0), log_max)
+    state = _fold(state, key, log_scale, chunk.value)
+    if chunk.decay is not None:  # log scales count from the start of a chunk: the next one begins here
+        state = state._replace(log_max=state.log_max + chunk.decay[..., -1])
+    return state, last_id
 
 
 def _fold(state: LinearState | None, key: Tensor, log_scale: Tensor | None, value: Tensor) -> LinearState:
@@ -259,7 +288,7 @@ def _fold(state: LinearState | None, key: Tensor, log_scale: Tensor | None, valu
         return LinearState(kv, kv.new_zeros(kv.shape[:2]))
     log_max = log_scale.detach().amax(-1).clamp(min=LOWEST / 2)
     if state is not None:
-        log_max = torch.maximum(log_max, state.log_max)
+        log_max = torch.maximum(log_max, state.log_max.detach())
     kv = (key * (log_scale - log_max[..., None]).exp()[..., None]).transpose(-1, -2) @ value
     if state is not None:
         kv = kv + state.kv * (state.log_max - log_max).exp()[..., None, None]

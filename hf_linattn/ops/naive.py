@@ -47,9 +47,18 @@ def softmax_matrix(query: Tensor, key: Tensor, scaling: float, allowed: Tensor) 
     return normalise(torch.exp(scores - torch.where(top.isinf(), 0.0, top)))
 
 
-def kernel_matrix(query_features: Tensor, key_features: Tensor, allowed: Tensor) -> Tensor:
-    """Return phi(q_i) . phi(k_j) / sum_l phi(q_i) . phi(k_l) over the allowed keys: [B, H, Nq, Nk]."""
+def kernel_matrix(
+    query_features: Tensor, key_features: Tensor, allowed: Tensor, decay_rate: Tensor | None = None
+) -> Tensor:
+    """Return w_ij / sum_l w_il over the allowed keys: [B, H, Nq, Nk], with w_ij = phi(q_i) . phi(k_j).
+
+    With `decay_rate` [Hkv] (for Nq = Nk) w_ij is multiplied by exp(-decay_rate |i - j|), pads not counted.
+    """
     weights = torch.einsum("bhif,bhjf->bhij", query_features, _repeat_heads(key_features, query_features))
+    if decay_rate is not None:
+        count = allowed.long().cumsum(-1)
+        distance = (count.diagonal(dim1=-2, dim2=-1)[..., None] - count).abs()
+        weights = weights * torch.exp(-_repeat_heads(decay_rate[None, :, None, None], weights) * distance)
     return normalise(weights * allowed)
 
 

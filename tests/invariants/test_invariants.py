@@ -9,8 +9,8 @@ from hf_linattn.testing import Check, checks_of
 
 # beside the defaults of each mechanism, which are always tested
 VARIANTS = {
-    "linear": [{"feature_map": "relu"}],
-    "performer": [{"kernel": "hyperbolic", "num_features": 19}, {"kernel": "relu"}],
+    "linear": [{"feature_map": "relu"}, {"decay": "learned"}],
+    "performer": [{"kernel": "hyperbolic", "num_features": 19}, {"kernel": "relu", "decay": "learned"}],
 }
 CHECKS = [
     check

@@ -26,14 +26,17 @@ def exp_map(x: torch.Tensor) -> Features:
 PLAIN = {"elu": (elu_map, lambda x: F.elu(x) + 1), "exp": (exp_map, lambda x: (3 * x).exp())}
 
 
-def by_token(query, key, value, phi, causal, mask, ids) -> torch.Tensor:
-    """o_i = sum_j w_ij v_j / sum_j w_ij, one query of one head at a time."""
+def by_token(query, key, value, phi, causal, mask, ids, rates=None) -> torch.Tensor:
+    """o_i = sum_j w_ij v_j / sum_j w_ij, one query of one head at a time; rates [Hkv] of decay per real token."""
     output = torch.zeros(*query.shape[:3], value.shape[-1], dtype=query.dtype)
     for b, h, i in itertools.product(*map(range, query.shape[:3])):
         shared = h * key.shape[1] // query.shape[1]
         seen = [j for j in range(i + 1 if causal else LENGTH) if mask[b, j] and ids[b, i] == ids[b, j]]
         if seen:
             weights = phi(key[b, shared, seen]) @ phi(query[b, h, i])
+            if rates is not None:
+                steps = torch.stack([mask[b, min(i, j) + 1 : max(i, j) + 1].sum() for j in seen])
+                weights = weights * (-rates[shared] * steps).exp()
             output[b, h, i] = weights @ value[b, shared, seen] / weights.sum()
     return output
 
@@ -64,6 +67,52 @@ def test_equals_the_loop_over_tokens(inputs, name, causal, packed):
         else:
             got = linear_attention(*operands, chunk_size=chunk_size)
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", PLAIN)
+def test_decay_equals_the_loop_over_tokens(inputs, name, causal, packed):
+    """A slow and a very fast rate: values, and gradients of all inputs and of the rates."""
+    query, key, value, mask, ids = inputs
+    chunked, phi = PLAIN[name]
+    rates = torch.tensor([0.01, 9.0], dtype=torch.float64)
+    rates, *heads = (x.clone().requires_grad_() for x in (rates, query, key, value))
+    want = by_token(*heads, phi, causal, mask, ids if packed else torch.zeros_like(ids), rates)
+    weight = torch.randn(want.shape, dtype=torch.float64) * mask[:, None, :, None]
+    want_grads = torch.autograd.grad((want * weight).sum(), [*heads, rates])
+    for chunk_size in (1, 13, 1000):
+        decay = -rates[None, :, None] * mask[:, None]
+        operands = (*heads, chunked, chunked, mask, ids if packed else None)
+        if causal:
+            got, _ = causal_linear_attention(*operands, log_decay=decay, chunk_size=chunk_size)
+        else:
+            got = linear_attention(*operands, log_decay=decay, chunk_size=chunk_size)
+        real = mask[:, None, :, None]
+        torch.testing.assert_close(got * real, want * real, rtol=1e-10, atol=1e-10)
+        got_grads = torch.autograd.grad((got * weight).sum(), [*heads, rates])
+        for a, b in zip(got_grads, want_grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+def test_decayed_state_continues_across_calls_and_stays_finite(inputs):
+    """Calls of any size equal one; after 100,000 tokens of the fastest rate the state still holds the last ones."""
+    query, key, value, mask, _ = inputs
+    decay = -torch.tensor([0.1, 3.0], dtype=torch.float64)[None, :, None] * mask[:, None]
+    want, _ = causal_linear_attention(query, key, value, exp_map, exp_map, mask, log_decay=decay)
+    state, parts = None, []
+    for span in (slice(0, 19), slice(19, 20), slice(20, LENGTH)):
+        heads = (x[:, :, span] for x in (query, key, value))
+        part, state = causal_linear_attention(
+            *heads, exp_map, exp_map, mask[:, span], None, state, decay[:, :, span]
+        )
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 2), want)
+    ones = torch.ones(1, 1, 100_000, 1)
+    output, state = causal_linear_attention(ones, ones, ones, elu_map, elu_map, log_decay=-10 * ones[..., 0])
+    torch.testing.assert_close(output, ones)
+    total = state.kv[0, 0, :, -1] * state.log_max.exp()[0, 0]
+    torch.testing.assert_close(total, torch.tensor([2 / (1 - torch.tensor(-10.0).exp())]))
 
 
 @pytest.mark.parametrize("name", PLAIN)
