@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..config import MechanismConfig
 from ..errors import UnsupportedModeError
 from ..ops import naive
+from ..ops.sequences import find_sequences
 from ..registry import Registry
 
 MECHANISMS: Registry[Mechanism] = Registry(
@@ -163,6 +164,77 @@ class Mechanism(nn.Module):
     def extra_repr(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.config.to_options().items())
         return f"{self.config.mechanism}, causal={self.layer.causal}, {options}"
+
+
+class SequenceMechanism(Mechanism):
+    """Base of mechanisms that count positions from the start of a sequence: blocks, windows, sinks, slots.
+
+    A subclass writes `causal_sequences` and `bidirectional_sequences`, which see rows that start at position 0 and are
+    padded on the right only. Every padding and packing is brought into that form here and back again, so a sequence
+    gets what it would get alone. A state is a named tuple of tensors with the batch first.
+    """
+
+    def causal_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: Any
+    ) -> tuple[Tensor, Any]:
+        """Return output and state for rows that continue `state` (None: that begin).
+
+        `lengths` [B] counts the real tokens at the start of each row (maybe none); None if all are real. What comes
+        out behind them is dropped, and must not get into the state.
+        """
+        raise NotImplementedError
+
+    def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+        """Return the output when every query sees every key of its row up to `lengths`."""
+        raise NotImplementedError
+
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        if key_padding_mask is None and sequence_ids is None:
+            return self.causal_sequences(query, key, value, None, state)
+        return self._each_sequence(query, key, value, key_padding_mask, sequence_ids, state)
+
+    def bidirectional_attention(self, query, key, value, key_padding_mask, sequence_ids):
+        if key_padding_mask is None and sequence_ids is None:
+            return self.bidirectional_sequences(query, key, value, None)
+        return self._each_sequence(query, key, value, key_padding_mask, sequence_ids, None)[0]
+
+    @torch.compiler.disable  # where the sequences lie is data: compiled graphs end here and begin again
+    def _each_sequence(self, query, key, value, key_padding_mask, sequence_ids, state):
+        batch, _, length, _ = query.shape
+        if sequence_ids is None and bool(key_padding_mask.all()):
+            key_padding_mask = None  # as in every step of a padded batch
+            if self.layer.causal:
+                return self.causal_sequences(query, key, value, None, state)
+        output = value.new_zeros(*query.shape[:3], value.shape[3])
+        states: list[tuple[Tensor, Any]] = []
+        groups = find_sequences(batch, length, key_padding_mask, sequence_ids, query.device)
+        for number, group in enumerate(groups):
+            heads = [group.take(x) for x in (query, key, value)]
+            if self.layer.causal:
+                rows, after = self.causal_sequences(*heads, group.lengths, None if number else state)
+                states.append((group.rows[group.last], select_rows(after, group.last)))
+            else:
+                rows = self.bidirectional_sequences(*heads, group.lengths)
+            output = group.put(rows, output)
+        return output, merge_rows(states) if states else None
+
+
+def select_rows(state: Any, chosen: Tensor) -> Any:
+    """Return the chosen rows of every tensor of a state."""
+    return type(state)(*(x[chosen] for x in state))
+
+
+def merge_rows(states: list[tuple[Tensor, Any]]) -> Any:
+    """Put states, with the numbers of their rows, together to one batch; a shorter third dimension is zero-padded."""
+    order = torch.cat([rows for rows, _ in states]).argsort()
+    merged = []
+    for parts in zip(*(state for _, state in states), strict=True):
+        if parts[0].dim() > 2:
+            longest = max(part.shape[2] for part in parts)
+            missing = [(0, 0) * (part.dim() - 3) + (0, longest - part.shape[2]) for part in parts]
+            parts = tuple(nn.functional.pad(part, pad) for part, pad in zip(parts, missing, strict=True))
+        merged.append(torch.cat(parts)[order])
+    return type(states[0][1])(*merged)
 
 
 def register_mechanism(name: str) -> Callable[[type[Mechanism]], type[Mechanism]]:

@@ -1,0 +1,90 @@
+"""Rows that start at position 0 and are padded on the right only, out of rows with any padding and any packing.
+
+A mechanism that counts positions (blocks, windows, sinks, slots) must give a packed or left-padded sequence what it
+gives the sequence alone. Taking every sequence out into a row of its own makes that so by construction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Some sequences of a batch of B rows with N tokens each.
+
+    Attributes:
+        index: [S, L], where each token stands in the batch flattened to B N tokens; 0 behind the end.
+        lengths: [S], real tokens of each sequence.
+        rows: [S], the row each sequence comes from.
+        last: [S], whether it is the last of its row, which the decoding state belongs to.
+    """
+
+    index: Tensor
+    lengths: Tensor
+    rows: Tensor
+    last: Tensor
+
+    @property
+    def present(self) -> Tensor:
+        """[S, L], true for real tokens."""
+        return torch.arange(self.index.shape[1], device=self.index.device) < self.lengths[:, None]
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return the sequences of x [B, H, N, D] as rows [S, H, L, D], zero behind the end."""
+        rows = x.transpose(1, 2).flatten(0, 1)[self.index]
+        return (rows * self.present[:, :, None, None]).transpose(1, 2)
+
+    def put(self, rows: Tensor, into: Tensor) -> Tensor:
+        """Return `into` [B, H, N, D] with these sequences' outputs [S, H, L, D] in their places."""
+        present = self.present
+        flat = into.transpose(1, 2).flatten(0, 1)
+        flat = flat.index_put((self.index[present],), rows.transpose(1, 2)[present])
+        return flat.unflatten(0, (into.shape[0], into.shape[2])).transpose(1, 2)
+
+
+def find_sequences(
+    batch: int, length: int, key_padding_mask: Tensor | None, sequence_ids: Tensor | None, device: torch.device
+) -> list[Sequences]:
+    """Return every sequence of a batch: first those that begin their row, then the others by size.
+
+    The first entry has one sequence for each row, empty where the row is. The others are grouped so that none is
+    padded to more than twice its length: tokens and pads together stay below 2 B N however they are packed.
+    """
+    real = torch.ones(batch, length, dtype=torch.bool, device=device)
+    real = real if key_padding_mask is None else key_padding_mask.bool()
+    ids = torch.zeros_like(real, dtype=torch.long) if sequence_ids is None else sequence_ids.expand(batch, -1)
+    rows, columns = real.nonzero(as_tuple=True)
+    begins = torch.ones_like(rows, dtype=torch.bool)
+    begins[1:] = (rows[1:] != rows[:-1]) | (ids[rows[1:], columns[1:]] != ids[rows[:-1], columns[:-1]])
+    starts = begins.nonzero().flatten()
+    owner = rows[starts]
+    sizes = torch.diff(starts, append=starts.new_tensor([len(rows)]))
+    heads = torch.ones_like(owner, dtype=torch.bool)
+    heads[1:] = owner[1:] != owner[:-1]
+    tails = torch.ones_like(heads)
+    tails[:-1] = heads[1:]
+    places = rows * length + columns
+
+    first = torch.zeros(batch, 3, dtype=torch.long, device=device)  # start, size, whether last, of each row's first
+    first[:, 2] = 1
+    first[owner[heads]] = torch.stack([starts[heads], sizes[heads], tails[heads].long()], -1)
+    groups = [_gather(places, first[:, 0], first[:, 1], torch.arange(batch, device=device), first[:, 2].bool())]
+    later = ~heads
+    scale = torch.log2(sizes.float()).floor().long()
+    for exponent in scale[later].unique().tolist():
+        chosen = later & (scale == exponent)
+        groups.append(_gather(places, starts[chosen], sizes[chosen], owner[chosen], tails[chosen]))
+    return groups
+
+
+def _gather(places: Tensor, starts: Tensor, lengths: Tensor, rows: Tensor, last: Tensor) -> Sequences:
+    """Write down where the tokens of the chosen sequences stand."""
+    steps = torch.arange(max(int(lengths.max()), 1), device=places.device)
+    inside = steps < lengths[:, None]
+    order = torch.where(inside, starts[:, None] + steps, 0)
+    index = places[order] if len(places) else torch.zeros_like(order)
+    return Sequences(torch.where(inside, index, 0), lengths, rows, last)

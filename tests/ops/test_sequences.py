@@ -1,0 +1,53 @@
+"""Every real token is in exactly one sequence, in order, and comes back to its place."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_linattn.ops.sequences import find_sequences
+
+ROWS, LENGTH = 3, 17
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.booleans(), min_size=ROWS * LENGTH, max_size=ROWS * LENGTH),
+    st.lists(st.integers(0, 1), min_size=ROWS * LENGTH, max_size=ROWS * LENGTH),
+)
+def test_sequences_are_what_a_loop_over_tokens_finds(mask, steps):
+    mask = torch.tensor(mask).view(ROWS, LENGTH)
+    ids = torch.tensor(steps).view(ROWS, LENGTH).cumsum(1)
+    want = []
+    for row in range(ROWS):
+        found: dict[int, list[int]] = {}
+        for column in range(LENGTH):
+            if mask[row, column]:
+                found.setdefault(int(ids[row, column]), []).append(row * LENGTH + column)
+        want += [(row, places, number == len(found) - 1) for number, places in enumerate(found.values())]
+    groups = find_sequences(ROWS, LENGTH, mask, ids, mask.device)
+    assert groups[0].rows.tolist() == list(range(ROWS))
+    got, size = [], 0
+    for group in groups:
+        size += group.index.numel() if group is not groups[0] else 0
+        for index, length, row, last in zip(group.index, group.lengths, group.rows, group.last, strict=True):
+            if length:
+                got.append((int(row), index[:length].tolist(), bool(last)))
+            else:
+                assert last  # the row is empty: this is all there is of it
+    assert sorted(got) == sorted(want)
+    assert size < 2 * ROWS * LENGTH
+    assert [int(g.last.sum()) for g in groups] and sum(int(g.last.sum()) for g in groups) == ROWS
+
+
+def test_taken_and_put_back():
+    x = torch.randn(ROWS, 2, LENGTH, 3, dtype=torch.float64)
+    mask = torch.rand(ROWS, LENGTH) < 0.7
+    ids = (torch.arange(LENGTH) // 5).expand(ROWS, -1)
+    back = torch.zeros_like(x)
+    for group in find_sequences(ROWS, LENGTH, mask, ids, x.device):
+        rows = group.take(x)
+        assert not (rows * ~group.present[:, None, :, None]).any()
+        back = group.put(rows, back)
+    torch.testing.assert_close(back, x * mask[:, None, :, None])
