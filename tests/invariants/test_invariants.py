@@ -9,6 +9,10 @@ from hf_linattn.testing import Check, checks_of
 
 # beside the defaults of each mechanism, which are always tested
 VARIANTS = {
+    "hybrid": [
+        {"linear": "performer", "linear_options": {"num_features": 16}, "window_size": 9, "num_sinks": 2},
+        {"linear": "linear", "linear_options": {"decay": "learned"}, "window_size": 5, "num_sinks": 0},
+    ],
     "linear": [{"feature_map": "relu"}, {"decay": "learned"}],
     "performer": [{"kernel": "hyperbolic", "num_features": 19}, {"kernel": "relu", "decay": "learned"}],
 }
