@@ -15,6 +15,8 @@ before each chunk in another one. Read backwards, the same gives the far keys af
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -25,7 +27,9 @@ from torch.nn import functional as F
 from .causal_linear import LOWEST, FeatureMap, LinearState
 
 CHUNK_SIZE = 64
-AT_ONCE = 128  # chunks, counted once for each query head and row, in one product: they fit a cache and fill all cores
+LN_2 = math.log(2)
+AT_ONCE = {"cpu": 32}  # chunks in one product, counted once for each query head and row: here they fit the cache
+AT_ONCE_ELSEWHERE = 1024
 
 
 class HybridWeights(NamedTuple):
@@ -67,9 +71,13 @@ class HybridState(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums over keys of w_ij [v_j, 1] exp(-log): total [B, Hkv, T, G, C, Dv + 1], log [B, Hkv, T, G, C] or less."""
+    """Sums over keys for T chunks of C queries.
+
+    total: [B, Hkv, T, G, C, Dv], sum_j w_ij v_j exp(-log). weight, log: [B, Hkv, T, G, C], sum_j w_ij exp(-log).
+    """
 
     total: Tensor
+    weight: Tensor
     log: Tensor
 
 
@@ -111,10 +119,11 @@ def causal_hybrid_attention(
     # without earlier keys a window wider than the call would only see zeros
     left = weights.reach if state is not None else min(weights.reach, key.shape[2] - 1)
     before = None if state is None else LinearState(state.kv, state.log_max)
+    band = _band(key, weights.num_sinks, min(chunk_size, key.shape[2]), left)
     outputs: list[Tensor] = []
     linear = before
     for first, far, linear in _far(rows, weights, before, chunk_size):  # noqa: B007 - the last one is kept
-        near = _near(rows, weights, first, far.total.shape, left, 0, causal=True)
+        near = _near(rows, weights, first, far.total.shape[2], band, (left, 0), causal=True)
         outputs.append(_in_order(_join([near, far])))
     output = torch.cat(outputs, dim=3)[:, :, :, : query.shape[2]]
     return output.flatten(1, 2), _remember(rows, weights, linear)
@@ -136,17 +145,20 @@ def hybrid_attention(
     rows = _make_rows(query, key, value, weights, lengths, None)
     turned = rows._replace(query=rows.query.flip(3), key=key.flip(2), value=value.flip(2))
     parts = [
-        torch.cat([_in_order(far.total), _in_order(far.log[..., None])], dim=-1)
+        _in_order(torch.cat([far.total, far.weight[..., None], far.log[..., None]], dim=-1))
         for _, far, _ in _far(turned, weights, None, chunk_size, backwards=True)
     ]
     after = torch.cat(parts, dim=3)[:, :, :, :length].flip(3)
     reach = min(weights.reach, length - 1)
+    size = min(chunk_size, length)
+    band = _band(key, weights.num_sinks, size, 2 * reach)
     outputs = []
     for first, before, _ in _far(rows, weights, None, chunk_size):
-        shape = before.total.shape
-        near = _near(rows, weights, first, shape, reach, reach, causal=False)
-        behind = _chunked(_places(after, first, first + shape[2] * shape[4], 3), shape[2])
-        outputs.append(_in_order(_join([near, before, _Sums(behind[..., :-1], behind[..., -1])])))
+        chunks = before.total.shape[2]
+        near = _near(rows, weights, first, chunks, band, (reach, reach), causal=False)
+        columns = _chunked(_places(after, first, first + chunks * size, 3), chunks)
+        behind = _Sums(columns[..., :-2], columns[..., -2], columns[..., -1])
+        outputs.append(_in_order(_join([near, before, behind])))
     return torch.cat(outputs, dim=3)[:, :, :, :length].flatten(1, 2)
 
 
@@ -189,45 +201,51 @@ def _remember(rows: _Rows, weights: HybridWeights, linear: Any) -> HybridState:
     )
 
 
-def _near(rows: _Rows, weights: HybridWeights, first: int, shape, left: int, right: int, *, causal: bool) -> _Sums:
-    """Sum over the window and the sinks for T chunks of C queries from place `first` on; shape [., ., T, ., C, .]."""
-    chunks, size = shape[2], shape[4]
+def _band(like: Tensor, sinks: int, size: int, reach: int) -> Tensor:
+    """Return 0 where a query sees a key of [sinks, window] and LOWEST elsewhere, away from both ends: [C, S + K]."""
+    own, other = torch.arange(size)[:, None], torch.arange(size + reach)
+    band = F.pad((other < own) | (other > own + reach), (sinks, 0))
+    return torch.zeros(band.shape, dtype=like.dtype).masked_fill(band, LOWEST).to(like.device)
+
+
+def _near(
+    rows: _Rows, weights: HybridWeights, first: int, chunks: int, band: Tensor, sides: tuple[int, int], *, causal: bool
+) -> _Sums:
+    """Sum over the window and the sinks for T chunks from place `first` on; `sides`: how far they see."""
+    size, left, right = band.shape[0], *sides
     last = first + chunks * size
 
     def seen(x: Tensor, sinks: Tensor, ring: Tensor | None) -> Tensor:
-        """Sinks and window of each chunk: [B, Hkv, T, D, S + left + C + right]."""
+        """Sinks and window of each chunk: [B, Hkv, T, S + left + C + right, D]."""
         window = _places(x, first - left, last + right, 2, ring).unfold(2, size + left + right, size)
-        sinks = sinks.transpose(-1, -2)[:, :, None].expand(-1, -1, chunks, -1, -1)
-        return torch.cat([sinks, window], dim=-1)
+        return torch.cat([sinks[:, :, None].expand(-1, -1, chunks, -1, -1), window.transpose(-1, -2)], dim=3)
 
-    query = _chunked(_places(rows.query, first, last, 3), chunks) * weights.scaling
+    # in powers of two, see _exp; in place, since every pass over the scores counts
+    query = _chunked(_places(rows.query, first, last, 3), chunks) * (weights.scaling / LN_2)
     keys = seen(rows.key, rows.sink_key, rows.ring_key)
-    scores = (query.flatten(3, 4) @ keys).unflatten(3, (-1, size))
-    hidden = _hidden_from_window(rows, weights.num_sinks, first, (chunks, size), (left, right), causal)
-    scores = scores.masked_fill(hidden, LOWEST)
+    scores = (query.flatten(3, 4) @ keys.transpose(-1, -2)).unflatten(3, (-1, size)).add_(band)
+    whole = causal or (not rows.padded and last + right <= rows.key.shape[2])
+    if first - left < weights.num_sinks or not whole:
+        scores.masked_fill_(_hidden_at_ends(rows, weights.num_sinks, first, (chunks, size), sides, causal), LOWEST)
     top = scores.detach().amax(-1).clamp(min=LOWEST / 2)
-    shares = (scores - top[..., None]).exp()
-    values = _with_ones(seen(rows.value, rows.sink_value, rows.ring_value).transpose(-1, -2))
-    return _Sums((shares.flatten(3, 4) @ values).unflatten(3, (-1, size)), top)
+    shares = scores.sub_(top[..., None]).exp2_()
+    total = shares.flatten(3, 4) @ seen(rows.value, rows.sink_value, rows.ring_value)
+    return _Sums(total.unflatten(3, (-1, size)), shares.sum(-1), top * LN_2)
 
 
-def _hidden_from_window(rows: _Rows, sinks: int, first: int, chunks: tuple[int, int], sides, causal: bool) -> Tensor:
-    """Which of [sinks, window] each query must not see: [C, S + K], or [B or 1, 1, T, 1, C, S + K] at the ends."""
+def _hidden_at_ends(rows: _Rows, sinks: int, first: int, chunks: tuple[int, int], sides, causal: bool) -> Tensor:
+    """Which of [sinks, window] are not there, or there as a sink already: [B or 1, 1, T, 1, C, S + K]."""
     (number, size), (left, right) = chunks, sides
     device = rows.key.device
-    own, other = torch.arange(size, device=device)[:, None], torch.arange(left + size + right, device=device)
-    band = (other < own) | (other > own + left + right)
-    whole = causal or (not rows.padded and first + number * size + right <= rows.key.shape[2])
-    if first - left >= sinks and whole:
-        return F.pad(band, (sinks, 0))
-    begin = rows.start[:, None, None] + first + size * torch.arange(number, device=device)[:, None]  # [B or 1, T, 1]
+    begin = rows.start[:, None] + first + size * torch.arange(number, device=device)  # [B or 1, T]
     limit = (rows.start + rows.end)[:, None, None]
-    position = begin - left + other
+    position = begin[..., None] - left + torch.arange(left + size + right, device=device)
     outside = (position < sinks) | (position >= limit)
     slot = torch.arange(sinks, device=device)
-    to_come = (slot >= limit)[:, :, None] if not causal else slot > (begin + own[:, 0])[..., None]
-    windows = band | outside[:, :, None]
-    return torch.cat([to_come.expand(*windows.shape[:3], -1), windows], dim=-1)[:, None, :, None]
+    own = begin[..., None] + torch.arange(size, device=device)
+    to_come = slot > own[..., None] if causal else (slot >= limit)[:, :, None]
+    shape = (*own.shape, -1)
+    return torch.cat([to_come.expand(shape), outside[:, :, None].expand(shape)], dim=-1)[:, None, :, None]
 
 
 def _far(
@@ -239,7 +257,7 @@ def _far(
     """
     batch, kv_heads, groups, length, _ = rows.query.shape
     size = min(chunk_size, length)
-    most = max(1, AT_ONCE // (batch * kv_heads * groups))
+    most = max(1, AT_ONCE.get(rows.key.device.type, AT_ONCE_ELSEWHERE) // (batch * kv_heads * groups))
     mix, rate = weights.log_mix.view(kv_heads, 1, groups, 1), weights.decay_rate
     # a key beside a pad stays out of the state: it is still in the window of the token that will come
     end = torch.full_like(rows.end, length) if backwards else rows.end
@@ -258,26 +276,26 @@ def _far(
         log = mix if query_log is None else mix + _chunked(query_log[..., None], chunks)[..., 0]
         log = log if top is None else log + top[:, :, :, None]
         log = log if rate is None else log - (rate * weights.reach).view(-1, 1, 1, 1)
-        yield first, _Sums(total, log.expand(total.shape[:-1])), state
+        yield first, _Sums(total[..., :-1], total[..., -1], log.expand(total.shape[:-1])), state
 
 
 def _far_keys(rows: _Rows, weights: HybridWeights, first: int, last: int, end: Tensor, backwards: bool):
     """Return features, values and log scales (None if all zero) of the keys beside the queries from `first` on."""
+    length, span = rows.key.shape[2], (first - weights.reach, last - weights.reach)
     index = torch.arange(first, last, device=end.device)
     place = index - weights.reach
     if backwards:
-        position = rows.key.shape[2] - 1 - place
+        position = length - 1 - place
         hidden = (position < weights.num_sinks) | (position >= rows.end[:, None])
     else:
         hidden = (rows.start[:, None] + place < weights.num_sinks) | (index >= end[:, None])
-    span = (first - weights.reach, last - weights.reach)
     key, log_scale = weights.key_map(_places(rows.key, *span, 2, rows.ring_key).contiguous())
-    key = key.masked_fill(hidden[:, None, :, None], 0.0)
     if log_scale is None and weights.decay_rate is not None:
         log_scale = key.new_zeros(key.shape[:-1])
-    if log_scale is not None:
-        log_scale = log_scale.masked_fill(hidden[:, None], LOWEST)
-    return key, _with_ones(_places(rows.value, *span, 2, rows.ring_value)), log_scale
+    if backwards or rows.padded or span[0] < weights.num_sinks or last > length:
+        key = key.masked_fill(hidden[:, None, :, None], 0.0)
+        log_scale = None if log_scale is None else log_scale.masked_fill(hidden[:, None], LOWEST)
+    return key, F.pad(_places(rows.value, *span, 2, rows.ring_value), (0, 1), value=1.0), log_scale
 
 
 def _far_segment(query, key, value, log_scale, state: LinearState, rate: Tensor | None, steps: Tensor):
@@ -293,45 +311,47 @@ def _far_segment(query, key, value, log_scale, state: LinearState, rate: Tensor 
     # by index: whatever stands in the future, it cannot come through
     scores = (query @ key.transpose(-1, -2)).unflatten(3, (groups, size)).tril(-1)
     if log_scale is None:
-        ones = value.new_ones(steps.shape[1], steps.shape[1]).tril()
-        states, after = _sum_up(key.transpose(-1, -2) @ value, state.kv, ones)
-        total = scores.flatten(3, 4) @ value + query @ states
-        return total.unflatten(3, (groups, size)), None, LinearState(after, state.log_max)
+        earlier, kv = _read_and_fold(query, key, value, state.kv, None)
+        total = scores.flatten(3, 4) @ value + earlier
+        return total.unflatten(3, (groups, size)), None, LinearState(kv, state.log_max)
     rate = log_scale.new_zeros(1, 1, 1) if rate is None else rate[:, None, None]
     offset = torch.arange(size, device=key.device)
     lost = rate * offset  # [Hkv, 1, C], since the chunk began
     log_weights = log_scale[:, :, :, None] - (rate * (offset[:, None] - offset))[:, None]
     log_weights = log_weights.masked_fill(offset[:, None] <= offset, LOWEST)
-    # each chunk's sums as they are seen from its end, then from the start of every later one
+    # as seen from the end of each chunk, and the largest of all up to there
     index = torch.arange(key.shape[2] * size, device=key.device).view(-1, size)
     log_keys = log_scale - rate * (steps[:, None, 1:, None] - index)
-    tops = log_keys.detach().amax(-1).clamp(min=LOWEST / 2)
-    sums = (key * (log_keys - tops[..., None]).exp()[..., None]).transpose(-1, -2) @ value
-    tops = torch.cat([state.log_max[:, :, None], tops], dim=2)
-    factors = tops[:, :, None] - rate * (steps[:, None, :, None] - steps[:, None, None])
-    factors = factors.masked_fill(torch.ones_like(factors, dtype=torch.bool).triu(1), LOWEST)
-    reached = factors.detach().amax(-1)  # [B, Hkv, T + 1], the largest log scale before each chunk and after the last
-    states, after = _sum_up(sums, state.kv, (factors - reached[..., None]).exp())
+    passed = rate[..., 0] * steps.diff()[:, None]  # [B, Hkv, T]
+    log_max = [state.log_max.detach()]
+    for largest, decay in zip(log_keys.detach().amax(-1).unbind(2), passed.detach().unbind(2), strict=True):
+        log_max.append(torch.maximum(largest.clamp(min=LOWEST / 2), log_max[-1] - decay))
+    before, after = torch.stack(log_max[:-1], dim=2), torch.stack(log_max[1:], dim=2)
+    key = key * _exp(log_keys - after[..., None])[..., None]
+    earlier, kv = _read_and_fold(query, key, value, state.kv, _exp(before - passed - after))
 
-    visible = reached[:, :, :-1, None] - lost
+    visible = before[..., None] - lost
     top = torch.maximum(log_weights.amax(-1), visible).detach()
-    scores = scores * (log_weights - top[..., None]).exp()[:, :, :, None]
-    earlier = (query @ states).unflatten(3, (groups, size)) * (visible - top).exp()[:, :, :, None, :, None]
+    scores = scores * _exp(log_weights - top[..., None])[:, :, :, None]
+    earlier = earlier.unflatten(3, (groups, size)) * _exp(visible - top)[:, :, :, None, :, None]
     total = (scores.flatten(3, 4) @ value).unflatten(3, (groups, size)) + earlier
-    return total, top, LinearState(after, reached[:, :, -1])
+    return total, top, LinearState(kv, log_max[-1])
 
 
-def _sum_up(sums: Tensor, carried: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the state before each chunk [B, Hkv, T, F, Dv + 1] and the one after the last.
+def _read_and_fold(query, key, value, kv: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the products with what stood in the state before each chunk [B, Hkv, T, G C, Dv + 1], and the new state.
 
-    sums: [B, Hkv, T, F, Dv + 1], of each chunk. carried: what came before. factors: [B, Hkv, T + 1, T + 1] or
-    [T + 1, T + 1], by which the state before chunk t (or after the last) counts what was carried and each chunk.
+    `factors` [B, Hkv, T]: what is left of the state after each chunk; None if all.
     """
-    known = torch.cat([carried[:, :, None], sums], dim=2).flatten(3)
-    # apart, so that the states are one contiguous batch
-    before, after = factors[..., :-1, :] @ known, factors[..., -1:, :] @ known
-    shape = carried.shape[2:]
-    return before.unflatten(3, shape), after[:, :, 0].unflatten(2, shape)
+    flat = kv.flatten(0, 1)
+    query, key, value = (x.flatten(0, 1) for x in (query, key.transpose(-1, -2), value))
+    factors = None if factors is None else factors.flatten(0, 1)[..., None, None]
+    read = []
+    for chunk in range(query.shape[1]):
+        read.append(query[:, chunk] @ flat)
+        left = flat if factors is None else flat * factors[:, chunk]
+        flat = torch.baddbmm(left, key[:, chunk], value[:, chunk])
+    return torch.stack(read, dim=1).view(*kv.shape[:2], *query.shape[1:3], -1), flat.view_as(kv)
 
 
 def _join(parts: list[_Sums]) -> Tensor:
@@ -340,16 +360,26 @@ def _join(parts: list[_Sums]) -> Tensor:
     Each part counts with the weight it has, not with what its log factor allows for: features that hardly meet would
     otherwise push the others below what a float can hold. Sums that all but vanished are noise and left out.
     """
-    logs = []
-    for total, log in parts:
-        weight = total[..., -1].detach()
-        vanished = weight < torch.finfo(weight.dtype).tiny ** 0.75  # 4e-29 in float32
-        logs.append((vanished, torch.where(vanished, LOWEST, log.detach() + torch.where(vanished, 1.0, weight).log())))
-    top = torch.stack([mass for _, mass in logs]).amax(0)
-    shares = [torch.where(gone, LOWEST, log - top).exp() for (_, log), (gone, _) in zip(parts, logs, strict=True)]
-    joint = torch.stack([total * share[..., None] for (total, _), share in zip(parts, shares, strict=True)]).sum(0)
-    weight = joint[..., -1:]
-    return joint[..., :-1] / torch.where(weight == 0, 1.0, weight)
+    smallest = torch.finfo(parts[0].weight.dtype).tiny ** 0.75  # 4e-29 in float32
+    present = [part.weight.detach() >= smallest for part in parts]
+    masses = [
+        torch.where(some, part.log.detach() + part.weight.detach().clamp(min=smallest).log(), LOWEST)
+        for part, some in zip(parts, present, strict=True)
+    ]
+    top = functools.reduce(torch.maximum, masses)
+    factors = [_exp(torch.where(some, part.log - top, LOWEST)) for part, some in zip(parts, present, strict=True)]
+    weights = [part.weight * factor for part, factor in zip(parts, factors, strict=True)]
+    weight = functools.reduce(torch.add, weights)
+    weight = torch.where(weight == 0, 1.0, weight)
+    joint = parts[0].total * (factors[0] / weight)[..., None]
+    for part, factor in zip(parts[1:], factors[1:], strict=True):
+        joint = torch.addcmul(joint, part.total, (factor / weight)[..., None])
+    return joint
+
+
+def _exp(x: Tensor) -> Tensor:
+    """e^x, as fast where it vanishes as elsewhere; torch.exp then takes ten times as long."""
+    return torch.exp2(x / LN_2)
 
 
 def _places(x: Tensor, start: int, stop: int, dim: int, left: Tensor | None = None) -> Tensor:
@@ -378,8 +408,3 @@ def _chunked(x: Tensor, chunks: int) -> Tensor:
 def _in_order(x: Tensor) -> Tensor:
     """[B, Hkv, T, G, C, D] -> [B, Hkv, G, T C, D]."""
     return x.transpose(2, 3).flatten(3, 4)
-
-
-def _with_ones(value: Tensor) -> Tensor:
-    """Append the column that sums up the weights."""
-    return F.pad(value, (0, 1), value=1.0)
