@@ -16,7 +16,6 @@ before each chunk in another one. Read backwards, the same gives the far keys af
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -25,9 +24,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .causal_linear import LOWEST, FeatureMap, LinearState
+from .earlier_sums import LN_2, earlier_sums, fast_exp
 
 CHUNK_SIZE = 64
-LN_2 = math.log(2)
 AT_ONCE = {"cpu": 32}  # chunks in one product, counted once for each query head and row: here they fit the cache
 AT_ONCE_ELSEWHERE = 1024
 
@@ -220,7 +219,7 @@ def _near(
         window = _places(x, first - left, last + right, 2, ring).unfold(2, size + left + right, size)
         return torch.cat([sinks[:, :, None].expand(-1, -1, chunks, -1, -1), window.transpose(-1, -2)], dim=3)
 
-    # in powers of two, see _exp; in place, since every pass over the scores counts
+    # in powers of two, see fast_exp; in place, since every pass over the scores counts
     query = _chunked(_places(rows.query, first, last, 3), chunks) * (weights.scaling / LN_2)
     keys = seen(rows.key, rows.sink_key, rows.ring_key)
     scores = (query.flatten(3, 4) @ keys.transpose(-1, -2)).unflatten(3, (-1, size)).add_(band)
@@ -244,7 +243,7 @@ def _hidden_at_ends(rows: _Rows, sinks: int, first: int, chunks: tuple[int, int]
     slot = torch.arange(sinks, device=device)
     own = begin[..., None] + torch.arange(size, device=device)
     to_come = slot > own[..., None] if causal else (slot >= limit)[:, :, None]
-    shape = (*own.shape, -1)
+    shape = (max(len(own), len(limit)), number, size, -1)
     return torch.cat([to_come.expand(shape), outside[:, :, None].expand(shape)], dim=-1)[:, None, :, None]
 
 
@@ -272,7 +271,7 @@ def _far(
             state = LinearState(value.new_zeros(batch, kv_heads, key.shape[3], value.shape[3]), log_max)
         key, value = (x.unflatten(2, (chunks, size)) for x in (key, value))
         log_scale = None if log_scale is None else log_scale.unflatten(2, (chunks, size))
-        total, top, state = _far_segment(_chunked(query, chunks), key, value, log_scale, state, rate, steps)
+        total, top, state = earlier_sums(_chunked(query, chunks), key, value, log_scale, state, rate, steps)
         log = mix if query_log is None else mix + _chunked(query_log[..., None], chunks)[..., 0]
         log = log if top is None else log + top[:, :, :, None]
         log = log if rate is None else log - (rate * weights.reach).view(-1, 1, 1, 1)
@@ -298,62 +297,6 @@ def _far_keys(rows: _Rows, weights: HybridWeights, first: int, last: int, end: T
     return key, F.pad(_places(rows.value, *span, 2, rows.ring_value), (0, 1), value=1.0), log_scale
 
 
-def _far_segment(query, key, value, log_scale, state: LinearState, rate: Tensor | None, steps: Tensor):
-    """Return sums over the keys before each query, their log factor [B, Hkv, T, C] or None, and the next state.
-
-    Args:
-        query: [B, Hkv, T, G, C, F]. key: [B, Hkv, T, C, F]. value: [B, Hkv, T, C, Dv + 1].
-        log_scale: [B, Hkv, T, C], None if keys have no log scale and nothing decays.
-        steps: [B or 1, T + 1], tokens of the segment before each chunk and after the last, pads not counted.
-    """
-    groups, size = query.shape[3:5]
-    query = query.flatten(3, 4)
-    # by index: whatever stands in the future, it cannot come through
-    scores = (query @ key.transpose(-1, -2)).unflatten(3, (groups, size)).tril(-1)
-    if log_scale is None:
-        earlier, kv = _read_and_fold(query, key, value, state.kv, None)
-        total = scores.flatten(3, 4) @ value + earlier
-        return total.unflatten(3, (groups, size)), None, LinearState(kv, state.log_max)
-    rate = log_scale.new_zeros(1, 1, 1) if rate is None else rate[:, None, None]
-    offset = torch.arange(size, device=key.device)
-    lost = rate * offset  # [Hkv, 1, C], since the chunk began
-    log_weights = log_scale[:, :, :, None] - (rate * (offset[:, None] - offset))[:, None]
-    log_weights = log_weights.masked_fill(offset[:, None] <= offset, LOWEST)
-    # as seen from the end of each chunk, and the largest of all up to there
-    index = torch.arange(key.shape[2] * size, device=key.device).view(-1, size)
-    log_keys = log_scale - rate * (steps[:, None, 1:, None] - index)
-    passed = rate[..., 0] * steps.diff()[:, None]  # [B, Hkv, T]
-    log_max = [state.log_max.detach()]
-    for largest, decay in zip(log_keys.detach().amax(-1).unbind(2), passed.detach().unbind(2), strict=True):
-        log_max.append(torch.maximum(largest.clamp(min=LOWEST / 2), log_max[-1] - decay))
-    before, after = torch.stack(log_max[:-1], dim=2), torch.stack(log_max[1:], dim=2)
-    key = key * _exp(log_keys - after[..., None])[..., None]
-    earlier, kv = _read_and_fold(query, key, value, state.kv, _exp(before - passed - after))
-
-    visible = before[..., None] - lost
-    top = torch.maximum(log_weights.amax(-1), visible).detach()
-    scores = scores * _exp(log_weights - top[..., None])[:, :, :, None]
-    earlier = earlier.unflatten(3, (groups, size)) * _exp(visible - top)[:, :, :, None, :, None]
-    total = (scores.flatten(3, 4) @ value).unflatten(3, (groups, size)) + earlier
-    return total, top, LinearState(kv, log_max[-1])
-
-
-def _read_and_fold(query, key, value, kv: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the products with what stood in the state before each chunk [B, Hkv, T, G C, Dv + 1], and the new state.
-
-    `factors` [B, Hkv, T]: what is left of the state after each chunk; None if all.
-    """
-    flat = kv.flatten(0, 1)
-    query, key, value = (x.flatten(0, 1) for x in (query, key.transpose(-1, -2), value))
-    factors = None if factors is None else factors.flatten(0, 1)[..., None, None]
-    read = []
-    for chunk in range(query.shape[1]):
-        read.append(query[:, chunk] @ flat)
-        left = flat if factors is None else flat * factors[:, chunk]
-        flat = torch.baddbmm(left, key[:, chunk], value[:, chunk])
-    return torch.stack(read, dim=1).view(*kv.shape[:2], *query.shape[1:3], -1), flat.view_as(kv)
-
-
 def _join(parts: list[_Sums]) -> Tensor:
     """Divide summed values by summed weights under the parts' common maximum: [B, Hkv, T, G, C, Dv].
 
@@ -367,7 +310,7 @@ def _join(parts: list[_Sums]) -> Tensor:
         for part, some in zip(parts, present, strict=True)
     ]
     top = functools.reduce(torch.maximum, masses)
-    factors = [_exp(torch.where(some, part.log - top, LOWEST)) for part, some in zip(parts, present, strict=True)]
+    factors = [fast_exp(torch.where(some, part.log - top, LOWEST)) for part, some in zip(parts, present, strict=True)]
     weights = [part.weight * factor for part, factor in zip(parts, factors, strict=True)]
     weight = functools.reduce(torch.add, weights)
     weight = torch.where(weight == 0, 1.0, weight)
@@ -375,11 +318,6 @@ def _join(parts: list[_Sums]) -> Tensor:
     for part, factor in zip(parts[1:], factors[1:], strict=True):
         joint = torch.addcmul(joint, part.total, (factor / weight)[..., None])
     return joint
-
-
-def _exp(x: Tensor) -> Tensor:
-    """e^x, as fast where it vanishes as elsewhere; torch.exp then takes ten times as long."""
-    return torch.exp2(x / LN_2)
 
 
 def _places(x: Tensor, start: int, stop: int, dim: int, left: Tensor | None = None) -> Tensor:
@@ -393,8 +331,9 @@ def _places(x: Tensor, start: int, stop: int, dim: int, left: Tensor | None = No
     if start < 0:
         count = min(stop, 0) - start
         parts.append(zeros(count) if left is None else left.narrow(dim, left.shape[dim] + start, count))
-    if start < length and stop > 0:
-        parts.append(x.narrow(dim, max(start, 0), min(stop, length) - max(start, 0)))
+    if (start < length and stop > 0) or not parts:
+        first = min(max(start, 0), length)
+        parts.append(x.narrow(dim, first, max(min(stop, length) - first, 0)))
     if stop > length:
         parts.append(zeros(stop - max(start, length)))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
