@@ -15,7 +15,7 @@ from ..ops import naive
 from ..ops.causal_linear import LinearState, causal_linear_attention, linear_attention
 from .base import AttentionLayer, ExactnessLimit, Mechanism, register_mechanism
 
-SHORTEST, LONGEST = 1.0, 64.0  # tokens after which the fastest and the slowest head start to forget
+SHORTEST, LONGEST = 0.5, 16.0  # tokens over which the weights of the fastest and the slowest head fall by a factor e
 
 
 @dataclass
@@ -50,7 +50,7 @@ class LinearMechanism(Mechanism):
     O(N F Dv), the decoding state S, z has constant size, float32, one per key/value head.
 
     With `decay="learned"` the weights are phi(q_i) . phi(k_j) exp(-r |i - j|), r > 0 one trained number per key/value
-    head (parameter `log_decay_rate`, from r = 1 to r = 1/64 over the heads): the state forgets, what is near counts
+    head (parameter `log_decay_rate`, from r = 2 to r = 1/16 over the heads): the state forgets, what is near counts
     more. Models that attended to neighbouring positions find them again with it; elu + 1 alone has too few features
     to tell positions apart (Sun et al. 2023, Retentive Network, arXiv 2307.08621, with fixed rates).
 

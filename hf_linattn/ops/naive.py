@@ -33,6 +33,11 @@ def allowed_pairs(
     return allowed
 
 
+def positions(allowed: Tensor) -> Tensor:
+    """Return each real token's position in its own sequence, pads left out: [..., N] from `allowed` [..., N, N]."""
+    return allowed.long().cumsum(-1).diagonal(dim1=-2, dim2=-1) - 1
+
+
 def normalise(weights: Tensor) -> Tensor:
     """Divide non-negative weights [..., Nk] by their sum; a row without weight stays zero."""
     total = weights.sum(-1, keepdim=True)
@@ -57,7 +62,7 @@ def kernel_matrix(
     weights = torch.einsum("bhif,bhjf->bhij", query_features, _repeat_heads(key_features, query_features))
     if decay_rate is not None:
         count = allowed.long().cumsum(-1)
-        distance = (count.diagonal(dim1=-2, dim2=-1)[..., None] - count).abs()
+        distance = (positions(allowed)[..., None] + 1 - count).abs()
         weights = weights * torch.exp(-_repeat_heads(decay_rate[None, :, None, None], weights) * distance)
     return normalise(weights * allowed)
 
