@@ -9,6 +9,7 @@ from hf_linattn.testing import Check, checks_of
 
 # beside the defaults of each mechanism, which are always tested
 VARIANTS = {
+    "hedgehog": [{"feature_dim": 6, "decay": "learned"}],
     "linear": [{"feature_map": "relu"}, {"decay": "learned"}],
     "performer": [{"kernel": "hyperbolic", "num_features": 19}, {"kernel": "relu", "decay": "learned"}],
 }
