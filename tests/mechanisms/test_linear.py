@@ -131,3 +131,12 @@ def test_bad_options_are_named(name, options, message):
 def test_fixed_maps_are_one_module_for_queries_and_keys():
     mechanism = next(iter(get_mechanisms(patch_model(tiny_model("llama", True), "linear")).values()))
     assert mechanism.maps == (mechanism.feature_map, mechanism.feature_map)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_queries_start_with_the_weights_of_their_keys_and_layers_with_their_own(name):
+    options = {"feature_dim": 6 * 8}
+    first, second = get_mechanisms(patch_model(tiny_model("llama", True), name, **options)).values()
+    for query_weight, key_weight in zip(first.query_map.parameters(), first.key_map.parameters(), strict=True):
+        assert torch.equal(query_weight, key_weight[:, None].expand_as(query_weight))
+    assert not torch.equal(first.key_map.weight, second.key_map.weight)
