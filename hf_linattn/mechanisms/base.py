@@ -265,7 +265,7 @@ def register_mechanism(name: str) -> Callable[[type[Mechanism]], type[Mechanism]
 def list_mechanisms() -> list[str]:
     """Return the names `patch_model` accepts.
 
-    >>> list_mechanisms()
-    ['linear', 'performer', 'softmax']
+    >>> {"linear", "performer", "softmax"} <= set(list_mechanisms())
+    True
     """
     return MECHANISMS.names()

@@ -115,7 +115,7 @@ class RecipeArguments:
         default=None, metadata={"help": "Tokens of each search run; default: 15 % of max_train_tokens."}
     )
     kl_weight: float = field(
-        default=0.0, metadata={"help": "Of the KL divergence from what the original predicts, beside the text; control: none."}
+        default=0.0, metadata={"help": "Of the KL divergence from the original's predictions; control: none."}
     )
     hidden_weight: float = field(
         default=0.0, metadata={"help": "Of the relative squared error of all layers' hidden states; control: none."}

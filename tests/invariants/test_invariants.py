@@ -13,14 +13,15 @@ VARIANTS = {
     "bigbird": [{"block_size": 8, "window_blocks": 1, "num_global": 5, "num_random": 2}],
     "checkerboard": [{"block_size": 8, "window_size": 51}],
     "fixed": [{"block_size": 8, "group_size": 20, "num_summary": 3, "num_groups": 2}],
+    "hedgehog": [{"feature_dim": 6, "decay": "learned"}],
+    "linear": [{"feature_map": "relu"}, {"decay": "learned"}],
     "local": [{"block_size": 8, "window_size": 19}],
     "longformer": [{"block_size": 8, "window_size": 11, "num_global": 3}],
+    "performer": [{"kernel": "hyperbolic", "num_features": 19}, {"kernel": "relu", "decay": "learned"}],
     "radial": [{"block_size": 8, "window_blocks": 2}],
     "random": [{"block_size": 8, "num_random": 2}],
     "sinks": [{"block_size": 8, "window_size": 11, "num_sinks": 3}],
     "sparse_transformer": [{"block_size": 8, "window_size": 11, "stride": 3, "num_strides": 2}],
-    "linear": [{"feature_map": "relu"}, {"decay": "learned"}],
-    "performer": [{"kernel": "hyperbolic", "num_features": 19}, {"kernel": "relu", "decay": "learned"}],
 }
 CHECKS = [
     check

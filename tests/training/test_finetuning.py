@@ -34,7 +34,8 @@ def make_data(model, masked: bool = False, documents: int = 12):
             for name, seed in {"train": 0, "validation": 100}.items()
         }
     )
-    options = DataArguments(block_size=16, mlm_probability=0.4, eval_mlm_probability=0.4)  # of so few tokens enough are masked in every batch
+    # of so few tokens enough are masked in every batch
+    options = DataArguments(block_size=16, mlm_probability=0.4, eval_mlm_probability=0.4)
     return finetuning.pack_splits(splits, make_tokenizer(), model, options, 512, masked)
 
 
