@@ -67,6 +67,10 @@ class BlockSparseMechanism(SequenceMechanism):
         """Return whether a query at [..., Nq, 1] sees a key at [..., 1, Nk]."""
         raise NotImplementedError
 
+    def log_weight(self, query_position: Tensor, key_position: Tensor) -> Tensor | None:
+        """Return what is added to the scores [B, H, Nq, Nk]; None for nothing."""
+        return None
+
     def needed(self, key_position: Tensor, position: Tensor) -> Tensor:
         """Return whether a query at `position` or later may see this key."""
         return torch.ones_like(key_position, dtype=torch.bool)
@@ -92,7 +96,8 @@ class BlockSparseMechanism(SequenceMechanism):
         seen = self.sees(query_position, key_position) | (key_position < self.num_global)
         if not self.layer.causal:
             seen = seen | (query_position < self.num_global)
-        return naive.softmax_matrix(query, key, self.layer.scaling, allowed & seen)
+        log_weight = self.log_weight(query_position, key_position)
+        return naive.softmax_matrix(query, key, self.layer.scaling, allowed & seen, log_weight)
 
 
 def blocks_around(block: int, window_size: int, block_size: int) -> range:

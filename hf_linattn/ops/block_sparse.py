@@ -45,6 +45,10 @@ class Pattern(Protocol):
         """Return whether a query at [..., Nq, 1] sees a key at [..., 1, Nk], after the dimensions [B or 1, H or 1]."""
         ...
 
+    def log_weight(self, query_position: Tensor, key_position: Tensor) -> Tensor | None:
+        """Return what is added to the scores of these pairs; None for nothing."""
+        ...
+
     def needed(self, key_position: Tensor, position: Tensor) -> Tensor:
         """Return whether any query at `position` or later may see this key."""
         ...
@@ -98,7 +102,8 @@ def block_sparse_attention(
             allowed = allowed & (columns < lengths[:, None, None, None])
         if position.valid is not None:
             allowed = allowed & position.valid[..., None, :]
-        outputs.append(masked_attention(query[:, :, span], keys, values, allowed, scaling))
+        log_weight = pattern.log_weight(rows[None, None], columns)
+        outputs.append(masked_attention(query[:, :, span], keys, values, allowed, scaling, log_weight))
     output = torch.cat(outputs, dim=2)
     if causal or not pattern.num_global:
         return output
@@ -130,7 +135,8 @@ def continued_attention(
         columns = (seen.position - 1)[:, :, None]
         allowed = pattern.sees(rows, columns) | (columns < pattern.num_global)
         allowed = allowed & (columns >= 0) & (columns <= rows)
-        outputs.append(masked_attention(query[:, :, span], seen.key, seen.value, allowed, scaling))
+        log_weight = pattern.log_weight(rows, columns)
+        outputs.append(masked_attention(query[:, :, span], seen.key, seen.value, allowed, scaling, log_weight))
         state = _forget(seen, pattern)
     return torch.cat(outputs, dim=2), state
 
@@ -147,7 +153,9 @@ def keep_keys(key: Tensor, value: Tensor, pattern: Pattern, lengths: Tensor | No
     return _forget(_extend(empty, key, value, _count(lengths, 0, key))[0], pattern)
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float) -> Tensor:
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float, log_weight: Tensor | None = None
+) -> Tensor:
     """Return softmax attention over the allowed pairs [B or 1, H or 1, Nq or 1, Nk]; an empty row is zero.
 
     Query heads that share a key/value head are multiplied together, so keys are never repeated.
@@ -156,7 +164,9 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor,
     shared = key.shape[1]
     groups = heads // shared
     folded = query.reshape(batch, shared, groups * rows, -1) * scaling
-    scores = (folded @ key.transpose(-1, -2)).view(batch, heads, rows, -1).masked_fill(~allowed, float("-inf"))
+    scores = (folded @ key.transpose(-1, -2)).view(batch, heads, rows, -1)
+    scores = scores if log_weight is None else scores + log_weight.to(scores.dtype)
+    scores = scores.masked_fill(~allowed, float("-inf"))
     top = scores.detach().amax(-1, keepdim=True)
     weights = (scores - torch.where(top.isinf(), 0.0, top)).exp()
     total = weights.sum(-1, keepdim=True)
