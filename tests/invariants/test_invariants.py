@@ -10,6 +10,10 @@ from hf_linattn.testing import Check, checks_of
 # beside the defaults of each mechanism, which are always tested
 VARIANTS = {
     "linear": [{"feature_map": "relu"}, {"decay": "learned"}],
+    "lsh": [
+        {"num_buckets": 4, "bucket_size": 8},
+        {"num_buckets": 4, "bucket_size": 8, "num_rounds": 3, "shared_qk": True},
+    ],
     "performer": [{"kernel": "hyperbolic", "num_features": 19}, {"kernel": "relu", "decay": "learned"}],
 }
 CHECKS = [
