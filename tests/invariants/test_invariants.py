@@ -19,6 +19,10 @@ VARIANTS = {
     "linear": [{"feature_map": "relu"}, {"decay": "learned"}],
     "local": [{"block_size": 8, "window_size": 19}],
     "longformer": [{"block_size": 8, "window_size": 11, "num_global": 3}],
+    "lsh": [
+        {"num_buckets": 4, "bucket_size": 8},
+        {"num_buckets": 4, "bucket_size": 8, "num_rounds": 3, "shared_qk": True},
+    ],
     "performer": [{"kernel": "hyperbolic", "num_features": 19}, {"kernel": "relu", "decay": "learned"}],
     "radial": [{"block_size": 8, "window_blocks": 2}],
     "random": [{"block_size": 8, "num_random": 2}],
