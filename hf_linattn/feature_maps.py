@@ -149,7 +149,8 @@ class FavorSoftmaxFeatureMap(RandomFeatureMap):
     def forward(self, x: Tensor) -> Features:
         x, projected = self.project(x)
         top = projected.detach().amax(-1)
-        return Features((projected - top[..., None]).exp(), top - x.square().sum(-1) / 2)
+        size = x.square().sum(-1) / 2 + math.log(self.feature_dim) / 2
+        return Features((projected - top[..., None]).exp(), top - size)
 
     def exact(self, x: Tensor) -> Tensor:
         x, projected = self.project(x)

@@ -16,6 +16,10 @@ VARIANTS = {
     "fixed": [{"block_size": 8, "group_size": 20, "num_summary": 3, "num_groups": 2}],
     "hedgehog": [{"feature_dim": 6, "decay": "learned"}],
     "learned_sparse": [{"block_size": 8, "reach": 3}, {"block_size": 8, "reach": 4, "top_blocks": 2}],
+    "hybrid": [
+        {"linear": "performer", "linear_options": {"num_features": 16}, "window_size": 9, "num_sinks": 2},
+        {"linear": "linear", "linear_options": {"decay": "learned"}, "window_size": 5, "num_sinks": 0},
+    ],
     "linear": [{"feature_map": "relu"}, {"decay": "learned"}],
     "local": [{"block_size": 8, "window_size": 19}],
     "longformer": [{"block_size": 8, "window_size": 11, "num_global": 3}],

@@ -1,0 +1,143 @@
+"""hybrid: exact softmax inside a window and on sinks, a linear mechanism beyond it, one joint denominator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import MechanismConfig, make_config, require
+from ..feature_maps import FeatureMap
+from ..ops import naive
+from ..ops.hybrid import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
+from .base import MECHANISMS, AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
+from .linear import LinearMechanism
+
+
+@dataclass
+class HybridConfig(MechanismConfig):
+    """Options of `hybrid`."""
+
+    linear: str = field(default="hedgehog", metadata={"help": "the mechanism beyond the window, one on the linear base"})
+    linear_options: dict[str, Any] | None = field(default=None, metadata={"help": "options of that mechanism"})
+    window_size: int = field(
+        default=64, metadata={"help": "exact weights for keys less than so many tokens away; with its own key, 1"}
+    )
+    num_sinks: int = field(default=4, metadata={"help": "first tokens of a sequence whose weights are always exact"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        linear = [name for name in MECHANISMS.names() if issubclass(MECHANISMS.get(name), LinearMechanism)]
+        require("linear", self.linear, self.linear in linear, f"one of {', '.join(linear)}")
+        options = self.linear_options
+        require("linear_options", options, options is None or isinstance(options, dict), "None or a dict of options")
+        for name, least in (("window_size", 1), ("num_sinks", 0)):
+            value = getattr(self, name)
+            valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            require(name, value, valid, f"an integer >= {least}")
+        self.linear_config()
+
+    def linear_config(self) -> MechanismConfig:
+        """Return the config of the mechanism beyond the window; its seed is this one's unless it names its own."""
+        return make_config(self.linear, {"seed": self.seed, **(self.linear_options or {})})
+
+
+@register_mechanism("hybrid")
+class HybridMechanism(SequenceMechanism):
+    """Softmax near, linear far: o_i = sum_j w_ij v_j / sum_j w_ij with one denominator for both.
+
+    w_ij = exp(scaling q_i . k_j) for keys less than `window_size` tokens away (on both sides if bidirectional) and for
+    the first `num_sinks` tokens; w_ij = exp(g_h) phi(q_i) . phi(k_j) exp(-r |i - j|) for all others. phi and, with
+    `linear_options={"decay": "learned"}`, r come from the linear mechanism, the submodule `linear`; g_h is the trained
+    parameter `log_mix` [H]. Sinks follow Xiao et al. 2024 (arXiv 2309.17453).
+
+    Time is O(N (window_size + F) Dv). The decoding state has constant size, float32, per key/value head: the last
+    window_size - 1 keys and values, the sinks, and the sums over all that have left the window.
+
+    g_h starts where two zero vectors have the weight exp(0) = 1 that softmax gives them: 0 for performer, minus the
+    log of the width for elu + 1; it stays 0 where the map of a zero vector is zero. The size of a query's features
+    and their log scales count here, as they do not cancel against the exact weights.
+
+    Deviations from LoLCATs: its window has weight exp(scores minus their own maximum), rescaled for each query against
+    the linear part; here one factor is taken out of both. The window slides token by token in prefill and decoding
+    alike, where theirs is terraced in one and sliding in the other. State per key/value head, not per query head.
+    """
+
+    config_class = HybridConfig
+    limit = ExactnessLimit(
+        "softmax attention if window_size is at least the length", equal=lambda length: {"window_size": length}
+    )
+    citation = "Zhang et al. 2024, LoLCATs: On Low-Rank Linearizing of Large Language Models, arXiv 2410.10254"
+
+    config: HybridConfig
+    linear: Any  # a LinearMechanism
+
+    def __init__(self, config: HybridConfig, layer: AttentionLayer):
+        super().__init__(config, layer)
+        self.linear = MECHANISMS.get(config.linear)(config.linear_config(), layer)
+        self.log_mix = nn.Parameter(self._matching_mix())
+
+    @torch.no_grad()
+    def _matching_mix(self) -> Tensor:
+        """Return g with exp(g_h) phi(0) . phi(0) = 1, or 0 where that cannot be: [H]."""
+        layer, (query_map, key_map) = self.layer, self._maps()
+        heads = layer.num_key_value_heads
+        groups = layer.num_heads // heads
+        query = query_map.exact(torch.zeros(1, heads, groups, 1, layer.head_dim, device="cpu"))
+        key = key_map.exact(torch.zeros(1, heads, 1, layer.head_dim, device="cpu"))
+        weight = (query * key[:, :, None]).sum(-1).flatten()
+        return torch.where(weight > 0, -torch.where(weight > 0, weight, 1.0).log(), 0.0)
+
+    def _maps(self) -> tuple[FeatureMap, FeatureMap]:
+        """The maps of queries [B, Hkv, G, N, D] and of keys [B, Hkv, N, D]."""
+        return self.linear.maps
+
+    def _decay_rate(self, dtype: torch.dtype) -> Tensor | None:
+        return self.linear.log_decay_rate.to(dtype).exp() if self.linear.config.decay else None
+
+    def _pair_weights(self, dtype: torch.dtype) -> HybridWeights:
+        config, layer = self.config, self.layer
+        return HybridWeights(
+            config.window_size,
+            config.num_sinks,
+            layer.scaling,
+            *self._maps(),
+            self.log_mix.to(dtype),
+            self._decay_rate(dtype),
+        )
+
+    def causal_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: HybridState | None
+    ) -> tuple[Tensor, HybridState]:
+        return causal_hybrid_attention(query, key, value, self._pair_weights(key.dtype), lengths, state)
+
+    def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+        return hybrid_attention(query, key, value, self._pair_weights(key.dtype), lengths)
+
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        count = allowed.long().cumsum(-1)
+        distance = (count.diagonal(dim1=-2, dim2=-1)[..., None] - count).abs()
+        exact = (distance < self.config.window_size) | (count <= self.config.num_sinks)
+        scores = torch.einsum("bhid,bhjd->bhij", query, key.repeat_interleave(groups, dim=1)) * self.layer.scaling
+
+        query_map, key_map = self._maps()
+        features = query_map.exact(query.unflatten(1, (-1, groups))).flatten(1, 2)
+        kernel = torch.einsum("bhif,bhjf->bhij", features, key_map.exact(key).repeat_interleave(groups, dim=1))
+        rate = self._decay_rate(key.dtype)
+        log_factor = self.log_mix.to(key.dtype)[:, None, None].expand_as(kernel)
+        if rate is not None:
+            log_factor = log_factor - rate.repeat_interleave(groups)[:, None, None] * distance
+
+        size = torch.where(exact, scores, log_factor + kernel.log()).detach().masked_fill(~allowed, -math.inf)
+        top = size.amax(-1, keepdim=True)
+        top = torch.where(top.isinf(), 0.0, top)
+        near = (scores - top).masked_fill(~exact, -math.inf).exp()
+        far = kernel * (log_factor - top).masked_fill(exact | ~allowed, -math.inf).exp()
+        return naive.normalise((near + far) * allowed)
+
+    def before_forward(self) -> None:
+        self.linear.before_forward()

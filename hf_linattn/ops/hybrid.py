@@ -1,0 +1,410 @@
+"""Softmax weights for near keys and kernel weights for far ones under one denominator, in linear time.
+
+    o_i = sum_j w_ij v_j / sum_j w_ij,   w_ij = exp(s q_i . k_j)                               j near i, or a sink
+                                                exp(g) phi(q_i) . phi(k_j) exp(-r |i - j|)     j far from i
+
+Near is |i - j| < window_size, sinks are the first `num_sinks` tokens; g is a number per query head, r one per
+key/value head. Both parts are summed with a log factor of their own and meet under their common maximum, so neither is
+rescaled against the other and neither overflows.
+
+The far part is strictly causal linear attention over keys that lie window_size - 1 positions back: query i stands
+beside key i - (window_size - 1) and reads only what is before it. So the window slides token by token, in a prefill as
+in decoding. Chunks of queries are taken several at a time: their sums over keys are made in one product, and the sums
+before each chunk in another one. Read backwards, the same gives the far keys after a query.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .causal_linear import LOWEST, FeatureMap, LinearState
+
+CHUNK_SIZE = 64
+LN_2 = math.log(2)
+AT_ONCE = {"cpu": 32}  # chunks in one product, counted once for each query head and row: here they fit the cache
+AT_ONCE_ELSEWHERE = 1024
+
+
+class HybridWeights(NamedTuple):
+    """What decides the weight of a pair.
+
+    log_mix: [H], g above. decay_rate: [Hkv], r above; None is no decay. query_map sees [B, Hkv, G, N, D] and key_map
+    [B, Hkv, N, D]; their log scales count.
+    """
+
+    window_size: int
+    num_sinks: int
+    scaling: float
+    query_map: FeatureMap
+    key_map: FeatureMap
+    log_mix: Tensor
+    decay_rate: Tensor | None = None
+
+    @property
+    def reach(self) -> int:
+        """How far the window goes beyond the query itself, to one side."""
+        return self.window_size - 1
+
+
+class HybridState(NamedTuple):
+    """All that is remembered; constant size, float32 (float64 for float64 inputs), per key/value head.
+
+    ring_key, ring_value: [B, Hkv, window_size - 1, D or Dv], the last tokens, the newest last; zero before the first.
+    sink_key, sink_value: [B, Hkv, num_sinks, D or Dv]. kv [B, Hkv, F, Dv + 1] and log_max [B, Hkv]: the sums over keys
+    that have left the window, as in `LinearState`. length: [B], tokens read.
+    """
+
+    ring_key: Tensor
+    ring_value: Tensor
+    sink_key: Tensor
+    sink_value: Tensor
+    kv: Tensor
+    log_max: Tensor
+    length: Tensor
+
+
+class _Sums(NamedTuple):
+    """Sums over keys for T chunks of C queries.
+
+    total: [B, Hkv, T, G, C, Dv], sum_j w_ij v_j exp(-log). weight, log: [B, Hkv, T, G, C], sum_j w_ij exp(-log).
+    """
+
+    total: Tensor
+    weight: Tensor
+    log: Tensor
+
+
+class _Rows(NamedTuple):
+    """What a call reads. Positions count from the start of the sequence, places from the first token of the call."""
+
+    query: Tensor  # [B, Hkv, G, N, D]
+    key: Tensor  # [B, Hkv, N, D]
+    value: Tensor  # [B, Hkv, N, Dv]
+    ring_key: Tensor | None  # what is left of place 0, zero if None
+    ring_value: Tensor | None
+    sink_key: Tensor
+    sink_value: Tensor
+    start: Tensor  # [B or 1], position of place 0
+    end: Tensor  # [B or 1], real tokens of the call
+    padded: bool  # whether `end` may be less than N
+
+
+def causal_hybrid_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: HybridWeights,
+    lengths: Tensor | None = None,
+    state: HybridState | None = None,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Tensor, HybridState]:
+    """Return the causal attention output and the state after the last real token.
+
+    Args:
+        query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv.
+        lengths: [B], real tokens at the start of each row; None if all are. Outputs behind them mean nothing.
+        state: what was read before.
+
+    Returns:
+        output [B, H, N, Dv]; the state. Time O(N (F + chunk_size + window_size) Dv).
+    """
+    rows = _make_rows(query, key, value, weights, lengths, state)
+    # without earlier keys a window wider than the call would only see zeros
+    left = weights.reach if state is not None else min(weights.reach, key.shape[2] - 1)
+    before = None if state is None else LinearState(state.kv, state.log_max)
+    band = _band(key, weights.num_sinks, min(chunk_size, key.shape[2]), left)
+    outputs: list[Tensor] = []
+    linear = before
+    for first, far, linear in _far(rows, weights, before, chunk_size):  # noqa: B007 - the last one is kept
+        near = _near(rows, weights, first, far.total.shape[2], band, (left, 0), causal=True)
+        outputs.append(_in_order(_join([near, far])))
+    output = torch.cat(outputs, dim=3)[:, :, :, : query.shape[2]]
+    return output.flatten(1, 2), _remember(rows, weights, linear)
+
+
+def hybrid_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: HybridWeights,
+    lengths: Tensor | None = None,
+    chunk_size: int = CHUNK_SIZE,
+) -> Tensor:
+    """Return the bidirectional attention output [B, H, N, Dv]; arguments as in `causal_hybrid_attention`.
+
+    Far keys before and after a query are summed apart: all keys less the near ones would cancel.
+    """
+    length = key.shape[2]
+    rows = _make_rows(query, key, value, weights, lengths, None)
+    turned = rows._replace(query=rows.query.flip(3), key=key.flip(2), value=value.flip(2))
+    parts = [
+        _in_order(torch.cat([far.total, far.weight[..., None], far.log[..., None]], dim=-1))
+        for _, far, _ in _far(turned, weights, None, chunk_size, backwards=True)
+    ]
+    after = torch.cat(parts, dim=3)[:, :, :, :length].flip(3)
+    reach = min(weights.reach, length - 1)
+    size = min(chunk_size, length)
+    band = _band(key, weights.num_sinks, size, 2 * reach)
+    outputs = []
+    for first, before, _ in _far(rows, weights, None, chunk_size):
+        chunks = before.total.shape[2]
+        near = _near(rows, weights, first, chunks, band, (reach, reach), causal=False)
+        columns = _chunked(_places(after, first, first + chunks * size, 3), chunks)
+        behind = _Sums(columns[..., :-2], columns[..., -2], columns[..., -1])
+        outputs.append(_in_order(_join([near, before, behind])))
+    return torch.cat(outputs, dim=3)[:, :, :, :length].flatten(1, 2)
+
+
+def _make_rows(query, key, value, weights: HybridWeights, lengths, state: HybridState | None) -> _Rows:
+    """Put together what a call reads; sinks that are still to come are zero."""
+    batch, kv_heads, length, _ = key.shape
+    start = torch.zeros(1, dtype=torch.long, device=key.device) if state is None else state.length
+    end = torch.full_like(start[:1], length) if lengths is None else lengths.long()
+    place = torch.arange(weights.num_sinks, device=key.device) - start[:, None]  # [B or 1, S]
+    present = ((place >= 0) & (place < end[:, None]))[:, None, :, None]
+    index = place.clamp(0, length - 1)[:, None, :, None].expand(batch, kv_heads, -1, -1)
+
+    def fill(new: Tensor, old: Tensor | None) -> Tensor:
+        taken = new.gather(2, index.expand(-1, -1, -1, new.shape[3]))
+        return torch.where(present, taken, torch.zeros_like(taken) if old is None else old)
+
+    query = query.unflatten(1, (kv_heads, -1))
+    ring_key, ring_value, sink_key, sink_value = (None,) * 4 if state is None else state[:4]
+    sink_key, sink_value = fill(key, sink_key), fill(value, sink_value)
+    return _Rows(
+        query, key, value, ring_key, ring_value, sink_key, sink_value, start, end, padded=lengths is not None
+    )
+
+
+def _remember(rows: _Rows, weights: HybridWeights, linear: Any) -> HybridState:
+    """Return the state after the last real token of each row."""
+    reach, length = weights.reach, rows.key.shape[2]
+
+    def newest(new: Tensor, ring: Tensor | None) -> Tensor:
+        if not rows.padded:
+            return _places(new, length - reach, length, 2, ring).clone()  # no view of a long prefill
+        known = _places(new, -reach, length, 2, ring)
+        index = (rows.end[:, None] + torch.arange(reach, device=new.device))[:, None, :, None]
+        return known.gather(2, index.expand(-1, known.shape[1], -1, known.shape[3]))
+
+    ring_key, ring_value = newest(rows.key, rows.ring_key), newest(rows.value, rows.ring_value)
+    total = (rows.start + rows.end).expand(rows.key.shape[0]).clone()
+    return HybridState(
+        ring_key, ring_value, rows.sink_key, rows.sink_value, linear.kv, linear.log_max, total
+    )
+
+
+def _band(like: Tensor, sinks: int, size: int, reach: int) -> Tensor:
+    """Return 0 where a query sees a key of [sinks, window] and LOWEST elsewhere, away from both ends: [C, S + K]."""
+    own, other = torch.arange(size)[:, None], torch.arange(size + reach)
+    band = F.pad((other < own) | (other > own + reach), (sinks, 0))
+    return torch.zeros(band.shape, dtype=like.dtype).masked_fill(band, LOWEST).to(like.device)
+
+
+def _near(
+    rows: _Rows, weights: HybridWeights, first: int, chunks: int, band: Tensor, sides: tuple[int, int], *, causal: bool
+) -> _Sums:
+    """Sum over the window and the sinks for T chunks from place `first` on; `sides`: how far they see."""
+    size, left, right = band.shape[0], *sides
+    last = first + chunks * size
+
+    def seen(x: Tensor, sinks: Tensor, ring: Tensor | None) -> Tensor:
+        """Sinks and window of each chunk: [B, Hkv, T, S + left + C + right, D]."""
+        window = _places(x, first - left, last + right, 2, ring).unfold(2, size + left + right, size)
+        return torch.cat([sinks[:, :, None].expand(-1, -1, chunks, -1, -1), window.transpose(-1, -2)], dim=3)
+
+    # in powers of two, see _exp; in place, since every pass over the scores counts
+    query = _chunked(_places(rows.query, first, last, 3), chunks) * (weights.scaling / LN_2)
+    keys = seen(rows.key, rows.sink_key, rows.ring_key)
+    scores = (query.flatten(3, 4) @ keys.transpose(-1, -2)).unflatten(3, (-1, size)).add_(band)
+    whole = causal or (not rows.padded and last + right <= rows.key.shape[2])
+    if first - left < weights.num_sinks or not whole:
+        scores.masked_fill_(_hidden_at_ends(rows, weights.num_sinks, first, (chunks, size), sides, causal), LOWEST)
+    top = scores.detach().amax(-1).clamp(min=LOWEST / 2)
+    shares = scores.sub_(top[..., None]).exp2_()
+    total = shares.flatten(3, 4) @ seen(rows.value, rows.sink_value, rows.ring_value)
+    return _Sums(total.unflatten(3, (-1, size)), shares.sum(-1), top * LN_2)
+
+
+def _hidden_at_ends(rows: _Rows, sinks: int, first: int, chunks: tuple[int, int], sides, causal: bool) -> Tensor:
+    """Which of [sinks, window] are not there, or there as a sink already: [B or 1, 1, T, 1, C, S + K]."""
+    (number, size), (left, right) = chunks, sides
+    device = rows.key.device
+    begin = rows.start[:, None] + first + size * torch.arange(number, device=device)  # [B or 1, T]
+    limit = (rows.start + rows.end)[:, None, None]
+    position = begin[..., None] - left + torch.arange(left + size + right, device=device)
+    outside = (position < sinks) | (position >= limit)
+    slot = torch.arange(sinks, device=device)
+    own = begin[..., None] + torch.arange(size, device=device)
+    to_come = slot > own[..., None] if causal else (slot >= limit)[:, :, None]
+    shape = (*own.shape, -1)
+    return torch.cat([to_come.expand(shape), outside[:, :, None].expand(shape)], dim=-1)[:, None, :, None]
+
+
+def _far(
+    rows: _Rows, weights: HybridWeights, state: LinearState | None, chunk_size: int, *, backwards: bool = False
+) -> Iterator[tuple[int, _Sums, LinearState]]:
+    """Yield for every segment of T chunks: its first place, the sums over far keys before each query, the state.
+
+    `backwards`: the rows are turned around, and place N - 1 is the start of the sequence.
+    """
+    batch, kv_heads, groups, length, _ = rows.query.shape
+    size = min(chunk_size, length)
+    most = max(1, AT_ONCE.get(rows.key.device.type, AT_ONCE_ELSEWHERE) // (batch * kv_heads * groups))
+    mix, rate = weights.log_mix.view(kv_heads, 1, groups, 1), weights.decay_rate
+    # a key beside a pad stays out of the state: it is still in the window of the token that will come
+    end = torch.full_like(rows.end, length) if backwards else rows.end
+    for first in range(0, length, most * size):
+        chunks = min(most, -(-(length - first) // size))
+        last = first + chunks * size
+        steps = torch.arange(first, last + 1, size, device=end.device).minimum(end[:, None]) - first
+        key, value, log_scale = _far_keys(rows, weights, first, last, end, backwards)
+        query, query_log = weights.query_map(_places(rows.query, first, last, 3).contiguous())
+        if state is None:
+            log_max = value.new_full(value.shape[:2], 0.0 if log_scale is None else LOWEST / 2)
+            state = LinearState(value.new_zeros(batch, kv_heads, key.shape[3], value.shape[3]), log_max)
+        key, value = (x.unflatten(2, (chunks, size)) for x in (key, value))
+        log_scale = None if log_scale is None else log_scale.unflatten(2, (chunks, size))
+        total, top, state = _far_segment(_chunked(query, chunks), key, value, log_scale, state, rate, steps)
+        log = mix if query_log is None else mix + _chunked(query_log[..., None], chunks)[..., 0]
+        log = log if top is None else log + top[:, :, :, None]
+        log = log if rate is None else log - (rate * weights.reach).view(-1, 1, 1, 1)
+        yield first, _Sums(total[..., :-1], total[..., -1], log.expand(total.shape[:-1])), state
+
+
+def _far_keys(rows: _Rows, weights: HybridWeights, first: int, last: int, end: Tensor, backwards: bool):
+    """Return features, values and log scales (None if all zero) of the keys beside the queries from `first` on."""
+    length, span = rows.key.shape[2], (first - weights.reach, last - weights.reach)
+    index = torch.arange(first, last, device=end.device)
+    place = index - weights.reach
+    if backwards:
+        position = length - 1 - place
+        hidden = (position < weights.num_sinks) | (position >= rows.end[:, None])
+    else:
+        hidden = (rows.start[:, None] + place < weights.num_sinks) | (index >= end[:, None])
+    key, log_scale = weights.key_map(_places(rows.key, *span, 2, rows.ring_key).contiguous())
+    if log_scale is None and weights.decay_rate is not None:
+        log_scale = key.new_zeros(key.shape[:-1])
+    if backwards or rows.padded or span[0] < weights.num_sinks or last > length:
+        key = key.masked_fill(hidden[:, None, :, None], 0.0)
+        log_scale = None if log_scale is None else log_scale.masked_fill(hidden[:, None], LOWEST)
+    return key, F.pad(_places(rows.value, *span, 2, rows.ring_value), (0, 1), value=1.0), log_scale
+
+
+def _far_segment(query, key, value, log_scale, state: LinearState, rate: Tensor | None, steps: Tensor):
+    """Return sums over the keys before each query, their log factor [B, Hkv, T, C] or None, and the next state.
+
+    Args:
+        query: [B, Hkv, T, G, C, F]. key: [B, Hkv, T, C, F]. value: [B, Hkv, T, C, Dv + 1].
+        log_scale: [B, Hkv, T, C], None if keys have no log scale and nothing decays.
+        steps: [B or 1, T + 1], tokens of the segment before each chunk and after the last, pads not counted.
+    """
+    groups, size = query.shape[3:5]
+    query = query.flatten(3, 4)
+    # by index: whatever stands in the future, it cannot come through
+    scores = (query @ key.transpose(-1, -2)).unflatten(3, (groups, size)).tril(-1)
+    if log_scale is None:
+        earlier, kv = _read_and_fold(query, key, value, state.kv, None)
+        total = scores.flatten(3, 4) @ value + earlier
+        return total.unflatten(3, (groups, size)), None, LinearState(kv, state.log_max)
+    rate = log_scale.new_zeros(1, 1, 1) if rate is None else rate[:, None, None]
+    offset = torch.arange(size, device=key.device)
+    lost = rate * offset  # [Hkv, 1, C], since the chunk began
+    log_weights = log_scale[:, :, :, None] - (rate * (offset[:, None] - offset))[:, None]
+    log_weights = log_weights.masked_fill(offset[:, None] <= offset, LOWEST)
+    # as seen from the end of each chunk, and the largest of all up to there
+    index = torch.arange(key.shape[2] * size, device=key.device).view(-1, size)
+    log_keys = log_scale - rate * (steps[:, None, 1:, None] - index)
+    passed = rate[..., 0] * steps.diff()[:, None]  # [B, Hkv, T]
+    log_max = [state.log_max.detach()]
+    for largest, decay in zip(log_keys.detach().amax(-1).unbind(2), passed.detach().unbind(2), strict=True):
+        log_max.append(torch.maximum(largest.clamp(min=LOWEST / 2), log_max[-1] - decay))
+    before, after = torch.stack(log_max[:-1], dim=2), torch.stack(log_max[1:], dim=2)
+    key = key * _exp(log_keys - after[..., None])[..., None]
+    earlier, kv = _read_and_fold(query, key, value, state.kv, _exp(before - passed - after))
+
+    visible = before[..., None] - lost
+    top = torch.maximum(log_weights.amax(-1), visible).detach()
+    scores = scores * _exp(log_weights - top[..., None])[:, :, :, None]
+    earlier = earlier.unflatten(3, (groups, size)) * _exp(visible - top)[:, :, :, None, :, None]
+    total = (scores.flatten(3, 4) @ value).unflatten(3, (groups, size)) + earlier
+    return total, top, LinearState(kv, log_max[-1])
+
+
+def _read_and_fold(query, key, value, kv: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the products with what stood in the state before each chunk [B, Hkv, T, G C, Dv + 1], and the new state.
+
+    `factors` [B, Hkv, T]: what is left of the state after each chunk; None if all.
+    """
+    flat = kv.flatten(0, 1)
+    query, key, value = (x.flatten(0, 1) for x in (query, key.transpose(-1, -2), value))
+    factors = None if factors is None else factors.flatten(0, 1)[..., None, None]
+    read = []
+    for chunk in range(query.shape[1]):
+        read.append(query[:, chunk] @ flat)
+        left = flat if factors is None else flat * factors[:, chunk]
+        flat = torch.baddbmm(left, key[:, chunk], value[:, chunk])
+    return torch.stack(read, dim=1).view(*kv.shape[:2], *query.shape[1:3], -1), flat.view_as(kv)
+
+
+def _join(parts: list[_Sums]) -> Tensor:
+    """Divide summed values by summed weights under the parts' common maximum: [B, Hkv, T, G, C, Dv].
+
+    Each part counts with the weight it has, not with what its log factor allows for: features that hardly meet would
+    otherwise push the others below what a float can hold. Sums that all but vanished are noise and left out.
+    """
+    smallest = torch.finfo(parts[0].weight.dtype).tiny ** 0.75  # 4e-29 in float32
+    present = [part.weight.detach() >= smallest for part in parts]
+    masses = [
+        torch.where(some, part.log.detach() + part.weight.detach().clamp(min=smallest).log(), LOWEST)
+        for part, some in zip(parts, present, strict=True)
+    ]
+    top = functools.reduce(torch.maximum, masses)
+    factors = [_exp(torch.where(some, part.log - top, LOWEST)) for part, some in zip(parts, present, strict=True)]
+    weights = [part.weight * factor for part, factor in zip(parts, factors, strict=True)]
+    weight = functools.reduce(torch.add, weights)
+    weight = torch.where(weight == 0, 1.0, weight)
+    joint = parts[0].total * (factors[0] / weight)[..., None]
+    for part, factor in zip(parts[1:], factors[1:], strict=True):
+        joint = torch.addcmul(joint, part.total, (factor / weight)[..., None])
+    return joint
+
+
+def _exp(x: Tensor) -> Tensor:
+    """e^x, as fast where it vanishes as elsewhere; torch.exp then takes ten times as long."""
+    return torch.exp2(x / LN_2)
+
+
+def _places(x: Tensor, start: int, stop: int, dim: int, left: Tensor | None = None) -> Tensor:
+    """Return x from place `start` to `stop` along `dim`; before 0 stands the end of `left`, elsewhere zeros."""
+    length = x.shape[dim]
+
+    def zeros(count: int) -> Tensor:
+        return x.new_zeros(*x.shape[:dim], count, *x.shape[dim + 1 :])
+
+    parts = []
+    if start < 0:
+        count = min(stop, 0) - start
+        parts.append(zeros(count) if left is None else left.narrow(dim, left.shape[dim] + start, count))
+    if start < length and stop > 0:
+        parts.append(x.narrow(dim, max(start, 0), min(stop, length) - max(start, 0)))
+    if stop > length:
+        parts.append(zeros(stop - max(start, length)))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def _chunked(x: Tensor, chunks: int) -> Tensor:
+    """[B, Hkv, G, T C, D] -> [B, Hkv, T, G, C, D]."""
+    return x.unflatten(3, (chunks, -1)).transpose(2, 3)
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """[B, Hkv, T, G, C, D] -> [B, Hkv, G, T C, D]."""
+    return x.transpose(2, 3).flatten(3, 4)
