@@ -21,7 +21,7 @@ from .linear import LinearMechanism
 class HybridConfig(MechanismConfig):
     """Options of `hybrid`."""
 
-    linear: str = field(default="hedgehog", metadata={"help": "the mechanism beyond the window, one on the linear base"})
+    linear: str = field(default="hedgehog", metadata={"help": "the mechanism beyond the window, on the linear base"})
     linear_options: dict[str, Any] | None = field(default=None, metadata={"help": "options of that mechanism"})
     window_size: int = field(
         default=64, metadata={"help": "exact weights for keys less than so many tokens away; with its own key, 1"}
