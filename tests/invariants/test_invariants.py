@@ -10,6 +10,7 @@ from hf_linattn.testing import Check, checks_of
 # beside the defaults of each mechanism, which are always tested
 VARIANTS = {
     "linear": [{"feature_map": "relu"}, {"decay": "learned"}],
+    "linformer": [{"num_slots": 7, "block_size": 16, "sharing": "none", "positions_per_slot": 3}],
     "performer": [{"kernel": "hyperbolic", "num_features": 19}, {"kernel": "relu", "decay": "learned"}],
 }
 CHECKS = [
