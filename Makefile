@@ -9,7 +9,9 @@ ACCELERATE ?= recipes/accelerate/cpu.yaml
 # left alone, accelerate gives a process one thread where the cores are hyperthreads
 THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
 LAUNCH := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(THREADS) $(BIN)/accelerate launch --config_file $(ACCELERATE)
-PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+# tests use one thread each, so as many run side by side as there are cores
+PARALLEL := -n logical --maxprocesses 8 --dist worksteal
+PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PARALLEL)
 RECOVERY := $(foreach model,gpt2 llama bert,$(foreach mechanism,linear performer,$(model)-$(mechanism)))
 
 .DEFAULT_GOAL := help
@@ -45,7 +47,7 @@ test-all: install ## everything a machine without a GPU can test
 	$(PYTEST) -m "not gpu"
 
 test-floor: $(FLOOR)/.installed ## the tests with the oldest transformers this library supports
-	HF_HUB_OFFLINE=1 $(FLOOR)/bin/python -m pytest
+	HF_HUB_OFFLINE=1 $(FLOOR)/bin/python -m pytest $(PARALLEL)
 
 $(FLOOR)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(FLOOR)
@@ -56,7 +58,7 @@ $(FLOOR)/.installed: pyproject.toml constraints.txt
 lint: install ## ruff, mypy, and the rules of tests/test_project.py
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -q tests/test_project.py
+	$(PYTEST) -n 0 -q tests/test_project.py
 
 bench: install ## speed and memory beside softmax in one run: benchmarks/results/cpu.json and the tables, 10 minutes
 	$(BIN)/python -m benchmarks.run

@@ -48,6 +48,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     '; did you mean performer? Known: linear, performer'
     """
     known = sorted(known)
-    nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.65)
     hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "."
     return f"{hint} Known: {', '.join(known) or 'none'}"

@@ -1,7 +1,8 @@
 """Feature maps phi with phi(q) . phi(k) in place of exp(scaling q . k): a registry of small modules.
 
-A map takes one side's heads [..., N, D] and returns `Features`: non-negative values [..., N, F] and, for exponential
-maps, a log scale per position, so that phi = values * exp(log_scale) never overflows and needs no epsilon.
+A map takes one side's heads [..., N, D] and returns `Features`: values [..., N, F] whose dot products are not negative
+and, for exponential maps, a log scale per position, so that phi = values * exp(log_scale) never overflows and needs no
+epsilon.
 """
 
 from __future__ import annotations
@@ -22,16 +23,39 @@ class FeatureMap(nn.Module):
 
     Args:
         head_dim: D, width of the inputs.
-        num_features: how many features a random or learned map makes; a fixed map ignores it.
+        num_features: m, how many directions a random or learned map has; a fixed map ignores it.
         scaling: what the layer multiplies q . k by before its softmax.
         generator: source of everything random in the map.
+        heads: leading dimensions of a learned map's weights, which those of its inputs [B, *heads, N, D] must match:
+            (Hkv,) or (Hkv, G). Empty: one weight for all heads. Other maps treat all heads alike and ignore it.
+
+    Class attributes:
+        estimates_softmax: whether phi(q) . phi(k) is an unbiased estimate of exp(scaling q . k).
+        learned: whether it has trained weights; queries and keys then have a map each.
+        width: how many features it makes unless told, in units of D; None where no other number is possible.
+        copies: how many features it makes of one direction.
     """
 
-    estimates_softmax: ClassVar[bool] = False  # whether phi(q) . phi(k) is an unbiased estimate of exp(scaling q . k)
+    estimates_softmax: ClassVar[bool] = False
+    learned: ClassVar[bool] = False
+    width: ClassVar[int | None] = None
+    copies: ClassVar[int] = 1
 
-    def __init__(self, head_dim: int, num_features: int, scaling: float, generator: torch.Generator):
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int,
+        scaling: float,
+        generator: torch.Generator,
+        heads: tuple[int, ...] = (),
+    ):
         super().__init__()
-        self.head_dim, self.num_features, self.scaling = head_dim, num_features, scaling
+        self.head_dim, self.num_features, self.scaling, self.heads = head_dim, num_features, scaling, heads
+
+    @classmethod
+    def directions(cls, feature_dim: int | None, head_dim: int) -> int:
+        """Return the `num_features` m that makes `feature_dim` features, or as many as is usual where it is None."""
+        return (feature_dim or (cls.width or 1) * head_dim) // cls.copies
 
     @property
     def feature_dim(self) -> int:
@@ -85,13 +109,22 @@ class RandomFeatureMap(FeatureMap):
 
     projection: Tensor
 
-    def __init__(self, head_dim: int, num_features: int, scaling: float, generator: torch.Generator):
-        super().__init__(head_dim, num_features, scaling, generator)
+    width = 1
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int,
+        scaling: float,
+        generator: torch.Generator,
+        heads: tuple[int, ...] = (),
+    ):
+        super().__init__(head_dim, num_features, scaling, generator, heads)
         self.register_buffer("projection", orthogonal_gaussian(num_features, head_dim, generator))
 
     @property
     def feature_dim(self) -> int:
-        return self.num_features
+        return self.copies * self.num_features
 
     def redraw(self, generator: torch.Generator) -> None:
         drawn = orthogonal_gaussian(self.num_features, self.head_dim, generator)
@@ -128,9 +161,8 @@ class FavorSoftmaxFeatureMap(RandomFeatureMap):
 class FavorHyperbolicFeatureMap(FavorSoftmaxFeatureMap):
     """phi(x) = (2m)^-1/2 exp(-|x|^2 / 2) [exp(w_r . x), exp(-w_r . x)]: lower variance at twice the width, F = 2 m."""
 
-    @property
-    def feature_dim(self) -> int:
-        return 2 * self.num_features
+    width = 2
+    copies = 2
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x, projected = super().project(x)
@@ -148,20 +180,136 @@ class FavorReluFeatureMap(RandomFeatureMap):
         return Features(F.relu(self.project(x)[1]) / math.sqrt(self.feature_dim))
 
 
+@FEATURE_MAPS.register("taylor")
+class TaylorFeatureMap(FeatureMap):
+    """phi(x) = [1, x, x_i^2 / sqrt 2, x_i x_j (i < j)], so that phi(x) . phi(y) = 1 + x . y + (x . y)^2 / 2 >= 1/2.
+
+    The second-order Taylor expansion of exp(x . y) (Keles et al. 2022, arXiv 2209.04881; Arora et al. 2024, arXiv
+    2402.18668) for x = sqrt(scaling) q, y = sqrt(scaling) k; F = 1 + D + D (D + 1) / 2, each product stored once.
+
+    Features have signs, so a weight is a small difference of large numbers where |x| |y| is large: its rounding error
+    is about 1e-7 (|x| |y|)^2 / 2 in float32.
+    """
+
+    @property
+    def feature_dim(self) -> int:
+        return 1 + self.head_dim + self.head_dim * (self.head_dim + 1) // 2
+
+    def forward(self, x: Tensor) -> Features:
+        x = x * math.sqrt(self.scaling)
+        squares = x.square() / math.sqrt(2)
+        products = [x[..., i : i + 1] * x[..., i + 1 :] for i in range(self.head_dim - 1)]
+        return Features(torch.cat([torch.ones_like(x[..., :1]), x, squares, *products], dim=-1))
+
+
+class LearnedFeatureMap(FeatureMap):
+    """Base of the maps over trained directions: `weight` [*heads, D, m] and, where there is one, `bias` [*heads, m].
+
+    W starts as the axes, then random rotations of them, times sqrt(scaling D): the directions and the mean length of
+    random features for sqrt(scaling) q. Unless the map uses x W with both signs itself, every direction is followed by
+    its opposite. b starts as zero. All query heads of a group start as their key/value head does.
+    """
+
+    learned = True
+    width = 4
+    has_bias: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int,
+        scaling: float,
+        generator: torch.Generator,
+        heads: tuple[int, ...] = (),
+    ):
+        super().__init__(head_dim, num_features, scaling, generator, heads)
+        drawn = torch.stack([self.draw(generator).T for _ in range(math.prod(heads[:1]))])
+        drawn = drawn.reshape(*heads[:1], *(1,) * len(heads[1:]), head_dim, num_features)
+        self.weight = nn.Parameter(drawn.expand(*heads, -1, -1).clone())
+        if self.has_bias:
+            self.bias = nn.Parameter(torch.zeros(*heads, num_features, device="cpu"))
+
+    @property
+    def feature_dim(self) -> int:
+        return self.copies * self.num_features
+
+    def draw(self, generator: torch.Generator) -> Tensor:
+        """Return the directions [m, D] from which one head starts."""
+        own = self.num_features if self.copies == 2 else math.ceil(self.num_features / 2)
+        rotations = orthogonal_blocks(max(own - self.head_dim, 0), self.head_dim, generator)
+        directions = torch.cat([torch.eye(self.head_dim, dtype=torch.float64, device="cpu"), rotations])[:own]
+        both = torch.cat([directions, -directions])[: self.num_features]
+        return both.to(torch.float32) * math.sqrt(self.scaling * self.head_dim)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return x W + b [..., N, m], in the precision of x whatever that of the weights."""
+        projected = x @ self.weight.to(x.dtype)
+        return projected + self.bias.to(x.dtype)[..., None, :] if self.has_bias else projected
+
+
+@FEATURE_MAPS.register("hedgehog")
+class HedgehogFeatureMap(LearnedFeatureMap):
+    """phi(x) = [softmax(x W), softmax(-x W)], two softmaxes over m features each, F = 2 m (arXiv 2402.04347).
+
+    Zhang et al. 2024, whose W starts as the identity; here the start is the D^1/4-fold of it, for the usual scaling.
+    """
+
+    copies = 2
+    has_bias = False
+
+    def forward(self, x: Tensor) -> Features:
+        projected = self.project(x)
+        return Features(torch.cat([projected.softmax(-1), (-projected).softmax(-1)], dim=-1))
+
+
+@FEATURE_MAPS.register("t2r")
+class T2RFeatureMap(LearnedFeatureMap):
+    """phi(x) = relu(x W + b), F = m (Kasai et al. 2021, arXiv 2103.13076). A row without weight is zero."""
+
+    def forward(self, x: Tensor) -> Features:
+        return Features(F.relu(self.project(x)))
+
+
+@FEATURE_MAPS.register("learned_exp")
+class LearnedExpFeatureMap(LearnedFeatureMap):
+    """phi(x) = exp(x W + b), F = m: positive random features (Choromanski et al. 2021) with trained directions.
+
+    As W starts, phi(q) . phi(k) resembles exp(scaling q . k) up to exp(scaling |q|^2 / 2), which cancels, and the same
+    factor of each key, which does not. The largest exponent of a position goes to its log scale.
+    """
+
+    def forward(self, x: Tensor) -> Features:
+        projected = self.project(x)
+        top = projected.detach().amax(-1)
+        return Features((projected - top[..., None]).exp(), top)
+
+    def exact(self, x: Tensor) -> Tensor:
+        return self.project(x).exp()
+
+
+def orthogonal_blocks(num_rows: int, head_dim: int, generator: torch.Generator) -> Tensor:
+    """Return unit vectors [num_rows, head_dim] in float64, Haar-orthogonal in blocks of head_dim.
+
+    QR gives a Haar rotation only after its columns are multiplied by the signs of diag R.
+    """
+    blocks = [torch.empty(0, head_dim, dtype=torch.float64, device="cpu")]
+    for _ in range(math.ceil(num_rows / head_dim)):
+        rotation, upper = torch.linalg.qr(_gaussian(head_dim, head_dim, generator))
+        blocks.append((rotation * upper.diagonal().sign()).T)
+    return torch.cat(blocks)[:num_rows]
+
+
 def orthogonal_gaussian(num_features: int, head_dim: int, generator: torch.Generator) -> Tensor:
     """Return random directions [num_features, head_dim], Haar-orthogonal in blocks of head_dim, of chi lengths.
 
     Each row alone is a standard Gaussian vector, so estimators stay unbiased; rows of one block are orthogonal, which
-    lowers their variance. QR gives a Haar rotation only after its columns are multiplied by the signs of diag R.
+    lowers their variance.
     """
-    # float64 on the CPU whatever the default device: the same seed gives the same directions everywhere
-    def gaussian(rows: int) -> Tensor:
-        return torch.randn(rows, head_dim, generator=generator, dtype=torch.float64, device="cpu")
-
-    blocks = []
-    for _ in range(math.ceil(num_features / head_dim)):
-        rotation, upper = torch.linalg.qr(gaussian(head_dim))
-        blocks.append((rotation * upper.diagonal().sign()).T)
-    directions = torch.cat(blocks)[:num_features]
-    lengths = gaussian(num_features).norm(dim=-1, keepdim=True)
+    directions = orthogonal_blocks(num_features, head_dim, generator)
+    lengths = _gaussian(num_features, head_dim, generator).norm(dim=-1, keepdim=True)
     return (directions * lengths).to(torch.float32)
+
+
+def _gaussian(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    # float64 on the CPU whatever the default device: the same seed gives the same directions everywhere
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64, device="cpu")

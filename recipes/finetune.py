@@ -41,7 +41,8 @@ from hf_linattn.report import (
 )
 from hf_linattn.training.arguments import Arguments, parse_arguments, tokens_per_step
 from hf_linattn.training.data import load_text_splits
-from hf_linattn.training.finetuning import PackedData, RunDirectory, load_language_model, pack_splits, recover
+from hf_linattn.training.finetuning import RunDirectory, load_language_model, pack_splits, recover
+from hf_linattn.training.trainers import PackedData, Teacher
 
 logger = logging.getLogger("finetune")
 
@@ -125,10 +126,17 @@ class Recipe:
         """Load the original with our exact attention, which keeps packed rows apart in BERT too."""
         return patch_model(self.load(), "softmax")
 
+    def teacher(self) -> Teacher | None:
+        """Return the original with the weights of its losses; None if it is not to teach."""
+        options = self.arguments[2]
+        if not (options.kl_weight or options.hidden_weight):
+            return None
+        return Teacher(self.exact(), options.kl_weight, options.hidden_weight)
+
     def perplexity(self, model: PreTrainedModel) -> dict[str, Any]:
         """Score the test split."""
         _, data_options, _, training = self.arguments
-        share = {"mask_probability": data_options.mlm_probability} if self.masked else {}
+        share = {"mask_probability": data_options.eval_mlm_probability} if self.masked else {}
         return dict(
             perplexity(
                 model,
@@ -158,7 +166,9 @@ def run_recipe(recipe: Recipe, run: RunDirectory, command: str) -> Report:
     }
     control = recover(run, "control_training", recipe.exact, recipe.data, save_to=control_path, **schedule)
     scores["control"] = run.stage("control", lambda: recipe.perplexity(unpatch_model(recipe.load(control_path))))
-    recovered = recover(run, "recovered_training", recipe.convert, recipe.data, save_to=run.path, **schedule)
+    recovered = recover(
+        run, "recovered_training", recipe.convert, recipe.data, save_to=run.path, teacher=recipe.teacher(), **schedule
+    )
     scores["recovered"] = run.stage("recovered", lambda: recipe.perplexity(recipe.load(run.path)))
     if training.should_save:
         for path in (control_path, run.path):

@@ -21,7 +21,7 @@ from .linear import LinearMechanism
 class HybridConfig(MechanismConfig):
     """Options of `hybrid`."""
 
-    linear: str = field(default="linear", metadata={"help": "the mechanism beyond the window, one on the linear base"})
+    linear: str = field(default="hedgehog", metadata={"help": "the mechanism beyond the window, on the linear base"})
     linear_options: dict[str, Any] | None = field(default=None, metadata={"help": "options of that mechanism"})
     window_size: int = field(
         default=64, metadata={"help": "exact weights for keys less than so many tokens away; with its own key, 1"}
@@ -93,7 +93,7 @@ class HybridMechanism(SequenceMechanism):
 
     def _maps(self) -> tuple[FeatureMap, FeatureMap]:
         """The maps of queries [B, Hkv, G, N, D] and of keys [B, Hkv, N, D]."""
-        return self.linear.feature_map, self.linear.feature_map
+        return self.linear.maps
 
     def _decay_rate(self, dtype: torch.dtype) -> Tensor | None:
         return self.linear.log_decay_rate.to(dtype).exp() if self.linear.config.decay else None

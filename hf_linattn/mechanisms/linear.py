@@ -15,7 +15,7 @@ from ..ops import naive
 from ..ops.causal_linear import LinearState, causal_linear_attention, linear_attention
 from .base import AttentionLayer, ExactnessLimit, Mechanism, register_mechanism
 
-SHORTEST, LONGEST = 1.0, 64.0  # tokens after which the fastest and the slowest head start to forget
+SHORTEST, LONGEST = 0.5, 16.0  # tokens over which the weights of the fastest and the slowest head fall by a factor e
 
 
 @dataclass
@@ -32,14 +32,35 @@ class KernelConfig(MechanismConfig):
 
 
 @dataclass
-class LinearConfig(KernelConfig):
-    """Options of `linear`."""
+class FeatureMapConfig(KernelConfig):
+    """Options of mechanisms that are a feature map on the linear base; a subclass says which, in `feature_map`."""
 
-    feature_map: str = field(default="elu", metadata={"help": "name in hf_linattn.feature_maps"})
+    feature_map: ClassVar[str]  # name in hf_linattn.feature_maps
+
+    feature_dim: int | None = field(
+        default=None,
+        metadata={"help": "features F of a learned or random map; None: 4 D if learned, D directions if random"},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        FEATURE_MAPS.get(self.feature_map)
+        kind, count = FEATURE_MAPS.get(self.feature_map), self.feature_dim
+        if count is None:
+            return
+        fixed = f"None, since the width of feature map {self.feature_map!r} is fixed"
+        require("feature_dim", count, kind.width is not None, fixed)
+        several = f"None or a positive multiple of {kind.copies}, as feature map {self.feature_map!r} makes pairs"
+        expected = "None or an integer >= 1" if kind.copies == 1 else several
+        require("feature_dim", count, is_positive_integer(count) and count % kind.copies == 0, expected)
+
+
+@dataclass
+class LinearConfig(FeatureMapConfig):
+    """Options of `linear`."""
+
+    feature_map: str = field(  # type: ignore[misc]  # here it is an option
+        default="elu", metadata={"help": "name in hf_linattn.feature_maps"}
+    )
 
 
 @register_mechanism("linear")
@@ -50,9 +71,13 @@ class LinearMechanism(Mechanism):
     O(N F Dv), the decoding state S, z has constant size, float32, one per key/value head.
 
     With `decay="learned"` the weights are phi(q_i) . phi(k_j) exp(-r |i - j|), r > 0 one trained number per key/value
-    head (parameter `log_decay_rate`, from r = 1 to r = 1/64 over the heads): the state forgets, what is near counts
+    head (parameter `log_decay_rate`, from r = 2 to r = 1/16 over the heads): the state forgets, what is near counts
     more. Models that attended to neighbouring positions find them again with it; elu + 1 alone has too few features
     to tell positions apart (Sun et al. 2023, Retentive Network, arXiv 2307.08621, with fixed rates).
+
+    A learned map has weights of its own for queries, one per query head, and for keys, one per key/value head
+    (`query_map.weight` [Hkv, H / Hkv, D, m], `key_map.weight` [Hkv, D, m]), which start alike; any other map is one
+    module for both, `feature_map`.
 
     Deviations: no epsilon in the denominator (a row without any key is zero); keys and queries are used as the model
     made them, rotary positions included.
@@ -66,17 +91,31 @@ class LinearMechanism(Mechanism):
 
     def __init__(self, config: KernelConfig, layer: AttentionLayer):
         super().__init__(config, layer)
-        self.feature_map = self.make_feature_map()
+        kind, num_features = self.choose_feature_map()
+        kv_heads = layer.num_key_value_heads
+
+        def make(*heads: int) -> FeatureMap:
+            return kind(layer.head_dim, num_features, layer.scaling, self.generator(), heads)
+
+        if kind.learned:
+            self.query_map, self.key_map = make(kv_heads, layer.num_heads // kv_heads), make(kv_heads)
+        else:
+            self.feature_map = make()
         if config.decay:
-            steps = torch.linspace(0, 1, layer.num_key_value_heads)
+            steps = torch.linspace(0, 1, kv_heads)
             self.log_decay_rate = nn.Parameter(-math.log(SHORTEST) - steps * math.log(LONGEST / SHORTEST))
 
-    def make_feature_map(self) -> FeatureMap:
-        """Build the map; a subclass chooses another one."""
-        layer = self.layer
-        return FEATURE_MAPS.get(self.config.feature_map)(
-            layer.head_dim, layer.head_dim, layer.scaling, self.generator()
-        )
+    def choose_feature_map(self) -> tuple[type[FeatureMap], int]:
+        """Return the class of the map and how many directions it has; a subclass may choose another one."""
+        kind = FEATURE_MAPS.get(self.config.feature_map)
+        return kind, kind.directions(self.config.feature_dim, self.layer.head_dim)
+
+    @property
+    def maps(self) -> tuple[FeatureMap, FeatureMap]:
+        """The maps of queries [B, Hkv, G, N, D] and of keys [B, Hkv, N, D]; one and the same unless learned."""
+        if "feature_map" in self._modules:
+            return self.feature_map, self.feature_map
+        return self.query_map, self.key_map
 
     def causal_attention(
         self,
@@ -88,17 +127,13 @@ class LinearMechanism(Mechanism):
         state: LinearState | None,
     ) -> tuple[Tensor, LinearState]:
         decay = self.log_decay(key, key_padding_mask)
-        return causal_linear_attention(
-            query, key, value, self.feature_map, self.feature_map, key_padding_mask, sequence_ids, state, decay
-        )
+        return causal_linear_attention(query, key, value, *self.maps, key_padding_mask, sequence_ids, state, decay)
 
     def bidirectional_attention(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None
     ) -> Tensor:
         decay = self.log_decay(key, key_padding_mask)
-        return linear_attention(
-            query, key, value, self.feature_map, self.feature_map, key_padding_mask, sequence_ids, decay
-        )
+        return linear_attention(query, key, value, *self.maps, key_padding_mask, sequence_ids, decay)
 
     def log_decay(self, key: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
         """Return the log decay of every token [B, Hkv, N], zero where masked; None without decay."""
@@ -109,4 +144,11 @@ class LinearMechanism(Mechanism):
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         rate = self.log_decay_rate.to(key.dtype).exp() if self.config.decay else None
-        return naive.kernel_matrix(self.feature_map.exact(query), self.feature_map.exact(key), allowed, rate)
+        query_map, key_map = self.maps
+        grouped = query.unflatten(1, (key.shape[1], -1))
+        return naive.kernel_matrix(query_map.exact(grouped).flatten(1, 2), key_map.exact(key), allowed, rate)
+
+
+def is_positive_integer(value: object) -> bool:
+    """Whether an option is an integer >= 1, and not True."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -11,7 +11,7 @@ from ..config import require
 from ..errors import UnknownNameError
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from .base import AttentionLayer, ExactnessLimit, register_mechanism
-from .linear import KernelConfig, LinearMechanism
+from .linear import KernelConfig, LinearMechanism, is_positive_integer
 
 KERNELS = {"softmax": "favor_softmax", "relu": "favor_relu", "hyperbolic": "favor_hyperbolic"}
 
@@ -28,9 +28,10 @@ class PerformerConfig(KernelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("num_features", self.num_features, _is_positive(self.num_features), "an integer >= 1")
+        require("num_features", self.num_features, is_positive_integer(self.num_features), "an integer >= 1")
         interval = self.redraw_interval
-        require("redraw_interval", interval, interval is None or _is_positive(interval), "None or an integer >= 1")
+        valid = interval is None or is_positive_integer(interval)
+        require("redraw_interval", interval, valid, "None or an integer >= 1")
         if self.kernel not in KERNELS:
             raise UnknownNameError("kernel", self.kernel, KERNELS)
 
@@ -67,10 +68,8 @@ class PerformerMechanism(LinearMechanism):
             # training forwards made so far; saved, so that a resumed run draws what an unbroken one would
             self.register_buffer("forwards", torch.zeros((), dtype=torch.int64, device="cpu"))
 
-    def make_feature_map(self) -> FeatureMap:
-        feature_map = FEATURE_MAPS.get(KERNELS[self.config.kernel])
-        layer = self.layer
-        return feature_map(layer.head_dim, self.config.num_features, layer.scaling, self.generator())
+    def choose_feature_map(self) -> tuple[type[FeatureMap], int]:
+        return FEATURE_MAPS.get(KERNELS[self.config.kernel]), self.config.num_features
 
     @torch.no_grad()
     def before_forward(self) -> None:
@@ -81,7 +80,3 @@ class PerformerMechanism(LinearMechanism):
         if count and count % interval == 0:
             self.feature_map.redraw(self.generator(f"redraw {count // interval}"))
         self.forwards += 1
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

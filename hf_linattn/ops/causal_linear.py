@@ -308,9 +308,9 @@ def _with_ones(value: Tensor) -> Tensor:
 def _ratio(sums: Tensor) -> Tensor:
     """Divide the summed values by the summed weights; a query that saw no weight gets zero.
 
-    So does one whose weights all but vanished, far below what its own largest feature times a key's can be: the
-    quotient would be noise, and its gradient would overflow.
+    So does one whose weights all but vanished, far below what its own largest feature times a key's can be, or whose
+    sum of features with signs came out negative by rounding: the quotient would be noise, its gradient would overflow.
     """
     weight = sums[..., -1:]
     vanished = weight < torch.finfo(weight.dtype).tiny ** 0.75  # 4e-29 in float32
-    return sums[..., :-1] / torch.where(vanished, 1.0, weight)
+    return sums[..., :-1] / torch.where(vanished, torch.inf, weight)

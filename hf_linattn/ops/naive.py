@@ -33,15 +33,23 @@ def allowed_pairs(
     return allowed
 
 
+def positions(allowed: Tensor) -> Tensor:
+    """Return each real token's position in its own sequence, pads left out: [..., N] from `allowed` [..., N, N]."""
+    return allowed.long().cumsum(-1).diagonal(dim1=-2, dim2=-1) - 1
+
+
 def normalise(weights: Tensor) -> Tensor:
     """Divide non-negative weights [..., Nk] by their sum; a row without weight stays zero."""
     total = weights.sum(-1, keepdim=True)
     return weights / torch.where(total == 0, 1.0, total)
 
 
-def softmax_matrix(query: Tensor, key: Tensor, scaling: float, allowed: Tensor) -> Tensor:
-    """Return softmax_j(scaling q_i . k_j) over the allowed keys: [B, H, Nq, Nk]; an empty row is zero."""
-    scores = torch.einsum("bhid,bhjd->bhij", query, _repeat_heads(key, query)) * scaling
+def softmax_matrix(
+    query: Tensor, key: Tensor, scaling: float, allowed: Tensor, log_weight: Tensor | None = None
+) -> Tensor:
+    """Return softmax_j(scaling q_i . k_j + log_weight_ij) over the allowed keys [B, H, Nq, Nk]; an empty row is 0."""
+    scores = torch.einsum("bhid,bhjd->bhij", query, repeat_heads(key, query)) * scaling
+    scores = scores if log_weight is None else scores + log_weight
     scores = scores.masked_fill(~allowed, float("-inf"))
     top = scores.amax(-1, keepdim=True)
     return normalise(torch.exp(scores - torch.where(top.isinf(), 0.0, top)))
@@ -54,19 +62,19 @@ def kernel_matrix(
 
     With `decay_rate` [Hkv] (for Nq = Nk) w_ij is multiplied by exp(-decay_rate |i - j|), pads not counted.
     """
-    weights = torch.einsum("bhif,bhjf->bhij", query_features, _repeat_heads(key_features, query_features))
+    weights = torch.einsum("bhif,bhjf->bhij", query_features, repeat_heads(key_features, query_features))
     if decay_rate is not None:
         count = allowed.long().cumsum(-1)
-        distance = (count.diagonal(dim1=-2, dim2=-1)[..., None] - count).abs()
-        weights = weights * torch.exp(-_repeat_heads(decay_rate[None, :, None, None], weights) * distance)
+        distance = (positions(allowed)[..., None] + 1 - count).abs()
+        weights = weights * torch.exp(-repeat_heads(decay_rate[None, :, None, None], weights) * distance)
     return normalise(weights * allowed)
 
 
 def attend(matrix: Tensor, value: Tensor) -> Tensor:
     """Return sum_j matrix_ij v_j: [B, H, Nq, Dv]."""
-    return torch.einsum("bhij,bhjd->bhid", matrix, _repeat_heads(value, matrix))
+    return torch.einsum("bhij,bhjd->bhid", matrix, repeat_heads(value, matrix))
 
 
-def _repeat_heads(shared: Tensor, query: Tensor) -> Tensor:
+def repeat_heads(shared: Tensor, query: Tensor) -> Tensor:
     """Repeat key/value heads so that there is one for every query head."""
     return shared.repeat_interleave(query.shape[1] // shared.shape[1], dim=1)

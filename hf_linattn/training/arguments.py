@@ -76,7 +76,12 @@ class DataArguments:
     )
     text_column: str = field(default="text", metadata={"help": "Column of the dataset or file that holds the text."})
     block_size: int = field(default=256, metadata={"help": "Tokens per training row and per test window."})
-    mlm_probability: float = field(default=0.15, metadata={"help": "Share of tokens a masked model predicts."})
+    mlm_probability: float = field(
+        default=0.15, metadata={"help": "Share of the tokens that a masked model predicts in training."}
+    )
+    eval_mlm_probability: float = field(
+        default=0.15, metadata={"help": "The same in validation and test: perplexities compare at equal shares only."}
+    )
     max_validation_tokens: int | None = field(default=None, metadata={"help": "Use only so many validation tokens."})
     max_test_documents: int | None = field(default=None, metadata={"help": "Use only so many test documents."})
     stride: int | None = field(
@@ -85,7 +90,8 @@ class DataArguments:
 
     def __post_init__(self) -> None:
         require("block_size", self.block_size, self.block_size >= 2, "at least 2")
-        require("mlm_probability", self.mlm_probability, 0 < self.mlm_probability < 1, "between 0 and 1")
+        for name in ("mlm_probability", "eval_mlm_probability"):
+            require(name, getattr(self, name), 0 < getattr(self, name) < 1, "between 0 and 1")
         for name in ("max_validation_tokens", "max_test_documents", "stride"):
             value = getattr(self, name)
             require(name, value, value is None or value > 0, "a positive number, or absent")
@@ -108,6 +114,12 @@ class RecipeArguments:
     lr_search_tokens: int | None = field(
         default=None, metadata={"help": "Tokens of each search run; default: 15 % of max_train_tokens."}
     )
+    kl_weight: float = field(
+        default=0.0, metadata={"help": "Of the KL divergence from the original's predictions; control: none."}
+    )
+    hidden_weight: float = field(
+        default=0.0, metadata={"help": "Of the relative squared error of all layers' hidden states; control: none."}
+    )
     speed_lengths: list[int] = field(
         default_factory=lambda: [256, 512, 1024, 2048, 4096],
         metadata={"help": "Lengths to time, where the position table allows them."},
@@ -120,6 +132,8 @@ class RecipeArguments:
         self.lr_search_tokens = self.lr_search_tokens or int(0.15 * self.max_train_tokens)
         rates = self.learning_rates
         require("learning_rates", rates, rates is None or all(rate > 0 for rate in rates), "positive numbers")
+        for name in ("kl_weight", "hidden_weight"):
+            require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         lengths = self.speed_lengths
         require("speed_lengths", lengths, bool(lengths) and min(lengths) > 0, "positive numbers of tokens")
 

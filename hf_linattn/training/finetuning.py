@@ -10,35 +10,28 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import DatasetDict
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
     TrainingArguments,
-    default_data_collator,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING
-from transformers.trainer_callback import PrinterCallback
 
 from hf_linattn import transformers_bridge as bridge
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.evaluation.perplexity import evaluation_mode
 from hf_linattn.training.arguments import DataArguments
 from hf_linattn.training.data import PackedMaskingCollator, tokenize_and_pack
+from hf_linattn.training.trainers import PackedData, PackedTrainer, Teacher
 
 logger = logging.getLogger(__name__)
 
@@ -57,16 +50,6 @@ def load_language_model(name_or_path: str, dtype: str | torch.dtype = "auto") ->
     masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not saved_as_causal
     auto_class = AutoModelForMaskedLM if masked else AutoModelForCausalLM
     return auto_class.from_pretrained(name_or_path, dtype=dtype)
-
-
-@dataclass(frozen=True)
-class PackedData:
-    """Packed rows, and how they become batches; `evaluation_collator` gives the same batch every time."""
-
-    train: Dataset
-    validation: Dataset
-    collator: Callable[..., Any] = default_data_collator
-    evaluation_collator: Callable[..., Any] = default_data_collator
 
 
 def pack_splits(
@@ -88,11 +71,10 @@ def pack_splits(
         }
     if not masked:
         return PackedData(**rows)
-    share = data.mlm_probability
     return PackedData(
         **rows,
-        collator=PackedMaskingCollator(tokenizer, share),
-        evaluation_collator=PackedMaskingCollator(tokenizer, share, seed=0),
+        collator=PackedMaskingCollator(tokenizer, data.mlm_probability),
+        evaluation_collator=PackedMaskingCollator(tokenizer, data.eval_mlm_probability, seed=0),
     )
 
 
@@ -210,41 +192,6 @@ def last_complete_checkpoint(folder: Path) -> str | None:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-class PackedTrainer(Trainer):
-    """A Trainer for packed rows, which masks the validation rows in the same way every time."""
-
-    def __init__(self, model: PreTrainedModel, args: TrainingArguments, data: PackedData):
-        super().__init__(
-            model=model,
-            args=args,
-            train_dataset=data.train,
-            eval_dataset=data.validation,
-            data_collator=data.collator,
-            callbacks=[StopAtDivergence()],
-        )
-        self.data_collator: Callable[..., Any]
-        self.remove_callback(PrinterCallback)  # prints with a bare print where progress bars are off
-        self.evaluation_collator = data.evaluation_collator
-
-    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
-        training_collator, self.data_collator = self.data_collator, self.evaluation_collator
-        try:
-            return super().get_eval_dataloader(eval_dataset)
-        finally:
-            self.data_collator = training_collator
-
-
-class StopAtDivergence(TrainerCallback):
-    """End a run whose training loss is no longer finite: nothing better can come."""
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
-        if not math.isfinite((logs or {}).get("loss", 0.0)):
-            logger.warning("the training loss is %s at step %d; the run ends here", logs["loss"], state.global_step)
-            control.should_training_stop = True
-
-
 def fine_tune(
     model: PreTrainedModel,
     data: PackedData,
@@ -254,11 +201,13 @@ def fine_tune(
     learning_rate: float,
     max_steps: int,
     keep_checkpoints: bool = True,
+    teacher: Teacher | None = None,
 ) -> dict[str, Any]:
     """Train `model` in place for `max_steps` steps and return what it came to.
 
     With checkpoints a run interrupted in `folder` goes on from the last complete one, and `load_best_model_at_end`
-    leaves the weights with the lowest validation loss in the model. Rows are repeated as often as the steps need.
+    leaves the weights with the lowest validation loss in the model. Rows are repeated as often as the steps need. With
+    a `teacher` the model learns from it beside the text.
 
     Returns:
         `learning_rate`, `eval_loss` (mean nats per predicted token, of the weights left in the model; None if not
@@ -280,7 +229,7 @@ def fine_tune(
     )
     use_cache = model.config.use_cache if hasattr(model.config, "use_cache") else None
     checkpoint = last_complete_checkpoint(folder) if keep_checkpoints else None
-    trainer = PackedTrainer(model, arguments, data)
+    trainer = PackedTrainer(model, arguments, data, teacher)
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - start
@@ -305,6 +254,7 @@ def recover(
     search_steps: int,
     max_steps: int,
     save_to: Path,
+    teacher: Teacher | None = None,
 ) -> dict[str, Any]:
     """Fine-tune a model with the learning rate that serves it best, save it to `save_to`, and return the result.
 
@@ -319,12 +269,14 @@ def recover(
     if done is not None:
         return done
     candidates = learning_rates if len(learning_rates) > 1 else []
-    trials = [_try(run, f"{name}-{rate:g}", make_model, data, rate, search_steps) for rate in candidates]
+    trials = [_try(run, f"{name}-{rate:g}", make_model, data, rate, search_steps, teacher) for rate in candidates]
     losses = {trial["learning_rate"]: trial["eval_loss"] for trial in trials}
     learning_rate = select_learning_rate(losses) if losses else learning_rates[0]
     logger.info("stage %s: learning rate %g, %d steps", name, learning_rate, max_steps)
     model, folder = make_model(), run.checkpoints(name)
-    result = fine_tune(model, data, run.training, folder, learning_rate=learning_rate, max_steps=max_steps)
+    result = fine_tune(
+        model, data, run.training, folder, learning_rate=learning_rate, max_steps=max_steps, teacher=teacher
+    )
     if result["eval_loss"] is None:
         raise OptionError(f"learning_rate={learning_rate:g}: training of {name} diverged; give lower learning_rates")
     result["search"] = [{"learning_rate": rate, "eval_loss": loss} for rate, loss in losses.items()]
@@ -370,6 +322,7 @@ def _try(
     data: PackedData,
     learning_rate: float,
     max_steps: int,
+    teacher: Teacher | None,
 ) -> dict[str, Any]:
     """One search run, recorded."""
     result = run.finished(name)
@@ -384,6 +337,7 @@ def _try(
             learning_rate=learning_rate,
             max_steps=max_steps,
             keep_checkpoints=False,
+            teacher=teacher,
         )
         run.record(name, result)
         if run.training.should_save:

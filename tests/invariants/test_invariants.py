@@ -9,12 +9,30 @@ from hf_linattn.testing import Check, checks_of
 
 # beside the defaults of each mechanism, which are always tested
 VARIANTS = {
+    "atrous": [{"block_size": 16, "window_size": 7, "dilation": 3}],
+    "bigbird": [{"block_size": 8, "window_blocks": 1, "num_global": 5, "num_random": 2}],
+    "checkerboard": [{"block_size": 8, "window_size": 51}],
+    "dynamic_sparse": [{"block_size": 8, "num_blocks": 2}],
+    "fixed": [{"block_size": 8, "group_size": 20, "num_summary": 3, "num_groups": 2}],
+    "hedgehog": [{"feature_dim": 6, "decay": "learned"}],
+    "learned_sparse": [{"block_size": 8, "reach": 3}, {"block_size": 8, "reach": 4, "top_blocks": 2}],
     "hybrid": [
         {"linear": "performer", "linear_options": {"num_features": 16}, "window_size": 9, "num_sinks": 2},
         {"linear": "linear", "linear_options": {"decay": "learned"}, "window_size": 5, "num_sinks": 0},
     ],
     "linear": [{"feature_map": "relu"}, {"decay": "learned"}],
+    "local": [{"block_size": 8, "window_size": 19}],
+    "longformer": [{"block_size": 8, "window_size": 11, "num_global": 3}],
+    "lsh": [
+        {"num_buckets": 4, "bucket_size": 8},
+        {"num_buckets": 4, "bucket_size": 8, "num_rounds": 3, "shared_qk": True},
+    ],
+    "linformer": [{"num_slots": 7, "block_size": 16, "sharing": "none", "positions_per_slot": 3}],
     "performer": [{"kernel": "hyperbolic", "num_features": 19}, {"kernel": "relu", "decay": "learned"}],
+    "radial": [{"block_size": 8, "window_blocks": 2}],
+    "random": [{"block_size": 8, "num_random": 2}],
+    "sinks": [{"block_size": 8, "window_size": 11, "num_sinks": 3}],
+    "sparse_transformer": [{"block_size": 8, "window_size": 11, "stride": 3, "num_strides": 2}],
 }
 CHECKS = [
     check

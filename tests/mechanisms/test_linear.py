@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from hf_linattn import UnknownNameError, patch_model
+from hf_linattn import OptionError, UnknownNameError, get_mechanisms, patch_model
 from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config
 from hf_linattn.testing import Case, random_tokens, tiny_model
@@ -48,3 +48,95 @@ def test_state_is_float32_per_key_value_head_and_of_constant_size(architecture, 
 def test_unknown_feature_map_names_the_nearest():
     with pytest.raises(UnknownNameError, match="did you mean elu"):
         make_config("linear", {"feature_map": "eluu"})
+
+
+LEARNED = ["hedgehog", "learned_exp", "t2r"]
+
+
+@pytest.mark.parametrize("decay", [None, "learned"])
+@pytest.mark.parametrize("name", LEARNED)
+def test_learned_maps_get_the_gradients_of_the_naive_form(name, decay):
+    """Queries and keys have weights of their own, per head, and every one of them learns."""
+    for causal in (False, True):
+        case = Case(name, "llama", causal, {"decay": decay, "feature_dim": 12})
+        mechanism, heads = case.make(), case.heads(70)
+        named = dict(mechanism.named_parameters())
+        assert named["query_map.weight"].shape[:3] == (2, 2, 8) and named["key_map.weight"].shape[:2] == (2, 8)
+        got = torch.autograd.grad(mechanism(*heads)[0].sin().sum(), list(named.values()))
+        value = heads[2].repeat_interleave(2, 1)
+        naive = mechanism.attention_matrix(*heads[:2]) @ value
+        want = torch.autograd.grad(naive.sin().sum(), list(named.values()))
+        for key, a, b in zip(named, got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+            assert a.abs().flatten(-1 if a.dim() == 1 else -2).sum(-1).min() > 0, key
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_mechanism_is_its_feature_map_on_the_linear_base(name):
+    tokens = random_tokens(2, 40)
+    models = [
+        patch_model(tiny_model("llama", True), *arguments, **options)
+        for arguments, options in (
+            ((name,), {"feature_dim": 10}),
+            (("linear",), {"feature_map": name, "feature_dim": 10}),
+        )
+    ]
+    assert list(models[0].state_dict()) == list(models[1].state_dict())
+    with torch.no_grad():
+        assert torch.equal(models[0](tokens).logits, models[1](tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "width"),
+    [
+        ({"feature_map": "hedgehog"}, 32),
+        ({"feature_map": "t2r"}, 32),
+        ({"feature_map": "learned_exp", "feature_dim": 5}, 5),
+        ({"feature_map": "hedgehog", "feature_dim": 6}, 6),
+        ({"feature_map": "favor_relu"}, 8),
+        ({"feature_map": "favor_hyperbolic"}, 16),
+        ({"feature_map": "favor_hyperbolic", "feature_dim": 40}, 40),
+        ({"feature_map": "taylor"}, 45),
+    ],
+)
+def test_feature_dim_is_the_width_of_the_state(options, width):
+    case = Case("linear", "llama", True, options)
+    _, state = case.make()(*case.heads(3))
+    assert state.kv.shape == (2, 2, width, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("linear", {"feature_dim": 8}, "feature_dim must be None, .* feature map 'elu' is fixed, got 8"),
+        (
+            "linear",
+            {"feature_map": "taylor", "feature_dim": 8},
+            "feature_dim must be None, .*'taylor' is fixed, got 8",
+        ),
+        ("taylor", {"feature_dim": 8}, "mechanism 'taylor' has no option 'feature_dim'"),
+        ("hedgehog", {"feature_dim": 7}, "feature_dim must be None or a positive multiple of 2, .* got 7"),
+        ("hedgehog", {"feature_dim": 0}, "feature_dim must be None or a positive multiple of 2, .* got 0"),
+        ("t2r", {"feature_dim": 0}, "feature_dim must be None or an integer >= 1, got 0"),
+        ("t2r", {"feature_dim": 8.0}, "feature_dim must be None or an integer >= 1, got 8.0"),
+        ("learned_exp", {"feature_dim": True}, "feature_dim must be None or an integer >= 1, got True"),
+        ("hedgehog", {"decay": "fixed"}, "decay must be None or 'learned', got 'fixed'"),
+    ],
+)
+def test_bad_options_are_named(name, options, message):
+    with pytest.raises(OptionError, match=message):
+        make_config(name, options)
+
+
+def test_fixed_maps_are_one_module_for_queries_and_keys():
+    mechanism = next(iter(get_mechanisms(patch_model(tiny_model("llama", True), "linear")).values()))
+    assert mechanism.maps == (mechanism.feature_map, mechanism.feature_map)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_queries_start_with_the_weights_of_their_keys_and_layers_with_their_own(name):
+    options = {"feature_dim": 6 * 8}
+    first, second = get_mechanisms(patch_model(tiny_model("llama", True), name, **options)).values()
+    for query_weight, key_weight in zip(first.query_map.parameters(), first.key_map.parameters(), strict=True):
+        assert torch.equal(query_weight, key_weight[:, None].expand_as(query_weight))
+    assert not torch.equal(first.key_map.weight, second.key_map.weight)

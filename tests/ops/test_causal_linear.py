@@ -162,3 +162,16 @@ def test_packed_state_belongs_to_the_last_sequence(inputs):
         )
         got, want = (s.kv[r] * s.log_max[r].exp()[:, None, None] for s, r in ((packed, row), (alone, 0)))
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_negative_sum_of_weights_gives_zero_and_no_gradient(causal):
+    """Weights of features with signs that cancel can come out negative; their quotient would be noise."""
+    query, key, value = (torch.ones(1, 1, 3, 2, dtype=torch.float64) for _ in range(3))
+    query = torch.tensor([-1.0, -1.0, 1.0], dtype=torch.float64)[:, None] * query
+    heads = [x.requires_grad_() for x in (query, key, value)]
+    operands = (*heads, Features, Features)
+    output = causal_linear_attention(*operands)[0] if causal else linear_attention(*operands)
+    assert torch.equal(output[0, 0], torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]], dtype=torch.float64))
+    output.sum().backward()
+    torch.testing.assert_close(heads[2].grad[0, 0], torch.full((3, 2), 1 / 3, dtype=torch.float64))

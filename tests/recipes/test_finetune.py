@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_linattn
 from hf_linattn.errors import CheckpointError, DataError, OptionError, UnknownNameError
 from hf_linattn.report import Report
-from hf_linattn.training import finetuning
+from hf_linattn.training import finetuning, trainers
 from hf_linattn.training.arguments import options_table
 from recipes import finetune
 from tests.helpers import make_tokenizer
@@ -96,7 +96,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(material, tmp_path, monkey
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    real = finetuning.PackedTrainer._save_checkpoint
+    real = trainers.PackedTrainer._save_checkpoint
     saves = []
 
     def save_once(trainer, *arguments):
@@ -105,7 +105,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(material, tmp_path, monkey
         raise KeyboardInterrupt
 
     for target, name, stand_in in [
-        (finetuning.PackedTrainer, "_save_checkpoint", save_once),  # in the middle of the control's training
+        (trainers.PackedTrainer, "_save_checkpoint", save_once),  # in the middle of the control's training
         (finetuning, "verify_saved", interrupt),  # after it, before its result is recorded
         (finetune, "measure_speed", interrupt),  # at the very end
     ]:

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from hf_linattn import patch_model
 from hf_linattn.errors import CheckpointError, DataError, OptionError
-from hf_linattn.training import finetuning
+from hf_linattn.training import finetuning, trainers
 from hf_linattn.training.arguments import DataArguments, FinetuningArguments, parse_arguments, tokens_per_step
 from hf_linattn.training.data import PackedMaskingCollator
 from tests.helpers import make_tokenizer
@@ -34,7 +34,8 @@ def make_data(model, masked: bool = False, documents: int = 12):
             for name, seed in {"train": 0, "validation": 100}.items()
         }
     )
-    options = DataArguments(block_size=16, mlm_probability=0.4)  # of so few tokens enough are masked in every batch
+    # of so few tokens enough are masked in every batch
+    options = DataArguments(block_size=16, mlm_probability=0.4, eval_mlm_probability=0.4)
     return finetuning.pack_splits(splits, make_tokenizer(), model, options, 512, masked)
 
 
@@ -87,6 +88,8 @@ def test_tokens_per_step_counts_accumulation():
         (["--max_train_tokens", "10"], "max_train_tokens=10 is less than one step"),
         (["--learning_rate", "1e-3", "--learning_rates", "1e-3", "1e-2"], "give one of them"),
         (["--learning_rates", "1e-3", "-1"], "learning_rates"),
+        (["--kl_weight", "-1"], "kl_weight must be at least 0, got -1"),
+        (["--eval_mlm_probability", "1"], "eval_mlm_probability must be between 0 and 1"),
         (["--mechanism_options", "{num_features"], "mechanism_options must be a JSON object"),
         (["--plan", "[1]"], "plan must be a JSON object"),
         (["--plan", '{"linear": 0}'], "either mechanism or plan"),
@@ -121,7 +124,7 @@ def test_recover_searches_by_validation_loss(tmp_path, monkeypatch):
     losses = {1e-4: 3.0, 1e-3: 2.0, 1e-2: 2.5}
     runs = []
 
-    def fake(model, data, training, folder, *, learning_rate, max_steps, keep_checkpoints=True):
+    def fake(model, data, training, folder, *, learning_rate, max_steps, keep_checkpoints=True, teacher=None):
         runs.append((learning_rate, max_steps, keep_checkpoints))
         return {"learning_rate": learning_rate, "eval_loss": losses[learning_rate]}
 
@@ -172,7 +175,7 @@ def test_a_diverging_run_stops_early_and_has_no_loss(tmp_path):
 
 def test_the_rows_of_masked_models_are_masked_alike_in_every_evaluation(tmp_path):
     model = patch_model(make_model("bert"), "softmax")
-    trainer = finetuning.PackedTrainer(model, make_training(tmp_path), make_data(model, masked=True))
+    trainer = trainers.PackedTrainer(model, make_training(tmp_path), make_data(model, masked=True))
     assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
     assert isinstance(trainer.data_collator, PackedMaskingCollator) and trainer.data_collator.seed is None
 
@@ -210,7 +213,7 @@ def test_an_interrupted_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatc
 
     loss, weights = train(tmp_path / "unbroken")
     with monkeypatch.context() as patch:
-        patch.setattr(finetuning, "StopAtDivergence", Interrupt)
+        patch.setattr(trainers, "StopAtDivergence", Interrupt)
         with pytest.raises(KeyboardInterrupt):
             train(tmp_path / "broken")
     half_written = tmp_path / "broken" / "checkpoint-11"

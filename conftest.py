@@ -1,0 +1,18 @@
+"""What holds for tests and doctests alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_linattn.feature_maps import FEATURE_MAPS
+from hf_linattn.mechanisms import MECHANISMS
+
+
+@pytest.fixture(autouse=True)
+def registries_as_before():
+    """Forget what a test or an example registers: the others, in whatever order they run, know the library's own."""
+    known = [(registry, registry.names(), dict(registry._entries)) for registry in (MECHANISMS, FEATURE_MAPS)]
+    yield
+    for registry, _, entries in known:
+        registry._entries.clear()
+        registry._entries.update(entries)

@@ -1,0 +1,52 @@
+"""bigbird: neighbouring blocks, global tokens and random blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .base import register_mechanism
+from .random import RandomConfig, RandomMechanism
+
+
+@dataclass
+class BigBirdConfig(RandomConfig):
+    """Options of `bigbird`."""
+
+    window_blocks: int = field(default=1, metadata={"help": "neighbouring blocks seen on a side"})
+    num_global: int = field(default=64, metadata={"help": "first tokens: seen by all, seeing all if bidirectional"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_counts("window_blocks", "num_global", least=0)
+
+
+@register_mechanism("bigbird")
+class BigBirdMechanism(RandomMechanism):
+    """Window, global tokens and random blocks (Zaheer et al. 2020).
+
+    Query i of block I sees key j of block J if |I - J| <= window_blocks, if j < num_global, or if J is one of the
+    blocks drawn for I (see `random`); in a bidirectional layer queries i < num_global see every key. A key found in
+    several ways counts once.
+
+    Deviation: the global tokens are the first ones; the authors' internal form has the last block too, which a causal
+    layer cannot have. Causal: intersected with j <= i, random blocks from the past alone.
+    """
+
+    config_class = BigBirdConfig
+
+    @property
+    def num_global(self) -> int:
+        return self.config.num_global
+
+    def key_blocks(self, block: int, num_blocks: int) -> Tensor:
+        chosen = super().key_blocks(block, num_blocks)
+        width = self.config.window_blocks
+        window = torch.arange(block - width, block + width + 1, device=chosen.device)
+        return torch.cat([chosen, window.expand(chosen.shape[0], -1)], dim=1)
+
+    def sees(self, query_position: Tensor, key_position: Tensor) -> Tensor:
+        distance = (query_position // self.block_size - key_position // self.block_size).abs()
+        return super().sees(query_position, key_position) | (distance <= self.config.window_blocks)

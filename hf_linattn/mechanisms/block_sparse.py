@@ -1,0 +1,106 @@
+"""What all mechanisms with a fixed pattern share: attention over the blocks it names, and the keys it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..config import MechanismConfig, require
+from ..ops import naive
+from ..ops.block_sparse import KeptKeys, block_sparse_attention, continued_attention, keep_keys
+from .base import SequenceMechanism
+
+
+@dataclass
+class BlockSparseConfig(MechanismConfig):
+    """Options of every mechanism on the block-sparse base."""
+
+    block_size: int = field(default=64, metadata={"help": "tokens per block"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_counts("block_size")
+
+    def require_counts(self, *names: str, least: int = 1) -> None:
+        """Raise `OptionError` unless the named options are integers of at least `least`."""
+        for name in names:
+            value = getattr(self, name)
+            valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            require(name, value, valid, f"an integer >= {least}")
+
+
+class BlockSparseMechanism(SequenceMechanism):
+    """o_i = sum_j softmax_j(scaling q_i . k_j) v_j over the keys j that the mechanism's pattern shows to query i.
+
+    A subclass is itself the pattern (see `hf_linattn.ops.block_sparse.Pattern`): it writes `key_blocks` and `sees`,
+    and for a state of constant size `capacity` and `needed`. Causal attention sees what the pattern shows and j <= i,
+    token by token. Positions are counted from the start of each sequence, pads left out.
+    """
+
+    config: Any  # of the subclass's own config class
+    config_class: ClassVar[type[MechanismConfig]] = BlockSparseConfig
+
+    @property
+    def num_global(self) -> int:
+        """How many first tokens all see, which see all where attention is bidirectional."""
+        return 0
+
+    @property
+    def capacity(self) -> int | None:
+        """How many past keys decoding must keep at most, beside the global ones; None: all of them."""
+        return None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.config.block_size
+
+    def key_blocks(self, block: int, num_blocks: int) -> Iterable[int] | Tensor:
+        """Return the blocks that queries of `block` may see, or one row of them for each head."""
+        raise NotImplementedError
+
+    def sees(self, query_position: Tensor, key_position: Tensor) -> Tensor:
+        """Return whether a query at [..., Nq, 1] sees a key at [..., 1, Nk]."""
+        raise NotImplementedError
+
+    def log_weight(self, query_position: Tensor, key_position: Tensor) -> Tensor | None:
+        """Return what is added to the scores [B, H, Nq, Nk]; None for nothing."""
+        return None
+
+    def needed(self, key_position: Tensor, position: Tensor) -> Tensor:
+        """Return whether a query at `position` or later may see this key."""
+        return torch.ones_like(key_position, dtype=torch.bool)
+
+    def causal_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: KeptKeys | None
+    ) -> tuple[Tensor, KeptKeys]:
+        scaling = self.layer.scaling
+        if state is not None:
+            return continued_attention(query, key, value, self, state, scaling=scaling, lengths=lengths)
+        # behind its length a row has pads only, which no real query of a causal row sees
+        output = block_sparse_attention(query, key, value, self, scaling=scaling, causal=True)
+        return output, keep_keys(key, value, self, lengths)
+
+    def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+        return block_sparse_attention(
+            query, key, value, self, scaling=self.layer.scaling, causal=False, lengths=lengths
+        )
+
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+        rank = naive.positions(allowed)
+        query_position, key_position = rank[..., :, None], rank[..., None, :]
+        seen = self.sees(query_position, key_position) | (key_position < self.num_global)
+        if not self.layer.causal:
+            seen = seen | (query_position < self.num_global)
+        log_weight = self.log_weight(query_position, key_position)
+        return naive.softmax_matrix(query, key, self.layer.scaling, allowed & seen, log_weight)
+
+
+def blocks_around(block: int, window_size: int, block_size: int) -> range:
+    """Return the blocks with keys less than `window_size` tokens away from some query of `block`."""
+    distance = -(-(window_size - 1) // block_size)
+    return range(block - distance, block + distance + 1)

@@ -1,0 +1,171 @@
+"""linformer: softmax over k slots in the place of N keys; causally, over slots of the past and the current block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..config import MechanismConfig, require
+from ..errors import UnknownNameError
+from ..ops import naive
+from ..ops.bounded_memory import MemoryState, bounded_memory_attention, segment_size
+from ..ops.segments import segment_sums, slot_attention
+from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
+
+# name -> (whether all heads share E and F, whether E = F)
+SHARING = {"none": (False, False), "heads": (True, False), "kv": (True, True)}
+
+
+@dataclass
+class LinformerConfig(MechanismConfig):
+    """Options of `linformer`."""
+
+    num_slots: int = field(default=256, metadata={"help": "slots k; sequences of up to k tokens are exact"})
+    sharing: str = field(
+        default="heads",
+        metadata={"help": "none: E and F per key/value head; heads: one E, one F; kv: E = F for all heads"},
+    )
+    positions_per_slot: int = field(
+        default=1, metadata={"help": "bidirectional: E has this many columns per slot, each a share of the length"}
+    )
+    block_size: int = field(default=64, metadata={"help": "causal: tokens seen exactly at a time; a power of two"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("num_slots", self.num_slots, _is_positive(self.num_slots), "an integer >= 1")
+        columns = self.positions_per_slot
+        require("positions_per_slot", columns, _is_positive(columns), "an integer >= 1")
+        size = self.block_size
+        require("block_size", size, _is_positive(size) and size & (size - 1) == 0, "a power of two")
+        if self.sharing not in SHARING:
+            raise UnknownNameError("sharing", self.sharing, SHARING)
+
+
+@register_mechanism("linformer")
+class LinformerMechanism(SequenceMechanism):
+    """Linformer (Wang et al. 2020): o_i = softmax_s(scaling q_i . (E K)_s + log c_s) (F V)_s over k slots.
+
+    Bidirectional: a sequence of any length n is cut into k segments, token j into segment floor(j k / n); c_s counts
+    the tokens of segment s. (E K)_s = sum_j E[s, floor(j P / n)] k_j / c_s with E [k, P] over P relative positions
+    (k times `positions_per_slot`), and F likewise. E and F begin as segment means: E[s, p] = 1 where
+    floor(p k / P) = s, else 0. With P = n, E is the paper's. Time O(N k (D + Dv)).
+
+    Causal: attention with bounded-memory control (Peng et al. 2021, arXiv 2110.02488): token i sees the tokens of its
+    own block of `block_size` exactly and the T completed tokens before it through k slots, in one softmax. The slots
+    are the segments floor(j / u) with u the smallest power of two for which k of them are enough; token j is written
+    into its slot with the weight exp(e . k_j) for its key and exp(f . k_j) for its value, divided by the sum of these
+    weights in the slot so far; e, f [D] are trained from zero on, where slots are segment means. See
+    `hf_linattn.ops.bounded_memory`. The decoding state has constant size, per key/value head.
+
+    `sharing` as in the paper: `none` (one E and F per key/value head), `heads` (for all of them), `kv` (E = F too);
+    causally of e and f. Sequences of n <= k tokens (causally: up to k completed ones) have a slot for every token,
+    whatever was trained: E is the identity and attention exact.
+
+    Deviations: the paper's E is tied to one length and has no mask. Here its columns are relative positions, so that
+    every length and every padded row is served, and log c_s makes segments of unequal size weigh what their tokens do
+    (it cancels where k divides n). Peng et al. write every token into all slots; here into one of them, chosen by its
+    position, as averages over all of the past say little to a model that was pretrained with softmax.
+    """
+
+    config_class: ClassVar[type[MechanismConfig]] = LinformerConfig
+    limit = ExactnessLimit("softmax attention with num_slots >= n", equal=lambda length: {"num_slots": length})
+    citation = "Wang et al. 2020, Linformer, arXiv 2006.04768; causal: Peng et al. 2021, ABC, arXiv 2110.02488"
+
+    config: LinformerConfig
+
+    def __init__(self, config: LinformerConfig, layer: AttentionLayer):
+        super().__init__(config, layer)
+        shared, equal = SHARING[config.sharing]
+        heads = 1 if shared else layer.num_key_value_heads
+        # causal: every token weighs the same; bidirectional: a slot adds up its own segment
+        segments = torch.eye(config.num_slots).repeat_interleave(config.positions_per_slot, dim=1)
+        initial = torch.zeros(layer.head_dim) if layer.causal else segments
+        self.key_projection = nn.Parameter(initial.repeat(heads, *[1] * initial.dim()))
+        self.value_projection = None if equal else nn.Parameter(self.key_projection.detach().clone())
+
+    def projections(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return E and F [Hkv or 1, k, P], causally e and f [Hkv or 1, D], in the dtype of `like`."""
+        second = self.key_projection if self.value_projection is None else self.value_projection
+        return self.key_projection.to(like.dtype), second.to(like.dtype)
+
+    def log_weights(self, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return e . k_j and f . k_j [B, Hkv, N]."""
+        first, second = (torch.stack(self.projections(key), dim=1) @ key.transpose(-1, -2)).unbind(2)
+        return first, second
+
+    def causal_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: MemoryState | None
+    ) -> tuple[Tensor, MemoryState]:
+        return bounded_memory_attention(
+            query,
+            key,
+            value,
+            self.log_weights,
+            num_slots=self.config.num_slots,
+            block_size=self.config.block_size,
+            scaling=self.layer.scaling,
+            lengths=lengths,
+            state=state,
+        )
+
+    def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+        slots, columns = self.config.num_slots, self.config.positions_per_slot
+        counts, sums = segment_sums((key, value), slots * columns, lengths)
+        counts = counts.unflatten(1, (slots, columns)).sum(-1)  # [B or 1, k]
+        short = (counts.sum(1) <= slots)[:, None, None, None]  # E is the identity, which is what segments come to
+        means = []
+        for x, projection in zip(sums, self.projections(key), strict=True):
+            total = torch.where(short, x.unflatten(2, (slots, columns)).sum(3), projection @ x)
+            means.append(total / counts.clamp(min=1).to(x.dtype)[:, None, :, None])
+        return slot_attention(query, means[0], means[1], counts, self.layer.scaling)
+
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+        """Queries that see the same keys at a time: softmax(scaling q (E K)^T + log c) F with E, F [slots, keys]."""
+        groups = query.shape[1] // key.shape[1]
+        matrices = []
+        for q, k, pairs in zip(query, key, allowed.expand(query.shape[0], -1, -1, -1), strict=True):
+            matrix = q.new_zeros(*q.shape[:2], k.shape[1])
+            views, view = pairs[0].unique(dim=0, return_inverse=True)
+            for number in range(len(views)):
+                seen, rows = views[number].nonzero()[:, 0], (view == number).nonzero()[:, 0]
+                if not len(seen):
+                    continue
+                first, second, counts = self._slots_of(k[:, seen])
+                first, second, keys = (x.repeat_interleave(groups, 0) for x in (first, second, k[:, seen]))
+                scores = torch.einsum("hid,hsj,hjd->his", q[:, rows], first, keys) * self.layer.scaling
+                weights = torch.einsum("his,hsj->hij", (scores + counts.log()).softmax(-1), second)
+                line = matrix.new_zeros(*weights.shape[:2], k.shape[1]).index_copy(2, seen, weights)
+                matrix = matrix.index_copy(1, rows, line)
+            matrices.append(matrix)
+        return torch.stack(matrices)
+
+    def _slots_of(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return E and F [Hkv, slots, n] of the n keys [Hkv, n, D] that a query sees, and the slots' counts."""
+        heads, n, _ = keys.shape
+        position = torch.arange(n, device=keys.device)
+        k, size = self.config.num_slots, self.config.block_size
+        if self.layer.causal:
+            done = (n - 1) // size * size
+            unit = segment_size(done, k)
+            slot = torch.where(position < done, position // unit, -(-done // unit) + position - done)
+        else:
+            slot = position if n <= k else position * k // n
+        member = (slot == torch.arange(int(slot[-1]) + 1, device=keys.device)[:, None]).to(keys.dtype)
+        counts = member.sum(1)
+        matrices = []
+        for x in self.projections(keys):
+            if self.layer.causal:
+                matrix = member * torch.exp(torch.einsum("hjd,hd->hj", keys, x.expand(heads, -1)))[:, None]
+                matrices.append(naive.normalise(matrix))
+            elif n <= k:
+                matrices.append(member.expand(heads, -1, -1))
+            else:
+                matrices.append((x[:, :, position * x.shape[2] // n] / counts[:, None]).expand(heads, -1, -1))
+        return matrices[0], matrices[1], counts
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

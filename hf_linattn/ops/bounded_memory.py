@@ -1,0 +1,373 @@
+"""Causal attention in bounded memory: a query sees its own block exactly and every completed block through k slots.
+
+The slots divide the T completed tokens of a sequence into segments of equal size u(T), the smallest power of two with
+k segments: as long as T <= k every token has a slot of its own; when they are full, neighbours merge in pairs and
+half of the slots are free again. A slot holds the mean of its segment's keys and the mean of its values, weighted with
+exp(log weight) of each token. A segment that stands for c tokens is seen with exp(q . mean key) c, so that equal keys
+weigh alike wherever they stand; slots and block share one softmax.
+
+u(T) and the segments depend on the position alone: what a query sees is the same whether the sequence is read at once
+(large products over all blocks with one u), in parts, or token by token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+LOWEST = -1e30  # below every score and far inside the range of float32
+QUERIES = {"cpu": 1024}  # at a time: large enough for the products, small enough for the cache
+MANY_QUERIES = 131072  # on other devices
+
+
+class Summary(NamedTuple):
+    """S weighted means of tokens, or S tokens: key [..., S, D], value [..., S, Dv], and the logarithms [..., S] of the
+    weights that were summed up for each, LOWEST where there are none."""
+
+    key: Tensor
+    value: Tensor
+    key_weight: Tensor
+    value_weight: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Summary:
+        """Return the function of each part."""
+        return Summary(*map(function, self))
+
+    def padded(self, size: int) -> Summary:
+        """Return `size` entries, the last of them without weight."""
+        missing = size - self.key.shape[-2]
+        if not missing:
+            return self
+        return Summary(
+            *(F.pad(x, (0, 0, 0, missing)) for x in self[:2]),
+            *(F.pad(x, (0, missing), value=LOWEST) for x in self[2:]),
+        )
+
+
+class MemoryState(NamedTuple):
+    """All that is remembered of the keys read so far; constant size, float32 (float64 for float64 inputs).
+
+    slot_key [B, Hkv, k, D], slot_value [B, Hkv, k, Dv], key_weight, value_weight [B, Hkv, k]: the `Summary` of the
+    completed blocks. key [B, Hkv, C, D], value [B, Hkv, C, Dv]: the block not completed yet. length [B]: tokens read.
+    """
+
+    slot_key: Tensor
+    slot_value: Tensor
+    key_weight: Tensor
+    value_weight: Tensor
+    key: Tensor
+    value: Tensor
+    length: Tensor
+
+
+# log weights [B, Hkv, N] with which tokens [B, Hkv, N, D] are written, of their keys and of their values
+Writer = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def segment_size(tokens: int, num_slots: int) -> int:
+    """Return u(T), the smallest power of two with ceil(T / u) <= k."""
+    return 1 << (max(-(-tokens // num_slots), 1) - 1).bit_length()
+
+
+def bounded_memory_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    writer: Writer,
+    *,
+    num_slots: int,
+    block_size: int,
+    scaling: float,
+    lengths: Tensor | None = None,
+    state: MemoryState | None = None,
+) -> tuple[Tensor, MemoryState]:
+    """Return the causal attention output and the state after the last token.
+
+    Args:
+        query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv.
+        writer: the log weights of keys.
+        num_slots: k. block_size: C, a power of two. scaling: what q . k is multiplied by.
+        lengths: [B], real tokens of each row; None if all are. state: what was read before.
+
+    Returns:
+        output [B, H, N, Dv], the state. Time O(N (k + C) (D + Dv)).
+    """
+    if state is not None:
+        return _continue(query, key, value, writer, num_slots, block_size, scaling, lengths, state)
+    tokens = Summary(key, value, *writer(key))
+    output = _whole_rows(query, tokens, num_slots, block_size, scaling)
+    return output, _state_after(tokens, lengths, num_slots, block_size)
+
+
+class _Run(NamedTuple):
+    """Blocks from number `first` on, before which the slots have one size u, and what they see.
+
+    slots: the segments of u tokens that are completed before the last block, with keys [R, D, S] that are scaled.
+    partial: key and value [R, M, .] of the segment that is open before each block; None if there is none, as blocks
+    are as long as segments or longer. own: [G C, C], what is added to a block's scores for its own keys.
+    """
+
+    first: int
+    unit: int
+    slots: Summary
+    partial: tuple[Tensor, Tensor] | None
+    own: Tensor
+
+
+def _whole_rows(query: Tensor, tokens: Summary, num_slots: int, block_size: int, scaling: float) -> Tensor:
+    """Attention of rows that begin: all blocks whose slots have one size at a time, in pieces that fit the cache."""
+    batch, heads, length, _ = query.shape
+    kv_heads = tokens.key.shape[1]
+    size = min(block_size, length)
+    count = -(-length // size)
+    if missing := count * size - length:
+        query, tokens = F.pad(query, (0, 0, 0, missing)), tokens.padded(count * size)
+    # [R = B Hkv, M, G C, D]: the queries of a group stand together in each of M blocks, beside their one block of keys
+    query = query.reshape(batch, kv_heads, heads // kv_heads, count, size, -1).transpose(2, 3)
+    query = query.reshape(batch * kv_heads, count, -1, query.shape[-1])
+    tokens = tokens.map(lambda x: x.flatten(0, 1))
+    key, value = (x.unflatten(1, (count, size)) for x in tokens[:2])
+    # whole rows as far as they fit; parts of one row else, which are contiguous
+    queries = QUERIES.get(query.device.type, MANY_QUERIES)
+    together = max(queries // (count * query.shape[2]), 1)
+    step = max(queries // query.shape[2], 1)
+    outputs: list[Tensor] = []
+    for row in range(0, len(query), together):
+        rows, parts = slice(row, row + together), []
+        for first, last, unit in _runs(count, size, num_slots):
+            run = _run(tokens.map(lambda x: x[rows]), first, last, unit, size, query.shape[2], scaling)  # noqa: B023
+            for start in range(first, last, step):
+                span = slice(start, min(start + step, last))
+                parts.append(_read_blocks(query[rows, span], key[rows, span], value[rows, span], run, start, scaling))
+        outputs += parts if together == 1 else [torch.cat(parts, dim=1)]
+    joined = torch.cat([x.flatten(0, 1) for x in outputs]).reshape(batch, kv_heads, count, -1, size, value.shape[-1])
+    return joined.transpose(2, 3).reshape(batch, heads, count * size, -1)[:, :, :length]
+
+
+def _run(tokens: Summary, first: int, last: int, unit: int, size: int, queries: int, scaling: float) -> _Run:
+    """Sum up what the blocks `first` to `last` - 1 see of the past."""
+    full = (last - 1) * size // unit  # segments that the last block sees completed
+    slots = _pool(tokens.map(lambda x: x[:, : full * unit]), unit)
+    slots = slots._replace(key=slots.key.transpose(-1, -2) * scaling)
+    partial = _open_segments(tokens, first, last, unit // size, size) if unit > size else None
+    # what a completed segment gains by its u tokens is taken from all others instead: they are fewer
+    own = torch.full((size, size), LOWEST, dtype=tokens.key.dtype, device=tokens.key.device).triu(1) - math.log(unit)
+    return _Run(first, unit, slots, partial, own.repeat(queries // size, 1))
+
+
+def _runs(count: int, size: int, num_slots: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first block, the one after the last, u) of the blocks before which the slots have one size."""
+    first = 0
+    while first < count:
+        unit = segment_size(first * size, num_slots)
+        last = min(num_slots * unit // size + 1, count)
+        yield first, last, unit
+        first = last
+
+
+def _pool(tokens: Summary, size: int) -> Summary:
+    """Sum up every `size` tokens."""
+    means, totals = [], []
+    shape = (tokens.key.shape[-2] // size, size)
+    for x, weight in zip(tokens[:2], tokens[2:], strict=True):
+        weight = weight.unflatten(-1, shape)
+        means.append((weight.softmax(-1)[..., None, :] @ x.unflatten(-2, shape))[..., 0, :])
+        totals.append(weight.logsumexp(-1))
+    return Summary(*means, *totals)
+
+
+def _open_segments(tokens: Summary, first: int, last: int, per_segment: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return key and value [R, M, .] of the segment that is open before each block, of its completed blocks only.
+
+    A running sum over the blocks of a segment, by doubling: every entry is made of earlier ones.
+    """
+    aligned = first // per_segment * per_segment
+    blocks = _pool(tokens.map(lambda x: x[:, aligned * size : last * size]), size)
+    segments = blocks.padded(-(-(last - aligned) // per_segment) * per_segment)
+    segments = segments.map(lambda x: x.unflatten(1, (-1, per_segment)))
+    step = 1
+    while step < per_segment:
+        segments = _combine(segments, _delayed(segments, step))
+        step *= 2
+    before = _delayed(segments, 1).map(lambda x: x.flatten(1, 2)[:, first - aligned : last - aligned])
+    return before.key, before.value
+
+
+def _delayed(segments: Summary, steps: int) -> Summary:
+    """Move the entries of each segment [R, S, P, .] back by `steps`, filling up with nothing."""
+    size = segments.key.shape[2] - steps
+    return Summary(
+        *(F.pad(x[:, :, :size], (0, 0, steps, 0)) for x in segments[:2]),
+        *(F.pad(x[:, :, :size], (steps, 0), value=LOWEST) for x in segments[2:]),
+    )
+
+
+def _combine(left: Summary, right: Summary) -> Summary:
+    """Sum up entry by entry."""
+    means, totals = [], []
+    for x, y, a, b in zip(left[:2], right[:2], left[2:], right[2:], strict=True):
+        total = torch.logaddexp(a, b)
+        means.append(x * (a - total).exp()[..., None] + y * (b - total).exp()[..., None])
+        totals.append(total)
+    return Summary(*means, *totals)
+
+
+def _read_blocks(
+    query: Tensor, key: Tensor, value: Tensor, run: _Run, start: int, scaling: float
+) -> Tensor:
+    """Attention of the blocks of a run from `start` on: query [R, M, G C, D], key and value [R, M, C, .]."""
+    count, size, unit, device = key.shape[1], key.shape[2], run.unit, key.device
+    known, seen = start * size // unit, (start + count - 1) * size // unit  # segments before the first and last block
+    number = torch.arange(start, start + count, device=device) * size // unit
+    shape = query.shape[1:3]
+    past = (query.flatten(1, 2) @ run.slots.key[:, :, :seen]).unflatten(1, shape)
+    hidden = torch.arange(known, seen, device=device) >= number[:, None, None]
+    scores = [past[..., :known], past[..., known:].masked_fill(hidden, LOWEST)]
+    if run.partial is not None:
+        here = [x[:, start - run.first : start - run.first + count] for x in run.partial]
+        tokens = torch.arange(start, start + count, device=device) * size - number * unit
+        bias = tokens.clamp(min=1).to(query.dtype).log().masked_fill(tokens == 0, LOWEST) - math.log(unit)
+        scores.append(query @ here[0][..., None] * scaling + bias[:, None, None])
+    own = run.own.expand(len(query) * count, -1, -1)
+    mine = torch.baddbmm(own, query.flatten(0, 1), key.flatten(0, 1).transpose(-1, -2), alpha=scaling)
+    scores.append(mine.unflatten(0, (-1, count)))
+    weights = torch.cat(scores, dim=-1).softmax(-1)
+    output = (weights[..., :seen].flatten(1, 2) @ run.slots.value[:, :seen]).unflatten(1, shape)
+    output = output + weights[..., -size:] @ value
+    if run.partial is not None:
+        output = output + weights[..., seen : seen + 1] * here[1][:, :, None]
+    return output
+
+
+def _state_after(tokens: Summary, lengths: Tensor | None, num_slots: int, block_size: int) -> MemoryState:
+    """Return the state of rows that began and have been read to their ends."""
+    batch, _, length, _ = tokens.key.shape
+    device = tokens.key.device
+    if lengths is None:
+        done = length // block_size * block_size
+        slots = _completed(tokens, [done], num_slots)
+        lengths = torch.full((batch,), length, device=device)
+    else:
+        ends = [end // block_size * block_size for end in lengths.tolist()]
+        slots = tokens.map(lambda x: x[:, :, :0]).padded(num_slots)
+        for unit in sorted({segment_size(end, num_slots) for end in ends}):
+            chosen = [row for row, end in enumerate(ends) if segment_size(end, num_slots) == unit]
+            rows = torch.tensor(chosen, device=device)
+            part = _completed(tokens.map(lambda x: x[rows]), [ends[row] for row in chosen], num_slots)  # noqa: B023
+            slots = Summary(*(x.index_copy(0, rows, y) for x, y in zip(slots, part, strict=True)))
+    start = lengths // block_size * block_size
+    key, value = (_from(x, start, lengths, block_size) for x in tokens[:2])
+    return MemoryState(*slots, key, value, lengths.to(torch.int64))
+
+
+def _completed(tokens: Summary, ends: list[int], num_slots: int) -> Summary:
+    """Sum up rows, each up to its end (or all to one), in segments of one size."""
+    longest = max(ends)
+    unit = segment_size(longest, num_slots)
+    taken = tokens.map(lambda x: x[:, :, :longest]).padded(-(-longest // unit) * unit)
+    position = torch.arange(taken.key.shape[2], device=tokens.key.device)
+    behind = (position >= torch.tensor(ends, device=position.device)[:, None])[:, None]
+    weights = (x.masked_fill(behind, LOWEST) for x in taken[2:])
+    pooled = _pool(Summary(taken.key, taken.value, *weights), unit)
+    empty = (pooled.key_weight <= LOWEST / 2)[..., None]  # of rows that ended earlier
+    key, value = (x.masked_fill(empty, 0.0) for x in pooled[:2])
+    return Summary(key, value, *pooled[2:]).padded(num_slots)
+
+
+def _from(x: Tensor, start: Tensor, end: Tensor, size: int) -> Tensor:
+    """Return `size` positions of x [B, Hkv, N, D] from `start` [B] on, zero from `end` [B] on."""
+    index = start[:, None] + torch.arange(size, device=x.device)
+    taken = take(x, index.clamp(max=x.shape[2] - 1))
+    return taken.masked_fill((index >= end[:, None])[:, None, :, None], 0.0)
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Return the positions index [B, M] of x [B, H, N, D]."""
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _continue(query, key, value, writer, num_slots, block_size, scaling, lengths, state):
+    """Read on from a state, block by block: every row stands at a place of its own in its block."""
+    batch, _, length, _ = query.shape
+    device = query.device
+    lengths = torch.full((batch,), length, device=device) if lengths is None else lengths
+    opened = state.length % block_size  # tokens of the open block
+    begun = state.length - opened
+    count = -(-(block_size - 1 + length) // block_size)
+    # rows that begin with their open block, so that all blocks lie alike
+    position = torch.arange(count * block_size, device=device)[None]
+    index = torch.where(position < opened[:, None], position, block_size + position - opened[:, None])
+    index = index.clamp(max=block_size + length - 1)
+    keys, values = (take(torch.cat(pair, 2), index) for pair in ((state.key, key), (state.value, value)))
+    end = opened + lengths
+    query = query * scaling
+    width = min(block_size, length)
+    slots, outputs = Summary(*state[:4]), []
+    for number in range(count):
+        span = slice(number * block_size, (number + 1) * block_size)
+        done = begun + span.start
+        block = Summary(keys[:, :, span], values[:, :, span], *writer(keys[:, :, span]))
+        at = (span.start - opened).clamp(min=0)[:, None] + torch.arange(width, device=device)
+        rows = take(query, at.clamp(max=length - 1))
+        within = at + opened[:, None] - span.start
+        outputs.append(_read_state(rows, within, slots, block, done, num_slots))
+        complete = end >= span.stop
+        if bool(complete.any()):
+            slots = _write(slots, block, done, complete, num_slots)
+    place = torch.arange(length, device=device) + opened[:, None]
+    which = place // block_size
+    offset = torch.arange(length, device=device) - (which * block_size - opened[:, None]).clamp(min=0)
+    output = take(torch.cat(outputs, 2), which * width + offset)
+    start = end // block_size * block_size
+    key, value = (_from(x, start, end, block_size) for x in (keys, values))
+    return output, MemoryState(*slots, key, value, state.length + lengths)
+
+
+def _read_state(query: Tensor, within: Tensor, slots: Summary, block: Summary, done: Tensor, num_slots: int) -> Tensor:
+    """Attention of query [B, H, W, D] at the positions `within` [B, W] its block, `done` [B] tokens before it."""
+    batch, heads, width, _ = query.shape
+    rows = query.reshape(batch, slots.key.shape[1], -1, query.shape[3])
+    unit = _segment_sizes(done, num_slots)
+    begins = torch.arange(num_slots, device=query.device) * unit[:, None]
+    tokens = (done[:, None] - begins).clamp(min=0).minimum(unit[:, None])
+    weight = tokens.clamp(min=1).to(query.dtype).log().masked_fill(tokens == 0, LOWEST)
+    size = block.key.shape[2]
+    future = torch.arange(size, device=query.device) > within.repeat(1, rows.shape[2] // width)[:, None, :, None]
+    past = rows @ slots.key.transpose(-1, -2) + weight[:, None, None]
+    own = (rows @ block.key.transpose(-1, -2)).masked_fill(future, LOWEST)
+    weights = torch.cat([past, own], dim=-1).softmax(-1)
+    output = weights[..., :num_slots] @ slots.value + weights[..., num_slots:] @ block.value
+    return output.reshape(batch, heads, width, -1)
+
+
+def _write(slots: Summary, block: Summary, done: Tensor, complete: Tensor, num_slots: int) -> Summary:
+    """Take a block into the slots of the rows that completed it, merging slots where u(T) grows."""
+    device, size = done.device, block.key.shape[2]
+    begins = torch.arange(num_slots, device=device) * _segment_sizes(done, num_slots)[:, None]
+    begins = torch.cat([begins, done[:, None] + torch.arange(size, device=device)], 1)
+    target = begins // _segment_sizes(done + size, num_slots)[:, None]
+    joins = (target[:, None, :] == torch.arange(num_slots, device=device)[:, None])[:, None]  # [B, 1, k, k + C]
+    means, totals = [], []
+    for x, y, a, b in zip(slots[:2], block[:2], slots[2:], block[2:], strict=True):
+        weights = torch.cat([a, b], 2)[:, :, None].masked_fill(~joins, LOWEST)
+        total = weights.logsumexp(-1)
+        mean = weights.softmax(-1) @ torch.cat([x, y], 2)
+        means.append(mean.masked_fill((total <= LOWEST / 2)[..., None], 0.0))
+        totals.append(total)
+    return Summary(
+        *(
+            torch.where(complete.view(-1, *[1] * (new.dim() - 1)), new, old)
+            for new, old in zip((*means, *totals), slots, strict=True)
+        )
+    )
+
+
+def _segment_sizes(tokens: Tensor, num_slots: int) -> Tensor:
+    """`segment_size` of each row [B]."""
+    needed = (-(-tokens // num_slots)).clamp(min=1) - 1
+    return 2 ** torch.frexp(needed.double())[1].to(torch.int64)

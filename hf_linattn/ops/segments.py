@@ -1,0 +1,58 @@
+"""Pooling: sequences of any length cut into the same number of segments, and attention to what stands for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+LOWEST = -1e30  # below every score and far inside the range of float32
+QUERIES = 8192  # of all heads at a time: large enough for the products, small enough for the cache
+
+
+def segment_sums(
+    inputs: Sequence[Tensor], num_segments: int, lengths: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Cut every sequence of n tokens into P segments, token j into segment floor(j P / n), and sum them up.
+
+    Args:
+        inputs: tensors [B, H, N, .]. num_segments: P. lengths: [B], n of each row; None if it is N for all.
+
+    Returns:
+        The number of tokens in each segment [B, P] ([1, P] without lengths); the sums [B, H, P, .] of each input.
+    """
+    length, device = inputs[0].shape[2], inputs[0].device
+    sizes = torch.tensor([length], device=device) if lengths is None else lengths
+    # segment p begins at the first j with j P >= p n
+    bounds = -(-torch.arange(num_segments + 1, device=device) * sizes[:, None] // num_segments)
+    counts = bounds.diff(dim=1)
+    longest = -(-length // num_segments)
+    steps = torch.arange(longest, device=device)
+    index = (bounds[:, :-1, None] + steps).clamp(max=length - 1)
+    inside = (steps < counts[..., None])[:, None, ..., None]
+    sums = []
+    for x in inputs:
+        if lengths is None:
+            parts = x.index_select(2, index.flatten())
+        else:
+            parts = x.gather(2, index.flatten(1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+        sums.append((parts.unflatten(2, (num_segments, longest)) * inside).sum(3))
+    return counts, sums
+
+
+def slot_attention(query: Tensor, slot_key: Tensor, slot_value: Tensor, counts: Tensor, scaling: float) -> Tensor:
+    """Return softmax_s(scaling q . slot_key_s + log counts_s) slot_value_s, a slot that counts nothing left out.
+
+    Args:
+        query: [B, H, N, D]. slot_key: [B, Hkv, k, D]. slot_value: [B, Hkv, k, Dv]; H is a multiple of Hkv.
+        counts: [B or 1, k], tokens for which each slot stands.
+    """
+    batch, heads, length, _ = query.shape
+    bias = counts.clamp(min=1).to(query.dtype).log().masked_fill(counts == 0, LOWEST)[:, None, None]
+    # the queries of a group stand together, beside their one set of slots
+    rows = query.reshape(batch, slot_key.shape[1], -1, query.shape[3])
+    keys = slot_key.transpose(-1, -2) * scaling
+    step = max(QUERIES // (batch * slot_key.shape[1]), 64)
+    parts = [(part @ keys + bias).softmax(-1) @ slot_value for part in rows.split(step, dim=2)]
+    return torch.cat(parts, dim=2).reshape(batch, heads, length, -1)

@@ -1,0 +1,76 @@
+"""The losses of distillation against loops, and what a teacher changes and what it does not."""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_linattn import patch_model
+from hf_linattn.training.trainers import PackedTrainer, Teacher, distillation_loss
+from tests.models import make_model
+from tests.training.test_finetuning import make_data, make_training
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_losses_are_those_of_a_loop_over_tokens(masked):
+    student, example = (
+        SimpleNamespace(
+            logits=torch.randn(2, 5, 7, dtype=torch.float64),
+            hidden_states=[torch.randn(2, 5, 3, dtype=torch.float64) for _ in range(4)],
+        )
+        for _ in range(2)
+    )
+    labels = torch.tensor([[-100, 3, -100, 2, 1], [4, -100, -100, -100, 6]])
+    divergences = []
+    for row in range(2):
+        for target in range(5):
+            source = target if masked else target - 1
+            if labels[row, target] >= 0 and source >= 0:
+                p, q = (out.logits[row, source].softmax(-1) for out in (example, student))
+                divergences.append(sum(p[v] * math.log(p[v] / q[v]) for v in range(7)))
+    kl = sum(divergences) / len(divergences)
+    hidden = 0.0
+    for layer in (1, 2, 3):  # the embeddings are no layer's output
+        got, want = student.hidden_states[layer], example.hidden_states[layer]
+        hidden += float(((got - want) ** 2).sum() / (want**2).sum()) / 3
+    for weights, expected in (((1.0, 0.0), kl), ((0.0, 1.0), hidden), ((2.0, 0.5), 2 * kl + 0.5 * hidden)):
+        loss = distillation_loss(student, example, labels, Teacher(None, *weights), masked)
+        assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_an_equal_student_has_nothing_to_learn_and_a_batch_without_targets_is_no_error():
+    out = SimpleNamespace(logits=torch.randn(1, 4, 5), hidden_states=[torch.randn(1, 4, 3) for _ in range(2)])
+    labels = torch.full((1, 4), -100)
+    assert float(distillation_loss(out, out, labels, Teacher(None, 1.0, 1.0), True)) == 0
+    assert float(distillation_loss(out, out, labels.fill_(1), Teacher(None, 1.0, 1.0), True)) == pytest.approx(0)
+
+
+@pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama"])
+def test_a_taught_model_comes_closer_to_its_teacher_which_stays_as_it_is(tmp_path, architecture):
+    original = make_model(architecture, std=0.3)
+    teacher = patch_model(copy.deepcopy(original), "softmax")
+    before = {name: x.clone() for name, x in teacher.state_dict().items()}
+    distances = {}
+    for hidden_weight in (0.0, 30.0):
+        model = patch_model(copy.deepcopy(original), "linear")
+        data = make_data(model, masked=architecture == "bert")
+        training = make_training(
+            tmp_path, learning_rate=1e-3, max_steps=30, save_strategy="no", remove_unused_columns=False
+        )
+        taught = Teacher(teacher, hidden_weight=hidden_weight) if hidden_weight else None
+        trainer = PackedTrainer(model, training, data, taught)
+        trainer.train()
+        batch = data.evaluation_collator([data.validation[i] for i in range(4)])
+        del batch["labels"]
+        with torch.no_grad():
+            got, want = (m.eval()(**batch, output_hidden_states=True).hidden_states[-1] for m in (model, teacher))
+        distances[hidden_weight] = float((got - want).square().mean() / want.square().mean())
+    assert distances[30.0] < 0.7 * distances[0.0]
+    assert all(torch.equal(before[name], x) for name, x in teacher.state_dict().items())
+    # the validation loss is the text's cross-entropy alone, so that it compares with that of the control
+    alone = PackedTrainer(model, training, data)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(alone.evaluate()["eval_loss"], rel=1e-6)
