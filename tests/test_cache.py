@@ -39,10 +39,12 @@ def test_state_is_float32_per_key_value_head_and_constant(name, mechanism, dtype
     short, long = (read(model, make_tokens(3, n)).past_key_values for n in (1, 60))
     assert [type(layer) for layer in long.layers] == [StateLayer] * NUM_LAYERS
     for tensor in tensors_of(long):
-        assert tensor.dtype == torch.float32
-        assert tensor.shape[:2] == (3, KEY_VALUE_HEADS[name])
+        assert tensor.shape[0] == 3
+        if tensor.is_floating_point():  # the others count tokens
+            assert tensor.dtype == torch.float32
+            assert tensor.shape[1] == KEY_VALUE_HEADS[name]
     assert [t.shape for t in tensors_of(short)] == [t.shape for t in tensors_of(long)]
-    assert state_bytes(short) == state_bytes(long) == 4 * sum(t.numel() for t in tensors_of(long))
+    assert state_bytes(short) == state_bytes(long) == sum(t.nbytes for t in tensors_of(long))
     assert long.get_seq_length() == 60
 
 
