@@ -69,7 +69,7 @@ def test_every_layer_calls_its_mechanism_and_the_outputs_change(name, mechanism)
     assert [m.calls for m in mechanisms.values()] == [1] * NUM_LAYERS
     assert [m.layer.num_heads for m in mechanisms.values()] == [NUM_HEADS] * NUM_LAYERS
     assert [m.layer.causal for m in mechanisms.values()] == [ARCHITECTURES[name].causal] * NUM_LAYERS
-    if mechanism != "softmax":
+    if MECHANISMS.get(mechanism).limit.equal is None:  # the others are exact on inputs as short as these
         assert (after - before).abs().mean() > 0.02 * before.std()
     assert torch.equal(logits_of(unpatch_model(model), ids), before)
 

@@ -29,6 +29,9 @@ from tests.models import ARCHITECTURES, SPINE, make_model
 each_family = pytest.mark.parametrize("name", SPINE)
 each_generator = pytest.mark.parametrize("name", ["gpt2", "llama"])
 each_mechanism = pytest.mark.parametrize("mechanism", list_mechanisms())
+each_continuous_mechanism = pytest.mark.parametrize(
+    "mechanism", [name for name in list_mechanisms() if MECHANISMS.get(name).continuous]
+)
 each_causal_mechanism = pytest.mark.parametrize(
     "mechanism", [name for name in list_mechanisms() if "causal" in MECHANISMS.get(name).modes]
 )
@@ -173,6 +176,8 @@ def test_every_attention_weight_gets_a_gradient(name, mechanism):
     found = loss_gradients(model, make_tokens(2, 9))
     paths = tuple(get_mechanisms(model))
     weights = [key for key, p in model.named_parameters() if key.startswith(paths) and p.dim() > 1]
+    if MECHANISMS.get(mechanism).limit.equal is not None:  # exact on so short an input, whatever its parameters are
+        weights = [key for key in weights if ".hf_linattn." not in key]
     assert weights and all(found[key].abs().sum() > 0 for key in weights)
 
 
@@ -267,7 +272,7 @@ def test_lora_trains_and_merges(tmp_path, name, mechanism):
 
 
 @each_family
-@each_mechanism
+@each_continuous_mechanism
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_another_dtype_computes_nearly_the_same(name, mechanism, dtype):
     model, ids = make_patched(name, mechanism), make_tokens(2, 9)
@@ -279,7 +284,7 @@ def test_another_dtype_computes_nearly_the_same(name, mechanism, dtype):
 
 
 @each_family
-@each_mechanism
+@each_continuous_mechanism
 def test_autocast_trains_close_to_float32(name, mechanism):
     model, ids = make_patched(name, mechanism), make_tokens(2, 9)
     expected = loss_gradients(model, ids)

@@ -69,6 +69,7 @@ class Mechanism(nn.Module):
         config_class: dataclass of its options. modes: what it can do, of {"causal", "bidirectional"}.
         constant_state: whether its decoding state has a size that does not grow with the context.
         subquadratic: whether its cost grows slower than N^2.
+        continuous: whether nearby inputs give nearby outputs; not where rounding may change which keys are chosen.
         growth: by how much its cost grows when 2,048 tokens become 4,096; 2 if it is linear.
         limit: how it relates to softmax attention; an instance may state its own. citation: the paper it comes from.
     """
@@ -77,6 +78,7 @@ class Mechanism(nn.Module):
     modes: ClassVar[frozenset[str]] = frozenset({"causal", "bidirectional"})
     constant_state: ClassVar[bool] = True
     subquadratic: ClassVar[bool] = True
+    continuous: ClassVar[bool] = True
     growth: ClassVar[float] = 2.0
     limit: ExactnessLimit = ExactnessLimit("none stated")
     citation: ClassVar[str] = ""

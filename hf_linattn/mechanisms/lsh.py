@@ -84,6 +84,7 @@ class LshMechanism(SequenceMechanism):
     rotations: Tensor
 
     config_class = LshConfig
+    continuous = False
     limit = ExactnessLimit(
         "softmax attention with one bucket and bucket_size >= n",
         equal=lambda length: {"num_buckets": 1, "bucket_size": length},
