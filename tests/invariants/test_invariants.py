@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hf_linattn import list_mechanisms
-from hf_linattn.testing import Check, checks_of
+from hf_linattn.testing import ARCHITECTURES, Check, checks_of
 
-# beside the defaults of each mechanism, which are always tested
+# beside the defaults of each mechanism, which are tested on every architecture; these on grouped queries and RoPE
 VARIANTS = {
     "atrous": [{"block_size": 16, "window_size": 7, "dilation": 3}],
     "bigbird": [{"block_size": 8, "window_blocks": 1, "num_global": 5, "num_random": 2}],
@@ -38,7 +38,7 @@ CHECKS = [
     check
     for mechanism in list_mechanisms()
     for options in [{}, *VARIANTS.get(mechanism, [])]
-    for check in checks_of(mechanism, **options)
+    for check in checks_of(mechanism, ["llama"] if options else ARCHITECTURES, **options)
 ]
 
 
