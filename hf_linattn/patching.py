@@ -112,6 +112,9 @@ def patch_model(
         path: _build(config.layers.get(index), index, module)
         for index, (path, module) in enumerate(attention.items())
     }
+    made = list(mechanisms.values())
+    for number, one in enumerate(made):
+        one.join(made[:number])
     bridge.own_config(model)
     configs = {id(module.config): module.config for module in attention.values()}.values()
     patch = Patch(config, attention, [(c, bridge.get_implementation(c)) for c in configs])

@@ -40,7 +40,7 @@ from hf_linattn import (
 from hf_linattn import transformers_bridge as bridge
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
-from tests.helpers import OPTIONS, Snapshot, assert_close, generate, logits_of, make_patched, make_tokens
+from tests.helpers import OPTIONS, Snapshot, assert_close, generate, gradients, logits_of, make_patched, make_tokens
 from tests.models import NUM_LAYERS, SPINE, make_model
 
 each_family = pytest.mark.parametrize("name", SPINE)
@@ -326,6 +326,23 @@ def test_a_compiled_model_is_patched_and_unpatched(name, backend):
     with original_attention(compiled):
         assert_close(logits_of(compiled, ids), softmax)
     assert_close(logits_of(unpatch_model(compiled), ids), softmax)
+
+
+@pytest.mark.slow  # all of them together; the invariants compile the attention modules alone
+@pytest.mark.parametrize("mechanism", list_mechanisms())
+@each_family
+def test_a_patched_model_is_compiled_as_a_whole(name, mechanism):
+    torch.compiler.reset()
+    model, ids = make_patched(name, mechanism).train(), make_tokens(2, 9)
+    want = model(ids, use_cache=False).logits
+    want.sin().sum().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    got = torch.compile(model, backend="aot_eager")(ids, use_cache=False).logits
+    got.sin().sum().backward()
+    assert_close(got, want)
+    for path, gradient in gradients(model).items():
+        assert_close(gradient, expected[path])
 
 
 @each_family

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -156,6 +156,9 @@ class Mechanism(nn.Module):
         """Count a forward; a compiled graph does not, as a changing number would have it compiled anew."""
         if not torch.compiler.is_compiling():
             self.calls += 1
+
+    def join(self, earlier: Sequence[Mechanism]) -> None:
+        """Called once the mechanisms of all layers are made, with those of the layers before: to share parameters."""
 
     def before_forward(self) -> None:
         """Called once before every forward of the whole model, never between its layers; for scheduled changes."""

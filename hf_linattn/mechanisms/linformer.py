@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,10 @@ from ..errors import UnknownNameError
 from ..ops import naive
 from ..ops.bounded_memory import MemoryState, bounded_memory_attention, segment_size
 from ..ops.segments import segment_sums, slot_attention
-from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
+from .base import AttentionLayer, ExactnessLimit, Mechanism, SequenceMechanism, register_mechanism
 
 # name -> (whether all heads share E and F, whether E = F)
-SHARING = {"none": (False, False), "heads": (True, False), "kv": (True, True)}
+SHARING = {"none": (False, False), "heads": (True, False), "kv": (True, True), "layers": (True, True)}
 
 
 @dataclass
@@ -26,7 +27,7 @@ class LinformerConfig(MechanismConfig):
     num_slots: int = field(default=256, metadata={"help": "slots k; sequences of up to k tokens are exact"})
     sharing: str = field(
         default="heads",
-        metadata={"help": "none: E and F per key/value head; heads: one E, one F; kv: E = F for all heads"},
+        metadata={"help": "none: E, F per key/value head; heads: one E, one F; kv: E = F; layers: one for all"},
     )
     positions_per_slot: int = field(
         default=1, metadata={"help": "bidirectional: E has this many columns per slot, each a share of the length"}
@@ -60,9 +61,10 @@ class LinformerMechanism(SequenceMechanism):
     weights in the slot so far; e, f [D] are trained from zero on, where slots are segment means. See
     `hf_linattn.ops.bounded_memory`. The decoding state has constant size, per key/value head.
 
-    `sharing` as in the paper: `none` (one E and F per key/value head), `heads` (for all of them), `kv` (E = F too);
-    causally of e and f. Sequences of n <= k tokens (causally: up to k completed ones) have a slot for every token,
-    whatever was trained: E is the identity and attention exact.
+    `sharing` as in the paper: `none` (one E and F per key/value head), `heads` (for all of them), `kv` (E = F too),
+    `layers` (and one for all layers, which the first of them holds and saves); causally of e and f. Sequences of
+    n <= k tokens (causally: up to k completed ones) have a slot for every token, whatever was trained: E is the
+    identity and attention exact.
 
     Deviations: the paper's E is tied to one length and has no mask. Here its columns are relative positions, so that
     every length and every padded row is served, and log c_s makes segments of unequal size weigh what their tokens do
@@ -83,13 +85,25 @@ class LinformerMechanism(SequenceMechanism):
         # causal: every token weighs the same; bidirectional: a slot adds up its own segment
         segments = torch.eye(config.num_slots).repeat_interleave(config.positions_per_slot, dim=1)
         initial = torch.zeros(layer.head_dim) if layer.causal else segments
-        self.key_projection = nn.Parameter(initial.repeat(heads, *[1] * initial.dim()))
+        self.key_projection: Any = nn.Parameter(initial.repeat(heads, *[1] * initial.dim()))
         self.value_projection = None if equal else nn.Parameter(self.key_projection.detach().clone())
+        self._holder: tuple[LinformerMechanism, ...] = ()  # in a tuple, so that it is no submodule and is saved once
+
+    def join(self, earlier: Sequence[Mechanism]) -> None:
+        if self.config.sharing != "layers":
+            return
+        for other in earlier:
+            if not isinstance(other, LinformerMechanism) or other.config != self.config or other._holder:
+                continue
+            if other.projections(self.key_projection)[0].shape == self.key_projection.shape:
+                self.key_projection, self._holder = None, (other,)
+                return
 
     def projections(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return E and F [Hkv or 1, k, P], causally e and f [Hkv or 1, D], in the dtype of `like`."""
-        second = self.key_projection if self.value_projection is None else self.value_projection
-        return self.key_projection.to(like.dtype), second.to(like.dtype)
+        """Return E and F [Hkv or 1, k, P], causally e and f [Hkv or 1, D], in the dtype and place of `like`."""
+        first: Any = self._holder[0].key_projection if self._holder else self.key_projection
+        second = first if self.value_projection is None else self.value_projection
+        return first.to(like), second.to(like)
 
     def log_weights(self, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return e . k_j and f . k_j [B, Hkv, N]."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from hf_linattn import OptionError, UnknownNameError, patch_model
+from hf_linattn import OptionError, UnknownNameError, get_mechanisms, patch_model
 from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config
 from hf_linattn.ops.bounded_memory import segment_size
@@ -219,3 +220,44 @@ def test_segment_size_is_the_smallest_power_of_two_that_fits():
 def test_bad_options_are_named(options, error, message):
     with pytest.raises(error, match=message):
         make_config("linformer", options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_layers_share_one_projection_through_training_copies_and_saving(causal, tmp_path):
+    options = {"num_slots": 7, "block_size": 8, "sharing": "layers"}
+    model = patch_model(tiny_model("llama", causal, torch.float32), "linformer", **options)
+    names = [name for name, _ in model.named_parameters() if "hf_linattn" in name]
+    assert names == ["model.layers.0.self_attn.hf_linattn.key_projection"]
+    tokens = random_tokens(2, 70)
+    copied = copy.deepcopy(model)
+    first, second = get_mechanisms(model).values()
+    copies = list(get_mechanisms(copied).values())
+    held = first.key_projection
+    assert second.projections(held)[0].data_ptr() == held.data_ptr()
+    assert copies[1].projections(held)[0].data_ptr() == copies[0].key_projection.data_ptr() != held.data_ptr()
+    with torch.no_grad():
+        held += torch.randn(held.shape)
+    want = model(tokens).logits
+    assert (want - copied(tokens).logits).abs().max() > 1e-3
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path) if causal else None
+    if loaded is not None:
+        assert torch.equal(loaded(tokens).logits, want)
+    # both layers teach it: the gradient is the sum of what each would get with a projection of its own
+    want.sin().sum().backward()
+    alone = patch_model(tiny_model("llama", causal, torch.float32), "linformer", **{**options, "sharing": "kv"})
+    own = [m.key_projection for m in get_mechanisms(alone).values()]
+    with torch.no_grad():
+        for x in own:
+            x.copy_(held)
+    alone(tokens).logits.sin().sum().backward()
+    assert all(x.grad.abs().max() > 0 for x in own)
+    torch.testing.assert_close(held.grad, own[0].grad + own[1].grad, rtol=1e-3, atol=1e-4)
+
+
+def test_layers_of_different_options_share_nothing():
+    plan = {"linformer": {"layers": [0], "sharing": "layers", "num_slots": 7}}
+    model = patch_model(tiny_model("gpt2", True), plan)
+    assert [name for name, _ in model.named_parameters() if "hf_linattn" in name] == [
+        "transformer.h.0.attn.hf_linattn.key_projection"
+    ]

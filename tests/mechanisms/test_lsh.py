@@ -89,7 +89,8 @@ def test_one_chunk_equals_the_reformer_of_transformers(causal):
     options = {"num_buckets": 1, "bucket_size": LENGTH, "num_rounds": 1, "shared_qk": True}
     with torch.no_grad():
         want = theirs(hidden).hidden_states
-        shared, value = (part(hidden).view(2, LENGTH, 4, 8).transpose(1, 2) for part in (theirs.query_key, theirs.value))
+        projected = [part(hidden) for part in (theirs.query_key, theirs.value)]
+        shared, value = (x.view(2, LENGTH, 4, 8).transpose(1, 2) for x in projected)
         got, _ = Case("lsh", "bert", causal, options).make()(shared, shared, value)
     torch.testing.assert_close(got.transpose(1, 2).flatten(2), want, rtol=1e-6, atol=1e-6)
 
