@@ -86,7 +86,8 @@ class EluFeatureMap(FeatureMap):
         return self.head_dim
 
     def forward(self, x: Tensor) -> Features:
-        return Features(F.elu(x) + 1)
+        # contiguous: the backward pass of elu has other strides than compiled graphs expect of it (torch 2.13)
+        return Features(F.elu(x.contiguous()) + 1)
 
 
 @FEATURE_MAPS.register("relu")
