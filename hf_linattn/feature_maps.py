@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .ops.causal_linear import Features
+from .ops.exponential import dense, fast_exp
 from .registry import Registry
 
 
@@ -86,8 +87,7 @@ class EluFeatureMap(FeatureMap):
         return self.head_dim
 
     def forward(self, x: Tensor) -> Features:
-        # contiguous: the backward pass of elu has other strides than compiled graphs expect of it (torch 2.13)
-        return Features(F.elu(x.contiguous()) + 1)
+        return Features(F.elu(dense(x)).add_(1))
 
 
 @FEATURE_MAPS.register("relu")
@@ -151,7 +151,7 @@ class FavorSoftmaxFeatureMap(RandomFeatureMap):
         x, projected = self.project(x)
         top = projected.detach().amax(-1)
         size = x.square().sum(-1) / 2 + math.log(self.feature_dim) / 2
-        return Features((projected - top[..., None]).exp(), top - size)
+        return Features(fast_exp(projected - top[..., None]), top - size)
 
     def exact(self, x: Tensor) -> Tensor:
         x, projected = self.project(x)
@@ -282,7 +282,7 @@ class LearnedExpFeatureMap(LearnedFeatureMap):
     def forward(self, x: Tensor) -> Features:
         projected = self.project(x)
         top = projected.detach().amax(-1)
-        return Features((projected - top[..., None]).exp(), top)
+        return Features(fast_exp(projected - top[..., None]), top)
 
     def exact(self, x: Tensor) -> Tensor:
         return self.project(x).exp()

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..config import MechanismConfig, require
 from ..ops import naive
-from ..ops.lsh import LOWEST, Lists, find_runs, hash_buckets, run_attention, sort_keys
+from ..ops.exponential import LOWEST
+from ..ops.lsh import Lists, find_runs, hash_buckets, run_attention, sort_keys
 from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
 
 EPSILON = 1e-6  # added to the mean square of a key that is brought to unit length, as in transformers

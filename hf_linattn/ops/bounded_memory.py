@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LOWEST = -1e30  # below every score and far inside the range of float32
+from .exponential import LOWEST
+
 QUERIES = {"cpu": 1024}  # at a time: large enough for the products, small enough for the cache
 MANY_QUERIES = 131072  # on other devices
 

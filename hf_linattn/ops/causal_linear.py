@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .exponential import LOWEST, dense, fast_exp
+
 CHUNK_SIZE = 64
 SEGMENT = 4  # chunks for which features are made at a time
-LOWEST = -1e30  # below every log scale and far inside the range of float32
 
 
 class Features(NamedTuple):
@@ -56,6 +57,7 @@ class _Chunk(NamedTuple):
     value: Tensor  # [B, Hkv, C, Dv + 1]
     ids: Tensor | None  # [B, C]
     decay: Tensor | None  # [B, Hkv, C], running sum of the log decay since the chunk began, and part of log_scale
+    count: int = 1  # chunks that stand side by side in the dimension of the heads
 
     def part(self, span: slice) -> _Chunk:
         """Return the positions in `span`."""
@@ -66,6 +68,23 @@ class _Chunk(NamedTuple):
             self.value[:, :, span],
             None if self.ids is None else self.ids[:, span],
             None if self.decay is None else self.decay[:, :, span],
+        ).from_its_start()
+
+    def split(self, size: int) -> _Chunk:
+        """Return all chunks of this size as heads: [B, Hkv T, ...], T = `count`; without ids."""
+
+        def fold(x: Tensor) -> Tensor:
+            return x.unflatten(2, (-1, size)).flatten(1, 2)
+
+        query = self.query.unflatten(3, (-1, size)).transpose(2, 3).flatten(1, 2)
+        return _Chunk(
+            query,
+            fold(self.key),
+            None if self.log_scale is None else fold(self.log_scale),
+            fold(self.value),
+            None,
+            None if self.decay is None else fold(self.decay),
+            self.key.shape[2] // size,
         ).from_its_start()
 
     def from_its_start(self) -> _Chunk:
@@ -195,14 +214,17 @@ def _causal_chunks(
             key[:, :, span], key_map, key_padding_mask, span, scaled=log_decay is not None
         )
         segment = _Chunk(
-            # contiguous: compiled backward passes disagree on the layout of a transposed input with one group
-            query_map(query[..., span, :].contiguous()).values,
+            query_map(dense(query[..., span, :])).values,
             features,
             log_scale,
             _with_ones(value[:, :, span]),
             None if sequence_ids is None else sequence_ids[:, span],
             None if log_decay is None else log_decay[:, :, span],
         )
+        if sequence_ids is None and (span.stop - span.start) % size == 0:
+            partial, top, state = _read_together(segment.split(size), state, hidden, diagonal)
+            yield partial, top, state
+            continue
         partials, tops = [], []
         for first in range(0, span.stop - span.start, chunk_size):
             chunk = segment.part(slice(first, first + chunk_size))
@@ -213,9 +235,43 @@ def _causal_chunks(
         yield torch.cat(partials, dim=-2), None if tops[0] is None else torch.cat(tops, dim=-1), state
 
 
+def _read_together(chunks: _Chunk, state: LinearState | None, hidden: Tensor, diagonal: int):
+    """Read several chunks [B, Hkv T, ...] at once, each as a head of its own that has its own state before it."""
+    sums = _fold(None, chunks.key, chunks.log_scale, chunks.value)
+    before, after = _states_before(chunks, sums, state)
+    partial, top = _read(chunks, before, None, hidden, diagonal)
+    heads = after.kv.shape[1]
+    if top is not None:
+        top = top if chunks.decay is None else top + chunks.decay
+        top = top.unflatten(1, (heads, -1)).flatten(2)
+    return partial.unflatten(1, (heads, -1)).transpose(2, 3).flatten(3, 4), top, after
+
+
+def _states_before(chunks: _Chunk, sums: LinearState, state: LinearState | None) -> tuple[LinearState, LinearState]:
+    """Return the states before each chunk [B, Hkv T, ...] and the one after the last."""
+    heads = chunks.key.shape[1] // chunks.count
+    kv, log_max = (x.unflatten(1, (heads, -1)) for x in sums)
+    if state is None:
+        lowest = 0.0 if chunks.log_scale is None else LOWEST / 2
+        state = LinearState(torch.zeros_like(kv[:, :, 0]), torch.full_like(log_max[:, :, 0], lowest))
+    passed = None if chunks.decay is None else chunks.decay[..., -1].unflatten(1, (heads, -1))
+    states = [state]
+    for chunk in range(chunks.count):
+        if chunks.log_scale is None:
+            state = LinearState(state.kv + kv[:, :, chunk], state.log_max)
+        else:
+            top = torch.maximum(log_max[:, :, chunk], state.log_max.detach())
+            old, new = (state.log_max - top).exp(), (log_max[:, :, chunk] - top).exp()
+            joined = torch.addcmul(state.kv * old[..., None, None], kv[:, :, chunk], new[..., None, None])
+            state = LinearState(joined, top if passed is None else top + passed[:, :, chunk])
+        states.append(state)
+    before = LinearState(*(torch.stack(x, dim=2).flatten(1, 2) for x in zip(*states[:-1], strict=True)))
+    return before, state
+
+
 def _key_features(key, key_map, key_padding_mask, span, scaled=False) -> Features:
     """Features of a chunk of keys, `scaled` for sure; a masked key has no weight and no say in the maximum."""
-    values, log_scale = key_map(key.contiguous())
+    values, log_scale = key_map(dense(key))
     if scaled and log_scale is None:
         log_scale = values.new_zeros(values.shape[:-1])
     if key_padding_mask is not None:
@@ -230,7 +286,7 @@ def _read(chunk: _Chunk, state: LinearState | None, carried_id: Tensor | None, h
     length = chunk.key.shape[2]
     hidden = hidden[:length, :length]
     scores = _group_matmul(chunk.query, chunk.key.transpose(-1, -2))
-    scores = scores.tril(diagonal)  # by index: whatever stands in the future, it cannot come through
+    scores = scores.tril_(diagonal)  # by index: whatever stands in the future, it cannot come through
     other = None if chunk.ids is None else (chunk.ids[:, :, None] != chunk.ids[:, None, :])[:, None]
     visible: Any = None if state is None else _visible_max(state, chunk, carried_id)
     top = None
@@ -242,16 +298,16 @@ def _read(chunk: _Chunk, state: LinearState | None, carried_id: Tensor | None, h
         # half of LOWEST, so that a row without any key gets weights exp(LOWEST / 2) = 0 and not exp(0)
         top = log_weights.detach().amax(-1).clamp(min=LOWEST / 2)
         top = top if visible is None else torch.maximum(top, visible.detach())
-        scores = scores * (log_weights - top[..., None]).exp()[:, :, None]
+        scores = scores * fast_exp(log_weights - top[..., None])[:, :, None]
     partial = _group_matmul(scores, chunk.value)
     if state is None:
         return partial, top
     earlier = _group_matmul(chunk.query, state.kv)
     if top is not None or other is not None:
         # of a query that does not continue the state's sequence, `visible` is LOWEST and the factor zero
-        factor = (visible if top is None else visible - top).exp()
-        earlier = earlier * factor[:, :, None, :, None]
-    return partial + earlier, top
+        factor = fast_exp(visible if top is None else visible - top)
+        return torch.addcmul(partial, earlier, factor[:, :, None, :, None]), top
+    return partial.add_(earlier), top
 
 
 def _visible_max(state: LinearState, chunk: _Chunk, carried_id: Any) -> Tensor:
@@ -289,7 +345,7 @@ def _fold(state: LinearState | None, key: Tensor, log_scale: Tensor | None, valu
     log_max = log_scale.detach().amax(-1).clamp(min=LOWEST / 2)
     if state is not None:
         log_max = torch.maximum(log_max, state.log_max.detach())
-    kv = (key * (log_scale - log_max[..., None]).exp()[..., None]).transpose(-1, -2) @ value
+    kv = (key * fast_exp(log_scale - log_max[..., None])[..., None]).transpose(-1, -2) @ value
     if state is not None:
         kv = kv + state.kv * (state.log_max - log_max).exp()[..., None, None]
     return LinearState(kv, log_max)

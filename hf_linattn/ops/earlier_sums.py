@@ -6,14 +6,11 @@ weights under the same denominator. Only the state itself is carried from chunk 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from .causal_linear import LOWEST, LinearState
-
-LN_2 = math.log(2)
+from .causal_linear import LinearState
+from .exponential import LOWEST, fast_exp
 
 
 def earlier_sums(query, key, value, log_scale, state: LinearState, rate: Tensor | None, steps: Tensor):
@@ -70,8 +67,3 @@ def _read_and_fold(query, key, value, kv: Tensor, factors: Tensor | None) -> tup
         left = flat if factors is None else flat * factors[:, chunk]
         flat = torch.baddbmm(left, key[:, chunk], value[:, chunk])
     return torch.stack(read, dim=1).view(*kv.shape[:2], *query.shape[1:3], -1), flat.view_as(kv)
-
-
-def fast_exp(x: Tensor) -> Tensor:
-    """e^x, as fast where it vanishes as elsewhere; torch.exp then takes ten times as long."""
-    return torch.exp2(x / LN_2)

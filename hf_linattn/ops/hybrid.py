@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .causal_linear import LOWEST, FeatureMap, LinearState
-from .earlier_sums import LN_2, earlier_sums, fast_exp
+from .causal_linear import FeatureMap, LinearState
+from .earlier_sums import earlier_sums
+from .exponential import LN_2, LOWEST, dense, fast_exp
 
 CHUNK_SIZE = 64
 AT_ONCE = {"cpu": 32}  # chunks in one product, counted once for each query head and row: here they fit the cache
@@ -265,7 +266,7 @@ def _far(
         last = first + chunks * size
         steps = torch.arange(first, last + 1, size, device=end.device).minimum(end[:, None]) - first
         key, value, log_scale = _far_keys(rows, weights, first, last, end, backwards)
-        query, query_log = weights.query_map(_places(rows.query, first, last, 3).contiguous())
+        query, query_log = weights.query_map(dense(_places(rows.query, first, last, 3)))
         if state is None:
             log_max = value.new_full(value.shape[:2], 0.0 if log_scale is None else LOWEST / 2)
             state = LinearState(value.new_zeros(batch, kv_heads, key.shape[3], value.shape[3]), log_max)
@@ -288,7 +289,7 @@ def _far_keys(rows: _Rows, weights: HybridWeights, first: int, last: int, end: T
         hidden = (position < weights.num_sinks) | (position >= rows.end[:, None])
     else:
         hidden = (rows.start[:, None] + place < weights.num_sinks) | (index >= end[:, None])
-    key, log_scale = weights.key_map(_places(rows.key, *span, 2, rows.ring_key).contiguous())
+    key, log_scale = weights.key_map(dense(_places(rows.key, *span, 2, rows.ring_key)))
     if log_scale is None and weights.decay_rate is not None:
         log_scale = key.new_zeros(key.shape[:-1])
     if backwards or rows.padded or span[0] < weights.num_sinks or last > length:

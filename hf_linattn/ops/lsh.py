@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .exponential import LOWEST
+
 TILE = 32  # queries computed together
 SPREAD = 48  # how far the runs of one tile may lie apart
 ROWS = 8192  # queries hashed, and at least computed on one head after the other round by round, at a time
 CHUNK = 1 << 18  # pairs computed at a time: few enough to stay in the cache
-LOWEST = -1e30  # below every score and far inside the range of float32
 NEGLIGIBLE = -80.0  # exp of less is slow, and no weight
 
 

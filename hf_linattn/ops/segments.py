@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LOWEST = -1e30  # below every score and far inside the range of float32
+from .exponential import LOWEST
+
 QUERIES = 8192  # of all heads at a time: large enough for the products, small enough for the cache
 
 
