@@ -41,11 +41,10 @@ class BigBirdMechanism(RandomMechanism):
     def num_global(self) -> int:
         return self.config.num_global
 
-    def key_blocks(self, block: int, num_blocks: int) -> Tensor:
-        chosen = super().key_blocks(block, num_blocks)
-        width = self.config.window_blocks
-        window = torch.arange(block - width, block + width + 1, device=chosen.device)
-        return torch.cat([chosen, window.expand(chosen.shape[0], -1)], dim=1)
+    def key_table(self, num_blocks: int, causal: bool) -> Tensor:
+        chosen, width = super().key_table(num_blocks, causal), self.config.window_blocks
+        window = torch.arange(num_blocks)[:, None, None] + torch.arange(-width, width + 1)
+        return torch.cat([chosen, window.expand(-1, chosen.shape[1], -1)], dim=2)
 
     def sees(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         distance = (query_position // self.block_size - key_position // self.block_size).abs()

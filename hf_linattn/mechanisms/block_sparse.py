@@ -43,11 +43,18 @@ class BlockSparseMechanism(SequenceMechanism):
 
     config: Any  # of the subclass's own config class
     config_class: ClassVar[type[MechanismConfig]] = BlockSparseConfig
+    whole_blocks: bool = False  # whether `sees` is what the table says, so that it need not be asked
+    shifts: bool = True  # whether a pair, both moved by a block, is seen as before: its mask is made once for many
 
     @property
     def num_global(self) -> int:
-        """How many first tokens all see, which see all where attention is bidirectional."""
+        """How many first tokens all see."""
         return 0
+
+    @property
+    def global_queries(self) -> bool:
+        """Whether these see all keys themselves where attention is bidirectional."""
+        return True
 
     @property
     def capacity(self) -> int | None:
@@ -59,9 +66,17 @@ class BlockSparseMechanism(SequenceMechanism):
         """Tokens per block."""
         return self.config.block_size
 
-    def key_blocks(self, block: int, num_blocks: int) -> Iterable[int] | Tensor:
-        """Return the blocks that queries of `block` may see, or one row of them for each head."""
+    def key_blocks(self, block: int, num_blocks: int) -> Iterable[int]:
+        """Return the blocks that queries of `block` may see, in any order; numbers of no block are passed over."""
         raise NotImplementedError
+
+    def key_table(self, num_blocks: int, causal: bool) -> Tensor:
+        """Return the blocks of all query blocks [num_blocks, 1, c]; patterns that differ by head have H for 1."""
+        rows = []
+        for block in range(num_blocks):
+            limit = block + 1 if causal else num_blocks
+            rows.append(torch.tensor(sorted({x for x in self.key_blocks(block, limit) if 0 <= x < limit})))
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)[:, None]
 
     def sees(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         """Return whether a query at [..., Nq, 1] sees a key at [..., 1, Nk]."""
@@ -94,7 +109,7 @@ class BlockSparseMechanism(SequenceMechanism):
         rank = naive.positions(allowed)
         query_position, key_position = rank[..., :, None], rank[..., None, :]
         seen = self.sees(query_position, key_position) | (key_position < self.num_global)
-        if not self.layer.causal:
+        if not self.layer.causal and self.global_queries:
             seen = seen | (query_position < self.num_global)
         log_weight = self.log_weight(query_position, key_position)
         return naive.softmax_matrix(query, key, self.layer.scaling, allowed & seen, log_weight)

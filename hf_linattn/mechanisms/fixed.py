@@ -38,6 +38,7 @@ class FixedMechanism(BlockSparseMechanism):
     """
 
     config_class = FixedConfig
+    shifts = False
     limit = ExactnessLimit("group_size >= length", equal=lambda length: {"group_size": max(length, 64)})
     citation = "Child et al. 2019, Generating Long Sequences with Sparse Transformers, arXiv 1904.10509"
 

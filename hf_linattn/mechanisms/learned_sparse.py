@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -77,11 +76,12 @@ class LearnedSparseMechanism(BlockSparseMechanism):
         order = heaviest_first.topk(int(self.num_kept), dim=1).indices
         return torch.zeros_like(self.pattern, dtype=torch.bool).scatter(1, order, True)
 
-    def key_blocks(self, block: int, num_blocks: int) -> Iterable[int] | Tensor:
-        if self.num_kept == len(self.distances()):
-            return [block - distance for distance in self.distances().tolist()]
-        order = self.kept().to(torch.uint8).argsort(dim=1, descending=True)[:, : int(self.num_kept)]
-        return block - self.distances().to(order.device)[order]
+    def key_table(self, num_blocks: int, causal: bool) -> Tensor:
+        blocks, distances = torch.arange(num_blocks)[:, None, None], self.distances()
+        if self.num_kept == len(distances):
+            return blocks - distances
+        order = self.kept().to("cpu", torch.uint8).argsort(dim=1, descending=True)[:, : int(self.num_kept)]
+        return blocks - distances[order]
 
     def sees(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         return self._look_up(self.kept(), query_position, key_position, False)

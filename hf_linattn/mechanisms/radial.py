@@ -37,6 +37,8 @@ class RadialMechanism(BlockSparseMechanism):
     """
 
     config_class = RadialConfig
+    shifts = False
+    whole_blocks = True
     growth = 2.4  # O(N log N): near 2 only for long sequences
     limit = ExactnessLimit(
         "(window_blocks - 1) * block_size >= length", equal=lambda length: {"window_blocks": length + 1}

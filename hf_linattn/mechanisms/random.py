@@ -32,14 +32,16 @@ class RandomMechanism(BlockSparseMechanism):
     """
 
     config_class = RandomConfig
+    shifts = False
+    whole_blocks = True
     constant_state = False
     limit = ExactnessLimit("one block", equal=lambda length: {"block_size": length})
     citation = "Zaheer et al. 2020, Big Bird: Transformers for Longer Sequences, arXiv 2007.14062"
 
-    def key_blocks(self, block: int, num_blocks: int) -> Tensor:
-        here = torch.full((1, 1, 1, 1), block)
-        drawn = self.drawn(here)[0, :, 0, 0]
-        return torch.cat([here.view(1, 1).expand(drawn.shape[0], 1), drawn], dim=1)
+    def key_table(self, num_blocks: int, causal: bool) -> Tensor:
+        own = torch.arange(num_blocks)[None, None]
+        drawn = self.drawn(own)[0]  # [H, num_blocks, num_random]
+        return torch.cat([own.transpose(1, 2).expand(drawn.shape[0], -1, -1), drawn], dim=2).transpose(0, 1)
 
     def sees(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         query_block, key_block = query_position // self.block_size, key_position // self.block_size

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain
-
-from torch import Tensor
 
 from .base import register_mechanism
-from .block_sparse import blocks_around
 from .local import LocalConfig, LocalMechanism
 
 
@@ -38,15 +33,9 @@ class SinksMechanism(LocalMechanism):
     citation = "Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453"
 
     @property
-    def capacity(self) -> int:
-        return self.config.window_size - 1 + self.config.num_sinks
+    def num_global(self) -> int:
+        return self.config.num_sinks
 
-    def key_blocks(self, block: int, num_blocks: int) -> Iterable[int]:
-        sinks = range(-(-self.config.num_sinks // self.block_size))
-        return chain(sinks, blocks_around(block, self.config.window_size, self.block_size))
-
-    def sees(self, query_position: Tensor, key_position: Tensor) -> Tensor:
-        return super().sees(query_position, key_position) | (key_position < self.config.num_sinks)
-
-    def needed(self, key_position: Tensor, position: Tensor) -> Tensor:
-        return super().needed(key_position, position) | (key_position < self.config.num_sinks)
+    @property
+    def global_queries(self) -> bool:
+        return False

@@ -17,8 +17,9 @@ from .local import LocalConfig, LocalMechanism
 class SparseTransformerConfig(LocalConfig):
     """Options of `sparse_transformer`."""
 
-    stride: int = field(default=4, metadata={"help": "blocks from one strided block to the next"})
-    num_strides: int = field(default=8, metadata={"help": "strided blocks a query sees on a side"})
+    window_size: int = field(default=128, metadata={"help": "a query sees keys less than so many tokens away"})
+    stride: int = field(default=8, metadata={"help": "blocks from one strided block to the next"})
+    num_strides: int = field(default=4, metadata={"help": "strided blocks a query sees on a side"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

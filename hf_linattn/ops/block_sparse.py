@@ -1,17 +1,23 @@
 """Softmax over the keys that a pattern lets a query see, block by block.
 
-A pattern answers two questions: which key blocks a query block may need (`key_blocks`), and whether query i sees key j
+A pattern answers two questions: which key blocks a query block may need (`key_table`), and whether query i sees key j
 (`sees`). The first is about speed, the second is the truth: a block named in vain costs time, never a wrong result.
+
+Query blocks become rows of a larger batch for `scaled_dot_product_attention`, some at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from .exponential import LOWEST
+
+AT_ONCE = {"cpu": 1 << 20}  # elements of keys and masks for a few query blocks: little enough to stay in the cache
+AT_ONCE_ELSEWHERE = 1 << 27
 
 
 class Pattern(Protocol):
@@ -26,7 +32,7 @@ class Pattern(Protocol):
 
     @property
     def num_global(self) -> int:
-        """The first so many keys are seen by all, and their queries see all where attention is bidirectional."""
+        """The first so many keys are seen by all."""
         ...
 
     @property
@@ -34,15 +40,30 @@ class Pattern(Protocol):
         """How many past keys decoding must keep at most, beside the global ones; None: all of them."""
         ...
 
-    def key_blocks(self, block: int, num_blocks: int) -> Iterable[int] | Tensor:
-        """Return the blocks that queries of `block` may see: for all heads, or int64 [H, c] for each head.
+    @property
+    def global_queries(self) -> bool:
+        """Whether the first `num_global` queries see all keys where attention is bidirectional."""
+        ...
 
-        Doubles, and numbers outside 0 ... num_blocks - 1, are passed over.
+    @property
+    def shifts(self) -> bool:
+        """Whether a pair of query and key, both moved by a block, is seen and weighted as before."""
+        ...
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether every key in the blocks of `key_table` is seen, as far as the direction of attention allows."""
+        ...
+
+    def key_table(self, num_blocks: int, causal: bool) -> Tensor:
+        """Return the blocks that queries of each block may see, int64 [num_blocks, H or 1, c].
+
+        Doubles, and numbers outside 0 ... num_blocks - 1 (causal: behind the own block), are passed over.
         """
         ...
 
     def sees(self, query_position: Tensor, key_position: Tensor) -> Tensor:
-        """Return whether a query at [..., Nq, 1] sees a key at [..., 1, Nk], after the dimensions [B or 1, H or 1]."""
+        """Return whether a query [B or 1, H or 1, Nq, 1] sees a key [B or 1, H or 1, 1, Nk]; its own it must see."""
         ...
 
     def log_weight(self, query_position: Tensor, key_position: Tensor) -> Tensor | None:
@@ -83,35 +104,132 @@ def block_sparse_attention(
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv.
         lengths: [B], real tokens of each row; None if all are. A query without keys gets zero.
     """
-    length, size = query.shape[2], pattern.block_size
-    num_blocks = -(-length // size)
+    length, count = query.shape[2], min(pattern.num_global, query.shape[2])
+    size = min(pattern.block_size, length)
+    missing = -length % size
+    real = torch.full(query.shape[:1], length, device=query.device) if lengths is None else lengths
+    operands = [F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous() for x in (query, key, value)]
     outputs = []
-    for block in range(num_blocks):
-        span = slice(block * size, min((block + 1) * size, length))
-        blocks = pattern.key_blocks(block, block + 1 if causal else num_blocks)
-        limit = span.stop if causal else length
-        global_keys = min(pattern.num_global, limit)
-        position = _positions(blocks, size, limit, global_keys, query.device)
-        keys, values = (_select(x, position, query.shape[1]) for x in (key, value))
-        rows = torch.arange(span.start, span.stop, device=query.device)[:, None]
-        columns = position.number[..., None, :]
-        allowed = pattern.sees(rows[None, None], columns) | (columns < pattern.num_global)
-        if causal:
-            allowed = allowed & (columns <= rows)
-        elif lengths is not None:
-            allowed = allowed & (columns < lengths[:, None, None, None])
-        if position.valid is not None:
-            allowed = allowed & position.valid[..., None, :]
-        log_weight = pattern.log_weight(rows[None, None], columns)
-        outputs.append(masked_attention(query[:, :, span], keys, values, allowed, scaling, log_weight))
-    output = torch.cat(outputs, dim=2)
-    if causal or not pattern.num_global:
+    for part in _make_parts(query, key, pattern, size, causal):
+        complete = causal or (lengths is None and part.end <= length)
+        outputs.append(_attend_blocks(operands, pattern, part, scaling, causal, None if complete else real))
+    output = torch.cat(outputs, dim=2).flatten(2, 3)[:, :, :length]
+    if causal or not count or not pattern.global_queries:
         return output
     allowed = torch.ones(1, 1, 1, length, dtype=torch.bool, device=query.device)
     if lengths is not None:
         allowed = torch.arange(length, device=query.device) < lengths[:, None, None, None]
-    top = masked_attention(query[:, :, : pattern.num_global], key, value, allowed, scaling)
-    return torch.cat([top, output[:, :, pattern.num_global :]], dim=2)
+    top = masked_attention(query[:, :, :count], key, value, allowed, scaling)
+    return torch.cat([top, output[:, :, count:]], dim=2)
+
+
+class _Part(NamedTuple):
+    """T blocks of queries that are computed together.
+
+    first: the number of the first. size: tokens per block. table: [T, H or 1, c], the key blocks of each, -1 for none.
+    alike: each sees what the one before sees, a block further. window: where the keys of the first begin, in blocks,
+    if these moreover are blocks in a row; else None. end: behind the last key that is seen.
+    """
+
+    first: int
+    size: int
+    table: Tensor
+    alike: bool
+    window: int | None
+    end: int
+
+
+@torch.compiler.disable  # nothing of this is data: it follows from the length alone
+def _make_parts(query: Tensor, key: Tensor, pattern: Pattern, size: int, causal: bool) -> list[_Part]:
+    """Divide the query blocks into parts of a size that suits the device."""
+    batch, heads, length, head_dim = query.shape
+    num_blocks = -(-length // size)
+    table = pattern.key_table(num_blocks, causal).cpu()
+    limit = torch.arange(1, num_blocks + 1)[:, None, None] if causal else num_blocks
+    table = table.masked_fill((table < 0) | (table >= limit), num_blocks).sort(-1).values
+    table[..., 1:].masked_fill_(table[..., 1:] == table[..., :-1].clone(), num_blocks)
+    table = table.sort(-1).values
+    table.masked_fill_(table == num_blocks, -1)
+    columns = table.shape[2] * size + pattern.num_global
+    kept = key.shape[1] if table.shape[1] == 1 else heads
+    # keys, values and mask of one block of queries
+    weight = batch * columns * (2 * kept * head_dim + size * table.shape[1])
+    step = max(1, AT_ONCE.get(query.device.type, AT_ONCE_ELSEWHERE) // weight)
+    follows = (table[1:] == table[:-1] + 1).flatten(1).all(-1).tolist()  # sees what the one before sees, one further
+    row = torch.arange(table.shape[2])
+    parts, first = [], 0
+    while first < num_blocks:
+        rows = table[first : first + step]
+        straight = table.shape[1] == 1 and torch.equal(rows[0, 0] - rows[0, 0, 0], row)
+        if straight and pattern.shifts and not pattern.num_global:  # nothing is copied, one mask for all
+            rows = table[first : first + 1 + [*follows[first:], False].index(False)]
+        width = max(1, int((rows >= 0).sum(-1).max()))
+        alike = int(rows.min()) * size >= pattern.num_global and all(follows[first : first + len(rows) - 1])
+        window = int(rows[0, 0, 0]) if alike and straight else None
+        end = (int(rows.max()) + 1) * size
+        parts.append(_Part(first, size, rows[..., :width].to(query.device), alike and pattern.shifts, window, end))
+        first += len(rows)
+    return parts
+
+
+def _attend_blocks(operands: list[Tensor], pattern, part: _Part, scaling, causal, lengths) -> Tensor:
+    """Return the output [B, H, T, C, Dv] of one part, each of its T blocks a row of a larger batch."""
+    query, key, value = operands
+    batch, chunks, size, shared = query.shape[0], len(part.table), part.size, min(pattern.num_global, query.shape[2])
+    table = part.table[:1] if part.alike and lengths is None else part.table
+    allowed, log_weight, columns = _pairs(pattern, part, table, shared, causal)
+    if lengths is not None:
+        allowed = (allowed & (columns < lengths.view(-1, 1, 1, 1, 1))).flatten(0, 1)
+    elif len(allowed) > 1:
+        allowed = allowed.expand(batch, *allowed.shape).flatten(0, 1)
+    if log_weight is not None and len(log_weight) > 1:
+        log_weight = log_weight.expand(batch, *log_weight.shape).flatten(0, 1)
+    queries = query.unflatten(2, (-1, size))[:, :, part.first : part.first + chunks].transpose(1, 2).flatten(0, 1)
+    keys, values = (_bring(x, part, shared, query.shape[1]) for x in (key, value))
+    output = masked_attention(queries, keys, values, allowed, scaling, log_weight, lengths is not None)
+    return output.unflatten(0, (batch, chunks)).transpose(1, 2)
+
+
+def _pairs(pattern, part: _Part, table: Tensor, shared: int, causal: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return which pairs are seen [T, H or 1, C, K], what their scores get, and the positions of the keys."""
+    size, device = part.size, table.device
+    rows = torch.arange(part.first * size, (part.first + len(table)) * size, device=device).view(-1, 1, size, 1)
+    columns = (table[..., None] * size + torch.arange(size, device=device)).flatten(-2)
+    valid = columns >= shared  # which a block of number -1 never is
+    if shared:
+        columns = F.pad(columns, (shared, 0))
+        columns[..., :shared] = torch.arange(shared, device=device)
+        valid = F.pad(valid, (shared, 0), value=True)
+    columns, valid = columns[:, :, None], valid[:, :, None]
+    if pattern.whole_blocks and not causal:
+        return valid, pattern.log_weight(rows, columns), columns
+    if pattern.whole_blocks:  # block by block: cheaper than comparing positions
+        own = torch.arange(part.first, part.first + len(table), device=device).view(-1, 1, 1)
+        inside = torch.ones(size, size, dtype=torch.bool, device=device).tril()[:, None]
+        seen = ((table < own)[:, :, None, :, None] | ((table == own)[:, :, None, :, None] & inside)).flatten(-2)
+        first = (columns[..., :shared] <= rows).expand(-1, seen.shape[1], -1, -1)
+        return torch.cat([first, seen], dim=-1) & valid, pattern.log_weight(rows, columns), columns
+    allowed = (pattern.sees(rows, columns) | (columns < shared)) & valid
+    allowed = allowed & (columns <= rows) if causal else allowed
+    return allowed, pattern.log_weight(rows, columns), columns
+
+
+def _bring(x: Tensor, part: _Part, num_global: int, num_heads: int) -> Tensor:
+    """Return the global tokens of x [B, Hkv, N, D] and those of each block's key blocks: [B T, Hkv or H, K, D]."""
+    (batch, heads, _, width), (chunks, each, number), size = x.shape, part.table.shape, part.size
+    owner = torch.arange(heads, device=x.device)
+    owner = owner if each == 1 else owner.repeat_interleave(num_heads // heads)
+    if part.window is not None:
+        windows = x.unfold(2, number * size, size)[:, :, part.window : part.window + chunks]
+        taken = windows.permute(0, 2, 1, 4, 3)
+    else:
+        blocks = x.view(batch, -1, size * width)
+        index = part.table.clamp(min=0) + owner[:, None] * (blocks.shape[1] // heads)  # [T, Hkv or H, c]
+        taken = blocks.index_select(1, index.flatten()).view(batch, chunks, len(owner), -1, width)
+    if num_global:
+        first = x[:, owner if each > 1 else slice(None), :num_global]
+        taken = torch.cat([first[:, None].expand(-1, chunks, -1, -1, -1), taken], dim=3)
+    return taken.flatten(0, 1)
 
 
 def continued_attention(
@@ -154,67 +272,18 @@ def keep_keys(key: Tensor, value: Tensor, pattern: Pattern, lengths: Tensor | No
 
 
 def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float, log_weight: Tensor | None = None
-) -> Tensor:
-    """Return softmax attention over the allowed pairs [B or 1, H or 1, Nq or 1, Nk]; an empty row is zero.
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float, log_weight: Tensor | None = None,
+    empty_rows: bool = True,
+) -> Tensor:  # fmt: skip
+    """Return softmax attention over the allowed pairs [B or 1, H or 1, Nq or 1, Nk].
 
-    Query heads that share a key/value head are multiplied together, so keys are never repeated.
+    A row without any is zero; `empty_rows=False` promises that there is none.
     """
-    batch, heads, rows, _ = query.shape
-    shared = key.shape[1]
-    groups = heads // shared
-    folded = query.reshape(batch, shared, groups * rows, -1) * scaling
-    scores = (folded @ key.transpose(-1, -2)).view(batch, heads, rows, -1)
-    scores = scores if log_weight is None else scores + log_weight.to(scores.dtype)
-    scores = scores.masked_fill(~allowed, float("-inf"))
-    top = scores.detach().amax(-1, keepdim=True)
-    weights = (scores - torch.where(top.isinf(), 0.0, top)).exp()
-    total = weights.sum(-1, keepdim=True)
-    weights = weights / torch.where(total == 0, 1.0, total)
-    return (weights.view(batch, shared, groups * rows, -1) @ value).view(batch, heads, rows, -1)
-
-
-class _Positions(NamedTuple):
-    """Key positions [1, 1 or H, K]; `valid`, of that shape, if some stand for nothing; `span` if they are a slice."""
-
-    number: Tensor
-    valid: Tensor | None
-    span: slice | None
-
-
-def _positions(blocks: Any, size: int, limit: int, global_keys: int, device: torch.device) -> _Positions:
-    """Turn block numbers into key positions below `limit`, each once, the global ones first."""
-    if isinstance(blocks, Tensor):
-        return _positions_by_head(blocks.to(device), size, limit, global_keys)
-    wanted = set(blocks) | set(range(-(-global_keys // size)))
-    numbers = sorted(number for number in wanted if 0 <= number * size < limit)
-    first, last = numbers[0], numbers[-1]
-    if last - first + 1 == len(numbers):
-        span = slice(first * size, min((last + 1) * size, limit))
-        return _Positions(torch.arange(span.start, span.stop, device=device)[None, None], None, span)
-    starts = torch.tensor(numbers, device=device)[:, None] * size
-    index = (starts + torch.arange(size, device=device)).flatten()
-    return _Positions(index[index < limit][None, None], None, None)
-
-
-def _positions_by_head(blocks: Tensor, size: int, limit: int, global_keys: int) -> _Positions:
-    """The same for block numbers [H, c] that differ between heads; what is no key of its own is not valid."""
-    shared = torch.arange(-(-global_keys // size), device=blocks.device).expand(blocks.shape[0], -1)
-    numbers = torch.cat([shared, blocks], dim=1).sort(dim=1).values
-    doubled = F.pad(numbers[:, 1:] == numbers[:, :-1], (1, 0))
-    index = (numbers[..., None] * size + torch.arange(size, device=blocks.device)).flatten(1)
-    valid = (~doubled).repeat_interleave(size, dim=1) & (index >= 0) & (index < limit)
-    return _Positions(index.clamp(0, limit - 1)[None], valid[None], None)
-
-
-def _select(x: Tensor, position: _Positions, num_heads: int) -> Tensor:
-    """Return the rows of x [B, Hkv, N, D] at the key positions: a view where they are a slice."""
-    if position.span is not None:
-        return x[:, :, position.span]
-    if position.valid is None:
-        return x[:, :, position.number[0, 0]]
-    owner = torch.arange(num_heads, device=x.device) // (num_heads // x.shape[1])
-    return x[:, owner[:, None], position.number[0]]
+    bias = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device).masked_fill_(~allowed, LOWEST)
+    bias = bias if log_weight is None else bias + log_weight.to(bias.dtype)
+    bias = bias.expand(-1, -1, query.shape[2], -1)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=True)
+    return output.masked_fill(~allowed.any(-1, keepdim=True), 0.0) if empty_rows else output
 
 
 def _count(lengths: Tensor | None, start: int, key: Tensor) -> Tensor:

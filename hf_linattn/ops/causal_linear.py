@@ -57,7 +57,7 @@ class _Chunk(NamedTuple):
     value: Tensor  # [B, Hkv, C, Dv + 1]
     ids: Tensor | None  # [B, C]
     decay: Tensor | None  # [B, Hkv, C], running sum of the log decay since the chunk began, and part of log_scale
-    count: int = 1  # chunks that stand side by side in the dimension of the heads
+    chunks: int = 1  # how many stand side by side in the dimension of the heads
 
     def part(self, span: slice) -> _Chunk:
         """Return the positions in `span`."""
@@ -71,7 +71,7 @@ class _Chunk(NamedTuple):
         ).from_its_start()
 
     def split(self, size: int) -> _Chunk:
-        """Return all chunks of this size as heads: [B, Hkv T, ...], T = `count`; without ids."""
+        """Return all chunks of this size as heads: [B, Hkv T, ...], T = `chunks`; without ids."""
 
         def fold(x: Tensor) -> Tensor:
             return x.unflatten(2, (-1, size)).flatten(1, 2)
@@ -249,14 +249,14 @@ def _read_together(chunks: _Chunk, state: LinearState | None, hidden: Tensor, di
 
 def _states_before(chunks: _Chunk, sums: LinearState, state: LinearState | None) -> tuple[LinearState, LinearState]:
     """Return the states before each chunk [B, Hkv T, ...] and the one after the last."""
-    heads = chunks.key.shape[1] // chunks.count
+    heads = chunks.key.shape[1] // chunks.chunks
     kv, log_max = (x.unflatten(1, (heads, -1)) for x in sums)
     if state is None:
         lowest = 0.0 if chunks.log_scale is None else LOWEST / 2
         state = LinearState(torch.zeros_like(kv[:, :, 0]), torch.full_like(log_max[:, :, 0], lowest))
     passed = None if chunks.decay is None else chunks.decay[..., -1].unflatten(1, (heads, -1))
     states = [state]
-    for chunk in range(chunks.count):
+    for chunk in range(chunks.chunks):
         if chunks.log_scale is None:
             state = LinearState(state.kv + kv[:, :, chunk], state.log_max)
         else:

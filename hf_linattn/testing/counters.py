@@ -10,6 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """Two products of all queries [B, H, Nq, D] with all keys; PyTorch counts this operator on GPUs only."""
+    query, key, value = (getattr(x, "shape", x) for x in (query, key, value))
+    return 2 * query[0] * query[1] * query[2] * key[2] * (query[3] + value[3])
+
 
 class LargestTensor(TorchDispatchMode):
     """Watches every operator and keeps the element count of the largest tensor that came out of one."""
@@ -35,6 +43,6 @@ def largest_tensor(run: Callable[[], object]) -> int:
 
 def flops_of(run: Callable[[], object]) -> int:
     """Return the floating-point operations of the matrix products in `run()`."""
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: _attention_flops}) as counter:
         run()
     return counter.get_total_flops()

@@ -108,17 +108,17 @@ def test_random_blocks_differ_between_layers_heads_and_seeds_and_not_between_mod
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_named_blocks_hold_every_key_that_is_seen(name):
-    """`key_blocks` is about speed and `sees` the truth: nothing seen may stand outside the named blocks."""
+    """`key_table` is about speed and `sees` the truth: nothing seen may stand outside the named blocks."""
     for causal in (False, True):
         mechanism = Case(name, "gpt2", causal, {"block_size": 4}).make()
         rows, columns = torch.arange(400)[None, None, :, None], torch.arange(400)[None, None, None, :]
         seen = mechanism.sees(rows, columns).expand(1, 4, 400, 400)[0]
         seen = seen.tril() if causal else seen
+        named = mechanism.key_table(100, causal).expand(-1, 4, -1)
+        shown = torch.arange(mechanism.num_global) // 4
         for block in (0, 1, 7, 50, 99):
-            named = mechanism.key_blocks(block, block + 1 if causal else 100)
-            named = named if isinstance(named, torch.Tensor) else set(named)
             for head in range(4):
-                numbers = set(named[head].tolist()) if isinstance(named, torch.Tensor) else named
+                numbers = {*named[block, head].tolist(), *shown.tolist()}
                 needed = seen[head, block * 4 : (block + 1) * 4].any(0).nonzero().flatten() // 4
                 assert set(needed.tolist()) <= numbers, f"{name}, causal={causal}, block {block}"
 
@@ -153,7 +153,7 @@ def test_hardening_a_learned_pattern_keeps_the_heaviest_distances_and_is_saved(t
     for mechanism in get_mechanisms(model).values():
         mechanism.harden(3)
         assert mechanism.kept()[0].tolist() == [True, False, True, False, False, True]
-        assert sorted(mechanism.key_blocks(7, 8)[0].tolist()) == [2, 5, 7]
+        assert sorted(mechanism.key_table(8, True)[7, 0].tolist()) == [2, 5, 7]
     torch.testing.assert_close(model(tokens).logits, want, rtol=1e-4, atol=1e-4)  # what fell away weighed nothing
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
