@@ -174,7 +174,8 @@ def zero_shot_table(document: Document) -> str:
         verdict = "" if baseline else "yes" if options in worse.get(name, []) else "no"
         cells = [f"{row['perplexity'][model]:,.1f}" for model in models]
         rows.append([name if baseline else f"`{name}`", f"`{options}`" if options else "", *cells, verdict])
-    return table(["mechanism", "options", *(MODEL_NAMES.get(m, m) for m in models), "needs recovery"], rows)
+    columns = [MODEL_NAMES.get(model, model) for model in models]
+    return table(["mechanism", "options", *columns, "worse than the mean: needs recovery"], rows)
 
 
 def speed_section(documents: dict[str, Document]) -> str:
