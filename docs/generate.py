@@ -21,9 +21,10 @@ from benchmarks.tables import (
     write_text,
     zero_shot_table,
 )
+from docs.refusals import REFUSALS
 from hf_linattn.feature_maps import FEATURE_MAPS
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
-from hf_linattn.testing import INVARIANTS
+from hf_linattn.testing import INVARIANTS, MODES
 
 FOLDER = Path(__file__).parent
 
@@ -89,6 +90,36 @@ def zero_shot() -> str:
     return f"{text}\n\n{zero_shot_table(document)}"
 
 
+def missing_forms() -> str:
+    """Return which mechanisms lack a causal or bidirectional form, or a decoding state of constant size."""
+    known = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
+    rows = [
+        [f"[`{name}`](#{name})", mode, ", ".join(f"`{other}`" for other in known if mode in known[other].modes)]
+        for name, mechanism in known.items()
+        for mode in MODES
+        if mode not in mechanism.modes
+    ]
+    forms = table(["mechanism", "form it lacks", "mechanisms that have it"], rows)
+    growing = ", ".join(f"[`{name}`](#{name})" for name, mechanism in known.items() if not mechanism.constant_state)
+    return "\n\n".join(
+        [
+            forms if rows else "None lacks a form: every mechanism of the table above is causal and bidirectional.",
+            "A decoding state of constant size is missing where a later query may need any earlier key again:"
+            f" {growing}. Their caches grow with the context.",
+        ]
+    )
+
+
+def refusals() -> str:
+    """Return the table of what raises an error, with the reason and the alternative."""
+    rows = [
+        [refusal.what, f"[`{refusal.error.__name__}`](errors.md#{refusal.error.__name__.lower()})", refusal.reason,
+         refusal.instead]
+        for refusal in REFUSALS.values()
+    ]  # fmt: skip
+    return table(["what", "error", "why", "instead"], rows)
+
+
 def invariants() -> str:
     """Return the table of the checks, numbered as they are."""
     rows = [[name, escape(inspect.getdoc(check) or "")] for name, check in INVARIANTS.items()]
@@ -101,6 +132,8 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "zero-shot": zero_shot,
         "details": details,
         "feature-maps": feature_maps,
+        "missing-forms": missing_forms,
+        "refusals": refusals,
     },
     "invariants.md": {"invariants": invariants},
 }
