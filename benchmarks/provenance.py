@@ -15,8 +15,8 @@ import transformers
 import hf_linattn
 
 
-def collect_provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return where the numbers come from; what cannot be found out is null."""
+def collect_provenance(device: torch.device, dtype: torch.dtype, module: str = "benchmarks.run") -> dict[str, Any]:
+    """Return where the numbers come from; what cannot be found out is null. `module` is the one that was run."""
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
@@ -29,7 +29,7 @@ def collect_provenance(device: torch.device, dtype: torch.dtype) -> dict[str, An
             "hf_linattn": hf_linattn.__version__,
         },
         "commit": git.stdout.strip() or None,
-        "command": shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
     }
 
 

@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SPEED_FILES = ("cpu.json", "gpu.json")
 QUALITY = ("original", "control", "converted", "recovered")
+ZERO_SHOT_FILE = "zero_shot.json"
+ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
+MODEL_NAMES = {"gpt2": "GPT-2", "llama": "Llama"}
 
 Document = dict[str, Any]
 
@@ -143,6 +146,36 @@ def recovery_table(reports: dict[str, Document]) -> str:
         cells = [f"{perplexity[kind]:.2f}" for kind in QUALITY]
         rows.append([model, mechanism, *cells, f"{report['ratio']:.3f}"])
     return table(["model", "mechanism", *QUALITY, "recovered / best"], rows)
+
+
+def needs_recovery(document: Document) -> dict[str, list[str]]:
+    """Return mechanism -> the options, as text, with which it does worse than the mean of the values on some model."""
+    mean = next(row["perplexity"] for row in document["rows"] if row["mechanism"] == MEAN_OF_VALUES)
+    worse: dict[str, list[str]] = {}
+    for row in document["rows"]:
+        if any(value > mean[model] for model, value in row["perplexity"].items()):
+            worse.setdefault(row["mechanism"], []).append(options_text(row["options"]))
+    return worse
+
+
+def options_text(options: dict[str, Any]) -> str:
+    """Return options as they are written in a call."""
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def zero_shot_table(document: Document) -> str:
+    """Return test perplexities before any training, and whether a mechanism does worse than the mean of the values."""
+    worse = needs_recovery(document)
+    models = list(document["rows"][0]["perplexity"])
+    rows = []
+    for row in document["rows"]:
+        name, options = row["mechanism"], options_text(row["options"])
+        baseline = name in (ORIGINAL, MEAN_OF_VALUES)
+        verdict = "" if baseline else "yes" if options in worse.get(name, []) else "no"
+        cells = [f"{row['perplexity'][model]:,.1f}" for model in models]
+        rows.append([name if baseline else f"`{name}`", f"`{options}`" if options else "", *cells, verdict])
+    columns = [MODEL_NAMES.get(model, model) for model in models]
+    return table(["mechanism", "options", *columns, "worse than the mean: needs recovery"], rows)
 
 
 def speed_section(documents: dict[str, Document]) -> str:

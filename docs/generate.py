@@ -1,4 +1,4 @@
-"""Write the generated sections of the documentation from what mechanisms and checks say about themselves.
+"""Write the generated sections of the documentation from what mechanisms and checks say, and from what was measured.
 
 python -m docs.generate
 """
@@ -8,13 +8,23 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.tables import replace_section, table, write_text
+from benchmarks.tables import (
+    RESULTS,
+    ZERO_SHOT_FILE,
+    needs_recovery,
+    read,
+    replace_section,
+    table,
+    write_text,
+    zero_shot_table,
+)
+from docs.refusals import REFUSALS
 from hf_linattn.feature_maps import FEATURE_MAPS
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
-from hf_linattn.testing import INVARIANTS
+from hf_linattn.testing import INVARIANTS, MODES
 
 FOLDER = Path(__file__).parent
 
@@ -31,19 +41,27 @@ def overview() -> str:
 
 
 def details() -> str:
-    """Return one section per mechanism: what its class says, and its options."""
-    return "\n\n".join(describe(name, MECHANISMS.get(name)) for name in MECHANISMS.names())
+    """Return one section per mechanism: what its class says, whether it needs recovery, and its options."""
+    worse = needs_recovery(read(RESULTS / ZERO_SHOT_FILE))
+    return "\n\n".join(describe(name, MECHANISMS.get(name), worse.get(name, [])) for name in MECHANISMS.names())
 
 
-def describe(name: str, mechanism: type[Mechanism]) -> str:
-    """Return the section of one mechanism."""
+def describe(name: str, mechanism: type[Mechanism], worse: Sequence[str] = ()) -> str:
+    """Return the section of one mechanism; `worse` are the options with which it needs recovery."""
     options = [
         [f"`{option.name}`", f"`{option.default!r}`", option.metadata["help"]]
         for option in dataclasses.fields(mechanism.config_class)
     ]
     source = f"`{mechanism.__module__.replace('.', '/')}.py`"
     text = escape(inspect.getdoc(mechanism) or "")
-    return "\n\n".join([f"### {name}", text, f"Source: {source}.", table(["option", "default", "meaning"], options)])
+    parts = [f"### {name}", text]
+    if worse:
+        settings = " and ".join(f"`{options}`" if options else "its defaults" for options in worse)
+        parts.append(
+            f"Needs recovery: zero-shot, with {settings}, it does worse than the mean of the values"
+            " ([table](#before-any-training))."
+        )
+    return "\n\n".join([*parts, f"Source: {source}.", table(["option", "default", "meaning"], options)])
 
 
 def escape(text: str) -> str:
@@ -60,6 +78,48 @@ def feature_maps() -> str:
     return table(["feature map", "formula"], rows)
 
 
+def zero_shot() -> str:
+    """Return the table of perplexities before any training, with where they come from."""
+    document = read(RESULTS / ZERO_SHOT_FILE)
+    evaluation = document["evaluation"]
+    tokens = " and ".join(f"{count:,}" for count in dict.fromkeys(evaluation["num_tokens"].values()))
+    text = (
+        f"The bundled models on the {evaluation['data']}: {evaluation['documents']} documents, {tokens} scored tokens,"
+        f" windows of {evaluation['max_length']} tokens that advance by {evaluation['stride']}."
+    )
+    return f"{text}\n\n{zero_shot_table(document)}"
+
+
+def missing_forms() -> str:
+    """Return which mechanisms lack a causal or bidirectional form, or a decoding state of constant size."""
+    known = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
+    rows = [
+        [f"[`{name}`](#{name})", mode, ", ".join(f"`{other}`" for other in known if mode in known[other].modes)]
+        for name, mechanism in known.items()
+        for mode in MODES
+        if mode not in mechanism.modes
+    ]
+    forms = table(["mechanism", "form it lacks", "mechanisms that have it"], rows)
+    growing = ", ".join(f"[`{name}`](#{name})" for name, mechanism in known.items() if not mechanism.constant_state)
+    return "\n\n".join(
+        [
+            forms if rows else "None lacks a form: every mechanism of the table above is causal and bidirectional.",
+            "A decoding state of constant size is missing where a later query may need any earlier key again:"
+            f" {growing}. Their caches grow with the context.",
+        ]
+    )
+
+
+def refusals() -> str:
+    """Return the table of what raises an error, with the reason and the alternative."""
+    rows = [
+        [refusal.what, f"[`{refusal.error.__name__}`](errors.md#{refusal.error.__name__.lower()})", refusal.reason,
+         refusal.instead]
+        for refusal in REFUSALS.values()
+    ]  # fmt: skip
+    return table(["what", "error", "why", "instead"], rows)
+
+
 def invariants() -> str:
     """Return the table of the checks, numbered as they are."""
     rows = [[name, escape(inspect.getdoc(check) or "")] for name, check in INVARIANTS.items()]
@@ -67,7 +127,14 @@ def invariants() -> str:
 
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "mechanisms.md": {"overview": overview, "details": details, "feature-maps": feature_maps},
+    "mechanisms.md": {
+        "overview": overview,
+        "zero-shot": zero_shot,
+        "details": details,
+        "feature-maps": feature_maps,
+        "missing-forms": missing_forms,
+        "refusals": refusals,
+    },
     "invariants.md": {"invariants": invariants},
 }
 

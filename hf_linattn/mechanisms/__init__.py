@@ -1,5 +1,21 @@
 """The mechanisms, one per file; importing a file registers what it defines."""
 
-from .base import MECHANISMS, AttentionLayer, ExactnessLimit, Mechanism, list_mechanisms, register_mechanism
+from .base import (
+    MECHANISMS,
+    AttentionLayer,
+    ExactnessLimit,
+    Mechanism,
+    SequenceMechanism,
+    list_mechanisms,
+    register_mechanism,
+)
 
-__all__ = ["MECHANISMS", "AttentionLayer", "ExactnessLimit", "Mechanism", "list_mechanisms", "register_mechanism"]
+__all__ = [
+    "MECHANISMS",
+    "AttentionLayer",
+    "ExactnessLimit",
+    "Mechanism",
+    "SequenceMechanism",
+    "list_mechanisms",
+    "register_mechanism",
+]

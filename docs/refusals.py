@@ -1,0 +1,93 @@
+"""What a patched model cannot do, as data: the section "What cannot exist" of mechanisms.md is made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_linattn.errors import HfLinattnError, UnsupportedModeError, UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Something that raises `error`: what it is, why it has no answer, what to do instead. All in markdown."""
+
+    what: str
+    error: type[HfLinattnError]
+    reason: str
+    instead: str
+
+
+REFUSALS: dict[str, Refusal] = {
+    "no attention": Refusal(
+        "a model that declares no attention layers: Mamba, Bloom",
+        UnsupportedModelError,
+        "either it has none, or its code predates transformers' attention interface",
+        "a model that goes through that interface",
+    ),
+    "position bias": Refusal(
+        "a model that adds a learned position bias to every score: T5",
+        UnsupportedModelError,
+        "it computes its attention itself, and a number for every pair has no subquadratic form here",
+        "a model with rotary or absolute positions",
+    ),
+    "idle layer": Refusal(
+        "a layer that never calls the mechanism attached to it",
+        UnsupportedModelError,
+        "the model would only look patched; found after the first evaluation forward",
+        "leave the layer out with `layers=...`",
+    ),
+    "missing form": Refusal(
+        "a mechanism without the causal or bidirectional form that a layer needs",
+        UnsupportedModeError,
+        "its `modes` do not have it",
+        "one of the mechanisms that the message lists",
+    ),
+    "other direction": Refusal(
+        "another `is_causal` than at the time of patching",
+        UnsupportedModeError,
+        "a layer is patched for one of the two forms",
+        "unpatch the model, change it, patch it again",
+    ),
+    "4-D mask": Refusal(
+        "an attention mask of 4 dimensions",
+        UnsupportedModeError,
+        "it is a matrix over pairs",
+        "a 2-D key mask [batch, length]; for packed documents `position_ids` that restart at 0",
+    ),
+    "attentions": Refusal(
+        "`output_attentions=True`",
+        UnsupportedModeError,
+        "N x N matrices are never built",
+        "`original_attention(model)`, or `attention_matrix(...)` of a mechanism",
+    ),
+    "no matrix": Refusal(
+        "`attention_matrix(...)` of a mechanism that does not write `weights`",
+        UnsupportedModeError,
+        "without the formula there is nothing to show",
+        "write `weights`",
+    ),
+    "too long": Refusal(
+        "an input that reaches beyond a learned position table",
+        UnsupportedModeError,
+        "attention is not the limit, the table is",
+        "a shorter input, or a model with a longer table",
+    ),
+    "crop": Refusal(
+        "cropping a decoding state, as assisted generation does",
+        UnsupportedModeError,
+        "it sums up the past",
+        "decode without rolling back, or deep-copy the cache before",
+    ),
+    "state to softmax": Refusal(
+        "a decoding state under the original attention, or in a layer that keeps softmax",
+        UnsupportedModeError,
+        "softmax needs the keys, which the state no longer has",
+        "a cache of its own",
+    ),
+    "unreadable keys": Refusal(
+        "going on from a quantised cache that softmax filled",
+        UnsupportedModeError,
+        "its keys cannot be read",
+        "a new cache or an unquantised one",
+    ),
+}

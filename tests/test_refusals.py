@@ -1,0 +1,132 @@
+"""The table "What cannot exist" of docs/mechanisms.md: every entry is provoked, and raises what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DynamicCache,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.cache_utils import QuantizedLayer
+
+from docs.generate import missing_forms
+from docs.refusals import REFUSALS
+from hf_linattn import MechanismConfig, get_mechanisms, original_attention, patch_model, register_mechanism
+from hf_linattn.mechanisms import Mechanism
+from hf_linattn.transformers_bridge import self_attention_modules
+from tests.helpers import logits_of, make_patched, make_tokens
+from tests.models import make_model
+
+TINY = {"vocab_size": 96, "hidden_size": 32}
+TOKENS = make_tokens(1, 5)
+
+
+class UnreadableLayer(QuantizedLayer):
+    """A quantised layer without a quantisation library."""
+
+    def _quantize(self, tensor, axis):
+        return tensor.to(torch.float16)
+
+    def _dequantize(self, tensor):
+        return tensor.to(torch.float32)
+
+
+def causal_only() -> str:
+    """Register a mechanism that declares one form and writes no weights."""
+
+    class Config(MechanismConfig):
+        pass
+
+    @register_mechanism("causal_only")
+    class CausalOnly(Mechanism):
+        config_class = Config
+        modes = frozenset({"causal"})
+
+    return "causal_only"
+
+
+def bloom_and_mamba():
+    for model in (
+        BloomForCausalLM(BloomConfig(**TINY, n_layer=2, n_head=4)),
+        MambaForCausalLM(MambaConfig(**TINY, num_hidden_layers=2)),
+    ):
+        try:
+            patch_model(model, "linear")
+        except REFUSALS["no attention"].error as error:
+            last = error
+        else:
+            pytest.fail(f"{type(model).__name__} was patched")
+    raise last
+
+
+def t5():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+    patch_model(T5ForConditionalGeneration(T5Config(vocab_size=96, **sizes)), "linear")
+
+
+def idle_layer():
+    model = make_patched("llama")
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    logits_of(model, TOKENS)
+
+
+def other_direction():
+    model = make_patched("gpt2")
+    next(iter(self_attention_modules(model).values())).is_causal = False
+    logits_of(model, TOKENS)
+
+
+def no_matrix():
+    model = patch_model(make_model("gpt2"), causal_only())
+    next(iter(get_mechanisms(model).values())).attention_matrix(*torch.randn(2, 1, 4, 5, 8))
+
+
+def state_to_softmax():
+    model = make_patched("gpt2")
+    cache = model(TOKENS, use_cache=True).past_key_values
+    with original_attention(model):
+        model(TOKENS, past_key_values=cache, use_cache=True)
+
+
+def unreadable_keys():
+    model, cache = make_model("llama"), DynamicCache()
+    cache.layers = [UnreadableLayer() for _ in range(2)]
+    model(TOKENS, past_key_values=cache, use_cache=True)
+    patch_model(model, "linear")(TOKENS, past_key_values=cache, use_cache=True)
+
+
+PROVOKED: dict[str, Callable[[], object]] = {
+    "no attention": bloom_and_mamba,
+    "position bias": t5,
+    "idle layer": idle_layer,
+    "missing form": lambda: patch_model(make_model("bert"), causal_only()),
+    "other direction": other_direction,
+    "4-D mask": lambda: make_patched("gpt2")(TOKENS, attention_mask=torch.ones(1, 1, 5, 5)),
+    "attentions": lambda: make_patched("gpt2")(TOKENS, output_attentions=True),
+    "no matrix": no_matrix,
+    "too long": lambda: make_patched("gpt2")(make_tokens(1, 65)),
+    "crop": lambda: make_patched("gpt2")(TOKENS, use_cache=True).past_key_values.crop(2),
+    "state to softmax": state_to_softmax,
+    "unreadable keys": unreadable_keys,
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_is_said_to_raise_raises(name: str):
+    with pytest.raises(REFUSALS[name].error):
+        PROVOKED[name]()
+
+
+def test_a_missing_form_is_listed_with_the_mechanisms_that_have_it():
+    assert "None lacks a form" in missing_forms()
+    name = causal_only()
+    (row,) = [line for line in missing_forms().splitlines() if line.startswith(f"| [`{name}`]")]
+    assert row.split("|")[2].strip() == "bidirectional" and "`performer`" in row and f"`{name}`," not in row

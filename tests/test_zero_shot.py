@@ -1,0 +1,70 @@
+"""What is measured before any training: the baseline, the table, and that no mechanism is left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import tables, zero_shot
+from hf_linattn import get_mechanisms, is_patched, list_mechanisms
+from hf_linattn.evaluation import perplexity
+from hf_linattn.testing import Case
+from tests.helpers import logits_of, make_tokenizer, make_tokens
+from tests.models import make_model
+
+TEXTS = [" ".join(f"w{5 + (7 * i * i + start) % 90}" for i in range(50)) for start in (0, 3)]
+
+
+def score(model: torch.nn.Module) -> float:
+    return perplexity(model, make_tokenizer(), TEXTS, max_length=32, progress=False)["perplexity"]
+
+
+def document_of(rows: list[tuple[str, float, float]]) -> tables.Document:
+    return {"rows": [{"mechanism": m, "options": {}, "perplexity": {"gpt2": a, "llama": b}} for m, a, b in rows]}
+
+
+def test_the_committed_results_cover_every_mechanism():
+    rows = tables.read(tables.RESULTS / tables.ZERO_SHOT_FILE)["rows"]
+    measured = [{name: row[name] for name in ("mechanism", "options")} for row in rows]
+    assert measured == zero_shot.candidates(list_mechanisms()), "run `make zero-shot`"
+    assert all(set(row["perplexity"]) == set(zero_shot.MODELS) for row in rows)
+
+
+def test_options_are_those_of_registered_mechanisms():
+    assert set(zero_shot.OPTIONS) <= set(list_mechanisms())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_baseline_is_the_mean_of_the_values_a_query_may_see(causal: bool):
+    case = Case("softmax", "llama", causal)
+    query, key, value = case.heads(9)
+    model = zero_shot.mean_of_values(make_model("llama" if causal else "bert", num_key_value_heads=2))
+    mechanism = next(iter(get_mechanisms(model).values()))
+    got, _ = mechanism(query, key, value)
+    value = value.repeat_interleave(2, 1)
+    count = torch.arange(1, 10)[:, None]
+    want = value.cumsum(2) / count if causal else value.mean(2, keepdim=True).expand_as(value)
+    torch.testing.assert_close(got, want)
+
+
+def test_what_is_exact_scores_like_the_original_and_the_models_are_left_as_they_were():
+    models = {name: make_model(name) for name in ("gpt2", "llama")}
+    before = {name: logits_of(model, make_tokens(2, 20)) for name, model in models.items()}
+    rows = zero_shot.measure({name: (model, score) for name, model in models.items()}, ["softmax", "local", "linear"])
+    found = {(row["mechanism"], name): value for row in rows for name, value in row["perplexity"].items()}
+    for name, model in models.items():
+        assert not is_patched(model) and torch.equal(logits_of(model, make_tokens(2, 20)), before[name])
+        assert found[tables.ORIGINAL, name] == pytest.approx(score(model))
+        for exact in ("softmax", "local"):  # the window is wider than the texts' windows
+            assert found[exact, name] == pytest.approx(found[tables.ORIGINAL, name], rel=1e-4)
+        for other in (tables.MEAN_OF_VALUES, "linear"):
+            assert found[other, name] != pytest.approx(found[tables.ORIGINAL, name], rel=1e-3)
+
+
+def test_worse_than_the_mean_of_the_values_on_one_model_needs_recovery():
+    document = document_of(
+        [("original", 9, 9), (tables.MEAN_OF_VALUES, 100, 200), ("a", 99, 199), ("b", 50, 201), ("c", 100, 200)]
+    )
+    assert tables.needs_recovery(document) == {"b": [""]}
+    lines = tables.zero_shot_table(document).splitlines()[2:]
+    assert [line.split("|")[-2].strip() for line in lines] == ["", "", "no", "yes", "no"]
