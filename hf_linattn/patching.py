@@ -108,13 +108,7 @@ def patch_model(
         )
     attention = bridge.self_attention_modules(root)
     config = _resolve(mechanism, len(attention), layers, options)
-    mechanisms = {
-        path: _build(config.layers.get(index), index, module)
-        for index, (path, module) in enumerate(attention.items())
-    }
-    made = list(mechanisms.values())
-    for number, one in enumerate(made):
-        one.join(made[:number])
+    mechanisms = _build_all(config, attention)
     bridge.own_config(model)
     configs = {id(module.config): module.config for module in attention.values()}.values()
     patch = Patch(config, attention, [(c, bridge.get_implementation(c)) for c in configs])
@@ -195,6 +189,16 @@ def _resolve(mechanism: Any, num_layers: int, layers: LayerSpec, options: Mappin
             f"the patch config is for {mechanism.num_layers} attention layers, the model has {num_layers}"
         )
     return mechanism
+
+
+def _build_all(config: PatchConfig, attention: Mapping[str, nn.Module]) -> dict[str, Mechanism]:
+    """Make the mechanisms of all layers, and let each join those before it."""
+    mechanisms: dict[str, Mechanism] = {}
+    for index, (path, module) in enumerate(attention.items()):
+        mechanism = _build(config.layers.get(index), index, module)
+        mechanism.join(list(mechanisms.values()))
+        mechanisms[path] = mechanism
+    return mechanisms
 
 
 def _build(config: MechanismConfig | None, index: int, module: nn.Module) -> Mechanism:
