@@ -161,7 +161,7 @@ def _make_parts(query: Tensor, key: Tensor, pattern: Pattern, size: int, causal:
     while first < num_blocks:
         rows = table[first : first + step]
         straight = table.shape[1] == 1 and torch.equal(rows[0, 0] - rows[0, 0, 0], row)
-        if straight and pattern.shifts and not pattern.num_global:  # nothing is copied, one mask for all
+        if straight and pattern.shifts and int(rows[0].min()) * size >= pattern.num_global:  # little to copy, one mask
             rows = table[first : first + 1 + [*follows[first:], False].index(False)]
         width = max(1, int((rows >= 0).sum(-1).max()))
         alike = int(rows.min()) * size >= pattern.num_global and all(follows[first : first + len(rows) - 1])
@@ -194,16 +194,17 @@ def _pairs(pattern, part: _Part, table: Tensor, shared: int, causal: bool) -> tu
     """Return which pairs are seen [T, H or 1, C, K], what their scores get, and the positions of the keys."""
     size, device = part.size, table.device
     rows = torch.arange(part.first * size, (part.first + len(table)) * size, device=device).view(-1, 1, size, 1)
-    columns = (table[..., None] * size + torch.arange(size, device=device)).flatten(-2)
+    columns = table[..., None] * size + torch.arange(size, device=device)
+    columns = columns if part.window is not None else columns.flatten(-2)[..., None, :]
     valid = columns >= shared  # which a block of number -1 never is
     if shared:
-        columns = F.pad(columns, (shared, 0))
+        columns, valid = F.pad(columns, (shared, 0)), F.pad(valid, (shared, 0))
         columns[..., :shared] = torch.arange(shared, device=device)
-        valid = F.pad(valid, (shared, 0), value=True)
-    columns, valid = columns[:, :, None], valid[:, :, None]
+        valid[..., 0, :shared] = True
+    columns, valid = columns.flatten(-2)[:, :, None], valid.flatten(-2)[:, :, None]
     if pattern.whole_blocks and not causal:
         return valid, pattern.log_weight(rows, columns), columns
-    if pattern.whole_blocks:  # block by block: cheaper than comparing positions
+    if pattern.whole_blocks and part.window is None:  # block by block: cheaper than comparing positions
         own = torch.arange(part.first, part.first + len(table), device=device).view(-1, 1, 1)
         inside = torch.ones(size, size, dtype=torch.bool, device=device).tril()[:, None]
         seen = ((table < own)[:, :, None, :, None] | ((table == own)[:, :, None, :, None] & inside)).flatten(-2)
@@ -220,12 +221,15 @@ def _bring(x: Tensor, part: _Part, num_global: int, num_heads: int) -> Tensor:
     owner = torch.arange(heads, device=x.device)
     owner = owner if each == 1 else owner.repeat_interleave(num_heads // heads)
     if part.window is not None:
-        windows = x.unfold(2, number * size, size)[:, :, part.window : part.window + chunks]
-        taken = windows.permute(0, 2, 1, 4, 3)
-    else:
-        blocks = x.view(batch, -1, size * width)
-        index = part.table.clamp(min=0) + owner[:, None] * (blocks.shape[1] // heads)  # [T, Hkv or H, c]
-        taken = blocks.index_select(1, index.flatten()).view(batch, chunks, len(owner), -1, width)
+        # windows overlap in memory; the global tokens stand before each of their blocks, seen before the first
+        blocks = x.unflatten(2, (-1, size))[:, :, part.window : part.window + chunks + number - 1]
+        if num_global:
+            first = x[:, :, None, :num_global].expand(-1, -1, blocks.shape[2], -1, -1)
+            blocks, size = torch.cat([first, blocks], dim=3), size + num_global
+        return blocks.flatten(2, 3).unfold(2, number * size, size).permute(0, 2, 1, 4, 3).flatten(0, 1)
+    rows = x.view(batch, -1, size * width)
+    index = part.table.clamp(min=0) + owner[:, None] * (rows.shape[1] // heads)  # [T, Hkv or H, c]
+    taken = rows.index_select(1, index.flatten()).view(batch, chunks, len(owner), -1, width)
     if num_global:
         first = x[:, owner if each > 1 else slice(None), :num_global]
         taken = torch.cat([first[:, None].expand(-1, chunks, -1, -1, -1), taken], dim=3)
