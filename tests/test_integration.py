@@ -166,7 +166,8 @@ def test_gradient_checkpointing_changes_no_gradient(name, mechanism, reentrant):
     actual = loss_gradients(model, ids)
     assert [m.calls for m in get_mechanisms(model).values()] == [3 * n for n in calls]  # it was really recomputed
     assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[key], expected[key]) for key in expected)
+    for key in expected:  # torch may choose another kernel for the forward pass that is thrown away
+        torch.testing.assert_close(actual[key], expected[key], rtol=1e-5, atol=1e-6, msg=key)
 
 
 @each_family

@@ -18,7 +18,7 @@ class SparseTransformerConfig(LocalConfig):
     """Options of `sparse_transformer`."""
 
     window_size: int = field(default=128, metadata={"help": "a query sees keys less than so many tokens away"})
-    stride: int = field(default=8, metadata={"help": "blocks from one strided block to the next"})
+    stride: int = field(default=4, metadata={"help": "blocks from one strided block to the next"})
     num_strides: int = field(default=4, metadata={"help": "strided blocks a query sees on a side"})
 
     def __post_init__(self) -> None:

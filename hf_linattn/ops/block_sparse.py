@@ -156,16 +156,18 @@ def _make_parts(query: Tensor, key: Tensor, pattern: Pattern, size: int, causal:
     weight = batch * columns * (2 * kept * head_dim + size * table.shape[1])
     step = max(1, AT_ONCE.get(query.device.type, AT_ONCE_ELSEWHERE) // weight)
     follows = (table[1:] == table[:-1] + 1).flatten(1).all(-1).tolist()  # sees what the one before sees, one further
-    row = torch.arange(table.shape[2])
+    regular = (table.diff(dim=-1) == 1).all(-1).all(-1) & (table[:, 0, 0] * size >= pattern.num_global)
+    straight = (regular & (table.shape[1] == 1)).tolist()  # blocks in a row, clear of the first
     parts, first = [], 0
     while first < num_blocks:
         rows = table[first : first + step]
-        straight = table.shape[1] == 1 and torch.equal(rows[0, 0] - rows[0, 0, 0], row)
-        if straight and pattern.shifts and int(rows[0].min()) * size >= pattern.num_global:  # little to copy, one mask
+        if not straight[first]:
+            rows = rows[: [*straight[first : first + len(rows)], True].index(True)]
+        elif pattern.shifts:  # little to copy, one mask
             rows = table[first : first + 1 + [*follows[first:], False].index(False)]
         width = max(1, int((rows >= 0).sum(-1).max()))
         alike = int(rows.min()) * size >= pattern.num_global and all(follows[first : first + len(rows) - 1])
-        window = int(rows[0, 0, 0]) if alike and straight else None
+        window = int(rows[0, 0, 0]) if alike and straight[first] else None
         end = (int(rows.max()) + 1) * size
         parts.append(_Part(first, size, rows[..., :width].to(query.device), alike and pattern.shifts, window, end))
         first += len(rows)
