@@ -152,8 +152,10 @@ def _make_parts(query: Tensor, key: Tensor, pattern: Pattern, size: int, causal:
     table.masked_fill_(table == num_blocks, -1)
     columns = table.shape[2] * size + pattern.num_global
     kept = key.shape[1] if table.shape[1] == 1 else heads
-    # keys, values and mask of one block of queries
-    weight = batch * columns * (2 * kept * head_dim + size * table.shape[1])
+    # keys, values and mask of one block of queries, scores too where the mask is trained
+    first_token = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=query.device)
+    plain = pattern.log_weight(first_token, first_token) is None
+    weight = batch * columns * (2 * kept * head_dim + size * (table.shape[1] if plain else heads))
     step = max(1, AT_ONCE.get(query.device.type, AT_ONCE_ELSEWHERE) // weight)
     follows = (table[1:] == table[:-1] + 1).flatten(1).all(-1).tolist()  # sees what the one before sees, one further
     regular = (table.diff(dim=-1) == 1).all(-1).all(-1) & (table[:, 0, 0] * size >= pattern.num_global)
@@ -163,7 +165,7 @@ def _make_parts(query: Tensor, key: Tensor, pattern: Pattern, size: int, causal:
         rows = table[first : first + step]
         if not straight[first]:
             rows = rows[: [*straight[first : first + len(rows)], True].index(True)]
-        elif pattern.shifts:  # little to copy, one mask
+        elif pattern.shifts and plain:  # little to copy, one mask, no scores that are kept
             rows = table[first : first + 1 + [*follows[first:], False].index(False)]
         width = max(1, int((rows >= 0).sum(-1).max()))
         alike = int(rows.min()) * size >= pattern.num_global and all(follows[first : first + len(rows) - 1])
