@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from .exponential import LOWEST, dense, fast_exp
 
 CHUNK_SIZE = 64
-SEGMENT = 4  # chunks for which features are made at a time
+SEGMENT = 8  # chunks for which features are made at a time
 
 
 class Features(NamedTuple):
