@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..config import MechanismConfig, make_config, require
-from ..feature_maps import FeatureMap
+from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import naive
 from ..ops.hybrid import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
 from .base import MECHANISMS, AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
@@ -22,7 +22,9 @@ class HybridConfig(MechanismConfig):
     """Options of `hybrid`."""
 
     linear: str = field(default="hedgehog", metadata={"help": "the mechanism beyond the window, on the linear base"})
-    linear_options: dict[str, Any] | None = field(default=None, metadata={"help": "options of that mechanism"})
+    linear_options: dict[str, Any] | None = field(
+        default=None, metadata={"help": "options of that mechanism; a learned map makes D features unless told"}
+    )
     window_size: int = field(
         default=64, metadata={"help": "exact weights for keys less than so many tokens away; with its own key, 1"}
     )
@@ -77,7 +79,10 @@ class HybridMechanism(SequenceMechanism):
 
     def __init__(self, config: HybridConfig, layer: AttentionLayer):
         super().__init__(config, layer)
-        self.linear = MECHANISMS.get(config.linear)(config.linear_config(), layer)
+        linear = config.linear_config()
+        if getattr(linear, "feature_dim", 0) is None and FEATURE_MAPS.get(linear.feature_map).learned:  # type: ignore[attr-defined]
+            linear = replace(linear, feature_dim=layer.head_dim + layer.head_dim % 2)  # type: ignore[call-arg]
+        self.linear = MECHANISMS.get(config.linear)(linear, layer)
         self.log_mix = nn.Parameter(self._matching_mix())
 
     @torch.no_grad()

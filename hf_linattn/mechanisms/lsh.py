@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config import MechanismConfig, require
 from ..ops import naive
 from ..ops.exponential import LOWEST
-from ..ops.lsh import Lists, find_runs, hash_buckets, run_attention, sort_keys
+from ..ops.lsh import Lists, find_runs, hash_buckets, pick, run_attention, sort_keys
 from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
 
 EPSILON = 1e-6  # added to the mean square of a key that is brought to unit length, as in transformers
@@ -232,13 +232,15 @@ class LshMechanism(SequenceMechanism):
         take = lambda x: x.gather(-1, place).movedim(0, 2).reshape(shape)  # noqa: E731
         index, position = take(lists.member), take(lists.code) % span
         rows = index.flatten(2)
+        heads = torch.arange(len(rows) * rows.shape[1], device=key.device).view(*rows.shape[:2], 1) * key.shape[2]
         keys, values = (
-            x.gather(2, rows[..., None].expand(-1, -1, -1, x.shape[-1])).unflatten(2, shape[2:]) for x in (key, value)
+            pick(x.flatten(0, 2), rows + heads).view(*shape, -1).masked_fill_(missing[..., None], 0.0)
+            for x in (key, value)
         )
         codes = key_code.gather(-1, rows.expand(len(key_code), -1, -1, -1)).unflatten(-1, shape[2:])
         return LshState(
-            keys.masked_fill(missing[..., None], 0.0),
-            values.masked_fill(missing[..., None], 0.0),
+            keys,
+            values,
             position.masked_fill(missing, -1),
             (codes // span).movedim(0, -1).masked_fill(missing[..., None], 0),
             position.new_zeros(len(key)),
@@ -286,13 +288,14 @@ class LshMechanism(SequenceMechanism):
     def _with_self(self, output: Tensor, log_sum: Tensor, new: _Tokens) -> Tensor:
         """Let each query see its own key: always, or with shared_qk if it saw nothing else."""
         groups = new.query.shape[1] // new.key.shape[1]
-        key, value = (x.repeat_interleave(groups, 1) for x in (new.key, new.value))
+        query, output, log_sum = (x.unflatten(1, (-1, groups)) for x in (new.query, output, log_sum))
+        key, value = (x[:, :, None] for x in (new.key, new.value))
         if self.config.shared_qk:
-            return torch.where((log_sum == LOWEST)[..., None], value, output)
-        seen = (new.query_bucket == new.key_bucket.repeat_interleave(groups, 2)).any(0)
-        score = ((new.query * key).sum(-1) * self.layer.scaling).masked_fill(seen, LOWEST)
+            return torch.where((log_sum == LOWEST)[..., None], value, output).flatten(1, 2)
+        seen = (new.query_bucket.unflatten(2, (-1, groups)) == new.key_bucket[:, :, :, None]).any(0)
+        score = ((query * key).sum(-1) * self.layer.scaling).masked_fill(seen, LOWEST)
         share = torch.sigmoid(score - log_sum)[..., None]  # of the query's own key in the joint denominator
-        return output + share * (value - output)
+        return torch.lerp(output, value.expand_as(output), share).flatten(1, 2)
 
 
 class _Tokens(NamedTuple):

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .exponential import LOWEST
+from .exponential import LN_2, LOWEST
 
 TILE = 32  # queries computed together
 SPREAD = 48  # how far the runs of one tile may lie apart
 ROWS = 8192  # queries hashed, and at least computed on one head after the other round by round, at a time
-CHUNK = 1 << 18  # pairs computed at a time: few enough to stay in the cache
-NEGLIGIBLE = -80.0  # exp of less is slow, and no weight
+CHUNK = 1 << 20  # pairs computed at a time: few enough to stay in the cache
 
 
 class Lists(NamedTuple):
@@ -150,57 +149,66 @@ class _Tiles(NamedTuple):
     ends: list[list[int]]  # [R, B H + 1], the tile with which each head of each round begins, and the last one ends
     first: Tensor  # [tiles + 1], where in `queries` each tile begins
     queries: Tensor  # [R Q], by round, head and code
-    start: Tensor  # [tiles], where in `keys` its run begins
-    keys: Tensor  # [R B Hkv L], by round, head and code
+    start: Tensor  # [tiles], where in the keys of its round its run begins
+    keys: Tensor  # [R, B Hkv, L], by round, head and code
+    groups: int  # query heads of a key/value head
     low: Tensor  # [R, Q + 1]
     high: Tensor  # [R, Q + 1]
     code: Tensor  # [R, B Hkv M]
     own: Tensor | None  # [R, Q + 1]
     width: int  # keys of a tile
 
-    def chunks(self):
-        """Yield (queries [t, TILE], keys [t, width], visible [t, TILE, width]) for a few tiles at a time.
+    def chunks(self, *of_keys: Tensor):
+        """Yield (queries [t, TILE], keys [t, width], visible [t, TILE, width], windows) for a few tiles at a time.
 
-        All rounds of some heads come before the next heads, so that keys and outputs stay in the cache.
+        windows: [t, width, ...] of each of the tensors `of_keys` [B Hkv M, ...]. They are brought into the order of
+        the list first: then what tiles read lies in a row. All rounds of some heads come before the next heads, so
+        that keys and outputs stay in the cache.
         """
         size = max(1, CHUNK // (TILE * self.width))
         steps = torch.arange(max(TILE, self.width), device=self.first.device)
         heads = len(self.ends[0]) - 1
         group = max(1, ROWS * heads // self.low.shape[1])
         for head in range(0, heads, group):
+            last = min(head + group, heads)
+            shared = slice(head // self.groups, (last - 1) // self.groups + 1)
             for number, ends in enumerate(self.ends):
-                begin, end = ends[head], ends[min(head + group, heads)]
+                listed = self.keys[number, shared].flatten()
+                ordered = [listed, *(pick(x, listed) for x in (*self.code[: number + 1], *of_keys))]
+                begin, end = ends[head], ends[last]
                 for left in range(begin, end, size):
                     right = min(left + size, end)
                     place = self.first[left:right, None] + steps[:TILE]
                     beyond = place >= self.first[left + 1 : right + 1, None]
-                    queries = _pick(self.queries, place.clamp_(max=len(self.queries) - 1))
+                    queries = pick(self.queries, place.clamp_(max=len(self.queries) - 1))
                     queries.masked_fill_(beyond, self.low.shape[1] - 1)
-                    keys = _pick(self.keys, self.start[left:right, None] + steps[: self.width])
-                    yield queries, keys, self._visible(number, queries, keys)
+                    start = self.start[left:right, None] - shared.start * self.keys.shape[2]
+                    keys, *windows = (pick(x, start + steps[: self.width]) for x in ordered)
+                    codes, windows = windows[: number + 1], windows[number + 1 :]
+                    yield queries, keys, self._visible(queries, codes), windows
 
-    def _visible(self, number: int, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return 0 where this round is the first to find the key, -1 elsewhere.
+    def _visible(self, queries: Tensor, codes: list[Tensor]) -> Tensor:
+        """Return 0 where this round is the first to find the key, -1 elsewhere; it is the last of those in `codes`.
 
         Intervals are intersected by the minimum and united by the maximum of how deep a code lies inside them: on a
         CPU that is several times faster than combining comparisons.
         """
-        depth = self._depth(number, queries, keys)
+        number = len(codes) - 1
+        depth = self._depth(number, queries, codes[number])
         if self.own is not None:
-            distance = _pick(self.own[number], queries)[:, :, None] - _pick(self.code[number], keys)[:, None]
+            distance = pick(self.own[number], queries)[:, :, None] - codes[number][:, None]
             depth = torch.minimum(depth, distance.abs_().sub_(1), out=depth)
         found: Any = None
         for earlier in range(number):
-            other = self._depth(earlier, queries, keys)
+            other = self._depth(earlier, queries, codes[earlier])
             found = other if found is None else torch.maximum(found, other, out=found)
         if found is not None:
             depth = torch.minimum(depth, found.add_(1).neg_(), out=depth)
         return depth.clamp_(-1, 0)
 
-    def _depth(self, number: int, queries: Tensor, keys: Tensor) -> Tensor:
-        code = _pick(self.code[number], keys)[:, None]
-        above = code - _pick(self.low[number], queries)[:, :, None]
-        return torch.minimum(above, _pick(self.high[number], queries)[:, :, None] - code, out=above)
+    def _depth(self, number: int, queries: Tensor, code: Tensor) -> Tensor:
+        above = code[:, None] - pick(self.low[number], queries)[:, :, None]
+        return torch.minimum(above, pick(self.high[number], queries)[:, :, None] - code[:, None], out=above)
 
 
 def _make_tiles(lists: Lists, runs: Runs, key_code: Tensor, own_code: Tensor | None, longest: int) -> _Tiles:
@@ -212,7 +220,7 @@ def _make_tiles(lists: Lists, runs: Runs, key_code: Tensor, own_code: Tensor | N
     begins = F.pad(part[..., 1:] != part[..., :-1], (1, 0), value=True) | (rank % TILE == 0)
     first = begins.flatten().nonzero().flatten()
     row = torch.div(first, length, rounding_mode="floor")
-    kv_row = row // heads * kv_heads + row % heads // (heads // kv_heads)
+    kv_row = row % (batch * heads) // (heads // kv_heads)
     width = min(longest + SPREAD, listed)
     # a run of keys that would reach behind the end begins earlier: the intervals hide what it does not need
     start = runs.start.flatten()[first].clamp(max=listed - width) + kv_row * listed
@@ -228,7 +236,8 @@ def _make_tiles(lists: Lists, runs: Runs, key_code: Tensor, own_code: Tensor | N
         F.pad(first, (0, 1), value=begins.numel()),
         queries.flatten(),
         start,
-        keys.flatten(),
+        keys.flatten(1, 2),
+        heads // kv_heads,
         padded(runs.low, 1),
         padded(runs.high, 0),
         key_code.flatten(1).to(kind),
@@ -246,23 +255,23 @@ class _RunAttention(torch.autograd.Function):
         top = query.new_full((count + 1,), LOWEST / 2)
         total = query.new_zeros(count + 1)
         output = query.new_zeros(count + 1, value.shape[1])
-        for queries, keys, visible in tiles.chunks():
-            scores, mask = _scores(query, key, scaling, queries, keys, visible)
-            before = _pick(top, queries)
+        for queries, _, visible, (keys, values) in tiles.chunks(key, value):
+            scores = _scores(query, scaling, queries, keys, visible)
+            before = pick(top, queries)
             # half of LOWEST at least, so that a row without any key gets weights exp(LOWEST / 2) = 0 and not exp(0)
             after = torch.maximum(before, scores.amax(-1))
-            weights = _weights(scores, after, mask)
-            fade = (before - after).exp_()
-            summed = torch.baddbmm(_pick(output, queries) * fade[..., None], weights, _pick(value, keys))
+            weights = scores.sub_(after[..., None]).exp2_()
+            fade = (before - after).exp2_()
+            summed = torch.baddbmm(pick(output, queries) * fade[..., None], weights, values)
             places = queries.flatten()
             output.index_copy_(0, places, summed.flatten(0, 1))
-            total.index_copy_(0, places, (_pick(total, queries) * fade + weights.sum(-1)).flatten())
+            total.index_copy_(0, places, (pick(total, queries) * fade + weights.sum(-1)).flatten())
             top.index_copy_(0, places, after.flatten())
         top, total, output = top[:count], total[:count], output[:count]
         empty = total == 0
         total = total.masked_fill(empty, 1.0)
         output = output / total[:, None]
-        log_sum = (top + total.log()).masked_fill(empty, LOWEST)
+        log_sum = (top * LN_2 + total.log()).masked_fill(empty, LOWEST)
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.scaling, ctx.tiles = scaling, tiles
         return output, log_sum
@@ -273,30 +282,26 @@ class _RunAttention(torch.autograd.Function):
         query, key, value, output, log_sum = ctx.saved_tensors
         query_grad, key_grad, value_grad = (torch.zeros_like(x) for x in (F.pad(query, (0, 0, 0, 1)), key, value))
         offset = F.pad((output_grad * output).sum(-1) - log_sum_grad, (0, 1))
-        output_grad, log_sum = F.pad(output_grad, (0, 0, 0, 1)), F.pad(log_sum, (0, 1))
-        for queries, keys, visible in ctx.tiles.chunks():
-            scores, mask = _scores(query, key, ctx.scaling, queries, keys, visible)
-            weights = _weights(scores, _pick(log_sum, queries), mask)
-            upper = _pick(output_grad, queries)
-            value_grad.index_add_(0, keys.flatten(), (weights.mT @ upper).flatten(0, 1))
-            slope = weights * (upper @ _pick(value, keys).mT - _pick(offset, queries)[..., None]) * ctx.scaling
-            query_grad.index_add_(0, queries.flatten(), (slope @ _pick(key, keys)).flatten(0, 1))
-            upper = _pick(query, queries.clamp(max=len(query) - 1))
-            key_grad.index_add_(0, keys.flatten(), (slope.mT @ upper).flatten(0, 1))
+        output_grad = F.pad(output_grad, (0, 0, 0, 1))
+        log_sum = F.pad(log_sum.clamp(min=LOWEST / 2) / LN_2, (0, 1))  # as in forward: no weight where there is no key
+        for queries, places, visible, (keys, values) in ctx.tiles.chunks(key, value):
+            scores = _scores(query, ctx.scaling, queries, keys, visible)
+            weights = scores.sub_(pick(log_sum, queries)[..., None]).exp2_()
+            upper = pick(output_grad, queries)
+            value_grad.index_add_(0, places.flatten(), (weights.mT @ upper).flatten(0, 1))
+            slope = weights * (upper @ values.mT - pick(offset, queries)[..., None]) * ctx.scaling
+            query_grad.index_add_(0, queries.flatten(), (slope @ keys).flatten(0, 1))
+            upper = pick(query, queries.clamp(max=len(query) - 1))
+            key_grad.index_add_(0, places.flatten(), (slope.mT @ upper).flatten(0, 1))
         return query_grad[:-1], key_grad, value_grad, None, None
 
 
-def _scores(query, key, scaling, queries, keys, visible) -> tuple[Tensor, Tensor]:
-    """Return the scaled scores [t, TILE, width], LOWEST where hidden, and the mask of ones and zeros."""
-    mask = visible.to(query.dtype)
-    scores = (_pick(query, queries.clamp(max=len(query) - 1)) * scaling) @ _pick(key, keys).mT
-    return scores.add_(mask, alpha=-LOWEST), mask.add_(1)
+def _scores(query, scaling, queries, keys, visible) -> Tensor:
+    """Return the scaled scores [t, TILE, width] in powers of two, see `fast_exp`; LOWEST where hidden."""
+    scores = (pick(query, queries.clamp(max=len(query) - 1)) * (scaling / LN_2)) @ keys.mT
+    return scores.add_(visible, alpha=-LOWEST)
 
 
-def _weights(scores: Tensor, top: Tensor, mask: Tensor) -> Tensor:
-    return scores.sub_(top[..., None]).clamp_(min=NEGLIGIBLE).exp_().mul_(mask)
-
-
-def _pick(x: Tensor, index: Tensor) -> Tensor:
-    """x[index], several times faster."""
+def pick(x: Tensor, index: Tensor) -> Tensor:
+    """x[index] for an index of any shape, several times faster."""
     return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
