@@ -116,10 +116,11 @@ def block_sparse_attention(
     output = torch.cat(outputs, dim=2).flatten(2, 3)[:, :, :length]
     if causal or not count or not pattern.global_queries:
         return output
-    allowed = torch.ones(1, 1, 1, length, dtype=torch.bool, device=query.device)
+    bias = query.new_zeros(1, 1, 1, length)
     if lengths is not None:
-        allowed = torch.arange(length, device=query.device) < lengths[:, None, None, None]
-    top = masked_attention(query[:, :, :count], key, value, allowed, scaling)
+        behind = torch.arange(length, device=query.device) >= lengths[:, None, None, None]
+        bias = bias.masked_fill(behind, LOWEST)
+    top = biased_attention(query[:, :, :count], key, value, bias, scaling, lengths is not None)
     return torch.cat([top, output[:, :, count:]], dim=2)
 
 
@@ -127,6 +128,7 @@ class _Part(NamedTuple):
     """T blocks of queries that are computed together.
 
     first: the number of the first. size: tokens per block. table: [T, H or 1, c], the key blocks of each, -1 for none.
+    shared: how many global tokens stand before these.
     alike: each sees what the one before sees, a block further. window: where the keys of the first begin, in blocks,
     if these moreover are blocks in a row; else None. end: behind the last key that is seen.
     """
@@ -134,6 +136,7 @@ class _Part(NamedTuple):
     first: int
     size: int
     table: Tensor
+    shared: int
     alike: bool
     window: int | None
     end: int
@@ -144,13 +147,13 @@ def _make_parts(query: Tensor, key: Tensor, pattern: Pattern, size: int, causal:
     """Divide the query blocks into parts of a size that suits the device."""
     batch, heads, length, head_dim = query.shape
     num_blocks = -(-length // size)
-    table = pattern.key_table(num_blocks, causal).cpu()
-    limit = torch.arange(1, num_blocks + 1)[:, None, None] if causal else num_blocks
-    table = table.masked_fill((table < 0) | (table >= limit), num_blocks).sort(-1).values
-    table[..., 1:].masked_fill_(table[..., 1:] == table[..., :-1].clone(), num_blocks)
-    table = table.sort(-1).values
-    table.masked_fill_(table == num_blocks, -1)
-    columns = table.shape[2] * size + pattern.num_global
+    shared = min(pattern.num_global, length)
+    table = _make_table(pattern, num_blocks, causal)
+    regular = (table.diff(dim=-1) == 1).all(-1).all(-1) & (table[:, 0, 0] * size >= shared)
+    straight = (regular & (table.shape[1] == 1)).tolist()  # blocks in a row, clear of the first
+    if shared % size == 0 and not any(straight):  # global tokens that fill blocks are blocks like the others
+        table, shared = _make_table(pattern, num_blocks, causal, shared // size), 0
+    columns = table.shape[2] * size + shared
     kept = key.shape[1] if table.shape[1] == 1 else heads
     # keys, values and mask of one block of queries, scores too where the mask is trained
     first_token = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=query.device)
@@ -158,8 +161,6 @@ def _make_parts(query: Tensor, key: Tensor, pattern: Pattern, size: int, causal:
     weight = batch * columns * (2 * kept * head_dim + size * (table.shape[1] if plain else heads))
     step = max(1, AT_ONCE.get(query.device.type, AT_ONCE_ELSEWHERE) // weight)
     follows = (table[1:] == table[:-1] + 1).flatten(1).all(-1).tolist()  # sees what the one before sees, one further
-    regular = (table.diff(dim=-1) == 1).all(-1).all(-1) & (table[:, 0, 0] * size >= pattern.num_global)
-    straight = (regular & (table.shape[1] == 1)).tolist()  # blocks in a row, clear of the first
     parts, first = [], 0
     while first < num_blocks:
         rows = table[first : first + step]
@@ -168,36 +169,46 @@ def _make_parts(query: Tensor, key: Tensor, pattern: Pattern, size: int, causal:
         elif pattern.shifts and plain:  # little to copy, one mask, no scores that are kept
             rows = table[first : first + 1 + [*follows[first:], False].index(False)]
         width = max(1, int((rows >= 0).sum(-1).max()))
-        alike = int(rows.min()) * size >= pattern.num_global and all(follows[first : first + len(rows) - 1])
+        alike = int(rows.min()) * size >= shared and all(follows[first : first + len(rows) - 1])
         window = int(rows[0, 0, 0]) if alike and straight[first] else None
         end = (int(rows.max()) + 1) * size
-        parts.append(_Part(first, size, rows[..., :width].to(query.device), alike and pattern.shifts, window, end))
+        rows = rows[..., :width].to(query.device)
+        parts.append(_Part(first, size, rows, shared, alike and pattern.shifts, window, end))
         first += len(rows)
     return parts
+
+
+def _make_table(pattern: Pattern, num_blocks: int, causal: bool, first: int = 0) -> Tensor:
+    """Return the key blocks of each query block, the `first` ones among them, in order and once; -1 stands last."""
+    table = pattern.key_table(num_blocks, causal).cpu()
+    table = torch.cat([torch.arange(first).expand(*table.shape[:2], -1), table], dim=-1)
+    limit = torch.arange(1, num_blocks + 1)[:, None, None] if causal else num_blocks
+    table = table.masked_fill((table < 0) | (table >= limit), num_blocks).sort(-1).values
+    table[..., 1:].masked_fill_(table[..., 1:] == table[..., :-1].clone(), num_blocks)
+    table = table.sort(-1).values
+    return table.masked_fill(table == num_blocks, -1)
 
 
 def _attend_blocks(operands: list[Tensor], pattern, part: _Part, scaling, causal, lengths) -> Tensor:
     """Return the output [B, H, T, C, Dv] of one part, each of its T blocks a row of a larger batch."""
     query, key, value = operands
-    batch, chunks, size, shared = query.shape[0], len(part.table), part.size, min(pattern.num_global, query.shape[2])
-    table = part.table[:1] if part.alike and lengths is None else part.table
-    allowed, log_weight, columns = _pairs(pattern, part, table, shared, causal)
-    if lengths is not None:
-        allowed = (allowed & (columns < lengths.view(-1, 1, 1, 1, 1))).flatten(0, 1)
-    elif len(allowed) > 1:
-        allowed = allowed.expand(batch, *allowed.shape).flatten(0, 1)
-    if log_weight is not None and len(log_weight) > 1:
-        log_weight = log_weight.expand(batch, *log_weight.shape).flatten(0, 1)
+    batch, chunks, size = query.shape[0], len(part.table), part.size
+    bias = _make_bias(pattern, part, causal, lengths, query)
+    if lengths is None and len(bias) > 1:
+        bias = bias.expand(batch, *bias.shape)
+    bias = bias.flatten(0, 1) if bias.dim() == 5 else bias
     queries = query.unflatten(2, (-1, size))[:, :, part.first : part.first + chunks].transpose(1, 2).flatten(0, 1)
-    keys, values = (_bring(x, part, shared, query.shape[1]) for x in (key, value))
-    output = masked_attention(queries, keys, values, allowed, scaling, log_weight, lengths is not None)
+    keys, values = (_bring(x, part, query.shape[1]) for x in (key, value))
+    output = biased_attention(queries, keys, values, bias, scaling, lengths is not None)
     return output.unflatten(0, (batch, chunks)).transpose(1, 2)
 
 
-def _pairs(pattern, part: _Part, table: Tensor, shared: int, causal: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return which pairs are seen [T, H or 1, C, K], what their scores get, and the positions of the keys."""
-    size, device = part.size, table.device
-    rows = torch.arange(part.first * size, (part.first + len(table)) * size, device=device).view(-1, 1, size, 1)
+def _make_bias(pattern, part: _Part, causal: bool, lengths: Tensor | None, like: Tensor) -> Tensor:
+    """Return what the scores of a part get [T or 1, H or 1, C or 1, K], with `lengths` for each row: [B, T, ...]."""
+    size, shared, device = part.size, part.shared, like.device
+    table = part.table[:1] if part.alike and lengths is None else part.table
+    blocks = torch.arange(part.first, part.first + len(table), device=device).view(-1, 1, 1)
+    rows = (blocks * size + torch.arange(size, device=device))[..., None]
     columns = table[..., None] * size + torch.arange(size, device=device)
     columns = columns if part.window is not None else columns.flatten(-2)[..., None, :]
     valid = columns >= shared  # which a block of number -1 never is
@@ -206,36 +217,41 @@ def _pairs(pattern, part: _Part, table: Tensor, shared: int, causal: bool) -> tu
         columns[..., :shared] = torch.arange(shared, device=device)
         valid[..., 0, :shared] = True
     columns, valid = columns.flatten(-2)[:, :, None], valid.flatten(-2)[:, :, None]
-    if pattern.whole_blocks and not causal:
-        return valid, pattern.log_weight(rows, columns), columns
-    if pattern.whole_blocks and part.window is None:  # block by block: cheaper than comparing positions
-        own = torch.arange(part.first, part.first + len(table), device=device).view(-1, 1, 1)
-        inside = torch.ones(size, size, dtype=torch.bool, device=device).tril()[:, None]
-        seen = ((table < own)[:, :, None, :, None] | ((table == own)[:, :, None, :, None] & inside)).flatten(-2)
-        first = (columns[..., :shared] <= rows).expand(-1, seen.shape[1], -1, -1)
-        return torch.cat([first, seen], dim=-1) & valid, pattern.log_weight(rows, columns), columns
-    allowed = (pattern.sees(rows, columns) | (columns < shared)) & valid
+    zero, lowest = like.new_zeros(()), like.new_full((), LOWEST)
+    log_weight = pattern.log_weight(rows, columns)
+    if pattern.whole_blocks and causal and not shared:  # block by block: cheaper than comparing positions
+        whole = torch.where((table >= 0) & (table < blocks), zero, lowest)[:, :, None, :, None]
+        inside = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+        own = torch.where(inside, zero, lowest)[:, None]
+        return _add(torch.where((table == blocks)[:, :, None, :, None], own, whole).flatten(-2), log_weight)
+    allowed = valid if pattern.whole_blocks else valid & (pattern.sees(rows, columns) | (columns < pattern.num_global))
     allowed = allowed & (columns <= rows) if causal else allowed
-    return allowed, pattern.log_weight(rows, columns), columns
+    if lengths is not None:
+        allowed = allowed & (columns < lengths.view(-1, 1, 1, 1, 1))
+    return _add(torch.where(allowed, zero, lowest), log_weight)
 
 
-def _bring(x: Tensor, part: _Part, num_global: int, num_heads: int) -> Tensor:
+def _add(bias: Tensor, log_weight: Tensor | None) -> Tensor:
+    return bias if log_weight is None else bias + log_weight.to(bias.dtype)
+
+
+def _bring(x: Tensor, part: _Part, num_heads: int) -> Tensor:
     """Return the global tokens of x [B, Hkv, N, D] and those of each block's key blocks: [B T, Hkv or H, K, D]."""
-    (batch, heads, _, width), (chunks, each, number), size = x.shape, part.table.shape, part.size
+    (batch, heads, _, width), (chunks, each, number), size, shared = x.shape, part.table.shape, part.size, part.shared
     owner = torch.arange(heads, device=x.device)
     owner = owner if each == 1 else owner.repeat_interleave(num_heads // heads)
     if part.window is not None:
         # windows overlap in memory; the global tokens stand before each of their blocks, seen before the first
         blocks = x.unflatten(2, (-1, size))[:, :, part.window : part.window + chunks + number - 1]
-        if num_global:
-            first = x[:, :, None, :num_global].expand(-1, -1, blocks.shape[2], -1, -1)
-            blocks, size = torch.cat([first, blocks], dim=3), size + num_global
+        if shared:
+            first = x[:, :, None, :shared].expand(-1, -1, blocks.shape[2], -1, -1)
+            blocks, size = torch.cat([first, blocks], dim=3), size + shared
         return blocks.flatten(2, 3).unfold(2, number * size, size).permute(0, 2, 1, 4, 3).flatten(0, 1)
     rows = x.view(batch, -1, size * width)
     index = part.table.clamp(min=0) + owner[:, None] * (rows.shape[1] // heads)  # [T, Hkv or H, c]
     taken = rows.index_select(1, index.flatten()).view(batch, chunks, len(owner), -1, width)
-    if num_global:
-        first = x[:, owner if each > 1 else slice(None), :num_global]
+    if shared:
+        first = x[:, owner if each > 1 else slice(None), :shared]
         taken = torch.cat([first[:, None].expand(-1, chunks, -1, -1, -1), taken], dim=3)
     return taken.flatten(0, 1)
 
@@ -261,8 +277,9 @@ def continued_attention(
         columns = (seen.position - 1)[:, :, None]
         allowed = pattern.sees(rows, columns) | (columns < pattern.num_global)
         allowed = allowed & (columns >= 0) & (columns <= rows)
-        log_weight = pattern.log_weight(rows, columns)
-        outputs.append(masked_attention(query[:, :, span], seen.key, seen.value, allowed, scaling, log_weight))
+        bias = torch.where(allowed, query.new_zeros(()), query.new_full((), LOWEST))
+        bias = _add(bias, pattern.log_weight(rows, columns))
+        outputs.append(biased_attention(query[:, :, span], seen.key, seen.value, bias, scaling, empty_rows=True))
         state = _forget(seen, pattern)
     return torch.cat(outputs, dim=2), state
 
@@ -279,19 +296,16 @@ def keep_keys(key: Tensor, value: Tensor, pattern: Pattern, lengths: Tensor | No
     return _forget(_extend(empty, key, value, _count(lengths, 0, key))[0], pattern)
 
 
-def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float, log_weight: Tensor | None = None,
-    empty_rows: bool = True,
-) -> Tensor:  # fmt: skip
-    """Return softmax attention over the allowed pairs [B or 1, H or 1, Nq or 1, Nk].
+def biased_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float, empty_rows: bool
+) -> Tensor:
+    """Return softmax attention with scores + bias [B or 1, H or 1, Nq or 1, Nk], which is `LOWEST` for hidden pairs.
 
-    A row without any is zero; `empty_rows=False` promises that there is none.
+    A row without any other is zero; `empty_rows=False` promises that there is none.
     """
-    bias = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device).masked_fill_(~allowed, LOWEST)
-    bias = bias if log_weight is None else bias + log_weight.to(bias.dtype)
-    bias = bias.expand(-1, -1, query.shape[2], -1)
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=True)
-    return output.masked_fill(~allowed.any(-1, keepdim=True), 0.0) if empty_rows else output
+    whole = bias.expand(-1, -1, query.shape[2], -1)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=whole, scale=scaling, enable_gqa=True)
+    return output.masked_fill(bias.amax(-1, keepdim=True) <= LOWEST / 2, 0.0) if empty_rows else output
 
 
 def _count(lengths: Tensor | None, start: int, key: Tensor) -> Tensor:
