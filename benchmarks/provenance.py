@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import subprocess
@@ -21,6 +22,7 @@ def collect_provenance(device: torch.device, dtype: torch.dtype, module: str = "
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
         "threads": torch.get_num_threads(),
+        "allocator": {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")},
         "dtype": str(dtype).removeprefix("torch."),
         "versions": {
             "python": platform.python_version(),

@@ -102,8 +102,25 @@ def test_tables_are_written_between_the_markers_and_nowhere_else(document: table
     assert readme.read_text() == first and "old" not in first
     assert first.startswith("before\n") and "\nbetween\n" in first and first.endswith("after\n")
     assert "| gpt2 | linear | 10.00 | 8.00 | 90.00 | 8.40 | 1.050 |" in first
-    assert tables.decoding_table(document) in first
-    assert tables.milliseconds_table(document) in (results / "README.md").read_text()
+    assert tables.summary_table(document) in first
+    page = (results / "README.md").read_text()
+    for make in (tables.operations_table, tables.decoding_table, tables.milliseconds_table):
+        assert make(document) in page
+
+
+def test_the_summary_has_a_row_for_every_mechanism(document: tables.Document) -> None:
+    lines = tables.summary_table(document).splitlines()
+    rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]}
+    assert list(rows) == [f"`{name}`" for name in list_mechanisms() if name != "softmax"]
+    wanted = ("linear", "causal", "forward", max(PLAN.lengths))
+    ratio = next(
+        r["ratio"]
+        for r in document["operations"]
+        if (r["mechanism"], r["mode"], r["direction"], r["length"]) == wanted
+    )
+    assert rows["`linear`"][0] == f"{ratio:.3g}"
+    state = PLAN.num_layers * PLAN.num_heads * (PLAN.head_dim * (PLAN.head_dim + 1) + 1) * 4
+    assert rows["`linear`"][5] == f"{state:,}"
 
 
 def test_a_text_without_markers_is_refused() -> None:
