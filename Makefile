@@ -62,8 +62,9 @@ lint: install ## ruff, mypy, and the rules of tests/test_project.py
 	$(BIN)/mypy
 	$(PYTEST) -n 0 -q tests/test_project.py
 
-bench: install ## speed and memory beside softmax in one run: benchmarks/results/cpu.json and the tables, 30 minutes
-	$(KEEP_MEMORY) $(BIN)/python -m benchmarks.run
+bench: install ## speed and memory beside softmax, with both allocator settings, and the tables; BENCH="--mechanism local"
+	$(KEEP_MEMORY) $(BIN)/python -m benchmarks.run $(BENCH) --output benchmarks/results/cpu_kept_memory.json
+	$(BIN)/python -m benchmarks.run $(BENCH)
 
 zero-shot: install ## test perplexity of every mechanism before any training, and its table: 5 minutes
 	$(BIN)/python -m benchmarks.zero_shot

@@ -17,7 +17,8 @@ from . import hub
 from . import transformers_bridge as bridge
 from .config import LayerSpec, MechanismConfig, PatchConfig, make_config
 from .errors import OptionError, PatchError
-from .mechanisms import MECHANISMS, Mechanism
+from .mechanisms import MECHANISMS, AttentionLayer, Mechanism
+from .rotation import find_rotation
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ def patch_model(
         )
     attention = bridge.self_attention_modules(root)
     config = _resolve(mechanism, len(attention), layers, options)
-    mechanisms = _build_all(config, attention)
+    mechanisms = _build_all(config, root, attention)
     bridge.own_config(model)
     configs = {id(module.config): module.config for module in attention.values()}.values()
     patch = Patch(config, attention, [(c, bridge.get_implementation(c)) for c in configs])
@@ -191,20 +192,20 @@ def _resolve(mechanism: Any, num_layers: int, layers: LayerSpec, options: Mappin
     return mechanism
 
 
-def _build_all(config: PatchConfig, attention: Mapping[str, nn.Module]) -> dict[str, Mechanism]:
+def _build_all(config: PatchConfig, root: nn.Module, attention: Mapping[str, nn.Module]) -> dict[str, Mechanism]:
     """Make the mechanisms of all layers, and let each join those before it."""
     mechanisms: dict[str, Mechanism] = {}
     for index, (path, module) in enumerate(attention.items()):
-        mechanism = _build(config.layers.get(index), index, module)
+        layer = bridge.describe_layer(index, module, find_rotation(root, path, module))
+        mechanism = _build(config.layers.get(index), layer)
         mechanism.join(list(mechanisms.values()))
         mechanisms[path] = mechanism
     return mechanisms
 
 
-def _build(config: MechanismConfig | None, index: int, module: nn.Module) -> Mechanism:
+def _build(config: MechanismConfig | None, layer: AttentionLayer) -> Mechanism:
     """Make the mechanism of one layer, where the layer's weights are; None keeps softmax."""
     config = config if config is not None else make_config("softmax", {})
-    layer = bridge.describe_layer(index, module)
     mechanism = MECHANISMS.get(config.mechanism)(config, layer)
     return mechanism if layer.device.type == "meta" else mechanism.to(device=layer.device, dtype=layer.dtype)
 

@@ -23,6 +23,7 @@ from .errors import UnsupportedModeError, UnsupportedModelError
 from .mechanisms import AttentionLayer, Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
 from .ops.softmax import softmax_attention
+from .rotation import Rotation
 
 IMPLEMENTATION = "hf_linattn"  # the name of our attention and mask functions
 MECHANISM = "hf_linattn"  # the attribute of an attention module that holds its mechanism
@@ -102,7 +103,7 @@ def _position_bias_note(module: nn.Module) -> str:
     return " (it adds a learned position bias to every score)" if biased else ""
 
 
-def describe_layer(index: int, module: nn.Module) -> AttentionLayer:
+def describe_layer(index: int, module: nn.Module, rotation: Rotation | None = None) -> AttentionLayer:
     """Read a layer's sizes off its module, else off its config."""
     config: Any = module.config
     num_heads = _first(module, config, NUM_HEADS)
@@ -122,6 +123,7 @@ def describe_layer(index: int, module: nn.Module) -> AttentionLayer:
         scaling=float(scaling) if isinstance(scaling, (int, float)) else head_dim**-0.5,
         device=torch.device(device if device is not None else "meta"),
         dtype=parameter.dtype,
+        rotation=rotation,
     )
 
 

@@ -15,6 +15,7 @@ from ..errors import UnsupportedModeError
 from ..ops import naive
 from ..ops.sequences import find_sequences
 from ..registry import Registry
+from ..rotation import Rotation
 
 MECHANISMS: Registry[Mechanism] = Registry(
     "mechanism", package="hf_linattn.mechanisms", entry_point_group="hf_linattn.mechanisms"
@@ -29,6 +30,7 @@ class AttentionLayer:
         index: position among the model's self-attention layers. num_heads: H. num_key_value_heads: Hkv, divides H.
         head_dim: D. causal: whether a query may see only itself and earlier keys.
         scaling: what the layer multiplies q . k by. device, dtype: where its parameters live.
+        rotation: how its rotary positions are turned; None if it has none.
     """
 
     index: int
@@ -39,6 +41,7 @@ class AttentionLayer:
     scaling: float
     device: torch.device
     dtype: torch.dtype
+    rotation: Rotation | None = None
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,10 @@ from transformers import (
 
 from ..config import make_config
 from ..errors import UnknownNameError
-from ..mechanisms import MECHANISMS, AttentionLayer, Mechanism
+from ..mechanisms import MECHANISMS, Mechanism
 from ..patching import patch_model
+from ..rotation import find_rotation
+from ..transformers_bridge import describe_layer, self_attention_modules
 
 VOCABULARY, HEADS, HEAD_DIM, POSITIONS = 61, 4, 8, 4096
 
@@ -100,16 +102,9 @@ class Case:
 
     def make(self, dtype: torch.dtype = torch.float64, **options: Any) -> Mechanism:
         """Return the mechanism alone, for a layer with the architecture's heads."""
-        layer = AttentionLayer(
-            index=0,
-            num_heads=HEADS,
-            num_key_value_heads=KEY_VALUE_HEADS[self.architecture],
-            head_dim=HEAD_DIM,
-            causal=self.causal,
-            scaling=HEAD_DIM**-0.5,
-            device=torch.device("cpu"),
-            dtype=dtype,
-        )
+        model = tiny_model(self.architecture, self.causal, dtype)
+        path, module = next(iter(self_attention_modules(model).items()))
+        layer = describe_layer(0, module, find_rotation(model, path, module))
         return self.mechanism_class(make_config(self.mechanism, {**self.options, **options}), layer).to(dtype)
 
     def heads(

@@ -34,11 +34,18 @@ VARIANTS = {
     "sinks": [{"block_size": 8, "window_size": 11, "num_sinks": 3}],
     "sparse_transformer": [{"block_size": 8, "window_size": 11, "stride": 3, "num_strides": 2}],
 }
+CAUSAL_VARIANTS = {"sinks": [{"block_size": 8, "window_size": 9, "num_sinks": 2, "positions": "streaming"}]}
 CHECKS = [
     check
     for mechanism in list_mechanisms()
     for options in [{}, *VARIANTS.get(mechanism, [])]
     for check in checks_of(mechanism, ["llama"] if options else ARCHITECTURES, **options)
+] + [
+    check
+    for mechanism, variants in CAUSAL_VARIANTS.items()
+    for options in variants
+    for check in checks_of(mechanism, ["llama"], **options)
+    if check.case.causal
 ]
 
 
