@@ -6,6 +6,7 @@
 Importing this package also teaches the Auto classes of transformers to load converted checkpoints.
 """
 
+from .calibration import calibrate
 from .config import MechanismConfig, PatchConfig
 from .errors import (
     CheckpointError,
@@ -35,6 +36,7 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedModeError",
     "UnsupportedModelError",
+    "calibrate",
     "get_mechanisms",
     "get_patch_config",
     "is_patched",

@@ -22,6 +22,7 @@ from .cache import StateLayer
 from .errors import UnsupportedModeError, UnsupportedModelError
 from .mechanisms import AttentionLayer, Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
+from .observation import AttentionCall
 from .ops.softmax import softmax_attention
 from .rotation import Rotation
 
@@ -337,6 +338,10 @@ def attention_forward(
     if isinstance(mechanism, SoftmaxMechanism):
         output, _ = mechanism(query, key, value, key_padding_mask, sequence_ids, **exact)
         return output.transpose(1, 2).contiguous(), None
+    if mechanism.observer is not None:
+        mechanism.count_call()
+        call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact)
+        return mechanism.observer(call).transpose(1, 2).contiguous(), None
     output, state = mechanism(
         query, key, value, key_padding_mask, sequence_ids, None if layer is None else layer.state
     )

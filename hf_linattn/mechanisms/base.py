@@ -98,6 +98,7 @@ class Mechanism(nn.Module):
         self.config, self.layer = config, layer
         self.calls = 0  # how often forward ran (outside compiled graphs): shows that the layer is really served
         self.cache_layer: Any = None  # set by the bridge for the time of one call
+        self.observer: Any = None  # set by hf_linattn.observation: answers in this mechanism's place
 
     def forward(
         self,

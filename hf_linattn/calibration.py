@@ -1,0 +1,148 @@
+"""Fitting the new parameters of a patched model to the attention they replace: seconds, a few batches, no recipe."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from .config import require
+from .errors import OptionError
+from .mechanisms import Mechanism
+from .observation import AttentionCall, observed, own_parameters
+from .patching import get_mechanisms
+
+logger = logging.getLogger(__name__)
+
+
+def calibrate(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, steps: int = 20, progress: bool = False
+) -> dict[str, list[float]]:
+    """Fit each mechanism's own parameters to the softmax attention of its layer, and nothing else in the model.
+
+    In each layer, for each batch, `steps` iterations of L-BFGS lower
+
+        sum_i |o_i - o'_i|^2 / sum_i |o'_i|^2,   o: the mechanism's output, o': softmax attention's, i: real tokens
+
+    on the queries, keys and values that the original model makes of the batch: every layer hands on o', so layers do
+    not wait for each other, and no gradient runs through the model. Memory is that of one layer.
+
+    Args:
+        model: a patched model.
+        batches: what the model takes, such as `{"input_ids": ..., "attention_mask": ...}`; labels are ignored. A dozen
+            batches of a few thousand tokens, of the text that the model is for.
+        steps: L-BFGS iterations per layer and batch.
+        progress: whether to show a progress bar over the batches.
+
+    Returns:
+        Path of the attention module -> the error above for each batch, before the layer was fitted to it: unseen text.
+        Layers whose mechanism has no parameters of its own are left out.
+
+    Raises:
+        PatchError: the model is not patched.
+        OptionError: no batches, steps below 1, an error that is not finite.
+        After any of them, or another error, all parameters are as they were.
+
+    >>> import torch, hf_linattn
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
+    >>> model = hf_linattn.patch_model(model, "hedgehog")
+    >>> errors = hf_linattn.calibrate(model, [{"input_ids": torch.randint(50, (2, 32))} for _ in range(3)], steps=5)
+    >>> list(errors)
+    ['transformer.h.0.attn']
+    """
+    require("steps", steps, isinstance(steps, int) and steps >= 1, "an integer >= 1")
+    mechanisms = get_mechanisms(model)
+    owned = own_parameters(mechanisms)
+    fits = {path: _Fit(mechanisms[path], parameters, steps) for path, parameters in owned.items()}
+    count = 0
+    with _undone_on_error(owned), _frozen_but(model, owned), observed(mechanisms, fits):
+        for batch in tqdm(batches, desc="calibrate", disable=not progress):
+            with torch.no_grad():
+                model(**{k: v for k, v in batch.items() if k != "labels"}, **_without_cache(model))
+            count += 1
+        if not count:
+            raise OptionError("batches must hold at least one batch, got none")
+    return {path: fit.errors for path, fit in fits.items()}
+
+
+class _Fit:
+    """Fits one mechanism to every call of its layer, and answers as softmax does."""
+
+    def __init__(self, mechanism: Mechanism, parameters: list[nn.Parameter], steps: int):
+        self.mechanism, self.parameters, self.steps = mechanism, parameters, steps
+        self.errors: list[float] = []
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        target = call.by_softmax(self.mechanism)
+        # a new one for each batch: what it knows of the curvature belongs to the last one
+        optimizer = torch.optim.LBFGS(self.parameters, max_iter=self.steps, line_search_fn="strong_wolfe")
+
+        @torch.enable_grad()
+        def evaluate() -> Tensor:
+            optimizer.zero_grad()
+            error = relative_error(call.by(self.mechanism), target, call.key_padding_mask)
+            error.backward()
+            return error
+
+        error = float(optimizer.step(evaluate))  # type: ignore[arg-type]  # of the first evaluation
+        if not math.isfinite(error) or not all(bool(p.isfinite().all()) for p in self.parameters):
+            raise OptionError(
+                f"the fit of layer {self.mechanism.layer.index} is not finite (error {error}); use fewer steps, or"
+                " batches without extreme inputs"
+            )
+        self.errors.append(error)
+        return target
+
+
+def relative_error(output: Tensor, target: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """Return sum |output - target|^2 / sum |target|^2 over real tokens, in float32 or wider; both [B, H, N, Dv]."""
+    compute = torch.promote_types(target.dtype, torch.float32)
+    output, target = output.to(compute), target.to(compute)
+    if key_padding_mask is not None:
+        real = key_padding_mask[:, None, -output.shape[2] :, None]
+        output, target = output * real, target * real
+    return (output - target).square().sum() / target.square().sum().clamp(min=torch.finfo(compute).tiny)
+
+
+@contextmanager
+def _undone_on_error(owned: Mapping[str, list[nn.Parameter]]) -> Iterator[None]:
+    parameters = [parameter for several in owned.values() for parameter in several]
+    before = [parameter.detach().clone() for parameter in parameters]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for parameter, old in zip(parameters, before, strict=True):
+                parameter.copy_(old)
+        raise
+
+
+@contextmanager
+def _frozen_but(model: nn.Module, owned: Mapping[str, list[nn.Parameter]]) -> Iterator[None]:
+    """In evaluation mode, with gradients for these parameters; both as they were afterwards, and no gradient left."""
+    modes = {module: module.training for module in model.modules()}
+    parameters = [parameter for several in owned.values() for parameter in several]
+    wanted, gradients = [p.requires_grad for p in parameters], [p.grad for p in parameters]
+    try:
+        model.eval()
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+            parameter.grad = None
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for parameter, before, gradient in zip(parameters, wanted, gradients, strict=True):
+            parameter.requires_grad_(before)
+            parameter.grad = gradient
+
+
+def _without_cache(model: nn.Module) -> dict[str, bool]:
+    return {"use_cache": False} if getattr(getattr(model, "config", None), "use_cache", None) is not None else {}

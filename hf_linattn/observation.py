@@ -1,0 +1,66 @@
+"""Standing between a model and its mechanisms: what an attention layer was asked, answered by someone else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from .mechanisms import Mechanism
+from .ops.softmax import softmax_attention
+
+
+class AttentionCall(NamedTuple):
+    """One call of one layer, as its mechanism would get it.
+
+    query [B, H, N, D], key [B, Hkv, N, D], value [B, Hkv, N, Dv], key_padding_mask [B, N] or None, sequence_ids [B, N]
+    or None. exact: the sliding window, the soft cap and the dropout of the model's own attention.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_padding_mask: Tensor | None
+    sequence_ids: Tensor | None
+    exact: dict[str, Any]
+
+    def by(self, mechanism: Mechanism) -> Tensor:
+        """Return the mechanism's answer [B, H, N, Dv]."""
+        return mechanism(*self[:5])[0]
+
+    def by_softmax(self, mechanism: Mechanism) -> Tensor:
+        """Return the answer of the attention that the mechanism replaced [B, H, N, Dv]."""
+        layer = mechanism.layer
+        return softmax_attention(
+            self.query, self.key, self.value, scaling=layer.scaling, causal=layer.causal,
+            key_padding_mask=self.key_padding_mask, sequence_ids=self.sequence_ids, **self.exact,
+        )  # fmt: skip
+
+
+Observer = Callable[[AttentionCall], Tensor]
+
+
+@contextmanager
+def observed(mechanisms: Mapping[str, Mechanism], observers: Mapping[str, Observer]) -> Iterator[None]:
+    """Let each layer that `observers` names be answered by its observer for a while; without a cache."""
+    try:
+        for path, observer in observers.items():
+            mechanisms[path].observer = observer
+        yield
+    finally:
+        for path in observers:
+            mechanisms[path].observer = None
+
+
+def own_parameters(mechanisms: Mapping[str, Mechanism]) -> dict[str, list[nn.Parameter]]:
+    """Return path -> the parameters of its mechanism that no mechanism before has; none that has none is listed."""
+    known: set[int] = set()
+    owned: dict[str, list[nn.Parameter]] = {}
+    for path, mechanism in mechanisms.items():
+        parameters = [p for p in mechanism.parameters() if id(p) not in known]
+        known.update(map(id, parameters))
+        if parameters:
+            owned[path] = parameters
+    return owned

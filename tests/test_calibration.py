@@ -1,0 +1,164 @@
+"""Calibration: only the mechanisms' own parameters move, towards softmax attention, and nothing is half-done."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hf_linattn import (
+    OptionError,
+    PatchError,
+    calibrate,
+    get_mechanisms,
+    list_mechanisms,
+    original_attention,
+    patch_model,
+)
+from hf_linattn.calibration import relative_error
+from hf_linattn.observation import observed, own_parameters
+from hf_linattn.testing.models import ARCHITECTURES, positions_of, random_tokens, tiny_model
+
+LENGTH = 48
+each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+def make(architecture: str, mechanism: str = "hedgehog", dtype: torch.dtype = torch.float32, **options):
+    model = tiny_model(architecture, architecture != "bert", dtype)
+    return patch_model(model, mechanism, **options)
+
+
+def make_batches(count: int = 3, batch: int = 8) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": random_tokens(batch, LENGTH, seed=number)} for number in range(count)]
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@torch.no_grad()
+def layer_errors(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[float]:
+    """Measure what calibration is about, without it: outputs of both attentions on the original model's heads."""
+    mechanisms, errors = get_mechanisms(model), []
+
+    def watch(mechanism):
+        def answer(call):
+            target = call.by_softmax(mechanism)
+            errors.append(float((call.by(mechanism) - target).square().sum() / target.square().sum()))
+            return target
+
+        return answer
+
+    with observed(mechanisms, {path: watch(mechanism) for path, mechanism in mechanisms.items()}):
+        model(**batch, use_cache=False)
+    return errors
+
+
+@each_architecture
+@pytest.mark.parametrize("mechanism", ["hedgehog", "learned_exp", "t2r"])
+def test_unseen_text_is_nearer_to_softmax_and_only_own_parameters_moved(architecture, mechanism):
+    model = make(architecture, mechanism)
+    unseen = {"input_ids": random_tokens(8, LENGTH, seed=99)}
+    own = {id(p) for several in own_parameters(get_mechanisms(model)).values() for p in several}
+    before, errors_before = state(model), layer_errors(model, unseen)
+    named = dict(model.named_parameters())
+    result = calibrate(model, make_batches(), steps=10)
+    assert list(result) == list(own_parameters(get_mechanisms(model)))
+    assert all(len(errors) == 3 for errors in result.values())
+    for error, earlier in zip(layer_errors(model, unseen), errors_before, strict=True):
+        assert error < 0.97 * earlier
+    for name, tensor in model.state_dict().items():
+        moved = not torch.equal(tensor, before[name])
+        assert moved == (name in named and id(named[name]) in own), name
+
+
+@each_architecture
+def test_every_layer_sees_what_the_original_model_makes(architecture):
+    """The original's outputs come out, whatever the mechanisms would have said."""
+    model, batch = make(architecture, "linear"), make_batches(1)[0]
+    mechanisms = get_mechanisms(model)
+    with torch.no_grad():
+        with original_attention(model):
+            expected = model(**batch).logits
+        answers = {path: lambda call, m=m: call.by_softmax(m) for path, m in mechanisms.items()}
+        with observed(mechanisms, answers):
+            torch.testing.assert_close(model(**batch, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+        assert (model(**batch).logits - expected).abs().amax() > 1e-3
+    assert all(mechanism.observer is None for mechanism in mechanisms.values())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_pads_have_no_say(side):
+    """The same rows with and without pads: the same error, the same fit."""
+    tokens, pads = random_tokens(4, 31), torch.zeros(4, 9, dtype=torch.long)
+    mask = torch.cat([torch.ones_like(tokens), pads], 1)
+    ids = torch.cat([tokens, pads], 1)
+    if side == "left":
+        mask, ids = mask.flip(1), torch.cat([pads, tokens], 1)
+    padded = {"input_ids": ids, "attention_mask": mask, "position_ids": positions_of(mask)}
+    plain, other = (make("llama", dtype=torch.float64) for _ in range(2))
+    one = calibrate(plain, [{"input_ids": tokens}], steps=2)
+    two = calibrate(other, [padded], steps=2)
+    for path, (error,) in one.items():
+        assert two[path][0] == pytest.approx(error, rel=1e-6)
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_relative_error():
+    output, target = torch.ones(1, 1, 2, 2), torch.tensor([[[[2.0, 2.0], [7.0, 7.0]]]])
+    assert float(relative_error(output, target, torch.tensor([[True, False]]))) == pytest.approx(2 / 8)
+    assert float(relative_error(output, target, None)) == pytest.approx((2 + 72) / (8 + 98))
+
+
+def test_modes_gradients_and_flags_are_left_alone():
+    model = make("gpt2").train()
+    parameters = list(model.parameters())
+    for parameter in parameters[::2]:
+        parameter.requires_grad_(False)
+    for parameter in parameters[1::2]:
+        parameter.grad = torch.full_like(parameter, 3.0)
+    flags = [p.requires_grad for p in parameters]
+    calibrate(model, make_batches(1), steps=2)
+    assert all(module.training for module in model.modules())
+    assert [p.requires_grad for p in parameters] == flags
+    assert all(p.grad is None for p in parameters[::2])
+    assert all(bool((p.grad == 3.0).all()) for p in parameters[1::2])
+
+
+@pytest.mark.parametrize("name", [name for name in list_mechanisms() if name not in ("taylor", "lsh")])
+def test_every_mechanism_can_be_calibrated(name):
+    model = make("llama", name)
+    result = calibrate(model, make_batches(1, batch=2), steps=1)
+    has_parameters = any(list(m.parameters()) for m in get_mechanisms(model).values())
+    assert bool(result) == has_parameters
+
+
+def test_a_shared_parameter_is_fitted_once():
+    model = make("llama", "linformer", sharing="layers")
+    first, *_ = get_mechanisms(model)
+    assert list(calibrate(model, make_batches(1), steps=1)) == [first]
+
+
+def test_nothing_is_half_done():
+    model = make("llama")
+    before = state(model)
+
+    def batches():
+        yield from make_batches(2)
+        raise RuntimeError("the disk is gone")
+
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        calibrate(model, batches(), steps=3)
+    with pytest.raises(OptionError, match="batches must hold at least one batch, got none"):
+        calibrate(model, [])
+    with pytest.raises(OptionError, match="steps must be an integer >= 1, got 0"):
+        calibrate(model, make_batches(1), steps=0)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert all(mechanism.observer is None for mechanism in get_mechanisms(model).values())
+
+
+def test_an_unpatched_model_is_refused():
+    with pytest.raises(PatchError, match="not patched"):
+        calibrate(tiny_model("gpt2", True), make_batches(1))
