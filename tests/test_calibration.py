@@ -55,7 +55,7 @@ def layer_errors(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[float
 
 
 @each_architecture
-@pytest.mark.parametrize("mechanism", ["hedgehog", "learned_exp", "t2r"])
+@pytest.mark.parametrize("mechanism", ["hedgehog", "learned_exp"])
 def test_unseen_text_is_nearer_to_softmax_and_only_own_parameters_moved(architecture, mechanism):
     model = make(architecture, mechanism)
     unseen = {"input_ids": random_tokens(8, LENGTH, seed=99)}
