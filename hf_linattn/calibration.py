@@ -126,21 +126,24 @@ def _undone_on_error(owned: Mapping[str, list[nn.Parameter]]) -> Iterator[None]:
 
 @contextmanager
 def _frozen_but(model: nn.Module, owned: Mapping[str, list[nn.Parameter]]) -> Iterator[None]:
-    """In evaluation mode, with gradients for these parameters; both as they were afterwards, and no gradient left."""
+    """In evaluation mode, these parameters in float32 or wider and with gradients; all as it was afterwards."""
     modes = {module: module.training for module in model.modules()}
     parameters = [parameter for several in owned.values() for parameter in several]
-    wanted, gradients = [p.requires_grad for p in parameters], [p.grad for p in parameters]
+    before = [(p.requires_grad, p.grad, p.dtype) for p in parameters]
     try:
         model.eval()
         for parameter in parameters:
             parameter.requires_grad_(True)
             parameter.grad = None
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         yield
     finally:
         for module, training in modes.items():
             module.training = training
-        for parameter, before, gradient in zip(parameters, wanted, gradients, strict=True):
-            parameter.requires_grad_(before)
+        for parameter, (wanted, gradient, dtype) in zip(parameters, before, strict=True):
+            parameter.grad = None
+            parameter.data = parameter.data.to(dtype)
+            parameter.requires_grad_(wanted)
             parameter.grad = gradient
 
 

@@ -19,9 +19,10 @@ from typing import Any
 
 from datasets import DatasetDict
 from rich.console import Console
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linattn import get_patch_config, is_patched, patch_model, unpatch_model
+from hf_linattn import calibrate, get_mechanisms, get_patch_config, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import HfLinattnError, OptionError
 from hf_linattn.evaluation import (
     is_masked_language_model,
@@ -30,6 +31,7 @@ from hf_linattn.evaluation import (
     perplexity,
     position_limit,
 )
+from hf_linattn.observation import own_parameters
 from hf_linattn.report import (
     Evaluation,
     Perplexities,
@@ -84,6 +86,11 @@ class Recipe:
         if masked and data_options.stride is not None:
             raise OptionError(f"stride={data_options.stride}: windows of a masked model do not overlap; leave it out")
         patch_model(model, **model_options.patch_arguments())
+        if recipe_options.calibration_tokens and not own_parameters(get_mechanisms(model)):
+            raise OptionError(
+                f"calibration_tokens={recipe_options.calibration_tokens}: {model_options.mechanism!r} has no"
+                " parameters of its own that could be fitted; leave it out"
+            )
         tokenizer = AutoTokenizer.from_pretrained(model_options.tokenizer_name or model_options.model_name_or_path)
         with training.main_process_first(local=False):
             splits = load_text_splits(
@@ -121,6 +128,26 @@ class Recipe:
     def convert(self) -> PreTrainedModel:
         """Load the original and patch it as asked."""
         return patch_model(self.load(), **self.arguments[0].patch_arguments())
+
+    @cached_property
+    def calibration(self) -> dict[str, dict[str, Tensor]]:
+        """Path -> state of its mechanism after calibration, made once for all runs of the search."""
+        _, data_options, recipe_options, training = self.arguments
+        model, rows = self.convert(), self.data.train
+        count = min(len(rows), -(-recipe_options.calibration_tokens // data_options.block_size))
+        size = training.per_device_eval_batch_size
+        chosen = ([rows[i] for i in range(start, min(start + size, count))] for start in range(0, count, size))
+        batches = ({k: v.to(training.device) for k, v in self.data.evaluation_collator(x).items()} for x in chosen)
+        calibrate(model, batches, progress=not training.disable_tqdm)
+        return {path: mechanism.state_dict() for path, mechanism in get_mechanisms(model).items()}
+
+    def trainee(self) -> PreTrainedModel:
+        """Return the converted model, calibrated if that was asked for: what training starts from."""
+        model = self.convert()
+        if self.arguments[2].calibration_tokens:
+            for path, mechanism in get_mechanisms(model).items():
+                mechanism.load_state_dict(self.calibration[path])
+        return model
 
     def exact(self) -> PreTrainedModel:
         """Load the original with our exact attention, which keeps packed rows apart in BERT too."""
@@ -167,7 +194,7 @@ def run_recipe(recipe: Recipe, run: RunDirectory, command: str) -> Report:
     control = recover(run, "control_training", recipe.exact, recipe.data, save_to=control_path, **schedule)
     scores["control"] = run.stage("control", lambda: recipe.perplexity(unpatch_model(recipe.load(control_path))))
     recovered = recover(
-        run, "recovered_training", recipe.convert, recipe.data, save_to=run.path, teacher=recipe.teacher(), **schedule
+        run, "recovered_training", recipe.trainee, recipe.data, save_to=run.path, teacher=recipe.teacher(), **schedule
     )
     scores["recovered"] = run.stage("recovered", lambda: recipe.perplexity(recipe.load(run.path)))
     if training.should_save:
@@ -211,6 +238,9 @@ def build_report(
             control_learning_rate=control["learning_rate"],
             learning_rate_grid=rates,
             search_tokens=recipe_options.lr_search_tokens // step * step if len(rates) > 1 else 0,
+            calibration_tokens=recipe_options.calibration_tokens,
+            kl_weight=recipe_options.kl_weight,
+            hidden_weight=recipe_options.hidden_weight,
         ),
         provenance=collect_provenance(training.seed, command, device=model.device, dtype=model.dtype),
         speed=tuple(measure_speed(model, recipe.speed_lengths)),

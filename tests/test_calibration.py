@@ -126,6 +126,15 @@ def test_modes_gradients_and_flags_are_left_alone():
     assert all(bool((p.grad == 3.0).all()) for p in parameters[1::2])
 
 
+def test_a_bfloat16_model_is_fitted_in_float32_and_stays_bfloat16():
+    model = make("llama", dtype=torch.bfloat16)
+    unseen = {"input_ids": random_tokens(8, LENGTH, seed=99)}
+    before = layer_errors(model, unseen)
+    calibrate(model, make_batches(), steps=10)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert all(error < 0.97 * earlier for error, earlier in zip(layer_errors(model, unseen), before, strict=True))
+
+
 @pytest.mark.parametrize("name", [name for name in list_mechanisms() if name not in ("taylor", "lsh")])
 def test_every_mechanism_can_be_calibrated(name):
     model = make("llama", name)

@@ -84,6 +84,8 @@ class Training:
         recovered_learning_rate, control_learning_rate: the chosen peak learning rates.
         learning_rate_grid: the learning rates that were tried for each.
         search_tokens: training tokens of each trial of the search.
+        calibration_tokens: training tokens to which the mechanisms of recovered were fitted before its training.
+        kl_weight, hidden_weight: of the original's example in the training of recovered.
     """
 
     tokens: int
@@ -91,6 +93,9 @@ class Training:
     control_learning_rate: float
     learning_rate_grid: tuple[float, ...]
     search_tokens: int
+    calibration_tokens: int = 0
+    kl_weight: float = 0.0
+    hidden_weight: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("recovered_learning_rate", "control_learning_rate"):

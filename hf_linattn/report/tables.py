@@ -137,6 +137,9 @@ def _training_rows(report: Report) -> list[list[str]]:
         ["learning rate of control", f"{training.control_learning_rate:g}"],
         ["learning rates tried for each", ", ".join(f"{rate:g}" for rate in training.learning_rate_grid)],
         ["training tokens of each trial", f"{training.search_tokens:,}"],
+        ["tokens that recovered was calibrated on", f"{training.calibration_tokens:,}"],
+        ["weight of the original's predictions", f"{training.kl_weight:g}"],
+        ["weight of its hidden states", f"{training.hidden_weight:g}"],
     ]
 
 

@@ -120,6 +120,10 @@ class RecipeArguments:
     hidden_weight: float = field(
         default=0.0, metadata={"help": "Of the relative squared error of all layers' hidden states; control: none."}
     )
+    calibration_tokens: int = field(
+        default=0,
+        metadata={"help": "Training tokens on which the mechanisms are fitted, layer by layer, before training."},
+    )
     speed_lengths: list[int] = field(
         default_factory=lambda: [256, 512, 1024, 2048, 4096],
         metadata={"help": "Lengths to time, where the position table allows them."},
@@ -132,7 +136,7 @@ class RecipeArguments:
         self.lr_search_tokens = self.lr_search_tokens or int(0.15 * self.max_train_tokens)
         rates = self.learning_rates
         require("learning_rates", rates, rates is None or all(rate > 0 for rate in rates), "positive numbers")
-        for name in ("kl_weight", "hidden_weight"):
+        for name in ("kl_weight", "hidden_weight", "calibration_tokens"):
             require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         lengths = self.speed_lengths
         require("speed_lengths", lengths, bool(lengths) and min(lengths) > 0, "positive numbers of tokens")

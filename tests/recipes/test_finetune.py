@@ -89,6 +89,27 @@ def test_a_run_from_end_to_end(material, tmp_path, capsys):
     )
 
 
+def test_training_starts_from_the_calibrated_mechanisms(material, tmp_path, monkeypatch):
+    started = []
+    real = finetuning.fine_tune
+
+    def watch(model, *arguments, **options):
+        started.append({path: m.state_dict() for path, m in hf_linattn.get_mechanisms(model).items()})
+        started[-1] = {path: {k: v.clone() for k, v in state.items()} for path, state in started[-1].items()}
+        return real(model, *arguments, **options)
+
+    monkeypatch.setattr(finetuning, "fine_tune", watch)
+    options = {"mechanism": "hedgehog", "mechanism_options": None, "calibration_tokens": 512, "hidden_weight": 0.5}
+    report = finetune.main(command(material, tmp_path / "out", **options))
+    assert report.training.calibration_tokens == 512 and report.training.hidden_weight == 0.5
+    *_, first, second, full = started  # two runs of the search and the full one; before them the control's
+    fresh = hf_linattn.patch_model(AutoModelForCausalLM.from_pretrained(material["model_name_or_path"]), "hedgehog")
+    for path, mechanism in hf_linattn.get_mechanisms(fresh).items():
+        for key, tensor in mechanism.state_dict().items():
+            assert torch.equal(first[path][key], full[path][key]) and torch.equal(second[path][key], full[path][key])
+            assert not torch.equal(full[path][key], tensor)
+
+
 def test_an_interrupted_run_goes_on_and_ends_the_same(material, tmp_path, monkeypatch):
     whole = finetune.main(command(material, tmp_path / "whole"))
     broken = tmp_path / "broken"
@@ -127,6 +148,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(material, tmp_path, monkey
     ("changes", "error", "message"),
     [
         ({"train_file": "absent.txt"}, DataError, "train_file='absent.txt' does not exist"),
+        ({"calibration_tokens": 512}, OptionError, "calibration_tokens=512: 'performer' has no parameters of its own"),
         ({"validation_file": "empty.txt"}, DataError, "validation_file=.* is empty"),
         ({"block_size": 65, "lr_search_tokens": 512}, OptionError, "block_size=65 is beyond the 64 positions"),
         ({"mechanism": "perfomer"}, UnknownNameError, "did you mean performer"),
