@@ -18,7 +18,7 @@ RECOVERY := $(foreach model,gpt2 llama bert,$(foreach mechanism,linear performer
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench zero-shot tables recovery pretrain gpu docs clean
+.PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench zero-shot calibration tables recovery pretrain gpu docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -68,6 +68,10 @@ bench: install ## speed and memory beside softmax, with both allocator settings,
 
 zero-shot: install ## test perplexity of every mechanism before any training, and its table: 5 minutes
 	$(BIN)/python -m benchmarks.zero_shot
+	$(BIN)/python -m docs.generate
+
+calibration: install ## test perplexity after `calibrate` alone, and its table: 8 minutes
+	$(BIN)/python -m benchmarks.calibration
 	$(BIN)/python -m docs.generate
 
 tables: install ## rewrite the tables of README.md and benchmarks/results from the result files

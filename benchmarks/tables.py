@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 SPEED_FILES = ("cpu.json", "cpu_kept_memory.json", "gpu.json")
 QUALITY = ("original", "control", "converted", "recovered")
 ZERO_SHOT_FILE = "zero_shot.json"
+CALIBRATION_FILE = "calibration.json"
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
 MODEL_NAMES = {"gpt2": "GPT-2", "llama": "Llama"}
 
@@ -213,6 +215,25 @@ def zero_shot_table(document: Document) -> str:
     return table(["mechanism", "options", *columns, "worse than the mean: needs recovery"], rows)
 
 
+def calibration_table(document: Document, reports: dict[str, Document]) -> str:
+    """Return perplexities before and after calibration, and how much of the way to the recipe's best that is.
+
+    The way is measured in log-perplexity, from the converted model to the better of original and control; `reports`
+    are those of the recipe, whose control is the same for every mechanism.
+    """
+    control = {name.split("-")[0]: report["perplexity"]["control"] for name, report in reports.items()}
+    rows = []
+    for row in document["rows"]:
+        for model, result in row["models"].items():
+            best = min(result["original"], control[model])
+            way = math.log(result["zero_shot"] / result["calibrated"]) / math.log(result["zero_shot"] / best)
+            perplexities = [f"{x:,.1f}" for x in (result["zero_shot"], result["calibrated"], best)]
+            options = f"`{options_text(row['options'])}`" if row["options"] else ""
+            name = [MODEL_NAMES.get(model, model), f"`{row['mechanism']}`", options]
+            rows.append([*name, *perplexities, f"{way:.0%}", f"{result['seconds']:.0f}"])
+    return table(["model", "mechanism", "options", "converted", "calibrated", "best", "of the way", "seconds"], rows)
+
+
 def speed_section(documents: dict[str, Document]) -> str:
     """Return what the project's README says about speed."""
     parts = []
@@ -255,13 +276,18 @@ def write_tables(root: Path = ROOT) -> None:
     """Rewrite the results page and the README's generated sections from whatever result files exist."""
     results = root / "benchmarks" / "results"
     documents = {name: read(results / name) for name in SPEED_FILES if (results / name).exists()}
-    reports = {path.stem: read(path) for path in sorted((results / "recovery").glob("*.json"))}
+    reports = recovery_reports(results)
     results.mkdir(parents=True, exist_ok=True)
     write_text(results / "README.md", results_page(documents, reports))
     text = (root / "README.md").read_text(encoding="utf-8")
     text = replace_section(text, "benchmarks", speed_section(documents))
     text = replace_section(text, "recovery", recovery_table(reports) if reports else "")
     write_text(root / "README.md", text)
+
+
+def recovery_reports(results: Path = RESULTS) -> dict[str, Document]:
+    """Return "<model>-<mechanism>" -> the report of that recipe."""
+    return {path.stem: read(path) for path in sorted((results / "recovery").glob("*.json"))}
 
 
 def read(path: Path) -> Document:

@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.tables import (
+    CALIBRATION_FILE,
     RESULTS,
     ZERO_SHOT_FILE,
+    calibration_table,
     needs_recovery,
     read,
+    recovery_reports,
     replace_section,
     table,
     write_text,
@@ -90,6 +93,14 @@ def zero_shot() -> str:
     return f"{text}\n\n{zero_shot_table(document)}"
 
 
+def calibration() -> str:
+    """Return the table of perplexities after calibration alone, with what it was given."""
+    document = read(RESULTS / CALIBRATION_FILE)
+    given = document["calibration"]
+    text = f"{given['tokens']:,} tokens of the training split in {given['batches']} batches; scored as above."
+    return f"{text}\n\n{calibration_table(document, recovery_reports())}"
+
+
 def missing_forms() -> str:
     """Return which mechanisms lack a causal or bidirectional form, or a decoding state of constant size."""
     known = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
@@ -130,6 +141,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "mechanisms.md": {
         "overview": overview,
         "zero-shot": zero_shot,
+        "calibration": calibration,
         "details": details,
         "feature-maps": feature_maps,
         "missing-forms": missing_forms,

@@ -68,3 +68,12 @@ def test_worse_than_the_mean_of_the_values_on_one_model_needs_recovery():
     assert tables.needs_recovery(document) == {"b": [""]}
     lines = tables.zero_shot_table(document).splitlines()[2:]
     assert [line.split("|")[-2].strip() for line in lines] == ["", "", "no", "yes", "no"]
+
+
+def test_the_way_of_a_calibration_is_measured_in_log_perplexity_to_the_better_of_original_and_control():
+    result = {"original": 25.0, "zero_shot": 400.0, "calibrated": 80.0, "seconds": 7.4}
+    row = {"mechanism": "hedgehog", "options": {"decay": "learned"}, "models": {"gpt2": result, "llama": result}}
+    reports = {f"{name}-linear": {"perplexity": {"control": c}} for name, c in (("gpt2", 16.0), ("llama", 90.0))}
+    gpt2, llama = tables.calibration_table({"rows": [row]}, reports).splitlines()[2:]
+    assert gpt2 == "| GPT-2 | `hedgehog` | `decay='learned'` | 400.0 | 80.0 | 16.0 | 50% | 7 |"  # 5-fold of 25-fold
+    assert llama == "| Llama | `hedgehog` | `decay='learned'` | 400.0 | 80.0 | 25.0 | 58% | 7 |"
