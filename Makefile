@@ -70,7 +70,7 @@ zero-shot: install ## test perplexity of every mechanism before any training, an
 	$(BIN)/python -m benchmarks.zero_shot
 	$(BIN)/python -m docs.generate
 
-calibration: install ## test perplexity after `calibrate` alone, and its table: 8 minutes
+calibration: install ## test perplexity after `calibrate` alone, and its table: 6 minutes
 	$(BIN)/python -m benchmarks.calibration
 	$(BIN)/python -m docs.generate
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .config import require
+from .config import is_positive_integer, require
 from .errors import OptionError
 from .mechanisms import Mechanism
-from .observation import AttentionCall, observed, own_parameters
+from .observation import AttentionCall, observed
 from .patching import get_mechanisms
-
-logger = logging.getLogger(__name__)
+from .running import accepted, evaluation_mode
 
 
 def calibrate(
@@ -57,18 +55,21 @@ def calibrate(
     >>> list(errors)
     ['transformer.h.0.attn']
     """
-    require("steps", steps, isinstance(steps, int) and steps >= 1, "an integer >= 1")
+    require("steps", steps, is_positive_integer(steps), "an integer >= 1")
     mechanisms = get_mechanisms(model)
     owned = own_parameters(mechanisms)
     fits = {path: _Fit(mechanisms[path], parameters, steps) for path, parameters in owned.items()}
+    parameters = [parameter for several in owned.values() for parameter in several]
     count = 0
-    with _undone_on_error(owned), _frozen_but(model, owned), observed(mechanisms, fits):
-        for batch in tqdm(batches, desc="calibrate", disable=not progress):
-            with torch.no_grad():
-                model(**{k: v for k, v in batch.items() if k != "labels"}, **_without_cache(model))
-            count += 1
+    with ExitStack() as undo:
+        undo.callback(_write, parameters, [parameter.detach().clone() for parameter in parameters])
+        with evaluation_mode(model), _trainable(parameters), observed(mechanisms, fits), torch.no_grad():
+            for count, batch in enumerate(tqdm(batches, desc="calibrate", disable=not progress), start=1):  # noqa: B007
+                inputs = {name: value for name, value in batch.items() if name != "labels"}
+                model(**inputs, **accepted(model, use_cache=False))
         if not count:
             raise OptionError("batches must hold at least one batch, got none")
+        undo.pop_all()
     return {path: fit.errors for path, fit in fits.items()}
 
 
@@ -111,41 +112,37 @@ def relative_error(output: Tensor, target: Tensor, key_padding_mask: Tensor | No
     return (output - target).square().sum() / target.square().sum().clamp(min=torch.finfo(compute).tiny)
 
 
-@contextmanager
-def _undone_on_error(owned: Mapping[str, list[nn.Parameter]]) -> Iterator[None]:
-    parameters = [parameter for several in owned.values() for parameter in several]
-    before = [parameter.detach().clone() for parameter in parameters]
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for parameter, old in zip(parameters, before, strict=True):
-                parameter.copy_(old)
-        raise
+def own_parameters(mechanisms: Mapping[str, Mechanism]) -> dict[str, list[nn.Parameter]]:
+    """Return path -> the parameters of its mechanism that no mechanism before has; none that has none is listed."""
+    known: set[int] = set()
+    owned: dict[str, list[nn.Parameter]] = {}
+    for path, mechanism in mechanisms.items():
+        parameters = [p for p in mechanism.parameters() if id(p) not in known]
+        known.update(map(id, parameters))
+        if parameters:
+            owned[path] = parameters
+    return owned
+
+
+@torch.no_grad()
+def _write(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 @contextmanager
-def _frozen_but(model: nn.Module, owned: Mapping[str, list[nn.Parameter]]) -> Iterator[None]:
-    """In evaluation mode, these parameters in float32 or wider and with gradients; all as it was afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    parameters = [parameter for several in owned.values() for parameter in several]
+def _trainable(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """In float32 or wider and with gradients of their own for a while; flag, gradient and dtype come back."""
     before = [(p.requires_grad, p.grad, p.dtype) for p in parameters]
     try:
-        model.eval()
         for parameter in parameters:
             parameter.requires_grad_(True)
             parameter.grad = None
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         yield
     finally:
-        for module, training in modes.items():
-            module.training = training
         for parameter, (wanted, gradient, dtype) in zip(parameters, before, strict=True):
             parameter.grad = None
             parameter.data = parameter.data.to(dtype)
             parameter.requires_grad_(wanted)
             parameter.grad = gradient
-
-
-def _without_cache(model: nn.Module) -> dict[str, bool]:
-    return {"use_cache": False} if getattr(getattr(model, "config", None), "use_cache", None) is not None else {}

@@ -50,6 +50,11 @@ def require(name: str, value: object, valid: bool, expected: str) -> None:
         raise OptionError(f"{name} must be {expected}, got {value!r}")
 
 
+def is_positive_integer(value: object) -> bool:
+    """Whether an option is an integer >= 1, and not True."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 @dataclass
 class PatchConfig:
     """Which mechanism serves which attention layer.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .mechanisms import Mechanism
 from .ops.softmax import softmax_attention
@@ -52,15 +52,3 @@ def observed(mechanisms: Mapping[str, Mechanism], observers: Mapping[str, Observ
     finally:
         for path in observers:
             mechanisms[path].observer = None
-
-
-def own_parameters(mechanisms: Mapping[str, Mechanism]) -> dict[str, list[nn.Parameter]]:
-    """Return path -> the parameters of its mechanism that no mechanism before has; none that has none is listed."""
-    known: set[int] = set()
-    owned: dict[str, list[nn.Parameter]] = {}
-    for path, mechanism in mechanisms.items():
-        parameters = [p for p in mechanism.parameters() if id(p) not in known]
-        known.update(map(id, parameters))
-        if parameters:
-            owned[path] = parameters
-    return owned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,7 +18,6 @@ from . import transformers_bridge as bridge
 from .config import LayerSpec, MechanismConfig, PatchConfig, make_config
 from .errors import OptionError, PatchError
 from .mechanisms import MECHANISMS, AttentionLayer, Mechanism
-from .rotation import find_rotation
 
 logger = logging.getLogger(__name__)
 
@@ -109,15 +108,14 @@ def patch_model(
         )
     attention = bridge.self_attention_modules(root)
     config = _resolve(mechanism, len(attention), layers, options)
-    mechanisms = _build_all(config, root, attention)
+    mechanisms = _build_all(config, bridge.describe_layers(root, attention))
     bridge.own_config(model)
     configs = {id(module.config): module.config for module in attention.values()}.values()
     patch = Patch(config, attention, [(c, bridge.get_implementation(c)) for c in configs])
-    try:
+    with ExitStack() as undo:
+        undo.callback(patch.detach, root)
         patch.attach(mechanisms, root)
-    except BaseException:
-        patch.detach(root)
-        raise
+        undo.pop_all()
     setattr(root, PATCH, patch)
     _forget_compiled(model)
     logger.info("patched %d of %d attention layers of %s", len(config.layers), len(attention), type(root).__name__)
@@ -192,12 +190,11 @@ def _resolve(mechanism: Any, num_layers: int, layers: LayerSpec, options: Mappin
     return mechanism
 
 
-def _build_all(config: PatchConfig, root: nn.Module, attention: Mapping[str, nn.Module]) -> dict[str, Mechanism]:
+def _build_all(config: PatchConfig, layers: Mapping[str, AttentionLayer]) -> dict[str, Mechanism]:
     """Make the mechanisms of all layers, and let each join those before it."""
     mechanisms: dict[str, Mechanism] = {}
-    for index, (path, module) in enumerate(attention.items()):
-        layer = bridge.describe_layer(index, module, find_rotation(root, path, module))
-        mechanism = _build(config.layers.get(index), layer)
+    for path, layer in layers.items():
+        mechanism = _build(config.layers.get(layer.index), layer)
         mechanism.join(list(mechanisms.values()))
         mechanisms[path] = mechanism
     return mechanisms

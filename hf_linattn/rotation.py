@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import UnsupportedModelError
-
 CHANGING = ("dynamic", "longrope")  # rope types whose angles depend on the longest position they were asked for
 
 
@@ -35,38 +33,32 @@ class Rotation:
 
         R(p - s) x = R(-s) R(p) x, and R(-s) is the turn by s with its sines negated.
         """
+        cosine, sine = self._angles(heads, steps)
+        return self.apply(heads, heads[:, :1], cosine, -sine)[0]
+
+    def _angles(self, heads: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of a turn by `steps`, without the factor that some rope types give both."""
         extra = () if self.layer_type is None else (self.layer_type,)
         cosine, sine = self.embedding(heads, steps.expand(len(heads), -1), *extra)
-        length = getattr(self.embedding, "attention_scaling", 1.0)  # what some rope types multiply both with
-        return self.apply(heads, heads[:, :1], cosine / length, -sine / length)[0]
+        factor = getattr(self.embedding, "attention_scaling", 1.0)
+        return cosine / factor, sine / factor
 
-    def verify(self, head_dim: int, device: torch.device) -> None:
-        """Raise `UnsupportedModelError` unless turning back undoes what the model does."""
+    def obstacle(self, head_dim: int, device: torch.device) -> str | None:
+        """Return why heads cannot be turned back, None if they can; of the meta device only the type is looked at."""
         kinds = getattr(self.embedding, "rope_type", None)
         kind = kinds.get(self.layer_type) if isinstance(kinds, Mapping) else kinds
         if kind in CHANGING:
-            raise UnsupportedModelError(
-                f"rope type {kind!r} turns the same position differently in longer inputs, so that nothing can be"
-                " moved to another position; use positions='model'"
-            )
+            return f"its rope type {kind!r} turns the same position differently in longer inputs"
         if device.type == "meta":
-            return
+            return None
         heads = torch.linspace(-1, 1, 2 * head_dim, device=device).view(1, 1, 2, head_dim)
-        place = torch.tensor([[3, 3]], device=device)
+        steps = torch.tensor([[3, 3]], device=device)
         try:
-            extra = () if self.layer_type is None else (self.layer_type,)
-            turned, _ = self.apply(heads, heads, *self.embedding(heads, place, *extra))
-            scale = getattr(self.embedding, "attention_scaling", 1.0)
-            right = torch.allclose(self.back(turned / scale, place), heads, atol=1e-4)
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"{self.apply.__module__}.{self.apply.__name__} cannot be called as other models' rotary code"
-                f" ({error}); use positions='model'"
-            ) from error
-        if not right:
-            raise UnsupportedModelError(
-                f"{self.apply.__module__}.{self.apply.__name__} is not undone by negated sines; use positions='model'"
-            )
+            turned, _ = self.apply(heads, heads, *self._angles(heads, steps))
+            undone = torch.allclose(self.back(turned, steps), heads, atol=1e-4)
+        except (TypeError, ValueError, RuntimeError) as error:  # other arguments, other results, other shapes
+            return f"{self.apply.__module__}.{self.apply.__name__} is not called as in most models ({error})"
+        return None if undone else f"{self.apply.__module__}.{self.apply.__name__} is not undone by negated sines"
 
 
 def find_rotation(model: nn.Module, path: str, attention: nn.Module) -> Rotation | None:

@@ -1,7 +1,8 @@
-"""The only file that knows transformers' internals: where attention is, how it is called, what it is given.
+"""The file that knows transformers' internals: where attention is, how it is called, what it is given.
 
 Seams used, each an official extension point: `AttentionInterface` and `AttentionMaskInterface` (one function each
 under the name `hf_linattn`), `_can_record_outputs` (which modules are attention), forward pre-hooks (the cache layer).
+How models turn rotary heads is known to `rotation.py` alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .mechanisms import AttentionLayer, Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
 from .observation import AttentionCall
 from .ops.softmax import softmax_attention
-from .rotation import Rotation
+from .rotation import Rotation, find_rotation
 
 IMPLEMENTATION = "hf_linattn"  # the name of our attention and mask functions
 MECHANISM = "hf_linattn"  # the attribute of an attention module that holds its mechanism
@@ -102,6 +103,12 @@ def _is_cross_attention(path: str, module: nn.Module, crossing: set[tuple[type[n
 def _position_bias_note(module: nn.Module) -> str:
     biased = any("bias" in name and isinstance(m, nn.Embedding) for name, m in module.named_modules())
     return " (it adds a learned position bias to every score)" if biased else ""
+
+
+def describe_layers(model: PreTrainedModel, attention: dict[str, nn.Module]) -> dict[str, AttentionLayer]:
+    """Describe all attention modules of a model, with their rotary positions."""
+    rotations = {path: find_rotation(model, path, module) for path, module in attention.items()}
+    return {path: describe_layer(i, attention[path], rotations[path]) for i, path in enumerate(attention)}
 
 
 def describe_layer(index: int, module: nn.Module, rotation: Rotation | None = None) -> AttentionLayer:

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn import calibrate, get_mechanisms, get_patch_config, is_patched, patch_model, unpatch_model
+from hf_linattn.calibration import own_parameters
 from hf_linattn.errors import HfLinattnError, OptionError
 from hf_linattn.evaluation import (
     is_masked_language_model,
@@ -31,7 +32,6 @@ from hf_linattn.evaluation import (
     perplexity,
     position_limit,
 )
-from hf_linattn.observation import own_parameters
 from hf_linattn.report import (
     Evaluation,
     Perplexities,
@@ -129,13 +129,17 @@ class Recipe:
         """Load the original and patch it as asked."""
         return patch_model(self.load(), **self.arguments[0].patch_arguments())
 
+    @property
+    def calibration_rows(self) -> int:
+        """How many training rows the mechanisms are fitted on: those asked for, rounded up, as far as there are."""
+        _, data_options, recipe_options, _ = self.arguments
+        return min(len(self.data.train), -(-recipe_options.calibration_tokens // data_options.block_size))
+
     @cached_property
     def calibration(self) -> dict[str, dict[str, Tensor]]:
         """Path -> state of its mechanism after calibration, made once for all runs of the search."""
-        _, data_options, recipe_options, training = self.arguments
-        model, rows = self.convert(), self.data.train
-        count = min(len(rows), -(-recipe_options.calibration_tokens // data_options.block_size))
-        size = training.per_device_eval_batch_size
+        training, rows, count = self.arguments[-1], self.data.train, self.calibration_rows
+        model, size = self.convert(), training.per_device_eval_batch_size
         chosen = ([rows[i] for i in range(start, min(start + size, count))] for start in range(0, count, size))
         batches = ({k: v.to(training.device) for k, v in self.data.evaluation_collator(x).items()} for x in chosen)
         calibrate(model, batches, progress=not training.disable_tqdm)
@@ -238,7 +242,7 @@ def build_report(
             control_learning_rate=control["learning_rate"],
             learning_rate_grid=rates,
             search_tokens=recipe_options.lr_search_tokens // step * step if len(rates) > 1 else 0,
-            calibration_tokens=recipe_options.calibration_tokens,
+            calibration_tokens=recipe.calibration_rows * data_options.block_size,
             kl_weight=recipe_options.kl_weight,
             hidden_weight=recipe_options.hidden_weight,
         ),

@@ -15,8 +15,8 @@ from hf_linattn import (
     original_attention,
     patch_model,
 )
-from hf_linattn.calibration import relative_error
-from hf_linattn.observation import observed, own_parameters
+from hf_linattn.calibration import own_parameters, relative_error
+from hf_linattn.observation import observed
 from hf_linattn.testing.models import ARCHITECTURES, positions_of, random_tokens, tiny_model
 
 LENGTH = 48
@@ -135,7 +135,7 @@ def test_a_bfloat16_model_is_fitted_in_float32_and_stays_bfloat16():
     assert all(error < 0.97 * earlier for error, earlier in zip(layer_errors(model, unseen), before, strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in list_mechanisms() if name not in ("taylor", "lsh")])
+@pytest.mark.parametrize("name", list_mechanisms())
 def test_every_mechanism_can_be_calibrated(name):
     model = make("llama", name)
     result = calibrate(model, make_batches(1, batch=2), steps=1)

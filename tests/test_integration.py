@@ -149,6 +149,10 @@ def test_an_interrupted_run_is_resumed_identically(tmp_path, name):
         assert torch.equal(tensor, second.state_dict()[key]), key
 
 
+# its mask is trained: without gradients, as in a reentrant checkpoint's first pass, torch takes a kernel of its own
+ROUNDED = {"learned_sparse": {"rtol": 1e-5, "atol": 1e-6}}
+
+
 def loss_gradients(model, ids, **options):
     model.zero_grad()
     model(input_ids=ids, labels=ids, **options).loss.backward()
@@ -166,8 +170,9 @@ def test_gradient_checkpointing_changes_no_gradient(name, mechanism, reentrant):
     actual = loss_gradients(model, ids)
     assert [m.calls for m in get_mechanisms(model).values()] == [3 * n for n in calls]  # it was really recomputed
     assert actual.keys() == expected.keys()
-    for key in expected:  # torch may choose another kernel for the forward pass that is thrown away
-        torch.testing.assert_close(actual[key], expected[key], rtol=1e-5, atol=1e-6, msg=key)
+    tolerance = ROUNDED.get(mechanism, {"rtol": 0, "atol": 0})
+    for key in expected:
+        torch.testing.assert_close(actual[key], expected[key], **tolerance, msg=key)
 
 
 @each_family

@@ -35,7 +35,7 @@ def test_back_gives_what_the_model_gives_at_the_earlier_position(name):
     steps = torch.tensor([[0, 1, 30, 17, 52], [7, 0, 3, 21, 5]])
     for path, module in bridge.self_attention_modules(model).items():
         rotation = find_rotation(model, path, module)
-        rotation.verify(8, heads.device)
+        assert rotation.obstacle(8, heads.device) is None
         extra = () if rotation.layer_type is None else (rotation.layer_type,)
         here, earlier = (
             rotation.apply(heads, heads, *rotation.embedding(heads, at, *extra))[0]

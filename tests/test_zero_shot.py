@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import tables, zero_shot
+from benchmarks import calibration, tables, zero_shot
 from hf_linattn import get_mechanisms, is_patched, list_mechanisms
 from hf_linattn.evaluation import perplexity
 from hf_linattn.testing import Case
@@ -77,3 +77,21 @@ def test_the_way_of_a_calibration_is_measured_in_log_perplexity_to_the_better_of
     gpt2, llama = tables.calibration_table({"rows": [row]}, reports).splitlines()[2:]
     assert gpt2 == "| GPT-2 | `hedgehog` | `decay='learned'` | 400.0 | 80.0 | 16.0 | 50% | 7 |"  # 5-fold of 25-fold
     assert llama == "| Llama | `hedgehog` | `decay='learned'` | 400.0 | 80.0 | 25.0 | 58% | 7 |"
+
+
+def test_the_committed_calibrations_are_those_that_are_measured():
+    rows = tables.read(tables.RESULTS / tables.CALIBRATION_FILE)["rows"]
+    assert [(row["mechanism"], row["options"]) for row in rows] == calibration.ROWS, "run `make calibration`"
+    assert all(set(row["models"]) == set(zero_shot.MODELS) for row in rows)
+
+
+def test_calibration_is_measured_on_unseen_text(monkeypatch):
+    monkeypatch.setattr(calibration, "BATCHES", 2)
+    monkeypatch.setattr(calibration, "BATCH_SIZE", 4)
+    monkeypatch.setattr(calibration, "MODELS", {"llama": zero_shot.MODELS["llama"]})
+    document = calibration.run([("hedgehog", {})], documents=1)
+    (row,) = document["rows"]
+    result = row["models"]["llama"]
+    assert result["original"] < result["calibrated"] < result["zero_shot"]
+    assert document["calibration"] == {"tokens": 2 * 4 * calibration.LENGTH, "batches": 2}
+    assert [len(errors) for errors in result["layer_errors"]] == [2] * 4

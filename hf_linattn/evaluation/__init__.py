@@ -1,10 +1,10 @@
 """Measuring a model: perplexity, speed and memory, a patched model beside its original attention."""
 
+from ..running import evaluation_mode
 from .memory import MemoryRow, StateRow, measure_memory, peak_forward_bytes, state_bytes_by_length
 from .perplexity import (
     Perplexity,
     PerplexityResult,
-    evaluation_mode,
     is_masked_language_model,
     perplexity,
     position_limit,

@@ -19,7 +19,7 @@ from .. import transformers_bridge as bridge
 from ..cache import state_bytes
 from ..config import require
 from ..errors import UnsupportedModelError
-from .perplexity import evaluation_mode
+from ..running import evaluation_mode
 from .speed import VARIANTS, check_lengths, prefill_cache, prefill_logits, random_input_ids
 
 

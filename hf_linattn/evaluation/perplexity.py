@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple, TypedDict
 
 import evaluate
@@ -31,6 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from .. import transformers_bridge as bridge
 from ..config import require
 from ..errors import DataError, OptionError, UnsupportedModelError
+from ..running import evaluation_mode
 
 IGNORED_LABEL = -100
 
@@ -177,18 +177,6 @@ def position_limit(model: nn.Module) -> int | None:
     """
     tables = bridge.PatchedModel.of(bridge.root_model(model), {}).position_tables
     return min((end - first for first, end in tables.values()), default=None)
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode for a while; afterwards every module has the mode it had before."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _check_options(

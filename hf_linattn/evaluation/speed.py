@@ -7,7 +7,6 @@ hits both alike. A speed means something only as the ratio of the two.
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import statistics
 import time
@@ -25,7 +24,8 @@ from .. import transformers_bridge as bridge
 from ..config import require
 from ..errors import OptionError, PatchError
 from ..patching import is_patched, original_attention
-from .perplexity import evaluation_mode, position_limit
+from ..running import accepted, evaluation_mode
+from .perplexity import position_limit
 
 logger = logging.getLogger(__name__)
 
@@ -186,20 +186,14 @@ def random_input_ids(model: nn.Module, batch_size: int, length: int, seed: int) 
 
 def prefill_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
     """Run one forward without cache; only the last logits, where the model can leave out the others."""
-    return model(input_ids=input_ids, **_accepted(model, use_cache=False, logits_to_keep=1)).logits
+    return model(input_ids=input_ids, **accepted(model, use_cache=False, logits_to_keep=1)).logits
 
 
 def prefill_cache(model: nn.Module, input_ids: Tensor) -> DynamicCache:
     """Return a new cache that has read `input_ids`, as the model's attention at the moment keeps it."""
     cache = DynamicCache(config=bridge.root_model(model).config)
-    model(input_ids=input_ids, past_key_values=cache, use_cache=True, **_accepted(model, logits_to_keep=1))
+    model(input_ids=input_ids, past_key_values=cache, use_cache=True, **accepted(model, logits_to_keep=1))
     return cache
-
-
-def _accepted(model: nn.Module, **options: Any) -> dict[str, Any]:
-    """Keep the options that the model's forward names."""
-    parameters = inspect.signature(bridge.root_model(model).forward).parameters
-    return {name: value for name, value in options.items() if name in parameters}
 
 
 def _time_prefill(model: nn.Module, input_ids: Tensor, repeats: int, warmup: int) -> dict[str, Spread]:

@@ -14,7 +14,7 @@ from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import naive
 from ..ops.hybrid import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
 from .base import MECHANISMS, AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
-from .linear import LinearMechanism
+from .linear import FeatureMapConfig, LinearMechanism
 
 
 @dataclass
@@ -80,8 +80,10 @@ class HybridMechanism(SequenceMechanism):
     def __init__(self, config: HybridConfig, layer: AttentionLayer):
         super().__init__(config, layer)
         linear = config.linear_config()
-        if getattr(linear, "feature_dim", 0) is None and FEATURE_MAPS.get(linear.feature_map).learned:  # type: ignore[attr-defined]
-            linear = replace(linear, feature_dim=layer.head_dim + layer.head_dim % 2)  # type: ignore[call-arg]
+        if isinstance(linear, FeatureMapConfig) and linear.feature_dim is None:
+            kind = FEATURE_MAPS.get(linear.feature_map)
+            if kind.learned:
+                linear = replace(linear, feature_dim=-(-layer.head_dim // kind.copies) * kind.copies)
         self.linear = MECHANISMS.get(config.linear)(linear, layer)
         self.log_mix = nn.Parameter(self._matching_mix())
 

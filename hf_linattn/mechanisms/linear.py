@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..config import MechanismConfig, require
+from ..config import MechanismConfig, is_positive_integer, require
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import naive
 from ..ops.causal_linear import LinearState, causal_linear_attention, linear_attention
@@ -147,8 +147,3 @@ class LinearMechanism(Mechanism):
         query_map, key_map = self.maps
         grouped = query.unflatten(1, (key.shape[1], -1))
         return naive.kernel_matrix(query_map.exact(grouped).flatten(1, 2), key_map.exact(key), allowed, rate)
-
-
-def is_positive_integer(value: object) -> bool:
-    """Whether an option is an integer >= 1, and not True."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..config import require
+from ..config import is_positive_integer, require
 from ..errors import UnknownNameError
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from .base import AttentionLayer, ExactnessLimit, register_mechanism
-from .linear import KernelConfig, LinearMechanism, is_positive_integer
+from .linear import KernelConfig, LinearMechanism
 
 KERNELS = {"softmax": "favor_softmax", "relu": "favor_relu", "hyperbolic": "favor_hyperbolic"}
 

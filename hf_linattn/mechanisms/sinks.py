@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..config import require
-from ..errors import UnsupportedModeError
+from ..errors import UnsupportedModeError, UnsupportedModelError
 from ..ops import naive
 from ..ops.block_sparse import KeptKeys
 from .base import AttentionLayer, register_mechanism
@@ -43,8 +43,8 @@ class SinksMechanism(LocalMechanism):
     With `positions="streaming"`, for causal layers with rotary positions, distances are counted inside the cache of
     num_sinks + window_size tokens as the authors do: a query further on than that sees sink j at the distance
     num_sinks + window_size - 1 - j, so inputs can be longer than any the model was trained on. To this end the query
-    is turned back, R(-s) q_i with s = i - (num_sinks + window_size - 1), where it meets the sinks; it costs about
-    twice the time. With `"model"` all distances are what they are, which is nearer to softmax on inputs of the
+    is turned back, R(-s) q_i with s = i - (num_sinks + window_size - 1), where it meets the sinks; the products are
+    twice as wide. With `"model"` all distances are what they are, which is nearer to softmax on inputs of the
     trained length.
     """
 
@@ -60,7 +60,11 @@ class SinksMechanism(LocalMechanism):
                 f"positions='streaming' needs a causal layer with rotary positions, which layer {layer.index} is not;"
                 " use positions='model'"
             )
-        layer.rotation.verify(layer.head_dim, layer.device)
+        if obstacle := layer.rotation.obstacle(layer.head_dim, layer.device):
+            raise UnsupportedModelError(
+                f"positions='streaming' turns queries to other positions, which layer {layer.index} does not allow:"
+                f" {obstacle}; use positions='model'"
+            )
 
     @property
     def streaming(self) -> bool:

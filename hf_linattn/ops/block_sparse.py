@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .exponential import LOWEST
 
-AT_ONCE = {"cpu": 1 << 21}  # elements of keys and masks for a few query blocks: little enough to stay in the cache
+AT_ONCE = {"cpu": 1 << 21}  # elements of keys and masks for a few query blocks: 8 MiB in float32
 AT_ONCE_ELSEWHERE = 1 << 27
 
 

@@ -25,7 +25,7 @@ from .exponential import LN_2, LOWEST
 TILE = 32  # queries computed together
 SPREAD = 48  # how far the runs of one tile may lie apart
 ROWS = 8192  # queries hashed, and at least computed on one head after the other round by round, at a time
-CHUNK = 1 << 20  # pairs computed at a time: few enough to stay in the cache
+CHUNK = 1 << 20  # pairs computed at a time: many enough that starting an operation does not count
 
 
 class Lists(NamedTuple):
@@ -159,7 +159,7 @@ class _Tiles(NamedTuple):
     width: int  # keys of a tile
 
     def chunks(self, *of_keys: Tensor):
-        """Yield (queries [t, TILE], keys [t, width], visible [t, TILE, width], windows) for a few tiles at a time.
+        """Yield (queries [t, TILE], visible [t, TILE, width], windows) for a few tiles at a time.
 
         windows: [t, width, ...] of each of the tensors `of_keys` [B Hkv M, ...]. They are brought into the order of
         the list first: then what tiles read lies in a row. All rounds of some heads come before the next heads, so
@@ -174,7 +174,7 @@ class _Tiles(NamedTuple):
             shared = slice(head // self.groups, (last - 1) // self.groups + 1)
             for number, ends in enumerate(self.ends):
                 listed = self.keys[number, shared].flatten()
-                ordered = [listed, *(pick(x, listed) for x in (*self.code[: number + 1], *of_keys))]
+                codes, others = ([pick(x, listed) for x in several] for several in (self.code[: number + 1], of_keys))
                 begin, end = ends[head], ends[last]
                 for left in range(begin, end, size):
                     right = min(left + size, end)
@@ -182,10 +182,9 @@ class _Tiles(NamedTuple):
                     beyond = place >= self.first[left + 1 : right + 1, None]
                     queries = pick(self.queries, place.clamp_(max=len(self.queries) - 1))
                     queries.masked_fill_(beyond, self.low.shape[1] - 1)
-                    start = self.start[left:right, None] - shared.start * self.keys.shape[2]
-                    keys, *windows = (pick(x, start + steps[: self.width]) for x in ordered)
-                    codes, windows = windows[: number + 1], windows[number + 1 :]
-                    yield queries, keys, self._visible(queries, codes), windows
+                    run = self.start[left:right, None] - shared.start * self.keys.shape[2] + steps[: self.width]
+                    visible = self._visible(queries, [pick(x, run) for x in codes])
+                    yield queries, visible, [pick(x, run) for x in others]
 
     def _visible(self, queries: Tensor, codes: list[Tensor]) -> Tensor:
         """Return 0 where this round is the first to find the key, -1 elsewhere; it is the last of those in `codes`.
@@ -255,7 +254,7 @@ class _RunAttention(torch.autograd.Function):
         top = query.new_full((count + 1,), LOWEST / 2)
         total = query.new_zeros(count + 1)
         output = query.new_zeros(count + 1, value.shape[1])
-        for queries, _, visible, (keys, values) in tiles.chunks(key, value):
+        for queries, visible, (keys, values) in tiles.chunks(key, value):
             scores = _scores(query, scaling, queries, keys, visible)
             before = pick(top, queries)
             # half of LOWEST at least, so that a row without any key gets weights exp(LOWEST / 2) = 0 and not exp(0)
@@ -284,7 +283,8 @@ class _RunAttention(torch.autograd.Function):
         offset = F.pad((output_grad * output).sum(-1) - log_sum_grad, (0, 1))
         output_grad = F.pad(output_grad, (0, 0, 0, 1))
         log_sum = F.pad(log_sum.clamp(min=LOWEST / 2) / LN_2, (0, 1))  # as in forward: no weight where there is no key
-        for queries, places, visible, (keys, values) in ctx.tiles.chunks(key, value):
+        number = torch.arange(len(key), device=key.device)
+        for queries, visible, (keys, values, places) in ctx.tiles.chunks(key, value, number):
             scores = _scores(query, ctx.scaling, queries, keys, visible)
             weights = scores.sub_(pick(log_sum, queries)[..., None]).exp2_()
             upper = pick(output_grad, queries)

@@ -23,8 +23,7 @@ from ..config import make_config
 from ..errors import UnknownNameError
 from ..mechanisms import MECHANISMS, Mechanism
 from ..patching import patch_model
-from ..rotation import find_rotation
-from ..transformers_bridge import describe_layer, self_attention_modules
+from ..transformers_bridge import describe_layers, self_attention_modules
 
 VOCABULARY, HEADS, HEAD_DIM, POSITIONS = 61, 4, 8, 4096
 
@@ -103,8 +102,7 @@ class Case:
     def make(self, dtype: torch.dtype = torch.float64, **options: Any) -> Mechanism:
         """Return the mechanism alone, for a layer with the architecture's heads."""
         model = tiny_model(self.architecture, self.causal, dtype)
-        path, module = next(iter(self_attention_modules(model).items()))
-        layer = describe_layer(0, module, find_rotation(model, path, module))
+        layer = next(iter(describe_layers(model, self_attention_modules(model)).values()))
         return self.mechanism_class(make_config(self.mechanism, {**self.options, **options}), layer).to(dtype)
 
     def heads(

@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_linattn import transformers_bridge as bridge
 from hf_linattn.errors import CheckpointError, OptionError
-from hf_linattn.evaluation.perplexity import evaluation_mode
+from hf_linattn.running import evaluation_mode
 from hf_linattn.training.arguments import DataArguments
 from hf_linattn.training.data import PackedMaskingCollator, tokenize_and_pack
 from hf_linattn.training.trainers import PackedData, PackedTrainer, Teacher

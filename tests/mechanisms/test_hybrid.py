@@ -132,3 +132,19 @@ def test_every_linear_mechanism_can_be_the_far_part():
         mechanism = case.make()
         want = naive.attend(mechanism.attention_matrix(query, key), value)
         torch.testing.assert_close(mechanism(query, key, value)[0], want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "width"),
+    [
+        ({}, 8),
+        ({"linear": "learned_exp"}, 8),
+        ({"linear_options": {"feature_dim": 12}}, 12),
+        ({"linear": "performer", "linear_options": {"num_features": 20}}, 20),
+    ],
+)
+def test_a_learned_map_beside_a_window_makes_head_dim_features_unless_told(options, width):
+    mechanism = Case("hybrid", "llama", True, options).make()
+    assert mechanism.layer.head_dim == 8
+    _, state = mechanism(*Case("hybrid", "llama", True).heads(5))
+    assert state.kv.shape[2] == width

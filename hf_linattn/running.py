@@ -1,0 +1,30 @@
+"""Running a model without leaving a trace: in evaluation mode, with options that its forward knows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from . import transformers_bridge as bridge
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model in eval mode for a while; afterwards every module has the mode it had before."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def accepted(model: nn.Module, **options: Any) -> dict[str, Any]:
+    """Keep the options that the model's forward names."""
+    parameters = inspect.signature(bridge.root_model(model).forward).parameters
+    return {name: value for name, value in options.items() if name in parameters}
