@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from . import hub
+from . import architecture, hub
 from . import transformers_bridge as bridge
 from .config import LayerSpec, MechanismConfig, PatchConfig, make_config
 from .errors import OptionError, PatchError
@@ -100,15 +100,15 @@ def patch_model(
     >>> model.transformer.h[0].attn.hf_linattn.feature_map.projection.shape
     torch.Size([32, 8])
     """
-    root = bridge.root_model(model)
+    root = architecture.root_model(model)
     if is_patched(root):
         done = sorted({config.mechanism for config in getattr(root, PATCH).config.layers.values()})
         raise PatchError(
             f"{type(root).__name__} is patched already ({', '.join(done)}); call unpatch_model(model) first"
         )
-    attention = bridge.self_attention_modules(root)
+    attention = architecture.self_attention_modules(root)
     config = _resolve(mechanism, len(attention), layers, options)
-    mechanisms = _build_all(config, bridge.describe_layers(root, attention))
+    mechanisms = _build_all(config, architecture.describe_layers(root, attention))
     bridge.own_config(model)
     configs = {id(module.config): module.config for module in attention.values()}.values()
     patch = Patch(config, attention, [(c, bridge.get_implementation(c)) for c in configs])
@@ -128,7 +128,7 @@ def unpatch_model(model: ModelT) -> ModelT:
     Raises:
         PatchError: the model is not patched.
     """
-    root = bridge.root_model(model)
+    root = architecture.root_model(model)
     _patch_of(root).detach(root)
     delattr(root, PATCH)
     _forget_compiled(model)
@@ -145,7 +145,7 @@ def original_attention(model: ModelT) -> Iterator[ModelT]:
     Raises:
         PatchError: the model is not patched.
     """
-    patch = _patch_of(bridge.root_model(model))
+    patch = _patch_of(architecture.root_model(model))
     before = [(config, bridge.get_implementation(config)) for config, _ in patch.implementations]
     try:
         for config, original in patch.implementations:
@@ -158,18 +158,18 @@ def original_attention(model: ModelT) -> Iterator[ModelT]:
 
 def is_patched(model: nn.Module) -> bool:
     """Whether `patch_model` was applied to the model, or to the one inside this wrapper."""
-    return hasattr(bridge.root_model(model), PATCH)
+    return hasattr(architecture.root_model(model), PATCH)
 
 
 def get_patch_config(model: nn.Module) -> PatchConfig:
     """Return which mechanism serves which layer; `PatchError` if the model is not patched."""
-    return _patch_of(bridge.root_model(model)).config
+    return _patch_of(architecture.root_model(model)).config
 
 
 def get_mechanisms(model: nn.Module) -> dict[str, Mechanism]:
     """Return path of the attention module -> its mechanism; `PatchError` if the model is not patched."""
-    patch = _patch_of(bridge.root_model(model))
-    return {path: getattr(module, bridge.MECHANISM) for path, module in patch.attention.items()}
+    patch = _patch_of(architecture.root_model(model))
+    return {path: bridge.mechanism_of(module) for path, module in patch.attention.items()}
 
 
 def _patch_of(root: PreTrainedModel) -> Patch:

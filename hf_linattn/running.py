@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from . import transformers_bridge as bridge
+from . import architecture
 
 
 @contextmanager
@@ -26,5 +26,5 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 def accepted(model: nn.Module, **options: Any) -> dict[str, Any]:
     """Keep the options that the model's forward names."""
-    parameters = inspect.signature(bridge.root_model(model).forward).parameters
+    parameters = inspect.signature(architecture.root_model(model).forward).parameters
     return {name: value for name, value in options.items() if name in parameters}

@@ -1,15 +1,13 @@
-"""The file that knows transformers' internals: where attention is, how it is called, what it is given.
+"""The file that knows how transformers runs attention: how it is called, what it is given, what it caches.
 
 Seams used, each an official extension point: `AttentionInterface` and `AttentionMaskInterface` (one function each
-under the name `hf_linattn`), `_can_record_outputs` (which modules are attention), forward pre-hooks (the cache layer).
-How models turn rotary heads is known to `rotation.py` alone.
+under the name `hf_linattn`) and forward pre-hooks (the cache layer). Which modules are attention is known to
+`architecture.py`, how models turn rotary heads to `rotation.py`.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,128 +17,21 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 
+from .architecture import root_model
 from .cache import StateLayer
 from .errors import UnsupportedModeError, UnsupportedModelError
-from .mechanisms import AttentionLayer, Mechanism
+from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
 from .observation import AttentionCall
 from .ops.softmax import softmax_attention
-from .rotation import Rotation, find_rotation
 
 IMPLEMENTATION = "hf_linattn"  # the name of our attention and mask functions
 MECHANISM = "hf_linattn"  # the attribute of an attention module that holds its mechanism
 RECORD = "_hf_linattn_layers"  # the attribute of a transformers model that holds its PatchedModel
-
-# where attention modules and configs keep their sizes, most specific first
-NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-HEAD_DIM = ("head_dim", "attention_head_size", "dim_head", "d_head")
 POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
 
 
-# -- what a model is made of ------------------------------------------------------------------------------------------
-
-
-def root_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside any wrapper (PEFT, torch.compile, DDP ...)."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise UnsupportedModelError(
-        f"model must be a transformers PreTrainedModel or a wrapper around one, got {type(model).__name__}"
-    )
-
-
-def self_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return path -> self-attention module in order, or raise `UnsupportedModelError` saying what is missing."""
-    declared = set(_declared(model, "attentions"))
-    crossing = set(_declared(model, "cross_attentions"))
-    found = {
-        path: module
-        for path, module in model.named_modules()
-        if _is_declared(path, module, declared) and not _is_cross_attention(path, module, crossing)
-    }
-    family = type(model).__name__
-    if not found:
-        raise UnsupportedModelError(
-            f"{family} declares no attention layers (_can_record_outputs['attentions']): either it has none, or its"
-            " code predates transformers' attention interface; use a model that goes through that interface"
-        )
-    for path, module in found.items():
-        code = inspect.unwrap(type(module).forward).__code__
-        if "ALL_ATTENTION_FUNCTIONS" not in code.co_names or not isinstance(
-            getattr(module, "config", None), PreTrainedConfig
-        ):
-            raise UnsupportedModelError(
-                f"{family}: {path} ({type(module).__name__}) computes its attention itself and not through"
-                f" transformers' attention interface{_position_bias_note(module)}, so it cannot be replaced"
-            )
-        if "position_bias" in code.co_varnames:
-            raise UnsupportedModelError(
-                f"{family}: {path} ({type(module).__name__}) adds a position bias to every score, which has no"
-                " subquadratic form here; use a model with rotary or absolute positions"
-            )
-    return found
-
-
-def _declared(model: PreTrainedModel, output: str) -> Iterator[tuple[Any, str | None]]:
-    """Yield (class, part of the path) of the modules that any part of the model names as the source of `output`."""
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):
-            entries = (getattr(part, "_can_record_outputs", None) or {}).get(output, ())
-            for entry in entries if isinstance(entries, (list, tuple)) else (entries,):
-                yield getattr(entry, "target_class", entry), getattr(entry, "layer_name", None)
-
-
-def _is_declared(path: str, module: nn.Module, declared: set[tuple[type[nn.Module], str | None]]) -> bool:
-    return any(isinstance(module, kind) and (name is None or name in path) for kind, name in declared)
-
-
-def _is_cross_attention(path: str, module: nn.Module, crossing: set[tuple[type[nn.Module], str | None]]) -> bool:
-    named = any(isinstance(module, kind) and name is not None and name in path for kind, name in crossing)
-    return named or bool(getattr(module, "is_cross_attention", False)) or "crossattention" in path
-
-
-def _position_bias_note(module: nn.Module) -> str:
-    biased = any("bias" in name and isinstance(m, nn.Embedding) for name, m in module.named_modules())
-    return " (it adds a learned position bias to every score)" if biased else ""
-
-
-def describe_layers(model: PreTrainedModel, attention: dict[str, nn.Module]) -> dict[str, AttentionLayer]:
-    """Describe all attention modules of a model, with their rotary positions."""
-    rotations = {path: find_rotation(model, path, module) for path, module in attention.items()}
-    return {path: describe_layer(i, attention[path], rotations[path]) for i, path in enumerate(attention)}
-
-
-def describe_layer(index: int, module: nn.Module, rotation: Rotation | None = None) -> AttentionLayer:
-    """Read a layer's sizes off its module, else off its config."""
-    config: Any = module.config
-    num_heads = _first(module, config, NUM_HEADS)
-    head_dim = _first(module, config, HEAD_DIM) or config.hidden_size // num_heads
-    groups = getattr(module, "num_key_value_groups", None)
-    shared_heads = num_heads // groups if groups else _first(module, config, ("num_key_value_heads",))
-    scaling = getattr(module, "scaling", None)
-    parameter = next(module.parameters())
-    hook = getattr(module, "_hf_hook", None)  # accelerate's, when the weights are kept elsewhere between calls
-    device = parameter.device if parameter.device.type != "meta" else getattr(hook, "execution_device", None)
-    return AttentionLayer(
-        index=index,
-        num_heads=num_heads,
-        num_key_value_heads=shared_heads or num_heads,
-        head_dim=head_dim,
-        causal=bool(getattr(module, "is_causal", getattr(config, "is_decoder", False))),
-        scaling=float(scaling) if isinstance(scaling, (int, float)) else head_dim**-0.5,
-        device=torch.device(device if device is not None else "meta"),
-        dtype=parameter.dtype,
-        rotation=rotation,
-    )
-
-
-def _first(module: nn.Module, config: PreTrainedConfig, names: tuple[str, ...]) -> Any:
-    for owner in (module, config):
-        for name in names:
-            if isinstance(value := getattr(owner, name, None), int):
-                return value
-    return None
+# -- selecting our attention ------------------------------------------------------------------------------------------
 
 
 def get_implementation(config: PreTrainedConfig) -> str:
@@ -163,6 +54,22 @@ def set_implementation(config: PreTrainedConfig, name: str) -> None:
     config._attn_implementation_internal = name
 
 
+# -- mechanisms in their modules --------------------------------------------------------------------------------------
+
+
+def mechanism_of(module: nn.Module) -> Any:
+    """Return the mechanism attached to an attention module, or None.
+
+    PEFT wraps it where `modules_to_save` names it, beside the copy that it trains: the active one is returned.
+    """
+    held: Any = getattr(module, MECHANISM, None)
+    if held is None or isinstance(held, Mechanism):
+        return held
+    if held.disable_adapters or not held.active_adapters:
+        return held.original_module
+    return held.modules_to_save[held.active_adapters[0]]
+
+
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +81,7 @@ class PatchedModel:
     # path of a learned position table -> the first position it serves and the one after the last
     position_tables: dict[str, tuple[int, int]]
     verified: bool = False
+    joined: tuple[Mechanism, ...] = ()
 
     @classmethod
     def of(cls, model: PreTrainedModel, attention: dict[str, nn.Module]) -> PatchedModel:
@@ -183,12 +91,21 @@ class PatchedModel:
             for path, table in model.named_modules()
             if path.rsplit(".", 1)[-1] in POSITION_TABLES and isinstance(table, nn.Embedding)
         }
-        return cls(attention, tables)
+        return cls(attention, tables, joined=tuple(mechanism_of(module) for module in attention.values()))
 
     @property
     def active(self) -> bool:
         """Whether the model runs our attention now and not, for a while, its own."""
         return any(get_implementation(module.config) == IMPLEMENTATION for module in self.attention.values())
+
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """Return the mechanisms of all layers; where PEFT put copies in their places, these join each other anew."""
+        found = tuple(mechanism_of(module) for module in self.attention.values())
+        if any(now is not before for now, before in zip(found, self.joined, strict=True)):
+            for i, mechanism in enumerate(found):
+                mechanism.join(found[:i])
+        self.joined = found
+        return found
 
 
 def _served_positions(table: nn.Embedding) -> tuple[int, int]:
@@ -210,7 +127,7 @@ def base_models(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[P
 
 def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Hand the mechanism this layer's cache, and put a state layer in its place first unless it stays softmax."""
-    mechanism: Mechanism = getattr(module, MECHANISM)
+    mechanism: Mechanism = mechanism_of(module)
     mechanism.cache_layer = None
     if get_implementation(module.config) != IMPLEMENTATION:
         return
@@ -244,8 +161,8 @@ def model_pre_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache) and int(cache.get_seq_length()):
         return  # a forward that continues another one changes nothing
-    for module in patched.attention.values():
-        getattr(module, MECHANISM).before_forward()
+    for mechanism in patched.mechanisms():
+        mechanism.before_forward()
 
 
 def model_post_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -253,7 +170,7 @@ def model_post_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     patched: PatchedModel = getattr(model, RECORD)
     if patched.verified or model.training or torch.compiler.is_compiling() or not patched.active:
         return
-    idle = [path for path, module in patched.attention.items() if not getattr(module, MECHANISM).calls]
+    idle = [path for path, module in patched.attention.items() if not mechanism_of(module).calls]
     if idle:
         raise UnsupportedModelError(
             f"{type(model).__name__}: {', '.join(idle)} never called the mechanism attached to it, so the model only"
@@ -319,7 +236,7 @@ def attention_forward(
 
     Keys and values have Hkv heads. A layer without a mechanism (cross-attention) gets exact attention.
     """
-    mechanism: Mechanism | None = getattr(module, MECHANISM, None)
+    mechanism: Mechanism | None = mechanism_of(module)
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
     layer = None if mechanism is None else mechanism.cache_layer
     if layer is not None and not isinstance(layer, StateLayer):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import DynamicCache, Trainer, TrainingArguments, pipeline
+from transformers import AutoModelForMaskedLM, DynamicCache, Trainer, TrainingArguments, pipeline
 
-from hf_linattn import get_mechanisms, is_patched, list_mechanisms, patch_model
+from hf_linattn import get_mechanisms, is_patched, list_mechanisms, patch_model, unpatch_model
+from hf_linattn.calibration import own_parameters
 from hf_linattn.mechanisms import MECHANISMS
 from tests.helpers import (
     OPTIONS,
@@ -272,6 +273,46 @@ def test_lora_trains_and_merges(tmp_path, name, mechanism):
     assert is_patched(merged)
     assert_close(logits_of(merged, ids), adapted, tolerance=1e-3)
     assert merged.state_dict().keys() == frozen.keys()
+
+
+@each_family
+@each_mechanism
+def test_peft_trains_the_mechanisms_own_parameters_where_modules_to_save_names_them(tmp_path, name, mechanism):
+    model, ids = make_patched(name, mechanism), make_tokens(2, 9)
+    frozen = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    before = logits_of(model, ids)
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", modules_to_save=["hf_linattn"]))
+    assert torch.equal(logits_of(wrapped.eval(), ids), before)
+    own = own_parameters(get_mechanisms(wrapped))
+    assert all(p.requires_grad for several in own.values() for p in several)
+    with torch.no_grad():
+        for parameter in (p for several in own.values() for p in several):
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    trained = logits_of(wrapped, ids)
+    with wrapped.disable_adapter():
+        assert torch.equal(logits_of(wrapped, ids), before)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(make_patched(name, mechanism), tmp_path / "adapter").eval()
+    assert torch.equal(logits_of(loaded, ids), trained)
+    merged = wrapped.merge_and_unload()
+    assert_close(logits_of(merged, ids), trained)
+    assert merged.state_dict().keys() == frozen.keys()
+    assert unpatch_model(merged) is merged
+
+
+def test_layers_that_share_parameters_share_those_that_peft_trains(tmp_path):
+    model, ids = patch_model(make_model("bert"), "linformer", sharing="layers", num_slots=4).eval(), make_tokens(2, 9)
+    before = logits_of(model, ids)
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", modules_to_save=["hf_linattn"]))
+    assert torch.equal(logits_of(wrapped.eval(), ids), before)
+    first, _ = get_mechanisms(wrapped).values()
+    with torch.no_grad():
+        first.key_projection.mul_(torch.rand_like(first.key_projection))
+    merged = wrapped.merge_and_unload()
+    after = logits_of(merged, ids)
+    assert not torch.allclose(after, before)
+    merged.save_pretrained(tmp_path)
+    assert torch.equal(logits_of(AutoModelForMaskedLM.from_pretrained(tmp_path).eval(), ids), after)
 
 
 # -- precision --------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from transformers.cache_utils import QuantizedLayer
 from docs.generate import missing_forms
 from docs.refusals import REFUSALS
 from hf_linattn import MechanismConfig, get_mechanisms, original_attention, patch_model, register_mechanism
+from hf_linattn.architecture import self_attention_modules
 from hf_linattn.mechanisms import Mechanism
-from hf_linattn.transformers_bridge import self_attention_modules
 from tests.helpers import logits_of, make_patched, make_tokens
 from tests.models import make_model
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from hf_linattn import transformers_bridge as bridge
+from hf_linattn import architecture
 from hf_linattn.rotation import find_rotation
 
 SMALL = {
@@ -33,7 +33,7 @@ def test_back_gives_what_the_model_gives_at_the_earlier_position(name):
     heads = torch.randn(2, 4, 5, 8)
     position = torch.tensor([[9, 30, 31, 40, 52], [7, 8, 20, 21, 60]])
     steps = torch.tensor([[0, 1, 30, 17, 52], [7, 0, 3, 21, 5]])
-    for path, module in bridge.self_attention_modules(model).items():
+    for path, module in architecture.self_attention_modules(model).items():
         rotation = find_rotation(model, path, module)
         assert rotation.obstacle(8, heads.device) is None
         extra = () if rotation.layer_type is None else (rotation.layer_type,)
@@ -48,5 +48,5 @@ def test_back_gives_what_the_model_gives_at_the_earlier_position(name):
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_models_without_rotary_positions_have_none(name):
     model = AutoModel.from_config(AutoConfig.for_model(name))
-    path, module = next(iter(bridge.self_attention_modules(model).items()))
+    path, module = next(iter(architecture.self_attention_modules(model).items()))
     assert find_rotation(model, path, module) is None

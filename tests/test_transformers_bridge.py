@@ -5,34 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linattn import UnsupportedModeError, UnsupportedModelError, get_mechanisms, original_attention, patch_model
+from hf_linattn import UnsupportedModeError, UnsupportedModelError, architecture, original_attention
 from hf_linattn import transformers_bridge as bridge
-from hf_linattn.errors import HfLinattnError
 from tests.helpers import Snapshot, assert_close, generate, logits_of, make_patched, make_tokens, pad
-from tests.models import ARCHITECTURES, HEAD_DIM, NUM_HEADS, SPINE, make_model
+from tests.models import SPINE
 
 each_family = pytest.mark.parametrize("name", SPINE)
 POSITIONS = 64  # of every tiny model with a table
 WITH_TABLE = ("bert", "gpt2", "opt", "roberta")
-UNGROUPED = {"bert", "gpt2", "opt", "roberta", "distilbert", "modernbert"}
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_layers_are_described(name):
-    model = make_model(name)
-    described = [bridge.describe_layer(i, m) for i, m in enumerate(bridge.self_attention_modules(model).values())]
-    assert [layer.index for layer in described] == [0, 1]
-    for layer in described:
-        assert (layer.num_heads, layer.head_dim) == (NUM_HEADS, HEAD_DIM)
-        assert layer.num_key_value_heads == (NUM_HEADS if name in UNGROUPED else NUM_HEADS // 2)
-        assert layer.causal is ARCHITECTURES[name].causal
-        assert layer.scaling == pytest.approx(HEAD_DIM**-0.5)
-        assert (layer.device, layer.dtype) == (torch.device("cpu"), torch.float32)
-
-
-def test_layers_of_a_model_in_half_precision_keep_its_dtype():
-    mechanisms = get_mechanisms(patch_model(make_model("llama").to(torch.bfloat16), "performer"))
-    assert {m.feature_map.projection.dtype for m in mechanisms.values()} == {torch.bfloat16}
 
 
 def square_mask(model, ids):
@@ -44,7 +24,7 @@ def attentions_by_argument(model, ids):
 
 
 def other_direction(model, ids):
-    module = next(iter(bridge.self_attention_modules(model).values()))
+    module = next(iter(architecture.self_attention_modules(model).values()))
     module.is_causal = not module.is_causal
     try:
         model(input_ids=ids)
@@ -170,8 +150,3 @@ def test_a_wholly_padded_row_is_finite(name):
     logits = logits_of(model, ids, attention_mask=mask)
     assert torch.isfinite(logits).all()
     assert_close(logits[0], logits_of(model, ids[:1])[0])
-
-
-def test_every_refusal_is_one_of_ours():
-    with pytest.raises(HfLinattnError):
-        bridge.root_model(torch.nn.ReLU())

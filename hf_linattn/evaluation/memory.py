@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .. import transformers_bridge as bridge
+from .. import architecture
 from ..cache import state_bytes
 from ..config import require
 from ..errors import UnsupportedModelError
@@ -62,7 +62,7 @@ def measure_memory(model: nn.Module, lengths: Iterable[int], *, seed: int = 0) -
         with variant(model):
             peaks[name] = [peak_forward_bytes(model, length, seed=seed) for length in lengths]
     states: Iterable[StateRow | None] = [None] * len(lengths)
-    if bridge.root_model(model).can_generate():
+    if architecture.root_model(model).can_generate():
         states = state_bytes_by_length(model, lengths, seed=seed)
     return [
         MemoryRow(length, patched, original, *((state.patched, state.original) if state else (None, None)))
@@ -82,7 +82,7 @@ def state_bytes_by_length(model: nn.Module, lengths: Iterable[int], *, seed: int
         OptionError: a length below 1 or beyond the model's learned position table.
     """
     lengths = check_lengths(model, lengths)
-    root = bridge.root_model(model)
+    root = architecture.root_model(model)
     if not root.can_generate():
         raise UnsupportedModelError(f"{type(root).__name__} does not decode, so it has no decoding state")
     rows = []

@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from .. import architecture
 from .. import transformers_bridge as bridge
 from ..config import require
 from ..errors import DataError, OptionError, UnsupportedModelError
@@ -154,7 +155,7 @@ def is_masked_language_model(model: nn.Module) -> bool:
     Raises:
         UnsupportedModelError: it is neither.
     """
-    root = bridge.root_model(model)
+    root = architecture.root_model(model)
     name = type(root).__name__
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return False
@@ -175,7 +176,7 @@ def position_limit(model: nn.Module) -> int | None:
     >>> position_limit(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=64, vocab_size=10)))
     64
     """
-    tables = bridge.PatchedModel.of(bridge.root_model(model), {}).position_tables
+    tables = bridge.PatchedModel.of(architecture.root_model(model), {}).position_tables
     return min((end - first for first, end in tables.values()), default=None)
 
 
@@ -236,7 +237,7 @@ def _masked_windows(
 
 def _token_losses(model: nn.Module, windows: Sequence[Window], pad_token_id: int, masked: bool) -> Tensor:
     """Return the negative log-likelihoods [T] of the scored tokens of a batch of windows, in at least float32."""
-    device = bridge.root_model(model).device
+    device = architecture.root_model(model).device
     input_ids = pad_sequence([w.input_ids for w in windows], batch_first=True, padding_value=pad_token_id).to(device)
     labels = pad_sequence([w.labels for w in windows], batch_first=True, padding_value=IGNORED_LABEL).to(device)
     attention_mask = pad_sequence([torch.ones_like(w.input_ids) for w in windows], batch_first=True).to(device)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
+from .. import architecture
 from .. import transformers_bridge as bridge
 from ..config import require
 from ..errors import OptionError, PatchError
@@ -119,7 +120,7 @@ def measure_speed(
     lengths = check_lengths(model, lengths, margin=decode_tokens)
     for name, value, least in (("batch_size", batch_size, 1), ("repeats", repeats, 1), ("warmup", warmup, 0)):
         require(name, value, value >= least, f"at least {least}")
-    decodes = decode_tokens > 0 and bridge.root_model(model).can_generate()
+    decodes = decode_tokens > 0 and architecture.root_model(model).can_generate()
     limit = position_limit(model)
     rows = []
     with evaluation_mode(model), torch.no_grad():
@@ -178,7 +179,7 @@ def check_lengths(model: nn.Module, lengths: Iterable[int], margin: int = 0) -> 
 
 def random_input_ids(model: nn.Module, batch_size: int, length: int, seed: int) -> Tensor:
     """Return token ids [batch_size, length], uniform over the vocabulary, where the model is."""
-    root = bridge.root_model(model)
+    root = architecture.root_model(model)
     vocab_size = root.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab_size, (batch_size, length), generator=generator).to(root.device)
@@ -191,7 +192,7 @@ def prefill_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
 
 def prefill_cache(model: nn.Module, input_ids: Tensor) -> DynamicCache:
     """Return a new cache that has read `input_ids`, as the model's attention at the moment keeps it."""
-    cache = DynamicCache(config=bridge.root_model(model).config)
+    cache = DynamicCache(config=architecture.root_model(model).config)
     model(input_ids=input_ids, past_key_values=cache, use_cache=True, **accepted(model, logits_to_keep=1))
     return cache
 
@@ -225,7 +226,7 @@ def _interleave(
     model: nn.Module, prepare: Callable[[str], Callable[[], Any]], repeats: int, warmup: int
 ) -> dict[str, list[float]]:
     """Return seconds per run of each variant, in turn; `prepare` makes the run of a variant and is not timed."""
-    device = bridge.root_model(model).device
+    device = architecture.root_model(model).device
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for repeat in range(warmup + repeats):
         for name, variant in VARIANTS.items():
@@ -250,4 +251,4 @@ def _time(run: Callable[[], Any], device: torch.device) -> float:
 def _original_implementation(model: nn.Module) -> str:
     """Return the name of the attention function that the model was loaded with."""
     with original_attention(model):
-        return bridge.get_implementation(bridge.root_model(model).config)
+        return bridge.get_implementation(architecture.root_model(model).config)

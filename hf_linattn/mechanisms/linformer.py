@@ -92,10 +92,11 @@ class LinformerMechanism(SequenceMechanism):
     def join(self, earlier: Sequence[Mechanism]) -> None:
         if self.config.sharing != "layers":
             return
+        own: Any = self._holder[0].key_projection if self._holder else self.key_projection
         for other in earlier:
             if not isinstance(other, LinformerMechanism) or other.config != self.config or other._holder:
                 continue
-            if other.projections(self.key_projection)[0].shape == self.key_projection.shape:
+            if other.projections(own)[0].shape == own.shape:
                 self.key_projection, self._holder = None, (other,)
                 return
 

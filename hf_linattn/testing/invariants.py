@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, DynamicCache
 
+from ..architecture import self_attention_modules
 from ..ops import naive
 from ..patching import get_mechanisms, original_attention, patch_model, unpatch_model
-from ..transformers_bridge import self_attention_modules
 from .counters import flops_of, largest_tensor
 from .models import Case, positions_of, random_tokens, tiny_model
 

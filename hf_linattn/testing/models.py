@@ -19,11 +19,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ..architecture import describe_layers, self_attention_modules
 from ..config import make_config
 from ..errors import UnknownNameError
 from ..mechanisms import MECHANISMS, Mechanism
 from ..patching import patch_model
-from ..transformers_bridge import describe_layers, self_attention_modules
 
 VOCABULARY, HEADS, HEAD_DIM, POSITIONS = 61, 4, 8, 4096
 

@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING
 
+from hf_linattn import architecture
 from hf_linattn import transformers_bridge as bridge
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.running import evaluation_mode
@@ -80,7 +81,7 @@ def pack_splits(
 
 def first_position(model: nn.Module) -> int:
     """Return the position id of a text's first token: 0, but padding_idx + 1 in RoBERTa and its kind."""
-    tables = bridge.PatchedModel.of(bridge.root_model(model), {}).position_tables
+    tables = bridge.PatchedModel.of(architecture.root_model(model), {}).position_tables
     return max((first for first, _ in tables.values()), default=0)
 
 

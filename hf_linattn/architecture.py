@@ -1,0 +1,158 @@
+"""What a transformers model is made of, as far as attention is concerned: which modules, of which sizes.
+
+Read from what models declare (`_can_record_outputs`) and from the names that transformers uses for sizes and layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from .errors import UnsupportedModelError
+from .mechanisms import AttentionLayer
+from .rotation import Rotation, find_rotation
+
+# where attention modules and configs keep their sizes, most specific first
+NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+HEAD_DIM = ("head_dim", "attention_head_size", "dim_head", "d_head")
+# what the projection of the heads' outputs is called, in the attention module or, in BERT's kind, beside it
+OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "out_proj", "out_lin", "Wo", "dense", "output.dense")
+
+
+def root_model(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model inside any wrapper (PEFT, torch.compile, DDP ...)."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise UnsupportedModelError(
+        f"model must be a transformers PreTrainedModel or a wrapper around one, got {type(model).__name__}"
+    )
+
+
+def self_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return path -> self-attention module in order, or raise `UnsupportedModelError` saying what is missing."""
+    declared = set(_declared(model, "attentions"))
+    crossing = set(_declared(model, "cross_attentions"))
+    found = {
+        path: module
+        for path, module in model.named_modules()
+        if _is_declared(path, module, declared) and not _is_cross_attention(path, module, crossing)
+    }
+    family = type(model).__name__
+    if not found:
+        raise UnsupportedModelError(
+            f"{family} declares no attention layers (_can_record_outputs['attentions']): either it has none, or its"
+            " code predates transformers' attention interface; use a model that goes through that interface"
+        )
+    for path, module in found.items():
+        code = inspect.unwrap(type(module).forward).__code__
+        if "ALL_ATTENTION_FUNCTIONS" not in code.co_names or not isinstance(
+            getattr(module, "config", None), PreTrainedConfig
+        ):
+            raise UnsupportedModelError(
+                f"{family}: {path} ({type(module).__name__}) computes its attention itself and not through"
+                f" transformers' attention interface{_position_bias_note(module)}, so it cannot be replaced"
+            )
+        if "position_bias" in code.co_varnames:
+            raise UnsupportedModelError(
+                f"{family}: {path} ({type(module).__name__}) adds a position bias to every score, which has no"
+                " subquadratic form here; use a model with rotary or absolute positions"
+            )
+    return found
+
+
+def _declared(model: PreTrainedModel, output: str) -> Iterator[tuple[Any, str | None]]:
+    """Yield (class, part of the path) of the modules that any part of the model names as the source of `output`."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            entries = (getattr(part, "_can_record_outputs", None) or {}).get(output, ())
+            for entry in entries if isinstance(entries, (list, tuple)) else (entries,):
+                yield getattr(entry, "target_class", entry), getattr(entry, "layer_name", None)
+
+
+def _is_declared(path: str, module: nn.Module, declared: set[tuple[type[nn.Module], str | None]]) -> bool:
+    return any(isinstance(module, kind) and (name is None or name in path) for kind, name in declared)
+
+
+def _is_cross_attention(path: str, module: nn.Module, crossing: set[tuple[type[nn.Module], str | None]]) -> bool:
+    named = any(isinstance(module, kind) and name is not None and name in path for kind, name in crossing)
+    return named or bool(getattr(module, "is_cross_attention", False)) or "crossattention" in path
+
+
+def _position_bias_note(module: nn.Module) -> str:
+    biased = any("bias" in name and isinstance(m, nn.Embedding) for name, m in module.named_modules())
+    return " (it adds a learned position bias to every score)" if biased else ""
+
+
+def describe_layers(model: PreTrainedModel, attention: dict[str, nn.Module]) -> dict[str, AttentionLayer]:
+    """Describe all attention modules of a model, with their rotary positions."""
+    rotations = {path: find_rotation(model, path, module) for path, module in attention.items()}
+    return {path: describe_layer(i, attention[path], rotations[path]) for i, path in enumerate(attention)}
+
+
+def describe_layer(index: int, module: nn.Module, rotation: Rotation | None = None) -> AttentionLayer:
+    """Read a layer's sizes off its module, else off its config."""
+    config: Any = module.config
+    num_heads = _first(module, config, NUM_HEADS)
+    head_dim = _first(module, config, HEAD_DIM) or config.hidden_size // num_heads
+    groups = getattr(module, "num_key_value_groups", None)
+    shared_heads = num_heads // groups if groups else _first(module, config, ("num_key_value_heads",))
+    scaling = getattr(module, "scaling", None)
+    parameter = next(module.parameters())
+    hook = getattr(module, "_hf_hook", None)  # accelerate's, when the weights are kept elsewhere between calls
+    device = parameter.device if parameter.device.type != "meta" else getattr(hook, "execution_device", None)
+    return AttentionLayer(
+        index=index,
+        num_heads=num_heads,
+        num_key_value_heads=shared_heads or num_heads,
+        head_dim=head_dim,
+        causal=bool(getattr(module, "is_causal", getattr(config, "is_decoder", False))),
+        scaling=float(scaling) if isinstance(scaling, (int, float)) else head_dim**-0.5,
+        device=torch.device(device if device is not None else "meta"),
+        dtype=parameter.dtype,
+        rotation=rotation,
+    )
+
+
+def _first(module: nn.Module, config: PreTrainedConfig, names: tuple[str, ...]) -> Any:
+    for owner in (module, config):
+        for name in names:
+            if isinstance(value := getattr(owner, name, None), int):
+                return value
+    return None
+
+
+def output_projection(model: PreTrainedModel, path: str) -> tuple[str, nn.Module]:
+    """Return path and module of the linear layer that takes the heads' outputs of the attention module at `path`.
+
+    Raises:
+        UnsupportedModelError: it has none of the names that transformers uses.
+    """
+    for owner in (path, path.rpartition(".")[0]):
+        for name in OUTPUT_PROJECTIONS:
+            try:
+                module = model.get_submodule(f"{owner}.{name}")
+            except AttributeError:
+                continue
+            if isinstance(module, (nn.Linear, Conv1D)):
+                return f"{owner}.{name}", module
+    raise UnsupportedModelError(
+        f"{type(model).__name__}: the output projection of {path} is not one of {', '.join(OUTPUT_PROJECTIONS)}; name"
+        " the modules yourself"
+    )
+
+
+def attention_projections(model: PreTrainedModel, path: str) -> list[str]:
+    """Return the paths of the linear layers that make queries, keys and values and take the heads' outputs."""
+    attention = model.get_submodule(path)
+    inside = [
+        f"{path}.{name}" for name, module in attention.named_modules() if isinstance(module, (nn.Linear, Conv1D))
+    ]
+    return list(dict.fromkeys([*inside, output_projection(model, path)[0]]))

@@ -1,0 +1,64 @@
+"""What is read off a transformers model: its attention modules, their sizes, their projections."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_linattn import UnsupportedModelError, architecture, get_mechanisms, patch_model
+from hf_linattn.errors import HfLinattnError
+from tests.models import ARCHITECTURES, HEAD_DIM, NUM_HEADS, make_model
+
+UNGROUPED = {"bert", "gpt2", "opt", "roberta", "distilbert", "modernbert"}
+# beside "q_proj", "k_proj", "v_proj", "o_proj" of most models
+PROJECTIONS = {
+    "bert": ["self.query", "self.key", "self.value", "output.dense"],
+    "roberta": ["self.query", "self.key", "self.value", "output.dense"],
+    "gpt2": ["attn.c_attn", "attn.c_proj"],
+    "opt": ["self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj", "self_attn.out_proj"],
+    "distilbert": ["attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin"],
+    "modernbert": ["attn.Wqkv", "attn.Wo"],
+    "phi3": ["self_attn.qkv_proj", "self_attn.o_proj"],
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_layers_are_described(name):
+    model = make_model(name)
+    described = list(architecture.describe_layers(model, architecture.self_attention_modules(model)).values())
+    assert [layer.index for layer in described] == [0, 1]
+    for layer in described:
+        assert (layer.num_heads, layer.head_dim) == (NUM_HEADS, HEAD_DIM)
+        assert layer.num_key_value_heads == (NUM_HEADS if name in UNGROUPED else NUM_HEADS // 2)
+        assert layer.causal is ARCHITECTURES[name].causal
+        assert layer.scaling == pytest.approx(HEAD_DIM**-0.5)
+        assert (layer.device, layer.dtype) == (torch.device("cpu"), torch.float32)
+
+
+def test_layers_of_a_model_in_half_precision_keep_its_dtype():
+    mechanisms = get_mechanisms(patch_model(make_model("llama").to(torch.bfloat16), "performer"))
+    assert {m.feature_map.projection.dtype for m in mechanisms.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_projections_of_queries_keys_values_and_outputs_are_found(name):
+    model = make_model(name)
+    expected = PROJECTIONS.get(name, [f"self_attn.{x}_proj" for x in "qkvo"])
+    for path in architecture.self_attention_modules(model):
+        found = architecture.attention_projections(model, path)
+        assert len(found) == len(expected)
+        for part in expected:
+            assert any(projection.endswith(f".{part}") for projection in found), (found, part)
+        assert architecture.output_projection(model, path)[0] in found
+
+
+def test_a_missing_output_projection_is_named():
+    model = make_model("gpt2")
+    del model.transformer.h[0].attn.c_proj
+    with pytest.raises(UnsupportedModelError, match=r"projection of transformer\.h\.0\.attn is not one of o_proj"):
+        architecture.output_projection(model, "transformer.h.0.attn")
+
+
+def test_what_is_no_transformers_model_is_refused():
+    with pytest.raises(HfLinattnError, match="must be a transformers PreTrainedModel"):
+        architecture.root_model(torch.nn.ReLU())
