@@ -33,12 +33,14 @@ class FeatureMap(nn.Module):
     Class attributes:
         estimates_softmax: whether phi(q) . phi(k) is an unbiased estimate of exp(scaling q . k).
         learned: whether it has trained weights; queries and keys then have a map each.
+        positive: whether phi(q) . phi(k) is above zero for all q and k.
         width: how many features it makes unless told, in units of D; None where no other number is possible.
         copies: how many features it makes of one direction.
     """
 
     estimates_softmax: ClassVar[bool] = False
     learned: ClassVar[bool] = False
+    positive: ClassVar[bool] = True
     width: ClassVar[int | None] = None
     copies: ClassVar[int] = 1
 
@@ -93,6 +95,8 @@ class EluFeatureMap(FeatureMap):
 @FEATURE_MAPS.register("relu")
 class ReluFeatureMap(FeatureMap):
     """phi(x) = relu(x), F = D (Kasai et al. 2021, arXiv 2103.13076, without its learned weight)."""
+
+    positive = False
 
     @property
     def feature_dim(self) -> int:
@@ -177,6 +181,8 @@ class FavorReluFeatureMap(RandomFeatureMap):
 
     Deviation: the authors' code adds 1e-3 to every feature; here nothing is added and a row without weight is zero.
     """
+
+    positive = False
 
     def forward(self, x: Tensor) -> Features:
         return Features(F.relu(self.project(x)[1]) / math.sqrt(self.feature_dim))
@@ -267,6 +273,8 @@ class HedgehogFeatureMap(LearnedFeatureMap):
 @FEATURE_MAPS.register("t2r")
 class T2RFeatureMap(LearnedFeatureMap):
     """phi(x) = relu(x W + b), F = m (Kasai et al. 2021, arXiv 2103.13076). A row without weight is zero."""
+
+    positive = False
 
     def forward(self, x: Tensor) -> Features:
         return Features(F.relu(self.project(x)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -43,12 +44,15 @@ Observer = Callable[[AttentionCall], Tensor]
 
 
 @contextmanager
-def observed(mechanisms: Mapping[str, Mechanism], observers: Mapping[str, Observer]) -> Iterator[None]:
-    """Let each layer that `observers` names be answered by its observer for a while; without a cache."""
+def observed(mechanisms: Mapping[str, Mechanism], observers: Mapping[str, Observer] | None = None) -> Iterator[None]:
+    """Let each layer that `observers` names be answered by its observer for a while, all others by softmax.
+
+    Without a cache. With no observers the model is the original, also on packed rows of a bidirectional model.
+    """
     try:
-        for path, observer in observers.items():
-            mechanisms[path].observer = observer
+        for path, mechanism in mechanisms.items():
+            mechanism.observer = (observers or {}).get(path, partial(AttentionCall.by_softmax, mechanism=mechanism))
         yield
     finally:
-        for path in observers:
-            mechanisms[path].observer = None
+        for mechanism in mechanisms.values():
+            mechanism.observer = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,23 @@ class ExactnessLimit:
     equal: Callable[[int], dict[str, Any]] | None = None
     converging: tuple[str, tuple[int, int], float] | None = None
     kernel: bool = False
+
+
+class Pairs(NamedTuple):
+    """Some queries and the keys they may see, each with its position in its own sequence, pads not counted.
+
+    query [B, H, C, D], key [B, Hkv, N, D], query_position [B or 1, C], key_position [B or 1, N].
+    """
+
+    query: Tensor
+    key: Tensor
+    query_position: Tensor
+    key_position: Tensor
+
+    @property
+    def distance(self) -> Tensor:
+        """[B or 1, 1, C, N]."""
+        return (self.query_position[:, None, :, None] - self.key_position[:, None, None]).abs()
 
 
 class Mechanism(nn.Module):
@@ -155,6 +172,15 @@ class Mechanism(nn.Module):
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         """Return normalised weights [B, H, N, N] over the allowed pairs, by the formula itself."""
         raise UnsupportedModeError(f"mechanism {self.config.mechanism!r} has no attention matrix to show")
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether `scores` exist: every allowed pair then has a weight above zero."""
+        return False
+
+    def scores(self, pairs: Pairs) -> Tensor:
+        """Return [B, H, C, N] whose softmax over the allowed keys are the weights; they may be anything elsewhere."""
+        raise UnsupportedModeError(f"mechanism {self.config.mechanism!r} has no scores whose softmax are its weights")
 
     def count_call(self) -> None:
         """Count a forward; a compiled graph does not, as a changing number would have it compiled anew."""

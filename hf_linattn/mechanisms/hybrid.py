@@ -13,7 +13,7 @@ from ..config import MechanismConfig, make_config, require
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import naive
 from ..ops.hybrid import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
-from .base import MECHANISMS, AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
+from .base import MECHANISMS, AttentionLayer, ExactnessLimit, Pairs, SequenceMechanism, register_mechanism
 from .linear import FeatureMapConfig, LinearMechanism
 
 
@@ -123,6 +123,17 @@ class HybridMechanism(SequenceMechanism):
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         return hybrid_attention(query, key, value, self._pair_weights(key.dtype), lengths)
+
+    @property
+    def has_scores(self) -> bool:
+        return self.linear.has_scores
+
+    def scores(self, pairs: Pairs) -> Tensor:
+        """scaling q_i . k_j near and on sinks, g_h + log(phi(q_i) . phi(k_j)) - r |i - j| elsewhere."""
+        near = pairs.query @ naive.repeat_heads(pairs.key, pairs.query).transpose(-1, -2) * self.layer.scaling
+        far = self.linear.scores(pairs) + self.log_mix.to(near.dtype)[:, None, None]
+        sink = (pairs.key_position < self.config.num_sinks)[:, None, None]
+        return torch.where((pairs.distance < self.config.window_size) | sink, near, far)
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         groups = query.shape[1] // key.shape[1]

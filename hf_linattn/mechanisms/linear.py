@@ -13,7 +13,7 @@ from ..config import MechanismConfig, is_positive_integer, require
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import naive
 from ..ops.causal_linear import LinearState, causal_linear_attention, linear_attention
-from .base import AttentionLayer, ExactnessLimit, Mechanism, register_mechanism
+from .base import AttentionLayer, ExactnessLimit, Mechanism, Pairs, register_mechanism
 
 SHORTEST, LONGEST = 0.5, 16.0  # tokens over which the weights of the fastest and the slowest head fall by a factor e
 
@@ -141,6 +141,24 @@ class LinearMechanism(Mechanism):
             return None
         decay = -self.log_decay_rate.to(key.dtype).exp()[None, :, None].expand(key.shape[:3])
         return decay if key_padding_mask is None else decay * key_padding_mask[:, None]
+
+    @property
+    def has_scores(self) -> bool:
+        return self.maps[0].positive
+
+    def scores(self, pairs: Pairs) -> Tensor:
+        """log(phi(q_i) . phi(k_j)) - r |i - j|."""
+        query_map, key_map = self.maps
+        query, query_log = query_map(pairs.query.unflatten(1, (pairs.key.shape[1], -1)))
+        key, key_log = key_map(pairs.key)
+        kernel = query @ key[:, :, None].transpose(-1, -2)
+        scores = kernel.clamp(min=torch.finfo(kernel.dtype).tiny).log()
+        scores = scores if query_log is None else scores + query_log[..., None]
+        scores = (scores if key_log is None else scores + key_log[:, :, None, None]).flatten(1, 2)
+        if not self.config.decay:
+            return scores
+        rate = naive.repeat_heads(self.log_decay_rate.to(scores.dtype).exp()[None, :, None, None], scores)
+        return scores - rate * pairs.distance
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         rate = self.log_decay_rate.to(key.dtype).exp() if self.config.decay else None

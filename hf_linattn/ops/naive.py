@@ -16,19 +16,21 @@ def allowed_pairs(
     key_padding_mask: Tensor | None = None,
     sequence_ids: Tensor | None = None,
     device: torch.device | str | None = None,
+    first: int | None = None,
 ) -> Tensor:
     """Return the boolean matrix [B or 1, 1, Nq, Nk] of pairs (i, j) in which query i may see key j.
 
-    The last query stands at the last key's position, so Nk - Nq earlier keys are visible to all.
+    The first query stands at the position of key `first`; None: the last query stands at that of the last key.
     """
-    query_position = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    first = num_keys - num_queries if first is None else first
+    query_position = torch.arange(first, first + num_queries, device=device)[:, None]
     key_position = torch.arange(num_keys, device=device)[None, :]
     allowed = (key_position <= query_position) if causal else torch.ones_like(key_position <= query_position)
     allowed = allowed[None, None]
     if key_padding_mask is not None:
         allowed = allowed & key_padding_mask[:, None, None, :].bool()
     if sequence_ids is not None:
-        same = sequence_ids[:, -num_queries:, None] == sequence_ids[:, None, :]
+        same = sequence_ids[:, first : first + num_queries, None] == sequence_ids[:, None, :]
         allowed = allowed & same[:, None]
     return allowed
 

@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from .naive import allowed_pairs
 
+BLOCK = 1024  # queries for which a mask is held at a time
+
 
 def softmax_attention(
     query: Tensor,
@@ -24,8 +26,8 @@ def softmax_attention(
 ) -> Tensor:
     """Return softmax(scaling q k^T) v over the allowed keys, by PyTorch's scaled_dot_product_attention.
 
-    A mask matrix is built only where padding, packing, a window or earlier keys need one. Rows without an allowed
-    key are zero.
+    A mask is built only where padding, packing, a window or earlier keys need one, and for `BLOCK` queries at a time.
+    Rows without an allowed key are zero.
 
     Args:
         query: [B, H, Nq, D]. key: [B, Hkv, Nk, D]. value: [B, Hkv, Nk, Dv]; Hkv divides H, Nk >= Nq if causal.
@@ -45,11 +47,28 @@ def softmax_attention(
         return F.scaled_dot_product_attention(
             query, key, value, scale=scaling, dropout_p=dropout, is_causal=causal and num_queries > 1, enable_gqa=True
         )
-    allowed = allowed_pairs(num_queries, num_keys, causal, key_padding_mask, sequence_ids, query.device)
-    if window is not None:
-        distance = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None]
-        distance = distance - torch.arange(num_keys, device=query.device)[None, :]
-        allowed = allowed & (distance.abs() < window)
+    outputs = []
+    for start in range(0, num_queries, BLOCK):
+        rows = query[:, :, start : start + BLOCK]
+        first = num_keys - num_queries + start
+        allowed = allowed_pairs(
+            rows.shape[2], num_keys, causal, key_padding_mask, sequence_ids, query.device, first
+        )
+        if window is not None:
+            allowed = allowed & in_window(rows.shape[2], num_keys, window, first, query.device)
+        outputs.append(_masked(rows, key, value, allowed, scaling, softcap, dropout))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def in_window(num_queries: int, num_keys: int, window: int, first: int, device: torch.device) -> Tensor:
+    """Return the pairs [Nq, Nk] of queries from position `first` on and keys less than `window` positions away."""
+    distance = torch.arange(first, first + num_queries, device=device)[:, None] - torch.arange(num_keys, device=device)
+    return distance.abs() < window
+
+
+def _masked(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float, softcap: float | None, dropout: float
+) -> Tensor:
     if softcap is not None:
         return _softcapped(query, key, value, allowed, scaling, softcap, dropout)
     some = allowed.any(-1, keepdim=True)  # the kernels differ on rows without a key: let those see all, then zero them

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hf_linattn.ops import softmax
 from hf_linattn.ops.softmax import softmax_attention
 
 
@@ -19,10 +20,12 @@ def dense(query, key, value, scaling, allowed, softcap=None):
     return weights @ value / torch.where(total > 0, total, 1.0)
 
 
+@pytest.mark.parametrize("block", [3, 64])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("earlier", [0, 4])
-def test_equals_the_dense_formula(softcap, window, earlier):
+def test_equals_the_dense_formula(monkeypatch, softcap, window, earlier, block):
+    monkeypatch.setattr(softmax, "BLOCK", block)
     generator = torch.Generator().manual_seed(0)
     nq, nk = 13, 13 + earlier
     query = torch.randn(2, 4, nq, 6, generator=generator, dtype=torch.float64)

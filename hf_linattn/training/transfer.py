@@ -1,0 +1,219 @@
+"""Attention transfer: every mechanism learns what softmax does in its layer, while the model runs on softmax.
+
+Layers do not wait for each other: each gets the queries, keys and values of the original model and hands on softmax's
+output. So each has a loss of its own, whose gradient is taken as soon as the layer has run: memory is one layer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_linattn import get_mechanisms
+from hf_linattn.architecture import output_projection, root_model
+from hf_linattn.calibration import own_parameters, relative_error
+from hf_linattn.config import require
+from hf_linattn.errors import OptionError
+from hf_linattn.mechanisms import Mechanism, Pairs
+from hf_linattn.mechanisms.softmax import SoftmaxMechanism
+from hf_linattn.observation import AttentionCall, observed
+from hf_linattn.ops.naive import allowed_pairs, repeat_heads
+from hf_linattn.ops.softmax import in_window
+from hf_linattn.running import accepted
+
+BLOCK = 128  # queries whose attention weights are held at a time
+
+
+class AttentionTransfer(nn.Module):
+    """The mechanisms of a patched model as one module, whose forward returns how far they are from softmax attention.
+
+    The mean over the layers of
+
+        output_weight sum_i |o_i - o'_i|^2 / sum_i |o'_i|^2 + weights_weight mean_i sum_j a'_ij log(a'_ij / a_ij),
+
+    o, a: outputs and attention weights of the mechanism, o', a': of softmax, i: real tokens (of all heads). The second
+    term, in nats per query, is the cross-entropy of both less the entropy of a'; it is computed for `BLOCK` queries at
+    term, in nats per query, is the cross-entropy of both less the entropy of a'; it is computed for `BLOCK` queries at
+    a time and only for mechanisms that have `scores`. If `projected`, outputs are compared behind the layer's output
+    projection.
+    It holds no parameters but the mechanisms' own; the model beside it must be on their device and stays in eval mode.
+    The gradient is taken inside forward and handed out by backward, so that everything built on autograd (Trainer,
+    accumulation, scaling, DDP) works as usual.
+
+    Args:
+        model: a patched model, of which at least one mechanism has parameters of its own.
+
+    Raises:
+        PatchError: the model is not patched.
+        OptionError: nothing to train, a negative weight, or both zero.
+    """
+
+    def __init__(
+        self, model: nn.Module, output_weight: float = 1.0, weights_weight: float = 1.0, projected: bool = False
+    ):
+        super().__init__()
+        mechanisms = get_mechanisms(model)
+        owned = own_parameters(mechanisms)
+        if not owned:
+            names = sorted({mechanism.config.mechanism for mechanism in mechanisms.values()})
+            raise OptionError(
+                f"mechanism {'+'.join(names)} has no parameters of its own that attention transfer could train; leave"
+                " it out, or give the mechanism some, as with decay='learned'"
+            )
+        for name, weight in {"output_weight": output_weight, "weights_weight": weights_weight}.items():
+            require(name, weight, weight >= 0, "at least 0")
+        some = bool(output_weight or weights_weight)
+        require("output_weight", output_weight, some, "above 0 if weights_weight is 0")
+        self.mechanisms = nn.ModuleList(mechanisms[path] for path in owned)
+        self.requires_grad_(True)
+        root = root_model(model)
+        self._layers = {
+            path: (mechanism, output_projection(root, path)[1] if projected else None)
+            for path, mechanism in mechanisms.items()
+            if not isinstance(mechanism, SoftmaxMechanism)
+        }
+        self._model = (model.eval(),)  # in a tuple: no submodule, so neither saved nor moved nor trained
+        self._weights = (output_weight, weights_weight)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the `loss`, and `output_errors` and `divergences` of all layers [L]; labels are not looked at."""
+        model = self._model[0]
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        inputs = {name: value for name, value in inputs.items() if value is not None}
+        learning = torch.is_grad_enabled()
+        gradients = {p: torch.zeros_like(p) for p in self.parameters() if learning and p.requires_grad}
+        layers = {
+            path: _Layer(mechanism, projection, self._weights, gradients, len(self._layers))
+            for path, (mechanism, projection) in self._layers.items()
+        }
+        with torch.no_grad(), observed(get_mechanisms(model), layers):
+            model(**inputs, **accepted(model, use_cache=False))
+        errors, divergences = (torch.stack([getattr(layer, x) for layer in layers.values()]) for x in _TERMS)
+        loss = self._weights[0] * errors.mean() + self._weights[1] * divergences.mean()
+        if learning:
+            loss = _Prepared.apply(loss, list(gradients.values()), *gradients)
+        return {"loss": loss, "output_errors": errors, "divergences": divergences}
+
+
+_TERMS = ("error", "divergence")
+
+
+@dataclass
+class _Layer:
+    """Answers for one layer as softmax does, and adds the gradient of its loss to the others' on the way."""
+
+    mechanism: Mechanism
+    projection: nn.Module | None
+    weights: tuple[float, float]
+    gradients: dict[nn.Parameter, Tensor]
+    count: int
+    error: Tensor = field(init=False)
+    divergence: Tensor = field(init=False)
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        target = call.by_softmax(self.mechanism)
+        with torch.set_grad_enabled(bool(self.gradients)):
+            error, divergence = self._compare(call, target)
+            loss = (self.weights[0] * error + self.weights[1] * divergence) / self.count
+        if loss.requires_grad:
+            own = list(self.gradients)
+            for parameter, gradient in zip(own, torch.autograd.grad(loss, own, allow_unused=True), strict=True):
+                if gradient is not None:
+                    self.gradients[parameter] += gradient
+        self.error, self.divergence = error.detach(), divergence.detach()
+        return target
+
+    def _compare(self, call: AttentionCall, target: Tensor) -> tuple[Tensor, Tensor]:
+        error = divergence = target.new_zeros((), dtype=torch.promote_types(target.dtype, torch.float32))
+        if self.weights[0]:
+            got, want = (_projected(x, self.projection) for x in (call.by(self.mechanism), target))
+            error = relative_error(got, want, call.key_padding_mask)
+        if self.weights[1] and self.mechanism.has_scores:
+            divergence = attention_divergence(self.mechanism, call)
+        return error, divergence
+
+
+class _Prepared(torch.autograd.Function):
+    """A loss whose gradient is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        return None, None, *(outer[0] * gradient for gradient in ctx.gradients)
+
+
+def _projected(heads: Tensor, projection: nn.Module | None) -> Tensor:
+    """Return [B, 1, N, width] behind the output projection without its bias; the heads themselves without one."""
+    if projection is None:
+        return heads
+    rows = heads.transpose(1, 2).flatten(2)
+    return (projection(rows) - projection(torch.zeros_like(rows[:1, :1])))[:, None]
+
+
+def attention_divergence(mechanism: Mechanism, call: AttentionCall, block_size: int = BLOCK) -> Tensor:
+    """Return mean_i sum_j a'_ij log(a'_ij / a_ij) over real tokens and heads, in nats: softmax's weights are a'.
+
+    Weights of `block_size` queries are held at a time, also for the backward pass, which computes them anew.
+    """
+    num_keys, compute = call.key.shape[2], torch.promote_types(call.query.dtype, torch.float32)
+    query, key = call.query.to(compute), call.key.to(compute)
+    position = sequence_positions(call)
+    real = torch.ones_like(position, dtype=torch.bool)
+    real = real if call.key_padding_mask is None else call.key_padding_mask.expand_as(position)
+    total = query.new_zeros(())
+    for start in range(0, num_keys, block_size):
+        stop = min(start + block_size, num_keys)
+        seen = stop if mechanism.layer.causal else num_keys
+        pairs = Pairs(query[:, :, start:stop], key[:, :, :seen], position[:, start:stop], position[:, :seen])
+        mask, ids = (None if x is None else x[:, :seen] for x in (call.key_padding_mask, call.sequence_ids))
+        allowed = allowed_pairs(stop - start, seen, mechanism.layer.causal, mask, ids, query.device, start)
+        rows = real[:, None, start:stop, None]
+        total = total + checkpoint(
+            _divergence, mechanism, call.exact, pairs, allowed, start, rows, use_reentrant=False
+        )
+    count = real.expand(query.shape[0], -1).sum() * query.shape[1]
+    return total / count
+
+
+def _divergence(
+    mechanism: Mechanism, exact: Mapping[str, Any], pairs: Pairs, allowed: Tensor, first: int, real: Tensor
+) -> Tensor:
+    """Sum the divergences of the queries from position `first` on."""
+    lowest = torch.finfo(pairs.query.dtype).min
+    wanted = pairs.query @ repeat_heads(pairs.key, pairs.query).transpose(-1, -2) * mechanism.layer.scaling
+    if (cap := exact["softcap"]) is not None:
+        wanted = cap * torch.tanh(wanted / cap)
+    visible = allowed
+    if (window := exact["sliding_window"]) is not None:
+        visible = allowed & in_window(allowed.shape[2], allowed.shape[3], window, first, allowed.device)
+    wanted = wanted.masked_fill(~visible, lowest).log_softmax(-1)
+    got = mechanism.scores(pairs).masked_fill(~allowed, lowest).log_softmax(-1)
+    return (wanted.exp() * (wanted - got).masked_fill(~(visible & real), 0.0)).sum()
+
+
+def sequence_positions(call: AttentionCall) -> Tensor:
+    """Return each token's position in its own sequence, pads not counted: [B or 1, N]."""
+    num_keys, device = call.key.shape[2], call.key.device
+    mask, ids = call.key_padding_mask, call.sequence_ids
+    real = torch.ones(1, num_keys, dtype=torch.long, device=device) if mask is None else mask.long()
+    before = real.cumsum(1) - real  # real tokens of the row that stand before each
+    if ids is None:
+        return before
+    begins = nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+    start = torch.where(begins, before, 0).cummax(1).values
+    return before - start
