@@ -194,7 +194,7 @@ def last_complete_checkpoint(folder: Path) -> str | None:
 
 
 def fine_tune(
-    model: PreTrainedModel,
+    model: nn.Module,
     data: PackedData,
     training: TrainingArguments,
     folder: Path,
@@ -228,7 +228,8 @@ def fine_tune(
         resume_from_checkpoint=None,
         **changes,
     )
-    use_cache = model.config.use_cache if hasattr(model.config, "use_cache") else None
+    config: Any = getattr(model, "config", None)
+    use_cache = getattr(config, "use_cache", None)
     checkpoint = last_complete_checkpoint(folder) if keep_checkpoints else None
     trainer = PackedTrainer(model, arguments, data, teacher)
     start = time.perf_counter()
@@ -236,7 +237,7 @@ def fine_tune(
     seconds = time.perf_counter() - start
     loss = trainer.state.best_metric if arguments.load_best_model_at_end else trainer.evaluate()["eval_loss"]
     if use_cache is not None:
-        model.config.use_cache = use_cache  # the Trainer switched it off, and it would be saved so
+        config.use_cache = use_cache  # the Trainer switched it off, and it would be saved so
     return {
         "learning_rate": learning_rate,
         "eval_loss": loss if loss is not None and math.isfinite(loss) else None,

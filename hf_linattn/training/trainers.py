@@ -63,7 +63,7 @@ class PackedTrainer(Trainer):
     """
 
     def __init__(
-        self, model: PreTrainedModel, args: TrainingArguments, data: PackedData, teacher: Teacher | None = None
+        self, model: nn.Module, args: TrainingArguments, data: PackedData, teacher: Teacher | None = None
     ):
         super().__init__(
             model=model,
