@@ -86,6 +86,7 @@ class HybridMechanism(SequenceMechanism):
                 linear = replace(linear, feature_dim=-(-layer.head_dim // kind.copies) * kind.copies)
         self.linear = MECHANISMS.get(config.linear)(linear, layer)
         self.log_mix = nn.Parameter(self._matching_mix())
+        self.window_shut = False  # in training a query then sees its own key and the sinks alone exactly
 
     @torch.no_grad()
     def _matching_mix(self) -> Tensor:
@@ -108,7 +109,7 @@ class HybridMechanism(SequenceMechanism):
     def _pair_weights(self, dtype: torch.dtype) -> HybridWeights:
         config, layer = self.config, self.layer
         return HybridWeights(
-            config.window_size,
+            1 if self.window_shut and self.training else config.window_size,
             config.num_sinks,
             layer.scaling,
             *self._maps(),

@@ -77,30 +77,47 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Training:
-    """What recovered and control were trained with; both searched the same grid for their learning rate.
+    """What recovered and control were trained with.
 
     Attributes:
         tokens: training tokens of each of the two.
         recovered_learning_rate, control_learning_rate: the chosen peak learning rates.
-        learning_rate_grid: the learning rates that were tried for each.
+        learning_rate_grid, control_learning_rate_grid: the learning rates that were tried for each.
         search_tokens: training tokens of each trial of the search.
-        calibration_tokens: training tokens to which the mechanisms of recovered were fitted before its training.
-        kl_weight, hidden_weight: of the original's example in the training of recovered.
+        teaching: the options of calibration, transfer and distillation that were set; their tokens count in `tokens`.
     """
 
     tokens: int
     recovered_learning_rate: float
     control_learning_rate: float
     learning_rate_grid: tuple[float, ...]
+    control_learning_rate_grid: tuple[float, ...]
     search_tokens: int
-    calibration_tokens: int = 0
-    kl_weight: float = 0.0
-    hidden_weight: float = 0.0
+    teaching: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("recovered_learning_rate", "control_learning_rate"):
+        for name, grid in (
+            ("recovered_learning_rate", self.learning_rate_grid),
+            ("control_learning_rate", self.control_learning_rate_grid),
+        ):
             rate = getattr(self, name)
-            require(f"training.{name}", rate, rate in self.learning_rate_grid, f"one of {self.learning_rate_grid}")
+            require(f"training.{name}", rate, rate in grid, f"one of {grid}")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the converted model came to after one stage of its recovery.
+
+    Attributes:
+        name: of the stage; "converted" is before the first.
+        tokens, seconds: what the stage took; without the search for its learning rate.
+        validation_loss: mean nats per predicted token of the validation split afterwards.
+    """
+
+    name: str
+    tokens: int
+    seconds: float
+    validation_loss: float
 
 
 @dataclass(frozen=True)
@@ -130,6 +147,7 @@ class Report:
         mechanism: name of the mechanism, or names joined by "+" for a mixed plan.
         options: its options as they were given.
         data: the data set, or the files, that it was trained and tested on.
+        stages: the way from converted to recovered.
         speed, memory: one row per length; empty where it was not measured.
     """
 
@@ -141,6 +159,7 @@ class Report:
     training: Training
     provenance: Provenance
     options: dict[str, Any] = field(default_factory=dict)
+    stages: tuple[Stage, ...] = ()
     speed: tuple[SpeedRow, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
     format_version: int = FORMAT_VERSION

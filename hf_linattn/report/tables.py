@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -14,6 +15,7 @@ from .plots import PLOTS, save_plots
 from .schema import Report, write_whole
 
 MARKDOWN_FILE = "report.md"
+STAGE_HEADS = ["stage", "training tokens", "seconds", "validation perplexity"]
 MODELS = {
     "original": "pretrained, softmax attention",
     "control": "pretrained, softmax attention, fine-tuned on the same tokens",
@@ -34,6 +36,16 @@ def four_model_table(report: Report) -> Table:
     return table
 
 
+def stage_table(report: Report) -> Table:
+    """Return the way from converted to recovered, for `rich.print`."""
+    table = Table(title="after each stage")
+    for number, head in enumerate(STAGE_HEADS):
+        table.add_column(head, justify="right" if number else "left")
+    for row in _stage_rows(report):
+        table.add_row(*row)
+    return table
+
+
 def to_markdown(report: Report) -> str:
     """Return the text of `report.md`: the four models, speed, memory, training, where the numbers come from."""
     sections = [
@@ -43,6 +55,7 @@ def to_markdown(report: Report) -> str:
         _markdown_table(["model", "what it is", "test perplexity", "/ best"], _model_rows(report), "llrr"),
         _how_measured(report),
         f"![perplexity]({PLOTS['perplexity']})",
+        *(_stage_section(report) if report.stages else []),
         *(_speed_section(report) if report.speed else []),
         *(_memory_section(report) if report.memory else []),
         "## Training",
@@ -82,6 +95,17 @@ def _how_measured(report: Report) -> str:
     how = report.evaluation
     stride = "masked tokens" if how.stride is None else f"stride {how.stride:,}"
     return f"{how.num_tokens:,} scored tokens of the test split, windows of {how.max_length:,}, {stride}."
+
+
+def _stage_section(report: Report) -> list[str]:
+    return ["## Stages", _markdown_table(STAGE_HEADS, _stage_rows(report), "lrrr")]
+
+
+def _stage_rows(report: Report) -> list[list[str]]:
+    return [
+        [stage.name, f"{stage.tokens:,}", f"{stage.seconds:,.0f}", f"{math.exp(stage.validation_loss):,.2f}"]
+        for stage in report.stages
+    ]
 
 
 def _speed_section(report: Report) -> list[str]:
@@ -135,12 +159,15 @@ def _training_rows(report: Report) -> list[list[str]]:
         ["training tokens, of recovered and control each", f"{training.tokens:,}"],
         ["learning rate of recovered", f"{training.recovered_learning_rate:g}"],
         ["learning rate of control", f"{training.control_learning_rate:g}"],
-        ["learning rates tried for each", ", ".join(f"{rate:g}" for rate in training.learning_rate_grid)],
+        ["learning rates tried for recovered", _listed(training.learning_rate_grid)],
+        ["learning rates tried for control", _listed(training.control_learning_rate_grid)],
         ["training tokens of each trial", f"{training.search_tokens:,}"],
-        ["tokens that recovered was calibrated on", f"{training.calibration_tokens:,}"],
-        ["weight of the original's predictions", f"{training.kl_weight:g}"],
-        ["weight of its hidden states", f"{training.hidden_weight:g}"],
+        ["how the original taught it", ", ".join(f"{k}={v}" for k, v in training.teaching.items()) or "not at all"],
     ]
+
+
+def _listed(rates: Iterable[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in rates)
 
 
 def _provenance_rows(report: Report) -> list[list[str]]:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
@@ -111,6 +111,12 @@ class RecipeArguments:
             "help": "Grid searched for control and recovered alike; default: 3e-4 1e-3 3e-3. One value: no search."
         },
     )
+    control_learning_rates: list[float] | None = field(
+        default=None, metadata={"help": "A grid of its own for the control."}
+    )
+    control_dir: str | None = field(
+        default=None, metadata={"help": "Output folder of a run on the same tokens, whose control serves here too."}
+    )
     lr_search_tokens: int | None = field(
         default=None, metadata={"help": "Tokens of each search run; default: 15 % of max_train_tokens."}
     )
@@ -134,8 +140,9 @@ class RecipeArguments:
 
     def __post_init__(self) -> None:
         self.lr_search_tokens = self.lr_search_tokens or int(0.15 * self.max_train_tokens)
-        rates = self.learning_rates
-        require("learning_rates", rates, rates is None or all(rate > 0 for rate in rates), "positive numbers")
+        for name in ("learning_rates", "control_learning_rates"):
+            rates = getattr(self, name)
+            require(name, rates, rates is None or all(rate > 0 for rate in rates), "positive numbers")
         for name in ("kl_weight", "hidden_weight", "calibration_tokens"):
             require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         lengths = self.speed_lengths
@@ -143,6 +150,55 @@ class RecipeArguments:
 
 
 DEFAULT_LEARNING_RATES = [3e-4, 1e-3, 3e-3]
+
+
+@dataclass
+class DistillationArguments:
+    """How the original teaches the converted model; all of it comes out of `max_train_tokens`."""
+
+    transfer_tokens: int = field(
+        default=0, metadata={"help": "Training tokens of attention transfer: layers learn what softmax does there."}
+    )
+    transfer_learning_rate: float = field(default=1e-2, metadata={"help": "Its peak learning rate."})
+    transfer_output_weight: float = field(default=1.0, metadata={"help": "Of the relative error of layers' outputs."})
+    transfer_weights_weight: float = field(
+        default=1.0, metadata={"help": "Of the divergence from softmax's attention weights, where there are any."}
+    )
+    transfer_projected: bool = field(
+        default=False, metadata={"help": "Compare outputs behind the layers' output projections."}
+    )
+    lora_rank: int | None = field(
+        default=None,
+        metadata={"help": "Train adapters of this rank and the mechanisms alone; absent: all weights, beside a copy."},
+    )
+    lora_alpha: float | None = field(default=None, metadata={"help": "Adapters count alpha / rank; default: 2 rank."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Of the adapters' inputs."})
+    lora_target_modules: list[str] | None = field(
+        default=None, metadata={"help": "Names as PEFT takes them; default: all projections around the attention."}
+    )
+    ce_weight: float = field(default=1.0, metadata={"help": "Of the text's own cross-entropy."})
+    temperature: float = field(default=1.0, metadata={"help": "Divides both models' logits in the KL divergence."})
+    top_k: int | None = field(
+        default=None, metadata={"help": "Compare the original's so many likeliest tokens, and all others as one."}
+    )
+    window_dropout: float = field(
+        default=0.0,
+        metadata={"help": "Probability, falling to 0, that a hybrid layer's window is shut for a training step."},
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("transfer_tokens", "transfer_output_weight", "transfer_weights_weight", "ce_weight"):
+            require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
+        for name in ("transfer_learning_rate", "temperature"):
+            require(name, getattr(self, name), getattr(self, name) > 0, "above 0")
+        for name in ("lora_rank", "top_k"):
+            given = getattr(self, name)
+            require(name, given, given is None or given >= 1, "an integer >= 1, or absent")
+        for name in ("lora_dropout", "window_dropout"):
+            require(name, getattr(self, name), 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+        for name in ("lora_alpha", "lora_target_modules"):
+            given = getattr(self, name)
+            require(name, given, given is None or self.lora_rank is not None, "absent where lora_rank is")
 
 
 @dataclass
@@ -177,6 +233,9 @@ class FinetuningArguments(TrainingArguments):
         default="loss", metadata={"help": "What the best checkpoint is best in."}
     )
     greater_is_better: bool | None = field(default=False, metadata={"help": "Whether more of it is better."})
+    early_stopping_patience: int | None = field(
+        default=None, metadata={"help": "End a run after so many evaluations without a lower validation loss."}
+    )
 
     def __post_init__(self) -> None:
         require("output_dir", self.output_dir, bool(self.output_dir), "a folder for the results")
@@ -188,26 +247,39 @@ class FinetuningArguments(TrainingArguments):
         super().__post_init__()
 
 
-Arguments = tuple[ModelArguments, DataArguments, RecipeArguments, FinetuningArguments]
-ARGUMENT_CLASSES = (ModelArguments, DataArguments, RecipeArguments, FinetuningArguments)
+class Arguments(NamedTuple):
+    """The options of a run, by group."""
+
+    model: ModelArguments
+    data: DataArguments
+    recipe: RecipeArguments
+    training: FinetuningArguments
+    distillation: DistillationArguments = DistillationArguments()
 
 
-def parse_arguments(argv: Sequence[str]) -> Arguments:
+FINETUNING = (ModelArguments, DataArguments, RecipeArguments, FinetuningArguments)
+DISTILLATION = (*FINETUNING, DistillationArguments)
+
+
+def parse_arguments(argv: Sequence[str], kinds: Sequence[type] = FINETUNING) -> Arguments:
     """Read `[config.yaml] [--flag value ...]`; a flag overrides the same name in the file.
+
+    Args:
+        kinds: the groups that may be set, `FINETUNING` or `DISTILLATION`.
 
     Raises:
         OptionError: an unknown name (the message has the nearest ones), a value out of range, an unreadable file.
 
-    >>> model, data, recipe, training = parse_arguments(
+    >>> arguments = parse_arguments(
     ...     ["--model_name_or_path", "gpt2", "--mechanism", "linear", "--output_dir", "out", "--seed", "7"])
-    >>> model.mechanism, data.block_size, training.seed
+    >>> arguments.model.mechanism, arguments.data.block_size, arguments.training.seed
     ('linear', 256, 7)
     """
-    known = {f.name for kind in ARGUMENT_CLASSES for f in dataclasses.fields(kind) if f.init}
+    known = {f.name for kind in kinds for f in dataclasses.fields(kind) if f.init}
     flags = list(argv)
     if flags and flags[0].endswith(YAML_SUFFIXES):
         flags = _flags_of(Path(flags[0]), known) + flags[1:]
-    parser = HfArgumentParser(ARGUMENT_CLASSES, allow_abbrev=False, exit_on_error=False)  # type: ignore[arg-type]
+    parser = HfArgumentParser(kinds, allow_abbrev=False, exit_on_error=False)  # type: ignore[arg-type]
     try:
         *parsed, unknown = parser.parse_args_into_dataclasses(
             flags, return_remaining_strings=True, look_for_args_file=False
@@ -216,14 +288,14 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         raise OptionError(str(error)) from error
     if unknown:
         raise _unknown_option(unknown[0], known)
-    arguments: Arguments = tuple(parsed)  # type: ignore[assignment]
+    arguments = Arguments(*parsed)
     _check_together(arguments)
     return arguments
 
 
 def _check_together(arguments: Arguments) -> None:
     """Settle what depends on several groups: the grid of learning rates and the length of the runs."""
-    _, data, recipe, training = arguments
+    _, data, recipe, training, distillation = arguments
     if recipe.learning_rates and training.learning_rate:
         raise OptionError(
             f"learning_rate={training.learning_rate} and learning_rates={recipe.learning_rates} were both given;"
@@ -231,15 +303,25 @@ def _check_together(arguments: Arguments) -> None:
         )
     if not recipe.learning_rates:
         recipe.learning_rates = [training.learning_rate] if training.learning_rate else DEFAULT_LEARNING_RATES
+    recipe.control_learning_rates = recipe.control_learning_rates or recipe.learning_rates
     if training.max_steps > 0:
         raise OptionError(f"max_steps={training.max_steps}: the length of a run is given by max_train_tokens instead")
     step = tokens_per_step(data, training)
-    searched = recipe.lr_search_tokens if len(recipe.learning_rates) > 1 else None
-    for name, tokens in {"max_train_tokens": recipe.max_train_tokens, "lr_search_tokens": searched}.items():
+    grids = (recipe.learning_rates, recipe.control_learning_rates)
+    searched = recipe.lr_search_tokens if max(map(len, grids)) > 1 else None
+    before = recipe.calibration_tokens + distillation.transfer_tokens
+    wanted = {
+        "max_train_tokens": recipe.max_train_tokens - before,
+        "lr_search_tokens": searched,
+        "transfer_tokens": distillation.transfer_tokens or None,
+    }
+    for name, tokens in wanted.items():
         if tokens is not None and tokens < step:
+            shared = f" ({before} of calibration and transfer are part of it)" if name == "max_train_tokens" else ""
             raise OptionError(
-                f"{name}={tokens} is less than one step of {step} tokens (block_size={data.block_size} x global batch"
-                f" of {step // data.block_size}); raise it or lower per_device_train_batch_size"
+                f"{name} leaves {tokens} tokens{shared if before else ''}, less than one step of {step} tokens"
+                f" (block_size={data.block_size} x global batch of {step // data.block_size}); raise it or lower"
+                " per_device_train_batch_size"
             )
 
 
@@ -248,7 +330,7 @@ def tokens_per_step(data: DataArguments, training: TrainingArguments) -> int:
     return data.block_size * training.train_batch_size * training.gradient_accumulation_steps * training.world_size
 
 
-def options_table(kinds: Sequence[type] = ARGUMENT_CLASSES) -> str:
+def options_table(kinds: Sequence[type] = FINETUNING) -> str:
     """Return the options as a Markdown table; those inherited from transformers' TrainingArguments are left out."""
     lines = ["| option | default | meaning |", "|---|---|---|"]
     for kind in kinds:

@@ -1,13 +1,10 @@
-"""Fine-tuning on transformers.Trainer: one run, the search for its learning rate, and a folder that can be resumed."""
+"""Fine-tuning on transformers.Trainer: one run, the search for its learning rate, and saving what came of it."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,14 +12,16 @@ from typing import Any
 
 import torch
 from datasets import DatasetDict
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    EarlyStoppingCallback,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    TrainingArguments,
+    TrainerCallback,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING
 
@@ -30,15 +29,14 @@ from hf_linattn import architecture
 from hf_linattn import transformers_bridge as bridge
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.running import evaluation_mode
-from hf_linattn.training.arguments import DataArguments
+from hf_linattn.training.arguments import DataArguments, FinetuningArguments
 from hf_linattn.training.data import PackedMaskingCollator, tokenize_and_pack
-from hf_linattn.training.trainers import PackedData, PackedTrainer, Teacher
+from hf_linattn.training.distillation import Teacher
+from hf_linattn.training.run_directory import RunDirectory, last_complete_checkpoint
+from hf_linattn.training.trainers import PackedData, PackedTrainer
 
 logger = logging.getLogger(__name__)
 
-STAGES = "stages"  # the folder of a run that holds the results of its finished stages
-RECIPE = "recipe"  # the record of the options the run was started with
-TRAINER_STATE = "trainer_state.json"  # what transformers writes last into a checkpoint
 
 
 # -- model and data ---------------------------------------------------------------------------------------------------
@@ -85,124 +83,20 @@ def first_position(model: nn.Module) -> int:
     return max((first for first, _ in tables.values()), default=0)
 
 
-# -- the folder of a run ----------------------------------------------------------------------------------------------
-
-
-class RunDirectory:
-    """An output folder in which every finished stage leaves its result, so that a rerun goes on where it stopped.
-
-    Args:
-        path: the folder. training: says which process writes and how the others wait for it.
-    """
-
-    def __init__(self, path: str | Path, training: TrainingArguments):
-        self.path = Path(path)
-        self.training = training
-
-    def open(self, options: Mapping[str, Any], overwrite: bool = False, resume: bool = False) -> None:
-        """Start a run, or continue the one that was started here with the same options.
-
-        Raises:
-            OptionError: the folder holds something else, or a run with other options.
-            CheckpointError: `resume`, but there is nothing to resume.
-        """
-        with self.training.main_process_first(local=False):
-            if self.training.should_save and overwrite:
-                for folder in (STAGES, "control"):
-                    shutil.rmtree(self.path / folder, ignore_errors=True)
-            started = self.finished(RECIPE)
-            if started is not None:
-                self._check_options(started, json.loads(json.dumps(options)))
-                logger.info("continuing the run in %s", self.path)
-            elif resume:
-                raise CheckpointError(
-                    f"resume_from_checkpoint: {str(self.path)!r} holds no run of this recipe; leave it out"
-                )
-            else:
-                self._check_empty(overwrite)
-                self.record(RECIPE, options)
-
-    def finished(self, name: str) -> dict[str, Any] | None:
-        """Return the recorded result of a stage, or None; a damaged record raises `CheckpointError`."""
-        file = self._file(name)
-        if not file.is_file():
-            return None
-        try:
-            return json.loads(file.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise CheckpointError(f"{str(file)!r} is damaged ({error}); delete it to run that stage again") from error
-
-    def record(self, name: str, result: Mapping[str, Any]) -> None:
-        """Write the result of a stage, whole or not at all, from the main process only."""
-        if not self.training.should_save:
-            return
-        file = self._file(name)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, file)
-
-    def stage(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the result of a stage that one process computes while the others wait; recorded, so done once."""
-        with self.training.main_process_first(local=False):
-            result = self.finished(name)
-            if result is None:
-                logger.info("stage %s", name)
-                self.record(name, compute())
-                result = self.finished(name) or {}
-        return result
-
-    def checkpoints(self, name: str) -> Path:
-        """Return the folder for the Trainer's checkpoints of a stage."""
-        return self._file(name).with_suffix("")
-
-    def _file(self, name: str) -> Path:
-        return self.path / STAGES / f"{name}.json"
-
-    def _check_empty(self, overwrite: bool) -> None:
-        """Refuse a folder with anything in it, unless it may be overwritten."""
-        if self.path.exists() and not self.path.is_dir():
-            raise OptionError(f"output_dir={str(self.path)!r} is not a folder; give another path")
-        content = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
-        if content and not overwrite:
-            raise OptionError(
-                f"output_dir={str(self.path)!r} holds {', '.join(content[:3])} but no run that could be continued;"
-                " give another output_dir, or --overwrite_output_dir"
-            )
-
-    def _check_options(self, started: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Refuse to continue a run with other options than it was started with."""
-        for name in sorted(started.keys() | options.keys()):
-            if started.get(name) != options.get(name):
-                raise OptionError(
-                    f"output_dir={str(self.path)!r} holds a run with {name}={started.get(name)!r}, got"
-                    f" {options.get(name)!r}; give another output_dir, or --overwrite_output_dir"
-                )
-
-
-def last_complete_checkpoint(folder: Path) -> str | None:
-    """Return the newest Trainer checkpoint that was written to its end, or None; unfinished ones are passed over."""
-    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
-    for path in found:
-        if (path / TRAINER_STATE).is_file():
-            return str(path)
-        logger.warning("%s is half-written (no %s) and not used", path, TRAINER_STATE)
-    return None
-
-
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
 def fine_tune(
     model: nn.Module,
     data: PackedData,
-    training: TrainingArguments,
+    training: FinetuningArguments,
     folder: Path,
     *,
     learning_rate: float,
     max_steps: int,
     keep_checkpoints: bool = True,
     teacher: Teacher | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> dict[str, Any]:
     """Train `model` in place for `max_steps` steps and return what it came to.
 
@@ -214,24 +108,15 @@ def fine_tune(
         `learning_rate`, `eval_loss` (mean nats per predicted token, of the weights left in the model; None if not
         finite), `steps`, `seconds` (of this call) and `history` (the Trainer's log).
     """
-    changes: dict[str, Any] = (
-        {} if keep_checkpoints else {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False}
-    )
-    arguments = dataclasses.replace(
-        training,
-        output_dir=str(folder),
-        learning_rate=learning_rate,
-        max_steps=max_steps,
-        remove_unused_columns=False,  # position_ids must arrive, or packed documents see each other
-        prediction_loss_only=True,
-        dataloader_pin_memory=training.dataloader_pin_memory and training.device.type != "cpu",
-        resume_from_checkpoint=None,
-        **changes,
+    arguments = _stage_arguments(
+        training, folder, keep_checkpoints, learning_rate=learning_rate, max_steps=max_steps
     )
     config: Any = getattr(model, "config", None)
     use_cache = getattr(config, "use_cache", None)
     checkpoint = last_complete_checkpoint(folder) if keep_checkpoints else None
-    trainer = PackedTrainer(model, arguments, data, teacher)
+    trainer = PackedTrainer(model, arguments, data, teacher, callbacks)
+    if keep_checkpoints and training.early_stopping_patience:
+        trainer.add_callback(EarlyStoppingCallback(training.early_stopping_patience))
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - start
@@ -247,6 +132,28 @@ def fine_tune(
     }
 
 
+def validation_loss(model: nn.Module, data: PackedData, training: FinetuningArguments) -> float:
+    """Return the mean nats per predicted token of the validation rows."""
+    arguments = _stage_arguments(training, Path(training.output_dir or ""), False)
+    return PackedTrainer(model, arguments, data).evaluate()["eval_loss"]
+
+
+def _stage_arguments(
+    training: FinetuningArguments, folder: Path, keep_checkpoints: bool, **changes: Any
+) -> FinetuningArguments:
+    """Return the options of the run as one Trainer of it needs them."""
+    if not keep_checkpoints:
+        changes |= {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False}
+    changes |= {
+        "output_dir": str(folder),
+        "remove_unused_columns": False,  # position_ids must arrive, or packed documents see each other
+        "prediction_loss_only": True,
+        "dataloader_pin_memory": training.dataloader_pin_memory and training.device.type != "cpu",
+        "resume_from_checkpoint": None,
+    }
+    return dataclasses.replace(training, **changes)
+
+
 def recover(
     run: RunDirectory,
     name: str,
@@ -257,6 +164,7 @@ def recover(
     max_steps: int,
     save_to: Path,
     teacher: Teacher | None = None,
+    make_callbacks: Callable[[nn.Module], Sequence[TrainerCallback]] = lambda model: (),
 ) -> dict[str, Any]:
     """Fine-tune a model with the learning rate that serves it best, save it to `save_to`, and return the result.
 
@@ -271,23 +179,27 @@ def recover(
     if done is not None:
         return done
     candidates = learning_rates if len(learning_rates) > 1 else []
-    trials = [_try(run, f"{name}-{rate:g}", make_model, data, rate, search_steps, teacher) for rate in candidates]
+    trials = [
+        _try(run, f"{name}-{rate:g}", make_model, data, rate, search_steps, teacher, make_callbacks)
+        for rate in candidates
+    ]
     losses = {trial["learning_rate"]: trial["eval_loss"] for trial in trials}
     learning_rate = select_learning_rate(losses) if losses else learning_rates[0]
     logger.info("stage %s: learning rate %g, %d steps", name, learning_rate, max_steps)
     model, folder = make_model(), run.checkpoints(name)
     result = fine_tune(
-        model, data, run.training, folder, learning_rate=learning_rate, max_steps=max_steps, teacher=teacher
-    )
+        model, data, run.training, folder, learning_rate=learning_rate, max_steps=max_steps, teacher=teacher,
+        callbacks=make_callbacks(model),
+    )  # fmt: skip
+    if isinstance(model, PeftModel):
+        model = model.merge_and_unload()  # type: ignore[operator]  # what is saved has no adapters
     if result["eval_loss"] is None:
         raise OptionError(f"learning_rate={learning_rate:g}: training of {name} diverged; give lower learning_rates")
     result["search"] = [{"learning_rate": rate, "eval_loss": loss} for rate, loss in losses.items()]
     if run.training.should_save:
         model.save_pretrained(save_to)
         verify_saved(model, save_to, data.validation[:1]["input_ids"])
-    run.record(name, result)
-    if run.training.should_save:
-        shutil.rmtree(folder, ignore_errors=True)
+    run.finish(name, result)
     return result
 
 
@@ -325,25 +237,18 @@ def _try(
     learning_rate: float,
     max_steps: int,
     teacher: Teacher | None,
+    make_callbacks: Callable[[nn.Module], Sequence[TrainerCallback]],
 ) -> dict[str, Any]:
     """One search run, recorded."""
     result = run.finished(name)
     if result is None:
         logger.info("stage %s: %d steps", name, max_steps)
-        folder = run.checkpoints(name)
+        model = make_model()
         result = fine_tune(
-            make_model(),
-            data,
-            run.training,
-            folder,
-            learning_rate=learning_rate,
-            max_steps=max_steps,
-            keep_checkpoints=False,
-            teacher=teacher,
-        )
-        run.record(name, result)
-        if run.training.should_save:
-            shutil.rmtree(folder, ignore_errors=True)
+            model, data, run.training, run.checkpoints(name), learning_rate=learning_rate, max_steps=max_steps,
+            keep_checkpoints=False, teacher=teacher, callbacks=make_callbacks(model),
+        )  # fmt: skip
+        run.finish(name, result)
     return result
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import (
-    PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -25,7 +22,7 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 
 from hf_linattn.evaluation.perplexity import is_masked_language_model
-from hf_linattn.training.data import IGNORED_LABEL
+from hf_linattn.training.distillation import Teacher, distillation_loss
 
 logger = logging.getLogger(__name__)
 
@@ -40,30 +37,21 @@ class PackedData:
     evaluation_collator: Callable[..., Any] = default_data_collator
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """The original model and how much its example counts beside the cross-entropy of the text.
-
-    Attributes:
-        model: gives the example; it is not trained.
-        kl_weight: of KL(teacher || student) over the vocabulary, in nats per predicted token.
-        hidden_weight: of the squared difference of the hidden states after every layer, relative to the teacher's.
-    """
-
-    model: PreTrainedModel
-    kl_weight: float = 0.0
-    hidden_weight: float = 0.0
-
-
 class PackedTrainer(Trainer):
     """A Trainer for packed rows, which masks the validation rows in the same way every time.
 
-    With a `teacher` the training loss is cross-entropy + kl_weight KL + hidden_weight hidden: every token then says
-    what all layers should make of it, and not the predicted ones alone. The validation loss stays the cross-entropy.
+    With a `teacher` the training loss is ce_weight cross-entropy + kl_weight KL + hidden_weight hidden: every token
+    then says what all layers should make of it, and not the predicted ones alone. The validation loss stays the
+    cross-entropy.
     """
 
     def __init__(
-        self, model: nn.Module, args: TrainingArguments, data: PackedData, teacher: Teacher | None = None
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        data: PackedData,
+        teacher: Teacher | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
     ):
         super().__init__(
             model=model,
@@ -71,13 +59,13 @@ class PackedTrainer(Trainer):
             train_dataset=data.train,
             eval_dataset=data.validation,
             data_collator=data.collator,
-            callbacks=[StopAtDivergence()],
+            callbacks=[StopAtDivergence(), *callbacks],
         )
         self.data_collator: Callable[..., Any]
         self.remove_callback(PrinterCallback)  # prints with a bare print where progress bars are off
         self.evaluation_collator = data.evaluation_collator
         self.teacher = teacher
-        if teacher is not None:
+        if teacher is not None and teacher.model is not None:
             teacher.model.to(args.device).eval().requires_grad_(False)
             teacher.model.config.use_cache = False  # with a cache, packed documents would see each other
 
@@ -97,37 +85,16 @@ class PackedTrainer(Trainer):
     ) -> Any:
         if self.teacher is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        inputs = {**inputs, "output_hidden_states": True}
+        inputs = {**inputs, "output_hidden_states": bool(self.teacher.hidden_weight)}
+        example = self.teacher.example(model, inputs)  # first: switching adapters off and on disturbs gradients
         loss, output = super().compute_loss(model, inputs, True, num_items_in_batch)
-        with torch.no_grad():
-            example = self.teacher.model(**{k: v for k, v in inputs.items() if k != "labels"})
-        masked = is_masked_language_model(self.teacher.model)
+        masked = is_masked_language_model(self.accelerator.unwrap_model(model))
         extra = distillation_loss(output, example, inputs["labels"], self.teacher, masked)
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
             # the model averaged over the accumulated batches, so the Trainer adds up what each contributes
             extra = extra / self.args.gradient_accumulation_steps
-        loss = loss + extra
+        loss = self.teacher.ce_weight * loss + extra
         return (loss, output) if return_outputs else loss
-
-
-def distillation_loss(student: Any, example: Any, labels: Tensor, teacher: Teacher, masked: bool) -> Tensor:
-    """Return kl_weight KL + hidden_weight hidden for two outputs with `logits` [B, N, V] and `hidden_states`.
-
-    Args:
-        labels: int64 [B, N]; tokens with label -100 are not predicted, and no KL is taken where they would be.
-        masked: whether position i predicts token i (masked models) or token i + 1 (causal ones).
-    """
-    predicting, predicted = (slice(None), slice(None)) if masked else (slice(None, -1), slice(1, None))
-    chosen = labels[:, predicted] != IGNORED_LABEL
-    loss = student.logits.new_zeros((), dtype=torch.float32)
-    if teacher.kl_weight and bool(chosen.any()):
-        got, want = (out.logits[:, predicting][chosen].float().log_softmax(-1) for out in (student, example))
-        loss = loss + teacher.kl_weight * F.kl_div(got, want, log_target=True, reduction="batchmean")
-    if teacher.hidden_weight:
-        pairs = list(zip(student.hidden_states[1:], example.hidden_states[1:], strict=True))
-        errors = [(got.float() - want.float()).square().mean() / want.float().square().mean() for got, want in pairs]
-        loss = loss + teacher.hidden_weight * torch.stack(errors).mean()
-    return loss
 
 
 class StopAtDivergence(TrainerCallback):

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_linattn
 from hf_linattn.errors import CheckpointError, DataError, OptionError, UnknownNameError
 from hf_linattn.report import Report
-from hf_linattn.training import finetuning, trainers
-from hf_linattn.training.arguments import options_table
+from hf_linattn.training import finetuning, pipeline, trainers
+from hf_linattn.training.arguments import FINETUNING, DistillationArguments, options_table, parse_arguments
 from recipes import finetune
 from tests.helpers import make_tokenizer
 from tests.models import make_model
@@ -56,13 +56,17 @@ def command(material, output_dir, **changes) -> list[str]:
     ]
 
 
+def run(flags: list[str]) -> Report:
+    return pipeline.main(flags, FINETUNING, "recipes/finetune.py")
+
+
 def recorded(output_dir, stage: str) -> dict:
     return json.loads((Path(output_dir) / "stages" / f"{stage}.json").read_text())
 
 
 def test_a_run_from_end_to_end(material, tmp_path, capsys):
     out = tmp_path / "out"
-    report = finetune.main(command(material, out))
+    report = run(command(material, out))
     assert Report.load(out) == report
     perplexity = report.perplexity
     assert perplexity.control < 0.9 * perplexity.original and perplexity.recovered < 0.9 * perplexity.converted
@@ -100,8 +104,8 @@ def test_training_starts_from_the_calibrated_mechanisms(material, tmp_path, monk
 
     monkeypatch.setattr(finetuning, "fine_tune", watch)
     options = {"mechanism": "hedgehog", "mechanism_options": None, "calibration_tokens": 512, "hidden_weight": 0.5}
-    report = finetune.main(command(material, tmp_path / "out", **options))
-    assert report.training.calibration_tokens == 512 and report.training.hidden_weight == 0.5
+    report = run(command(material, tmp_path / "out", **options))
+    assert report.training.teaching == {"calibration_tokens": 512, "hidden_weight": 0.5}
     *_, first, second, full = started  # two runs of the search and the full one; before them the control's
     fresh = hf_linattn.patch_model(AutoModelForCausalLM.from_pretrained(material["model_name_or_path"]), "hedgehog")
     for path, mechanism in hf_linattn.get_mechanisms(fresh).items():
@@ -111,7 +115,7 @@ def test_training_starts_from_the_calibrated_mechanisms(material, tmp_path, monk
 
 
 def test_an_interrupted_run_goes_on_and_ends_the_same(material, tmp_path, monkeypatch):
-    whole = finetune.main(command(material, tmp_path / "whole"))
+    whole = run(command(material, tmp_path / "whole"))
     broken = tmp_path / "broken"
 
     def interrupt(*arguments, **options):
@@ -128,15 +132,15 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(material, tmp_path, monkey
     for target, name, stand_in in [
         (trainers.PackedTrainer, "_save_checkpoint", save_once),  # in the middle of the control's training
         (finetuning, "verify_saved", interrupt),  # after it, before its result is recorded
-        (finetune, "measure_speed", interrupt),  # at the very end
+        (pipeline, "measure_speed", interrupt),  # at the very end
     ]:
         with monkeypatch.context() as patch:
             patch.setattr(target, name, stand_in)
             with pytest.raises(KeyboardInterrupt):
-                finetune.main(command(material, broken))
+                run(command(material, broken))
         assert not (broken / "report.json").exists()
     assert saves == [3]
-    report = finetune.main(command(material, broken, resume_from_checkpoint=broken))
+    report = run(command(material, broken, resume_from_checkpoint=broken))
     assert report.perplexity == whole.perplexity
     for stage in ("control_training", "recovered_training"):
         assert recorded(broken, stage)["eval_loss"] == recorded(tmp_path / "whole", stage)["eval_loss"]
@@ -162,7 +166,7 @@ def test_bad_input_is_refused_before_anything_is_written(material, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").touch()
     with pytest.raises(error, match=message):
-        finetune.main(command(material, tmp_path / "out", **changes))
+        run(command(material, tmp_path / "out", **changes))
     assert [entry.name for entry in tmp_path.iterdir()] == ["empty.txt"]
 
 
@@ -171,7 +175,7 @@ def test_an_output_folder_in_use_is_refused_and_left_alone(material, tmp_path):
     half_written.parent.mkdir()
     half_written.write_bytes(b"half")
     with pytest.raises(OptionError, match="holds checkpoint-7 but no run that could be continued"):
-        finetune.main(command(material, tmp_path))
+        run(command(material, tmp_path))
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [half_written]
 
 
@@ -179,20 +183,21 @@ def test_a_converted_checkpoint_is_not_converted_again(material, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(material["model_name_or_path"])
     hf_linattn.patch_model(model, "linear").save_pretrained(tmp_path / "converted")
     with pytest.raises(OptionError, match="is converted already"):
-        finetune.main(command(material, tmp_path / "out", model_name_or_path=tmp_path / "converted"))
+        run(command(material, tmp_path / "out", model_name_or_path=tmp_path / "converted"))
 
 
 @pytest.mark.parametrize(
     "config", sorted(ROOT.glob("recipes/*/*er.yaml")) + sorted(ROOT.glob("recipes/*/linear.yaml"))
 )
 def test_the_recipes_in_the_repository_can_be_read(config):
-    model, data, recipe, _ = finetune.parse_arguments([str(config)])
+    model, data, recipe, *_ = parse_arguments([str(config)])
     assert model.mechanism == config.stem and model.model_name_or_path == f"recipes/pretrained/{config.parent.name}"
     assert recipe.max_train_tokens <= 2_000_000 and data.block_size >= 256 and len(recipe.learning_rates) > 1
 
 
 def test_the_table_of_options_in_the_readme_is_up_to_date():
-    assert options_table() in (ROOT / "recipes" / "README.md").read_text()
+    page = (ROOT / "recipes" / "README.md").read_text()
+    assert options_table() in page and options_table([DistillationArguments]) in page
 
 
 @pytest.mark.slow

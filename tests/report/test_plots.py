@@ -23,7 +23,7 @@ def report():
         data="bundled",
         perplexity=Perplexities(original=9.0, control=8.0, converted=30.0, recovered=10.0),
         evaluation=Evaluation(max_length=512, stride=256, num_tokens=1000),
-        training=Training(2_000_000, 1e-3, 1e-3, (1e-3,), 0),
+        training=Training(2_000_000, 1e-3, 1e-3, (1e-3,), (1e-3,), 0),
         provenance=collect_provenance(0, "command"),
         speed=tuple(
             SpeedRow(

@@ -32,6 +32,7 @@ def report():
             recovered_learning_rate=1e-3,
             control_learning_rate=3e-4,
             learning_rate_grid=(3e-4, 1e-3),
+            control_learning_rate_grid=(3e-4,),
             search_tokens=100_000,
         ),
         provenance=collect_provenance(7, "accelerate launch recipes/finetune.py"),

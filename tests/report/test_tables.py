@@ -14,6 +14,7 @@ from hf_linattn.report import (
     Evaluation,
     Perplexities,
     Report,
+    Stage,
     Training,
     collect_provenance,
     four_model_table,
@@ -32,7 +33,8 @@ def report():
         options={"num_features": 128},
         perplexity=Perplexities(original=9.0, control=8.0, converted=1234.5, recovered=10.0),
         evaluation=Evaluation(max_length=512, stride=256, num_tokens=98_765),
-        training=Training(2_000_000, 1e-3, 3e-4, (3e-4, 1e-3), 100_000),
+        training=Training(2_000_000, 1e-3, 3e-4, (1e-3,), (3e-4, 1e-3), 100_000, {"kl_weight": 0.5}),
+        stages=(Stage("converted", 0, 0.0, 7.0), Stage("recovered", 2_000_000, 1234.5, 2.0)),
         provenance=collect_provenance(7, "accelerate launch recipes/finetune.py --seed 7"),
         speed=(
             SpeedRow(256, 1, slow, fast, Spread(2.0, 1.0, 3.0), Spread(1.0, 0.5, 1.5)),
@@ -68,9 +70,17 @@ def test_the_better_softmax_model_is_named(report):
 
 def test_markdown_has_the_four_models(report):
     markdown = to_markdown(report)
-    assert cells(markdown, "control")[2:] == ["8.00", "1.000"]
-    assert cells(markdown, "recovered")[2:] == ["10.00", "1.250"]
+    models = markdown.split("## Stages")[0]
+    assert cells(models, "control")[2:] == ["8.00", "1.000"]
+    assert cells(models, "recovered")[2:] == ["10.00", "1.250"]
     assert "98,765 scored tokens of the test split, windows of 512, stride 256." in markdown
+
+
+def test_markdown_has_the_stages_in_perplexity(report):
+    stages = to_markdown(report).split("## Stages")[1].split("## Speed")[0]
+    assert cells(stages, "converted") == ["converted", "0", "0", "1,096.63"]
+    assert cells(stages, "recovered") == ["recovered", "2,000,000", "1,234", "7.39"]
+    assert "kl_weight=0.5" in cells(to_markdown(report), "how the original taught it")[1]
 
 
 def test_markdown_has_speed_as_ratios(report):

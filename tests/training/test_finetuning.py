@@ -55,7 +55,7 @@ def test_flags_override_the_yaml_file(tmp_path):
         "learning_rates": [1e-4, 1e-3], "output_dir": "out", "seed": 3, "bf16": False, "test_file": None,
     }  # fmt: skip
     config.write_text(yaml.safe_dump(options))
-    model, data, recipe, training = parse_arguments([str(config), "--seed", "7", "--block_size", "128"])
+    model, data, recipe, training, _ = parse_arguments([str(config), "--seed", "7", "--block_size", "128"])
     assert (training.seed, data.block_size, data.test_file, training.bf16) == (7, 128, None, False)
     assert model.patch_arguments() == {"mechanism": "performer", "layers": None, "num_features": 32}
     assert recipe.learning_rates == [1e-4, 1e-3]
@@ -72,7 +72,7 @@ def test_a_plan_takes_the_place_of_a_mechanism():
 
 
 def test_tokens_per_step_counts_accumulation():
-    _, data, _, training = parse_arguments(
+    _, data, _, training, _ = parse_arguments(
         [*REQUIRED, "--block_size", "64", "--per_device_train_batch_size", "3", "--gradient_accumulation_steps", "2"]
     )
     assert tokens_per_step(data, training) == 64 * 3 * 2 * max(1, training.n_gpu)
@@ -85,7 +85,7 @@ def test_tokens_per_step_counts_accumulation():
         (["--block_size", "1"], "block_size must be at least 2, got 1"),
         (["--block_size", "many"], "block_size"),
         (["--max_steps", "5"], "max_steps=5"),
-        (["--max_train_tokens", "10"], "max_train_tokens=10 is less than one step"),
+        (["--max_train_tokens", "10"], "max_train_tokens leaves 10 tokens, less than one step"),
         (["--learning_rate", "1e-3", "--learning_rates", "1e-3", "1e-2"], "give one of them"),
         (["--learning_rates", "1e-3", "-1"], "learning_rates"),
         (["--kl_weight", "-1"], "kl_weight must be at least 0, got -1"),
@@ -124,7 +124,7 @@ def test_recover_searches_by_validation_loss(tmp_path, monkeypatch):
     losses = {1e-4: 3.0, 1e-3: 2.0, 1e-2: 2.5}
     runs = []
 
-    def fake(model, data, training, folder, *, learning_rate, max_steps, keep_checkpoints=True, teacher=None):
+    def fake(model, data, training, folder, *, learning_rate, max_steps, keep_checkpoints=True, **options):
         runs.append((learning_rate, max_steps, keep_checkpoints))
         return {"learning_rate": learning_rate, "eval_loss": losses[learning_rate]}
 

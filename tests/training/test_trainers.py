@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hf_linattn import patch_model
-from hf_linattn.training.trainers import PackedTrainer, Teacher, distillation_loss
+from hf_linattn.training.distillation import Teacher, distillation_loss
+from hf_linattn.training.trainers import PackedTrainer
 from tests.models import make_model
 from tests.training.test_finetuning import make_data, make_training
 

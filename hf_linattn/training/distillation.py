@@ -1,0 +1,164 @@
+"""Learning from the original: its example and the losses against it, adapters, and a window that is sometimes shut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.pytorch_utils import Conv1D
+
+from hf_linattn import get_mechanisms
+from hf_linattn.architecture import attention_projections, root_model
+from hf_linattn.calibration import own_parameters
+from hf_linattn.errors import OptionError
+from hf_linattn.mechanisms.hybrid import HybridMechanism
+from hf_linattn.observation import observed
+from hf_linattn.running import evaluation_mode
+from hf_linattn.training.data import IGNORED_LABEL
+from hf_linattn.transformers_bridge import MECHANISM
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The original model and how much its example counts beside the cross-entropy of the text.
+
+    Attributes:
+        model: gives the example; it is not trained. None: the student itself, its adapters off and softmax in the
+            place of its mechanisms, so that one copy of the weights serves both; the student is then a `PeftModel`.
+        kl_weight: of KL(teacher || student) over the vocabulary, in nats per predicted token.
+        hidden_weight: of the squared difference of the hidden states after every layer, relative to the teacher's.
+        ce_weight: of the text's own cross-entropy.
+        temperature: divides the logits of both in the divergence, which is multiplied by its square.
+        top_k: compare the teacher's so many likeliest tokens one by one and all others as one; None: the vocabulary.
+    """
+
+    model: PreTrainedModel | None = None
+    kl_weight: float = 0.0
+    hidden_weight: float = 0.0
+    ce_weight: float = 1.0
+    temperature: float = 1.0
+    top_k: int | None = None
+
+    @torch.no_grad()
+    def example(self, student: nn.Module, inputs: dict[str, Any]) -> Any:
+        """Return the output of the original for `inputs`; `student` may be wrapped (DDP, FSDP)."""
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        if self.model is not None:
+            return self.model(**inputs)
+        adapted = next((module for module in student.modules() if isinstance(module, PeftModel)), None)
+        if adapted is None:
+            raise OptionError(
+                f"{type(student).__name__} has no adapters to switch off, so its weights are not the original's any"
+                " more; give the teacher a model of its own, or the student adapters (lora_rank)"
+            )
+        with ExitStack() as original:
+            original.enter_context(adapted.disable_adapter())
+            original.enter_context(evaluation_mode(student))
+            original.enter_context(observed(get_mechanisms(adapted)))
+            return student(**inputs)
+
+
+def distillation_loss(student: Any, example: Any, labels: Tensor, teacher: Teacher, masked: bool) -> Tensor:
+    """Return kl_weight KL + hidden_weight hidden for two outputs with `logits` [B, N, V] and `hidden_states`.
+
+    Args:
+        labels: int64 [B, N]; tokens with label -100 are not predicted, and no KL is taken where they would be.
+        masked: whether position i predicts token i (masked models) or token i + 1 (causal ones).
+    """
+    predicting, predicted = (slice(None), slice(None)) if masked else (slice(None, -1), slice(1, None))
+    chosen = labels[:, predicted] != IGNORED_LABEL
+    loss = student.logits.new_zeros((), dtype=torch.float32)
+    if teacher.kl_weight and bool(chosen.any()):
+        got, want = (out.logits[:, predicting][chosen].float() / teacher.temperature for out in (student, example))
+        got, want = _likeliest(got.log_softmax(-1), want.log_softmax(-1), teacher.top_k)
+        divergence = (want.exp() * (want - got)).sum(-1).mean()
+        loss = loss + teacher.kl_weight * teacher.temperature**2 * divergence
+    if teacher.hidden_weight:
+        pairs = list(zip(student.hidden_states[1:], example.hidden_states[1:], strict=True))
+        errors = [(got.float() - want.float()).square().mean() / want.float().square().mean() for got, want in pairs]
+        loss = loss + teacher.hidden_weight * torch.stack(errors).mean()
+    return loss
+
+
+def _likeliest(got: Tensor, want: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
+    """Return both log probabilities [T, V] of the `count` tokens likeliest in `want`, and of all others as one."""
+    if count is None or count >= want.shape[-1]:
+        return got, want
+    chosen = want.topk(count, dim=-1).indices
+    largest = -torch.finfo(want.dtype).eps  # a probability of all others that is not quite zero
+
+    def gathered(log: Tensor) -> Tensor:
+        listed = log.gather(-1, chosen)
+        rest = torch.log(-torch.expm1(listed.logsumexp(-1, keepdim=True).clamp(max=largest)))
+        return torch.cat([listed, rest], dim=-1)
+
+    return gathered(got), gathered(want)
+
+
+def add_adapters(
+    model: PreTrainedModel,
+    rank: int,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    target_modules: Sequence[str] | None = None,
+    seed: int = 0,
+) -> PeftModel:
+    """Freeze a patched model but for LoRA adapters (Hu et al. 2021, arXiv 2106.09685) and the mechanisms' parameters.
+
+    Args:
+        rank: of the adapters. alpha: their outputs count alpha / rank; None: 2 rank. dropout: of their inputs.
+        target_modules: names as PEFT takes them; None: the query, key, value and output projections of all layers.
+        seed: of the adapters' first weights; the global random state is left alone.
+    """
+    mechanisms = get_mechanisms(model)
+    root = root_model(model)
+    targets = list(target_modules or (p for path in mechanisms for p in attention_projections(root, path)))
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,  # type: ignore[arg-type]  # any number will do
+        lora_dropout=dropout,
+        target_modules=targets,
+        modules_to_save=[MECHANISM] if own_parameters(mechanisms) else None,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in root.modules()),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return get_peft_model(model, config)  # type: ignore[return-value]
+
+
+class WindowDropout(TrainerCallback):
+    """Shuts the windows of hybrid mechanisms for some steps, so that the model cannot hide behind them.
+
+    In each step the window of each layer shows a query its own key alone with a probability that falls linearly from
+    `probability` to zero over the run; sinks stay. (Scheduled sliding-window dropout, 2025, arXiv 2510.05901.) Which
+    windows are shut depends on the seed and the step alone, so a resumed run shuts the same ones.
+    """
+
+    def __init__(self, model: nn.Module, probability: float, seed: int = 0):
+        self.model, self.probability, self.seed = model, probability, seed
+        if not self._hybrids():
+            raise OptionError(f"window_dropout={probability}: the model has no hybrid mechanism; leave it out")
+
+    def _hybrids(self) -> list[HybridMechanism]:
+        return [m for m in get_mechanisms(self.model).values() if isinstance(m, HybridMechanism)]
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        now = self.probability * (1 - state.global_step / state.max_steps)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + state.global_step)
+        hybrids = self._hybrids()
+        for hybrid, drawn in zip(hybrids, torch.rand(len(hybrids), generator=generator).tolist(), strict=True):
+            hybrid.window_shut = drawn < now
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        for hybrid in self._hybrids():
+            hybrid.window_shut = False

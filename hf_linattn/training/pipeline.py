@@ -1,0 +1,226 @@
+"""The stages of a recipe, from the original to the report, each done once."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_linattn import calibrate, get_patch_config, unpatch_model
+from hf_linattn.errors import OptionError
+from hf_linattn.evaluation import measure_memory, measure_speed
+from hf_linattn.report import (
+    Evaluation,
+    Perplexities,
+    Report,
+    Stage,
+    Training,
+    collect_provenance,
+    four_model_table,
+    save_report,
+    stage_table,
+    write_whole,
+)
+from hf_linattn.training.arguments import Arguments, parse_arguments, tokens_per_step
+from hf_linattn.training.finetuning import fine_tune, recover, validation_loss
+from hf_linattn.training.recipe import Recipe
+from hf_linattn.training.run_directory import RunDirectory
+from hf_linattn.training.transfer import AttentionTransfer
+from hf_linattn.transformers_bridge import MECHANISM
+
+logger = logging.getLogger(__name__)
+
+
+def calibration_stage(recipe: Recipe, run: RunDirectory) -> Path | None:
+    """Fit the mechanisms on training rows, if that was asked for, and return the file of their state."""
+    count, training = recipe.calibration_rows, recipe.arguments.training
+    if not count:
+        return None
+    file = run.file("calibration", ".safetensors")
+
+    def compute() -> dict[str, Any]:
+        rows, size = recipe.data.train, training.per_device_eval_batch_size
+        model, start = recipe.convert(), time.perf_counter()
+        chosen = ([rows[i] for i in range(first, min(first + size, count))] for first in range(0, count, size))
+        batches = ({k: v.to(training.device) for k, v in recipe.data.evaluation_collator(x).items()} for x in chosen)
+        errors = calibrate(model, batches, progress=not training.disable_tqdm)
+        seconds = time.perf_counter() - start
+        _save_mechanisms(model, file)
+        loss = validation_loss(model, recipe.data, training)
+        tokens = count * recipe.arguments.data.block_size
+        return {"eval_loss": loss, "tokens": tokens, "seconds": round(seconds, 1), "layer_errors": errors}
+
+    run.stage("calibration", compute)
+    return file
+
+
+def transfer_stage(recipe: Recipe, run: RunDirectory, mechanisms: Path | None) -> Path | None:
+    """Train the mechanisms by attention transfer, if that was asked for, and return the file of their state."""
+    options, training = recipe.arguments.distillation, recipe.arguments.training
+    if not options.transfer_tokens:
+        return mechanisms
+    file = run.file("transfer", ".safetensors")
+    if run.finished("transfer") is None:
+        logger.info("stage transfer: %d steps", recipe.steps(options.transfer_tokens))
+        model = recipe.convert(mechanisms)
+        weights = options.transfer_output_weight, options.transfer_weights_weight
+        # no activations are kept from layer to layer anyway; newer transformers has a second name for it
+        names = ("gradient_checkpointing", "activation_checkpointing")
+        without_checkpointing: dict[str, Any] = {f.name: False for f in fields(training) if f.name in names}
+        result = fine_tune(
+            AttentionTransfer(model, *weights, projected=options.transfer_projected),
+            recipe.data,
+            replace(training, weight_decay=0.0, **without_checkpointing),
+            run.checkpoints("transfer"),
+            learning_rate=options.transfer_learning_rate,
+            max_steps=recipe.steps(options.transfer_tokens),
+        )
+        if result["eval_loss"] is None:
+            rate = options.transfer_learning_rate
+            raise OptionError(f"transfer_learning_rate={rate:g}: attention transfer diverged; give a lower one")
+        if training.should_save:
+            _save_mechanisms(model, file)
+        loss = validation_loss(model, recipe.data, training)
+        run.finish("transfer", result | {"transfer_loss": result["eval_loss"], "eval_loss": loss})
+    return file
+
+
+def _save_mechanisms(model: nn.Module, file: Path) -> None:
+    """Write the state of all mechanisms, whole or not at all."""
+    state = {name: x.contiguous() for name, x in model.state_dict().items() if f".{MECHANISM}." in name}
+    write_whole(file, lambda path: save_file(state, path))
+
+
+def run_recipe(recipe: Recipe, run: RunDirectory, command: str) -> Report:
+    """Run the stages, each only if its result is not recorded yet, and return the report."""
+    options, training = recipe.arguments.recipe, recipe.arguments.training
+    search_steps, control_path = recipe.steps(options.lr_search_tokens or 0), run.path / "control"
+    scores = {
+        "original": run.stage("original", lambda: recipe.perplexity(recipe.load())),
+        "converted": run.stage("converted", lambda: recipe.perplexity(recipe.convert())),
+    }
+    results: dict[str, dict[str, Any] | None] = {
+        "converted": run.stage(
+            "converted_validation", lambda: {"eval_loss": validation_loss(recipe.convert(), recipe.data, training)}
+        )
+    }
+    if options.control_dir is None:
+        control = recover(
+            run, "control_training", recipe.exact, recipe.data, options.control_learning_rates or (), search_steps,
+            recipe.steps(options.max_train_tokens), control_path,
+        )  # fmt: skip
+        scores["control"] = run.stage("control", lambda: recipe.perplexity(unpatch_model(recipe.load(control_path))))
+    else:
+        adopted = (run.adopt(x, options.control_dir, recipe.conversion) for x in ("control_training", "control"))
+        control, scores["control"] = adopted
+    mechanisms = calibration_stage(recipe, run)
+    mechanisms = transfer_stage(recipe, run, mechanisms)
+    recovered = recover(
+        run, "recovered_training", lambda: recipe.trainee(mechanisms), recipe.data, options.learning_rates or (),
+        search_steps, recipe.recovery_steps, run.path, recipe.teacher(), recipe.callbacks,
+    )  # fmt: skip
+    scores["recovered"] = run.stage("recovered", lambda: recipe.perplexity(recipe.load(run.path)))
+    if training.should_save:
+        recipe.tokenizer.save_pretrained(run.path)
+        if control_path.exists():
+            recipe.tokenizer.save_pretrained(control_path)
+    results |= {name: run.finished(name) for name in ("calibration", "transfer")}
+    results |= {"recovered": recovered}
+
+    def report() -> dict[str, Any]:
+        built = build_report(recipe, recipe.load(run.path), scores, control, results, command)
+        return {"files": [file.name for file in save_report(built, run.path)]}
+
+    run.stage("report", report)
+    return Report.load(run.path)
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def build_report(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    scores: dict[str, dict[str, Any]],
+    control: dict[str, Any],
+    results: dict[str, dict[str, Any] | None],
+    command: str,
+) -> Report:
+    """Measure speed and memory of the recovered model beside its original attention, and put everything together."""
+    model_options, data_options, options, training, _ = recipe.arguments
+    step = tokens_per_step(data_options, training)
+    mechanisms = {config.mechanism for config in get_patch_config(model).layers.values()}
+    layers = {"layers": model_options.layers} if model_options.layers else {}
+    files = [getattr(data_options, f"{split}_file") for split in recipe.splits]
+    sources = [data_options.dataset_name, data_options.dataset_config_name, *files]
+    recovered = results["recovered"] or {}
+    searched = max(len(options.learning_rates or ()), len(options.control_learning_rates or ())) > 1
+    return Report(
+        base_model=model_options.model_name_or_path or "",
+        mechanism="+".join(sorted(mechanisms)),
+        options=(model_options.mechanism_options or {}) | layers,  # type: ignore[operator]  # a dict by now
+        data=", ".join(filter(None, sources)) or "documentation of Python's standard library",
+        perplexity=Perplexities(**{name: score["perplexity"] for name, score in scores.items()}),
+        evaluation=Evaluation(data_options.block_size, scores["recovered"]["num_tokens"], recipe.stride),
+        training=Training(
+            tokens=recipe.steps(options.max_train_tokens) * step,
+            recovered_learning_rate=recovered["learning_rate"],
+            control_learning_rate=control["learning_rate"],
+            learning_rate_grid=tuple(options.learning_rates or ()),
+            control_learning_rate_grid=tuple(options.control_learning_rates or ()),
+            search_tokens=recipe.steps(options.lr_search_tokens or 0) * step if searched else 0,
+            teaching=teaching_options(recipe.arguments),
+        ),
+        stages=tuple(stages(results, step)),
+        provenance=collect_provenance(training.seed, command, device=model.device, dtype=model.dtype),
+        speed=tuple(measure_speed(model, recipe.speed_lengths)),
+        memory=tuple(measure_memory(model, recipe.speed_lengths)),
+    )
+
+
+def teaching_options(arguments: Arguments) -> dict[str, Any]:
+    """Return the options of calibration, transfer and distillation that are not at their defaults."""
+    default, chosen = type(arguments.distillation)(), asdict(arguments.distillation)
+    losses = {name: getattr(arguments.recipe, name) for name in ("calibration_tokens", "kl_weight", "hidden_weight")}
+    changed = {name: value for name, value in chosen.items() if value != getattr(default, name)}
+    return {name: value for name, value in losses.items() if value} | changed
+
+
+def stages(results: dict[str, dict[str, Any] | None], step: int) -> list[Stage]:
+    """Return what the converted model came to after every stage that was run, on the validation split."""
+    return [
+        Stage(name, result.get("tokens", result.get("steps", 0) * step), result.get("seconds", 0.0), loss)
+        for name, result in results.items()
+        if result is not None and (loss := result["eval_loss"]) is not None
+    ]
+
+
+def main(argv: Sequence[str], kinds: Sequence[type], script: str) -> Report:
+    """Run a recipe with command-line arguments; print the table of the four models and return the report.
+
+    Args:
+        kinds: the groups of options it takes. script: its path, for the command that the report names.
+    """
+    arguments = parse_arguments(argv, kinds)
+    training = arguments.training
+    logging.basicConfig(level=logging.INFO if training.should_log else logging.WARNING, format="%(message)s")
+    recipe = Recipe.prepare(arguments)
+    run = RunDirectory(training.output_dir or "", training)
+    run.open(recipe.options, arguments.recipe.overwrite_output_dir, training.resume_from_checkpoint is not None)
+    report = run_recipe(recipe, run, shlex.join(["accelerate", "launch", script, *argv]))
+    if training.should_log:
+        console = Console()
+        console.print(four_model_table(report))
+        console.print(stage_table(report))
+        console.print(f"saved to {run.path}; reloaded from there, its logits are bit-equal", soft_wrap=True)
+    return report
+

@@ -1,0 +1,204 @@
+"""A recipe with everything that is checked and loaded before it starts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from datasets import DatasetDict
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+from hf_linattn import get_mechanisms, is_patched, patch_model
+from hf_linattn.calibration import own_parameters
+from hf_linattn.errors import OptionError
+from hf_linattn.evaluation import (
+    is_masked_language_model,
+    perplexity,
+    position_limit,
+)
+from hf_linattn.training.arguments import Arguments, tokens_per_step
+from hf_linattn.training.data import load_text_splits
+from hf_linattn.training.distillation import Teacher, WindowDropout, add_adapters
+from hf_linattn.training.finetuning import (
+    load_language_model,
+    pack_splits,
+)
+from hf_linattn.training.trainers import PackedData
+
+logger = logging.getLogger(__name__)
+
+# options of transformers.TrainingArguments that change the result: a run continues only with the same ones
+RESULT_OPTIONS = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "lr_scheduler_type", "warmup_steps",
+    "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim", "seed", "data_seed", "bf16",
+    "fp16", "load_best_model_at_end", "eval_steps", "early_stopping_patience",
+)  # fmt: skip
+
+
+@dataclass
+class Recipe:
+    """Everything checked and loaded before the first file is written."""
+
+    arguments: Arguments
+    tokenizer: PreTrainedTokenizerBase
+    splits: DatasetDict
+    data: PackedData
+    masked: bool
+    speed_lengths: list[int]
+
+    @classmethod
+    def prepare(cls, arguments: Arguments) -> Recipe:
+        """Load model, tokenizer and text, and raise the library's errors for whatever does not fit together."""
+        model_options, data_options, recipe_options, training, distillation = arguments
+        model = load_language_model(model_options.model_name_or_path or "", model_options.dtype)
+        if is_patched(model):
+            raise OptionError(
+                f"model_name_or_path={model_options.model_name_or_path!r} is converted already; give the original"
+            )
+        limit = position_limit(model)
+        if limit is not None and data_options.block_size > limit:
+            raise OptionError(
+                f"block_size={data_options.block_size} is beyond the {limit} positions of"
+                f" {model_options.model_name_or_path!r}; give at most {limit}"
+            )
+        masked = is_masked_language_model(model)
+        if masked and data_options.stride is not None:
+            raise OptionError(f"stride={data_options.stride}: windows of a masked model do not overlap; leave it out")
+        patch_model(model, **model_options.patch_arguments())
+        for name, tokens in (
+            ("calibration_tokens", recipe_options.calibration_tokens),
+            ("transfer_tokens", distillation.transfer_tokens),
+        ):
+            if tokens and not own_parameters(get_mechanisms(model)):
+                raise OptionError(
+                    f"{name}={tokens}: {model_options.mechanism!r} has no parameters of its own that could be fitted;"
+                    " leave it out"
+                )
+        if distillation.window_dropout:
+            WindowDropout(model, distillation.window_dropout)
+        tokenizer = AutoTokenizer.from_pretrained(model_options.tokenizer_name or model_options.model_name_or_path)
+        with training.main_process_first(local=False):
+            splits = load_text_splits(
+                data_options.dataset_name,
+                data_options.dataset_config_name,
+                data_options.train_file,
+                data_options.validation_file,
+                data_options.test_file,
+                data_options.text_column,
+            )
+            data = pack_splits(splits, tokenizer, model, data_options, recipe_options.max_train_tokens, masked)
+        lengths = [n for n in sorted(set(recipe_options.speed_lengths)) if limit is None or n <= limit]
+        return cls(arguments, tokenizer, splits, data, masked, lengths or [limit or data_options.block_size])
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """What determines the result."""
+        model, data, recipe, training, distillation = self.arguments
+        named = asdict(model) | asdict(data) | asdict(recipe) | asdict(distillation)
+        del named["overwrite_output_dir"]
+        return named | {name: _plain(getattr(training, name)) for name in RESULT_OPTIONS}
+
+    @property
+    def conversion(self) -> set[str]:
+        """The names of the options that say nothing about the control."""
+        names = {"layers", "plan", "learning_rates", "kl_weight", "hidden_weight", "calibration_tokens", "control_dir"}
+        mechanism = {"mechanism", "mechanism_options", "speed_lengths", "seed", "data_seed"}
+        return names | mechanism | set(asdict(self.arguments.distillation))
+
+    @property
+    def stride(self) -> int | None:
+        """By how many tokens test windows advance; None for a masked model, whose windows do not overlap."""
+        data_options = self.arguments.data
+        return None if self.masked else data_options.stride or max(1, data_options.block_size // 2)
+
+    def steps(self, tokens: int) -> int:
+        """Return how many whole optimizer steps `tokens` are."""
+        return tokens // tokens_per_step(self.arguments.data, self.arguments.training)
+
+    @property
+    def calibration_rows(self) -> int:
+        """How many training rows the mechanisms are fitted on: those asked for, rounded up, as far as there are."""
+        tokens = self.arguments.recipe.calibration_tokens
+        return min(len(self.data.train), -(-tokens // self.arguments.data.block_size))
+
+    @property
+    def recovery_steps(self) -> int:
+        """Optimizer steps of the recovered model's training: what calibration and transfer leave."""
+        before = self.calibration_rows * self.arguments.data.block_size + self.arguments.distillation.transfer_tokens
+        return self.steps(self.arguments.recipe.max_train_tokens - before)
+
+    def load(self, path: Path | None = None) -> PreTrainedModel:
+        """Load the original, or a model this run saved, onto the device of the run."""
+        options = self.arguments.model
+        model = load_language_model(str(path or options.model_name_or_path), options.dtype)
+        return model.to(self.arguments.training.device)
+
+    def convert(self, mechanisms: Path | None = None) -> PreTrainedModel:
+        """Load the original and patch it as asked; the mechanisms' state may come from a file."""
+        model = patch_model(self.load(), **self.arguments.model.patch_arguments())
+        if mechanisms is not None:
+            model.load_state_dict(load_file(mechanisms), strict=False)
+        return model
+
+    def exact(self) -> PreTrainedModel:
+        """Load the original with our exact attention, which keeps packed rows apart in BERT too."""
+        return patch_model(self.load(), "softmax")
+
+    def trainee(self, mechanisms: Path | None) -> PreTrainedModel:
+        """Return the converted model that recovery trains, with adapters if they are to be trained alone."""
+        model, options = self.convert(mechanisms), self.arguments.distillation
+        if options.lora_rank is None:
+            return model
+        return add_adapters(  # type: ignore[return-value]  # a PeftModel trains as the model inside it does
+            model,
+            options.lora_rank,
+            options.lora_alpha,
+            options.lora_dropout,
+            options.lora_target_modules,
+            self.arguments.training.seed,
+        )
+
+    def teacher(self) -> Teacher | None:
+        """Return the original with the weights of its losses; None if it is not to teach."""
+        options, losses = self.arguments.distillation, self.arguments.recipe
+        if not (losses.kl_weight or losses.hidden_weight):
+            return None
+        return Teacher(
+            self.exact() if options.lora_rank is None else None,
+            losses.kl_weight,
+            losses.hidden_weight,
+            options.ce_weight,
+            options.temperature,
+            options.top_k,
+        )
+
+    def callbacks(self, model: nn.Module) -> list[TrainerCallback]:
+        """Return what else happens while the recovered model trains."""
+        probability, seed = self.arguments.distillation.window_dropout, self.arguments.training.seed
+        return [WindowDropout(model, probability, seed)] if probability else []
+
+    def perplexity(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Score the test split."""
+        _, data_options, _, training, _ = self.arguments
+        share: dict[str, Any] = {"mask_probability": data_options.eval_mlm_probability} if self.masked else {}
+        return dict(
+            perplexity(
+                model,
+                self.tokenizer,
+                self.splits["test"]["text"][: data_options.max_test_documents],
+                max_length=data_options.block_size,
+                batch_size=training.per_device_eval_batch_size,
+                stride=self.stride,
+                **share,
+            )
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Enumerations as their values."""
+    return getattr(value, "value", value)

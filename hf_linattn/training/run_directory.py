@@ -1,0 +1,151 @@
+"""The output folder of a run: what every finished stage left, so that a rerun goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_linattn.errors import CheckpointError, OptionError
+from hf_linattn.training.arguments import FinetuningArguments
+
+logger = logging.getLogger(__name__)
+
+STAGES = "stages"  # the folder of a run that holds the results of its finished stages
+RECIPE = "recipe"  # the record of the options the run was started with
+TRAINER_STATE = "trainer_state.json"  # what transformers writes last into a checkpoint
+
+
+class RunDirectory:
+    """An output folder in which every finished stage leaves its result, so that a rerun goes on where it stopped.
+
+    Args:
+        path: the folder. training: says which process writes and how the others wait for it.
+    """
+
+    def __init__(self, path: str | Path, training: FinetuningArguments):
+        self.path = Path(path)
+        self.training = training
+
+    def open(self, options: Mapping[str, Any], overwrite: bool = False, resume: bool = False) -> None:
+        """Start a run, or continue the one that was started here with the same options.
+
+        Raises:
+            OptionError: the folder holds something else, or a run with other options.
+            CheckpointError: `resume`, but there is nothing to resume.
+        """
+        with self.training.main_process_first(local=False):
+            if self.training.should_save and overwrite:
+                for folder in (STAGES, "control"):
+                    shutil.rmtree(self.path / folder, ignore_errors=True)
+            started = self.finished(RECIPE)
+            if started is not None:
+                self._check_options(started, json.loads(json.dumps(options)))
+                logger.info("continuing the run in %s", self.path)
+            elif resume:
+                raise CheckpointError(
+                    f"resume_from_checkpoint: {str(self.path)!r} holds no run of this recipe; leave it out"
+                )
+            else:
+                self._check_empty(overwrite)
+                self.record(RECIPE, options)
+
+    def finished(self, name: str) -> dict[str, Any] | None:
+        """Return the recorded result of a stage, or None; a damaged record raises `CheckpointError`."""
+        file = self._file(name)
+        if not file.is_file():
+            return None
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise CheckpointError(f"{str(file)!r} is damaged ({error}); delete it to run that stage again") from error
+
+    def record(self, name: str, result: Mapping[str, Any]) -> None:
+        """Write the result of a stage, whole or not at all, from the main process only."""
+        if not self.training.should_save:
+            return
+        file = self._file(name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, file)
+
+    def stage(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the result of a stage that one process computes while the others wait; recorded, so done once."""
+        with self.training.main_process_first(local=False):
+            result = self.finished(name)
+            if result is None:
+                logger.info("stage %s", name)
+                self.record(name, compute())
+                result = self.finished(name) or {}
+        return result
+
+    def finish(self, name: str, result: Mapping[str, Any]) -> None:
+        """Record the result of a training stage and drop its checkpoints."""
+        self.record(name, result)
+        if self.training.should_save:
+            shutil.rmtree(self.checkpoints(name), ignore_errors=True)
+
+    def adopt(self, name: str, source: str | Path, ignored: Collection[str]) -> dict[str, Any]:
+        """Return the result of a stage that another run has finished, and record it here.
+
+        Raises:
+            CheckpointError: the folder `source` has not finished that stage.
+            OptionError: it ran with other options than this run, those in `ignored` apart.
+        """
+        other = RunDirectory(source, self.training)
+        theirs, result, own = other.finished(RECIPE), other.finished(name), self.finished(RECIPE) or {}
+        if theirs is None or result is None:
+            raise CheckpointError(f"{str(source)!r} has not finished its stage {name}; give a folder that has")
+        for option in sorted((theirs.keys() | own.keys()) - set(ignored)):
+            if theirs.get(option) != own.get(option):
+                raise OptionError(
+                    f"{str(source)!r} ran with {option}={theirs.get(option)!r}, this run has {own.get(option)!r}: its"
+                    f" {name} does not compare; give another folder, or none"
+                )
+        return self.stage(name, lambda: result)
+
+    def checkpoints(self, name: str) -> Path:
+        """Return the folder for the Trainer's checkpoints of a stage."""
+        return self.file(name, "")
+
+    def file(self, name: str, suffix: str) -> Path:
+        """Return the path of a stage's file of that kind; `.json` is its result."""
+        return self.path / STAGES / f"{name}{suffix}"
+
+    def _file(self, name: str) -> Path:
+        return self.file(name, ".json")
+
+    def _check_empty(self, overwrite: bool) -> None:
+        """Refuse a folder with anything in it, unless it may be overwritten."""
+        if self.path.exists() and not self.path.is_dir():
+            raise OptionError(f"output_dir={str(self.path)!r} is not a folder; give another path")
+        content = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
+        if content and not overwrite:
+            raise OptionError(
+                f"output_dir={str(self.path)!r} holds {', '.join(content[:3])} but no run that could be continued;"
+                " give another output_dir, or --overwrite_output_dir"
+            )
+
+    def _check_options(self, started: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Refuse to continue a run with other options than it was started with."""
+        for name in sorted(started.keys() | options.keys()):
+            if started.get(name) != options.get(name):
+                raise OptionError(
+                    f"output_dir={str(self.path)!r} holds a run with {name}={started.get(name)!r}, got"
+                    f" {options.get(name)!r}; give another output_dir, or --overwrite_output_dir"
+                )
+
+
+def last_complete_checkpoint(folder: Path) -> str | None:
+    """Return the newest Trainer checkpoint that was written to its end, or None; unfinished ones are passed over."""
+    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+    for path in found:
+        if (path / TRAINER_STATE).is_file():
+            return str(path)
+        logger.warning("%s is half-written (no %s) and not used", path, TRAINER_STATE)
+    return None

@@ -1,0 +1,22 @@
+"""Convert a pretrained language model to a subquadratic mechanism and have the original teach it, in three stages.
+
+    accelerate launch recipes/distill.py recipes/llama/hybrid.yaml --output_dir out/llama-hybrid
+
+Calibration fits the mechanisms to the original's attention, attention transfer trains them on it, distillation trains
+adapters or all weights on the text and on what the original says of it. Options come from flags, from a YAML file of
+the same names, or both; recipes/README.md lists them. A rerun of the same command continues an interrupted run.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hf_linattn.errors import HfLinattnError
+from hf_linattn.training.arguments import DISTILLATION
+from hf_linattn.training.pipeline import main
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:], DISTILLATION, "recipes/distill.py")
+    except HfLinattnError as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,160 @@
+"""The distillation recipe as a whole: its stages, what counts as one run, interruptions in each of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import hf_linattn
+from hf_linattn.errors import CheckpointError, OptionError
+from hf_linattn.report import Report
+from hf_linattn.training import pipeline
+from hf_linattn.training.arguments import DISTILLATION, parse_arguments
+from tests.recipes.test_finetune import ROOT, command, material, recorded
+
+__all__ = ["material"]
+
+CONFIGS = sorted((ROOT / "recipes").glob("*/*.yaml"))
+STAGES = ("calibration", "transfer", "recovered_training")
+
+
+def flags(material, output_dir, **changes) -> list[str]:
+    options = {
+        "mechanism": "hybrid", "mechanism_options": '{"window_size": 4}', "max_train_tokens": 1792,
+        "calibration_tokens": 256, "transfer_tokens": 768, "kl_weight": 1, "ce_weight": 0.5, "lora_rank": 2,
+        "window_dropout": 0.5, "learning_rates": "1e-3", "lr_search_tokens": None, **changes,
+    }  # fmt: skip
+    return command(material, output_dir, **options)
+
+
+def run(flags: list[str]) -> Report:
+    return pipeline.main(flags, DISTILLATION, "recipes/distill.py")
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(path).state_dict()
+
+
+@pytest.fixture(scope="module")
+def whole(material, tmp_path_factory) -> Path:
+    """An unbroken run."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    run(flags(material, out))
+    return out
+
+
+def test_a_run_from_end_to_end(material, whole):
+    report = Report.load(whole)
+    assert [stage.name for stage in report.stages] == ["converted", "calibration", "transfer", "recovered"]
+    assert [stage.tokens for stage in report.stages] == [0, 256, 768, 768]
+    assert report.training.tokens == 1792 == sum(stage.tokens for stage in report.stages)
+    assert recorded(whole, "control_training")["steps"] == 14, "the control trains on as many tokens"
+    assert report.training.teaching == {
+        "calibration_tokens": 256, "kl_weight": 1.0, "transfer_tokens": 768, "lora_rank": 2, "ce_weight": 0.5,
+        "window_dropout": 0.5,
+    }  # fmt: skip
+    assert report.perplexity.recovered < report.perplexity.converted
+    assert "recipes/distill.py" in report.provenance.command
+    assert "| recovered | 768 |" in (whole / "report.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(whole)
+    assert {m.config.mechanism for m in hf_linattn.get_mechanisms(model).values()} == {"hybrid"}
+    names = model.state_dict().keys()
+    assert not any("lora" in name or "modules_to_save" in name for name in names), "adapters are merged"
+
+
+def test_each_stage_goes_on_from_the_one_before(material, whole):
+    original = AutoModelForCausalLM.from_pretrained(material["model_name_or_path"])
+    converted = hf_linattn.patch_model(original, "hybrid", window_size=4).state_dict()
+    own = {name for name in converted if ".hf_linattn." in name}
+    calibrated, transferred = (load_file(whole / "stages" / f"{x}.safetensors") for x in ("calibration", "transfer"))
+    final = weights(whole)
+    assert set(calibrated) == set(transferred) == own
+    for name in own:
+        states = [converted[name], calibrated[name], transferred[name], final[name]]
+        assert all(not torch.equal(a, b) for i, a in enumerate(states) for b in states[:i]), name
+    changed = {name for name in converted if not torch.equal(converted[name], final[name])} - own
+    assert changed and all("attn.c_attn.weight" in name or "attn.c_proj.weight" in name for name in changed)
+
+
+def interrupted(material, out: Path, stage: str) -> None:
+    """Run in a process of its own that is killed in the middle of a stage, once a checkpoint of it is written."""
+    script = f"""
+import os, signal
+from hf_linattn import calibration
+from hf_linattn.training import pipeline, trainers
+from hf_linattn.training.arguments import DISTILLATION
+stage, die = {stage!r}, lambda: os.kill(os.getpid(), signal.SIGKILL)
+save, fit = trainers.PackedTrainer._save_checkpoint, calibration._Fit.__call__
+def save_and_die(trainer, *arguments):
+    save(trainer, *arguments)
+    if f"stages/{{stage}}/checkpoint" in trainer._get_output_dir(trial=None) + "/checkpoint": die()
+def fit_and_die(self, call):
+    answer = fit(self, call)
+    return die() if stage == "calibration" and len(self.errors) == 1 and self.mechanism.layer.index else answer
+trainers.PackedTrainer._save_checkpoint, calibration._Fit.__call__ = save_and_die, fit_and_die
+pipeline.main({flags(material, out)!r}, DISTILLATION, "recipes/distill.py")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = [sys.executable, "-c", script]
+    ended = subprocess.run(process, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr[-2000:]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_killed_in_any_stage_ends_as_an_unbroken_one(material, whole, tmp_path, stage):
+    out = tmp_path / "out"
+    interrupted(material, out, stage)
+    assert not (out / "stages" / f"{stage}.json").exists()
+    if stage != "calibration":
+        assert list((out / "stages" / stage).glob("checkpoint-*"))
+    report = run(flags(material, out))
+    assert report.perplexity == Report.load(whole).perplexity
+    expected, got = weights(whole), weights(out)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert recorded(out, "recovered_training")["eval_loss"] == recorded(whole, "recovered_training")["eval_loss"]
+
+
+def test_another_runs_control_serves_if_it_saw_the_same(material, whole, tmp_path):
+    changes = {"control_dir": whole, "mechanism": "linear", "mechanism_options": None, "lora_rank": None}
+    without = {"calibration_tokens": 0, "transfer_tokens": 0, "window_dropout": 0}
+    report = run(flags(material, tmp_path / "out", **changes, **without))
+    assert report.perplexity.control == Report.load(whole).perplexity.control
+    assert not (tmp_path / "out" / "control").exists() and report.stages[-1].tokens == 1792
+    with pytest.raises(OptionError, match="ran with weight_decay=0.01, this run has 0.1: its control"):
+        run(flags(material, tmp_path / "other", **changes, **without, weight_decay=0.1))
+    with pytest.raises(CheckpointError, match="has not finished its stage control_training"):
+        run(flags(material, tmp_path / "third", **{**changes, **without, "control_dir": tmp_path}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"transfer_tokens": 1600}, r"max_train_tokens leaves -64 tokens \(1856 of calibration and transfer are part"),
+        ({"transfer_tokens": 60}, "transfer_tokens leaves 60 tokens, less than one step of 128"),
+        ({"lora_rank": 0}, "lora_rank must be an integer >= 1, or absent, got 0"),
+        ({"lora_rank": None, "lora_alpha": 4}, "lora_alpha must be absent where lora_rank is, got 4.0"),
+        ({"window_dropout": 1.5}, "window_dropout must be at least 0 and below 1, got 1.5"),
+        ({"mechanism": "performer", "mechanism_options": None}, "'performer' has no parameters of its own"),
+        ({"mechanism": "hedgehog", "mechanism_options": None}, "window_dropout=0.5: the model has no hybrid"),
+        ({"temperature": 0}, "temperature must be above 0, got 0"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_are_refused_before_anything_is_written(material, tmp_path, changes, message):
+    with pytest.raises(OptionError, match=message):
+        run(flags(material, tmp_path / "out", **changes))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_configuration_in_the_repository_is_read(config):
+    if config.parent.name != "accelerate":
+        parse_arguments([str(config), "--output_dir", "out"], DISTILLATION)
