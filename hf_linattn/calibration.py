@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from .architecture import root_model
 from .config import is_positive_integer, require
 from .errors import OptionError
 from .mechanisms import Mechanism
@@ -60,13 +61,13 @@ def calibrate(
     owned = own_parameters(mechanisms)
     fits = {path: _Fit(mechanisms[path], parameters, steps) for path, parameters in owned.items()}
     parameters = [parameter for several in owned.values() for parameter in several]
-    count = 0
+    count, backbone = 0, root_model(model).base_model
     with ExitStack() as undo:
         undo.callback(_write, parameters, [parameter.detach().clone() for parameter in parameters])
         with evaluation_mode(model), _trainable(parameters), observed(mechanisms, fits), torch.no_grad():
             for count, batch in enumerate(tqdm(batches, desc="calibrate", disable=not progress), start=1):  # noqa: B007
                 inputs = {name: value for name, value in batch.items() if name != "labels"}
-                model(**inputs, **accepted(model, use_cache=False))
+                backbone(**inputs, **accepted(backbone, use_cache=False))  # predictions are not looked at
         if not count:
             raise OptionError("batches must hold at least one batch, got none")
         undo.pop_all()
@@ -88,7 +89,8 @@ class _Fit:
         @torch.enable_grad()
         def evaluate() -> Tensor:
             optimizer.zero_grad()
-            error = relative_error(call.by(self.mechanism), target, call.key_padding_mask)
+            errors, sizes = squared_errors(call.by(self.mechanism), target, call.key_padding_mask)
+            error = errors.sum() / sizes.sum()
             error.backward()
             return error
 
@@ -102,14 +104,18 @@ class _Fit:
         return target
 
 
-def relative_error(output: Tensor, target: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Return sum |output - target|^2 / sum |target|^2 over real tokens, in float32 or wider; both [B, H, N, Dv]."""
+def squared_errors(output: Tensor, target: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return sum |output - target|^2 and sum |target|^2 over each row's real tokens [B], in float32 or wider.
+
+    Both are [B, H, N, Dv].
+    """
     compute = torch.promote_types(target.dtype, torch.float32)
     output, target = output.to(compute), target.to(compute)
     if key_padding_mask is not None:
         real = key_padding_mask[:, None, -output.shape[2] :, None]
         output, target = output * real, target * real
-    return (output - target).square().sum() / target.square().sum().clamp(min=torch.finfo(compute).tiny)
+    tiny = torch.finfo(compute).tiny
+    return (output - target).square().sum((1, 2, 3)), target.square().sum((1, 2, 3)).clamp(min=tiny)
 
 
 def own_parameters(mechanisms: Mapping[str, Mechanism]) -> dict[str, list[nn.Parameter]]:

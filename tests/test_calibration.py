@@ -15,7 +15,7 @@ from hf_linattn import (
     original_attention,
     patch_model,
 )
-from hf_linattn.calibration import own_parameters, relative_error
+from hf_linattn.calibration import own_parameters, squared_errors
 from hf_linattn.observation import observed
 from hf_linattn.testing.models import ARCHITECTURES, positions_of, random_tokens, tiny_model
 
@@ -105,10 +105,12 @@ def test_pads_have_no_say(side):
         torch.testing.assert_close(other.state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
 
 
-def test_relative_error():
-    output, target = torch.ones(1, 1, 2, 2), torch.tensor([[[[2.0, 2.0], [7.0, 7.0]]]])
-    assert float(relative_error(output, target, torch.tensor([[True, False]]))) == pytest.approx(2 / 8)
-    assert float(relative_error(output, target, None)) == pytest.approx((2 + 72) / (8 + 98))
+def test_squared_errors_are_those_of_real_tokens_row_by_row():
+    output = torch.ones(2, 1, 2, 2)
+    target = torch.tensor([[[2.0, 2.0], [7.0, 7.0]], [[1.0, 1.0], [1.0, 3.0]]])[:, None]
+    mask = torch.tensor([[True, False], [True, True]])
+    for real, expected in ((mask, [[2, 4], [8, 12]]), (None, [[74, 4], [106, 12]])):
+        assert [x.tolist() for x in squared_errors(output, target, real)] == expected
 
 
 def test_modes_gradients_and_flags_are_left_alone():

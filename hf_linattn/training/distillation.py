@@ -32,7 +32,8 @@ class Teacher:
         model: gives the example; it is not trained. None: the student itself, its adapters off and softmax in the
             place of its mechanisms, so that one copy of the weights serves both; the student is then a `PeftModel`.
         kl_weight: of KL(teacher || student) over the vocabulary, in nats per predicted token.
-        hidden_weight: of the squared difference of the hidden states after every layer, relative to the teacher's.
+        hidden_weight: of the squared difference of the hidden states after every layer, relative to the teacher's,
+            token by token.
         ce_weight: of the text's own cross-entropy.
         temperature: divides the logits of both in the divergence, which is multiplied by its square.
         top_k: compare the teacher's so many likeliest tokens one by one and all others as one; None: the vocabulary.
@@ -64,26 +65,34 @@ class Teacher:
             return student(**inputs)
 
 
-def distillation_loss(student: Any, example: Any, labels: Tensor, teacher: Teacher, masked: bool) -> Tensor:
-    """Return kl_weight KL + hidden_weight hidden for two outputs with `logits` [B, N, V] and `hidden_states`.
+def distillation_loss(
+    student: Any, example: Any, labels: Tensor, teacher: Teacher, masked: bool, count: Tensor | int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return kl_weight KL and hidden_weight hidden for two outputs with `logits` [B, N, V] and `hidden_states`.
 
     Args:
         labels: int64 [B, N]; tokens with label -100 are not predicted, and no KL is taken where they would be.
         masked: whether position i predicts token i (masked models) or token i + 1 (causal ones).
+        count: divides the sum of the divergences; None: how many there are.
     """
     predicting, predicted = (slice(None), slice(None)) if masked else (slice(None, -1), slice(1, None))
     chosen = labels[:, predicted] != IGNORED_LABEL
-    loss = student.logits.new_zeros((), dtype=torch.float32)
+    divergence = hidden = student.logits.new_zeros((), dtype=torch.float32)
     if teacher.kl_weight and bool(chosen.any()):
         got, want = (out.logits[:, predicting][chosen].float() / teacher.temperature for out in (student, example))
         got, want = _likeliest(got.log_softmax(-1), want.log_softmax(-1), teacher.top_k)
-        divergence = (want.exp() * (want - got)).sum(-1).mean()
-        loss = loss + teacher.kl_weight * teacher.temperature**2 * divergence
+        total = (want.exp() * (want - got)).sum()
+        divergence = teacher.kl_weight * teacher.temperature**2 * total / (len(want) if count is None else count)
     if teacher.hidden_weight:
         pairs = list(zip(student.hidden_states[1:], example.hidden_states[1:], strict=True))
-        errors = [(got.float() - want.float()).square().mean() / want.float().square().mean() for got, want in pairs]
-        loss = loss + teacher.hidden_weight * torch.stack(errors).mean()
-    return loss
+        hidden = teacher.hidden_weight * torch.stack([_relative_error(got, want) for got, want in pairs]).mean()
+    return divergence, hidden
+
+
+def _relative_error(got: Tensor, want: Tensor) -> Tensor:
+    """The mean over tokens, of hidden states [B, N, width]."""
+    got, want = got.float(), want.float()
+    return ((got - want).square().sum(-1) / want.square().sum(-1).clamp(min=torch.finfo(want.dtype).tiny)).mean()
 
 
 def _likeliest(got: Tensor, want: Tensor, count: int | None) -> tuple[Tensor, Tensor]:

@@ -89,11 +89,15 @@ class PackedTrainer(Trainer):
         example = self.teacher.example(model, inputs)  # first: switching adapters off and on disturbs gradients
         loss, output = super().compute_loss(model, inputs, True, num_items_in_batch)
         masked = is_masked_language_model(self.accelerator.unwrap_model(model))
-        extra = distillation_loss(output, example, inputs["labels"], self.teacher, masked)
-        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
-            # the model averaged over the accumulated batches, so the Trainer adds up what each contributes
-            extra = extra / self.args.gradient_accumulation_steps
-        loss = self.teacher.ce_weight * loss + extra
+        labels = inputs["labels"]
+        counted = num_items_in_batch if self.model_accepts_loss_kwargs else None
+        divergence, hidden = distillation_loss(output, example, labels, self.teacher, masked, counted)
+        if counted is not None:
+            # as with the cross-entropy, the Trainer adds up what accumulated batches and averages what processes say
+            processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+            divergence = divergence * processes
+            hidden = hidden / self.args.gradient_accumulation_steps
+        loss = self.teacher.ce_weight * loss + divergence + hidden
         return (loss, output) if return_outputs else loss
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_linattn import get_mechanisms
 from hf_linattn.architecture import output_projection, root_model
-from hf_linattn.calibration import own_parameters, relative_error
+from hf_linattn.calibration import own_parameters, squared_errors
 from hf_linattn.config import require
 from hf_linattn.errors import OptionError
 from hf_linattn.mechanisms import Mechanism, Pairs
@@ -34,13 +34,14 @@ class AttentionTransfer(nn.Module):
 
     The mean over the layers of
 
-        output_weight sum_i |o_i - o'_i|^2 / sum_i |o'_i|^2 + weights_weight mean_i sum_j a'_ij log(a'_ij / a_ij),
+        output_weight mean_b sum_i |o_i - o'_i|^2 / sum_i |o'_i|^2
+        + weights_weight mean_i sum_j a'_ij log(a'_ij / a_ij),
 
-    o, a: outputs and attention weights of the mechanism, o', a': of softmax, i: real tokens (of all heads). The second
-    term, in nats per query, is the cross-entropy of both less the entropy of a'; it is computed for `BLOCK` queries at
-    term, in nats per query, is the cross-entropy of both less the entropy of a'; it is computed for `BLOCK` queries at
-    a time and only for mechanisms that have `scores`. If `projected`, outputs are compared behind the layer's output
+    o, a: outputs and attention weights of the mechanism, o', a': of softmax, b: rows, i: real tokens. The second term,
+    in nats per query, is the cross-entropy of both less the entropy of a'; it is computed for `BLOCK` queries at a
+    time and only for mechanisms that have `scores`. If `projected`, outputs are compared behind the layer's output
     projection.
+
     It holds no parameters but the mechanisms' own; the model beside it must be on their device and stays in eval mode.
     The gradient is taken inside forward and handed out by backward, so that everything built on autograd (Trainer,
     accumulation, scaling, DDP) works as usual.
@@ -89,6 +90,7 @@ class AttentionTransfer(nn.Module):
     ) -> dict[str, Tensor]:
         """Return the `loss`, and `output_errors` and `divergences` of all layers [L]; labels are not looked at."""
         model = self._model[0]
+        backbone = root_model(model).base_model  # predictions are not looked at
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         inputs = {name: value for name, value in inputs.items() if value is not None}
         learning = torch.is_grad_enabled()
@@ -98,7 +100,7 @@ class AttentionTransfer(nn.Module):
             for path, (mechanism, projection) in self._layers.items()
         }
         with torch.no_grad(), observed(get_mechanisms(model), layers):
-            model(**inputs, **accepted(model, use_cache=False))
+            backbone(**inputs, **accepted(backbone, use_cache=False))
         errors, divergences = (torch.stack([getattr(layer, x) for layer in layers.values()]) for x in _TERMS)
         loss = self._weights[0] * errors.mean() + self._weights[1] * divergences.mean()
         if learning:
@@ -138,7 +140,8 @@ class _Layer:
         error = divergence = target.new_zeros((), dtype=torch.promote_types(target.dtype, torch.float32))
         if self.weights[0]:
             got, want = (_projected(x, self.projection) for x in (call.by(self.mechanism), target))
-            error = relative_error(got, want, call.key_padding_mask)
+            errors, sizes = squared_errors(got, want, call.key_padding_mask)
+            error = (errors / sizes).mean()  # of rows, so that processes and accumulated batches add up
         if self.weights[1] and self.mechanism.has_scores:
             divergence = attention_divergence(self.mechanism, call)
         return error, divergence

@@ -122,6 +122,24 @@ def test_a_run_killed_in_any_stage_ends_as_an_unbroken_one(material, whole, tmp_
     assert recorded(out, "recovered_training")["eval_loss"] == recorded(whole, "recovered_training")["eval_loss"]
 
 
+@pytest.mark.slow
+def test_two_processes_have_the_loss_curves_of_one_with_the_same_batch(material, tmp_path):
+    curves = []
+    for config, size in (("cpu", 4), ("ddp_cpu", 2)):
+        out = tmp_path / config
+        options = flags(material, out, per_device_train_batch_size=size, logging_steps=1, hidden_weight=0.5)
+        launch = ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / f"recipes/accelerate/{config}.yaml")]
+        result = subprocess.run(
+            [sys.executable, *launch, str(ROOT / "recipes" / "distill.py"), *options],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr[-2000:]
+        stages = ("control_training", "transfer", "recovered_training")
+        curves.append([x["loss"] for stage in stages for x in recorded(out, stage)["history"] if "loss" in x])
+    assert len(curves[0]) == 14 + 6 + 6 and curves[0] == pytest.approx(curves[1], rel=2e-4)
+
+
 def test_another_runs_control_serves_if_it_saw_the_same(material, whole, tmp_path):
     changes = {"control_dir": whole, "mechanism": "linear", "mechanism_options": None, "lora_rank": None}
     without = {"calibration_tokens": 0, "transfer_tokens": 0, "window_dropout": 0}
