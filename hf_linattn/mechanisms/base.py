@@ -64,13 +64,15 @@ class ExactnessLimit:
 class Pairs(NamedTuple):
     """Some queries and the keys they may see, each with its position in its own sequence, pads not counted.
 
-    query [B, H, C, D], key [B, Hkv, N, D], query_position [B or 1, C], key_position [B or 1, N].
+    query [B, H, C, D], key [B, Hkv, N, D], query_position [B or 1, C], key_position [B or 1, N], allowed
+    [B or 1, 1, C, N].
     """
 
     query: Tensor
     key: Tensor
     query_position: Tensor
     key_position: Tensor
+    allowed: Tensor
 
     @property
     def distance(self) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..config import MechanismConfig, make_config, require
 from ..feature_maps import FEATURE_MAPS, FeatureMap
@@ -15,6 +16,8 @@ from ..ops import naive
 from ..ops.hybrid import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
 from .base import MECHANISMS, AttentionLayer, ExactnessLimit, Pairs, SequenceMechanism, register_mechanism
 from .linear import FeatureMapConfig, LinearMechanism
+
+FIRST_SHARE = -2.197  # LoLCATs' start: sigmoid of it is 0.1
 
 
 @dataclass
@@ -29,6 +32,10 @@ class HybridConfig(MechanismConfig):
         default=64, metadata={"help": "exact weights for keys less than so many tokens away; with its own key, 1"}
     )
     num_sinks: int = field(default=4, metadata={"help": "first tokens of a sequence whose weights are always exact"})
+    window_scale: str = field(
+        default="exact",
+        metadata={"help": "`exact`, or `maximum`: a query's exact weights over their largest, times a trained share"},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,6 +47,8 @@ class HybridConfig(MechanismConfig):
             value = getattr(self, name)
             valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
             require(name, value, valid, f"an integer >= {least}")
+        scale = self.window_scale
+        require("window_scale", scale, scale in ("exact", "maximum"), "'exact' or 'maximum'")
         self.linear_config()
 
     def linear_config(self) -> MechanismConfig:
@@ -64,8 +73,11 @@ class HybridMechanism(SequenceMechanism):
     and their log scales count here, as they do not cancel against the exact weights.
 
     Deviations from LoLCATs: its window has weight exp(scores minus their own maximum), rescaled for each query against
-    the linear part; here one factor is taken out of both. The window slides token by token in prefill and decoding
-    alike, where theirs is terraced in one and sliding in the other. State per key/value head, not per query head.
+    the linear part; here one factor is taken out of both. `window_scale="maximum"` has its formula: near and sink
+    weights are sigmoid(s_h) exp(scaling q_i . k_j - m_i), m_i their largest exponent, s_h the trained parameter
+    `window_share` [H], first -2.197 (a share of 0.1); the other weights have no g_h. The window slides token by token
+    in prefill and decoding alike, where theirs is terraced in one and sliding in the other. State per key/value head,
+    not per query head.
     """
 
     config_class = HybridConfig
@@ -85,7 +97,10 @@ class HybridMechanism(SequenceMechanism):
             if kind.learned:
                 linear = replace(linear, feature_dim=-(-layer.head_dim // kind.copies) * kind.copies)
         self.linear = MECHANISMS.get(config.linear)(linear, layer)
-        self.log_mix = nn.Parameter(self._matching_mix())
+        if config.window_scale == "exact":
+            self.log_mix = nn.Parameter(self._matching_mix())
+        else:
+            self.window_share = nn.Parameter(torch.full((layer.num_heads,), FIRST_SHARE, device="cpu"))
         self.window_shut = False  # in training a query then sees its own key and the sinks alone exactly
 
     @torch.no_grad()
@@ -106,15 +121,24 @@ class HybridMechanism(SequenceMechanism):
     def _decay_rate(self, dtype: torch.dtype) -> Tensor | None:
         return self.linear.log_decay_rate.to(dtype).exp() if self.linear.config.decay else None
 
+    def _logs(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return g [H], and the log of the window's share [H] or None."""
+        if self.config.window_scale == "exact":
+            return self.log_mix.to(dtype), None
+        share = self.window_share.to(dtype)
+        return torch.zeros_like(share), F.logsigmoid(share)
+
     def _pair_weights(self, dtype: torch.dtype) -> HybridWeights:
         config, layer = self.config, self.layer
+        log_mix, window_log = self._logs(dtype)
         return HybridWeights(
             1 if self.window_shut and self.training else config.window_size,
             config.num_sinks,
             layer.scaling,
             *self._maps(),
-            self.log_mix.to(dtype),
+            log_mix,
             self._decay_rate(dtype),
+            window_log,
         )
 
     def causal_sequences(
@@ -132,9 +156,13 @@ class HybridMechanism(SequenceMechanism):
     def scores(self, pairs: Pairs) -> Tensor:
         """scaling q_i . k_j near and on sinks, g_h + log(phi(q_i) . phi(k_j)) - r |i - j| elsewhere."""
         near = pairs.query @ naive.repeat_heads(pairs.key, pairs.query).transpose(-1, -2) * self.layer.scaling
-        far = self.linear.scores(pairs) + self.log_mix.to(near.dtype)[:, None, None]
+        log_mix, window_log = self._logs(near.dtype)
+        far = self.linear.scores(pairs) + log_mix[:, None, None]
         sink = (pairs.key_position < self.config.num_sinks)[:, None, None]
-        return torch.where((pairs.distance < self.config.window_size) | sink, near, far)
+        exact = (pairs.distance < self.config.window_size) | sink
+        if window_log is not None:
+            near = near - _largest(near, exact & pairs.allowed) + window_log[:, None, None]
+        return torch.where(exact, near, far)
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         groups = query.shape[1] // key.shape[1]
@@ -143,11 +171,14 @@ class HybridMechanism(SequenceMechanism):
         exact = (distance < self.config.window_size) | (count <= self.config.num_sinks)
         scores = torch.einsum("bhid,bhjd->bhij", query, key.repeat_interleave(groups, dim=1)) * self.layer.scaling
 
+        log_mix, window_log = self._logs(key.dtype)
+        if window_log is not None:
+            scores = scores - _largest(scores, exact & allowed) + window_log[:, None, None]
         query_map, key_map = self._maps()
         features = query_map.exact(query.unflatten(1, (-1, groups))).flatten(1, 2)
         kernel = torch.einsum("bhif,bhjf->bhij", features, key_map.exact(key).repeat_interleave(groups, dim=1))
         rate = self._decay_rate(key.dtype)
-        log_factor = self.log_mix.to(key.dtype)[:, None, None].expand_as(kernel)
+        log_factor = log_mix[:, None, None].expand_as(kernel)
         if rate is not None:
             log_factor = log_factor - rate.repeat_interleave(groups)[:, None, None] * distance
 
@@ -160,3 +191,9 @@ class HybridMechanism(SequenceMechanism):
 
     def before_forward(self) -> None:
         self.linear.before_forward()
+
+
+def _largest(scores: Tensor, among: Tensor) -> Tensor:
+    """Return each row's largest score [..., 1] among some keys, zero where there are none; no gradient."""
+    top = scores.detach().masked_fill(~among, -math.inf).amax(-1, keepdim=True)
+    return top.masked_fill(top.isinf(), 0.0)

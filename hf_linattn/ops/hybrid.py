@@ -36,7 +36,8 @@ class HybridWeights(NamedTuple):
     """What decides the weight of a pair.
 
     log_mix: [H], g above. decay_rate: [Hkv], r above; None is no decay. query_map sees [B, Hkv, G, N, D] and key_map
-    [B, Hkv, N, D]; their log scales count.
+    [B, Hkv, N, D]; their log scales count. window_log [H]: the exact weights of a query are divided by their largest
+    and multiplied by exp(window_log); None leaves them as they are.
     """
 
     window_size: int
@@ -46,6 +47,7 @@ class HybridWeights(NamedTuple):
     key_map: FeatureMap
     log_mix: Tensor
     decay_rate: Tensor | None = None
+    window_log: Tensor | None = None
 
     @property
     def reach(self) -> int:
@@ -230,7 +232,11 @@ def _near(
     top = scores.detach().amax(-1).clamp(min=LOWEST / 2)
     shares = scores.sub_(top[..., None]).exp2_()
     total = shares.flatten(3, 4) @ seen(rows.value, rows.sink_value, rows.ring_value)
-    return _Sums(total.unflatten(3, (-1, size)), shares.sum(-1), top * LN_2)
+    if weights.window_log is None:
+        log = top * LN_2
+    else:
+        log = weights.window_log.view(top.shape[1], 1, -1, 1).expand(top.shape)
+    return _Sums(total.unflatten(3, (-1, size)), shares.sum(-1), log)
 
 
 def _hidden_at_ends(rows: _Rows, sinks: int, first: int, chunks: tuple[int, int], sides, causal: bool) -> Tensor:

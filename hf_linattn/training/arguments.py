@@ -176,6 +176,9 @@ class DistillationArguments:
     lora_target_modules: list[str] | None = field(
         default=None, metadata={"help": "Names as PEFT takes them; default: all projections around the attention."}
     )
+    lora_mechanisms: bool = field(
+        default=True, metadata={"help": "Train the mechanisms' parameters beside the adapters."}
+    )
     ce_weight: float = field(default=1.0, metadata={"help": "Of the text's own cross-entropy."})
     temperature: float = field(default=1.0, metadata={"help": "Divides both models' logits in the KL divergence."})
     top_k: int | None = field(

@@ -116,6 +116,7 @@ def add_adapters(
     alpha: float | None = None,
     dropout: float = 0.0,
     target_modules: Sequence[str] | None = None,
+    train_mechanisms: bool = True,
     seed: int = 0,
 ) -> PeftModel:
     """Freeze a patched model but for LoRA adapters (Hu et al. 2021, arXiv 2106.09685) and the mechanisms' parameters.
@@ -123,6 +124,7 @@ def add_adapters(
     Args:
         rank: of the adapters. alpha: their outputs count alpha / rank; None: 2 rank. dropout: of their inputs.
         target_modules: names as PEFT takes them; None: the query, key, value and output projections of all layers.
+        train_mechanisms: whether the mechanisms' parameters are trained beside the adapters.
         seed: of the adapters' first weights; the global random state is left alone.
     """
     mechanisms = get_mechanisms(model)
@@ -133,7 +135,7 @@ def add_adapters(
         lora_alpha=2 * rank if alpha is None else alpha,  # type: ignore[arg-type]  # any number will do
         lora_dropout=dropout,
         target_modules=targets,
-        modules_to_save=[MECHANISM] if own_parameters(mechanisms) else None,
+        modules_to_save=[MECHANISM] if train_mechanisms and own_parameters(mechanisms) else None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in root.modules()),
     )
     with torch.random.fork_rng():

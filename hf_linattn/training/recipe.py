@@ -160,6 +160,7 @@ class Recipe:
             options.lora_alpha,
             options.lora_dropout,
             options.lora_target_modules,
+            options.lora_mechanisms,
             self.arguments.training.seed,
         )
 

@@ -182,22 +182,20 @@ def attention_divergence(mechanism: Mechanism, call: AttentionCall, block_size: 
     for start in range(0, num_keys, block_size):
         stop = min(start + block_size, num_keys)
         seen = stop if mechanism.layer.causal else num_keys
-        pairs = Pairs(query[:, :, start:stop], key[:, :, :seen], position[:, start:stop], position[:, :seen])
         mask, ids = (None if x is None else x[:, :seen] for x in (call.key_padding_mask, call.sequence_ids))
         allowed = allowed_pairs(stop - start, seen, mechanism.layer.causal, mask, ids, query.device, start)
+        pairs = Pairs(query[:, :, start:stop], key[:, :, :seen], position[:, start:stop], position[:, :seen], allowed)
         rows = real[:, None, start:stop, None]
-        total = total + checkpoint(
-            _divergence, mechanism, call.exact, pairs, allowed, start, rows, use_reentrant=False
-        )
+        total = total + checkpoint(_divergence, mechanism, call.exact, pairs, start, rows, use_reentrant=False)
     count = real.expand(query.shape[0], -1).sum() * query.shape[1]
     return total / count
 
 
 def _divergence(
-    mechanism: Mechanism, exact: Mapping[str, Any], pairs: Pairs, allowed: Tensor, first: int, real: Tensor
+    mechanism: Mechanism, exact: Mapping[str, Any], pairs: Pairs, first: int, real: Tensor
 ) -> Tensor:
     """Sum the divergences of the queries from position `first` on."""
-    lowest = torch.finfo(pairs.query.dtype).min
+    lowest, allowed = torch.finfo(pairs.query.dtype).min, pairs.allowed
     wanted = pairs.query @ repeat_heads(pairs.key, pairs.query).transpose(-1, -2) * mechanism.layer.scaling
     if (cap := exact["softcap"]) is not None:
         wanted = cap * torch.tanh(wanted / cap)

@@ -19,6 +19,7 @@ VARIANTS = {
     "hybrid": [
         {"linear": "performer", "linear_options": {"num_features": 16}, "window_size": 9, "num_sinks": 2},
         {"linear": "linear", "linear_options": {"decay": "learned"}, "window_size": 5, "num_sinks": 0},
+        {"window_scale": "maximum", "window_size": 6, "num_sinks": 0},
     ],
     "linear": [{"feature_map": "relu"}, {"decay": "learned"}],
     "local": [{"block_size": 8, "window_size": 19}],

@@ -92,6 +92,8 @@ def test_adapters_are_on_the_projections_of_queries_keys_values_and_outputs(name
     for (key, got), (_, want) in zip(adapted.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(got, want), key
     assert is_patched(adapted.merge_and_unload())
+    frozen = add_adapters(patch_model(make_model(name), "hedgehog"), rank=2, train_mechanisms=False)
+    assert not any(p.requires_grad for m in get_mechanisms(frozen).values() for p in m.parameters())
 
 
 def test_a_student_without_adapters_needs_a_teacher_of_its_own():
