@@ -85,14 +85,47 @@ def distillation_loss(
         divergence = teacher.kl_weight * teacher.temperature**2 * total / (len(want) if count is None else count)
     if teacher.hidden_weight:
         pairs = list(zip(student.hidden_states[1:], example.hidden_states[1:], strict=True))
-        hidden = teacher.hidden_weight * torch.stack([_relative_error(got, want) for got, want in pairs]).mean()
+        hidden = teacher.hidden_weight * torch.stack([_relative_error(*pair).mean() for pair in pairs]).mean()
     return divergence, hidden
 
 
 def _relative_error(got: Tensor, want: Tensor) -> Tensor:
-    """The mean over tokens, of hidden states [B, N, width]."""
+    """Return |got - want|^2 / |want|^2 of every token [B, N], of hidden states [B, N, width]."""
     got, want = got.float(), want.float()
-    return ((got - want).square().sum(-1) / want.square().sum(-1).clamp(min=torch.finfo(want.dtype).tiny)).mean()
+    return (got - want).square().sum(-1) / want.square().sum(-1).clamp(min=torch.finfo(want.dtype).tiny)
+
+
+class HiddenStates(nn.Module):
+    """A model that learns the hidden states of another, for models without a head, such as those of embeddings.
+
+    Its forward returns the loss: the mean over layers and real tokens of |h - h'|^2 / |h'|^2, h the student's hidden
+    state after a layer, h' the teacher's.
+
+    Args:
+        student: is trained. teacher: gives the example; stays in eval mode, and is neither trained nor saved.
+    """
+
+    def __init__(self, student: PreTrainedModel, teacher: PreTrainedModel):
+        super().__init__()
+        self.student = student
+        self._teacher = (teacher.eval().requires_grad_(False),)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the `loss`; the labels are not looked at."""
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        given: dict[str, Any] = {name: value for name, value in inputs.items() if value is not None}
+        with torch.no_grad():
+            example = self._teacher[0](**given, output_hidden_states=True).hidden_states[1:]
+        pairs = zip(self.student(**given, output_hidden_states=True).hidden_states[1:], example, strict=True)
+        errors = torch.stack([_relative_error(got, want) for got, want in pairs]).mean(0)
+        mask = torch.ones_like(errors) if attention_mask is None else attention_mask.to(errors.dtype)
+        return {"loss": (errors * mask).sum() / mask.sum()}
 
 
 def _likeliest(got: Tensor, want: Tensor, count: int | None) -> tuple[Tensor, Tensor]:

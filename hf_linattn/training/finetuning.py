@@ -8,12 +8,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import DatasetDict
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,9 +29,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_linattn import architecture
 from hf_linattn import transformers_bridge as bridge
 from hf_linattn.errors import CheckpointError, OptionError
-from hf_linattn.running import evaluation_mode
+from hf_linattn.evaluation import is_masked_language_model
+from hf_linattn.running import accepted, evaluation_mode
 from hf_linattn.training.arguments import DataArguments, FinetuningArguments
-from hf_linattn.training.data import PackedMaskingCollator, tokenize_and_pack
+from hf_linattn.training.data import IGNORED_LABEL, PackedMaskingCollator, tokenize_and_pack
 from hf_linattn.training.distillation import Teacher
 from hf_linattn.training.run_directory import RunDirectory, last_complete_checkpoint
 from hf_linattn.training.trainers import PackedData, PackedTrainer
@@ -86,6 +88,13 @@ def first_position(model: nn.Module) -> int:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
+class Trained(NamedTuple):
+    """What `fine_tune` returns."""
+
+    result: dict[str, Any]
+    state: dict[str, Tensor] | None = None
+
+
 def fine_tune(
     model: nn.Module,
     data: PackedData,
@@ -97,7 +106,7 @@ def fine_tune(
     keep_checkpoints: bool = True,
     teacher: Teacher | None = None,
     callbacks: Sequence[TrainerCallback] = (),
-) -> dict[str, Any]:
+) -> Trained:
     """Train `model` in place for `max_steps` steps and return what it came to.
 
     With checkpoints a run interrupted in `folder` goes on from the last complete one, and `load_best_model_at_end`
@@ -105,8 +114,9 @@ def fine_tune(
     a `teacher` the model learns from it beside the text.
 
     Returns:
-        `learning_rate`, `eval_loss` (mean nats per predicted token, of the weights left in the model; None if not
-        finite), `steps`, `seconds` (of this call) and `history` (the Trainer's log).
+        result: `learning_rate`, `eval_loss` (mean nats per predicted token, of the weights left in the model; None if
+        not finite), `steps`, `seconds` (of this call) and `history` (the Trainer's log). state: the whole weights, on
+        the main process, if training sharded the model (FSDP, ZeRO-3), which then is of no more use; else None.
     """
     arguments = _stage_arguments(
         training, folder, keep_checkpoints, learning_rate=learning_rate, max_steps=max_steps
@@ -123,19 +133,30 @@ def fine_tune(
     loss = trainer.state.best_metric if arguments.load_best_model_at_end else trainer.evaluate()["eval_loss"]
     if use_cache is not None:
         config.use_cache = use_cache  # the Trainer switched it off, and it would be saved so
-    return {
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
+    result = {
         "learning_rate": learning_rate,
         "eval_loss": loss if loss is not None and math.isfinite(loss) else None,
         "steps": trainer.state.global_step,
         "seconds": round(seconds, 1),
         "history": _finite(trainer.state.log_history),
     }
+    return Trained(result, state)
 
 
-def validation_loss(model: nn.Module, data: PackedData, training: FinetuningArguments) -> float:
-    """Return the mean nats per predicted token of the validation rows."""
-    arguments = _stage_arguments(training, Path(training.output_dir or ""), False)
-    return PackedTrainer(model, arguments, data).evaluate()["eval_loss"]
+@torch.no_grad()
+def validation_loss(model: PreTrainedModel, data: PackedData, batch_size: int) -> float:
+    """Return the mean nats per predicted token of the validation rows, in this process alone."""
+    first = 0 if is_masked_language_model(model) else 1
+    total, count = 0.0, 0
+    with evaluation_mode(model):
+        for batch in DataLoader(data.validation, batch_size, collate_fn=data.evaluation_collator):  # type: ignore
+            inputs = {name: value.to(model.device) for name, value in batch.items()}
+            predicted = int((inputs["labels"][:, first:] != IGNORED_LABEL).sum())
+            total += float(model(**inputs, **accepted(model, use_cache=False)).loss) * predicted
+            count += predicted
+    return total / count
 
 
 def _stage_arguments(
@@ -187,16 +208,19 @@ def recover(
     learning_rate = select_learning_rate(losses) if losses else learning_rates[0]
     logger.info("stage %s: learning rate %g, %d steps", name, learning_rate, max_steps)
     model, folder = make_model(), run.checkpoints(name)
-    result = fine_tune(
+    result, state = fine_tune(
         model, data, run.training, folder, learning_rate=learning_rate, max_steps=max_steps, teacher=teacher,
         callbacks=make_callbacks(model),
     )  # fmt: skip
-    if isinstance(model, PeftModel):
-        model = model.merge_and_unload()  # type: ignore[operator]  # what is saved has no adapters
     if result["eval_loss"] is None:
         raise OptionError(f"learning_rate={learning_rate:g}: training of {name} diverged; give lower learning_rates")
     result["search"] = [{"learning_rate": rate, "eval_loss": loss} for rate, loss in losses.items()]
     if run.training.should_save:
+        if state is not None:
+            model = make_model()
+            model.load_state_dict(state)
+        if isinstance(model, PeftModel):
+            model = model.merge_and_unload()  # type: ignore[operator]  # what is saved has no adapters
         model.save_pretrained(save_to)
         verify_saved(model, save_to, data.validation[:1]["input_ids"])
     run.finish(name, result)
@@ -244,7 +268,7 @@ def _try(
     if result is None:
         logger.info("stage %s: %d steps", name, max_steps)
         model = make_model()
-        result = fine_tune(
+        result, _ = fine_tune(
             model, data, run.training, run.checkpoints(name), learning_rate=learning_rate, max_steps=max_steps,
             keep_checkpoints=False, teacher=teacher, callbacks=make_callbacks(model),
         )  # fmt: skip

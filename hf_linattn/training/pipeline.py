@@ -31,7 +31,7 @@ from hf_linattn.report import (
     write_whole,
 )
 from hf_linattn.training.arguments import Arguments, parse_arguments, tokens_per_step
-from hf_linattn.training.finetuning import fine_tune, recover, validation_loss
+from hf_linattn.training.finetuning import fine_tune, recover
 from hf_linattn.training.recipe import Recipe
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.transfer import AttentionTransfer
@@ -55,7 +55,7 @@ def calibration_stage(recipe: Recipe, run: RunDirectory) -> Path | None:
         errors = calibrate(model, batches, progress=not training.disable_tqdm)
         seconds = time.perf_counter() - start
         _save_mechanisms(model, file)
-        loss = validation_loss(model, recipe.data, training)
+        loss = recipe.validation_loss(model)
         tokens = count * recipe.arguments.data.block_size
         return {"eval_loss": loss, "tokens": tokens, "seconds": round(seconds, 1), "layer_errors": errors}
 
@@ -76,8 +76,9 @@ def transfer_stage(recipe: Recipe, run: RunDirectory, mechanisms: Path | None) -
         # no activations are kept from layer to layer anyway; newer transformers has a second name for it
         names = ("gradient_checkpointing", "activation_checkpointing")
         without_checkpointing: dict[str, Any] = {f.name: False for f in fields(training) if f.name in names}
-        result = fine_tune(
-            AttentionTransfer(model, *weights, projected=options.transfer_projected),
+        transfer = AttentionTransfer(model, *weights, projected=options.transfer_projected)
+        result, state = fine_tune(
+            transfer,
             recipe.data,
             replace(training, weight_decay=0.0, **without_checkpointing),
             run.checkpoints("transfer"),
@@ -87,10 +88,14 @@ def transfer_stage(recipe: Recipe, run: RunDirectory, mechanisms: Path | None) -
         if result["eval_loss"] is None:
             rate = options.transfer_learning_rate
             raise OptionError(f"transfer_learning_rate={rate:g}: attention transfer diverged; give a lower one")
-        if training.should_save:
-            _save_mechanisms(model, file)
-        loss = validation_loss(model, recipe.data, training)
-        run.finish("transfer", result | {"transfer_loss": result["eval_loss"], "eval_loss": loss})
+        with training.main_process_first(local=False):  # the others go on when the file is there
+            if training.should_save:
+                if state is not None:
+                    model = recipe.convert(mechanisms)
+                    AttentionTransfer(model).load_state_dict(state)
+                _save_mechanisms(model, file)
+                loss = recipe.validation_loss(model)
+                run.finish("transfer", result | {"transfer_loss": result["eval_loss"], "eval_loss": loss})
     return file
 
 
@@ -110,7 +115,7 @@ def run_recipe(recipe: Recipe, run: RunDirectory, command: str) -> Report:
     }
     results: dict[str, dict[str, Any] | None] = {
         "converted": run.stage(
-            "converted_validation", lambda: {"eval_loss": validation_loss(recipe.convert(), recipe.data, training)}
+            "converted_validation", lambda: {"eval_loss": recipe.validation_loss(recipe.convert())}
         )
     }
     if options.control_dir is None:
@@ -129,12 +134,15 @@ def run_recipe(recipe: Recipe, run: RunDirectory, command: str) -> Report:
         search_steps, recipe.recovery_steps, run.path, recipe.teacher(), recipe.callbacks,
     )  # fmt: skip
     scores["recovered"] = run.stage("recovered", lambda: recipe.perplexity(recipe.load(run.path)))
+    ended = run.stage(
+        "recovered_validation", lambda: {"eval_loss": recipe.validation_loss(recipe.load(run.path))}
+    )
     if training.should_save:
         recipe.tokenizer.save_pretrained(run.path)
         if control_path.exists():
             recipe.tokenizer.save_pretrained(control_path)
     results |= {name: run.finished(name) for name in ("calibration", "transfer")}
-    results |= {"recovered": recovered}
+    results["recovered"] = recovered | ended
 
     def report() -> dict[str, Any]:
         built = build_report(recipe, recipe.load(run.path), scores, control, results, command)

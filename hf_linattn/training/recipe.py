@@ -27,6 +27,7 @@ from hf_linattn.training.distillation import Teacher, WindowDropout, add_adapter
 from hf_linattn.training.finetuning import (
     load_language_model,
     pack_splits,
+    validation_loss,
 )
 from hf_linattn.training.trainers import PackedData
 
@@ -182,6 +183,10 @@ class Recipe:
         """Return what else happens while the recovered model trains."""
         probability, seed = self.arguments.distillation.window_dropout, self.arguments.training.seed
         return [WindowDropout(model, probability, seed)] if probability else []
+
+    def validation_loss(self, model: PreTrainedModel) -> float:
+        """Score the validation split."""
+        return validation_loss(model, self.data, self.arguments.training.per_device_eval_batch_size)
 
     def perplexity(self, model: PreTrainedModel) -> dict[str, Any]:
         """Score the test split."""

@@ -126,7 +126,7 @@ def test_recover_searches_by_validation_loss(tmp_path, monkeypatch):
 
     def fake(model, data, training, folder, *, learning_rate, max_steps, keep_checkpoints=True, **options):
         runs.append((learning_rate, max_steps, keep_checkpoints))
-        return {"learning_rate": learning_rate, "eval_loss": losses[learning_rate]}
+        return finetuning.Trained({"learning_rate": learning_rate, "eval_loss": losses[learning_rate]})
 
     monkeypatch.setattr(finetuning, "fine_tune", fake)
     training = make_training(tmp_path)
@@ -149,7 +149,7 @@ def test_recover_searches_by_validation_loss(tmp_path, monkeypatch):
 def test_fine_tuning_lowers_the_validation_loss_and_keeps_the_best(tmp_path, architecture, mechanism):
     model = patch_model(make_model(architecture, std=0.05), mechanism)
     data = make_data(model, masked=architecture == "bert")
-    result = finetuning.fine_tune(model, data, make_training(tmp_path), tmp_path, learning_rate=3e-3, max_steps=24)
+    result, _ = finetuning.fine_tune(model, data, make_training(tmp_path), tmp_path, learning_rate=3e-3, max_steps=24)
     losses = [entry["eval_loss"] for entry in result["history"] if "eval_loss" in entry]
     assert result["eval_loss"] == min(losses) < 0.95 * math.log(VOCAB_SIZE)
     batch = data.evaluation_collator([data.validation[i] for i in range(len(data.validation))])
@@ -166,7 +166,7 @@ def test_a_diverging_run_stops_early_and_has_no_loss(tmp_path):
     with torch.no_grad():
         model.transformer.wte.weight.fill_(math.nan)
     training = make_training(tmp_path, logging_steps=1)
-    result = finetuning.fine_tune(
+    result, _ = finetuning.fine_tune(
         model, make_data(model), training, tmp_path, learning_rate=1e-3, max_steps=30, keep_checkpoints=False
     )
     assert result["eval_loss"] is None and result["steps"] < 30
@@ -206,7 +206,7 @@ def test_an_interrupted_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatc
     def train(folder):
         model = patch_model(make_model("bert" if masked else "gpt2"), "performer", num_features=16)
         training = make_training(tmp_path)
-        result = finetuning.fine_tune(
+        result, _ = finetuning.fine_tune(
             model, make_data(model, masked), training, folder, learning_rate=3e-3, max_steps=12
         )
         return result["eval_loss"], model.state_dict()
@@ -271,3 +271,20 @@ def test_text_that_fills_no_row(tmp_path):
     splits = DatasetDict({name: Dataset.from_dict({"text": ["w5 w6"]}) for name in ("train", "validation")})
     with pytest.raises(DataError, match="less than one row"):
         finetuning.pack_splits(splits, make_tokenizer(), make_model("gpt2"), DataArguments(block_size=32), 512, False)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_the_validation_loss_is_the_mean_over_predicted_tokens(name):
+    model = patch_model(make_model(name, std=0.3), "linear")
+    data = make_data(model, masked=name == "bert")
+    total, count = 0.0, 0
+    for row in data.validation:
+        batch = data.evaluation_collator([row])
+        with torch.no_grad():
+            logits = model.eval()(**{k: v for k, v in batch.items() if k != "labels"}).logits.double()
+        logits, labels = (logits, batch["labels"]) if name == "bert" else (logits[:, :-1], batch["labels"][:, 1:])
+        chosen = labels >= 0
+        total -= float(logits.log_softmax(-1)[chosen].gather(1, labels[chosen][:, None]).sum())
+        count += int(chosen.sum())
+    assert finetuning.validation_loss(model.train(), data, 3) == pytest.approx(total / count, rel=1e-5)
+    assert model.training

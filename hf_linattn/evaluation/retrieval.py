@@ -1,0 +1,100 @@
+"""What an embedding model is for: finding the other half of a paragraph, and a neighbour from the same article."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from .. import architecture
+from ..config import require
+from ..running import evaluation_mode
+
+
+class Retrieval(TypedDict):
+    """Result of `retrieval`.
+
+    Attributes:
+        recall: share of the paragraphs whose second half is among the `k` that are most similar to their first half.
+        article_accuracy: share of the paragraphs whose most similar other paragraph is of the same article.
+        num_paragraphs: how many there are.
+    """
+
+    recall: float
+    article_accuracy: float
+    num_paragraphs: int
+
+
+def embed(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    max_length: int = 256,
+    batch_size: int = 32,
+    progress: bool = False,
+) -> Tensor:
+    """Return the means of the last hidden states over each text's tokens, of length 1: [texts, width], float32.
+
+    The model is an encoder whose output has `last_hidden_state`; texts are cut to `max_length` tokens.
+    """
+    require("max_length", max_length, max_length >= 1, "at least 1")
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # texts of like length share a batch
+    rows: list[Tensor] = [torch.empty(0)] * len(texts)
+    device = architecture.root_model(model).device
+    with evaluation_mode(model), torch.no_grad():
+        for start in tqdm(range(0, len(texts), batch_size), desc="embed", disable=not progress):
+            chosen = order[start : start + batch_size]
+            batch = tokenizer(
+                [texts[i] for i in chosen], padding=True, truncation=True, max_length=max_length, return_tensors="pt"
+            ).to(device)
+            hidden, mask = model(**batch).last_hidden_state.float(), batch["attention_mask"][..., None]
+            means = (hidden * mask).sum(1) / mask.sum(1)
+            for i, row in zip(chosen, F.normalize(means, dim=-1).cpu(), strict=True):
+                rows[i] = row
+    return torch.stack(rows)
+
+
+def retrieval(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    articles: Sequence[Sequence[str]],
+    *,
+    k: int = 10,
+    max_length: int = 256,
+    batch_size: int = 32,
+    progress: bool = False,
+) -> Retrieval:
+    """Measure an embedding model on paragraphs that nobody had to label.
+
+    Args:
+        articles: the paragraphs of each article; halves are cut at the middle word.
+        k: how many answers count for the recall.
+
+    Raises:
+        OptionError: fewer than two articles, or k below 1.
+    """
+    require("articles", len(articles), len(articles) >= 2, "at least two articles, as lists of paragraphs")
+    require("k", k, k >= 1, "at least 1")
+    paragraphs = [paragraph for article in articles for paragraph in article]
+    article = torch.tensor([number for number, article in enumerate(articles) for _ in article])
+    words = [paragraph.split() for paragraph in paragraphs]
+    halves = [[" ".join(w[: len(w) // 2]) for w in words], [" ".join(w[len(w) // 2 :]) for w in words]]
+    options = {"max_length": max_length, "batch_size": batch_size, "progress": progress}
+    first, second, whole = (
+        embed(model, tokenizer, texts, **options)  # type: ignore[arg-type]  # mypy takes the values for one type
+        for texts in (*halves, paragraphs)
+    )
+    similarity = first @ second.T
+    rank = (similarity > similarity.diagonal()[:, None]).sum(1)
+    nearest = (whole @ whole.T).fill_diagonal_(-1.0).argmax(1)
+    return {
+        "recall": float((rank < k).double().mean()),
+        "article_accuracy": float((article[nearest] == article).double().mean()),
+        "num_paragraphs": len(paragraphs),
+    }
