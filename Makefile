@@ -16,9 +16,13 @@ KEEP_MEMORY := MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=10000000
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PARALLEL)
 RECOVERY := $(foreach model,gpt2 llama bert,$(foreach mechanism,linear performer,$(model)-$(mechanism)))
 
+# hybrid first: it trains the control that the other recipes of its model take over
+BOARD_MODELS := gpt2 llama
+BOARD := $(foreach model,$(BOARD_MODELS),$(model)-hybrid $(patsubst recipes/bundled-$(model)/%.yaml,$(model)-%,$(filter-out %/hybrid.yaml,$(wildcard recipes/bundled-$(model)/*.yaml))))
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench zero-shot calibration tables recovery pretrain gpu docs clean
+.PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench zero-shot calibration tables recovery board pretrain gpu docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -83,6 +87,13 @@ recovery-%: install
 	$(LAUNCH) recipes/finetune.py recipes/$(subst -,/,$*).yaml
 	@mkdir -p benchmarks/results/recovery
 	cp runs/$*/report.json benchmarks/results/recovery/$*.json
+
+board: $(BOARD:%=board-%) tables ## run all recipes of the bundled models, baselines too, and their table: hours
+
+board-%: install
+	$(LAUNCH) recipes/distill.py recipes/bundled-$(subst -,/,$(firstword $(subst -, ,$*))-)$(patsubst $(firstword $(subst -, ,$*))-%,%,$*).yaml
+	@mkdir -p benchmarks/results/board
+	cp runs/$*/report.json benchmarks/results/board/$*.json
 
 pretrain: install ## train the three bundled models anew: hours
 	for model in bert gpt2 llama; do \

@@ -41,6 +41,17 @@ FASTER = {  # times faster than softmax at that length, at least, causal and bid
     "hybrid": 10,
     "lsh": 3,
 }
+BOARD_TARGETS = {  # recovered / best perplexity, at most
+    "hybrid": 1.005,
+    "learned_exp": 1.05,
+    "sinks": 1.05,
+    "longformer": 1.05,
+    "lsh": 1.05,
+    "linformer": 1.10,
+    "hedgehog": 1.15,
+    "performer": 1.25,
+    "linear": 1.25,
+}
 FASTER_DECODING = {"linear": 20, "performer": 20}
 
 
@@ -185,6 +196,25 @@ def recovery_table(reports: dict[str, Document]) -> str:
     return table(["model", "mechanism", *QUALITY, "recovered / best"], rows)
 
 
+def board_table(reports: dict[str, Document]) -> str:
+    """Return what every recipe of the board came to, beside what it was meant to reach, and its configuration."""
+    rows = []
+    for name, report in reports.items():
+        model, _, recipe = name.partition("-")
+        recipe, _, seed = recipe.partition("-seed")
+        target, p = BOARD_TARGETS.get(recipe), report["perplexity"]
+        verdict = "" if target is None else f"{target:.3f} {'reached' if report['ratio'] <= target else 'missed'}"
+        options = options_text(report["options"])
+        what = f"`{report['mechanism']}`" + (f" `{options}`" if options else "") + (f", seed {seed}" if seed else "")
+        best = min(p["original"], p["control"])
+        numbers = [f"{x:.2f}" for x in (best, p["converted"], p["recovered"])]
+        command = f"`recipes/bundled-{model}/{recipe}.yaml`"
+        tokens = f"{report['training']['tokens'] / 1e6:.1f} M"
+        rows.append([model, recipe, what, tokens, *numbers, f"**{report['ratio']:.3f}**", verdict, command])
+    head = ["model", "recipe", "mechanism", "tokens", "best", "converted", "recovered", "/ best", "target"]
+    return table([*head, "configuration"], rows)
+
+
 def needs_recovery(document: Document) -> dict[str, list[str]]:
     """Return mechanism -> the options, as text, with which it does worse than the mean of the values on some model."""
     mean = next(row["perplexity"] for row in document["rows"] if row["mechanism"] == MEAN_OF_VALUES)
@@ -282,7 +312,14 @@ def write_tables(root: Path = ROOT) -> None:
     text = (root / "README.md").read_text(encoding="utf-8")
     text = replace_section(text, "benchmarks", speed_section(documents))
     text = replace_section(text, "recovery", recovery_table(reports) if reports else "")
+    board = board_reports(results)
+    text = replace_section(text, "board", board_table(board) if board else "")
     write_text(root / "README.md", text)
+
+
+def board_reports(results: Path = RESULTS) -> dict[str, Document]:
+    """Return "<model>-<recipe>[-seed<n>]" -> the report of that recipe."""
+    return {path.stem: read(path) for path in sorted((results / "board").glob("*.json"))}
 
 
 def recovery_reports(results: Path = RESULTS) -> dict[str, Document]:

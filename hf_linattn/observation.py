@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from .mechanisms import Mechanism
+from .mechanisms import Mechanism, Pairs
+from .ops.naive import allowed_pairs
 from .ops.softmax import softmax_attention
 
 
@@ -38,6 +40,31 @@ class AttentionCall(NamedTuple):
             self.query, self.key, self.value, scaling=layer.scaling, causal=layer.causal,
             key_padding_mask=self.key_padding_mask, sequence_ids=self.sequence_ids, **self.exact,
         )  # fmt: skip
+
+    def pairs(self, causal: bool, block_size: int) -> Iterator[Pairs]:
+        """Yield the pairs of `block_size` queries at a time, in float32 or wider."""
+        num_keys, compute = self.key.shape[2], torch.promote_types(self.query.dtype, torch.float32)
+        query, key, position = self.query.to(compute), self.key.to(compute), self._positions()
+        real = torch.ones_like(position, dtype=torch.bool)
+        real = real if self.key_padding_mask is None else self.key_padding_mask.expand_as(position)
+        for first in range(0, num_keys, block_size):
+            end = min(first + block_size, num_keys)
+            seen = end if causal else num_keys
+            mask, ids = (None if x is None else x[:, :seen] for x in (self.key_padding_mask, self.sequence_ids))
+            allowed = allowed_pairs(end - first, seen, causal, mask, ids, query.device, first)
+            heads, places = (query[:, :, first:end], key[:, :, :seen]), (position[:, first:end], position[:, :seen])
+            yield Pairs(*heads, *places, allowed, real[:, None, first:end, None], first)
+
+    def _positions(self) -> Tensor:
+        """Return each token's position in its own sequence, pads not counted: [B or 1, N]."""
+        num_keys, device = self.key.shape[2], self.key.device
+        mask, ids = self.key_padding_mask, self.sequence_ids
+        real = torch.ones(1, num_keys, dtype=torch.long, device=device) if mask is None else mask.long()
+        before = real.cumsum(1) - real  # real tokens of the row that stand before each
+        if ids is None:
+            return before
+        begins = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+        return before - torch.where(begins, before, 0).cummax(1).values
 
 
 Observer = Callable[[AttentionCall], Tensor]

@@ -91,7 +91,7 @@ def test_tables_are_written_between_the_markers_and_nowhere_else(document: table
     (results / "gpu.json").write_text(json.dumps(document))
     perplexity = {"original": 10.0, "control": 8.0, "converted": 90.0, "recovered": 8.4}
     (results / "recovery" / "gpt2-linear.json").write_text(json.dumps({"perplexity": perplexity, "ratio": 1.05}))
-    markers = [f"<!-- {name}:{edge} -->" for name in ("benchmarks", "recovery") for edge in ("begin", "end")]
+    markers = [f"<!-- {name}:{edge} -->" for name in ("benchmarks", "recovery", "board") for edge in ("begin", "end")]
     readme = tmp_path / "README.md"
     readme.write_text("before\n{}\nold\n{}\nbetween\n{}\nold\n{}\nafter\n".format(*markers))
 
@@ -106,6 +106,18 @@ def test_tables_are_written_between_the_markers_and_nowhere_else(document: table
     page = (results / "README.md").read_text()
     for make in (tables.operations_table, tables.decoding_table, tables.milliseconds_table):
         assert make(document) in page
+
+
+def test_the_board_says_what_was_reached_and_what_was_missed() -> None:
+    perplexity = {"original": 10.0, "control": 8.0, "converted": 90.0, "recovered": 8.4}
+    report = {"perplexity": perplexity, "ratio": 1.05, "mechanism": "hybrid", "options": {"window_size": 32}}
+    report["training"] = {"tokens": 999_424}
+    names = ("gpt2-hybrid", "gpt2-lolcats", "llama-hybrid-seed1", "llama-sinks")
+    text = tables.board_table({name: report for name in names})
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+    assert [row[8] for row in rows] == ["1.005 missed", "", "1.005 missed", "1.050 reached"]
+    assert rows[0][3:8] == ["1.0 M", "8.00", "90.00", "8.40", "**1.050**"]
+    assert rows[2][2] == "`hybrid` `window_size=32`, seed 1" and rows[2][9] == "`recipes/bundled-llama/hybrid.yaml`"
 
 
 def test_the_summary_has_a_row_for_every_mechanism(document: tables.Document) -> None:

@@ -1,6 +1,7 @@
-"""Measuring a model: perplexity, retrieval, speed and memory, a patched model beside its original attention."""
+"""Measuring a model: perplexity, fidelity, retrieval, speed, memory; a patched model beside its original attention."""
 
 from ..running import evaluation_mode
+from .fidelity import Continuations, Fidelity, PositionRow, fidelity, without_far_keys
 from .memory import MemoryRow, StateRow, measure_memory, peak_forward_bytes, state_bytes_by_length
 from .perplexity import (
     Perplexity,
@@ -13,9 +14,12 @@ from .retrieval import Retrieval, embed, retrieval
 from .speed import SpeedRow, Spread, crossover_length, measure_speed
 
 __all__ = [
+    "Continuations",
+    "Fidelity",
     "MemoryRow",
     "Perplexity",
     "PerplexityResult",
+    "PositionRow",
     "Retrieval",
     "SpeedRow",
     "Spread",
@@ -23,6 +27,7 @@ __all__ = [
     "crossover_length",
     "embed",
     "evaluation_mode",
+    "fidelity",
     "is_masked_language_model",
     "measure_memory",
     "measure_speed",
@@ -31,4 +36,5 @@ __all__ = [
     "position_limit",
     "retrieval",
     "state_bytes_by_length",
+    "without_far_keys",
 ]

@@ -50,9 +50,10 @@ def embed(
     with evaluation_mode(model), torch.no_grad():
         for start in tqdm(range(0, len(texts), batch_size), desc="embed", disable=not progress):
             chosen = order[start : start + batch_size]
-            batch = tokenizer(
-                [texts[i] for i in chosen], padding=True, truncation=True, max_length=max_length, return_tensors="pt"
-            ).to(device)
+            batch = tokenizer(  # on the right: an encoder counts its positions from the left end
+                [texts[i] for i in chosen], padding=True, padding_side="right", truncation=True,
+                max_length=max_length, return_tensors="pt",
+            ).to(device)  # fmt: skip
             hidden, mask = model(**batch).last_hidden_state.float(), batch["attention_mask"][..., None]
             means = (hidden * mask).sum(1) / mask.sum(1)
             for i, row in zip(chosen, F.normalize(means, dim=-1).cpu(), strict=True):

@@ -65,7 +65,7 @@ class Pairs(NamedTuple):
     """Some queries and the keys they may see, each with its position in its own sequence, pads not counted.
 
     query [B, H, C, D], key [B, Hkv, N, D], query_position [B or 1, C], key_position [B or 1, N], allowed
-    [B or 1, 1, C, N].
+    [B or 1, 1, C, N], real [B or 1, 1, C, 1]: queries that are no pads. first: place of the first query in its row.
     """
 
     query: Tensor
@@ -73,6 +73,8 @@ class Pairs(NamedTuple):
     query_position: Tensor
     key_position: Tensor
     allowed: Tensor
+    real: Tensor
+    first: int
 
     @property
     def distance(self) -> Tensor:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ..config import MechanismConfig, make_config, require
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import naive
+from ..ops.exponential import LOWEST
 from ..ops.hybrid import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
 from .base import MECHANISMS, AttentionLayer, ExactnessLimit, Pairs, SequenceMechanism, register_mechanism
 from .linear import FeatureMapConfig, LinearMechanism
@@ -102,6 +103,7 @@ class HybridMechanism(SequenceMechanism):
         else:
             self.window_share = nn.Parameter(torch.full((layer.num_heads,), FIRST_SHARE, device="cpu"))
         self.window_shut = False  # in training a query then sees its own key and the sinks alone exactly
+        self.far_shut = False  # for measuring what the far part is worth: its weights are then zero
 
     @torch.no_grad()
     def _matching_mix(self) -> Tensor:
@@ -124,9 +126,16 @@ class HybridMechanism(SequenceMechanism):
     def _logs(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return g [H], and the log of the window's share [H] or None."""
         if self.config.window_scale == "exact":
-            return self.log_mix.to(dtype), None
-        share = self.window_share.to(dtype)
-        return torch.zeros_like(share), F.logsigmoid(share)
+            log_mix, window_log = self.log_mix.to(dtype), None
+        else:
+            share = self.window_share.to(dtype)
+            log_mix, window_log = torch.zeros_like(share), F.logsigmoid(share)
+        return torch.full_like(log_mix, LOWEST) if self.far_shut else log_mix, window_log
+
+    def is_exact(self, pairs: Pairs) -> Tensor:
+        """Return the pairs in the window or with a sink [B or 1, 1, C, N]."""
+        sink = (pairs.key_position < self.config.num_sinks)[:, None, None]
+        return (pairs.distance < self.config.window_size) | sink
 
     def _pair_weights(self, dtype: torch.dtype) -> HybridWeights:
         config, layer = self.config, self.layer
@@ -158,8 +167,7 @@ class HybridMechanism(SequenceMechanism):
         near = pairs.query @ naive.repeat_heads(pairs.key, pairs.query).transpose(-1, -2) * self.layer.scaling
         log_mix, window_log = self._logs(near.dtype)
         far = self.linear.scores(pairs) + log_mix[:, None, None]
-        sink = (pairs.key_position < self.config.num_sinks)[:, None, None]
-        exact = (pairs.distance < self.config.window_size) | sink
+        exact = self.is_exact(pairs)
         if window_log is not None:
             near = near - _largest(near, exact & pairs.allowed) + window_log[:, None, None]
         return torch.where(exact, near, far)

@@ -28,7 +28,7 @@ import hf_linattn
 
 from ..config import require
 from ..errors import CheckpointError, did_you_mean
-from ..evaluation import MemoryRow, SpeedRow, crossover_length
+from ..evaluation import Fidelity, MemoryRow, SpeedRow, crossover_length
 
 FORMAT_VERSION = 1
 REPORT_FILE = "report.json"
@@ -148,6 +148,7 @@ class Report:
         options: its options as they were given.
         data: the data set, or the files, that it was trained and tested on.
         stages: the way from converted to recovered.
+        fidelity: generated text and accuracy by position beside the original's; None where it was not measured.
         speed, memory: one row per length; empty where it was not measured.
     """
 
@@ -160,6 +161,7 @@ class Report:
     provenance: Provenance
     options: dict[str, Any] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
+    fidelity: Fidelity | None = None
     speed: tuple[SpeedRow, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
     format_version: int = FORMAT_VERSION

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ..evaluation import SpeedRow, Spread
+from ..evaluation import Fidelity, SpeedRow, Spread
 from .plots import PLOTS, save_plots
 from .schema import Report, write_whole
 
@@ -56,6 +56,7 @@ def to_markdown(report: Report) -> str:
         _how_measured(report),
         f"![perplexity]({PLOTS['perplexity']})",
         *(_stage_section(report) if report.stages else []),
+        *(_fidelity_section(report.fidelity) if report.fidelity else []),
         *(_speed_section(report) if report.speed else []),
         *(_memory_section(report) if report.memory else []),
         "## Training",
@@ -105,6 +106,35 @@ def _stage_rows(report: Report) -> list[list[str]]:
     return [
         [stage.name, f"{stage.tokens:,}", f"{stage.seconds:,.0f}", f"{math.exp(stage.validation_loss):,.2f}"]
         for stage in report.stages
+    ]
+
+
+def _fidelity_section(fidelity: Fidelity) -> list[str]:
+    positions = [
+        [f"{row.first} to {row.last}", f"{row.accuracy:.1%}", f"{other.accuracy:.1%}"]
+        for row, other in zip(fidelity.positions, fidelity.original_positions, strict=True)
+    ]
+    written = [
+        [name, f"{text.perplexity:.2f}", f"{text.repetition:.1%}", f"{text.agreement:.1%}"]
+        for name, text in (
+            ("recovered, greedy", fidelity.greedy),
+            ("original, greedy", fidelity.original_greedy),
+            ("recovered, sampled", fidelity.sampled),
+            ("original, sampled", fidelity.original_sampled),
+        )
+    ]
+    heads = ["continuations", "perplexity of the original", "repeated 4-grams", "as the original's greedy"]
+    share = []
+    if fidelity.linear_share is not None and fidelity.perplexity_without_linear is not None:
+        share = [
+            f"{fidelity.linear_share:.1%} of the attention weight goes to keys beyond windows and sinks; without it"
+            f" the test perplexity is {fidelity.perplexity_without_linear:,.2f}."
+        ]
+    return [
+        "## Beside the original",
+        _markdown_table(["positions", "accuracy", "original"], positions, "lrr"),
+        _markdown_table(heads, written, "lrrr"),
+        *share,
     ]
 
 

@@ -134,6 +134,10 @@ class RecipeArguments:
         default_factory=lambda: [256, 512, 1024, 2048, 4096],
         metadata={"help": "Lengths to time, where the position table allows them."},
     )
+    fidelity_windows: int = field(
+        default=0,
+        metadata={"help": "Test windows on which generated text and accuracy by position are compared; causal only."},
+    )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Start anew in an output_dir that holds another run's results."}
     )
@@ -143,7 +147,7 @@ class RecipeArguments:
         for name in ("learning_rates", "control_learning_rates"):
             rates = getattr(self, name)
             require(name, rates, rates is None or all(rate > 0 for rate in rates), "positive numbers")
-        for name in ("kl_weight", "hidden_weight", "calibration_tokens"):
+        for name in ("kl_weight", "hidden_weight", "calibration_tokens", "fidelity_windows"):
             require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         lengths = self.speed_lengths
         require("speed_lengths", lengths, bool(lengths) and min(lengths) > 0, "positive numbers of tokens")

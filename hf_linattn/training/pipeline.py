@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -183,16 +183,22 @@ def build_report(
             tokens=recipe.steps(options.max_train_tokens) * step,
             recovered_learning_rate=recovered["learning_rate"],
             control_learning_rate=control["learning_rate"],
-            learning_rate_grid=tuple(options.learning_rates or ()),
-            control_learning_rate_grid=tuple(options.control_learning_rates or ()),
+            learning_rate_grid=tried(recovered),
+            control_learning_rate_grid=tried(control),
             search_tokens=recipe.steps(options.lr_search_tokens or 0) * step if searched else 0,
             teaching=teaching_options(recipe.arguments),
         ),
         stages=tuple(stages(results, step)),
         provenance=collect_provenance(training.seed, command, device=model.device, dtype=model.dtype),
+        fidelity=recipe.fidelity(model) if options.fidelity_windows else None,
         speed=tuple(measure_speed(model, recipe.speed_lengths)),
         memory=tuple(measure_memory(model, recipe.speed_lengths)),
     )
+
+
+def tried(training: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return the learning rates that were tried for a training."""
+    return tuple(trial["learning_rate"] for trial in training["search"]) or (training["learning_rate"],)
 
 
 def teaching_options(arguments: Arguments) -> dict[str, Any]:

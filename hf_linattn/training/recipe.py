@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,12 @@ from hf_linattn import get_mechanisms, is_patched, patch_model
 from hf_linattn.calibration import own_parameters
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation import (
+    Fidelity,
+    fidelity,
     is_masked_language_model,
     perplexity,
     position_limit,
+    without_far_keys,
 )
 from hf_linattn.training.arguments import Arguments, tokens_per_step
 from hf_linattn.training.data import load_text_splits
@@ -70,6 +73,9 @@ class Recipe:
         masked = is_masked_language_model(model)
         if masked and data_options.stride is not None:
             raise OptionError(f"stride={data_options.stride}: windows of a masked model do not overlap; leave it out")
+        if masked and recipe_options.fidelity_windows:
+            windows = recipe_options.fidelity_windows
+            raise OptionError(f"fidelity_windows={windows}: a masked model generates no text; leave it out")
         patch_model(model, **model_options.patch_arguments())
         for name, tokens in (
             ("calibration_tokens", recipe_options.calibration_tokens),
@@ -108,7 +114,8 @@ class Recipe:
     def conversion(self) -> set[str]:
         """The names of the options that say nothing about the control."""
         names = {"layers", "plan", "learning_rates", "kl_weight", "hidden_weight", "calibration_tokens", "control_dir"}
-        mechanism = {"mechanism", "mechanism_options", "speed_lengths", "seed", "data_seed"}
+        names |= {"control_learning_rates", "lr_search_tokens"}  # however its learning rate was found
+        mechanism = {"mechanism", "mechanism_options", "speed_lengths", "fidelity_windows", "seed", "data_seed"}
         return names | mechanism | set(asdict(self.arguments.distillation))
 
     @property
@@ -187,6 +194,20 @@ class Recipe:
     def validation_loss(self, model: PreTrainedModel) -> float:
         """Score the validation split."""
         return validation_loss(model, self.data, self.arguments.training.per_device_eval_batch_size)
+
+    def fidelity(self, model: PreTrainedModel) -> Fidelity:
+        """Compare a converted model with the original on the test split."""
+        size, texts = self.arguments.data.block_size, self.splits["test"]["text"]
+        prompt = size // 4
+        found = fidelity(
+            model, self.load(), self.tokenizer, texts, max_length=size,
+            num_windows=self.arguments.recipe.fidelity_windows, prompt_length=prompt,
+            new_tokens=min(64, size - prompt),
+        )  # fmt: skip
+        if found.linear_share is None:
+            return found
+        with without_far_keys(model):
+            return replace(found, perplexity_without_linear=self.perplexity(model)["perplexity"])
 
     def perplexity(self, model: PreTrainedModel) -> dict[str, Any]:
         """Score the test split."""

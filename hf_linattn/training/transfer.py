@@ -22,7 +22,7 @@ from hf_linattn.errors import OptionError
 from hf_linattn.mechanisms import Mechanism, Pairs
 from hf_linattn.mechanisms.softmax import SoftmaxMechanism
 from hf_linattn.observation import AttentionCall, observed
-from hf_linattn.ops.naive import allowed_pairs, repeat_heads
+from hf_linattn.ops.naive import repeat_heads
 from hf_linattn.ops.softmax import in_window
 from hf_linattn.running import accepted
 
@@ -173,48 +173,22 @@ def attention_divergence(mechanism: Mechanism, call: AttentionCall, block_size: 
 
     Weights of `block_size` queries are held at a time, also for the backward pass, which computes them anew.
     """
-    num_keys, compute = call.key.shape[2], torch.promote_types(call.query.dtype, torch.float32)
-    query, key = call.query.to(compute), call.key.to(compute)
-    position = sequence_positions(call)
-    real = torch.ones_like(position, dtype=torch.bool)
-    real = real if call.key_padding_mask is None else call.key_padding_mask.expand_as(position)
-    total = query.new_zeros(())
-    for start in range(0, num_keys, block_size):
-        stop = min(start + block_size, num_keys)
-        seen = stop if mechanism.layer.causal else num_keys
-        mask, ids = (None if x is None else x[:, :seen] for x in (call.key_padding_mask, call.sequence_ids))
-        allowed = allowed_pairs(stop - start, seen, mechanism.layer.causal, mask, ids, query.device, start)
-        pairs = Pairs(query[:, :, start:stop], key[:, :, :seen], position[:, start:stop], position[:, :seen], allowed)
-        rows = real[:, None, start:stop, None]
-        total = total + checkpoint(_divergence, mechanism, call.exact, pairs, start, rows, use_reentrant=False)
-    count = real.expand(query.shape[0], -1).sum() * query.shape[1]
-    return total / count
+    total, count = call.query.new_zeros((), dtype=torch.float32), 0
+    for pairs in call.pairs(mechanism.layer.causal, block_size):
+        total = total + checkpoint(_divergence, mechanism, call.exact, pairs, use_reentrant=False)
+        count += int(pairs.real.expand(len(call.query), -1, -1, -1).sum())
+    return total / (count * call.query.shape[1])
 
 
-def _divergence(
-    mechanism: Mechanism, exact: Mapping[str, Any], pairs: Pairs, first: int, real: Tensor
-) -> Tensor:
-    """Sum the divergences of the queries from position `first` on."""
+def _divergence(mechanism: Mechanism, exact: Mapping[str, Any], pairs: Pairs) -> Tensor:
+    """Sum the divergences of some queries."""
     lowest, allowed = torch.finfo(pairs.query.dtype).min, pairs.allowed
     wanted = pairs.query @ repeat_heads(pairs.key, pairs.query).transpose(-1, -2) * mechanism.layer.scaling
     if (cap := exact["softcap"]) is not None:
         wanted = cap * torch.tanh(wanted / cap)
     visible = allowed
     if (window := exact["sliding_window"]) is not None:
-        visible = allowed & in_window(allowed.shape[2], allowed.shape[3], window, first, allowed.device)
+        visible = allowed & in_window(allowed.shape[2], allowed.shape[3], window, pairs.first, allowed.device)
     wanted = wanted.masked_fill(~visible, lowest).log_softmax(-1)
     got = mechanism.scores(pairs).masked_fill(~allowed, lowest).log_softmax(-1)
-    return (wanted.exp() * (wanted - got).masked_fill(~(visible & real), 0.0)).sum()
-
-
-def sequence_positions(call: AttentionCall) -> Tensor:
-    """Return each token's position in its own sequence, pads not counted: [B or 1, N]."""
-    num_keys, device = call.key.shape[2], call.key.device
-    mask, ids = call.key_padding_mask, call.sequence_ids
-    real = torch.ones(1, num_keys, dtype=torch.long, device=device) if mask is None else mask.long()
-    before = real.cumsum(1) - real  # real tokens of the row that stand before each
-    if ids is None:
-        return before
-    begins = nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
-    start = torch.where(begins, before, 0).cummax(1).values
-    return before - start
+    return (wanted.exp() * (wanted - got).masked_fill(~(visible & pairs.real), 0.0)).sum()

@@ -35,7 +35,7 @@ def flags(material, output_dir, **changes) -> list[str]:
     options = {
         "mechanism": "hybrid", "mechanism_options": '{"window_size": 4}', "max_train_tokens": 1792,
         "calibration_tokens": 256, "transfer_tokens": 768, "kl_weight": 1, "ce_weight": 0.5, "lora_rank": 2,
-        "window_dropout": 0.5, "learning_rates": "1e-3", "lr_search_tokens": None, **changes,
+        "window_dropout": 0.5, "learning_rates": "1e-3", "lr_search_tokens": None, "fidelity_windows": 3, **changes,
     }  # fmt: skip
     return command(material, output_dir, **options)
 
@@ -67,6 +67,9 @@ def test_a_run_from_end_to_end(material, whole):
         "window_dropout": 0.5,
     }  # fmt: skip
     assert report.perplexity.recovered < report.perplexity.converted
+    assert report.fidelity.perplexity_without_linear != report.perplexity.recovered
+    assert 0 < report.fidelity.linear_share < 1 and len(report.fidelity.positions) == 4
+    assert "without it the test perplexity is" in (whole / "report.md").read_text()
     assert "recipes/distill.py" in report.provenance.command
     assert "| recovered | 768 |" in (whole / "report.md").read_text()
     model = AutoModelForCausalLM.from_pretrained(whole)

@@ -11,7 +11,13 @@ import torch
 
 from hf_linattn import OptionError, get_mechanisms, is_patched, patch_model
 from hf_linattn.calibration import own_parameters
-from hf_linattn.training.distillation import Teacher, WindowDropout, add_adapters, distillation_loss
+from hf_linattn.training.distillation import (
+    HiddenStates,
+    Teacher,
+    WindowDropout,
+    add_adapters,
+    distillation_loss,
+)
 from hf_linattn.training.trainers import PackedTrainer
 from tests.helpers import logits_of, make_tokens
 from tests.models import ARCHITECTURES, SPINE, make_model
@@ -149,3 +155,23 @@ def test_windows_are_shut_less_and_less_often_and_alike_after_a_resumption():
     assert not any(m.window_shut for m in get_mechanisms(model).values())
     with pytest.raises(OptionError, match=r"window_dropout=0\.5: the model has no hybrid mechanism"):
         WindowDropout(patch_model(make_model("gpt2"), "linear"), 0.5)
+
+
+def test_hidden_states_are_compared_token_by_token_and_layer_by_layer():
+    student, teacher = (make_model("bert", std=0.3).bert for _ in range(2))
+    patch_model(student, "linear")
+    module = HiddenStates(student.train(), teacher.train())
+    ids, mask = make_tokens(2, 7), torch.ones(2, 7, dtype=torch.long)
+    mask[0, 4:] = 0
+    loss = module(ids, mask, labels=ids)["loss"]
+    with torch.no_grad():
+        got, want = (m.eval()(ids, mask, output_hidden_states=True).hidden_states[1:] for m in (student, teacher))
+    ratios = [
+        ((g[b, i] - w[b, i]) ** 2).sum() / (w[b, i] ** 2).sum()
+        for g, w in zip(got, want, strict=True)
+        for b, i in mask.nonzero().tolist()
+    ]
+    assert float(loss) == pytest.approx(float(sum(ratios) / len(ratios)), rel=1e-5)
+    loss.backward()
+    assert all(p.grad is None and not p.requires_grad for p in teacher.parameters())
+    assert {id(p) for p in module.parameters()} == {id(p) for p in student.parameters()}

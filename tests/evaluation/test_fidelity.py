@@ -1,0 +1,99 @@
+"""Fidelity against loops over tokens, n-grams and attention matrices."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from hf_linattn import OptionError, get_mechanisms, patch_model
+from hf_linattn.evaluation.fidelity import accuracy_by_position, fidelity, linear_share, without_far_keys
+from hf_linattn.observation import observed
+from tests.helpers import logits_of, make_tokenizer, make_tokens
+from tests.models import make_model
+
+TEXTS = [" ".join(f"w{5 + (start + 7 * i * i) % 60}" for i in range(52)) for start in range(6)]
+OPTIONS = {"max_length": 24, "prompt_length": 6, "new_tokens": 14}
+
+
+def make_pair(name: str = "llama", mechanism: str = "hybrid", **options):
+    original = make_model(name, std=0.4).eval()
+    return patch_model(copy.deepcopy(original), mechanism, **options).eval(), original
+
+
+def test_accuracy_and_loss_are_those_of_a_loop_over_positions():
+    model, _ = make_pair(window_size=4, num_sinks=1)
+    windows = make_tokens(5, 11)
+    rows = accuracy_by_position(model, windows, 3)
+    assert [(row.first, row.last) for row in rows] == [(1, 3), (4, 6), (7, 10)]
+    logits = logits_of(model, windows).double()
+    for row in rows:
+        places = [(b, i) for b in range(5) for i in range(row.first, row.last + 1)]
+        losses = [-float(logits[b, i - 1].log_softmax(-1)[windows[b, i]]) for b, i in places]
+        right = [int(logits[b, i - 1].argmax()) == int(windows[b, i]) for b, i in places]
+        assert row.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+        assert row.accuracy == pytest.approx(sum(right) / len(right))
+
+
+@pytest.mark.parametrize("scale", ["exact", "maximum"])
+def test_the_linear_share_is_that_of_the_attention_matrices(scale):
+    model, _ = make_pair("gpt2", window_size=3, num_sinks=1, window_scale=scale)
+    windows, shares = make_tokens(2, 13), []
+    steps = torch.arange(13)
+    near = ((steps[:, None] - steps).abs() < 3) | (steps == 0)
+    def watch(mechanism):
+        def answer(call):
+            matrix = mechanism.attention_matrix(call.query.double(), call.key.double())
+            shares.append((matrix * ~near).sum(-1))
+            return call.by(mechanism)
+
+        return answer
+
+    mechanisms = get_mechanisms(model)
+    with torch.no_grad(), observed(mechanisms, {path: watch(m) for path, m in mechanisms.items()}):
+        model(windows, use_cache=False)
+    expected = float(torch.stack(shares).mean())
+    assert 0.01 < expected < 0.99 and linear_share(model, windows) == pytest.approx(expected, rel=1e-4)
+    assert linear_share(make_pair(mechanism="linear")[0], windows) is None
+    assert linear_share(make_model("gpt2"), windows) is None
+
+
+def test_without_far_keys_a_hybrid_is_its_window_and_sinks():
+    model, original = make_pair(window_size=4, num_sinks=1)
+    other = patch_model(copy.deepcopy(original), "sinks", window_size=4, num_sinks=1).eval()
+    ids = make_tokens(2, 17)
+    before = logits_of(model, ids)
+    with without_far_keys(model):
+        torch.testing.assert_close(logits_of(model, ids), logits_of(other, ids), rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits_of(model, ids), before)
+
+
+def test_an_exact_conversion_is_as_faithful_as_the_original():
+    model, original = make_pair(window_size=64)
+    state = torch.get_rng_state()
+    result = fidelity(model, original, make_tokenizer(), TEXTS, **OPTIONS)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert result.greedy.agreement == result.original_greedy.agreement == 1.0
+    assert result.greedy.perplexity == pytest.approx(result.original_greedy.perplexity, rel=1e-4)
+    assert result.sampled.perplexity == pytest.approx(result.original_sampled.perplexity, rel=1e-2)
+    assert result.original_sampled.perplexity > result.original_greedy.perplexity
+    assert result.original_sampled.agreement < 1
+    assert result.linear_share == 0.0
+    for got, want in zip(result.positions, result.original_positions, strict=True):
+        assert got.loss == pytest.approx(want.loss, rel=1e-4)
+
+
+def test_a_bad_conversion_shows():
+    model, original = make_pair(mechanism="linear")
+    result = fidelity(model, original, make_tokenizer(), TEXTS, **OPTIONS)
+    assert result.greedy.agreement < 0.9 and result.greedy.perplexity > 1.02 * result.original_greedy.perplexity
+    assert result.linear_share is None and 0 <= result.greedy.repetition <= 1
+
+
+def test_what_cannot_be_measured_is_refused():
+    model, original = make_pair()
+    with pytest.raises(OptionError, match="new_tokens must be at most max_length - prompt_length = 18, got 20"):
+        fidelity(model, original, make_tokenizer(), TEXTS, **{**OPTIONS, "new_tokens": 20})
+    with pytest.raises(OptionError, match="documents with at least max_length=99 tokens"):
+        fidelity(model, original, make_tokenizer(), TEXTS, **{**OPTIONS, "max_length": 99})

@@ -1,0 +1,64 @@
+"""Embeddings against single texts, and retrieval against a loop over paragraphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import BertModel
+
+from hf_linattn import OptionError, patch_model
+from hf_linattn.evaluation import embed, retrieval
+from tests.helpers import make_tokenizer
+from tests.models import make_model
+
+
+def make_paragraph(article: int, number: int) -> str:
+    return " ".join(f"w{5 + (7 * article + 3 * number + i * i) % 60}" for i in range(9 + number))
+
+
+ARTICLES = [[make_paragraph(article, number) for number in range(3)] for article in range(4)]
+
+
+def make_encoder() -> BertModel:
+    return make_model("bert", std=0.5).bert
+
+
+def test_an_embedding_is_the_mean_over_the_tokens_of_the_text_alone():
+    model, tokenizer = patch_model(make_encoder(), "linear").train(), make_tokenizer()
+    texts = ["w7 w9 w11", "w8", "w5 w6 w7 w8 w9 w10 w11"]
+    rows = embed(model, tokenizer, texts, batch_size=2, max_length=5)
+    assert model.training
+    for text, row in zip(texts, rows, strict=True):
+        ids = torch.tensor([[int(word[1:]) for word in text.split()[:5]]])
+        with torch.no_grad():
+            mean = model.eval()(input_ids=ids).last_hidden_state[0].mean(0)
+        torch.testing.assert_close(row, mean / mean.norm(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_retrieval_counts_what_a_loop_counts(k):
+    model, tokenizer = make_encoder(), make_tokenizer()
+    result = retrieval(model, tokenizer, ARTICLES, k=k, batch_size=5)
+    paragraphs = [(number, p.split()) for number, article in enumerate(ARTICLES) for p in article]
+
+    def embedding(words: list[str]) -> torch.Tensor:
+        return embed(model, tokenizer, [" ".join(words)])[0]
+
+    found = same = 0
+    for i, (article, words) in enumerate(paragraphs):
+        first = embedding(words[: len(words) // 2])
+        answers = [float(first @ embedding(other[len(other) // 2 :])) for _, other in paragraphs]
+        found += sorted(answers, reverse=True).index(answers[i]) < k
+        own = embedding(words)
+        near = [float(own @ embedding(other)) if j != i else -2 for j, (_, other) in enumerate(paragraphs)]
+        same += paragraphs[max(range(len(near)), key=near.__getitem__)][0] == article
+    assert result == {"recall": found / 12, "article_accuracy": same / 12, "num_paragraphs": 12}
+    assert 0 < result["recall"]
+
+
+def test_what_cannot_be_measured_is_refused():
+    model, tokenizer = make_encoder(), make_tokenizer()
+    with pytest.raises(OptionError, match="articles must be at least two articles"):
+        retrieval(model, tokenizer, ARTICLES[:1])
+    with pytest.raises(OptionError, match="k must be at least 1, got 0"):
+        retrieval(model, tokenizer, ARTICLES, k=0)
