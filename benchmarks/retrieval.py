@@ -32,6 +32,7 @@ from hf_linattn.training.transfer import AttentionTransfer
 
 LEAST_WORDS = 20  # of a paragraph
 BLOCK, BATCH = 256, 8
+CALIBRATED = 8  # batches
 FILES = {"train": "wiki.train.tokens", "validation": "wiki.valid.tokens", "test": "wiki.test.tokens"}
 
 
@@ -52,7 +53,7 @@ def read_articles(file: Path) -> list[list[str]]:
 def run(
     model_path: str, wikitext: Path, mechanism: str, options: dict[str, Any], tokens: int, rate: float, work: Path
 ) -> dict[str, Any]:
-    """Convert, recover, and score after every stage."""
+    """Score the original, convert and recover, and score again."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     articles = {split: read_articles(wikitext / name) for split, name in FILES.items()}
     texts = {split: Dataset.from_dict({"text": [p for a in articles[split] for p in a]}) for split in FILES}
@@ -65,24 +66,28 @@ def run(
     )
     results: list[dict[str, Any]] = []
 
-    def score(stage: str, seconds: float = 0.0, tokens: int = 0, loss: float | None = None) -> None:
-        scores = retrieval(model, tokenizer, articles["test"], max_length=BLOCK)
-        results.append({"stage": stage, "tokens": tokens, "seconds": seconds, "validation_loss": loss, **scores})
+    def record(stage: str, seconds: float = 0.0, tokens: int = 0, loss: float | None = None) -> None:
+        results.append({"stage": stage, "tokens": tokens, "seconds": seconds, "validation_loss": loss})
+
+    def score() -> None:
+        results[-1] |= retrieval(model, tokenizer, articles["test"], max_length=BLOCK, progress=True)
         typer.echo(str(results[-1]))
 
-    score("original")
+    record("original")
+    score()
     patch_model(model, mechanism, **options)
-    score("converted")
-    start, fitted = time.perf_counter(), 6 * 16
+    start, fitted = time.perf_counter(), CALIBRATED * BATCH
     names = ("input_ids", "position_ids")
-    calibrate(model, [{name: rows["train"][i : i + 16][name] for name in names} for i in range(0, fitted, 16)])
-    score("calibrated", time.perf_counter() - start, fitted * BLOCK)
+    batches = [{name: rows["train"][i : i + BATCH][name] for name in names} for i in range(0, fitted, BATCH)]
+    calibrate(model, batches, progress=True)
+    record("calibrated", time.perf_counter() - start, fitted * BLOCK)
     budget = {"transferred": (tokens // 4, 1e-2), "recovered": (tokens - tokens // 4 - fitted * BLOCK, rate)}
     for stage, (share, learning_rate) in budget.items():
         trainee = AttentionTransfer(model, 1.0, 0.0) if stage == "transferred" else HiddenStates(model, teacher)
         steps = share // (BLOCK * BATCH)
         result, _ = fine_tune(trainee, data, training, work / stage, learning_rate=learning_rate, max_steps=steps)
-        score(stage, result["seconds"], steps * BLOCK * BATCH, result["eval_loss"])
+        record(stage, result["seconds"], steps * BLOCK * BATCH, result["eval_loss"])
+    score()
     return {
         "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.retrieval"),
         "model": Path(model_path).name,

@@ -20,6 +20,7 @@ from .errors import (
 )
 from .mechanisms import AttentionLayer, Mechanism, list_mechanisms, register_mechanism
 from .patching import get_mechanisms, get_patch_config, is_patched, original_attention, patch_model, unpatch_model
+from .sensitivity import choose_layers, layer_sensitivity
 
 __version__ = "0.1.0"
 
@@ -37,9 +38,11 @@ __all__ = [
     "UnsupportedModeError",
     "UnsupportedModelError",
     "calibrate",
+    "choose_layers",
     "get_mechanisms",
     "get_patch_config",
     "is_patched",
+    "layer_sensitivity",
     "list_mechanisms",
     "original_attention",
     "patch_model",

@@ -12,12 +12,12 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ..evaluation import Spread
 from .schema import Report, write_whole
 
-PLOTS = {"perplexity": "perplexity.png", "time": "time.png", "state": "state.png"}
+PLOTS = {"perplexity": "perplexity.png", "time": "time.png", "state": "state.png", "layers": "layers.png"}
 DPI = 150
 
 # Okabe and Ito's palette, distinct in every kind of colour vision
@@ -33,7 +33,7 @@ MODEL_LABELS = {
 
 
 def save_plots(report: Report, directory: str | os.PathLike[str]) -> list[Path]:
-    """Write `perplexity.png`, `time.png` and `state.png` into a directory and return their paths.
+    """Write `perplexity.png`, `time.png`, `state.png` and `layers.png` into a directory and return their paths.
 
     A plot of something that was not measured, such as the decoding state of a masked model, is left out.
     """
@@ -42,6 +42,8 @@ def save_plots(report: Report, directory: str | os.PathLike[str]) -> list[Path]:
         figures["time"] = time_figure
     if report.has_state:
         figures["state"] = state_figure
+    if report.sensitivity:
+        figures["layers"] = layers_figure
     return [_save(draw(report), Path(directory) / PLOTS[name]) for name, draw in figures.items()]
 
 
@@ -108,6 +110,21 @@ def state_figure(report: Report) -> Figure:
     axes.set_ylabel("state of one sequence (bytes)")
     axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.legend(frameon=False)
+    return figure
+
+
+def layers_figure(report: Report) -> Figure:
+    """Draw what converting each layer alone costs, and which layers kept softmax for it."""
+    figure, (axes,) = _figure(report, "What each layer costs", panels=1)
+    converted = {int(index) for index in str(report.options["layers"]).split(",")}
+    for name, colour, wanted in (("converted", PATCHED, True), ("keeps softmax", ORIGINAL, False)):
+        chosen = [i for i in range(len(report.sensitivity)) if (i in converted) is wanted]
+        axes.bar(chosen, [report.sensitivity[i] for i in chosen], 0.62, color=colour, label=name)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("KL from the original, that layer alone converted (nats per token)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False)
+    axes.grid(visible=False, axis="x")
     return figure
 
 

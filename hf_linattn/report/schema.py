@@ -148,6 +148,8 @@ class Report:
         options: its options as they were given.
         data: the data set, or the files, that it was trained and tested on.
         stages: the way from converted to recovered.
+        sensitivity: KL of the predictions, in nats per token, when one layer alone is converted, layer by layer; empty
+            unless the layers were chosen by it.
         fidelity: generated text and accuracy by position beside the original's; None where it was not measured.
         speed, memory: one row per length; empty where it was not measured.
     """
@@ -161,6 +163,7 @@ class Report:
     provenance: Provenance
     options: dict[str, Any] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
+    sensitivity: tuple[float, ...] = ()
     fidelity: Fidelity | None = None
     speed: tuple[SpeedRow, ...] = ()
     memory: tuple[MemoryRow, ...] = ()

@@ -56,6 +56,7 @@ def to_markdown(report: Report) -> str:
         _how_measured(report),
         f"![perplexity]({PLOTS['perplexity']})",
         *(_stage_section(report) if report.stages else []),
+        *(["## Layers", f"![layers]({PLOTS['layers']})"] if report.sensitivity else []),
         *(_fidelity_section(report.fidelity) if report.fidelity else []),
         *(_speed_section(report) if report.speed else []),
         *(_memory_section(report) if report.memory else []),

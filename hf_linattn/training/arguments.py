@@ -18,6 +18,7 @@ from hf_linattn.config import require
 from hf_linattn.errors import OptionError
 
 YAML_SUFFIXES = (".yaml", ".yml")
+AUTO = "auto"  # value of `layers`
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
@@ -36,7 +37,12 @@ class ModelArguments:
     mechanism_options: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Its options, as JSON (a mapping in YAML)."}
     )
-    layers: str | None = field(default=None, metadata={"help": "Which layers, like `0-5` or `0-2,7`; default: all."})
+    layers: str | None = field(
+        default=None, metadata={"help": "Which layers, as `0-5` or `0-2,7`; `auto`: see softmax_share; default: all."}
+    )
+    softmax_share: float = field(
+        default=0.25, metadata={"help": "With `layers auto`, at most this share, those that matter most, stay."}
+    )
     plan: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": 'In the place of `mechanism`: JSON like `{"performer": "0-5", "linear": [6]}`.'},
@@ -47,6 +53,9 @@ class ModelArguments:
         require("dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         self.mechanism_options = _mapping("mechanism_options", self.mechanism_options)
         self.plan = _mapping("plan", self.plan)
+        require("softmax_share", self.softmax_share, 0 <= self.softmax_share < 1, "at least 0 and below 1")
+        if self.layers == AUTO:
+            require("plan", self.plan, not self.plan, "absent where layers is 'auto'")
         if (self.mechanism is None) == (not self.plan):
             raise OptionError(
                 f"give either mechanism or plan, got mechanism={self.mechanism!r} and plan={self.plan!r};"
@@ -56,7 +65,8 @@ class ModelArguments:
     def patch_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for `hf_linattn.patch_model`."""
         options = _mapping("mechanism_options", self.mechanism_options) or {}
-        return {"mechanism": self.plan or self.mechanism, "layers": self.layers, **options}
+        layers = None if self.layers == AUTO else self.layers
+        return {"mechanism": self.plan or self.mechanism, "layers": layers, **options}
 
 
 @dataclass

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_linattn import calibrate, get_patch_config, unpatch_model
+from hf_linattn import calibrate, choose_layers, get_patch_config, layer_sensitivity, unpatch_model
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation import measure_memory, measure_speed
 from hf_linattn.report import (
@@ -30,7 +30,7 @@ from hf_linattn.report import (
     stage_table,
     write_whole,
 )
-from hf_linattn.training.arguments import Arguments, parse_arguments, tokens_per_step
+from hf_linattn.training.arguments import AUTO, Arguments, parse_arguments, tokens_per_step
 from hf_linattn.training.finetuning import fine_tune, recover
 from hf_linattn.training.recipe import Recipe
 from hf_linattn.training.run_directory import RunDirectory
@@ -38,6 +38,26 @@ from hf_linattn.training.transfer import AttentionTransfer
 from hf_linattn.transformers_bridge import MECHANISM
 
 logger = logging.getLogger(__name__)
+
+SENSITIVITY_ROWS = 64  # training rows on which the layers are ranked
+
+
+def layers_stage(recipe: Recipe, run: RunDirectory) -> None:
+    """Choose the layers to convert, if that was left open: the others lose too much, by `layer_sensitivity`."""
+    options, training = recipe.arguments.model, recipe.arguments.training
+    if options.layers != AUTO:
+        return
+
+    def compute() -> dict[str, Any]:
+        model = recipe.convert()
+        if recipe.calibration_rows:
+            calibrate(model, recipe.batches(recipe.calibration_rows), progress=not training.disable_tqdm)
+        rows = min(SENSITIVITY_ROWS, len(recipe.data.train))
+        sensitivity = layer_sensitivity(model, recipe.batches(rows), progress=not training.disable_tqdm)
+        return {"sensitivity": sensitivity, "layers": choose_layers(sensitivity, options.softmax_share)}
+
+    chosen = run.stage("layers", compute)["layers"]
+    options.layers = ",".join(map(str, chosen))
 
 
 def calibration_stage(recipe: Recipe, run: RunDirectory) -> Path | None:
@@ -48,11 +68,8 @@ def calibration_stage(recipe: Recipe, run: RunDirectory) -> Path | None:
     file = run.file("calibration", ".safetensors")
 
     def compute() -> dict[str, Any]:
-        rows, size = recipe.data.train, training.per_device_eval_batch_size
         model, start = recipe.convert(), time.perf_counter()
-        chosen = ([rows[i] for i in range(first, min(first + size, count))] for first in range(0, count, size))
-        batches = ({k: v.to(training.device) for k, v in recipe.data.evaluation_collator(x).items()} for x in chosen)
-        errors = calibrate(model, batches, progress=not training.disable_tqdm)
+        errors = calibrate(model, recipe.batches(count), progress=not training.disable_tqdm)
         seconds = time.perf_counter() - start
         _save_mechanisms(model, file)
         loss = recipe.validation_loss(model)
@@ -109,6 +126,7 @@ def run_recipe(recipe: Recipe, run: RunDirectory, command: str) -> Report:
     """Run the stages, each only if its result is not recorded yet, and return the report."""
     options, training = recipe.arguments.recipe, recipe.arguments.training
     search_steps, control_path = recipe.steps(options.lr_search_tokens or 0), run.path / "control"
+    layers_stage(recipe, run)
     scores = {
         "original": run.stage("original", lambda: recipe.perplexity(recipe.load())),
         "converted": run.stage("converted", lambda: recipe.perplexity(recipe.convert())),
@@ -145,7 +163,8 @@ def run_recipe(recipe: Recipe, run: RunDirectory, command: str) -> Report:
     results["recovered"] = recovered | ended
 
     def report() -> dict[str, Any]:
-        built = build_report(recipe, recipe.load(run.path), scores, control, results, command)
+        layers = run.finished("layers")
+        built = build_report(recipe, recipe.load(run.path), scores, control, layers, results, command)
         return {"files": [file.name for file in save_report(built, run.path)]}
 
     run.stage("report", report)
@@ -160,6 +179,7 @@ def build_report(
     model: PreTrainedModel,
     scores: dict[str, dict[str, Any]],
     control: dict[str, Any],
+    run_layers: dict[str, Any] | None,
     results: dict[str, dict[str, Any] | None],
     command: str,
 ) -> Report:
@@ -189,6 +209,7 @@ def build_report(
             teaching=teaching_options(recipe.arguments),
         ),
         stages=tuple(stages(results, step)),
+        sensitivity=tuple((run_layers or {}).get("sensitivity", {}).values()),
         provenance=collect_provenance(training.seed, command, device=model.device, dtype=model.dtype),
         fidelity=recipe.fidelity(model) if options.fidelity_windows else None,
         speed=tuple(measure_speed(model, recipe.speed_lengths)),

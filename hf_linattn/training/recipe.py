@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from datasets import DatasetDict
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from hf_linattn import get_mechanisms, is_patched, patch_model
@@ -113,8 +114,8 @@ class Recipe:
     @property
     def conversion(self) -> set[str]:
         """The names of the options that say nothing about the control."""
-        names = {"layers", "plan", "learning_rates", "kl_weight", "hidden_weight", "calibration_tokens", "control_dir"}
-        names |= {"control_learning_rates", "lr_search_tokens"}  # however its learning rate was found
+        names = {"layers", "softmax_share", "plan", "learning_rates", "kl_weight", "hidden_weight"}
+        names |= {"calibration_tokens", "control_dir", "control_learning_rates", "lr_search_tokens"}  # however its learning rate was found
         mechanism = {"mechanism", "mechanism_options", "speed_lengths", "fidelity_windows", "seed", "data_seed"}
         return names | mechanism | set(asdict(self.arguments.distillation))
 
@@ -190,6 +191,14 @@ class Recipe:
         """Return what else happens while the recovered model trains."""
         probability, seed = self.arguments.distillation.window_dropout, self.arguments.training.seed
         return [WindowDropout(model, probability, seed)] if probability else []
+
+    def batches(self, count: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the first `count` training rows in batches, on the device of the run, masked as in validation."""
+        training, rows = self.arguments.training, self.data.train
+        size = training.per_device_eval_batch_size
+        for first in range(0, count, size):
+            batch = self.data.evaluation_collator([rows[i] for i in range(first, min(first + size, count))])
+            yield {name: value.to(training.device) for name, value in batch.items()}
 
     def validation_loss(self, model: PreTrainedModel) -> float:
         """Score the validation split."""

@@ -170,6 +170,19 @@ def test_another_runs_control_serves_if_it_saw_the_same(material, whole, tmp_pat
         run(flags(material, tmp_path / "third", **{**changes, **without, "control_dir": tmp_path}))
 
 
+def test_layers_are_chosen_by_what_they_cost(material, tmp_path):
+    out = tmp_path / "out"
+    report = run(flags(material, out, layers="auto", softmax_share=0.5))
+    costs = list(recorded(out, "layers")["sensitivity"].values())
+    chosen = costs.index(min(costs))
+    assert report.options["layers"] == str(chosen) and report.sensitivity == tuple(costs)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    names = [m.config.mechanism for m in hf_linattn.get_mechanisms(model).values()]
+    assert names == ["hybrid" if index == chosen else "softmax" for index in range(2)]
+    assert (out / "layers.png").is_file() and "layers.png" in (out / "report.md").read_text()
+    assert run(flags(material, out, layers="auto", softmax_share=0.5)) == report, "a rerun chooses nothing anew"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,0 +1,88 @@
+"""Which layers matter: how much a model's predictions suffer when one layer alone is converted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from .config import require
+from .errors import OptionError
+from .mechanisms.softmax import SoftmaxMechanism
+from .observation import AttentionCall, observed
+from .patching import get_mechanisms
+from .running import accepted, evaluation_mode
+
+
+@torch.no_grad()
+def layer_sensitivity(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, progress: bool = False
+) -> dict[str, float]:
+    """Return path of the attention module -> mean KL(original || that layer converted), in nats per real token.
+
+    All other layers answer with softmax, so that what one layer loses is not mixed with what others do. Mechanisms
+    with parameters of their own should be calibrated before.
+
+    Args:
+        model: a patched language model.
+        batches: what the model takes, such as `{"input_ids": ..., "attention_mask": ...}`; labels are ignored.
+
+    Raises:
+        PatchError: the model is not patched.
+        OptionError: no batches.
+
+    >>> import torch, hf_linattn
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50))
+    >>> model = hf_linattn.patch_model(model, "linear")
+    >>> loss = hf_linattn.layer_sensitivity(model, [{"input_ids": torch.randint(50, (2, 32))}])
+    >>> list(loss)
+    ['transformer.h.0.attn', 'transformer.h.1.attn']
+    """
+    mechanisms = get_mechanisms(model)
+    converted = {path: m for path, m in mechanisms.items() if not isinstance(m, SoftmaxMechanism)}
+    totals, count = dict.fromkeys(converted, 0.0), 0
+    with evaluation_mode(model):
+        for batch in tqdm(batches, desc="layer sensitivity", disable=not progress):
+            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            inputs |= accepted(model, use_cache=False)
+
+            def predict(path: str | None, inputs: dict[str, Any] = inputs) -> Tensor:
+                with observed(mechanisms, {path: _Itself(mechanisms[path])} if path else None):
+                    return model(**inputs).logits.float().log_softmax(-1)
+
+            original, mask = predict(None), inputs.get("attention_mask")
+            real = torch.ones(original.shape[:2], device=original.device) if mask is None else mask.to(original.dtype)
+            for path in totals:
+                divergence = (original.exp() * (original - predict(path))).sum(-1)
+                totals[path] += float((divergence * real).sum())
+            count += int(real.sum())
+    if not count:
+        raise OptionError("batches must hold at least one batch with real tokens, got none")
+    return {path: total / count for path, total in totals.items()}
+
+
+def choose_layers(sensitivity: Mapping[str, float], share: float) -> list[int]:
+    """Return the indices of the layers to convert: all but the most sensitive ones, at most `share` of them.
+
+    >>> choose_layers({"a": 0.1, "b": 0.7, "c": 0.2, "d": 0.05}, 0.25)
+    [0, 2, 3]
+    """
+    require("softmax_share", share, 0 <= share < 1, "at least 0 and below 1")
+    values = list(sensitivity.values())
+    ranked = sorted(range(len(values)), key=lambda index: -values[index])
+    return sorted(ranked[math.floor(share * len(values)) :])
+
+
+class _Itself:
+    """Answers for a layer with its own mechanism."""
+
+    def __init__(self, mechanism: Any):
+        self.mechanism = mechanism
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        return call.by(self.mechanism)

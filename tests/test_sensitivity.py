@@ -1,0 +1,53 @@
+"""Sensitivity of layers: against models in which one layer is really converted alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from hf_linattn import OptionError, choose_layers, get_mechanisms, layer_sensitivity, patch_model
+from tests.helpers import logits_of, make_tokens, pad
+from tests.models import SPINE, make_model
+
+
+@pytest.mark.parametrize("name", SPINE)
+def test_a_layer_costs_what_a_model_with_it_alone_converted_loses(name):
+    original = make_model(name, std=0.4).eval()
+    model = patch_model(copy.deepcopy(original), {"linear": [0], "performer": [1]})
+    ids, mask = pad([make_tokens(1, 9)[0], make_tokens(1, 6, seed=1)[0]], 0, side="right")
+    got = layer_sensitivity(model, [{"input_ids": ids, "attention_mask": mask, "labels": ids}])
+    want = logits_of(original, ids, attention_mask=mask).double().log_softmax(-1)
+    assert list(got) == list(get_mechanisms(model))
+    for cost, plan in zip(got.values(), ({"linear": [0]}, {"performer": [1]}), strict=True):
+        alone = logits_of(patch_model(copy.deepcopy(original), plan).eval(), ids, attention_mask=mask).double()
+        divergence = (want.exp() * (want - alone.log_softmax(-1))).sum(-1)[mask.bool()]
+        assert cost == pytest.approx(float(divergence.mean()), rel=1e-3) and cost > 0
+
+
+def test_the_mean_is_over_the_tokens_of_all_batches_and_softmax_layers_have_no_cost():
+    model = patch_model(make_model("gpt2", std=0.4), {"linear": [1]}).train()
+    batches = [{"input_ids": make_tokens(2, 9)}, {"input_ids": make_tokens(1, 5, seed=1)}]
+    (path,) = layer_sensitivity(model, batches)
+    first, second = (layer_sensitivity(model, [batch])[path] for batch in batches)
+    assert layer_sensitivity(model, batches)[path] == pytest.approx((18 * first + 5 * second) / 23, rel=1e-5)
+    assert model.training and all(m.observer is None for m in get_mechanisms(model).values())
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.0, [0, 1, 2, 3]), (0.25, [0, 1, 3]), (0.5, [1, 3]), (0.7, [1, 3])])
+def test_the_most_sensitive_layers_keep_softmax_within_the_budget(share, kept):
+    assert choose_layers({"a": 0.5, "b": 0.1, "c": 0.7, "d": 0.2}, share) == kept
+
+
+def test_what_cannot_be_measured_is_refused():
+    with pytest.raises(OptionError, match="at least one batch"):
+        layer_sensitivity(patch_model(make_model("gpt2"), "linear"), [])
+    with pytest.raises(OptionError, match="softmax_share must be at least 0 and below 1, got 1"):
+        choose_layers({"a": 1.0}, 1)
+
+
+def test_no_gradients_are_kept():
+    model = patch_model(make_model("gpt2"), "hedgehog")
+    layer_sensitivity(model, [{"input_ids": make_tokens(1, 5)}])
+    assert all(p.grad is None for p in model.parameters()) and torch.is_grad_enabled()
