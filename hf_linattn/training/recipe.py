@@ -44,6 +44,13 @@ RESULT_OPTIONS = (
     "fp16", "load_best_model_at_end", "eval_steps", "early_stopping_patience",
 )  # fmt: skip
 
+# options that say nothing about the control: it may come from a run with others, however its learning rate was found
+CONVERSION_OPTIONS = (
+    "mechanism", "mechanism_options", "layers", "softmax_share", "plan", "learning_rates", "lr_search_tokens",
+    "control_learning_rates", "control_dir", "kl_weight", "hidden_weight", "calibration_tokens", "speed_lengths",
+    "fidelity_windows", "seed", "data_seed",
+)  # fmt: skip
+
 
 @dataclass
 class Recipe:
@@ -114,10 +121,7 @@ class Recipe:
     @property
     def conversion(self) -> set[str]:
         """The names of the options that say nothing about the control."""
-        names = {"layers", "softmax_share", "plan", "learning_rates", "kl_weight", "hidden_weight"}
-        names |= {"calibration_tokens", "control_dir", "control_learning_rates", "lr_search_tokens"}  # however its learning rate was found
-        mechanism = {"mechanism", "mechanism_options", "speed_lengths", "fidelity_windows", "seed", "data_seed"}
-        return names | mechanism | set(asdict(self.arguments.distillation))
+        return {*CONVERSION_OPTIONS, *asdict(self.arguments.distillation)}
 
     @property
     def stride(self) -> int | None:
