@@ -22,7 +22,7 @@ BOARD := $(foreach model,$(BOARD_MODELS),$(model)-hybrid $(patsubst recipes/bund
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench zero-shot calibration tables recovery board pretrain gpu docs clean
+.PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench zero-shot calibration mqar retrieval tables recovery board pretrain gpu docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -77,6 +77,12 @@ zero-shot: install ## test perplexity of every mechanism before any training, an
 calibration: install ## test perplexity after `calibrate` alone, and its table: 6 minutes
 	$(BIN)/python -m benchmarks.calibration
 	$(BIN)/python -m docs.generate
+
+mqar: install ## associative recall of every mechanism of constant state, trained from scratch: an hour
+	$(BIN)/python -m benchmarks.mqar
+
+retrieval: install ## an embedding model before and after: make retrieval MODEL=all-MiniLM-L6-v2 WIKITEXT=wikitext-2
+	$(BIN)/python -m benchmarks.retrieval $(MODEL) $(WIKITEXT)
 
 tables: install ## rewrite the tables of README.md and benchmarks/results from the result files
 	$(BIN)/python -m benchmarks.run --tables-only

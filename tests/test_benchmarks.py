@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import run, tables
-from hf_linattn import list_mechanisms
+from benchmarks import retrieval, run, tables
+from hf_linattn import DataError, list_mechanisms
 from hf_linattn.mechanisms import MECHANISMS
 
 PLAN = run.PLANS["quick"]
@@ -93,7 +93,7 @@ def test_tables_are_written_between_the_markers_and_nowhere_else(document: table
     (results / "recovery" / "gpt2-linear.json").write_text(json.dumps({"perplexity": perplexity, "ratio": 1.05}))
     markers = [f"<!-- {name}:{edge} -->" for name in ("benchmarks", "recovery", "board") for edge in ("begin", "end")]
     readme = tmp_path / "README.md"
-    readme.write_text("before\n{}\nold\n{}\nbetween\n{}\nold\n{}\nafter\n".format(*markers))
+    readme.write_text("before\n{}\nold\n{}\nbetween\n{}\nold\n{}\n{}\nold\n{}\nafter\n".format(*markers))
 
     tables.write_tables(tmp_path)
     first = readme.read_text()
@@ -152,3 +152,13 @@ def test_targets_are_judged_on_the_measured_values() -> None:
     ]
     text = tables.targets_table({"operations": operations, "decoding": decoding})
     assert [line.split("|")[-2].strip() for line in text.splitlines()[2:]] == ["yes", "no", "yes", "yes", "yes"]
+
+
+def test_articles_are_told_apart_by_their_titles(tmp_path: Path) -> None:
+    long = " ".join(["word"] * retrieval.LEAST_WORDS)
+    lines = ["", " = First = ", "", f" {long} one ", " = = Section = = ", f" {long} two ", " too short ", ""]
+    file = tmp_path / "wiki"
+    file.write_text("\n".join([*lines, " = Empty = ", " = Second = ", f" {long} = three "]))
+    assert retrieval.read_articles(file) == [[f"{long} one", f"{long} two"], [f"{long} = three"]]
+    with pytest.raises(DataError, match="does not exist; give the folder"):
+        retrieval.read_articles(tmp_path / "absent")
