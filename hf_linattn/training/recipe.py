@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn import get_mechanisms, is_patched, patch_model
 from hf_linattn.calibration import own_parameters
-from hf_linattn.errors import OptionError
+from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.evaluation import (
     Fidelity,
     fidelity,
@@ -155,7 +155,12 @@ class Recipe:
         """Load the original and patch it as asked; the mechanisms' state may come from a file."""
         model = patch_model(self.load(), **self.arguments.model.patch_arguments())
         if mechanisms is not None:
-            model.load_state_dict(load_file(mechanisms), strict=False)
+            unknown = model.load_state_dict(load_file(mechanisms), strict=False).unexpected_keys
+            if unknown:
+                raise CheckpointError(
+                    f"{str(mechanisms)!r} holds {unknown[0]!r}, which the model lacks; give another output_dir, or"
+                    " --overwrite_output_dir"
+                )
         return model
 
     def exact(self) -> PreTrainedModel:
