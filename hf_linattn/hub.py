@@ -40,6 +40,13 @@ class LinearizedConfigMixin:
         # the class is made while running, where pickle cannot look it up by name
         return _new_config, (type(self).__mro__[2],), vars(self)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read the nested form too: PEFT asks the config class of a model for the config of its checkpoint."""
+        if "base_config" in config_dict:
+            return HfLinattnConfig.from_dict(config_dict, **kwargs)
+        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]  # of the config it is mixed into
+
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
         """Write the nested form, whole or not at all."""
         base = json.loads(self.to_json_string(use_diff=use_diff))  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -150,6 +151,20 @@ def test_the_config_and_the_tokenizer_load(tmp_path, name):
     fresh = AUTO[name].from_config(config)
     assert len(get_mechanisms(fresh)) == 2
     assert len(get_mechanisms(AUTO[name].from_config(config))) == 2  # a config is not used up
+
+
+@pytest.mark.parametrize("name", SPINE)
+def test_adapters_of_a_loaded_checkpoint_are_saved_and_loaded(tmp_path, name):
+    make_patched(name, "hedgehog").save_pretrained(tmp_path / "converted")
+    model, ids = AUTO[name].from_pretrained(tmp_path / "converted").eval(), make_tokens(2, 9)
+    config = LoraConfig(target_modules="all-linear", modules_to_save=["hf_linattn"], init_lora_weights=False)
+    adapted = get_peft_model(model, config).eval()
+    expected = logits_of(adapted, ids)
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = AUTO[name].from_pretrained(tmp_path / "converted")
+    assert torch.equal(logits_of(PeftModel.from_pretrained(loaded, tmp_path / "adapter").eval(), ids), expected)
+    config = type(model.config).from_pretrained(tmp_path / "converted")
+    assert (config.vocab_size, config.hf_linattn) == (model.config.vocab_size, model.config.hf_linattn)
 
 
 def test_the_generation_config_is_kept(tmp_path):

@@ -198,13 +198,19 @@ class DistillationArguments:
     top_k: int | None = field(
         default=None, metadata={"help": "Compare the original's so many likeliest tokens, and all others as one."}
     )
+    long_tokens: int = field(
+        default=0, metadata={"help": "Training tokens of a last stage on longer rows, without a search."}
+    )
+    long_block_size: int | None = field(default=None, metadata={"help": "Tokens per row of that stage."})
     window_dropout: float = field(
         default=0.0,
         metadata={"help": "Probability, falling to 0, that a hybrid layer's window is shut for a training step."},
     )
 
     def __post_init__(self) -> None:
-        for name in ("transfer_tokens", "transfer_output_weight", "transfer_weights_weight", "ce_weight"):
+        for name in (
+            "transfer_tokens", "transfer_output_weight", "transfer_weights_weight", "ce_weight", "long_tokens",
+        ):  # fmt: skip
             require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         for name in ("transfer_learning_rate", "temperature"):
             require(name, getattr(self, name), getattr(self, name) > 0, "above 0")
@@ -213,6 +219,8 @@ class DistillationArguments:
             require(name, given, given is None or given >= 1, "an integer >= 1, or absent")
         for name in ("lora_dropout", "window_dropout"):
             require(name, getattr(self, name), 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+        given, both = self.long_block_size, (self.long_block_size is None) == (not self.long_tokens)
+        require("long_block_size", given, both, "given with long_tokens, and only so")
         for name in ("lora_alpha", "lora_target_modules"):
             given = getattr(self, name)
             require(name, given, given is None or self.lora_rank is not None, "absent where lora_rank is")
@@ -326,15 +334,19 @@ def _check_together(arguments: Arguments) -> None:
     step = tokens_per_step(data, training)
     grids = (recipe.learning_rates, recipe.control_learning_rates)
     searched = recipe.lr_search_tokens if max(map(len, grids)) > 1 else None
-    before = recipe.calibration_tokens + distillation.transfer_tokens
+    longer = distillation.long_block_size
+    above = longer is None or longer > data.block_size
+    require("long_block_size", longer, above, f"above block_size={data.block_size}")
+    before = recipe.calibration_tokens + distillation.transfer_tokens + distillation.long_tokens
     wanted = {
         "max_train_tokens": recipe.max_train_tokens - before,
         "lr_search_tokens": searched,
         "transfer_tokens": distillation.transfer_tokens or None,
+        "long_tokens": distillation.long_tokens or None,
     }
     for name, tokens in wanted.items():
         if tokens is not None and tokens < step:
-            shared = f" ({before} of calibration and transfer are part of it)" if name == "max_train_tokens" else ""
+            shared = f" ({before} of the other stages are part of it)" if name == "max_train_tokens" else ""
             raise OptionError(
                 f"{name} leaves {tokens} tokens{shared if before else ''}, less than one step of {step} tokens"
                 f" (block_size={data.block_size} x global batch of {step // data.block_size}); raise it or lower"

@@ -116,6 +116,20 @@ def transfer_stage(recipe: Recipe, run: RunDirectory, mechanisms: Path | None) -
     return file
 
 
+def long_stage(recipe: Recipe, run: RunDirectory, start: Path, learning_rate: float) -> dict[str, Any] | None:
+    """Go on with the recovered model on longer rows, as many tokens to a step, if that was asked for."""
+    options, training, data = recipe.arguments.distillation, recipe.arguments.training, recipe.long_data
+    if data is None:
+        return None
+    shorter = training.per_device_train_batch_size * recipe.arguments.data.block_size // (options.long_block_size or 1)
+    rows: dict[str, Any] = {"per_device_train_batch_size": max(1, shorter)}
+    long_run = RunDirectory(run.path, replace(training, **rows))
+    return recover(
+        long_run, "long_training", lambda: recipe.adapted(recipe.load(start)), data, [learning_rate], 0,
+        recipe.steps(options.long_tokens), run.path, recipe.teacher(inside=False), recipe.callbacks,
+    )  # fmt: skip
+
+
 def _save_mechanisms(model: nn.Module, file: Path) -> None:
     """Write the state of all mechanisms, whole or not at all."""
     state = {name: x.contiguous() for name, x in model.state_dict().items() if f".{MECHANISM}." in name}
@@ -147,10 +161,12 @@ def run_recipe(recipe: Recipe, run: RunDirectory, command: str) -> Report:
         control, scores["control"] = adopted
     mechanisms = calibration_stage(recipe, run)
     mechanisms = transfer_stage(recipe, run, mechanisms)
+    short = run.path if recipe.long_data is None else run.file("recovered_training", "_model")
     recovered = recover(
         run, "recovered_training", lambda: recipe.trainee(mechanisms), recipe.data, options.learning_rates or (),
-        search_steps, recipe.recovery_steps, run.path, recipe.teacher(), recipe.callbacks,
+        search_steps, recipe.recovery_steps, short, recipe.teacher(), recipe.callbacks,
     )  # fmt: skip
+    longer = long_stage(recipe, run, short, recovered["learning_rate"])
     scores["recovered"] = run.stage("recovered", lambda: recipe.perplexity(recipe.load(run.path)))
     ended = run.stage(
         "recovered_validation", lambda: {"eval_loss": recipe.validation_loss(recipe.load(run.path))}
@@ -160,7 +176,8 @@ def run_recipe(recipe: Recipe, run: RunDirectory, command: str) -> Report:
         if control_path.exists():
             recipe.tokenizer.save_pretrained(control_path)
     results |= {name: run.finished(name) for name in ("calibration", "transfer")}
-    results["recovered"] = recovered | ended
+    results |= {"recovered": recovered, "long": longer}
+    results["recovered" if longer is None else "long"] = (longer or recovered) | ended
 
     def report() -> dict[str, Any]:
         layers = run.finished("layers")

@@ -62,6 +62,7 @@ class Recipe:
     data: PackedData
     masked: bool
     speed_lengths: list[int]
+    long_data: PackedData | None = None
 
     @classmethod
     def prepare(cls, arguments: Arguments) -> Recipe:
@@ -73,11 +74,13 @@ class Recipe:
                 f"model_name_or_path={model_options.model_name_or_path!r} is converted already; give the original"
             )
         limit = position_limit(model)
-        if limit is not None and data_options.block_size > limit:
-            raise OptionError(
-                f"block_size={data_options.block_size} is beyond the {limit} positions of"
-                f" {model_options.model_name_or_path!r}; give at most {limit}"
-            )
+        lengths = {"block_size": data_options.block_size, "long_block_size": distillation.long_block_size or 0}
+        for name, length in lengths.items():
+            if limit is not None and length > limit:
+                raise OptionError(
+                    f"{name}={length} is beyond the {limit} positions of {model_options.model_name_or_path!r}; give at"
+                    f" most {limit}"
+                )
         masked = is_masked_language_model(model)
         if masked and data_options.stride is not None:
             raise OptionError(f"stride={data_options.stride}: windows of a masked model do not overlap; leave it out")
@@ -107,8 +110,13 @@ class Recipe:
                 data_options.text_column,
             )
             data = pack_splits(splits, tokenizer, model, data_options, recipe_options.max_train_tokens, masked)
-        lengths = [n for n in sorted(set(recipe_options.speed_lengths)) if limit is None or n <= limit]
-        return cls(arguments, tokenizer, splits, data, masked, lengths or [limit or data_options.block_size])
+            long_data = None
+            if distillation.long_block_size:
+                long_options = replace(data_options, block_size=distillation.long_block_size, stride=None)
+                long_data = pack_splits(splits, tokenizer, model, long_options, distillation.long_tokens, masked)
+        timed = [n for n in sorted(set(recipe_options.speed_lengths)) if limit is None or n <= limit]
+        timed = timed or [limit or data_options.block_size]
+        return cls(arguments, tokenizer, splits, data, masked, timed, long_data)
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -141,8 +149,9 @@ class Recipe:
 
     @property
     def recovery_steps(self) -> int:
-        """Optimizer steps of the recovered model's training: what calibration and transfer leave."""
-        before = self.calibration_rows * self.arguments.data.block_size + self.arguments.distillation.transfer_tokens
+        """Optimizer steps of the recovered model's training: what the other stages leave."""
+        options = self.arguments.distillation
+        before = self.calibration_rows * self.arguments.data.block_size + options.transfer_tokens + options.long_tokens
         return self.steps(self.arguments.recipe.max_train_tokens - before)
 
     def load(self, path: Path | None = None) -> PreTrainedModel:
@@ -168,8 +177,12 @@ class Recipe:
         return patch_model(self.load(), "softmax")
 
     def trainee(self, mechanisms: Path | None) -> PreTrainedModel:
-        """Return the converted model that recovery trains, with adapters if they are to be trained alone."""
-        model, options = self.convert(mechanisms), self.arguments.distillation
+        """Return the converted model that recovery trains."""
+        return self.adapted(self.convert(mechanisms))
+
+    def adapted(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return a converted model with adapters if they are to be trained alone."""
+        options = self.arguments.distillation
         if options.lora_rank is None:
             return model
         return add_adapters(  # type: ignore[return-value]  # a PeftModel trains as the model inside it does
@@ -182,13 +195,16 @@ class Recipe:
             self.arguments.training.seed,
         )
 
-    def teacher(self) -> Teacher | None:
-        """Return the original with the weights of its losses; None if it is not to teach."""
+    def teacher(self, inside: bool = True) -> Teacher | None:
+        """Return the original with the weights of its losses; None if it is not to teach.
+
+        `inside`: the weights under a student's adapters are still the original's.
+        """
         options, losses = self.arguments.distillation, self.arguments.recipe
         if not (losses.kl_weight or losses.hidden_weight):
             return None
         return Teacher(
-            self.exact() if options.lora_rank is None else None,
+            None if inside and options.lora_rank is not None else self.exact(),
             losses.kl_weight,
             losses.hidden_weight,
             options.ce_weight,

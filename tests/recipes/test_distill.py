@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import hf_linattn
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.report import Report
-from hf_linattn.training import pipeline
+from hf_linattn.training import finetuning, pipeline
 from hf_linattn.training.arguments import DISTILLATION, parse_arguments
 from tests.recipes.test_finetune import ROOT, command, material, recorded
 
@@ -170,6 +170,25 @@ def test_another_runs_control_serves_if_it_saw_the_same(material, whole, tmp_pat
         run(flags(material, tmp_path / "third", **{**changes, **without, "control_dir": tmp_path}))
 
 
+def test_a_last_stage_goes_on_with_longer_rows(material, tmp_path, monkeypatch):
+    seen = []
+    real = finetuning.PackedTrainer.compute_loss
+
+    def watch(trainer, model, inputs, *arguments, **options):
+        if model.training:
+            seen.append((tuple(inputs["input_ids"].shape), trainer.teacher and trainer.teacher.model is not None))
+        return real(trainer, model, inputs, *arguments, **options)
+
+    monkeypatch.setattr(finetuning.PackedTrainer, "compute_loss", watch)
+    out = tmp_path / "out"
+    report = run(flags(material, out, long_tokens=384, long_block_size=48, transfer_tokens=384))
+    assert [(stage.name, stage.tokens) for stage in report.stages][-2:] == [("recovered", 768), ("long", 384)]
+    assert [shape for shape, _ in seen if shape[1] == 48] == [(2, 48)] * 3 and seen[-1] == ((2, 48), True)
+    short, long = weights(out / "stages" / "recovered_training_model"), weights(out)
+    assert short.keys() == long.keys() and any(not torch.equal(short[name], long[name]) for name in long)
+    assert report.training.tokens == sum(stage.tokens for stage in report.stages)
+
+
 def test_layers_are_chosen_by_what_they_cost(material, tmp_path):
     out = tmp_path / "out"
     report = run(flags(material, out, layers="auto", softmax_share=0.5))
@@ -186,13 +205,16 @@ def test_layers_are_chosen_by_what_they_cost(material, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"transfer_tokens": 1600}, r"max_train_tokens leaves -64 tokens \(1856 of calibration and transfer are part"),
+        ({"transfer_tokens": 1600}, r"max_train_tokens leaves -64 tokens \(1856 of the other stages are part"),
         ({"transfer_tokens": 60}, "transfer_tokens leaves 60 tokens, less than one step of 128"),
         ({"lora_rank": 0}, "lora_rank must be an integer >= 1, or absent, got 0"),
         ({"lora_rank": None, "lora_alpha": 4}, "lora_alpha must be absent where lora_rank is, got 4.0"),
         ({"window_dropout": 1.5}, "window_dropout must be at least 0 and below 1, got 1.5"),
         ({"mechanism": "performer", "mechanism_options": None}, "'performer' has no parameters of its own"),
         ({"mechanism": "hedgehog", "mechanism_options": None}, "window_dropout=0.5: the model has no hybrid"),
+        ({"long_tokens": 256}, "long_block_size must be given with long_tokens, and only so, got None"),
+        ({"long_tokens": 256, "long_block_size": 32}, "long_block_size must be above block_size=32, got 32"),
+        ({"long_tokens": 256, "long_block_size": 99}, "long_block_size=99 is beyond the 64 positions"),
         ({"temperature": 0}, "temperature must be above 0, got 0"),
     ],
     ids=str,
