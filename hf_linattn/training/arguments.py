@@ -198,6 +198,9 @@ class DistillationArguments:
     top_k: int | None = field(
         default=None, metadata={"help": "Compare the original's so many likeliest tokens, and all others as one."}
     )
+    fading_teacher: bool = field(
+        default=False, metadata={"help": "kl_weight and hidden_weight fall linearly to zero over the run."}
+    )
     long_tokens: int = field(
         default=0, metadata={"help": "Training tokens of a last stage on longer rows, without a search."}
     )

@@ -37,6 +37,8 @@ class Teacher:
         ce_weight: of the text's own cross-entropy.
         temperature: divides the logits of both in the divergence, which is multiplied by its square.
         top_k: compare the teacher's so many likeliest tokens one by one and all others as one; None: the vocabulary.
+        fading: kl_weight and hidden_weight fall linearly to zero over the run. A student that trains longer on its text
+            than its teacher did comes to know that text better.
     """
 
     model: PreTrainedModel | None = None
@@ -45,6 +47,11 @@ class Teacher:
     ce_weight: float = 1.0
     temperature: float = 1.0
     top_k: int | None = None
+    fading: bool = False
+
+    def authority(self, step: int, max_steps: int) -> float:
+        """Return by what `kl_weight` and `hidden_weight` are multiplied in a step."""
+        return 1 - step / max_steps if self.fading else 1.0
 
     @torch.no_grad()
     def example(self, student: nn.Module, inputs: dict[str, Any]) -> Any:

@@ -210,6 +210,7 @@ class Recipe:
             options.ce_weight,
             options.temperature,
             options.top_k,
+            options.fading_teacher,
         )
 
     def callbacks(self, model: nn.Module) -> list[TrainerCallback]:

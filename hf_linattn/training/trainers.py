@@ -97,7 +97,8 @@ class PackedTrainer(Trainer):
             processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
             divergence = divergence * processes
             hidden = hidden / self.args.gradient_accumulation_steps
-        loss = self.teacher.ce_weight * loss + divergence + hidden
+        authority = self.teacher.authority(self.state.global_step, self.state.max_steps)
+        loss = self.teacher.ce_weight * loss + authority * (divergence + hidden)
         return (loss, output) if return_outputs else loss
 
 

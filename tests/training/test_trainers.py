@@ -78,3 +78,22 @@ def test_a_taught_model_comes_closer_to_its_teacher_which_stays_as_it_is(tmp_pat
     # the validation loss is the text's cross-entropy alone, so that it compares with that of the control
     alone = PackedTrainer(model, training, data)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(alone.evaluate()["eval_loss"], rel=1e-6)
+
+
+def test_a_fading_teacher_counts_less_and_less(tmp_path):
+    model, teacher = (patch_model(make_model("gpt2", std=0.3), name) for name in ("linear", "softmax"))
+    data = make_data(model)
+    batch = data.collator([data.train[i] for i in range(4)])
+    extras = {}
+    for fading in (False, True):
+        training = make_training(tmp_path, max_steps=10, save_strategy="no", remove_unused_columns=False)
+        taught = Teacher(teacher, kl_weight=0.7, hidden_weight=0.3, fading=fading)
+        trainer = PackedTrainer(model.train(), training, data, taught)
+        trainer.state.max_steps = 10
+        for step in (0, 4, 10):
+            trainer.state.global_step = step
+            plain = float(model(**batch, use_cache=False).loss)
+            extras[fading, step] = float(trainer.compute_loss(model, dict(batch))) - plain
+    assert extras[False, 0] == pytest.approx(extras[False, 10], rel=1e-4) and extras[False, 0] > 0
+    for step, share in ((0, 1.0), (4, 0.6), (10, 0.0)):
+        assert extras[True, step] == pytest.approx(share * extras[False, 0], rel=1e-3, abs=1e-5)
