@@ -37,8 +37,8 @@ class Teacher:
         ce_weight: of the text's own cross-entropy.
         temperature: divides the logits of both in the divergence, which is multiplied by its square.
         top_k: compare the teacher's so many likeliest tokens one by one and all others as one; None: the vocabulary.
-        fading: kl_weight and hidden_weight fall linearly to zero over the run. A student that trains longer on its text
-            than its teacher did comes to know that text better.
+        fading: kl_weight and hidden_weight fall linearly to zero over the run. A student that trains longer on a text
+            than its teacher did comes to know it better.
     """
 
     model: PreTrainedModel | None = None
