@@ -23,10 +23,10 @@ from benchmarks.tables import RESULTS, write_text
 from hf_linattn import calibrate, patch_model
 from hf_linattn.errors import DataError
 from hf_linattn.evaluation import retrieval
-from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.data import tokenize_and_pack
 from hf_linattn.training.distillation import HiddenStates
 from hf_linattn.training.finetuning import fine_tune
+from hf_linattn.training.finetuning_arguments import FinetuningArguments
 from hf_linattn.training.trainers import PackedData
 from hf_linattn.training.transfer import AttentionTransfer
 

@@ -16,6 +16,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_linattn.config import require
 from hf_linattn.errors import OptionError
+from hf_linattn.training.finetuning_arguments import FinetuningArguments
 
 YAML_SUFFIXES = (".yaml", ".yml")
 AUTO = "auto"  # value of `layers`
@@ -227,52 +228,6 @@ class DistillationArguments:
         for name in ("lora_alpha", "lora_target_modules"):
             given = getattr(self, name)
             require(name, given, given is None or self.lora_rank is not None, "absent where lora_rank is")
-
-
-@dataclass
-class FinetuningArguments(TrainingArguments):
-    """transformers' TrainingArguments with defaults for recovering a model in a few hundred steps.
-
-    Ratios below 1 (`warmup_steps`, `logging_steps`, `eval_steps`, `save_steps`) are shares of the run, so that short
-    search runs go through the whole schedule.
-    """
-
-    output_dir: str | None = field(
-        default=None,
-        metadata={"help": "Receives the model, the report and the plots; absent, empty or to be continued."},
-    )
-    learning_rate: float | None = field(  # type: ignore[assignment]  # None: searched
-        default=None, metadata={"help": "One learning rate for control and recovered, instead of a search."}
-    )
-    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule after the warm-up."})
-    warmup_steps: float = field(default=0.05, metadata={"help": "Steps of linear warm-up, or a share of the run."})
-    weight_decay: float = field(default=0.01, metadata={"help": "AdamW's decoupled weight decay."})
-    logging_steps: float = field(default=0.1, metadata={"help": "Steps between logs, or a share of the run."})
-    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide losses that are nan or infinite."})
-    eval_strategy: str = field(default="steps", metadata={"help": "When to measure the validation loss."})
-    eval_steps: float = field(default=0.125, metadata={"help": "Steps between evaluations, or a share of the run."})
-    save_strategy: str = field(default="steps", metadata={"help": "When to save; `no` cannot resume within a stage."})
-    save_steps: float = field(default=0.125, metadata={"help": "Steps between checkpoints, or a share of the run."})
-    save_total_limit: int | None = field(default=1, metadata={"help": "Checkpoints kept beside the best one."})
-    load_best_model_at_end: bool = field(
-        default=True, metadata={"help": "Keep the weights with the lowest validation loss, not the last ones."}
-    )
-    metric_for_best_model: str | None = field(
-        default="loss", metadata={"help": "What the best checkpoint is best in."}
-    )
-    greater_is_better: bool | None = field(default=False, metadata={"help": "Whether more of it is better."})
-    early_stopping_patience: int | None = field(
-        default=None, metadata={"help": "End a run after so many evaluations without a lower validation loss."}
-    )
-
-    def __post_init__(self) -> None:
-        require("output_dir", self.output_dir, bool(self.output_dir), "a folder for the results")
-        self.output_dir = str(
-            Path(self.output_dir or "").expanduser().resolve()
-        )  # checkpoints refer to each other by it
-        if self.save_strategy == "no":
-            self.load_best_model_at_end = False
-        super().__post_init__()
 
 
 class Arguments(NamedTuple):

@@ -31,9 +31,10 @@ from hf_linattn import transformers_bridge as bridge
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.evaluation import is_masked_language_model
 from hf_linattn.running import accepted, evaluation_mode
-from hf_linattn.training.arguments import DataArguments, FinetuningArguments
+from hf_linattn.training.arguments import DataArguments
 from hf_linattn.training.data import IGNORED_LABEL, PackedMaskingCollator, tokenize_and_pack
 from hf_linattn.training.distillation import Teacher
+from hf_linattn.training.finetuning_arguments import FinetuningArguments
 from hf_linattn.training.run_directory import RunDirectory, last_complete_checkpoint
 from hf_linattn.training.trainers import PackedData, PackedTrainer
 

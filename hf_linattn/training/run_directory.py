@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_linattn.errors import CheckpointError, OptionError
-from hf_linattn.training.arguments import FinetuningArguments
+from hf_linattn.training.finetuning_arguments import FinetuningArguments
 
 logger = logging.getLogger(__name__)
 

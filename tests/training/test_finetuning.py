@@ -14,8 +14,9 @@ from transformers import TrainerCallback
 from hf_linattn import patch_model
 from hf_linattn.errors import CheckpointError, DataError, OptionError
 from hf_linattn.training import finetuning, trainers
-from hf_linattn.training.arguments import DataArguments, FinetuningArguments, parse_arguments, tokens_per_step
+from hf_linattn.training.arguments import DataArguments, parse_arguments, tokens_per_step
 from hf_linattn.training.data import PackedMaskingCollator
+from hf_linattn.training.finetuning_arguments import FinetuningArguments
 from tests.helpers import make_tokenizer
 from tests.models import VOCAB_SIZE, make_model
 
