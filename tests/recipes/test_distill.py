@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import hf_linattn
+from benchmarks.tables import BOARD_TARGETS
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.report import Report
 from hf_linattn.training import finetuning, pipeline
@@ -229,3 +230,16 @@ def test_options_that_cannot_be_are_refused_before_anything_is_written(material,
 def test_every_configuration_in_the_repository_is_read(config):
     if config.parent.name != "accelerate":
         parse_arguments([str(config), "--output_dir", "out", "--use_cpu", "True"], DISTILLATION)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_the_board_has_a_configuration_for_every_target_and_every_baseline(model):
+    configs = {path.stem: path for path in CONFIGS if path.parent.name == f"bundled-{model}"}
+    assert configs.keys() >= BOARD_TARGETS.keys() | {"t2r", "lolcats", "lolcats-linear", "liger-style"}
+    for name, path in configs.items():
+        options, data, recipe, training, _ = parse_arguments([str(path)], DISTILLATION)
+        assert options.model_name_or_path == f"recipes/pretrained/{model}"
+        assert recipe.max_train_tokens <= 2_000_000 and data.block_size >= 256
+        assert Path(training.output_dir).name == f"{model}-{name}"
+        shared = None if name == "hybrid" else f"runs/{model}-hybrid"
+        assert recipe.control_dir == shared and (shared or len(recipe.control_learning_rates) > 1)
