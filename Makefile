@@ -16,10 +16,6 @@ KEEP_MEMORY := MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=10000000
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PARALLEL)
 RECOVERY := $(foreach model,gpt2 llama bert,$(foreach mechanism,linear performer,$(model)-$(mechanism)))
 
-# hybrid first: it trains the control that the other recipes of its model take over
-BOARD_MODELS := gpt2 llama
-BOARD := $(foreach model,$(BOARD_MODELS),$(model)-hybrid $(patsubst recipes/bundled-$(model)/%.yaml,$(model)-%,$(filter-out %/hybrid.yaml,$(wildcard recipes/bundled-$(model)/*.yaml))))
-
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench zero-shot calibration mqar retrieval tables recovery board pretrain gpu docs clean
@@ -78,7 +74,7 @@ calibration: install ## test perplexity after `calibrate` alone, and its table: 
 	$(BIN)/python -m benchmarks.calibration
 	$(BIN)/python -m docs.generate
 
-mqar: install ## associative recall of every mechanism of constant state, trained from scratch: an hour
+mqar: install ## associative recall of every mechanism of constant state, trained from scratch
 	$(BIN)/python -m benchmarks.mqar
 
 retrieval: install ## an embedding model before and after: make retrieval MODEL=all-MiniLM-L6-v2 WIKITEXT=wikitext-2
@@ -94,12 +90,15 @@ recovery-%: install
 	@mkdir -p benchmarks/results/recovery
 	cp runs/$*/report.json benchmarks/results/recovery/$*.json
 
-board: $(BOARD:%=board-%) tables ## run all recipes of the bundled models, baselines too, and their table: hours
-
-board-%: install
-	$(LAUNCH) recipes/distill.py recipes/bundled-$(subst -,/,$(firstword $(subst -, ,$*))-)$(patsubst $(firstword $(subst -, ,$*))-%,%,$*).yaml
-	@mkdir -p benchmarks/results/board
-	cp runs/$*/report.json benchmarks/results/board/$*.json
+board: install ## run all recipes of the bundled models, baselines too, and their table: hours
+	mkdir -p benchmarks/results/board
+	for model in gpt2 llama; do \
+	  for recipe in hybrid $$(cd recipes/bundled-$$model && ls | grep -v hybrid | sed s/.yaml//); do \
+	    $(LAUNCH) recipes/distill.py recipes/bundled-$$model/$$recipe.yaml || exit 1; \
+	    cp runs/$$model-$$recipe/report.json benchmarks/results/board/$$model-$$recipe.json; \
+	  done; \
+	done  # hybrid first: it trains the control that the others take over
+	$(BIN)/python -m benchmarks.run --tables-only
 
 pretrain: install ## train the three bundled models anew: hours
 	for model in bert gpt2 llama; do \

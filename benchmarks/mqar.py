@@ -125,7 +125,7 @@ def main(
     batch_size: Annotated[int, typer.Option(help="sequences per step")] = 32,
     output: Annotated[Path, typer.Option(help="the JSON file")] = RESULTS / "mqar.json",
 ) -> None:
-    """Measure and write the JSON; `python -m docs.generate` makes the table from it."""
+    """Measure and write the JSON."""
     results = run(ROWS, steps, batch_size, [3e-3, 1e-2])
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, json.dumps(results, indent=1) + "\n")

@@ -248,10 +248,13 @@ def zero_shot_table(document: Document) -> str:
 def calibration_table(document: Document, reports: dict[str, Document]) -> str:
     """Return perplexities before and after calibration, and how much of the way to the recipe's best that is.
 
-    The way is measured in log-perplexity, from the converted model to the better of original and control; `reports`
-    are those of the recipe, whose control is the same for every mechanism.
+    The way is measured in log-perplexity, from the converted model to the better of original and control: the best
+    control of `reports`, those of the recipes.
     """
-    control = {name.split("-")[0]: report["perplexity"]["control"] for name, report in reports.items()}
+    control: dict[str, float] = {}
+    for recipe, report in reports.items():
+        model = recipe.split("-")[0]
+        control[model] = min(report["perplexity"]["control"], control.get(model, math.inf))
     rows = []
     for row in document["rows"]:
         for model, result in row["models"].items():

@@ -15,6 +15,7 @@ from benchmarks.tables import (
     CALIBRATION_FILE,
     RESULTS,
     ZERO_SHOT_FILE,
+    board_reports,
     calibration_table,
     needs_recovery,
     read,
@@ -98,7 +99,7 @@ def calibration() -> str:
     document = read(RESULTS / CALIBRATION_FILE)
     given = document["calibration"]
     text = f"{given['tokens']:,} tokens of the training split in {given['batches']} batches; scored as above."
-    return f"{text}\n\n{calibration_table(document, recovery_reports())}"
+    return f"{text}\n\n{calibration_table(document, recovery_reports() | board_reports())}"
 
 
 def missing_forms() -> str:

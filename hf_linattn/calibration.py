@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .architecture import root_model
-from .config import is_positive_integer, require
+from .config import is_integer, require
 from .errors import OptionError
 from .mechanisms import Mechanism
 from .observation import AttentionCall, observed
 from .patching import get_mechanisms
-from .running import accepted, evaluation_mode
+from .running import accepted, evaluation_mode, without_labels
 
 
 def calibrate(
@@ -56,7 +56,7 @@ def calibrate(
     >>> list(errors)
     ['transformer.h.0.attn']
     """
-    require("steps", steps, is_positive_integer(steps), "an integer >= 1")
+    require("steps", steps, is_integer(steps), "an integer >= 1")
     mechanisms = get_mechanisms(model)
     owned = own_parameters(mechanisms)
     fits = {path: _Fit(mechanisms[path], parameters, steps) for path, parameters in owned.items()}
@@ -66,8 +66,8 @@ def calibrate(
         undo.callback(_write, parameters, [parameter.detach().clone() for parameter in parameters])
         with evaluation_mode(model), _trainable(parameters), observed(mechanisms, fits), torch.no_grad():
             for count, batch in enumerate(tqdm(batches, desc="calibrate", disable=not progress), start=1):  # noqa: B007
-                inputs = {name: value for name, value in batch.items() if name != "labels"}
-                backbone(**inputs, **accepted(backbone, use_cache=False))  # predictions are not looked at
+                # predictions are not looked at
+                backbone(**without_labels(batch), **accepted(backbone, use_cache=False))
         if not count:
             raise OptionError("batches must hold at least one batch, got none")
         undo.pop_all()

@@ -50,9 +50,9 @@ def require(name: str, value: object, valid: bool, expected: str) -> None:
         raise OptionError(f"{name} must be {expected}, got {value!r}")
 
 
-def is_positive_integer(value: object) -> bool:
-    """Whether an option is an integer >= 1, and not True."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def is_integer(value: object, least: int = 1) -> bool:
+    """Whether an option is an integer of at least that much, and not True."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass

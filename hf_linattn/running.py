@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,3 +28,8 @@ def accepted(model: nn.Module, **options: Any) -> dict[str, Any]:
     """Keep the options that the model's forward names."""
     parameters = inspect.signature(architecture.root_model(model).forward).parameters
     return {name: value for name, value in options.items() if name in parameters}
+
+
+def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a model needs of a batch to predict, without what would have it compute a loss."""
+    return {name: value for name, value in batch.items() if name != "labels"}

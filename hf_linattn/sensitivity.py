@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from tqdm.auto import tqdm
 from .config import require
 from .errors import OptionError
 from .mechanisms.softmax import SoftmaxMechanism
-from .observation import AttentionCall, observed
+from .observation import AttentionCall, Observer, observed
 from .patching import get_mechanisms
-from .running import accepted, evaluation_mode
+from .running import accepted, evaluation_mode, without_labels
 
 
 @torch.no_grad()
@@ -43,22 +44,16 @@ def layer_sensitivity(
     >>> list(loss)
     ['transformer.h.0.attn', 'transformer.h.1.attn']
     """
-    mechanisms = get_mechanisms(model)
-    converted = {path: m for path, m in mechanisms.items() if not isinstance(m, SoftmaxMechanism)}
+    converted = {path: m for path, m in get_mechanisms(model).items() if not isinstance(m, SoftmaxMechanism)}
     totals, count = dict.fromkeys(converted, 0.0), 0
     with evaluation_mode(model):
         for batch in tqdm(batches, desc="layer sensitivity", disable=not progress):
-            inputs = {name: value for name, value in batch.items() if name != "labels"}
-            inputs |= accepted(model, use_cache=False)
-
-            def predict(path: str | None, inputs: dict[str, Any] = inputs) -> Tensor:
-                with observed(mechanisms, {path: _Itself(mechanisms[path])} if path else None):
-                    return model(**inputs).logits.float().log_softmax(-1)
-
-            original, mask = predict(None), inputs.get("attention_mask")
+            inputs = without_labels(batch) | accepted(model, use_cache=False)
+            original, mask = _predict(model, inputs, {}), inputs.get("attention_mask")
             real = torch.ones(original.shape[:2], device=original.device) if mask is None else mask.to(original.dtype)
-            for path in totals:
-                divergence = (original.exp() * (original - predict(path))).sum(-1)
+            for path, mechanism in converted.items():
+                alone = _predict(model, inputs, {path: partial(AttentionCall.by, mechanism=mechanism)})
+                divergence = (original.exp() * (original - alone)).sum(-1)
                 totals[path] += float((divergence * real).sum())
             count += int(real.sum())
     if not count:
@@ -78,11 +73,7 @@ def choose_layers(sensitivity: Mapping[str, float], share: float) -> list[int]:
     return sorted(ranked[math.floor(share * len(values)) :])
 
 
-class _Itself:
-    """Answers for a layer with its own mechanism."""
-
-    def __init__(self, mechanism: Any):
-        self.mechanism = mechanism
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        return call.by(self.mechanism)
+def _predict(model: nn.Module, inputs: Mapping[str, Any], observers: Mapping[str, Observer]) -> Tensor:
+    """Return the log probabilities [B, N, V] when all layers without an observer answer with softmax."""
+    with observed(get_mechanisms(model), observers):
+        return model(**inputs).logits.float().log_softmax(-1)

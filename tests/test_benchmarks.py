@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 from benchmarks import retrieval, run, tables
 from hf_linattn import DataError, list_mechanisms
 from hf_linattn.mechanisms import MECHANISMS
+from tests.helpers import make_tokenizer
+from tests.models import make_model
 
 PLAN = run.PLANS["quick"]
 
@@ -162,3 +164,21 @@ def test_articles_are_told_apart_by_their_titles(tmp_path: Path) -> None:
     assert retrieval.read_articles(file) == [[f"{long} one", f"{long} two"], [f"{long} = three"]]
     with pytest.raises(DataError, match="does not exist; give the folder"):
         retrieval.read_articles(tmp_path / "absent")
+
+
+def test_an_embedding_model_is_converted_taught_and_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("bert", std=0.3).bert.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    for split, file in retrieval.FILES.items():
+        lines = [f" = Article {i} = \n" + " ".join(f"w{5 + (i * j) % 80}" for j in range(30)) for i in range(1, 9)]
+        (tmp_path / file).write_text("\n".join(lines * (4 if split == "train" else 1)))
+    for name, value in {"BLOCK": 16, "BATCH": 2, "CALIBRATED": 2}.items():
+        monkeypatch.setattr(retrieval, name, value)
+    options = {"decay": "learned"}
+    document = retrieval.run(str(tmp_path / "model"), tmp_path, "hedgehog", options, 512, 1e-3, tmp_path / "work")
+    stages = {row["stage"]: row for row in document["stages"]}
+    assert list(stages) == ["original", "calibrated", "transferred", "recovered"]
+    assert sum(row["tokens"] for row in document["stages"]) == 512
+    scored = [stages[name] for name in ("original", "recovered")]
+    assert all(row["num_paragraphs"] == 8 and 0 <= row["recall"] <= 1 for row in scored)
+    assert stages["recovered"]["validation_loss"] < 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -97,8 +98,7 @@ def fidelity(
     """
     fits = prompt_length + new_tokens <= max_length
     require("new_tokens", new_tokens, fits, f"at most max_length - prompt_length = {max_length - prompt_length}")
-    windows = _windows(tokenizer, texts, max_length)[:num_windows]
-    require("texts", len(texts), bool(len(windows)), f"documents with at least max_length={max_length} tokens")
+    windows = whole_windows(tokenizer, texts, max_length)[:num_windows]
     prompts = windows[:, :prompt_length]
     reference = _continue(original, prompts, new_tokens, False, seed)
 
@@ -148,9 +148,9 @@ def linear_share(model: nn.Module, windows: Tensor) -> float | None:
     usable = {path: watch(mechanism) for path, mechanism in hybrids.items() if mechanism.has_scores}
     if not usable:
         return None
-    others = {path: m for path, m in get_mechanisms(model).items() if path not in usable}
-    itself = {path: (lambda call, m=m: call.by(m)) for path, m in others.items()}
-    with evaluation_mode(model), torch.no_grad(), observed(get_mechanisms(model), {**itself, **usable}):
+    mechanisms = get_mechanisms(model)
+    itself = {path: partial(AttentionCall.by, mechanism=mechanism) for path, mechanism in mechanisms.items()}
+    with evaluation_mode(model), torch.no_grad(), observed(mechanisms, {**itself, **usable}):
         for batch in windows.split(8):
             model(input_ids=batch.to(_device(model)), **accepted(model, use_cache=False))
     return float(torch.cat(shares).mean())
@@ -169,11 +169,12 @@ def without_far_keys(model: nn.Module) -> Iterator[nn.Module]:
             hybrid.far_shut = False
 
 
-def _windows(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int) -> Tensor:
-    """Return whole windows of the texts, each of one text: [B, N]."""
+def whole_windows(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int) -> Tensor:
+    """Return the windows of `length` tokens that the texts hold, each of one text: [B, N]; `OptionError` if none."""
     encoded = tokenizer(list(texts), verbose=False)["input_ids"]
     rows = [ids[i : i + length] for ids in encoded for i in range(0, len(ids) - length + 1, length)]
-    return torch.tensor(rows, dtype=torch.long).reshape(-1, length)
+    require("texts", len(texts), bool(rows), f"documents with at least max_length={length} tokens")
+    return torch.tensor(rows, dtype=torch.long)
 
 
 def _losses(model: nn.Module, windows: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..config import MechanismConfig, require
+from ..config import MechanismConfig, is_integer, require
 from ..ops import naive
 from ..ops.block_sparse import KeptKeys, block_sparse_attention, continued_attention, keep_keys
 from .base import SequenceMechanism
@@ -29,7 +29,7 @@ class BlockSparseConfig(MechanismConfig):
         """Raise `OptionError` unless the named options are integers of at least `least`."""
         for name in names:
             value = getattr(self, name)
-            valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            valid = is_integer(value, least)
             require(name, value, valid, f"an integer >= {least}")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import MechanismConfig, make_config, require
+from ..config import MechanismConfig, is_integer, make_config, require
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import naive
 from ..ops.exponential import LOWEST
@@ -46,7 +46,7 @@ class HybridConfig(MechanismConfig):
         require("linear_options", options, options is None or isinstance(options, dict), "None or a dict of options")
         for name, least in (("window_size", 1), ("num_sinks", 0)):
             value = getattr(self, name)
-            valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            valid = is_integer(value, least)
             require(name, value, valid, f"an integer >= {least}")
         scale = self.window_scale
         require("window_scale", scale, scale in ("exact", "maximum"), "'exact' or 'maximum'")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..config import MechanismConfig, require
+from ..config import MechanismConfig, is_integer, require
 from ..errors import UnknownNameError
 from ..ops import naive
 from ..ops.bounded_memory import MemoryState, bounded_memory_attention, segment_size
@@ -36,11 +36,11 @@ class LinformerConfig(MechanismConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("num_slots", self.num_slots, _is_positive(self.num_slots), "an integer >= 1")
+        require("num_slots", self.num_slots, is_integer(self.num_slots), "an integer >= 1")
         columns = self.positions_per_slot
-        require("positions_per_slot", columns, _is_positive(columns), "an integer >= 1")
+        require("positions_per_slot", columns, is_integer(columns), "an integer >= 1")
         size = self.block_size
-        require("block_size", size, _is_positive(size) and size & (size - 1) == 0, "a power of two")
+        require("block_size", size, is_integer(size) and size & (size - 1) == 0, "a power of two")
         if self.sharing not in SHARING:
             raise UnknownNameError("sharing", self.sharing, SHARING)
 
@@ -180,7 +180,3 @@ class LinformerMechanism(SequenceMechanism):
             else:
                 matrices.append((x[:, :, position * x.shape[2] // n] / counts[:, None]).expand(heads, -1, -1))
         return matrices[0], matrices[1], counts
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..config import is_positive_integer, require
+from ..config import is_integer, require
 from ..errors import UnknownNameError
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from .base import AttentionLayer, ExactnessLimit, register_mechanism
@@ -28,9 +28,9 @@ class PerformerConfig(KernelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("num_features", self.num_features, is_positive_integer(self.num_features), "an integer >= 1")
+        require("num_features", self.num_features, is_integer(self.num_features), "an integer >= 1")
         interval = self.redraw_interval
-        valid = interval is None or is_positive_integer(interval)
+        valid = interval is None or is_integer(interval)
         require("redraw_interval", interval, valid, "None or an integer >= 1")
         if self.kernel not in KERNELS:
             raise UnknownNameError("kernel", self.kernel, KERNELS)

@@ -114,7 +114,8 @@ class RecipeArguments:
     """How much is trained and what is measured."""
 
     max_train_tokens: int = field(
-        default=2_000_000, metadata={"help": "Tokens of each full run, over all its epochs (not those of the search)."}
+        default=2_000_000,
+        metadata={"help": "Tokens of each full run, over all its stages and epochs (not those of the search)."},
     )
     learning_rates: list[float] | None = field(
         default=None,

@@ -19,8 +19,9 @@ from hf_linattn.calibration import own_parameters
 from hf_linattn.errors import OptionError
 from hf_linattn.mechanisms.hybrid import HybridMechanism
 from hf_linattn.observation import observed
-from hf_linattn.running import evaluation_mode
+from hf_linattn.running import evaluation_mode, without_labels
 from hf_linattn.training.data import IGNORED_LABEL
+from hf_linattn.training.objective import Objective
 from hf_linattn.transformers_bridge import MECHANISM
 
 
@@ -56,7 +57,7 @@ class Teacher:
     @torch.no_grad()
     def example(self, student: nn.Module, inputs: dict[str, Any]) -> Any:
         """Return the output of the original for `inputs`; `student` may be wrapped (DDP, FSDP)."""
-        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        inputs = without_labels(inputs)
         if self.model is not None:
             return self.model(**inputs)
         adapted = next((module for module in student.modules() if isinstance(module, PeftModel)), None)
@@ -102,7 +103,7 @@ def _relative_error(got: Tensor, want: Tensor) -> Tensor:
     return (got - want).square().sum(-1) / want.square().sum(-1).clamp(min=torch.finfo(want.dtype).tiny)
 
 
-class HiddenStates(nn.Module):
+class HiddenStates(Objective):
     """A model that learns the hidden states of another, for models without a head, such as those of embeddings.
 
     Its forward returns the loss: the mean over layers and real tokens of |h - h'|^2 / |h'|^2, h the student's hidden
@@ -117,21 +118,14 @@ class HiddenStates(nn.Module):
         self.student = student
         self._teacher = (teacher.eval().requires_grad_(False),)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """Return the `loss`; the labels are not looked at."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        given: dict[str, Any] = {name: value for name, value in inputs.items() if value is not None}
+    def measure(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the `loss`."""
+        wanted: dict[str, Any] = {**inputs, "output_hidden_states": True}
         with torch.no_grad():
-            example = self._teacher[0](**given, output_hidden_states=True).hidden_states[1:]
-        pairs = zip(self.student(**given, output_hidden_states=True).hidden_states[1:], example, strict=True)
+            example = self._teacher[0](**wanted).hidden_states[1:]
+        pairs = zip(self.student(**wanted).hidden_states[1:], example, strict=True)
         errors = torch.stack([_relative_error(got, want) for got, want in pairs]).mean(0)
-        mask = torch.ones_like(errors) if attention_mask is None else attention_mask.to(errors.dtype)
+        mask = inputs.get("attention_mask", torch.ones_like(errors)).to(errors.dtype)
         return {"loss": (errors * mask).sum() / mask.sum()}
 
 

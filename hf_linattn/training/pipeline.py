@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +158,8 @@ def run_recipe(recipe: Recipe, run: RunDirectory, command: str) -> Report:
         )  # fmt: skip
         scores["control"] = run.stage("control", lambda: recipe.perplexity(unpatch_model(recipe.load(control_path))))
     else:
-        adopted = (run.adopt(x, options.control_dir, recipe.conversion) for x in ("control_training", "control"))
-        control, scores["control"] = adopted
+        lent = recipe.lent_control.items()
+        control, scores["control"] = (run.stage(name, partial(dict, result)) for name, result in lent)
     mechanisms = calibration_stage(recipe, run)
     mechanisms = transfer_stage(recipe, run, mechanisms)
     short = run.path if recipe.long_data is None else run.file("recovered_training", "_model")

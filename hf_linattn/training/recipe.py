@@ -23,6 +23,7 @@ from hf_linattn.evaluation import (
     is_masked_language_model,
     perplexity,
     position_limit,
+    whole_windows,
     without_far_keys,
 )
 from hf_linattn.training.arguments import Arguments, tokens_per_step
@@ -33,6 +34,7 @@ from hf_linattn.training.finetuning import (
     pack_splits,
     validation_loss,
 )
+from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.trainers import PackedData
 
 logger = logging.getLogger(__name__)
@@ -116,7 +118,15 @@ class Recipe:
                 long_data = pack_splits(splits, tokenizer, model, long_options, distillation.long_tokens, masked)
         timed = [n for n in sorted(set(recipe_options.speed_lengths)) if limit is None or n <= limit]
         timed = timed or [limit or data_options.block_size]
-        return cls(arguments, tokenizer, splits, data, masked, timed, long_data)
+        recipe = cls(arguments, tokenizer, splits, data, masked, timed, long_data)
+        recipe.check_measurements()
+        return recipe
+
+    def check_measurements(self) -> None:
+        """Raise now what would otherwise come up after hours: too little text, a control that does not serve."""
+        if self.arguments.recipe.fidelity_windows:
+            whole_windows(self.tokenizer, self.splits["test"]["text"], self.arguments.data.block_size)
+        _ = self.lent_control
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -126,10 +136,14 @@ class Recipe:
         del named["overwrite_output_dir"]
         return named | {name: _plain(getattr(training, name)) for name in RESULT_OPTIONS}
 
-    @property
-    def conversion(self) -> set[str]:
-        """The names of the options that say nothing about the control."""
-        return {*CONVERSION_OPTIONS, *asdict(self.arguments.distillation)}
+    @cached_property
+    def lent_control(self) -> dict[str, Any]:
+        """The results of the stages that another run's control went through, if it is to serve here too."""
+        training, folder = self.arguments.training, self.arguments.recipe.control_dir
+        if folder is None:
+            return {}
+        ignored = {*CONVERSION_OPTIONS, *asdict(self.arguments.distillation)}
+        return RunDirectory(folder, training).lend(("control_training", "control"), self.options, ignored)
 
     @property
     def stride(self) -> int | None:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,24 +90,28 @@ class RunDirectory:
         if self.training.should_save:
             shutil.rmtree(self.checkpoints(name), ignore_errors=True)
 
-    def adopt(self, name: str, source: str | Path, ignored: Collection[str]) -> dict[str, Any]:
-        """Return the result of a stage that another run has finished, and record it here.
+    def lend(self, names: Sequence[str], options: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:
+        """Return the results of finished stages, by name, to a run with these options.
 
         Raises:
-            CheckpointError: the folder `source` has not finished that stage.
-            OptionError: it ran with other options than this run, those in `ignored` apart.
+            CheckpointError: a stage is not finished here.
+            OptionError: this run had other options, those in `ignored` apart.
         """
-        other = RunDirectory(source, self.training)
-        theirs, result, own = other.finished(RECIPE), other.finished(name), self.finished(RECIPE) or {}
-        if theirs is None or result is None:
-            raise CheckpointError(f"{str(source)!r} has not finished its stage {name}; give a folder that has")
+        own, results = self.finished(RECIPE), {name: self.finished(name) for name in names}
+        for name, result in results.items():
+            if own is None or result is None:
+                raise CheckpointError(
+                    f"{str(self.path)!r} has not finished its stage {name}; run the recipe of that folder first, or"
+                    " give another one"
+                )
+        theirs, own = json.loads(json.dumps(options)), own or {}
         for option in sorted((theirs.keys() | own.keys()) - set(ignored)):
             if theirs.get(option) != own.get(option):
                 raise OptionError(
-                    f"{str(source)!r} ran with {option}={theirs.get(option)!r}, this run has {own.get(option)!r}: its"
-                    f" {name} does not compare; give another folder, or none"
+                    f"{str(self.path)!r} ran with {option}={own.get(option)!r}, this run has {theirs.get(option)!r}:"
+                    f" its {names[0]} does not compare; give another folder, or none"
                 )
-        return self.stage(name, lambda: result)
+        return results
 
     def checkpoints(self, name: str) -> Path:
         """Return the folder for the Trainer's checkpoints of a stage."""

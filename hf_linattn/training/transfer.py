@@ -25,11 +25,12 @@ from hf_linattn.observation import AttentionCall, observed
 from hf_linattn.ops.naive import repeat_heads
 from hf_linattn.ops.softmax import in_window
 from hf_linattn.running import accepted
+from hf_linattn.training.objective import Objective
 
 BLOCK = 128  # queries whose attention weights are held at a time
 
 
-class AttentionTransfer(nn.Module):
+class AttentionTransfer(Objective):
     """The mechanisms of a patched model as one module, whose forward returns how far they are from softmax attention.
 
     The mean over the layers of
@@ -78,21 +79,13 @@ class AttentionTransfer(nn.Module):
             for path, mechanism in mechanisms.items()
             if not isinstance(mechanism, SoftmaxMechanism)
         }
-        self._model = (model.eval(),)  # in a tuple: no submodule, so neither saved nor moved nor trained
+        self._model = (model.eval(),)
         self._weights = (output_weight, weights_weight)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """Return the `loss`, and `output_errors` and `divergences` of all layers [L]; labels are not looked at."""
+    def measure(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the `loss`, and `output_errors` and `divergences` of all layers [L]."""
         model = self._model[0]
         backbone = root_model(model).base_model  # predictions are not looked at
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        inputs = {name: value for name, value in inputs.items() if value is not None}
         learning = torch.is_grad_enabled()
         gradients = {p: torch.zeros_like(p) for p in self.parameters() if learning and p.requires_grad}
         layers = {
@@ -101,14 +94,12 @@ class AttentionTransfer(nn.Module):
         }
         with torch.no_grad(), observed(get_mechanisms(model), layers):
             backbone(**inputs, **accepted(backbone, use_cache=False))
-        errors, divergences = (torch.stack([getattr(layer, x) for layer in layers.values()]) for x in _TERMS)
+        errors = torch.stack([layer.error for layer in layers.values()])
+        divergences = torch.stack([layer.divergence for layer in layers.values()])
         loss = self._weights[0] * errors.mean() + self._weights[1] * divergences.mean()
         if learning:
             loss = _Prepared.apply(loss, list(gradients.values()), *gradients)
         return {"loss": loss, "output_errors": errors, "divergences": divergences}
-
-
-_TERMS = ("error", "divergence")
 
 
 @dataclass

@@ -167,8 +167,9 @@ def test_another_runs_control_serves_if_it_saw_the_same(material, whole, tmp_pat
     assert not (tmp_path / "out" / "control").exists() and report.stages[-1].tokens == 1792
     with pytest.raises(OptionError, match=r"ran with weight_decay=0\.01, this run has 0.1: its control"):
         run(flags(material, tmp_path / "other", **changes, **without, weight_decay=0.1))
-    with pytest.raises(CheckpointError, match="has not finished its stage control_training"):
+    with pytest.raises(CheckpointError, match="has not finished its stage control_training; run the recipe of that"):
         run(flags(material, tmp_path / "third", **{**changes, **without, "control_dir": tmp_path}))
+    assert not (tmp_path / "other").exists() and not (tmp_path / "third").exists()
 
 
 def test_a_last_stage_goes_on_with_longer_rows(material, tmp_path, monkeypatch):
@@ -216,6 +217,7 @@ def test_layers_are_chosen_by_what_they_cost(material, tmp_path):
         ({"long_tokens": 256}, "long_block_size must be given with long_tokens, and only so, got None"),
         ({"long_tokens": 256, "long_block_size": 32}, "long_block_size must be above block_size=32, got 32"),
         ({"long_tokens": 256, "long_block_size": 99}, "long_block_size=99 is beyond the 64 positions"),
+        ({"block_size": 56}, "texts must be documents with at least max_length=56 tokens"),
         ({"temperature": 0}, "temperature must be above 0, got 0"),
     ],
     ids=str,

@@ -203,7 +203,7 @@ def test_a_step_at_4096_tokens_takes_less_memory_than_one_of_lora():
         with LiveBytes() as count:
             step()
         peaks.append(count.peak)
-    assert peaks[0] <= 1.3 * peaks[1], peaks
+    assert peaks[0] <= peaks[1], peaks  # at most 1.3 times as much is what was asked for
 
 
 def test_a_trainer_trains_it_saves_the_mechanisms_alone_and_lowers_the_loss(tmp_path):
