@@ -23,11 +23,10 @@ from benchmarks.tables import RESULTS, write_text
 from hf_linattn import calibrate, patch_model
 from hf_linattn.errors import DataError
 from hf_linattn.evaluation import retrieval
-from hf_linattn.training.data import tokenize_and_pack
+from hf_linattn.training.data import TrainingData, tokenize_and_pack
 from hf_linattn.training.distillation import HiddenStates
 from hf_linattn.training.finetuning import fine_tune
 from hf_linattn.training.finetuning_arguments import FinetuningArguments
-from hf_linattn.training.trainers import PackedData
 from hf_linattn.training.transfer import AttentionTransfer
 
 LEAST_WORDS = 20  # of a paragraph
@@ -58,7 +57,7 @@ def run(
     articles = {split: read_articles(wikitext / name) for split, name in FILES.items()}
     texts = {split: Dataset.from_dict({"text": [p for a in articles[split] for p in a]}) for split in FILES}
     rows = {split: tokenize_and_pack(texts[split].shuffle(seed=0), tokenizer, BLOCK, tokens) for split in FILES}
-    data = PackedData(rows["train"], rows["validation"].select(range(min(128, len(rows["validation"])))))
+    data = TrainingData(rows["train"], rows["validation"].select(range(min(128, len(rows["validation"])))))
     model = AutoModel.from_pretrained(model_path)
     teacher = patch_model(AutoModel.from_pretrained(model_path), "softmax")
     training = FinetuningArguments(

@@ -24,7 +24,7 @@ from benchmarks.tables import MEAN_OF_VALUES, ORIGINAL, RESULTS, ROOT, Document,
 from hf_linattn import get_mechanisms, list_mechanisms, patch_model, unpatch_model
 from hf_linattn.evaluation import perplexity
 from hf_linattn.training.data import load_text_splits
-from hf_linattn.training.finetuning import load_language_model
+from hf_linattn.training.task import load_model
 
 MODELS = {"gpt2": "recipes/pretrained/gpt2", "llama": "recipes/pretrained/llama"}
 LENGTH = 256  # tokens per window; windows advance by half of it, so a token is scored with 128 to 255 before it
@@ -98,7 +98,7 @@ def measure(models: Mapping[str, tuple[PreTrainedModel, Score]], names: Sequence
 
 def load(path: str, texts: Sequence[str], scored: dict[str, int]) -> tuple[PreTrainedModel, Score]:
     """Return a bundled model with the function that scores it; `scored[path]` becomes the count of scored tokens."""
-    model, tokenizer = load_language_model(str(ROOT / path), torch.float32), AutoTokenizer.from_pretrained(ROOT / path)
+    model, tokenizer = load_model(str(ROOT / path), torch.float32), AutoTokenizer.from_pretrained(ROOT / path)
 
     def score(model: PreTrainedModel) -> float:
         result = perplexity(model, tokenizer, texts, max_length=LENGTH, batch_size=16, progress=False)

@@ -1,10 +1,21 @@
 """What a recipe found out: a typed report as JSON, as tables and as plots."""
 
 from .plots import save_plots
-from .schema import Evaluation, Perplexities, Provenance, Report, Stage, Training, collect_provenance, write_whole
+from .schema import (
+    Accuracies,
+    Evaluation,
+    Perplexities,
+    Provenance,
+    Report,
+    Stage,
+    Training,
+    collect_provenance,
+    write_whole,
+)
 from .tables import four_model_table, save_report, stage_table, to_markdown
 
 __all__ = [
+    "Accuracies",
     "Evaluation",
     "Perplexities",
     "Provenance",

@@ -67,8 +67,18 @@ class Perplexities:
 
 
 @dataclass(frozen=True)
+class Accuracies:
+    """Shares of the test texts that the four classifiers put into the right class; the models are those above."""
+
+    original: float
+    control: float
+    converted: float
+    recovered: float
+
+
+@dataclass(frozen=True)
 class Evaluation:
-    """How the perplexities were measured: tokens per window, their stride (None: masked model), scored tokens."""
+    """How the perplexities were measured: tokens per window, stride (None: no overlap), scored tokens or texts."""
 
     max_length: int
     num_tokens: int
@@ -147,6 +157,7 @@ class Report:
         mechanism: name of the mechanism, or names joined by "+" for a mixed plan.
         options: its options as they were given.
         data: the data set, or the files, that it was trained and tested on.
+        accuracy: of classifiers, whose perplexity is that of the right class; None for language models.
         stages: the way from converted to recovered.
         sensitivity: KL of the predictions, in nats per token, when one layer alone is converted, layer by layer; empty
             unless the layers were chosen by it.
@@ -162,6 +173,7 @@ class Report:
     training: Training
     provenance: Provenance
     options: dict[str, Any] = field(default_factory=dict)
+    accuracy: Accuracies | None = None
     stages: tuple[Stage, ...] = ()
     sensitivity: tuple[float, ...] = ()
     fidelity: Fidelity | None = None
@@ -302,14 +314,14 @@ def _read(kind: Any, value: Any, path: str) -> Any:
 
 def _read_dataclass(kind: Any, data: Mapping[str, Any], path: str) -> Any:
     annotations = typing.get_type_hints(kind)
-    names = [f.name for f in dataclasses.fields(kind)]
+    known = {f.name: f for f in dataclasses.fields(kind)}
     for name in data:
-        if name not in names:
-            raise CheckpointError(f"{path} has an unknown field {name!r}{did_you_mean(name, names)}")
-    for name in names:
-        if name not in data:
+        if name not in known:
+            raise CheckpointError(f"{path} has an unknown field {name!r}{did_you_mean(name, known)}")
+    for name, f in known.items():
+        if name not in data and f.default is f.default_factory is dataclasses.MISSING:  # else older than the field
             raise CheckpointError(f"{path} lacks the field {name!r}; write the report again")
-    return kind(**{name: _read(annotations[name], data[name], f"{path}.{name}") for name in names})
+    return kind(**{name: _read(annotations[name], data[name], f"{path}.{name}") for name in known if name in data})
 
 
 def _expect(kind: type, value: Any, path: str) -> Any:

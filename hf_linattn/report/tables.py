@@ -31,6 +31,8 @@ def four_model_table(report: Report) -> Table:
     table.add_column("what it is")
     table.add_column("test perplexity", justify="right")
     table.add_column("/ best", justify="right")
+    if report.accuracy:
+        table.add_column("accuracy", justify="right")
     for row in _model_rows(report):
         table.add_row(*row, style="green" if row[0] == "recovered" else None)
     return table
@@ -52,7 +54,7 @@ def to_markdown(report: Report) -> str:
         f"# {report.base_model}: {report.mechanism} instead of softmax",
         _verdict(report),
         "## Perplexity",
-        _markdown_table(["model", "what it is", "test perplexity", "/ best"], _model_rows(report), "llrr"),
+        _model_table(report),
         _how_measured(report),
         f"![perplexity]({PLOTS['perplexity']})",
         *(_stage_section(report) if report.stages else []),
@@ -90,11 +92,20 @@ def _model_rows(report: Report) -> list[list[str]]:
         value = getattr(report.perplexity, name)
         what = description.format(mechanism=report.mechanism)
         rows.append([name, what, f"{value:,.2f}", f"{value / report.perplexity.best:,.3f}"])
+        if report.accuracy:
+            rows[-1].append(f"{getattr(report.accuracy, name):.1%}")
     return rows
+
+
+def _model_table(report: Report) -> str:
+    heads = ["model", "what it is", "test perplexity", "/ best", *(["accuracy"] if report.accuracy else [])]
+    return _markdown_table(heads, _model_rows(report), "ll" + "r" * (len(heads) - 2))
 
 
 def _how_measured(report: Report) -> str:
     how = report.evaluation
+    if report.accuracy:
+        return f"{how.num_tokens:,} texts of the test split, cut to {how.max_length:,} tokens; one prediction each."
     stride = "masked tokens" if how.stride is None else f"stride {how.stride:,}"
     return f"{how.num_tokens:,} scored tokens of the test split, windows of {how.max_length:,}, {stride}."
 

@@ -86,7 +86,12 @@ class DataArguments:
         default=None, metadata={"help": "Text of the reported perplexities; default: cut from training."}
     )
     text_column: str = field(default="text", metadata={"help": "Column of the dataset or file that holds the text."})
-    block_size: int = field(default=256, metadata={"help": "Tokens per training row and per test window."})
+    label_column: str = field(
+        default="label", metadata={"help": "Column of the classes, by number or name, if the model is a classifier."}
+    )
+    block_size: int = field(
+        default=256, metadata={"help": "Tokens per training row and test window; a classifier's texts are cut to it."}
+    )
     mlm_probability: float = field(
         default=0.15, metadata={"help": "Share of the tokens that a masked model predicts in training."}
     )

@@ -9,7 +9,8 @@ Bidirectional transformers models ignore the restarts unless they are patched.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from tqdm.auto import tqdm
-from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, default_data_collator
 
 from hf_linattn.errors import DataError, did_you_mean
 from hf_linattn.training.corpus import standard_library_corpus
@@ -36,6 +37,16 @@ IGNORED_LABEL = -100
 _TOKENIZED_AT_ONCE = 64
 
 
+@dataclass(frozen=True)
+class TrainingData:
+    """Rows, and how they become batches; `evaluation_collator` gives the same batch every time."""
+
+    train: Dataset
+    validation: Dataset
+    collator: Callable[..., Any] = default_data_collator
+    evaluation_collator: Callable[..., Any] = default_data_collator
+
+
 def load_text_splits(
     dataset_name: str | None = None,
     dataset_config_name: str | None = None,
@@ -43,9 +54,12 @@ def load_text_splits(
     validation_file: str | Path | None = None,
     test_file: str | Path | None = None,
     text_column: str = "text",
+    label_column: str | None = None,
     seed: int = 0,
 ) -> DatasetDict:
     """Return ``DatasetDict(train, validation, test)`` whose column ``text`` holds one document per row.
+
+    With a ``label_column`` there is a second column, ``label``, the document's class.
 
     The text comes from a dataset of the Hub, or from local files (``.txt`` and ``.md``: the whole file is one
     document, since a language model gains from every word of context; ``.json``, ``.jsonl``, ``.csv``, ``.parquet``:
@@ -56,7 +70,8 @@ def load_text_splits(
 
     Raises:
         DataError: a file is missing, empty, damaged or of an unknown kind, no split trains, ``text_column`` does not
-            exist or holds no strings, or a split holds no text.
+            exist or holds no strings, ``label_column`` does not exist or holds neither integers nor strings, or a
+            split holds no text.
 
     >>> splits = load_text_splits()
     >>> splits["validation"].column_names
@@ -75,7 +90,7 @@ def load_text_splits(
     if "train" not in splits:
         raise DataError(f"no training split: got {sorted(splits)}; give train_file or a dataset with a train split")
     kept = {split: splits[split] for split in ("train", "validation", "test") if split in splits}
-    texts = {split: _text_of(split, dataset, text_column) for split, dataset in kept.items()}
+    texts = {split: _text_of(split, dataset, text_column, label_column) for split, dataset in kept.items()}
     for missing in [split for split in ("validation", "test") if split not in texts]:
         texts["train"], texts[missing] = _hold_out(texts["train"], missing, seed)
     return DatasetDict(texts)
@@ -182,21 +197,29 @@ def _load_file(split: str, path: Path) -> Dataset:
         raise DataError(f"{split}_file={str(path)!r} is not valid {builder}: {reason}; repair the file") from error
 
 
-def _text_of(split: str, dataset: Dataset, text_column: str) -> Dataset:
-    """Keep the text column alone, under the name ``text``, and only the rows that hold text."""
-    if text_column not in dataset.column_names:
-        hint = did_you_mean(text_column, dataset.column_names)
-        raise DataError(f"text_column={text_column!r} is not a column of the {split} split{hint}")
-    kind = getattr(dataset.features[text_column], "dtype", "a list")
-    if kind not in ("string", "large_string"):
-        raise DataError(f"text_column={text_column!r} of the {split} split holds {kind}; name a column of strings")
-    dataset = dataset.select_columns(text_column)
-    if text_column != "text":
-        dataset = dataset.rename_column(text_column, "text")
+def _text_of(split: str, dataset: Dataset, text_column: str, label_column: str | None) -> Dataset:
+    """Keep the columns of texts and labels alone, as ``text`` and ``label``, and only the rows that hold text."""
+    columns = {"text": _column(split, dataset, "text_column", text_column, ("string", "large_string"))}
+    if label_column is not None:
+        columns["label"] = _column(split, dataset, "label_column", label_column, ("string", "large_string", "int"))
+    dataset = dataset.select_columns(list(columns.values()))
+    dataset = dataset.rename_columns({column: name for name, column in columns.items() if column != name})
     dataset = dataset.filter(lambda text: bool(text and text.strip()), input_columns="text")
     if not len(dataset):
         raise DataError(f"the {split} split holds no text in column {text_column!r}")
     return dataset
+
+
+def _column(split: str, dataset: Dataset, option: str, column: str, kinds: tuple[str, ...]) -> str:
+    """Return the name of a column after a look at what it holds."""
+    if column not in dataset.column_names:
+        hint = did_you_mean(column, dataset.column_names)
+        raise DataError(f"{option}={column!r} is not a column of the {split} split{hint}")
+    kind = getattr(dataset.features[column], "dtype", "a list")
+    if not kind.startswith(kinds):
+        wanted = "strings" if len(kinds) == 2 else "integers or strings"
+        raise DataError(f"{option}={column!r} of the {split} split holds {kind}; name a column of {wanted}")
+    return column
 
 
 def _hold_out(train: Dataset, split: str, seed: int) -> tuple[Dataset, Dataset]:

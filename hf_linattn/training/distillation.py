@@ -22,6 +22,7 @@ from hf_linattn.observation import observed
 from hf_linattn.running import evaluation_mode, without_labels
 from hf_linattn.training.data import IGNORED_LABEL
 from hf_linattn.training.objective import Objective
+from hf_linattn.training.task import Task
 from hf_linattn.transformers_bridge import MECHANISM
 
 
@@ -74,33 +75,44 @@ class Teacher:
 
 
 def distillation_loss(
-    student: Any, example: Any, labels: Tensor, teacher: Teacher, masked: bool, count: Tensor | int | None = None
+    student: Any,
+    example: Any,
+    labels: Tensor,
+    teacher: Teacher,
+    task: Task,
+    count: Tensor | int | None = None,
+    attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return kl_weight KL and hidden_weight hidden for two outputs with `logits` [B, N, V] and `hidden_states`.
+    """Return kl_weight KL and hidden_weight hidden for two outputs with `logits` and `hidden_states`.
 
     Args:
-        labels: int64 [B, N]; tokens with label -100 are not predicted, and no KL is taken where they would be.
-        masked: whether position i predicts token i (masked models) or token i + 1 (causal ones).
-        count: divides the sum of the divergences; None: how many there are.
+        labels: int64 [B, N], of a classifier [B]; no KL is taken where the label is -100.
+        task: what the models predict. count: divides the sum of the divergences; None: how many there are.
+        attention_mask: [B, N], 0 at padding, whose hidden states are not compared.
     """
-    predicting, predicted = (slice(None), slice(None)) if masked else (slice(None, -1), slice(1, None))
-    chosen = labels[:, predicted] != IGNORED_LABEL
+    chosen = task.predicted(labels) != IGNORED_LABEL
     divergence = hidden = student.logits.new_zeros((), dtype=torch.float32)
     if teacher.kl_weight and bool(chosen.any()):
-        got, want = (out.logits[:, predicting][chosen].float() / teacher.temperature for out in (student, example))
+        got, want = (task.predicting(x.logits)[chosen].float() / teacher.temperature for x in (student, example))
         got, want = _likeliest(got.log_softmax(-1), want.log_softmax(-1), teacher.top_k)
         total = (want.exp() * (want - got)).sum()
         divergence = teacher.kl_weight * teacher.temperature**2 * total / (len(want) if count is None else count)
     if teacher.hidden_weight:
-        pairs = list(zip(student.hidden_states[1:], example.hidden_states[1:], strict=True))
-        hidden = teacher.hidden_weight * torch.stack([_relative_error(*pair).mean() for pair in pairs]).mean()
+        states = student.hidden_states, example.hidden_states
+        hidden = teacher.hidden_weight * _hidden_error(*states, attention_mask)
     return divergence, hidden
 
 
-def _relative_error(got: Tensor, want: Tensor) -> Tensor:
-    """Return |got - want|^2 / |want|^2 of every token [B, N], of hidden states [B, N, width]."""
-    got, want = got.float(), want.float()
-    return (got - want).square().sum(-1) / want.square().sum(-1).clamp(min=torch.finfo(want.dtype).tiny)
+def _hidden_error(found: Sequence[Tensor], wanted: Sequence[Tensor], attention_mask: Tensor | None) -> Tensor:
+    """Return the mean over layers and real tokens of |h - h'|^2 / |h'|^2, the inputs left out."""
+    errors = []
+    for got, want in zip(found[1:], wanted[1:], strict=True):
+        got, want = got.float(), want.float()
+        smallest = torch.finfo(want.dtype).tiny
+        errors.append((got - want).square().sum(-1) / want.square().sum(-1).clamp(min=smallest))
+    error = torch.stack(errors).mean(0)
+    mask = torch.ones_like(error) if attention_mask is None else attention_mask.to(error.dtype)
+    return (error * mask).sum() / mask.sum()
 
 
 class HiddenStates(Objective):
@@ -122,11 +134,9 @@ class HiddenStates(Objective):
         """Return the `loss`."""
         wanted: dict[str, Any] = {**inputs, "output_hidden_states": True}
         with torch.no_grad():
-            example = self._teacher[0](**wanted).hidden_states[1:]
-        pairs = zip(self.student(**wanted).hidden_states[1:], example, strict=True)
-        errors = torch.stack([_relative_error(got, want) for got, want in pairs]).mean(0)
-        mask = inputs.get("attention_mask", torch.ones_like(errors)).to(errors.dtype)
-        return {"loss": (errors * mask).sum() / mask.sum()}
+            example = self._teacher[0](**wanted).hidden_states
+        found = self.student(**wanted).hidden_states
+        return {"loss": _hidden_error(found, example, inputs.get("attention_mask"))}
 
 
 def _likeliest(got: Tensor, want: Tensor, count: int | None) -> tuple[Tensor, Tensor]:

@@ -11,82 +11,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from datasets import DatasetDict
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    EarlyStoppingCallback,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING
+from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback
 
-from hf_linattn import architecture
-from hf_linattn import transformers_bridge as bridge
 from hf_linattn.errors import CheckpointError, OptionError
-from hf_linattn.evaluation import is_masked_language_model
 from hf_linattn.running import accepted, evaluation_mode
-from hf_linattn.training.arguments import DataArguments
-from hf_linattn.training.data import IGNORED_LABEL, PackedMaskingCollator, tokenize_and_pack
+from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.distillation import Teacher
 from hf_linattn.training.finetuning_arguments import FinetuningArguments
 from hf_linattn.training.run_directory import RunDirectory, last_complete_checkpoint
-from hf_linattn.training.trainers import PackedData, PackedTrainer
+from hf_linattn.training.task import load_model, task_of
+from hf_linattn.training.trainers import RecoveryTrainer
 
 logger = logging.getLogger(__name__)
-
-
-
-# -- model and data ---------------------------------------------------------------------------------------------------
-
-
-def load_language_model(name_or_path: str, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
-    """Load a checkpoint as the language model it was saved as: causal, or masked (BERT and its kind)."""
-    config = AutoConfig.from_pretrained(name_or_path)
-    saved_as_causal = set(config.architectures or ()) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not saved_as_causal
-    auto_class = AutoModelForMaskedLM if masked else AutoModelForCausalLM
-    return auto_class.from_pretrained(name_or_path, dtype=dtype)
-
-
-def pack_splits(
-    splits: DatasetDict,
-    tokenizer: PreTrainedTokenizerBase,
-    model: nn.Module,
-    data: DataArguments,
-    max_train_tokens: int,
-    masked: bool,
-) -> PackedData:
-    """Tokenise and pack the training and validation splits for `model`; `DataError` if one fills no row."""
-    limits = {"train": max_train_tokens, "validation": data.max_validation_tokens}
-    first = first_position(model)
-    rows = {name: tokenize_and_pack(splits[name], tokenizer, data.block_size, limit) for name, limit in limits.items()}
-    if first:
-        rows = {
-            name: dataset.map(lambda row: {"position_ids": row["position_ids"] + first})
-            for name, dataset in rows.items()
-        }
-    if not masked:
-        return PackedData(**rows)
-    return PackedData(
-        **rows,
-        collator=PackedMaskingCollator(tokenizer, data.mlm_probability),
-        evaluation_collator=PackedMaskingCollator(tokenizer, data.eval_mlm_probability, seed=0),
-    )
-
-
-def first_position(model: nn.Module) -> int:
-    """Return the position id of a text's first token: 0, but padding_idx + 1 in RoBERTa and its kind."""
-    tables = bridge.PatchedModel.of(architecture.root_model(model), {}).position_tables
-    return max((first for first, _ in tables.values()), default=0)
-
-
-# -- training ---------------------------------------------------------------------------------------------------------
 
 
 class Trained(NamedTuple):
@@ -98,7 +37,7 @@ class Trained(NamedTuple):
 
 def fine_tune(
     model: nn.Module,
-    data: PackedData,
+    data: TrainingData,
     training: FinetuningArguments,
     folder: Path,
     *,
@@ -125,7 +64,7 @@ def fine_tune(
     config: Any = getattr(model, "config", None)
     use_cache = getattr(config, "use_cache", None)
     checkpoint = last_complete_checkpoint(folder) if keep_checkpoints else None
-    trainer = PackedTrainer(model, arguments, data, teacher, callbacks)
+    trainer = RecoveryTrainer(model, arguments, data, teacher, callbacks)
     if keep_checkpoints and training.early_stopping_patience:
         trainer.add_callback(EarlyStoppingCallback(training.early_stopping_patience))
     start = time.perf_counter()
@@ -147,14 +86,13 @@ def fine_tune(
 
 
 @torch.no_grad()
-def validation_loss(model: PreTrainedModel, data: PackedData, batch_size: int) -> float:
-    """Return the mean nats per predicted token of the validation rows, in this process alone."""
-    first = 0 if is_masked_language_model(model) else 1
-    total, count = 0.0, 0
+def validation_loss(model: PreTrainedModel, data: TrainingData, batch_size: int) -> float:
+    """Return the mean nats per predicted token, or text, of the validation rows, in this process alone."""
+    task, total, count = task_of(model), 0.0, 0
     with evaluation_mode(model):
         for batch in DataLoader(data.validation, batch_size, collate_fn=data.evaluation_collator):  # type: ignore
             inputs = {name: value.to(model.device) for name, value in batch.items()}
-            predicted = int((inputs["labels"][:, first:] != IGNORED_LABEL).sum())
+            predicted = int((task.predicted(inputs["labels"]) != IGNORED_LABEL).sum())
             total += float(model(**inputs, **accepted(model, use_cache=False)).loss) * predicted
             count += predicted
     return total / count
@@ -180,7 +118,7 @@ def recover(
     run: RunDirectory,
     name: str,
     make_model: Callable[[], PreTrainedModel],
-    data: PackedData,
+    data: TrainingData,
     learning_rates: Sequence[float],
     search_steps: int,
     max_steps: int,
@@ -223,7 +161,7 @@ def recover(
         if isinstance(model, PeftModel):
             model = model.merge_and_unload()  # type: ignore[operator]  # what is saved has no adapters
         model.save_pretrained(save_to)
-        verify_saved(model, save_to, data.validation[:1]["input_ids"])
+        verify_saved(model, save_to, torch.as_tensor(data.validation[0]["input_ids"])[None])
     run.finish(name, result)
     return result
 
@@ -247,7 +185,7 @@ def verify_saved(model: PreTrainedModel, path: Path, input_ids: Tensor) -> None:
         input_ids: int64 [B, N], on any device.
     """
     device: Any = model.device
-    loaded, input_ids = load_language_model(str(path), dtype=model.dtype).to(device), input_ids.to(device)
+    loaded, input_ids = load_model(str(path), dtype=model.dtype).to(device), input_ids.to(device)
     with evaluation_mode(model), evaluation_mode(loaded), torch.no_grad():
         equal = torch.equal(model(input_ids=input_ids).logits, loaded(input_ids=input_ids).logits)
     if not equal:
@@ -258,7 +196,7 @@ def _try(
     run: RunDirectory,
     name: str,
     make_model: Callable[[], PreTrainedModel],
-    data: PackedData,
+    data: TrainingData,
     learning_rate: float,
     max_steps: int,
     teacher: Teacher | None,

@@ -20,6 +20,7 @@ from hf_linattn import calibrate, choose_layers, get_patch_config, layer_sensiti
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation import measure_memory, measure_speed
 from hf_linattn.report import (
+    Accuracies,
     Evaluation,
     Perplexities,
     Report,
@@ -143,8 +144,8 @@ def run_recipe(recipe: Recipe, run: RunDirectory, command: str) -> Report:
     search_steps, control_path = recipe.steps(options.lr_search_tokens or 0), run.path / "control"
     layers_stage(recipe, run)
     scores = {
-        "original": run.stage("original", lambda: recipe.perplexity(recipe.load())),
-        "converted": run.stage("converted", lambda: recipe.perplexity(recipe.convert())),
+        "original": run.stage("original", lambda: recipe.score(recipe.load())),
+        "converted": run.stage("converted", lambda: recipe.score(recipe.convert())),
     }
     results: dict[str, dict[str, Any] | None] = {
         "converted": run.stage(
@@ -156,7 +157,7 @@ def run_recipe(recipe: Recipe, run: RunDirectory, command: str) -> Report:
             run, "control_training", recipe.exact, recipe.data, options.control_learning_rates or (), search_steps,
             recipe.steps(options.max_train_tokens), control_path,
         )  # fmt: skip
-        scores["control"] = run.stage("control", lambda: recipe.perplexity(unpatch_model(recipe.load(control_path))))
+        scores["control"] = run.stage("control", lambda: recipe.score(unpatch_model(recipe.load(control_path))))
     else:
         lent = recipe.lent_control.items()
         control, scores["control"] = (run.stage(name, partial(dict, result)) for name, result in lent)
@@ -168,7 +169,7 @@ def run_recipe(recipe: Recipe, run: RunDirectory, command: str) -> Report:
         search_steps, recipe.recovery_steps, short, recipe.teacher(), recipe.callbacks,
     )  # fmt: skip
     longer = long_stage(recipe, run, short, recovered["learning_rate"])
-    scores["recovered"] = run.stage("recovered", lambda: recipe.perplexity(recipe.load(run.path)))
+    scores["recovered"] = run.stage("recovered", lambda: recipe.score(recipe.load(run.path)))
     ended = run.stage(
         "recovered_validation", lambda: {"eval_loss": recipe.validation_loss(recipe.load(run.path))}
     )
@@ -210,13 +211,17 @@ def build_report(
     sources = [data_options.dataset_name, data_options.dataset_config_name, *files]
     recovered = results["recovered"] or {}
     searched = max(len(options.learning_rates or ()), len(options.control_learning_rates or ())) > 1
+    classified = "accuracy" in scores["recovered"]
     return Report(
         base_model=model_options.model_name_or_path or "",
         mechanism="+".join(sorted(mechanisms)),
         options=(model_options.mechanism_options or {}) | layers,  # type: ignore[operator]  # a dict by now
         data=", ".join(filter(None, sources)) or "documentation of Python's standard library",
         perplexity=Perplexities(**{name: score["perplexity"] for name, score in scores.items()}),
-        evaluation=Evaluation(data_options.block_size, scores["recovered"]["num_tokens"], recipe.stride),
+        accuracy=Accuracies(**{name: score["accuracy"] for name, score in scores.items()}) if classified else None,
+        evaluation=Evaluation(
+            data_options.block_size, scores["recovered"]["num_tokens"], recipe.task.stride(data_options)
+        ),
         training=Training(
             tokens=recipe.steps(options.max_train_tokens) * step,
             recovered_learning_rate=recovered["learning_rate"],

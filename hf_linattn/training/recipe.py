@@ -20,22 +20,16 @@ from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.evaluation import (
     Fidelity,
     fidelity,
-    is_masked_language_model,
-    perplexity,
     position_limit,
     whole_windows,
     without_far_keys,
 )
 from hf_linattn.training.arguments import Arguments, tokens_per_step
-from hf_linattn.training.data import load_text_splits
+from hf_linattn.training.data import TrainingData
 from hf_linattn.training.distillation import Teacher, WindowDropout, add_adapters
-from hf_linattn.training.finetuning import (
-    load_language_model,
-    pack_splits,
-    validation_loss,
-)
+from hf_linattn.training.finetuning import validation_loss
 from hf_linattn.training.run_directory import RunDirectory
-from hf_linattn.training.trainers import PackedData
+from hf_linattn.training.task import Task, load_model, task_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,16 +55,16 @@ class Recipe:
     arguments: Arguments
     tokenizer: PreTrainedTokenizerBase
     splits: DatasetDict
-    data: PackedData
-    masked: bool
+    data: TrainingData
+    task: Task
     speed_lengths: list[int]
-    long_data: PackedData | None = None
+    long_data: TrainingData | None = None
 
     @classmethod
     def prepare(cls, arguments: Arguments) -> Recipe:
         """Load model, tokenizer and text, and raise the library's errors for whatever does not fit together."""
         model_options, data_options, recipe_options, training, distillation = arguments
-        model = load_language_model(model_options.model_name_or_path or "", model_options.dtype)
+        model = load_model(model_options.model_name_or_path or "", model_options.dtype)
         if is_patched(model):
             raise OptionError(
                 f"model_name_or_path={model_options.model_name_or_path!r} is converted already; give the original"
@@ -83,12 +77,8 @@ class Recipe:
                     f"{name}={length} is beyond the {limit} positions of {model_options.model_name_or_path!r}; give at"
                     f" most {limit}"
                 )
-        masked = is_masked_language_model(model)
-        if masked and data_options.stride is not None:
-            raise OptionError(f"stride={data_options.stride}: windows of a masked model do not overlap; leave it out")
-        if masked and recipe_options.fidelity_windows:
-            windows = recipe_options.fidelity_windows
-            raise OptionError(f"fidelity_windows={windows}: a masked model generates no text; leave it out")
+        task = task_of(model)
+        task.check(model, data_options, recipe_options)
         patch_model(model, **model_options.patch_arguments())
         for name, tokens in (
             ("calibration_tokens", recipe_options.calibration_tokens),
@@ -103,22 +93,15 @@ class Recipe:
             WindowDropout(model, distillation.window_dropout)
         tokenizer = AutoTokenizer.from_pretrained(model_options.tokenizer_name or model_options.model_name_or_path)
         with training.main_process_first(local=False):
-            splits = load_text_splits(
-                data_options.dataset_name,
-                data_options.dataset_config_name,
-                data_options.train_file,
-                data_options.validation_file,
-                data_options.test_file,
-                data_options.text_column,
-            )
-            data = pack_splits(splits, tokenizer, model, data_options, recipe_options.max_train_tokens, masked)
+            splits = task.load(data_options)
+            data = task.rows(splits, tokenizer, model, data_options, recipe_options.max_train_tokens)
             long_data = None
             if distillation.long_block_size:
                 long_options = replace(data_options, block_size=distillation.long_block_size, stride=None)
-                long_data = pack_splits(splits, tokenizer, model, long_options, distillation.long_tokens, masked)
+                long_data = task.rows(splits, tokenizer, model, long_options, distillation.long_tokens)
         timed = [n for n in sorted(set(recipe_options.speed_lengths)) if limit is None or n <= limit]
         timed = timed or [limit or data_options.block_size]
-        recipe = cls(arguments, tokenizer, splits, data, masked, timed, long_data)
+        recipe = cls(arguments, tokenizer, splits, data, task, timed, long_data)
         recipe.check_measurements()
         return recipe
 
@@ -145,12 +128,6 @@ class Recipe:
         ignored = {*CONVERSION_OPTIONS, *asdict(self.arguments.distillation)}
         return RunDirectory(folder, training).lend(("control_training", "control"), self.options, ignored)
 
-    @property
-    def stride(self) -> int | None:
-        """By how many tokens test windows advance; None for a masked model, whose windows do not overlap."""
-        data_options = self.arguments.data
-        return None if self.masked else data_options.stride or max(1, data_options.block_size // 2)
-
     def steps(self, tokens: int) -> int:
         """Return how many whole optimizer steps `tokens` are."""
         return tokens // tokens_per_step(self.arguments.data, self.arguments.training)
@@ -171,7 +148,7 @@ class Recipe:
     def load(self, path: Path | None = None) -> PreTrainedModel:
         """Load the original, or a model this run saved, onto the device of the run."""
         options = self.arguments.model
-        model = load_language_model(str(path or options.model_name_or_path), options.dtype)
+        model = load_model(str(path or options.model_name_or_path), options.dtype)
         return model.to(self.arguments.training.device)
 
     def convert(self, mechanisms: Path | None = None) -> PreTrainedModel:
@@ -256,23 +233,15 @@ class Recipe:
         if found.linear_share is None:
             return found
         with without_far_keys(model):
-            return replace(found, perplexity_without_linear=self.perplexity(model)["perplexity"])
+            return replace(found, perplexity_without_linear=self.score(model)["perplexity"])
 
-    def perplexity(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Score the test split."""
-        _, data_options, _, training, _ = self.arguments
-        share: dict[str, Any] = {"mask_probability": data_options.eval_mlm_probability} if self.masked else {}
-        return dict(
-            perplexity(
-                model,
-                self.tokenizer,
-                self.splits["test"]["text"][: data_options.max_test_documents],
-                max_length=data_options.block_size,
-                batch_size=training.per_device_eval_batch_size,
-                stride=self.stride,
-                **share,
-            )
-        )
+    def score(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Score the test split: its `perplexity`, and what else the task reports."""
+        options, test = self.arguments.data, self.splits["test"]
+        if options.max_test_documents:
+            test = test.select(range(min(len(test), options.max_test_documents)))
+        size = self.arguments.training.per_device_eval_batch_size
+        return self.task.score(model, self.tokenizer, test, options, size)
 
 
 def _plain(value: Any) -> Any:

@@ -1,11 +1,11 @@
-"""transformers' Trainer for packed rows: plain, and taught by the original model."""
+"""transformers' Trainer for recovery: plain, and taught by the original model."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
@@ -17,28 +17,19 @@ from transformers import (
     TrainerControl,
     TrainerState,
     TrainingArguments,
-    default_data_collator,
 )
 from transformers.trainer_callback import PrinterCallback
 
-from hf_linattn.evaluation.perplexity import is_masked_language_model
+from hf_linattn import architecture
+from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.distillation import Teacher, distillation_loss
+from hf_linattn.training.task import CLASSIFICATION, task_of
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class PackedData:
-    """Packed rows, and how they become batches; `evaluation_collator` gives the same batch every time."""
-
-    train: Dataset
-    validation: Dataset
-    collator: Callable[..., Any] = default_data_collator
-    evaluation_collator: Callable[..., Any] = default_data_collator
-
-
-class PackedTrainer(Trainer):
-    """A Trainer for packed rows, which masks the validation rows in the same way every time.
+class RecoveryTrainer(Trainer):
+    """A Trainer that masks the validation rows in the same way every time and weighs every predicted token alike.
 
     With a `teacher` the training loss is ce_weight cross-entropy + kl_weight KL + hidden_weight hidden: every token
     then says what all layers should make of it, and not the predicted ones alone. The validation loss stays the
@@ -49,7 +40,7 @@ class PackedTrainer(Trainer):
         self,
         model: nn.Module,
         args: TrainingArguments,
-        data: PackedData,
+        data: TrainingData,
         teacher: Teacher | None = None,
         callbacks: Sequence[TrainerCallback] = (),
     ):
@@ -65,6 +56,13 @@ class PackedTrainer(Trainer):
         self.remove_callback(PrinterCallback)  # prints with a bare print where progress bars are off
         self.evaluation_collator = data.evaluation_collator
         self.teacher = teacher
+        self._averages = False
+        self.model_accepts_loss_kwargs: bool
+        if self.model_accepts_loss_kwargs:
+            # some models take the number of predicted tokens, but give the mean over their own batch all the same
+            self.model_accepts_loss_kwargs = task_of(model) is not CLASSIFICATION
+            forward = inspect.unwrap(type(architecture.root_model(model)).forward)
+            self._averages = "loss_function" not in forward.__code__.co_names
         if teacher is not None and teacher.model is not None:
             teacher.model.to(args.device).eval().requires_grad_(False)
             teacher.model.config.use_cache = False  # with a cache, packed documents would see each other
@@ -83,15 +81,18 @@ class PackedTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
+        labels, counted = inputs.get("labels"), num_items_in_batch if self.model_accepts_loss_kwargs else None
         if self.teacher is None or not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss, output = super().compute_loss(model, inputs, True, num_items_in_batch)
+            loss = self._weighted(loss, model, labels, counted)
+            return (loss, output) if return_outputs else loss
         inputs = {**inputs, "output_hidden_states": bool(self.teacher.hidden_weight)}
         example = self.teacher.example(model, inputs)  # first: switching adapters off and on disturbs gradients
         loss, output = super().compute_loss(model, inputs, True, num_items_in_batch)
-        masked = is_masked_language_model(self.accelerator.unwrap_model(model))
-        labels = inputs["labels"]
-        counted = num_items_in_batch if self.model_accepts_loss_kwargs else None
-        divergence, hidden = distillation_loss(output, example, labels, self.teacher, masked, counted)
+        loss = self._weighted(loss, model, labels, counted)
+        divergence, hidden = distillation_loss(
+            output, example, inputs["labels"], self.teacher, task_of(model), counted, inputs.get("attention_mask")
+        )
         if counted is not None:
             # as with the cross-entropy, the Trainer adds up what accumulated batches and averages what processes say
             processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
@@ -100,6 +101,12 @@ class PackedTrainer(Trainer):
         authority = self.teacher.authority(self.state.global_step, self.state.max_steps)
         loss = self.teacher.ce_weight * loss + authority * (divergence + hidden)
         return (loss, output) if return_outputs else loss
+
+    def _weighted(self, loss: Tensor, model: nn.Module, labels: Tensor | None, counted: Tensor | int | None) -> Tensor:
+        """Turn the mean over a batch into its part of the mean over all batches of a step."""
+        if not self._averages or counted is None or labels is None:
+            return loss
+        return loss * (task_of(model).predicted(labels) != IGNORED_LABEL).sum() / counted
 
 
 class StopAtDivergence(TrainerCallback):

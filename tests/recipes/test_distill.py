@@ -101,14 +101,14 @@ from hf_linattn import calibration
 from hf_linattn.training import pipeline, trainers
 from hf_linattn.training.arguments import DISTILLATION
 stage, die = {stage!r}, lambda: os.kill(os.getpid(), signal.SIGKILL)
-save, fit = trainers.PackedTrainer._save_checkpoint, calibration._Fit.__call__
+save, fit = trainers.RecoveryTrainer._save_checkpoint, calibration._Fit.__call__
 def save_and_die(trainer, *arguments):
     save(trainer, *arguments)
     if f"stages/{{stage}}/checkpoint" in trainer._get_output_dir(trial=None) + "/checkpoint": die()
 def fit_and_die(self, call):
     answer = fit(self, call)
     return die() if stage == "calibration" and len(self.errors) == 1 and self.mechanism.layer.index else answer
-trainers.PackedTrainer._save_checkpoint, calibration._Fit.__call__ = save_and_die, fit_and_die
+trainers.RecoveryTrainer._save_checkpoint, calibration._Fit.__call__ = save_and_die, fit_and_die
 pipeline.main({flags(material, out)!r}, DISTILLATION, "recipes/distill.py")
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -174,14 +174,14 @@ def test_another_runs_control_serves_if_it_saw_the_same(material, whole, tmp_pat
 
 def test_a_last_stage_goes_on_with_longer_rows(material, tmp_path, monkeypatch):
     seen = []
-    real = finetuning.PackedTrainer.compute_loss
+    real = finetuning.RecoveryTrainer.compute_loss
 
     def watch(trainer, model, inputs, *arguments, **options):
         if model.training:
             seen.append((tuple(inputs["input_ids"].shape), trainer.teacher and trainer.teacher.model is not None))
         return real(trainer, model, inputs, *arguments, **options)
 
-    monkeypatch.setattr(finetuning.PackedTrainer, "compute_loss", watch)
+    monkeypatch.setattr(finetuning.RecoveryTrainer, "compute_loss", watch)
     out = tmp_path / "out"
     report = run(flags(material, out, long_tokens=384, long_block_size=48, transfer_tokens=384))
     assert [(stage.name, stage.tokens) for stage in report.stages][-2:] == [("recovered", 768), ("long", 384)]

@@ -121,7 +121,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(material, tmp_path, monkey
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    real = trainers.PackedTrainer._save_checkpoint
+    real = trainers.RecoveryTrainer._save_checkpoint
     saves = []
 
     def save_once(trainer, *arguments):
@@ -130,7 +130,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(material, tmp_path, monkey
         raise KeyboardInterrupt
 
     for target, name, stand_in in [
-        (trainers.PackedTrainer, "_save_checkpoint", save_once),  # in the middle of the control's training
+        (trainers.RecoveryTrainer, "_save_checkpoint", save_once),  # in the middle of the control's training
         (finetuning, "verify_saved", interrupt),  # after it, before its result is recorded
         (pipeline, "measure_speed", interrupt),  # at the very end
     ]:

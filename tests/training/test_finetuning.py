@@ -17,6 +17,7 @@ from hf_linattn.training import finetuning, trainers
 from hf_linattn.training.arguments import DataArguments, parse_arguments, tokens_per_step
 from hf_linattn.training.data import PackedMaskingCollator
 from hf_linattn.training.finetuning_arguments import FinetuningArguments
+from hf_linattn.training.task import CAUSAL, first_position, task_of
 from tests.helpers import make_tokenizer
 from tests.models import VOCAB_SIZE, make_model
 
@@ -28,7 +29,7 @@ def make_text(words: int, seed: int) -> str:
     return " ".join(f"w{5 + (seed + 3 * i) % 8}" for i in range(words))
 
 
-def make_data(model, masked: bool = False, documents: int = 12):
+def make_data(model, documents: int = 12):
     splits = DatasetDict(
         {
             name: Dataset.from_dict({"text": [make_text(30, seed + i) for i in range(documents)]})
@@ -37,13 +38,12 @@ def make_data(model, masked: bool = False, documents: int = 12):
     )
     # of so few tokens enough are masked in every batch
     options = DataArguments(block_size=16, mlm_probability=0.4, eval_mlm_probability=0.4)
-    return finetuning.pack_splits(splits, make_tokenizer(), model, options, 512, masked)
+    return task_of(model).rows(splits, make_tokenizer(), model, options, 512)
 
 
 def make_training(path, **options) -> FinetuningArguments:
-    return FinetuningArguments(
-        output_dir=str(path), per_device_train_batch_size=4, disable_tqdm=True, use_cpu=True, **options
-    )
+    options = {"per_device_train_batch_size": 4, "disable_tqdm": True, "use_cpu": True, **options}
+    return FinetuningArguments(output_dir=str(path), **options)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_recover_searches_by_validation_loss(tmp_path, monkeypatch):
 )
 def test_fine_tuning_lowers_the_validation_loss_and_keeps_the_best(tmp_path, architecture, mechanism):
     model = patch_model(make_model(architecture, std=0.05), mechanism)
-    data = make_data(model, masked=architecture == "bert")
+    data = make_data(model)
     result, _ = finetuning.fine_tune(model, data, make_training(tmp_path), tmp_path, learning_rate=3e-3, max_steps=24)
     losses = [entry["eval_loss"] for entry in result["history"] if "eval_loss" in entry]
     assert result["eval_loss"] == min(losses) < 0.95 * math.log(VOCAB_SIZE)
@@ -176,7 +176,7 @@ def test_a_diverging_run_stops_early_and_has_no_loss(tmp_path):
 
 def test_the_rows_of_masked_models_are_masked_alike_in_every_evaluation(tmp_path):
     model = patch_model(make_model("bert"), "softmax")
-    trainer = trainers.PackedTrainer(model, make_training(tmp_path), make_data(model, masked=True))
+    trainer = trainers.RecoveryTrainer(model, make_training(tmp_path), make_data(model))
     assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
     assert isinstance(trainer.data_collator, PackedMaskingCollator) and trainer.data_collator.seed is None
 
@@ -184,14 +184,14 @@ def test_the_rows_of_masked_models_are_masked_alike_in_every_evaluation(tmp_path
 @pytest.mark.parametrize(("architecture", "first"), [("gpt2", 0), ("opt", 0), ("bert", 0), ("roberta", 2)])
 def test_the_first_position_is_the_one_the_model_itself_gives(architecture, first):
     model = make_model(architecture)
-    assert finetuning.first_position(model) == first
+    assert first_position(model) == first
     ids = torch.arange(5, 13)[None]
     with torch.no_grad():
         own = model(input_ids=ids).logits
         given = model(input_ids=ids, position_ids=torch.arange(8)[None] + first).logits
     torch.testing.assert_close(given, own)
     if first:
-        assert int(make_data(model, masked=True).train["position_ids"][:].min()) == first
+        assert int(make_data(model).train["position_ids"][:].min()) == first
 
 
 class Interrupt(TrainerCallback):
@@ -208,7 +208,7 @@ def test_an_interrupted_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatc
         model = patch_model(make_model("bert" if masked else "gpt2"), "performer", num_features=16)
         training = make_training(tmp_path)
         result, _ = finetuning.fine_tune(
-            model, make_data(model, masked), training, folder, learning_rate=3e-3, max_steps=12
+            model, make_data(model), training, folder, learning_rate=3e-3, max_steps=12
         )
         return result["eval_loss"], model.state_dict()
 
@@ -271,13 +271,13 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path):
 def test_text_that_fills_no_row(tmp_path):
     splits = DatasetDict({name: Dataset.from_dict({"text": ["w5 w6"]}) for name in ("train", "validation")})
     with pytest.raises(DataError, match="less than one row"):
-        finetuning.pack_splits(splits, make_tokenizer(), make_model("gpt2"), DataArguments(block_size=32), 512, False)
+        CAUSAL.rows(splits, make_tokenizer(), make_model("gpt2"), DataArguments(block_size=32), 512)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_the_validation_loss_is_the_mean_over_predicted_tokens(name):
     model = patch_model(make_model(name, std=0.3), "linear")
-    data = make_data(model, masked=name == "bert")
+    data = make_data(model)
     total, count = 0.0, 0
     for row in data.validation:
         batch = data.evaluation_collator([row])

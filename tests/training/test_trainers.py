@@ -11,7 +11,8 @@ import torch
 
 from hf_linattn import patch_model
 from hf_linattn.training.distillation import Teacher, distillation_loss
-from hf_linattn.training.trainers import PackedTrainer
+from hf_linattn.training.task import CAUSAL, MASKED
+from hf_linattn.training.trainers import RecoveryTrainer
 from tests.models import make_model
 from tests.training.test_finetuning import make_data, make_training
 
@@ -41,15 +42,15 @@ def test_the_losses_are_those_of_a_loop_over_tokens(masked):
         ratios = [((g - w) ** 2).sum() / (w**2).sum() for g, w in tokens]
         hidden += float(sum(ratios) / len(ratios)) / 3
     for weights, expected in (((1.0, 0.0), kl), ((0.0, 1.0), hidden), ((2.0, 0.5), 2 * kl + 0.5 * hidden)):
-        loss = sum(distillation_loss(student, example, labels, Teacher(None, *weights), masked))
+        loss = sum(distillation_loss(student, example, labels, Teacher(None, *weights), MASKED if masked else CAUSAL))
         assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_an_equal_student_has_nothing_to_learn_and_a_batch_without_targets_is_no_error():
     out = SimpleNamespace(logits=torch.randn(1, 4, 5), hidden_states=[torch.randn(1, 4, 3) for _ in range(2)])
     labels = torch.full((1, 4), -100)
-    assert sum(distillation_loss(out, out, labels, Teacher(None, 1.0, 1.0), True)) == 0
-    learnt = sum(distillation_loss(out, out, labels.fill_(1), Teacher(None, 1.0, 1.0), True))
+    assert sum(distillation_loss(out, out, labels, Teacher(None, 1.0, 1.0), MASKED)) == 0
+    learnt = sum(distillation_loss(out, out, labels.fill_(1), Teacher(None, 1.0, 1.0), MASKED))
     assert float(learnt) == pytest.approx(0)
 
 
@@ -61,12 +62,12 @@ def test_a_taught_model_comes_closer_to_its_teacher_which_stays_as_it_is(tmp_pat
     distances = {}
     for hidden_weight in (0.0, 30.0):
         model = patch_model(copy.deepcopy(original), "linear")
-        data = make_data(model, masked=architecture == "bert")
+        data = make_data(model)
         training = make_training(
             tmp_path, learning_rate=1e-3, max_steps=30, save_strategy="no", remove_unused_columns=False
         )
         taught = Teacher(teacher, hidden_weight=hidden_weight) if hidden_weight else None
-        trainer = PackedTrainer(model, training, data, taught)
+        trainer = RecoveryTrainer(model, training, data, taught)
         trainer.train()
         batch = data.evaluation_collator([data.validation[i] for i in range(4)])
         del batch["labels"]
@@ -76,7 +77,7 @@ def test_a_taught_model_comes_closer_to_its_teacher_which_stays_as_it_is(tmp_pat
     assert distances[30.0] < 0.7 * distances[0.0]
     assert all(torch.equal(before[name], x) for name, x in teacher.state_dict().items())
     # the validation loss is the text's cross-entropy alone, so that it compares with that of the control
-    alone = PackedTrainer(model, training, data)
+    alone = RecoveryTrainer(model, training, data)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(alone.evaluate()["eval_loss"], rel=1e-6)
 
 
@@ -88,7 +89,7 @@ def test_a_fading_teacher_counts_less_and_less(tmp_path):
     for fading in (False, True):
         training = make_training(tmp_path, max_steps=10, save_strategy="no", remove_unused_columns=False)
         taught = Teacher(teacher, kl_weight=0.7, hidden_weight=0.3, fading=fading)
-        trainer = PackedTrainer(model.train(), training, data, taught)
+        trainer = RecoveryTrainer(model.train(), training, data, taught)
         trainer.state.max_steps = 10
         for step in (0, 4, 10):
             trainer.state.global_step = step

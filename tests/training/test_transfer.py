@@ -19,7 +19,7 @@ from hf_linattn.ops import naive
 from hf_linattn.testing.counters import largest_tensor
 from hf_linattn.testing.models import ARCHITECTURES, Case, positions_of, random_tokens, tiny_model
 from hf_linattn.training.distillation import add_adapters
-from hf_linattn.training.finetuning import load_language_model
+from hf_linattn.training.task import load_model
 from hf_linattn.training.transfer import AttentionTransfer, attention_divergence
 
 LENGTH = 37
@@ -192,7 +192,7 @@ def test_memory_is_one_layers_and_no_matrix_is_made():
 
 
 def test_a_step_at_4096_tokens_takes_less_memory_than_one_of_lora():
-    original = load_language_model("recipes/pretrained/llama", "float32")
+    original = load_model("recipes/pretrained/llama", "float32")
     ids = random_tokens(1, 4096)
     transfer = AttentionTransfer(patch_model(copy.deepcopy(original), "learned_exp", decay="learned"))
     peaks = []

@@ -1,0 +1,309 @@
+"""What a model predicts, the next token, masked tokens or the class of a text, and all that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset, DatasetDict
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from tqdm.auto import tqdm
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto import modeling_auto as auto
+
+from hf_linattn import architecture
+from hf_linattn import transformers_bridge as bridge
+from hf_linattn.errors import DataError, OptionError, did_you_mean
+from hf_linattn.evaluation import is_masked_language_model, perplexity
+from hf_linattn.running import evaluation_mode
+from hf_linattn.training.arguments import DataArguments, RecipeArguments
+from hf_linattn.training.data import PackedMaskingCollator, TrainingData, load_text_splits, tokenize_and_pack
+
+CLASSIFIERS = frozenset(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
+
+
+class Task:
+    """How text becomes training rows, logits become predictions, and a model gets its score."""
+
+    auto_class: ClassVar[Any]
+
+    def check(self, model: PreTrainedModel, data: DataArguments, recipe: RecipeArguments) -> None:
+        """Raise `OptionError` for an option that makes no sense for this task."""
+
+    def load(self, data: DataArguments) -> DatasetDict:
+        """Load the three splits."""
+        files = data.train_file, data.validation_file, data.test_file
+        return load_text_splits(data.dataset_name, data.dataset_config_name, *files, data.text_column)
+
+    def rows(
+        self,
+        splits: DatasetDict,
+        tokenizer: PreTrainedTokenizerBase,
+        model: PreTrainedModel,
+        data: DataArguments,
+        max_train_tokens: int,
+    ) -> TrainingData:
+        """Turn the training and validation splits into rows for `model`; `DataError` if one fills none."""
+        raise NotImplementedError
+
+    def stride(self, data: DataArguments) -> int | None:
+        """Return by how many tokens test windows advance; None if they do not overlap."""
+        return None
+
+    def predicting(self, logits: Tensor) -> Tensor:
+        """Return the logits that predict something, aligned with `predicted(labels)`."""
+        return logits
+
+    def predicted(self, labels: Tensor) -> Tensor:
+        """Return the labels that are predicted, -100 where nothing is."""
+        return labels
+
+    def score(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        test: Dataset,
+        data: DataArguments,
+        batch_size: int,
+    ) -> dict[str, Any]:
+        """Return the `perplexity` of the test split, `num_tokens`, how many were predicted, and more."""
+        raise NotImplementedError
+
+
+class LanguageModeling(Task):
+    """Tokens are predicted, from packed rows that documents share without seeing each other."""
+
+    def rows(
+        self,
+        splits: DatasetDict,
+        tokenizer: PreTrainedTokenizerBase,
+        model: PreTrainedModel,
+        data: DataArguments,
+        max_train_tokens: int,
+    ) -> TrainingData:
+        limits = {"train": max_train_tokens, "validation": data.max_validation_tokens}
+        first = first_position(model)
+        rows = {
+            name: tokenize_and_pack(splits[name], tokenizer, data.block_size, limit) for name, limit in limits.items()
+        }
+        if first:
+            rows = {
+                name: dataset.map(lambda row: {"position_ids": row["position_ids"] + first})
+                for name, dataset in rows.items()
+            }
+        return TrainingData(**rows, **self.collate(tokenizer, data))
+
+    def collate(self, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> dict[str, Any]:
+        """Return the collators, where rows are not stacked as they are."""
+        return {}
+
+    def score(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        test: Dataset,
+        data: DataArguments,
+        batch_size: int,
+    ) -> dict[str, Any]:
+        texts, stride = test["text"], self.stride(data)
+        return dict(
+            perplexity(
+                model, tokenizer, texts, max_length=data.block_size, batch_size=batch_size, stride=stride,
+                mask_probability=data.eval_mlm_probability,
+            )
+        )  # fmt: skip
+
+
+class CausalLanguageModeling(LanguageModeling):
+    """Position i predicts token i + 1."""
+
+    auto_class = AutoModelForCausalLM
+
+    def stride(self, data: DataArguments) -> int | None:
+        return data.stride or max(1, data.block_size // 2)
+
+    def predicting(self, logits: Tensor) -> Tensor:
+        return logits[:, :-1]
+
+    def predicted(self, labels: Tensor) -> Tensor:
+        return labels[:, 1:]
+
+
+class MaskedLanguageModeling(LanguageModeling):
+    """Position i predicts token i, where that is masked."""
+
+    auto_class = AutoModelForMaskedLM
+
+    def check(self, model: PreTrainedModel, data: DataArguments, recipe: RecipeArguments) -> None:
+        _refuse("stride", data.stride, "windows of a masked model do not overlap")
+        _refuse("fidelity_windows", recipe.fidelity_windows, "a masked model generates no text")
+
+    def collate(self, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> dict[str, Any]:
+        return {
+            "collator": PackedMaskingCollator(tokenizer, data.mlm_probability),
+            "evaluation_collator": PackedMaskingCollator(tokenizer, data.eval_mlm_probability, seed=0),
+        }
+
+
+class SequenceClassification(Task):
+    """A text, cut to `block_size` tokens, predicts its class; rows are padded to the longest of their batch.
+
+    Labels are class numbers, or names that the model's `config.label2id` knows. Its perplexity is that of the classes,
+    exp of the mean negative log-likelihood of the right one; the score also has the `accuracy`.
+    """
+
+    auto_class = AutoModelForSequenceClassification
+
+    def check(self, model: PreTrainedModel, data: DataArguments, recipe: RecipeArguments) -> None:
+        _refuse("stride", data.stride, "a text is one window")
+        _refuse("fidelity_windows", recipe.fidelity_windows, "a classifier generates no text")
+        config: Any = model.config
+        if config.num_labels < 2 or config.problem_type not in (None, "single_label_classification"):
+            raise OptionError(
+                f"model_name_or_path={model.name_or_path!r} has num_labels={config.num_labels} and"
+                f" problem_type={config.problem_type!r}; give a classifier with one class per text"
+            )
+
+    def load(self, data: DataArguments) -> DatasetDict:
+        files = data.train_file, data.validation_file, data.test_file
+        columns = data.text_column, data.label_column
+        return load_text_splits(data.dataset_name, data.dataset_config_name, *files, *columns)
+
+    def rows(
+        self,
+        splits: DatasetDict,
+        tokenizer: PreTrainedTokenizerBase,
+        model: PreTrainedModel,
+        data: DataArguments,
+        max_train_tokens: int,
+    ) -> TrainingData:
+        config: Any = model.config
+        if tokenizer.pad_token_id is None or (config.pad_token_id is None and "pad_token_id" in config):
+            raise DataError(
+                f"pad_token: the tokenizer has {tokenizer.pad_token!r}, the model's config {config.pad_token_id!r}; a"
+                " batch of texts of several lengths needs one, set both and save them"
+            )
+        limits = {"train": max_train_tokens, "validation": data.max_validation_tokens}
+        rows = {}
+        for name, limit in limits.items():
+            # a row counts as block_size tokens; data sets may be sorted by class
+            chosen = splits[name].shuffle(seed=0) if name == "train" else splits[name]
+            count = len(chosen) if limit is None else min(len(chosen), max(1, limit // data.block_size))
+            rows[name] = self.encode(chosen.select(range(count)), tokenizer, config, data.block_size)
+        collator = PaddingCollator(tokenizer.pad_token_id)
+        return TrainingData(**rows, collator=collator, evaluation_collator=collator)
+
+    def encode(
+        self, texts: Dataset, tokenizer: PreTrainedTokenizerBase, config: Any, max_length: int
+    ) -> Dataset:
+        """Return `input_ids`, `attention_mask` and the class numbers as `labels`."""
+        labels = class_numbers(texts["label"], config.label2id, config.num_labels)
+        encoded = tokenizer(
+            list(texts["text"]), truncation=True, max_length=max_length, return_token_type_ids=False, verbose=False
+        )
+        columns = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        return Dataset.from_dict({**columns, "labels": labels}).with_format("torch")
+
+    def score(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        test: Dataset,
+        data: DataArguments,
+        batch_size: int,
+    ) -> dict[str, Any]:
+        rows = self.encode(test, tokenizer, model.config, data.block_size)
+        collate, total, right = PaddingCollator(tokenizer.pad_token_id), 0.0, 0
+        with evaluation_mode(model), torch.no_grad():
+            for first in tqdm(range(0, len(rows), batch_size), desc="classification", unit="batch"):
+                count = min(batch_size, len(rows) - first)
+                batch = collate(rows.select(range(first, first + count)))
+                batch = {name: x.to(model.device) for name, x in batch.items()}
+                labels = batch.pop("labels")
+                logits = model(**batch).logits
+                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                total += float(cross_entropy(logits, labels, reduction="none").double().sum())
+                right += int((logits.argmax(-1) == labels).sum())
+        loss = total / len(rows)
+        mean = float(torch.tensor(loss, dtype=torch.float64).exp())
+        return {"perplexity": mean, "loss": loss, "num_tokens": len(rows), "accuracy": right / len(rows)}
+
+
+@dataclass(frozen=True)
+class PaddingCollator:
+    """Stack texts of several lengths, padded on the right: on the left, absolute positions would be others."""
+
+    pad_token_id: int
+
+    def __call__(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
+        rows = list(rows)
+        columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in ("input_ids", "attention_mask")}
+        padding = {"input_ids": self.pad_token_id, "attention_mask": 0}
+        padded = {name: pad_sequence(x, True, padding[name]) for name, x in columns.items()}
+        return {**padded, "labels": torch.stack([torch.as_tensor(row["labels"]) for row in rows])}
+
+
+CAUSAL, MASKED, CLASSIFICATION = CausalLanguageModeling(), MaskedLanguageModeling(), SequenceClassification()
+
+
+def task_of(model: nn.Module) -> Task:
+    """Return what a model, wrapped or not, predicts, by its class; `UnsupportedModelError` if none of the three."""
+    root = architecture.root_model(model)
+    if type(root).__name__ in CLASSIFIERS:
+        return CLASSIFICATION
+    return MASKED if is_masked_language_model(root) else CAUSAL
+
+
+def load_model(name_or_path: str, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
+    """Load a checkpoint as what it was saved as: a causal or masked language model, or a classifier of texts."""
+    config = AutoConfig.from_pretrained(name_or_path)
+    saved_as = set(config.architectures or ())
+    if saved_as & CLASSIFIERS:
+        task: Task = CLASSIFICATION
+    elif type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING and not saved_as & set(
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    ):
+        task = MASKED
+    else:
+        task = CAUSAL
+    return task.auto_class.from_pretrained(name_or_path, dtype=dtype)
+
+
+def first_position(model: nn.Module) -> int:
+    """Return the position id of a text's first token: 0, but padding_idx + 1 in RoBERTa and its kind."""
+    tables = bridge.PatchedModel.of(architecture.root_model(model), {}).position_tables
+    return max((first for first, _ in tables.values()), default=0)
+
+
+def class_numbers(labels: Sequence[int | str], known: Mapping[str, int], count: int) -> list[int]:
+    """Return labels as class numbers; `DataError` for one that the model does not have.
+
+    >>> class_numbers(["good", "bad", 1], {"bad": 0, "good": 1}, 2)
+    [1, 0, 1]
+    """
+    numbers = [known.get(label) if isinstance(label, str) else label for label in labels]
+    for label, number in zip(labels, numbers, strict=True):
+        if number is None or not 0 <= number < count:
+            hint = did_you_mean(str(label), known)
+            raise DataError(
+                f"label {label!r} is none of the model's {count} classes{hint}; relabel the data, or leave rows"
+                " without a class out"
+            )
+    return numbers  # type: ignore[return-value]
+
+
+def _refuse(name: str, value: Any, reason: str) -> None:
+    """Refuse an option that was set."""
+    if value:
+        raise OptionError(f"{name}={value}: {reason}; leave it out")

@@ -1,0 +1,75 @@
+"""Classifiers of texts through the distillation recipe: converted, taught by the original classifier, and scored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import hf_linattn
+from hf_linattn.report import Report
+from hf_linattn.training import pipeline
+from hf_linattn.training.arguments import DISTILLATION
+from tests.helpers import make_tokenizer
+from tests.models import SPINE, make_model
+from tests.recipes.test_finetune import command, recorded
+
+TARGETS = ("w7", "w8")
+
+
+def write_texts(file: Path, count: int, seed: int) -> None:
+    """Texts of 3 to 11 words, in class `has` if one of the targets is among them."""
+    generator = torch.Generator().manual_seed(seed)
+    lines = []
+    for _ in range(count):
+        length = int(torch.randint(3, 12, (), generator=generator))
+        words = [f"w{int(i)}" for i in torch.randint(5, 40, (length,), generator=generator)]
+        if torch.rand((), generator=generator) < 0.5:
+            words[int(torch.randint(length, (), generator=generator))] = TARGETS[length % 2]
+        lines.append(json.dumps({"text": " ".join(words), "kind": "has" if {*words} & {*TARGETS} else "lacks"}))
+    file.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("name", SPINE)
+def test_a_classifier_is_converted_and_taught(name, tmp_path, capsys):
+    names = {"lacks": 0, "has": 1}
+    known = {"label2id": names, "id2label": {number: label for label, number in names.items()}}
+    model = make_model(name, "ForSequenceClassification", std=0.1, **known)
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    files = {}
+    for seed, (split, count) in enumerate({"train": 400, "validation": 24, "test": 50}.items()):
+        files[f"{split}_file"] = tmp_path / f"{split}.jsonl"
+        write_texts(files[f"{split}_file"], count, seed)
+    out = tmp_path / "out"
+    report = pipeline.main(
+        command(
+            {"model_name_or_path": str(tmp_path / "model"), **files}, out, mechanism="hedgehog",
+            mechanism_options=None, label_column="kind", block_size=12, max_train_tokens=9000,
+            calibration_tokens=120, transfer_tokens=480, kl_weight=0.2, learning_rates="5e-3", lr_search_tokens=None,
+            speed_lengths="12", max_test_documents=40,
+        ),
+        DISTILLATION,
+        "recipes/distill.py",
+    )  # fmt: skip
+    assert Report.load(out) == report
+    assert [stage.name for stage in report.stages] == ["converted", "calibration", "transfer", "recovered"]
+    assert report.evaluation.num_tokens == 40 and report.evaluation.stride is None
+    assert report.accuracy.recovered > 0.8 > report.accuracy.original, "both can be right by chance at most"
+    assert report.accuracy.control > 0.8 and report.perplexity.recovered < 0.8 * report.perplexity.converted
+    assert recorded(out, "recovered_training")["steps"] == (9000 - 120 - 480) // 48
+    tokenizer, right = AutoTokenizer.from_pretrained(out), 0
+    recovered = AutoModelForSequenceClassification.from_pretrained(out)
+    assert {m.config.mechanism for m in hf_linattn.get_mechanisms(recovered).values()} == {"hedgehog"}
+    for line in files["test_file"].read_text().splitlines()[:40]:
+        row = json.loads(line)
+        with torch.no_grad():
+            best = recovered(input_ids=torch.tensor([tokenizer(row["text"])["input_ids"][:12]])).logits.argmax()
+        right += int(best) == names[row["kind"]]
+    assert report.accuracy.recovered == right / 40
+    shown = f"{report.accuracy.recovered:.1%}"
+    assert shown in capsys.readouterr().out and shown in (out / "report.md").read_text()
+    assert "40 texts of the test split" in (out / "report.md").read_text()

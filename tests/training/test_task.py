@@ -1,0 +1,169 @@
+"""What models predict: texts with classes as rows, their score, and how predictions are weighed in a step."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+
+from hf_linattn import patch_model
+from hf_linattn.errors import DataError, OptionError
+from hf_linattn.training.arguments import DataArguments, RecipeArguments
+from hf_linattn.training.data import load_text_splits
+from hf_linattn.training.distillation import Teacher, distillation_loss
+from hf_linattn.training.task import CAUSAL, CLASSIFICATION, MASKED, load_model, task_of
+from hf_linattn.training.trainers import RecoveryTrainer
+from tests.helpers import make_tokenizer
+from tests.models import SPINE, make_model
+from tests.training.test_finetuning import make_data, make_text, make_training
+
+CLASSIFIER = "ForSequenceClassification"
+each_family = pytest.mark.parametrize("name", SPINE)
+
+
+def classified(count: int, seed: int = 0) -> Dataset:
+    texts = [make_text(3 + (seed + 5 * i) % 17, seed + i) for i in range(count)]
+    return Dataset.from_dict({"text": texts, "label": [i % 3 for i in range(count)]})
+
+
+def classifier(name: str, **options):
+    return make_model(name, CLASSIFIER, num_labels=3, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "task"),
+    [
+        ("gpt2", None, CAUSAL),
+        ("bert", None, MASKED),
+        ("bert", CLASSIFIER, CLASSIFICATION),
+        ("bert", "LMHeadModel", CAUSAL),
+    ],
+)
+def test_a_checkpoint_is_loaded_as_what_it_was_saved_as(tmp_path, name, head, task):
+    model = make_model(name, head)
+    patch_model(model, "linear").save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path))
+    assert type(loaded).__name__.removeprefix("HfLinattn") == type(model).__name__.removeprefix("HfLinattn")
+    assert task_of(model) is task_of(loaded) is task
+
+
+@each_family
+def test_the_score_of_a_classifier_is_that_of_its_texts_one_by_one(name):
+    model, tokenizer, test = classifier(name, std=0.4), make_tokenizer(), classified(11)
+    patch_model(model, "linear")
+    found = CLASSIFICATION.score(model, tokenizer, test, DataArguments(block_size=9), batch_size=4)
+    losses, right = [], 0
+    for text, label in zip(test["text"], test["label"], strict=True):
+        ids = torch.tensor([tokenizer(text)["input_ids"][:9]])
+        with torch.no_grad():
+            probabilities = model(input_ids=ids).logits[0].double().softmax(-1)
+        losses.append(-math.log(probabilities[label]))
+        right += int(probabilities.argmax() == label)
+    assert found["loss"] == pytest.approx(sum(losses) / 11, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(sum(losses) / 11), rel=1e-5)
+    assert (found["accuracy"], found["num_tokens"]) == (right / 11, 11)
+
+
+def test_rows_of_a_classifier_are_drawn_from_everywhere_and_count_as_whole_windows():
+    train = Dataset.from_dict({"text": [make_text(4, i) for i in range(40)], "label": [i // 20 for i in range(40)]})
+    splits = DatasetDict({"train": train, "validation": train})
+    options = DataArguments(block_size=8, max_validation_tokens=24)
+    data = CLASSIFICATION.rows(splits, make_tokenizer(), classifier("bert"), options, 100)
+    assert (len(data.train), len(data.validation)) == (12, 3)
+    assert set(data.train["labels"][:].tolist()) == {0, 1}, "the first 12 of a sorted data set have one class"
+
+
+@each_family
+def test_the_divergence_of_classes_is_that_of_a_loop(name):
+    student, teacher = patch_model(classifier(name, std=0.3), "linear"), classifier(name, std=0.3, seed=1)
+    data = CLASSIFICATION.rows(
+        DatasetDict({"train": classified(6), "validation": classified(6)}), make_tokenizer(), student,
+        DataArguments(block_size=12), 72,
+    )  # fmt: skip
+    batch = data.collator([data.train[i] for i in range(6)])
+    labels = batch.pop("labels")
+    with torch.no_grad():
+        got, want = (m(**batch, output_hidden_states=True) for m in (student, teacher))
+    loss, hidden = distillation_loss(
+        got, want, labels, Teacher(kl_weight=2.0, hidden_weight=3.0), task_of(student),
+        attention_mask=batch["attention_mask"],
+    )  # fmt: skip
+    p, q = (out.logits.double().softmax(-1) for out in (want, got))
+    total = sum(float(p[i, c] * (p[i, c] / q[i, c]).log()) for i in range(6) for c in range(3))
+    assert float(loss) == pytest.approx(2 * total / 6, rel=1e-4)
+    pairs = list(zip(got.hidden_states[1:], want.hidden_states[1:], strict=True))
+    errors = [
+        float((g[b, i] - w[b, i]).square().sum() / w[b, i].square().sum())
+        for g, w in pairs
+        for b, i in batch["attention_mask"].nonzero().tolist()
+    ]
+    assert float(hidden) == pytest.approx(3 * sum(errors) / len(errors), rel=1e-4), "padding does not count"
+
+
+@pytest.mark.parametrize("head", [None, CLASSIFIER])
+@each_family
+def test_accumulated_batches_weigh_every_prediction_alike(tmp_path, name, head):
+    """BERT's loss takes the number of masked tokens in a step, and averages over its own batch all the same."""
+    original = classifier(name) if head else make_model(name)
+    teacher = Teacher(
+        patch_model(copy.deepcopy(original), "softmax"), kl_weight=0.5, hidden_weight=0.0 if head else 0.5
+    )
+    if head:
+        splits = DatasetDict({"train": classified(8), "validation": classified(8)})
+        data = CLASSIFICATION.rows(splits, make_tokenizer(), original, DataArguments(block_size=16), 128)
+    else:
+        data = make_data(original)
+        data = replace(data, collator=data.evaluation_collator)  # the same masks in both runs
+    found = []
+    for size, accumulated in ((4, 1), (2, 2)):
+        model = patch_model(copy.deepcopy(original), "linear")
+        training = make_training(
+            tmp_path, learning_rate=0.1, max_steps=2, optim="sgd", gradient_accumulation_steps=accumulated,
+            max_grad_norm=1e9, warmup_steps=0, lr_scheduler_type="constant", save_strategy="no",
+            remove_unused_columns=False, per_device_train_batch_size=size,
+        )  # fmt: skip
+        RecoveryTrainer(model, training, data, teacher).train()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    start = torch.cat([p.detach().flatten() for p in patch_model(original, "linear").parameters()])
+    assert (found[0] - start).norm() > 1e-3
+    assert (found[0] - found[1]).norm() < 1e-4 * (found[0] - start).norm()
+
+
+def test_classes_are_numbers_or_names_that_the_model_knows(tmp_path):
+    model, tokenizer, options = classifier("bert"), make_tokenizer(), DataArguments(block_size=8)
+    model.config.label2id = {"bad": 0, "fair": 1, "good": 2}
+    named = Dataset.from_dict({"text": ["w7", "w8"], "label": ["good", "bad"]})
+    assert CLASSIFICATION.encode(named, tokenizer, model.config, 8)["labels"][:].tolist() == [2, 0]
+    for label, message in (("god", "did you mean good"), (-1, "label -1 is none of the model's 3 classes")):
+        wrong = Dataset.from_dict({"text": ["w7"], "label": [label]})
+        with pytest.raises(DataError, match=message):
+            CLASSIFICATION.score(model, tokenizer, wrong, options, 2)
+    named.to_json(tmp_path / "train.jsonl")
+    file = tmp_path / "train.jsonl"
+    with pytest.raises(DataError, match="label_column='class' is not a column of the train split"):
+        load_text_splits(train_file=file, label_column="class")
+    Dataset.from_dict({"text": ["w7"] * 4, "label": [0.5] * 4}).to_json(file)
+    with pytest.raises(
+        DataError, match=r"label_column='label' .* holds float64; name a column of integers or strings"
+    ):
+        load_text_splits(train_file=file, label_column="label")
+
+
+def test_what_makes_no_sense_for_a_task_is_refused():
+    recipe, data = RecipeArguments(), DataArguments(block_size=8)
+    for task, model in ((MASKED, make_model("bert")), (CLASSIFICATION, classifier("bert"))):
+        with pytest.raises(OptionError, match=r"stride=4: .* leave it out"):
+            task.check(model, replace(data, stride=4), recipe)
+        with pytest.raises(OptionError, match=r"fidelity_windows=2: .* generates no text; leave it out"):
+            task.check(model, data, replace(recipe, fidelity_windows=2))
+    regression = make_model("bert", CLASSIFIER, num_labels=1)
+    with pytest.raises(OptionError, match=r"num_labels=1 .* one class per text"):
+        CLASSIFICATION.check(regression, data, recipe)
+    tokenizer, splits = make_tokenizer(), DatasetDict({"train": classified(4), "validation": classified(4)})
+    tokenizer.pad_token = None
+    with pytest.raises(DataError, match=r"pad_token: the tokenizer has None"):
+        CLASSIFICATION.rows(splits, tokenizer, classifier("gpt2"), data, 64)
