@@ -6,7 +6,7 @@ Read from what models declare (`_can_record_outputs`) and from the names that tr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +34,24 @@ def root_model(model: nn.Module) -> PreTrainedModel:
     raise UnsupportedModelError(
         f"model must be a transformers PreTrainedModel or a wrapper around one, got {type(model).__name__}"
     )
+
+
+def layer_stacks(model: PreTrainedModel, paths: Iterable[str]) -> list[str]:
+    """Return the paths of the lists of layers in which the attention modules at `paths` lie.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> layer_stacks(GPT2Model(GPT2Config(n_layer=2, n_head=2, n_embd=8)), ["h.0.attn", "h.1.attn"])
+    ['h']
+    """
+    stacks: dict[str, None] = {}
+    for path in paths:
+        names = path.split(".")
+        numbered = [place for place, name in enumerate(names) if name.isdigit()]
+        stack = ".".join(names[: numbered[-1]]) if numbered else ""
+        if not isinstance(model.get_submodule(stack), nn.ModuleList):
+            raise UnsupportedModelError(f"{type(model).__name__}: {path} lies in no list of layers")
+        stacks[stack] = None
+    return list(stacks)
 
 
 def self_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -83,3 +83,16 @@ def observed(mechanisms: Mapping[str, Mechanism], observers: Mapping[str, Observ
     finally:
         for mechanism in mechanisms.values():
             mechanism.observer = None
+
+
+@contextmanager
+def unobserved(mechanisms: Iterable[Mechanism]) -> Iterator[None]:
+    """Let mechanisms answer for themselves for a while, inside `observed`."""
+    observers = {mechanism: mechanism.observer for mechanism in mechanisms}
+    try:
+        for mechanism in observers:
+            mechanism.observer = None
+        yield
+    finally:
+        for mechanism, observer in observers.items():
+            mechanism.observer = observer

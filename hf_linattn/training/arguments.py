@@ -188,6 +188,10 @@ class DistillationArguments:
     transfer_projected: bool = field(
         default=False, metadata={"help": "Compare outputs behind the layers' output projections."}
     )
+    transfer_block_layers: int | None = field(
+        default=None,
+        metadata={"help": "Compare what comes out of blocks of so many layers; absent: each layer's attention."},
+    )
     lora_rank: int | None = field(
         default=None,
         metadata={"help": "Train adapters of this rank and the mechanisms alone; absent: all weights, beside a copy."},
@@ -224,13 +228,15 @@ class DistillationArguments:
             require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         for name in ("transfer_learning_rate", "temperature"):
             require(name, getattr(self, name), getattr(self, name) > 0, "above 0")
-        for name in ("lora_rank", "top_k"):
+        for name in ("lora_rank", "top_k", "transfer_block_layers"):
             given = getattr(self, name)
             require(name, given, given is None or given >= 1, "an integer >= 1, or absent")
         for name in ("lora_dropout", "window_dropout"):
             require(name, getattr(self, name), 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         given, both = self.long_block_size, (self.long_block_size is None) == (not self.long_tokens)
         require("long_block_size", given, both, "given with long_tokens, and only so")
+        projected, alone = self.transfer_projected, self.transfer_block_layers is None
+        require("transfer_projected", projected, alone or not projected, "absent where transfer_block_layers is set")
         for name in ("lora_alpha", "lora_target_modules"):
             given = getattr(self, name)
             require(name, given, given is None or self.lora_rank is not None, "absent where lora_rank is")

@@ -36,7 +36,6 @@ from hf_linattn.training.arguments import AUTO, Arguments, parse_arguments, toke
 from hf_linattn.training.finetuning import fine_tune, recover
 from hf_linattn.training.recipe import Recipe
 from hf_linattn.training.run_directory import RunDirectory
-from hf_linattn.training.transfer import AttentionTransfer
 from hf_linattn.transformers_bridge import MECHANISM
 
 logger = logging.getLogger(__name__)
@@ -91,11 +90,10 @@ def transfer_stage(recipe: Recipe, run: RunDirectory, mechanisms: Path | None) -
     if run.finished("transfer") is None:
         logger.info("stage transfer: %d steps", recipe.steps(options.transfer_tokens))
         model = recipe.convert(mechanisms)
-        weights = options.transfer_output_weight, options.transfer_weights_weight
         # no activations are kept from layer to layer anyway; newer transformers has a second name for it
         names = ("gradient_checkpointing", "activation_checkpointing")
         without_checkpointing: dict[str, Any] = {f.name: False for f in fields(training) if f.name in names}
-        transfer = AttentionTransfer(model, *weights, projected=options.transfer_projected)
+        transfer = recipe.transfer(model)
         result, state = fine_tune(
             transfer,
             recipe.data,
@@ -111,7 +109,7 @@ def transfer_stage(recipe: Recipe, run: RunDirectory, mechanisms: Path | None) -
             if training.should_save:
                 if state is not None:
                     model = recipe.convert(mechanisms)
-                    AttentionTransfer(model).load_state_dict(state)
+                    recipe.transfer(model).load_state_dict(state)
                 _save_mechanisms(model, file)
                 loss = recipe.validation_loss(model)
                 run.finish("transfer", result | {"transfer_loss": result["eval_loss"], "eval_loss": loss})

@@ -25,11 +25,13 @@ from hf_linattn.evaluation import (
     without_far_keys,
 )
 from hf_linattn.training.arguments import Arguments, tokens_per_step
+from hf_linattn.training.block_transfer import BlockTransfer
 from hf_linattn.training.data import TrainingData
 from hf_linattn.training.distillation import Teacher, WindowDropout, add_adapters
 from hf_linattn.training.finetuning import validation_loss
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.task import Task, load_model, task_of
+from hf_linattn.training.transfer import AttentionTransfer, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +168,14 @@ class Recipe:
     def exact(self) -> PreTrainedModel:
         """Load the original with our exact attention, which keeps packed rows apart in BERT too."""
         return patch_model(self.load(), "softmax")
+
+    def transfer(self, model: PreTrainedModel) -> Transfer:
+        """Return what attention transfer trains of a converted model."""
+        options = self.arguments.distillation
+        if options.transfer_block_layers is not None:
+            return BlockTransfer(model, options.transfer_block_layers)
+        weights = options.transfer_output_weight, options.transfer_weights_weight
+        return AttentionTransfer(model, *weights, projected=options.transfer_projected)
 
     def trainee(self, mechanisms: Path | None) -> PreTrainedModel:
         """Return the converted model that recovery trains."""

@@ -30,8 +30,57 @@ from hf_linattn.training.objective import Objective
 BLOCK = 128  # queries whose attention weights are held at a time
 
 
-class AttentionTransfer(Objective):
+class Transfer(Objective):
     """The mechanisms of a patched model as one module, whose forward returns how far they are from softmax attention.
+
+    It holds no parameters but the mechanisms' own; the model beside it must be on their device and stays in eval mode.
+    The gradient is taken inside forward and handed out by backward, so that everything built on autograd (Trainer,
+    accumulation, scaling, DDP) works as usual.
+
+    Args:
+        model: a patched model, of which at least one mechanism has parameters of its own.
+
+    Raises:
+        PatchError: the model is not patched.
+        OptionError: nothing to train.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        mechanisms = get_mechanisms(model)
+        owned = own_parameters(mechanisms)
+        if not owned:
+            names = sorted({mechanism.config.mechanism for mechanism in mechanisms.values()})
+            raise OptionError(
+                f"mechanism {'+'.join(names)} has no parameters of its own that attention transfer could train; leave"
+                " it out, or give the mechanism some, as with decay='learned'"
+            )
+        self.mechanisms = nn.ModuleList(mechanisms[path] for path in owned)
+        self.requires_grad_(True)
+        self._model = (model.eval(),)
+
+    def measure(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the `loss`, and what it is made of."""
+        learning = torch.is_grad_enabled()
+        gradients = {p: torch.zeros_like(p) for p in self.parameters() if learning and p.requires_grad}
+        with torch.no_grad():
+            found = self.compare(inputs, gradients)
+        if learning:
+            found["loss"] = _Prepared.apply(found["loss"], list(gradients.values()), *gradients)
+        return found
+
+    def compare(self, inputs: dict[str, Tensor], gradients: dict[nn.Parameter, Tensor]) -> dict[str, Tensor]:
+        """Run the model on softmax, add the gradient of the loss to `gradients`, if there are any, and return both."""
+        raise NotImplementedError
+
+    def run_backbone(self, inputs: dict[str, Tensor]) -> None:
+        """Run the model but for its head: predictions are not looked at."""
+        backbone = root_model(self._model[0]).base_model
+        backbone(**inputs, **accepted(backbone, use_cache=False))
+
+
+class AttentionTransfer(Transfer):
+    """Every layer for itself: what its mechanism gives for the original's queries, keys and values, beside softmax.
 
     The mean over the layers of
 
@@ -43,13 +92,6 @@ class AttentionTransfer(Objective):
     time and only for mechanisms that have `scores`. If `projected`, outputs are compared behind the layer's output
     projection.
 
-    It holds no parameters but the mechanisms' own; the model beside it must be on their device and stays in eval mode.
-    The gradient is taken inside forward and handed out by backward, so that everything built on autograd (Trainer,
-    accumulation, scaling, DDP) works as usual.
-
-    Args:
-        model: a patched model, of which at least one mechanism has parameters of its own.
-
     Raises:
         PatchError: the model is not patched.
         OptionError: nothing to train, a negative weight, or both zero.
@@ -58,47 +100,30 @@ class AttentionTransfer(Objective):
     def __init__(
         self, model: nn.Module, output_weight: float = 1.0, weights_weight: float = 1.0, projected: bool = False
     ):
-        super().__init__()
-        mechanisms = get_mechanisms(model)
-        owned = own_parameters(mechanisms)
-        if not owned:
-            names = sorted({mechanism.config.mechanism for mechanism in mechanisms.values()})
-            raise OptionError(
-                f"mechanism {'+'.join(names)} has no parameters of its own that attention transfer could train; leave"
-                " it out, or give the mechanism some, as with decay='learned'"
-            )
+        super().__init__(model)
         for name, weight in {"output_weight": output_weight, "weights_weight": weights_weight}.items():
             require(name, weight, weight >= 0, "at least 0")
         some = bool(output_weight or weights_weight)
         require("output_weight", output_weight, some, "above 0 if weights_weight is 0")
-        self.mechanisms = nn.ModuleList(mechanisms[path] for path in owned)
-        self.requires_grad_(True)
         root = root_model(model)
         self._layers = {
             path: (mechanism, output_projection(root, path)[1] if projected else None)
-            for path, mechanism in mechanisms.items()
+            for path, mechanism in get_mechanisms(model).items()
             if not isinstance(mechanism, SoftmaxMechanism)
         }
-        self._model = (model.eval(),)
         self._weights = (output_weight, weights_weight)
 
-    def measure(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def compare(self, inputs: dict[str, Tensor], gradients: dict[nn.Parameter, Tensor]) -> dict[str, Tensor]:
         """Return the `loss`, and `output_errors` and `divergences` of all layers [L]."""
-        model = self._model[0]
-        backbone = root_model(model).base_model  # predictions are not looked at
-        learning = torch.is_grad_enabled()
-        gradients = {p: torch.zeros_like(p) for p in self.parameters() if learning and p.requires_grad}
         layers = {
             path: _Layer(mechanism, projection, self._weights, gradients, len(self._layers))
             for path, (mechanism, projection) in self._layers.items()
         }
-        with torch.no_grad(), observed(get_mechanisms(model), layers):
-            backbone(**inputs, **accepted(backbone, use_cache=False))
+        with observed(get_mechanisms(self._model[0]), layers):
+            self.run_backbone(inputs)
         errors = torch.stack([layer.error for layer in layers.values()])
         divergences = torch.stack([layer.divergence for layer in layers.values()])
         loss = self._weights[0] * errors.mean() + self._weights[1] * divergences.mean()
-        if learning:
-            loss = _Prepared.apply(loss, list(gradients.values()), *gradients)
         return {"loss": loss, "output_errors": errors, "divergences": divergences}
 
 
@@ -119,11 +144,7 @@ class _Layer:
         with torch.set_grad_enabled(bool(self.gradients)):
             error, divergence = self._compare(call, target)
             loss = (self.weights[0] * error + self.weights[1] * divergence) / self.count
-        if loss.requires_grad:
-            own = list(self.gradients)
-            for parameter, gradient in zip(own, torch.autograd.grad(loss, own, allow_unused=True), strict=True):
-                if gradient is not None:
-                    self.gradients[parameter] += gradient
+        add_gradients(loss, self.gradients)
         self.error, self.divergence = error.detach(), divergence.detach()
         return target
 
@@ -136,6 +157,16 @@ class _Layer:
         if self.weights[1] and self.mechanism.has_scores:
             divergence = attention_divergence(self.mechanism, call)
         return error, divergence
+
+
+def add_gradients(loss: Tensor, gradients: dict[nn.Parameter, Tensor]) -> None:
+    """Add the gradient of a part of the loss to those of the others; nothing if nothing is to be learnt."""
+    if not loss.requires_grad:
+        return
+    own = list(gradients)
+    for parameter, gradient in zip(own, torch.autograd.grad(loss, own, allow_unused=True), strict=True):
+        if gradient is not None:
+            gradients[parameter] += gradient
 
 
 class _Prepared(torch.autograd.Function):

@@ -93,6 +93,16 @@ def test_each_stage_goes_on_from_the_one_before(material, whole):
     assert changed and all("attn.c_attn.weight" in name or "attn.c_proj.weight" in name for name in changed)
 
 
+def test_blocks_of_layers_are_transferred_together(material, tmp_path):
+    report = run(flags(material, tmp_path / "out", transfer_block_layers=2, fidelity_windows=0))
+    assert report.training.teaching["transfer_block_layers"] == 2
+    history = recorded(tmp_path / "out", "transfer")["history"]
+    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    assert losses[-1] < losses[0]
+    with pytest.raises(OptionError, match="transfer_projected must be absent where transfer_block_layers is set"):
+        run(flags(material, tmp_path / "other", transfer_block_layers=2, transfer_projected=True))
+
+
 def interrupted(material, out: Path, stage: str) -> None:
     """Run in a process of its own that is killed in the middle of a stage, once a checkpoint of it is written."""
     script = f"""
