@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from hf_linattn.mechanisms import MECHANISMS
@@ -197,21 +198,30 @@ def recovery_table(reports: dict[str, Document]) -> str:
 
 
 def board_table(reports: dict[str, Document]) -> str:
-    """Return what every recipe of the board came to, beside what it was meant to reach, and its configuration."""
-    rows = []
+    """Return what every recipe of the board came to, beside what it was meant to reach, and its configuration.
+
+    Numbers are means over the seeds; behind the ratio stand the smallest and the largest of them.
+    """
+    seeds: dict[tuple[str, str], list[Document]] = {}
     for name, report in reports.items():
         model, _, recipe = name.partition("-")
-        recipe, _, seed = recipe.partition("-seed")
-        target, p = BOARD_TARGETS.get(recipe), report["perplexity"]
-        verdict = "" if target is None else f"{target:.3f} {'reached' if report['ratio'] <= target else 'missed'}"
-        options = options_text(report["options"])
-        what = f"`{report['mechanism']}`" + (f" `{options}`" if options else "") + (f", seed {seed}" if seed else "")
-        best = min(p["original"], p["control"])
-        numbers = [f"{x:.2f}" for x in (best, p["converted"], p["recovered"])]
+        seeds.setdefault((model, recipe.partition("-seed")[0]), []).append(report)
+    rows = []
+    for (model, recipe), several in sorted(seeds.items()):
+        first, ratios = several[0], [report["ratio"] for report in several]
+        target, ratio = BOARD_TARGETS.get(recipe), fmean(ratios)
+        verdict = "" if target is None else f"{target:.3f} {'reached' if ratio <= target else 'missed'}"
+        options = options_text(first["options"])
+        what = f"`{first['mechanism']}`" + (f" `{options}`" if options else "")
+        kinds = [report["perplexity"] for report in several]
+        best = fmean(min(p["original"], p["control"]) for p in kinds)
+        numbers = [f"{x:.2f}" for x in (best, *(fmean(p[kind] for p in kinds) for kind in ("converted", "recovered")))]
+        spread = f" ({min(ratios):.3f} to {max(ratios):.3f})" if len(ratios) > 1 else ""
         command = f"`recipes/bundled-{model}/{recipe}.yaml`"
-        tokens = f"{report['training']['tokens'] / 1e6:.1f} M"
-        rows.append([model, recipe, what, tokens, *numbers, f"**{report['ratio']:.3f}**", verdict, command])
-    head = ["model", "recipe", "mechanism", "tokens", "best", "converted", "recovered", "/ best", "target"]
+        tokens = f"{first['training']['tokens'] / 1e6:.1f} M"
+        figures = [tokens, str(len(several)), *numbers, f"**{ratio:.3f}**{spread}"]
+        rows.append([model, recipe, what, *figures, verdict, command])
+    head = ["model", "recipe", "mechanism", "tokens", "seeds", "best", "converted", "recovered", "/ best", "target"]
     return table([*head, "configuration"], rows)
 
 

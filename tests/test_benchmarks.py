@@ -111,15 +111,20 @@ def test_tables_are_written_between_the_markers_and_nowhere_else(document: table
 
 
 def test_the_board_says_what_was_reached_and_what_was_missed() -> None:
-    perplexity = {"original": 10.0, "control": 8.0, "converted": 90.0, "recovered": 8.4}
-    report = {"perplexity": perplexity, "ratio": 1.05, "mechanism": "hybrid", "options": {"window_size": 32}}
-    report["training"] = {"tokens": 999_424}
-    names = ("gpt2-hybrid", "gpt2-lolcats", "llama-hybrid-seed1", "llama-sinks")
-    text = tables.board_table({name: report for name in names})
+    def report(ratio: float) -> dict:
+        perplexity = {"original": 10.0, "control": 8.0, "converted": 90.0, "recovered": 8 * ratio}
+        options, training = {"window_size": 32}, {"tokens": 999_424}
+        return {
+            "perplexity": perplexity, "ratio": ratio, "mechanism": "hybrid", "options": options, "training": training
+        }  # fmt: skip
+
+    ratios = {"gpt2-hybrid": 1.05, "gpt2-lolcats": 1.05, "llama-hybrid": 1.0, "llama-hybrid-seed1": 1.006}
+    text = tables.board_table({name: report(ratio) for name, ratio in {**ratios, "llama-sinks": 1.05}.items()})
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
-    assert [row[8] for row in rows] == ["1.005 missed", "", "1.005 missed", "1.050 reached"]
-    assert rows[0][3:8] == ["1.0 M", "8.00", "90.00", "8.40", "**1.050**"]
-    assert rows[2][2] == "`hybrid` `window_size=32`, seed 1" and rows[2][9] == "`recipes/bundled-llama/hybrid.yaml`"
+    assert [row[9] for row in rows] == ["1.005 missed", "", "1.005 reached", "1.050 reached"]
+    assert rows[0][3:9] == ["1.0 M", "1", "8.00", "90.00", "8.40", "**1.050**"]
+    assert rows[2][3:9] == ["1.0 M", "2", "8.00", "90.00", "8.02", "**1.003** (1.000 to 1.006)"]
+    assert rows[2][2] == "`hybrid` `window_size=32`" and rows[2][10] == "`recipes/bundled-llama/hybrid.yaml`"
 
 
 def test_the_summary_has_a_row_for_every_mechanism(document: tables.Document) -> None:
