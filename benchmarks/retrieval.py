@@ -31,7 +31,7 @@ from hf_linattn.training.transfer import AttentionTransfer
 
 LEAST_WORDS = 20  # of a paragraph
 BLOCK, BATCH = 256, 8
-CALIBRATED = 8  # batches
+CALIBRATED = 2  # batches
 FILES = {"train": "wiki.train.tokens", "validation": "wiki.valid.tokens", "test": "wiki.test.tokens"}
 
 
