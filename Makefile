@@ -93,7 +93,7 @@ recovery-%: install
 board: install ## run all recipes of the bundled models, baselines too, and their table: hours
 	mkdir -p benchmarks/results/board
 	for model in gpt2 llama bert; do \
-	  for recipe in hybrid $$(cd recipes/bundled-$$model && ls | grep -v hybrid | sed s/.yaml//); do \
+	  for recipe in hybrid $$(cd recipes/bundled-$$model && ls | grep -v ^hybrid.yaml | sed s/.yaml//); do \
 	    $(LAUNCH) recipes/distill.py recipes/bundled-$$model/$$recipe.yaml || exit 1; \
 	    cp runs/$$model-$$recipe/report.json benchmarks/results/board/$$model-$$recipe.json; \
 	  done; \

@@ -30,6 +30,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("hedgehog", {"decay": "learned"}),
     ("learned_exp", {"decay": "learned"}),
     ("hybrid", {"window_size": 32}),
+    ("hybrid", {"window_size": 32, "linear": "learned_exp"}),
 ]
 BATCHES, BATCH_SIZE = 6, 16  # rows of LENGTH tokens
 SHUFFLE_SEED = 0

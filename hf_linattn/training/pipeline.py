@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -51,11 +51,11 @@ def layers_stage(recipe: Recipe, run: RunDirectory) -> None:
 
     def compute() -> dict[str, Any]:
         model = recipe.convert()
-        if recipe.calibration_rows:
-            calibrate(model, recipe.batches(recipe.calibration_rows), progress=not training.disable_tqdm)
+        fitted = _calibrate(recipe, model, run.file("layers", ".safetensors")) if recipe.calibration_rows else {}
         rows = min(SENSITIVITY_ROWS, len(recipe.data.train))
         sensitivity = layer_sensitivity(model, recipe.batches(rows), progress=not training.disable_tqdm)
-        return {"sensitivity": sensitivity, "layers": choose_layers(sensitivity, options.softmax_share)}
+        chosen = choose_layers(sensitivity, options.softmax_share)
+        return {"sensitivity": sensitivity, "layers": chosen, "calibration": fitted}
 
     chosen = run.stage("layers", compute)["layers"]
     options.layers = ",".join(map(str, chosen))
@@ -63,22 +63,32 @@ def layers_stage(recipe: Recipe, run: RunDirectory) -> None:
 
 def calibration_stage(recipe: Recipe, run: RunDirectory) -> Path | None:
     """Fit the mechanisms on training rows, if that was asked for, and return the file of their state."""
-    count, training = recipe.calibration_rows, recipe.arguments.training
-    if not count:
+    if not recipe.calibration_rows:
         return None
-    file = run.file("calibration", ".safetensors")
+    file, chosen = run.file("calibration", ".safetensors"), run.finished("layers")
 
     def compute() -> dict[str, Any]:
-        model, start = recipe.convert(), time.perf_counter()
-        errors = calibrate(model, recipe.batches(count), progress=not training.disable_tqdm)
-        seconds = time.perf_counter() - start
-        _save_mechanisms(model, file)
-        loss = recipe.validation_loss(model)
-        tokens = count * recipe.arguments.data.block_size
-        return {"eval_loss": loss, "tokens": tokens, "seconds": round(seconds, 1), "layer_errors": errors}
+        model = recipe.convert()
+        if chosen is None:
+            fitted = _calibrate(recipe, model, file)
+        else:  # all layers were fitted before they were chosen, each for itself
+            fitted, known = chosen["calibration"], model.state_dict()
+            state = load_file(run.file("layers", ".safetensors"))
+            model.load_state_dict({name: x for name, x in state.items() if name in known}, strict=False)
+            _save_mechanisms(model, file)
+        return {"eval_loss": recipe.validation_loss(model), **fitted}
 
     run.stage("calibration", compute)
     return file
+
+
+def _calibrate(recipe: Recipe, model: PreTrainedModel, file: Path) -> dict[str, Any]:
+    """Fit the mechanisms, write their state to a file, and return what that took."""
+    count, start = recipe.calibration_rows, time.perf_counter()
+    errors = calibrate(model, recipe.batches(count), progress=not recipe.arguments.training.disable_tqdm)
+    seconds = round(time.perf_counter() - start, 1)
+    _save_mechanisms(model, file)
+    return {"tokens": count * recipe.arguments.data.block_size, "seconds": seconds, "layer_errors": errors}
 
 
 def transfer_stage(recipe: Recipe, run: RunDirectory, mechanisms: Path | None) -> Path | None:

@@ -201,9 +201,18 @@ def test_a_last_stage_goes_on_with_longer_rows(material, tmp_path, monkeypatch):
     assert report.training.tokens == sum(stage.tokens for stage in report.stages)
 
 
-def test_layers_are_chosen_by_what_they_cost(material, tmp_path):
-    out = tmp_path / "out"
+def test_layers_are_chosen_by_what_they_cost(material, tmp_path, monkeypatch):
+    out, calls, real = tmp_path / "out", [], pipeline.calibrate
+
+    def watch(model, *arguments, **options):
+        calls.append(len(hf_linattn.get_mechanisms(model)))
+        return real(model, *arguments, **options)
+
+    monkeypatch.setattr(pipeline, "calibrate", watch)
     report = run(flags(material, out, layers="auto", softmax_share=0.5))
+    assert calls == [2], "all layers are fitted once, before they are chosen"
+    fitted, alone = (load_file(out / "stages" / f"{name}.safetensors") for name in ("layers", "calibration"))
+    assert alone and all(torch.equal(fitted[name], x) for name, x in alone.items()) and len(alone) < len(fitted)
     costs = list(recorded(out, "layers")["sensitivity"].values())
     chosen = costs.index(min(costs))
     assert report.options["layers"] == str(chosen) and report.sensitivity == tuple(costs)
@@ -244,10 +253,12 @@ def test_every_configuration_in_the_repository_is_read(config):
         parse_arguments([str(config), "--output_dir", "out", "--use_cpu", "True"], DISTILLATION)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("model", ["gpt2", "llama", "bert"])
 def test_the_board_has_a_configuration_for_every_target_and_every_baseline(model):
     configs = {path.stem: path for path in CONFIGS if path.parent.name == f"bundled-{model}"}
-    assert configs.keys() >= BOARD_TARGETS.keys() | {"t2r", "lolcats", "lolcats-linear", "liger-style"}
+    baselines = {"t2r", "lolcats", "lolcats-linear", "liger-style"}
+    encoder = {"hybrid", "hedgehog", "performer", "local", "linformer"}
+    assert configs.keys() >= (encoder if model == "bert" else BOARD_TARGETS.keys() | baselines)
     for name, path in configs.items():
         options, data, recipe, training, _ = parse_arguments([str(path)], DISTILLATION)
         assert options.model_name_or_path == f"recipes/pretrained/{model}"
