@@ -18,7 +18,7 @@ RECOVERY := $(foreach model,gpt2 llama bert,$(foreach mechanism,linear performer
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench zero-shot calibration mqar retrieval tables recovery board pretrain gpu docs clean
+.PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench support zero-shot calibration mqar retrieval tables recovery board pretrain gpu docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -65,6 +65,10 @@ lint: install ## ruff, mypy, and the rules of tests/test_project.py
 bench: install ## speed and memory beside softmax, with both allocator settings, and the tables; BENCH="--mechanism local"
 	$(KEEP_MEMORY) $(BIN)/python -m benchmarks.run $(BENCH) --output benchmarks/results/cpu_kept_memory.json
 	$(BIN)/python -m benchmarks.run $(BENCH)
+
+support: install ## patch a small model of every architecture of transformers, and the table in docs/support.md: minutes
+	$(BIN)/python -m hf_linattn.support --output benchmarks/results/support.json
+	$(BIN)/python -m docs.generate
 
 zero-shot: install ## test perplexity of every mechanism before any training, and its table: 5 minutes
 	$(BIN)/python -m benchmarks.zero_shot

@@ -22,6 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 SPEED_FILES = ("cpu.json", "cpu_kept_memory.json", "gpu.json")
 QUALITY = ("original", "control", "converted", "recovered")
 ZERO_SHOT_FILE = "zero_shot.json"
+SUPPORT_FILE = "support.json"
 CALIBRATION_FILE = "calibration.json"
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
 MODEL_NAMES = {"gpt2": "GPT-2", "llama": "Llama"}

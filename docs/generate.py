@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks.tables import (
     CALIBRATION_FILE,
     RESULTS,
+    SUPPORT_FILE,
     ZERO_SHOT_FILE,
     board_reports,
     calibration_table,
@@ -30,6 +31,7 @@ from hf_linattn.feature_maps import FEATURE_MAPS
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
 from hf_linattn.testing import INVARIANTS, MODES
 
+STATUSES = ("patched", "partly", "not", "untried")
 FOLDER = Path(__file__).parent
 
 
@@ -138,6 +140,24 @@ def invariants() -> str:
     return table(["invariant", "what holds"], rows)
 
 
+def support() -> str:
+    """Return how many architectures are patched, partly patched and not, and a table of each kind."""
+    document = read(RESULTS / SUPPORT_FILE)
+    rows = document["architectures"]
+    kinds = {status: [row for row in rows if row["status"] == status] for status in STATUSES}
+    counts = ", ".join(f"**{len(found)}** {status}" for status, found in kinds.items())
+    parts = [f"transformers {document['transformers']}, mechanism `{document['mechanism']}`: {counts}."]
+    for status, found in kinds.items():
+        what = "what holds" if status == "patched" else "why"
+        cells = [
+            [f"`{row['model_type']}`", f"`{row['model_class']}`", ", ".join(row["passed"]) if what == "what holds"
+             else escape(row["reason"])]
+            for row in found
+        ]  # fmt: skip
+        parts += [f"## {status.capitalize()}", table(["architecture", "class", what], cells)]
+    return "\n\n".join(parts)
+
+
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "mechanisms.md": {
         "overview": overview,
@@ -149,6 +169,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "refusals": refusals,
     },
     "invariants.md": {"invariants": invariants},
+    "support.md": {"support": support},
 }
 
 

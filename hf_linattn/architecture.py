@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,11 @@ from .rotation import Rotation, find_rotation
 # where attention modules and configs keep their sizes, most specific first
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIM = ("head_dim", "attention_head_size", "dim_head", "d_head")
+# models whose attention modules say is_causal=False, and which pass is_causal=True with every call
+CALLED_CAUSAL = (
+    "CLIPTextModel", "CLIPSegTextModel", "MetaClip2TextModel", "OwlViTTextTransformer", "Owlv2TextTransformer",
+    "XCLIPTextTransformer",
+)  # fmt: skip
 # what the projection of the heads' outputs is called, in the attention module or, in BERT's kind, beside it
 OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "out_proj", "out_lin", "Wo", "dense", "output.dense")
 
@@ -92,7 +98,9 @@ def _declared(model: PreTrainedModel, output: str) -> Iterator[tuple[Any, str | 
         if isinstance(part, PreTrainedModel):
             entries = (getattr(part, "_can_record_outputs", None) or {}).get(output, ())
             for entry in entries if isinstance(entries, (list, tuple)) else (entries,):
-                yield getattr(entry, "target_class", entry), getattr(entry, "layer_name", None)
+                kind = getattr(entry, "target_class", entry)
+                if isinstance(kind, type):  # some name a class by its name, of a part that declares it itself
+                    yield kind, getattr(entry, "layer_name", None)
 
 
 def _is_declared(path: str, module: nn.Module, declared: set[tuple[type[nn.Module], str | None]]) -> bool:
@@ -112,7 +120,12 @@ def _position_bias_note(module: nn.Module) -> str:
 def describe_layers(model: PreTrainedModel, attention: dict[str, nn.Module]) -> dict[str, AttentionLayer]:
     """Describe all attention modules of a model, with their rotary positions."""
     rotations = {path: find_rotation(model, path, module) for path, module in attention.items()}
-    return {path: describe_layer(i, attention[path], rotations[path]) for i, path in enumerate(attention)}
+    called = [path for path, part in model.named_modules() if type(part).__name__ in CALLED_CAUSAL]
+    causal = tuple(f"{path}." if path else "" for path in called)
+    layers = {path: describe_layer(i, attention[path], rotations[path]) for i, path in enumerate(attention)}
+    return {
+        path: replace(layer, causal=layer.causal or path.startswith(causal)) for path, layer in layers.items()
+    }
 
 
 def describe_layer(index: int, module: nn.Module, rotation: Rotation | None = None) -> AttentionLayer:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from .errors import UnsupportedModeError
 
@@ -31,10 +31,11 @@ class StateLayer(CacheLayerMixin):
         self.expected = False  # whether a mechanism announced that it will read what the next update hands out
         self.pending: tuple[Tensor, Tensor] | None = None
 
-    @classmethod
-    def adopt(cls, layer: CacheLayerMixin) -> StateLayer:
+    @staticmethod
+    def adopt(layer: CacheLayerMixin) -> StateLayer:
         """Return a state layer that continues what `layer` holds."""
-        adopted = cls()
+        recurrent = isinstance(layer, LinearAttentionLayer)
+        adopted = RecurrentStateLayer.beside(layer) if recurrent else StateLayer()
         seen = int(layer.get_seq_length())
         if seen:
             keys, values = layer.keys, layer.values
@@ -114,6 +115,40 @@ class StateLayer(CacheLayerMixin):
             self.state = type(self.state)(*map(function, self.state))
         if self.pending is not None:
             self.pending = (function(self.pending[0]), function(self.pending[1]))
+
+
+class RecurrentStateLayer(LinearAttentionLayer, StateLayer):
+    """A state layer in a model whose layer is attention and recurrence at once, and keeps the states of both here."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        StateLayer.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    @classmethod
+    def beside(cls, layer: Any) -> RecurrentStateLayer:
+        """Return a layer without an attention state that holds the recurrent states of `layer`."""
+        found = cls(layer.number_of_states)
+        for name in vars(LinearAttentionLayer(layer.number_of_states)):
+            setattr(found, name, getattr(layer, name))
+        return found
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        kind: Any = LinearAttentionLayer if kwargs else StateLayer  # recurrences name their states, attention does not
+        kind.lazy_initialization(self, *args, **kwargs)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        StateLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        StateLayer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        StateLayer.crop(self, tokens_to_remove)
 
 
 def state_bytes(cache: Cache) -> int:

@@ -28,6 +28,7 @@ from .ops.softmax import softmax_attention
 IMPLEMENTATION = "hf_linattn"  # the name of our attention and mask functions
 MECHANISM = "hf_linattn"  # the attribute of an attention module that holds its mechanism
 RECORD = "_hf_linattn_layers"  # the attribute of a transformers model that holds its PatchedModel
+CONSUMED: Any = object()  # in the place of a cache layer whose new keys were attended to
 POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
 
 
@@ -238,7 +239,7 @@ def attention_forward(
     """
     mechanism: Mechanism | None = mechanism_of(module)
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
-    layer = None if mechanism is None else mechanism.cache_layer
+    layer = None if mechanism is None else _cache_layer(module, mechanism)
     if layer is not None and not isinstance(layer, StateLayer):
         key, value = (x[:, :, : int(layer.get_seq_length())] for x in (key, value))  # a static cache is longer
     num_queries, num_keys = query.shape[2], key.shape[2]
@@ -258,7 +259,8 @@ def attention_forward(
     if scaling is not None and scaling != mechanism.layer.scaling:
         query = query * (scaling / mechanism.layer.scaling)  # OPT scales its queries itself and passes 1
     sequence_ids = _sequence_ids(position_ids, cu_seq_lens_q, key_padding_mask, num_queries, num_keys)
-    mechanism.cache_layer = None
+    if layer is not None and not isinstance(mechanism, SoftmaxMechanism):
+        mechanism.cache_layer = CONSUMED
     if isinstance(mechanism, SoftmaxMechanism):
         output, _ = mechanism(query, key, value, key_padding_mask, sequence_ids, **exact)
         return output.transpose(1, 2).contiguous(), None
@@ -274,10 +276,29 @@ def attention_forward(
     return output.transpose(1, 2).contiguous(), None
 
 
+def _cache_layer(module: nn.Module, mechanism: Mechanism) -> Any:
+    """Return the cache layer of this call, None without a cache; refuse what would decode from a wrong state."""
+    layer = mechanism.cache_layer
+    if isinstance(layer, StateLayer) and layer.expected:
+        raise UnsupportedModeError(
+            f"{type(module).__name__} keeps the keys of layer {mechanism.layer.index} in another place of the cache"
+            " than its own, where no decoding state can be; pass use_cache=False"
+        )
+    if layer is CONSUMED:
+        raise UnsupportedModeError(
+            f"{type(module).__name__} attends more than once in a forward, and layer {mechanism.layer.index} keeps one"
+            " decoding state; pass use_cache=False"
+        )
+    return layer
+
+
 def _key_padding_mask(mask: Tensor | None, num_keys: int) -> Tensor | None:
     """Return the part of the 2-D mask that belongs to the keys at hand."""
     if mask is None:
         return None
+    if mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1:
+        mask = mask[:, 0, 0]  # what some models add to the scores of all queries alike
+        mask = mask if mask.dtype == torch.bool else mask >= 0
     if mask.dim() != 2:
         raise UnsupportedModeError(
             f"attention_mask has {mask.dim()} dimensions {tuple(mask.shape)}; a patched model takes a 2-D key mask"

@@ -1,0 +1,183 @@
+"""What a patch must do on every architecture, tried out on a small random model of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_linattn import get_mechanisms, patch_model, unpatch_model
+from hf_linattn.errors import UnsupportedModelError
+
+from .tiny import architectures, tiny_inputs, tiny_model
+
+NEW_TOKENS = 4
+TOLERANCE = 1e-3  # relative to the largest logit
+PADDING = 4  # tokens in front of the first row
+
+
+@dataclass(frozen=True)
+class Support:
+    """What was found out about one architecture.
+
+    Attributes:
+        model_type, model_class: what transformers calls it.
+        kind: what it was tried as: causal, masked, seq2seq, speech or base.
+        status: "patched": every check that applies holds; "partly": it patches, and `reason` says what does not hold;
+            "not": it cannot be patched; "untried": no small model or input could be made here.
+        layers: self-attention modules that got a mechanism.
+        passed: names of the checks that hold.
+        reason: why it is not "patched".
+    """
+
+    model_type: str
+    model_class: str
+    kind: str
+    status: str
+    layers: int = 0
+    passed: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def check_architecture(model_type: str, mechanism: str = "linear", **options: Any) -> Support:
+    """Patch a small random model of an architecture and see whether everything holds that has to.
+
+    What does not hold with the model's own attention either, such as left padding where positions are absolute, does
+    not apply.
+
+    Raises:
+        UnknownNameError: transformers has no such model type.
+
+    >>> check_architecture("gpt2").passed
+    ('called', 'differs', 'cache', 'left padding', 'padding', 'restored')
+    """
+    kind, name = architectures().get(model_type, ("", ""))
+    found: dict[str, Any] = {"model_type": model_type, "model_class": name, "kind": kind}
+    try:
+        model = tiny_model(model_type)
+        inputs = tiny_inputs(model)
+        trial = Trial(model, inputs, kind, _output(model, inputs))
+    except UnsupportedModelError as error:
+        return Support(**found, status="untried", reason=str(error))
+    applicable = [check for check in CHECKS if check not in BEHAVIOUR or not _fault(BEHAVIOUR[check], trial)]
+    try:
+        patch_model(model, mechanism, **options)
+    except Exception as error:
+        return Support(**found, status="not", reason=_first_line(error))
+    found["layers"] = len(get_mechanisms(model))
+    passed: list[str] = []
+    for check in applicable:
+        if fault := _fault(CHECKS[check], trial):
+            status = "not" if "UnsupportedMode" in fault and not passed else "partly"
+            return Support(**found, status=status, passed=tuple(passed), reason=f"{check}: {fault}")
+        passed.append(check)
+    return Support(**found, status="patched", passed=tuple(passed))
+
+
+class Trial(NamedTuple):
+    """A small model, inputs for it, what it is, and what its own attention gave for them."""
+
+    model: PreTrainedModel
+    inputs: dict[str, Tensor]
+    kind: str
+    original: Tensor
+
+
+# -- each check returns what is wrong, or nothing ---------------------------------------------------------------------
+
+
+def called(trial: Trial) -> str:
+    """Every attention module called its mechanism."""
+    _output(trial.model, trial.inputs)
+    idle = [path for path, mechanism in get_mechanisms(trial.model).items() if not mechanism.calls]
+    return f"given {' and '.join(trial.inputs)}, {idle[0]} and {len(idle) - 1} more never ran" if idle else ""
+
+
+def differs(trial: Trial) -> str:
+    """The outputs are finite and not those of softmax."""
+    output = _output(trial.model, trial.inputs)
+    if not bool(output.isfinite().all()):
+        return "the output is not finite"
+    return "the output is that of softmax" if torch.allclose(output, trial.original, rtol=1e-4, atol=1e-5) else ""
+
+
+def cached(trial: Trial) -> str:
+    """Generation with a cache gives what it gives without."""
+    with_cache, without = (_generate(trial, trial.inputs, use_cache=use_cache) for use_cache in (True, False))
+    return _difference(with_cache, without)
+
+
+def left_padded(trial: Trial) -> str:
+    """A row with padding on its left is continued as it is without."""
+    ids = trial.inputs["input_ids"].clone()
+    mask = torch.ones_like(ids)
+    ids[0, :PADDING] = mask[0, :PADDING] = 0
+    padded = _generate(trial, {"input_ids": ids, "attention_mask": mask})
+    alone = _generate(trial, {"input_ids": ids[:1, PADDING:], "attention_mask": mask[:1, PADDING:]})
+    return _difference(padded[:1], alone)
+
+
+def padded(trial: Trial) -> str:
+    """A row with padding on its right gives what it gives without."""
+    ids = trial.inputs["input_ids"].clone()
+    mask, kept = torch.ones_like(ids), ids.shape[1] - PADDING
+    ids[0, kept:] = mask[0, kept:] = 0
+    both = _output(trial.model, {"input_ids": ids, "attention_mask": mask})
+    alone = _output(trial.model, {"input_ids": ids[:1, :kept], "attention_mask": mask[:1, :kept]})
+    return _difference(both[:1, :kept], alone)
+
+
+def restored(trial: Trial) -> str:
+    """Unpatched, the model computes bit for bit what it computed before."""
+    unpatch_model(trial.model)
+    return "" if torch.equal(_output(trial.model, trial.inputs), trial.original) else "the output is another"
+
+
+BEHAVIOUR: dict[str, Callable[[Trial], str]] = {"cache": cached, "left padding": left_padded, "padding": padded}
+CHECKS: dict[str, Callable[[Trial], str]] = {"called": called, "differs": differs, **BEHAVIOUR, "restored": restored}
+
+
+def _fault(check: Callable[[Trial], str], trial: Trial) -> str:
+    """Return what is wrong; an exception is, too."""
+    try:
+        return check(trial)
+    except Exception as error:
+        return _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"
+
+
+@torch.no_grad()
+def _output(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the first output that holds numbers: logits or hidden states."""
+    torch.manual_seed(0)  # some encoders mask at random
+    outputs: Any = model(**inputs)
+    values = outputs.values() if hasattr(outputs, "values") else outputs
+    numbers = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    if not numbers:
+        raise UnsupportedModelError(f"{type(model).__name__} gives no tensor that could be compared")
+    return numbers[0]
+
+
+def _generate(trial: Trial, inputs: Mapping[str, Tensor], **options: Any) -> Tensor:
+    """Return the logits [B, n, V] of greedily chosen new tokens."""
+    if trial.kind not in ("causal", "seq2seq"):
+        raise UnsupportedModelError("it does not generate")
+    given = {name: x for name, x in inputs.items() if name != "decoder_input_ids"}
+    given.setdefault("attention_mask", torch.ones_like(given["input_ids"]))
+    result: Any = trial.model.generate(  # type: ignore[operator]
+        **given, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1, pad_token_id=0,
+        output_logits=True, return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    return torch.stack(result.logits, dim=1)
+
+
+def _difference(got: Tensor, want: Tensor) -> str:
+    error = float((got - want).abs().max() / want.abs().max().clamp(min=1e-9))
+    return "" if error <= TOLERANCE else f"outputs differ by {error:.1%} of the largest"
