@@ -67,7 +67,7 @@ bench: install ## speed and memory beside softmax, with both allocator settings,
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
 support: install ## patch a small model of every architecture of transformers, and the table in docs/support.md: minutes
-	$(BIN)/python -m hf_linattn.support --output benchmarks/results/support.json
+	$(BIN)/hf-linattn support --output benchmarks/results/support.json
 	$(BIN)/python -m docs.generate
 
 zero-shot: install ## test perplexity of every mechanism before any training, and its table: 5 minutes

@@ -17,6 +17,7 @@ import copy
 import functools
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
@@ -121,13 +122,38 @@ def linearized_config_class(base: Any) -> Any:
     if issubclass(base, LinearizedConfigMixin):
         return base
     made = type(base.__name__, (LinearizedConfigMixin, base), {"__module__": __name__, "__doc__": base.__doc__})
-    auto_classes: Any = [c for c in vars(modeling_auto).values() if isinstance(c, type)]
-    for auto_class in auto_classes:
-        if issubclass(auto_class, _BaseAutoModelClass):
-            mapping = auto_class._model_mapping
-            if mapping is not None and base in mapping and isinstance(mapping[base], type):
-                auto_class.register(made, linearized_model_class(mapping[base], made), exist_ok=True)
+    for auto_class, model_class in auto_classes(base):
+        auto_class.register(made, linearized_model_class(model_class, made), exist_ok=True)
     return made
+
+
+def auto_classes(config_class: Any) -> Iterator[tuple[Any, type[PreTrainedModel]]]:
+    """Yield the Auto classes that know a config class, each with the model class that it has for it."""
+    for auto_class in vars(modeling_auto).values():
+        if isinstance(auto_class, type) and issubclass(auto_class, _BaseAutoModelClass):
+            mapping: Any = getattr(auto_class, "_model_mapping", None)
+            if mapping is not None and config_class in mapping and isinstance(mapping[config_class], type):
+                yield auto_class, mapping[config_class]
+
+
+def load_checkpoint(name_or_path: str, **options: Any) -> PreTrainedModel:
+    """Load a folder or a model of the Hub, converted or not, as the class that it was saved as.
+
+    Args:
+        **options: of `from_pretrained`.
+
+    Raises:
+        CheckpointError: no Auto class knows it by the name in its `architectures`.
+    """
+    config = AutoConfig.from_pretrained(name_or_path)
+    saved_as = (config.architectures or ["no class"])[0]
+    for auto_class, model_class in auto_classes(type(config)):
+        if model_class.__name__ == saved_as:
+            return auto_class.from_pretrained(name_or_path, **options)
+    raise CheckpointError(
+        f"{name_or_path!r} was saved as {saved_as} ({type(config).__name__}), which no Auto class of transformers"
+        " loads; load it yourself and call patch_model"
+    )
 
 
 def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:

@@ -17,6 +17,6 @@ from hf_linattn.training.pipeline import main
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:], DISTILLATION, "recipes/distill.py")
+        main(sys.argv[1:], DISTILLATION, "accelerate launch recipes/distill.py")
     except HfLinattnError as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error

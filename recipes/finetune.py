@@ -16,6 +16,6 @@ from hf_linattn.training.pipeline import main
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:], FINETUNING, "recipes/finetune.py")
+        main(sys.argv[1:], FINETUNING, "accelerate launch recipes/finetune.py")
     except HfLinattnError as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error

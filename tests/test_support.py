@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 import hf_linattn
 from hf_linattn import transformers_bridge as bridge
 from hf_linattn.cache import RecurrentStateLayer
+from hf_linattn.cli import app
 from hf_linattn.errors import UnknownNameError, UnsupportedModeError
 from hf_linattn.support import CHECKS, architectures, check_architecture
 from hf_linattn.support import check as checks
-from hf_linattn.support.__main__ import app
 from hf_linattn.support.tiny import tiny_inputs, tiny_model
 
 DECODER = ("called", "differs", "cache", "left padding", "padding", "restored")
@@ -127,11 +127,11 @@ def test_beams_reorder_attention_and_recurrence_of_one_layer_alike():
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path):
-    result = CliRunner().invoke(app, ["gpt2", "mamba", "--output", str(tmp_path / "support.json")])
+    result = CliRunner().invoke(app, ["support", "gpt2", "mamba", "--output", str(tmp_path / "support.json")])
     assert result.exit_code == 0, result.output
     assert "1 patched, 1 not" in result.output and "gpt2" in result.output
     document = json.loads((tmp_path / "support.json").read_text())
     assert [row["status"] for row in document["architectures"]] == ["patched", "not"]
-    wrong = CliRunner().invoke(app, ["lama"])
+    wrong = CliRunner().invoke(app, ["support", "lama"])
     assert wrong.exit_code == 1 and "did you mean llama" in wrong.output
     assert document["mechanism"] == "linear" and document["transformers"]

@@ -270,11 +270,12 @@ def stages(results: dict[str, dict[str, Any] | None], step: int) -> list[Stage]:
     ]
 
 
-def main(argv: Sequence[str], kinds: Sequence[type], script: str) -> Report:
+def main(argv: Sequence[str], kinds: Sequence[type], program: str, console: Console | None = None) -> Report:
     """Run a recipe with command-line arguments; print the table of the four models and return the report.
 
     Args:
-        kinds: the groups of options it takes. script: its path, for the command that the report names.
+        kinds: the groups of options it takes. program: how it was started, for the command that the report names.
+        console: takes the tables; None: standard output.
     """
     arguments = parse_arguments(argv, kinds)
     training = arguments.training
@@ -282,9 +283,9 @@ def main(argv: Sequence[str], kinds: Sequence[type], script: str) -> Report:
     recipe = Recipe.prepare(arguments)
     run = RunDirectory(training.output_dir or "", training)
     run.open(recipe.options, arguments.recipe.overwrite_output_dir, training.resume_from_checkpoint is not None)
-    report = run_recipe(recipe, run, shlex.join(["accelerate", "launch", script, *argv]))
+    report = run_recipe(recipe, run, f"{program} {shlex.join(argv)}")
     if training.should_log:
-        console = Console()
+        console = console or Console()
         console.print(four_model_table(report))
         console.print(stage_table(report))
         console.print(f"saved to {run.path}; reloaded from there, its logits are bit-equal", soft_wrap=True)

@@ -53,7 +53,7 @@ def test_a_classifier_is_converted_and_taught(name, tmp_path, capsys):
             speed_lengths="12", max_test_documents=40,
         ),
         DISTILLATION,
-        "recipes/distill.py",
+        "accelerate launch recipes/distill.py",
     )  # fmt: skip
     assert Report.load(out) == report
     assert [stage.name for stage in report.stages] == ["converted", "calibration", "transfer", "recovered"]

@@ -42,7 +42,7 @@ def flags(material, output_dir, **changes) -> list[str]:
 
 
 def run(flags: list[str]) -> Report:
-    return pipeline.main(flags, DISTILLATION, "recipes/distill.py")
+    return pipeline.main(flags, DISTILLATION, "accelerate launch recipes/distill.py")
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -119,7 +119,7 @@ def fit_and_die(self, call):
     answer = fit(self, call)
     return die() if stage == "calibration" and len(self.errors) == 1 and self.mechanism.layer.index else answer
 trainers.RecoveryTrainer._save_checkpoint, calibration._Fit.__call__ = save_and_die, fit_and_die
-pipeline.main({flags(material, out)!r}, DISTILLATION, "recipes/distill.py")
+pipeline.main({flags(material, out)!r}, DISTILLATION, "accelerate launch recipes/distill.py")
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = [sys.executable, "-c", script]

@@ -57,7 +57,7 @@ def command(material, output_dir, **changes) -> list[str]:
 
 
 def run(flags: list[str]) -> Report:
-    return pipeline.main(flags, FINETUNING, "recipes/finetune.py")
+    return pipeline.main(flags, FINETUNING, "accelerate launch recipes/finetune.py")
 
 
 def recorded(output_dir, stage: str) -> dict:

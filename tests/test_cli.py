@@ -1,0 +1,158 @@
+"""The command line, each command as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import hf_linattn
+from hf_linattn import list_mechanisms
+from hf_linattn.cli import app
+from hf_linattn.evaluation import perplexity
+from hf_linattn.hub import load_checkpoint
+from tests.helpers import make_tokenizer
+from tests.models import make_model
+from tests.recipes.test_finetune import command, material
+
+__all__ = ["material"]
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = ("list", "support", "env", "convert", "finetune", "distill", "eval", "bench", "report", "push")
+
+
+def run(*arguments: object, code: int = 0, **environment: str) -> str:
+    """Run a command in a process and return what it printed: standard error if it fails."""
+    process = subprocess.run(
+        [sys.executable, "-m", "hf_linattn", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", **environment},
+    )  # fmt: skip
+    assert process.returncode == code, process.stderr
+    return process.stderr if code else process.stdout
+
+
+def refuse(*arguments: object) -> str:
+    """Return the message of a command that is refused."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 1, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> Path:
+    """A tiny GPT-2, converted by the command."""
+    folder = tmp_path_factory.mktemp("cli")
+    make_model("gpt2", std=0.2).save_pretrained(folder / "original")
+    make_tokenizer().save_pretrained(folder / "original")
+    options = json.dumps({"decay": "learned"})
+    printed = run(
+        "convert", folder / "original", folder / "converted", "--mechanism", "linear", "--options", options,
+        "--layers", "1", "--max-shard-size", "20KB", "--json",
+    )  # fmt: skip
+    document = json.loads(printed)
+    assert (document["layers"], document["converted_layers"]) == (2, 1)
+    assert document["processors"] == ["tokenizer_config.json"]
+    return folder / "converted"
+
+
+def test_help_names_every_command_and_each_has_its_own():
+    printed = run("--help")
+    for name in COMMANDS:
+        assert f" {name} " in printed, name
+        result = CliRunner().invoke(app, [name, "--help"])
+        assert result.exit_code == 0 and "Usage" in result.output
+    assert {command.name or command.callback.__name__ for command in app.registered_commands} == set(COMMANDS)
+
+
+def test_list_has_every_mechanism():
+    rows = json.loads(run("list", "--json"))
+    assert [row["name"] for row in rows] == list_mechanisms()
+    assert {row["name"]: row["constant_state"] for row in rows}["performer"]
+    shown = CliRunner().invoke(app, ["list"], env={"COLUMNS": "200"}).output
+    assert all(name in shown for name in list_mechanisms())
+
+
+def test_support_says_what_holds():
+    document = json.loads(run("support", "llama", "--json"))
+    assert [row["status"] for row in document["architectures"]] == ["patched"]
+
+
+def test_env_has_the_versions():
+    found = json.loads(run("env", "--json"))
+    assert found["hf_linattn"] == hf_linattn.__version__ and found["torch"] == torch.__version__
+
+
+def test_convert_saves_what_patch_model_makes(converted):
+    model = AutoModelForCausalLM.from_pretrained(converted)
+    expected = hf_linattn.patch_model(make_model("gpt2", std=0.2), "linear", layers=1, decay="learned")
+    ids = torch.randint(5, 90, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected(ids).logits)
+    assert len(list(converted.glob("*.safetensors"))) > 1, "in shards"
+    assert AutoTokenizer.from_pretrained(converted).pad_token == "[PAD]"
+
+
+def test_convert_takes_any_architecture_and_needs_no_tokenizer(tmp_path):
+    make_model("bert", "Model").save_pretrained(tmp_path / "original")
+    document = json.loads(run("convert", tmp_path / "original", tmp_path / "out", "--mechanism", "linear", "--json"))
+    assert document["model_class"] == "BertModel" and not document["processors"]
+    assert hf_linattn.is_patched(AutoModel.from_pretrained(tmp_path / "out"))
+
+
+def test_finetune_and_distill_are_the_recipes(material, tmp_path):
+    flags = command(material, tmp_path / "tuned", learning_rates="1e-3", lr_search_tokens=None, speed_lengths="8")
+    report = json.loads(run("finetune", *flags, "--json"))
+    assert report["mechanism"] == "performer" and report["provenance"]["command"].startswith("hf-linattn finetune --")
+    flags = command(
+        material, tmp_path / "taught", learning_rates="1e-3", lr_search_tokens=None, speed_lengths="8",
+        mechanism="hedgehog", mechanism_options=None, transfer_tokens=256, kl_weight=1.0,
+    )  # fmt: skip
+    report = json.loads(run("distill", *flags, "--json"))
+    assert [stage["name"] for stage in report["stages"]] == ["converted", "transfer", "recovered"]
+    shown = run("report", tmp_path / "taught")
+    assert "hedgehog instead of softmax" in shown and f"{report['perplexity']['recovered']:,.2f}" in shown
+    assert json.loads(run("report", tmp_path / "taught", "--json")) == report
+    assert "unknown option '--kl_wait'" in refuse("distill", *flags, "--kl_wait", "1")
+
+
+def test_eval_gives_the_perplexity(converted, tmp_path):
+    texts = [" ".join(f"w{5 + (seed + 3 * i) % 20}" for i in range(40)) for seed in (0, 7)]
+    files = [tmp_path / f"{i}.txt" for i in range(2)]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
+    found = json.loads(run("eval", converted, *files, "--max-length", 16, "--json"))
+    expected = perplexity(load_checkpoint(str(converted)), make_tokenizer(), texts, max_length=16)
+    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-5)
+    assert found["num_tokens"] == expected["num_tokens"]
+
+
+def test_bench_times_both(converted):
+    document = json.loads(run("bench", converted, "--lengths", "8,24", "--repeats", 2, "--json"))
+    assert [row["length"] for row in document["speed"]] == [8, 24]
+    assert all(row["patched_prefill"]["median"] > 0 for row in document["speed"])
+    assert document["memory"][0]["patched_state"] > 0
+
+
+def test_what_is_wrong_is_said_in_one_line_with_exit_code_1(converted, tmp_path):
+    original = converted.parent / "original"
+    assert "did you mean performer" in refuse("convert", original, tmp_path / "out", "--mechanism", "perfomer")
+    assert not (tmp_path / "out").exists()
+    assert "is not an empty folder" in refuse("convert", original, converted, "--mechanism", "linear")
+    assert "is converted already" in refuse("convert", converted, tmp_path / "out", "--mechanism", "linear")
+    wrong = refuse("convert", original, tmp_path / "out", "--mechanism", "linear", "--options", "decay=learned")
+    assert "options must be a JSON object, got 'decay=learned'" in wrong
+    assert "lengths must be numbers" in refuse("bench", converted, "--lengths", "8;9")
+    assert "is not patched" in refuse("bench", original, "--lengths", "8")
+    assert "cannot be read as text" in refuse("eval", converted, tmp_path / "missing.txt")
+    assert "report.json does not exist" in refuse("report", tmp_path)
+    assert "holds a model that is not converted" in refuse("push", original, "me/model")
+    assert "has no config.json" in refuse("push", tmp_path, "me/model")
+    assert "Traceback" not in run("convert", original, tmp_path / "out", "--mechanism", "perfomer", code=1)
+    assert run("convert", "--nonsense", code=2)
