@@ -326,7 +326,7 @@ def push(
                 repo_id=repository, folder_path=folder, commit_message=message,
                 ignore_patterns=["stages/**", "control/**", ".*"],
             )  # fmt: skip
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
+        except (HfHubHTTPError, HFValidationError, OSError, RuntimeError) as error:  # the last: an upload broke off
             raise CheckpointError(f"repository={repository!r}: the Hub refused the upload: {error}") from error
     document = {"repository": repository, "commit": commit.oid, "url": commit.commit_url}
     show(document, as_json, f"pushed to {commit.commit_url}")
