@@ -49,7 +49,7 @@ REFUSALS: dict[str, Refusal] = {
         "unpatch the model, change it, patch it again",
     ),
     "4-D mask": Refusal(
-        "an attention mask of 4 dimensions",
+        "an attention mask [batch, heads, queries, keys], one for all queries apart",
         UnsupportedModeError,
         "it is a matrix over pairs",
         "a 2-D key mask [batch, length]; for packed documents `position_ids` that restart at 0",
