@@ -313,12 +313,16 @@ def push(
     message: Annotated[str, typer.Option(help="of the commit")] = "Upload a model converted with hf_linattn",
     as_json: Json = False,
 ) -> None:
-    """Upload a converted model in one commit: all of it arrives, or nothing."""
+    """Upload a converted model in one commit, all of it or nothing; a recipe's report becomes its model card."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     with told():
         check_converted(folder)
+        if (folder / "report.json").is_file():
+            from .report import Report, save_card
+
+            save_card(Report.load(folder), folder, repository)  # the recipe did not know the name
         api = HfApi()
         try:
             api.create_repo(repository, private=private, exist_ok=True)

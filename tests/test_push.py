@@ -16,6 +16,9 @@ from hf_linattn.training.distillation import add_adapters
 from tests.helpers import make_tokenizer
 from tests.hub_stand_in import Hub, hub_stand_in
 from tests.models import SPINE, make_model
+from tests.report.test_tables import report
+
+__all__ = ["report"]
 
 IDS = torch.arange(5, 16)[None]
 
@@ -53,13 +56,15 @@ print(sorted({m.config.mechanism for m in mechanisms.values()}))
 
 
 @pytest.mark.parametrize("name", SPINE)
-def test_a_converted_model_is_pushed_by_the_command_and_loads_by_its_name(hub, tmp_path, name):
+def test_a_converted_model_is_pushed_by_the_command_and_loads_by_its_name(hub, tmp_path, name, report):
     model = patch_model(make_model(name, std=0.3), "hedgehog").eval()
     model.save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "stages").mkdir()
     (tmp_path / "model" / "stages" / "control.json").write_text("{}")
+    report.save(tmp_path / "model")
     printed = client(hub, tmp_path / "a", "-m", "hf_linattn", "push", tmp_path / "model", "me/model", "--json")
+    assert b'from_pretrained("me/model")' in hub.repositories["me/model"].files["README.md"]
     assert '"repository": "me/model"' in printed and hub.repositories["me/model"].commits == 1
     files = set(hub.repositories["me/model"].files)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files and not any("stages" in f for f in files)

@@ -1,5 +1,6 @@
 """What a recipe found out: a typed report as JSON, as tables and as plots."""
 
+from .card import model_card, save_card
 from .plots import save_plots
 from .schema import (
     Accuracies,
@@ -24,6 +25,8 @@ __all__ = [
     "Training",
     "collect_provenance",
     "four_model_table",
+    "model_card",
+    "save_card",
     "save_plots",
     "save_report",
     "stage_table",

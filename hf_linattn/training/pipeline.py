@@ -28,6 +28,7 @@ from hf_linattn.report import (
     Training,
     collect_provenance,
     four_model_table,
+    save_card,
     save_report,
     stage_table,
     write_whole,
@@ -192,7 +193,7 @@ def run_recipe(recipe: Recipe, run: RunDirectory, command: str) -> Report:
     def report() -> dict[str, Any]:
         layers = run.finished("layers")
         built = build_report(recipe, recipe.load(run.path), scores, control, layers, results, command)
-        return {"files": [file.name for file in save_report(built, run.path)]}
+        return {"files": [file.name for file in (*save_report(built, run.path), save_card(built, run.path))]}
 
     run.stage("report", report)
     return Report.load(run.path)

@@ -1,0 +1,41 @@
+"""The model card: metadata that huggingface_hub reads back, and everything a reader needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from huggingface_hub import ModelCard
+
+from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.report import Accuracies, model_card, save_card
+from tests.report.test_tables import report
+
+__all__ = ["report"]
+
+
+def test_the_card_on_disk_is_read_back_by_the_hubs_own_client(report, tmp_path):
+    report = replace(report, base_model="openai-community/gpt2", mechanism="hedgehog+softmax")
+    path = save_card(report, tmp_path, "me/gpt2-hedgehog")
+    card = ModelCard.load(path)
+    assert path.name == "README.md" and card.data.base_model == "openai-community/gpt2"
+    assert card.data.tags == ["hf_linattn", "hedgehog", "linear-attention"]
+    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
+    (result,) = card.data.eval_results
+    assert (result.metric_type, result.dataset_split) == ("perplexity", "test")
+    assert result.metric_value == pytest.approx(report.perplexity.recovered)
+    for part in (
+        MECHANISMS.get("hedgehog").citation, 'from_pretrained("me/gpt2-hedgehog")', "import hf_linattn",
+        report.provenance.command, f"{report.perplexity.control:,.2f}", "perplexity.png",
+    ):  # fmt: skip
+        assert part in card.text, part
+
+
+def test_a_folder_is_no_base_model_and_a_classifier_has_its_accuracy(report, tmp_path):
+    folder = replace(report, base_model=str(tmp_path), accuracy=Accuracies(0.9, 0.91, 0.5, 0.89))
+    card = model_card(folder)
+    assert card.data.base_model is None and card.data.pipeline_tag == "text-classification"
+    assert {result.metric_type: result.metric_value for result in card.data.eval_results}["accuracy"] == 0.89
+    assert "AutoModelForSequenceClassification" in card.text
+    masked = replace(report, evaluation=replace(report.evaluation, stride=None))
+    assert model_card(masked).data.pipeline_tag == "fill-mask"
