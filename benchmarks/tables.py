@@ -23,6 +23,7 @@ SPEED_FILES = ("cpu.json", "cpu_kept_memory.json", "gpu.json")
 QUALITY = ("original", "control", "converted", "recovered")
 ZERO_SHOT_FILE = "zero_shot.json"
 SUPPORT_FILE = "support.json"
+RETRIEVAL_FILE = "retrieval.json"
 CALIBRATION_FILE = "calibration.json"
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
 MODEL_NAMES = {"gpt2": "GPT-2", "llama": "Llama"}
@@ -226,6 +227,20 @@ def board_table(reports: dict[str, Document]) -> str:
     return table([*head, "configuration"], rows)
 
 
+def retrieval_table(document: Document) -> str:
+    """Return what an embedding model retrieved before and after its conversion, and the share that it kept."""
+    rows = [row for row in document["stages"] if "recall" in row]
+    tokens = sum(row["tokens"] for row in document["stages"])
+    options = options_text(document["options"])
+    kinds = ("recall", "article_accuracy")
+    lines = [[row["stage"], *(f"{row[kind]:.4f} ({row[kind] / rows[0][kind]:.2%})" for kind in kinds)] for row in rows]
+    what = (
+        f"{document['model']} with `{document['mechanism']}` `{options}`, {tokens:,} training tokens,"
+        f" {rows[0]['num_paragraphs']:,} paragraphs of the test split; in brackets the share of the original's."
+    )
+    return f"{what}\n\n{table(['model', 'recall@10', 'nearest neighbour from the same article'], lines)}"
+
+
 def needs_recovery(document: Document) -> dict[str, list[str]]:
     """Return mechanism -> the options, as text, with which it does worse than the mean of the values on some model."""
     mean = next(row["perplexity"] for row in document["rows"] if row["mechanism"] == MEAN_OF_VALUES)
@@ -328,6 +343,8 @@ def write_tables(root: Path = ROOT) -> None:
     text = replace_section(text, "recovery", recovery_table(reports) if reports else "")
     board = board_reports(results)
     text = replace_section(text, "board", board_table(board) if board else "")
+    retrieved = results / RETRIEVAL_FILE
+    text = replace_section(text, "retrieval", retrieval_table(read(retrieved)) if retrieved.exists() else "")
     write_text(root / "README.md", text)
 
 

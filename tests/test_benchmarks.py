@@ -93,9 +93,10 @@ def test_tables_are_written_between_the_markers_and_nowhere_else(document: table
     (results / "gpu.json").write_text(json.dumps(document))
     perplexity = {"original": 10.0, "control": 8.0, "converted": 90.0, "recovered": 8.4}
     (results / "recovery" / "gpt2-linear.json").write_text(json.dumps({"perplexity": perplexity, "ratio": 1.05}))
-    markers = [f"<!-- {name}:{edge} -->" for name in ("benchmarks", "recovery", "board") for edge in ("begin", "end")]
+    sections = ("benchmarks", "recovery", "board", "retrieval")
+    markers = [f"<!-- {name}:{edge} -->" for name in sections for edge in ("begin", "end")]
     readme = tmp_path / "README.md"
-    readme.write_text("before\n{}\nold\n{}\nbetween\n{}\nold\n{}\n{}\nold\n{}\nafter\n".format(*markers))
+    readme.write_text("before\n{}\nold\n{}\nbetween\n{}\nold\n{}\n{}\nold\n{}\n{}\nold\n{}\nafter\n".format(*markers))
 
     tables.write_tables(tmp_path)
     first = readme.read_text()
@@ -125,6 +126,19 @@ def test_the_board_says_what_was_reached_and_what_was_missed() -> None:
     assert rows[0][3:9] == ["1.0 M", "1", "8.00", "90.00", "8.40", "**1.050**"]
     assert rows[2][3:9] == ["1.0 M", "2", "8.00", "90.00", "8.02", "**1.003** (1.000 to 1.006)"]
     assert rows[2][2] == "`hybrid` `window_size=32`" and rows[2][10] == "`recipes/bundled-llama/hybrid.yaml`"
+
+
+def test_retrieval_is_shown_beside_the_share_that_was_kept() -> None:
+    scored = {"recall": 0.5, "article_accuracy": 0.9, "num_paragraphs": 1835}
+    stages = [
+        {"stage": "original", "tokens": 0, **scored},
+        {"stage": "calibrated", "tokens": 96},
+        {"stage": "recovered", "tokens": 4000, **scored, "recall": 0.495},
+    ]
+    document = {"model": "mini", "mechanism": "linear", "options": {"decay": "learned"}, "stages": stages}
+    text = tables.retrieval_table(document)
+    assert "4,096 training tokens, 1,835 paragraphs" in text
+    assert "| recovered | 0.4950 (99.00%) | 0.9000 (100.00%) |" in text
 
 
 def test_the_summary_has_a_row_for_every_mechanism(document: tables.Document) -> None:
