@@ -23,6 +23,7 @@ from ..running import accepted, evaluation_mode
 
 AGREEMENT = 32  # first new tokens that are compared
 NGRAM = 4  # tokens that count as a repetition when they come again
+NEAR = 32  # tokens back that a window of softmax usually reaches
 BLOCK = 128  # queries whose weights are held at a time
 
 
@@ -33,6 +34,19 @@ class PositionRow:
     first: int
     last: int
     accuracy: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class RecurrenceRow:
+    """Tokens that last followed the one before them `first` to `last` places ago: how many, mean nats per token.
+
+    Both are 0 for those that never did in the window. Copying from afar is what attention of constant state finds hard.
+    """
+
+    first: int
+    last: int
+    count: int
     loss: float
 
 
@@ -57,6 +71,7 @@ class Fidelity:
     Attributes:
         positions, original_positions: accuracy by position in the context.
         greedy, sampled, original_greedy, original_sampled: continuations.
+        recurrences, original_recurrences: loss by how far back the same two tokens stood together.
         linear_share: share of the attention weights that hybrid mechanisms give to keys beyond window and sinks, mean
             over queries, heads and layers; None without hybrid mechanisms.
         perplexity_without_linear: on the test split, with that share taken away (`without_far_keys`); None if not
@@ -69,6 +84,8 @@ class Fidelity:
     sampled: Continuations
     original_greedy: Continuations
     original_sampled: Continuations
+    recurrences: tuple[RecurrenceRow, ...] = ()
+    original_recurrences: tuple[RecurrenceRow, ...] = ()
     linear_share: float | None = None
     perplexity_without_linear: float | None = None
 
@@ -113,6 +130,8 @@ def fidelity(
         sampled=written(model, True),
         original_greedy=written(original, False),
         original_sampled=written(original, True),
+        recurrences=loss_by_recurrence(model, windows),
+        original_recurrences=loss_by_recurrence(original, windows),
         linear_share=linear_share(model, windows),
     )
 
@@ -126,6 +145,31 @@ def accuracy_by_position(model: nn.Module, windows: Tensor, parts: int = 4) -> t
         PositionRow(a, b - 1, float(right[:, a - 1 : b - 1].mean()), float(losses[:, a - 1 : b - 1].mean()))
         for a, b in spans
     )
+
+
+def loss_by_recurrence(model: nn.Module, windows: Tensor, near: int = NEAR) -> tuple[RecurrenceRow, ...]:
+    """Return the loss of tokens whose pair with the one before is new, stood within `near` places, or further back.
+
+    A kind that does not occur in the windows [B, N] is left out.
+    """
+    losses, distances = _losses(model, windows)[0], _distances(windows)
+    rows = []
+    for first, last in ((0, 0), (1, near), (near + 1, windows.shape[1])):
+        chosen = (distances >= first) & (distances <= last)
+        if bool(chosen.any()):
+            rows.append(RecurrenceRow(first, last, int(chosen.sum()), float(losses[chosen].mean())))
+    return tuple(rows)
+
+
+def _distances(windows: Tensor) -> Tensor:
+    """Return how many places ago each later token last followed the token before it, 0 if it never did: [B, N - 1]."""
+    distances = torch.zeros(windows.shape[0], windows.shape[1] - 1, dtype=torch.long)
+    for row, tokens in enumerate(windows.tolist()):
+        places: dict[tuple[int, int], int] = {}
+        for place, pair in enumerate(pairwise(tokens)):
+            distances[row, place] = place - places.get(pair, place)
+            places[pair] = place
+    return distances
 
 
 def linear_share(model: nn.Module, windows: Tensor) -> float | None:

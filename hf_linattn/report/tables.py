@@ -145,9 +145,19 @@ def _fidelity_section(fidelity: Fidelity) -> list[str]:
     return [
         "## Beside the original",
         _markdown_table(["positions", "accuracy", "original"], positions, "lrr"),
+        *(_recurrence_table(fidelity) if fidelity.recurrences else []),
         _markdown_table(heads, written, "lrrr"),
         *share,
     ]
+
+
+def _recurrence_table(fidelity: Fidelity) -> list[str]:
+    rows = [
+        [f"{row.first} to {row.last}" if row.last else "new", f"{row.count:,}", f"{row.loss:.3f}", f"{other.loss:.3f}"]
+        for row, other in zip(fidelity.recurrences, fidelity.original_recurrences, strict=True)
+    ]
+    heads = ["places since the same two tokens stood together", "tokens", "nats per token", "original"]
+    return [_markdown_table(heads, rows, "lrrr")]
 
 
 def _speed_section(report: Report) -> list[str]:

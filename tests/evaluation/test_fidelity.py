@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from hf_linattn import OptionError, get_mechanisms, patch_model
-from hf_linattn.evaluation.fidelity import accuracy_by_position, fidelity, linear_share, without_far_keys
+from hf_linattn.evaluation.fidelity import (
+    accuracy_by_position,
+    fidelity,
+    linear_share,
+    loss_by_recurrence,
+    without_far_keys,
+)
 from hf_linattn.observation import observed
 from tests.helpers import logits_of, make_tokenizer, make_tokens
 from tests.models import make_model
@@ -34,6 +40,22 @@ def test_accuracy_and_loss_are_those_of_a_loop_over_positions():
         right = [int(logits[b, i - 1].argmax()) == int(windows[b, i]) for b, i in places]
         assert row.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
         assert row.accuracy == pytest.approx(sum(right) / len(right))
+
+
+def test_losses_by_recurrence_are_those_of_a_loop_over_pairs():
+    model, _ = make_pair(window_size=4, num_sinks=1)
+    windows = 5 + make_tokens(4, 23) % 4  # four kinds of tokens, so that pairs come again
+    logits, found = logits_of(model, windows).double(), {"new": [], "near": [], "far": []}
+    for b in range(4):
+        for i in range(1, 23):
+            same = [j for j in range(1, i) if windows[b, j - 1 : j + 1].tolist() == windows[b, i - 1 : i + 1].tolist()]
+            kind = "new" if not same else "near" if i - max(same) <= 5 else "far"
+            found[kind].append(-float(logits[b, i - 1].log_softmax(-1)[windows[b, i]]))
+    rows = loss_by_recurrence(model, windows, near=5)
+    assert [(row.first, row.last) for row in rows] == [(0, 0), (1, 5), (6, 23)]
+    for row, losses in zip(rows, found.values(), strict=True):
+        assert row.count == len(losses) > 3 and row.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert [row.last for row in loss_by_recurrence(model, torch.arange(5, 17).view(4, 3))] == [0]
 
 
 @pytest.mark.parametrize("scale", ["exact", "maximum"])
