@@ -39,7 +39,7 @@ class PositionRow:
 
 @dataclass(frozen=True)
 class RecurrenceRow:
-    """Tokens that last followed the one before them `first` to `last` places ago: how many, mean nats per token.
+    """Tokens that last followed the one before `first` to `last` places ago: how many, mean nats per token.
 
     Both are 0 for those that never did in the window. Copying from afar is what attention of constant state finds hard.
     """
