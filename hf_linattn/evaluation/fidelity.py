@@ -41,7 +41,7 @@ class PositionRow:
 class RecurrenceRow:
     """Tokens that last followed the one before `first` to `last` places ago: how many, mean nats per token.
 
-    Both are 0 for those that never did in the window. Copying from afar is what attention of constant state finds hard.
+    Both are 0 for those that never did in the window. Copying from afar is hard for attention of constant state.
     """
 
     first: int
