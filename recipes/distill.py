@@ -1,6 +1,6 @@
 """Convert a pretrained language model to a subquadratic mechanism and have the original teach it, in three stages.
 
-    accelerate launch recipes/distill.py recipes/llama/hybrid.yaml --output_dir out/llama-hybrid
+    accelerate launch recipes/distill.py recipes/bundled-llama/hybrid.yaml --output_dir out/llama-hybrid
 
 Calibration fits the mechanisms to the original's attention, attention transfer trains them on it, distillation trains
 adapters or all weights on the text and on what the original says of it. Options come from flags, from a YAML file of

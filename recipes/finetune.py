@@ -1,6 +1,6 @@
 """Convert a pretrained language model to a subquadratic mechanism, fine-tune it, and measure what came of it.
 
-    accelerate launch recipes/finetune.py recipes/gpt2/performer.yaml --output_dir out/gpt2-performer
+    accelerate launch recipes/finetune.py recipes/bert/performer.yaml --output_dir out/bert-performer
 
 Options come from flags, from a YAML file of the same names, or both; recipes/README.md lists them. A rerun of the same
 command continues an interrupted run.

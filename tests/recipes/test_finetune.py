@@ -186,10 +186,7 @@ def test_a_converted_checkpoint_is_not_converted_again(material, tmp_path):
         run(command(material, tmp_path / "out", model_name_or_path=tmp_path / "converted"))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [ROOT / f"recipes/{model}/{name}.yaml" for model in ("bert", "gpt2", "llama") for name in ("linear", "performer")],
-)
+@pytest.mark.parametrize("config", [ROOT / f"recipes/bert/{name}.yaml" for name in ("linear", "performer")])
 def test_the_recipes_in_the_repository_can_be_read(config):
     model, data, recipe, *_ = parse_arguments([str(config)])
     assert model.mechanism == config.stem and model.model_name_or_path == f"recipes/pretrained/{config.parent.name}"
