@@ -60,6 +60,20 @@ def told() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what hundreds of small models would log off the screen for a while."""
+    own, theirs = logging.getLogger("hf_linattn"), transformers.logging.get_verbosity()
+    level = own.level
+    own.setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        own.setLevel(level)
+        transformers.logging.set_verbosity(theirs)
+
+
 def show(document: Any, as_json: bool, *shown: Any) -> None:
     """Print a JSON document, or what is to be shown in its place."""
     if as_json:
@@ -114,9 +128,7 @@ def support(
     """Patch a small random model of each architecture of transformers and say what holds."""
     from .support import architectures, check_architecture, support_table
 
-    transformers.logging.set_verbosity_error()
-    logging.getLogger("hf_linattn").setLevel(logging.ERROR)
-    with told():
+    with told(), quiet():
         names = track(model_types or list(architectures()), "checking", console=Console(stderr=True), transient=True)
         found = [check_architecture(name, mechanism) for name in names]
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}

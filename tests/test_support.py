@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 
 import pytest
@@ -127,11 +128,13 @@ def test_beams_reorder_attention_and_recurrence_of_one_layer_alike():
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path):
+    level = logging.getLogger("hf_linattn").level
     result = CliRunner().invoke(app, ["support", "gpt2", "mamba", "--output", str(tmp_path / "support.json")])
     assert result.exit_code == 0, result.output
     assert "1 patched, 1 not" in result.output and "gpt2" in result.output
     document = json.loads((tmp_path / "support.json").read_text())
     assert [row["status"] for row in document["architectures"]] == ["patched", "not"]
+    assert logging.getLogger("hf_linattn").level == level
     wrong = CliRunner().invoke(app, ["support", "lama"])
     assert wrong.exit_code == 1 and "did you mean llama" in wrong.output
     assert document["mechanism"] == "linear" and document["transformers"]

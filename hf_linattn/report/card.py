@@ -36,9 +36,6 @@ def model_card(report: Report, name: str = "path/or/name") -> ModelCard:
 
     Args:
         name: under which the model is loaded in the example.
-
-    >>> print(model_card(report).data.tags)  # doctest: +SKIP
-    ['hf_linattn', 'hedgehog', 'linear-attention']
     """
     mechanisms = [mechanism for mechanism in report.mechanism.split("+") if mechanism != "softmax"]
     task = task_of_report(report)
