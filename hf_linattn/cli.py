@@ -27,8 +27,9 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from . import __version__, get_patch_config, is_patched, list_mechanisms, patch_model
+from .config import json_object
 from .errors import CheckpointError, DataError, HfLinattnError, OptionError
-from .hub import load_checkpoint
+from .hub import MODEL_TYPE, load_checkpoint
 from .mechanisms import MECHANISMS
 
 PACKAGES = (
@@ -82,17 +83,6 @@ def show(document: Any, as_json: bool, *shown: Any) -> None:
     console = Console()
     for part in shown:
         console.print(part, soft_wrap=isinstance(part, str))
-
-
-def mapping(option: str, text: str) -> dict[str, Any]:
-    """Return a JSON object given on the command line."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise OptionError(f"{option} must be a JSON object, got {text!r} ({error})") from error
-    if not isinstance(value, dict):
-        raise OptionError(f"{option} must be a JSON object, got {text!r}")
-    return value
 
 
 # -- what there is ----------------------------------------------------------------------------------------------------
@@ -182,9 +172,9 @@ def convert(
         loaded = load_checkpoint(model, dtype=dtype)
         if is_patched(loaded):
             raise OptionError(f"model={model!r} is converted already; give the original")
-        patch_model(loaded, mechanism, layers, **mapping("options", options))
+        patch_model(loaded, mechanism, layers, **json_object("options", options))
+        beside = processors(model)  # before anything is written
         loaded.save_pretrained(output, max_shard_size=max_shard_size)
-        beside = processors(model)
         for processor in beside.values():
             processor.save_pretrained(output)
     plan = get_patch_config(loaded)
@@ -208,23 +198,22 @@ def processors(model: str) -> dict[str, Any]:
 @app.command(context_settings=PASSED_ON)
 def finetune(context: typer.Context, as_json: Json = False) -> None:
     """Convert a model, fine-tune it on text and report: options or a YAML file, as for recipes/finetune.py."""
-    recipe(context.args, as_json, "FINETUNING")
+    recipe("finetune", context.args, as_json)
 
 
 @app.command(context_settings=PASSED_ON)
 def distill(context: typer.Context, as_json: Json = False) -> None:
     """Convert a model and have the original teach it: options or a YAML file, as for recipes/distill.py."""
-    recipe(context.args, as_json, "DISTILLATION")
+    recipe("distill", context.args, as_json)
 
 
-def recipe(flags: Sequence[str], as_json: bool, kinds: str) -> None:
+def recipe(command: str, flags: Sequence[str], as_json: bool) -> None:
     """Run a recipe; its own tables go to standard error if JSON is asked for."""
     with told():
         from .training import arguments, pipeline
 
-        command = {"FINETUNING": "finetune", "DISTILLATION": "distill"}[kinds]
-        console = Console(stderr=as_json)
-        found = pipeline.main(list(flags), getattr(arguments, kinds), f"hf-linattn {command}", console)
+        kinds = {"finetune": arguments.FINETUNING, "distill": arguments.DISTILLATION}[command]
+        found = pipeline.main(flags, kinds, f"hf-linattn {command}", Console(stderr=as_json))
         if as_json:
             typer.echo(found.to_json())
 
@@ -331,10 +320,7 @@ def push(
 
     with told():
         check_converted(folder)
-        if (folder / "report.json").is_file():
-            from .report import Report, save_card
-
-            save_card(Report.load(folder), folder, repository)  # the recipe did not know the name
+        name_card(folder, repository)
         api = HfApi()
         try:
             api.create_repo(repository, private=private, exist_ok=True)
@@ -348,6 +334,17 @@ def push(
     show(document, as_json, f"pushed to {commit.commit_url}")
 
 
+def name_card(folder: Path, repository: str) -> None:
+    """Write the model card that follows from a recipe's report, which did not know the name; a person's own stays."""
+    from .report import CARD_FILE, REPORT_FILE, Report, model_card, save_card
+
+    if not (folder / REPORT_FILE).is_file():
+        return
+    found, card = Report.load(folder), folder / CARD_FILE
+    if not card.exists() or card.read_text(encoding="utf-8") == str(model_card(found)):
+        save_card(found, folder, repository)
+
+
 def check_converted(folder: Path) -> None:
     """Raise `CheckpointError` unless a folder holds a converted model."""
     file = folder / "config.json"
@@ -357,7 +354,7 @@ def check_converted(folder: Path) -> None:
         config: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{str(file)!r} is not JSON ({error}); save the model again") from error
-    if "hf_linattn" not in config:
+    if MODEL_TYPE not in config:
         raise CheckpointError(f"folder={str(folder)!r} holds a model that is not converted; run hf-linattn convert")
 
 

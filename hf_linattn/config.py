@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -48,6 +49,20 @@ def require(name: str, value: object, valid: bool, expected: str) -> None:
     """Raise `OptionError` unless `valid`, in the one wording used for every option."""
     if not valid:
         raise OptionError(f"{name} must be {expected}, got {value!r}")
+
+
+def json_object(name: str, value: Mapping[str, Any] | str) -> dict[str, Any]:
+    """Return a mapping that is given as it is or as JSON text; `OptionError` if it is neither.
+
+    >>> json_object("options", '{"num_features": 128}')
+    {'num_features': 128}
+    """
+    try:
+        content = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise OptionError(f"{name} must be a JSON object, got {value!r} ({error})") from error
+    require(name, value, isinstance(content, Mapping), 'a JSON object like {"num_features": 128}')
+    return dict(content)
 
 
 def is_integer(value: object, least: int = 1) -> bool:

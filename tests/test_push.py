@@ -69,6 +69,9 @@ def test_a_converted_model_is_pushed_by_the_command_and_loads_by_its_name(hub, t
     assert '"repository": "me/model"' in printed and hub.repositories["me/model"].commits == 1
     files = set(hub.repositories["me/model"].files)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files and not any("stages" in f for f in files)
+    (tmp_path / "model" / "README.md").write_text("mine")
+    client(hub, tmp_path / "a", "-m", "hf_linattn", "push", tmp_path / "model", "me/model")
+    assert hub.repositories["me/model"].files["README.md"] == b"mine", "a card that a person wrote stays"
     auto_class = "AutoModelForMaskedLM" if name == "bert" else "AutoModelForCausalLM"
     assert "['hedgehog']" in python(hub, tmp_path / "b", LOAD, auto_class, "me/model", tmp_path / "logits.pt")
     with torch.no_grad():

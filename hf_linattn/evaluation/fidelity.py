@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -123,22 +123,23 @@ def fidelity(
         text = _continue(writer, prompts, new_tokens, sampled, seed)
         return _judge(original, text, reference, prompt_length)
 
+    read, original_read = (token_losses(reader, windows) for reader in (model, original))
     return Fidelity(
-        accuracy_by_position(model, windows, num_positions),
-        accuracy_by_position(original, windows, num_positions),
+        accuracy_by_position(read, num_positions),
+        accuracy_by_position(original_read, num_positions),
         greedy=written(model, False),
         sampled=written(model, True),
         original_greedy=written(original, False),
         original_sampled=written(original, True),
-        recurrences=loss_by_recurrence(model, windows),
-        original_recurrences=loss_by_recurrence(original, windows),
+        recurrences=loss_by_recurrence(read),
+        original_recurrences=loss_by_recurrence(original_read),
         linear_share=linear_share(model, windows),
     )
 
 
-def accuracy_by_position(model: nn.Module, windows: Tensor, parts: int = 4) -> tuple[PositionRow, ...]:
-    """Return accuracy and loss in each of `parts` equal parts of the windows [B, N]; the first token has none."""
-    losses, right = _losses(model, windows)
+def accuracy_by_position(read: TokenLosses, parts: int = 4) -> tuple[PositionRow, ...]:
+    """Return accuracy and loss in each of `parts` equal parts of the windows; the first token has none."""
+    windows, losses, right = read
     edges = [round(part * windows.shape[1] / parts) for part in range(parts + 1)]
     spans = [(max(a, 1), b) for a, b in pairwise(edges)]
     return tuple(
@@ -147,13 +148,13 @@ def accuracy_by_position(model: nn.Module, windows: Tensor, parts: int = 4) -> t
     )
 
 
-def loss_by_recurrence(model: nn.Module, windows: Tensor, near: int = NEAR) -> tuple[RecurrenceRow, ...]:
+def loss_by_recurrence(read: TokenLosses, near: int = NEAR) -> tuple[RecurrenceRow, ...]:
     """Return the loss of tokens whose pair with the one before is new, stood within `near` places, or further back.
 
-    A kind that does not occur in the windows [B, N] is left out.
+    A kind that does not occur in the windows is left out.
     """
-    losses, distances = _losses(model, windows)[0], _distances(windows)
-    rows = []
+    windows, losses, _ = read
+    distances, rows = _distances(windows), []
     for first, last in ((0, 0), (1, near), (near + 1, windows.shape[1])):
         chosen = (distances >= first) & (distances <= last)
         if bool(chosen.any()):
@@ -221,15 +222,23 @@ def whole_windows(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], leng
     return torch.tensor(rows, dtype=torch.long)
 
 
-def _losses(model: nn.Module, windows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the negative log-likelihood of each later token, and whether it was the likeliest: [B, N - 1]."""
+class TokenLosses(NamedTuple):
+    """Windows [B, N], the negative log-likelihood of each later token [B, N - 1], and 1 where it was the likeliest."""
+
+    windows: Tensor
+    losses: Tensor
+    right: Tensor
+
+
+def token_losses(model: nn.Module, windows: Tensor) -> TokenLosses:
+    """Read windows of tokens with a model."""
     losses, right = [], []
     with evaluation_mode(model), torch.no_grad():
         for batch in windows.to(_device(model)).split(8):
             logits = model(input_ids=batch, **accepted(model, use_cache=False)).logits[:, :-1].float()
             losses.append(F.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none").cpu())
             right.append((logits.argmax(-1) == batch[:, 1:]).double().cpu())
-    return torch.cat(losses).double(), torch.cat(right)
+    return TokenLosses(windows, torch.cat(losses).double(), torch.cat(right))
 
 
 def _continue(model: PreTrainedModel, prompts: Tensor, count: int, sampled: bool, seed: int) -> Tensor:
@@ -246,7 +255,7 @@ def _continue(model: PreTrainedModel, prompts: Tensor, count: int, sampled: bool
 
 
 def _judge(original: nn.Module, text: Tensor, reference: Tensor, prompt: int) -> Continuations:
-    losses, _ = _losses(original, text)
+    losses = token_losses(original, text).losses
     grams = [[tuple(row[i : i + NGRAM]) for i in range(len(row) - NGRAM + 1)] for row in text[:, prompt:].tolist()]
     repeated = [gram in row[:i] for row in grams for i, gram in enumerate(row)]
     first = slice(prompt, prompt + AGREEMENT)

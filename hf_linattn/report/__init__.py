@@ -1,8 +1,9 @@
 """What a recipe found out: a typed report as JSON, as tables and as plots."""
 
-from .card import model_card, save_card
+from .card import CARD_FILE, model_card, save_card
 from .plots import save_plots
 from .schema import (
+    REPORT_FILE,
     Accuracies,
     Evaluation,
     Perplexities,
@@ -16,6 +17,8 @@ from .schema import (
 from .tables import four_model_table, save_report, stage_table, to_markdown
 
 __all__ = [
+    "CARD_FILE",
+    "REPORT_FILE",
     "Accuracies",
     "Evaluation",
     "Perplexities",

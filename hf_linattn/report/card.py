@@ -43,7 +43,7 @@ def model_card(report: Report, name: str = "path/or/name") -> ModelCard:
         base_model=base_model(report),
         library_name="transformers",
         pipeline_tag=task,
-        tags=["hf_linattn", *mechanisms, "linear-attention"],
+        tags=["hf_linattn", *mechanisms, "subquadratic-attention"],
         model_name=f"{Path(report.base_model).name} with {report.mechanism} attention",
         eval_results=eval_results(report, task),
     )

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linattn import get_mechanisms, patch_model, unpatch_model
-from hf_linattn.errors import UnsupportedModelError
+from hf_linattn.errors import HfLinattnError, UnsupportedModelError
 
-from .tiny import architectures, tiny_inputs, tiny_model
+from .tiny import FAILURES, architectures, one_line, tiny_inputs, tiny_model
 
 NEW_TOKENS = 4
 TOLERANCE = 1e-3  # relative to the largest logit
@@ -66,13 +66,17 @@ def check_architecture(model_type: str, mechanism: str = "linear", **options: An
     applicable = [check for check in CHECKS if check not in BEHAVIOUR or not _fault(BEHAVIOUR[check], trial)]
     try:
         patch_model(model, mechanism, **options)
-    except Exception as error:
-        return Support(**found, status="not", reason=_first_line(error))
+    except HfLinattnError as error:
+        return Support(**found, status="not", reason=one_line(error))
     found["layers"] = len(get_mechanisms(model))
     passed: list[str] = []
     for check in applicable:
-        if fault := _fault(CHECKS[check], trial):
-            status = "not" if "UnsupportedMode" in fault and not passed else "partly"
+        status = "partly"
+        try:
+            fault = _fault(CHECKS[check], trial)
+        except HfLinattnError as error:
+            fault, status = one_line(error), "partly" if passed else "not"
+        if fault:
             return Support(**found, status=status, passed=tuple(passed), reason=f"{check}: {fault}")
         passed.append(check)
     return Support(**found, status="patched", passed=tuple(passed))
@@ -142,15 +146,13 @@ CHECKS: dict[str, Callable[[Trial], str]] = {"called": called, "differs": differ
 
 
 def _fault(check: Callable[[Trial], str], trial: Trial) -> str:
-    """Return what is wrong; an exception is, too."""
+    """Return what is wrong; an error of the model's own code is, too, and a refusal of ours is raised."""
     try:
         return check(trial)
-    except Exception as error:
-        return _first_line(error)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"
+    except HfLinattnError:
+        raise
+    except FAILURES as error:
+        return one_line(error)
 
 
 @torch.no_grad()
@@ -168,7 +170,7 @@ def _output(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
 def _generate(trial: Trial, inputs: Mapping[str, Tensor], **options: Any) -> Tensor:
     """Return the logits [B, n, V] of greedily chosen new tokens."""
     if trial.kind not in ("causal", "seq2seq"):
-        raise UnsupportedModelError("it does not generate")
+        raise NotImplementedError("it does not generate")
     given = {name: x for name, x in inputs.items() if name != "decoder_input_ids"}
     given.setdefault("attention_mask", torch.ones_like(given["input_ids"]))
     result: Any = trial.model.generate(  # type: ignore[operator]

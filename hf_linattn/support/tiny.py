@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
@@ -19,6 +20,12 @@ from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_linattn.errors import UnknownNameError, UnsupportedModelError
+
+# what the code of a model raises for a config or an input that it was not written for
+FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
+    StrictDataclassError, TypeError, ValueError,
+)  # fmt: skip
 
 WIDTH, HEADS, HEAD_DIM, VOCABULARY, POSITIONS = 32, 4, 8, 96, 64
 MOST_PARAMETERS = 20_000_000  # of a model that still counts as small
@@ -83,6 +90,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         name: {"rope_parameters": {**SECTIONS, "mrope_section": [1, 1, 2]}}
         for name in ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm_image_text", "glm_ocr_text")
     },
+    "glm4v_moe_text": {"rope_parameters": {**SECTIONS, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
     # one layer of each kind, where it is not a list
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "bamba": {"attn_layer_indices": [1]},
@@ -94,7 +102,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": HEAD_DIM},
     # the recurrence is as wide as its heads
     "falcon_h1": {"mamba_expand": 2, "mamba_d_ssm": 2 * WIDTH},
-    "glm4v_moe_text": {"rope_parameters": {**SECTIONS, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
 }
 
 
@@ -167,8 +174,8 @@ def tiny_model(model_type: str, seed: int = 0, std: float = 0.2) -> PreTrainedMo
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     torch.nn.init.normal_(parameter, std=std)
-    except Exception as error:
-        raise UnsupportedModelError(f"no small {name} could be made: {_told(error)}") from error
+    except FAILURES as error:
+        raise UnsupportedModelError(f"no small {name} could be made: {one_line(error)}") from error
     return model.eval()
 
 
@@ -184,9 +191,9 @@ def tiny_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
             with torch.no_grad():
                 model(**inputs)
             return inputs
-        except Exception as failure:
+        except FAILURES as failure:
             error = error or failure
-    told = "it takes none of the inputs known here" if error is None else _told(error)
+    told = "it takes none of the inputs known here" if error is None else one_line(error)
     raise UnsupportedModelError(f"no input was found for {type(model).__name__}: {told}")
 
 
@@ -223,7 +230,6 @@ def _candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
         yield text
 
 
-def _told(error: Exception) -> str:
-    """Return the first line of what an error says."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines)[:160]}"
+def one_line(error: Exception) -> str:
+    """Return the kind of an error and the beginning of what it says."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"

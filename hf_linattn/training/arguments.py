@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from hf_linattn.config import require
+from hf_linattn.config import json_object, require
 from hf_linattn.errors import OptionError
 from hf_linattn.training.finetuning_arguments import FinetuningArguments
 
@@ -52,8 +52,9 @@ class ModelArguments:
     def __post_init__(self) -> None:
         require("model_name_or_path", self.model_name_or_path, bool(self.model_name_or_path), "a folder or Hub name")
         require("dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
-        self.mechanism_options = _mapping("mechanism_options", self.mechanism_options)
-        self.plan = _mapping("plan", self.plan)
+        for name in ("mechanism_options", "plan"):
+            given = getattr(self, name)
+            setattr(self, name, None if given is None else json_object(name, given))
         require("softmax_share", self.softmax_share, 0 <= self.softmax_share < 1, "at least 0 and below 1")
         if self.layers == AUTO:
             require("plan", self.plan, not self.plan, "absent where layers is 'auto'")
@@ -65,7 +66,7 @@ class ModelArguments:
 
     def patch_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for `hf_linattn.patch_model`."""
-        options = _mapping("mechanism_options", self.mechanism_options) or {}
+        options: Any = self.mechanism_options or {}
         layers = None if self.layers == AUTO else self.layers
         return {"mechanism": self.plan or self.mechanism, "layers": layers, **options}
 
@@ -173,6 +174,9 @@ class RecipeArguments:
 DEFAULT_LEARNING_RATES = [3e-4, 1e-3, 3e-3]
 
 
+OF_SINGLE_LAYERS = ("transfer_output_weight", "transfer_weights_weight", "transfer_projected")
+
+
 @dataclass
 class DistillationArguments:
     """How the original teaches the converted model; all of it comes out of `max_train_tokens`."""
@@ -235,8 +239,10 @@ class DistillationArguments:
             require(name, getattr(self, name), 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         given, both = self.long_block_size, (self.long_block_size is None) == (not self.long_tokens)
         require("long_block_size", given, both, "given with long_tokens, and only so")
-        projected, alone = self.transfer_projected, self.transfer_block_layers is None
-        require("transfer_projected", projected, alone or not projected, "absent where transfer_block_layers is set")
+        if self.transfer_block_layers is not None:
+            for f in (f for f in dataclasses.fields(self) if f.name in OF_SINGLE_LAYERS):
+                given = getattr(self, f.name)
+                require(f.name, given, given == f.default, "absent where transfer_block_layers is set")
         for name in ("lora_alpha", "lora_target_modules"):
             given = getattr(self, name)
             require(name, given, given is None or self.lora_rank is not None, "absent where lora_rank is")
@@ -350,16 +356,6 @@ def _unknown_option(name: object, known: set[str]) -> OptionError:
     nearest = difflib.get_close_matches(plain, known, n=3)
     hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
     return OptionError(f"unknown option {name!r}{hint} (--help lists them all)")
-
-
-def _mapping(name: str, value: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
-    """A JSON object given as text or as it is."""
-    try:
-        content = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
-        raise OptionError(f"{name} must be a JSON object, got {value!r} ({error})") from error
-    require(name, value, content is None or isinstance(content, Mapping), 'a JSON object like {"num_features": 128}')
-    return None if content is None else dict(content)
 
 
 def _flags_of(path: Path, known: set[str]) -> list[str]:

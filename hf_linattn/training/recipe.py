@@ -30,7 +30,7 @@ from hf_linattn.training.data import TrainingData
 from hf_linattn.training.distillation import Teacher, WindowDropout, add_adapters
 from hf_linattn.training.finetuning import validation_loss
 from hf_linattn.training.run_directory import RunDirectory
-from hf_linattn.training.task import Task, load_model, task_of
+from hf_linattn.training.task import Reader, Task, load_model, task_of
 from hf_linattn.training.transfer import AttentionTransfer, Transfer
 
 logger = logging.getLogger(__name__)
@@ -96,11 +96,11 @@ class Recipe:
         tokenizer = AutoTokenizer.from_pretrained(model_options.tokenizer_name or model_options.model_name_or_path)
         with training.main_process_first(local=False):
             splits = task.load(data_options)
-            data = task.rows(splits, tokenizer, model, data_options, recipe_options.max_train_tokens)
+            data = task.rows(splits, Reader(tokenizer, data_options), model, recipe_options.max_train_tokens)
             long_data = None
             if distillation.long_block_size:
                 long_options = replace(data_options, block_size=distillation.long_block_size, stride=None)
-                long_data = task.rows(splits, tokenizer, model, long_options, distillation.long_tokens)
+                long_data = task.rows(splits, Reader(tokenizer, long_options), model, distillation.long_tokens)
         timed = [n for n in sorted(set(recipe_options.speed_lengths)) if limit is None or n <= limit]
         timed = timed or [limit or data_options.block_size]
         recipe = cls(arguments, tokenizer, splits, data, task, timed, long_data)
@@ -251,7 +251,7 @@ class Recipe:
         if options.max_test_documents:
             test = test.select(range(min(len(test), options.max_test_documents)))
         size = self.arguments.training.per_device_eval_batch_size
-        return self.task.score(model, self.tokenizer, test, options, size)
+        return self.task.score(model, Reader(self.tokenizer, options), test, size)
 
 
 def _plain(value: Any) -> Any:

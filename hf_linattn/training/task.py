@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from datasets import Dataset, DatasetDict
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import (
     AutoConfig,
@@ -33,6 +34,13 @@ from hf_linattn.training.data import PackedMaskingCollator, TrainingData, load_t
 CLASSIFIERS = frozenset(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
 
 
+class Reader(NamedTuple):
+    """What turns texts into tokens: a tokenizer, and the options that say how many of them make a row."""
+
+    tokenizer: PreTrainedTokenizerBase
+    options: DataArguments
+
+
 class Task:
     """How text becomes training rows, logits become predictions, and a model gets its score."""
 
@@ -46,15 +54,8 @@ class Task:
         files = data.train_file, data.validation_file, data.test_file
         return load_text_splits(data.dataset_name, data.dataset_config_name, *files, data.text_column)
 
-    def rows(
-        self,
-        splits: DatasetDict,
-        tokenizer: PreTrainedTokenizerBase,
-        model: PreTrainedModel,
-        data: DataArguments,
-        max_train_tokens: int,
-    ) -> TrainingData:
-        """Turn the training and validation splits into rows for `model`; `DataError` if one fills none."""
+    def rows(self, splits: DatasetDict, reader: Reader, model: PreTrainedModel, max_tokens: int) -> TrainingData:
+        """Turn the training (up to `max_tokens`) and validation splits into rows; `DataError` if one fills none."""
         raise NotImplementedError
 
     def stride(self, data: DataArguments) -> int | None:
@@ -69,14 +70,7 @@ class Task:
         """Return the labels that are predicted, -100 where nothing is."""
         return labels
 
-    def score(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        test: Dataset,
-        data: DataArguments,
-        batch_size: int,
-    ) -> dict[str, Any]:
+    def score(self, model: PreTrainedModel, reader: Reader, test: Dataset, batch_size: int) -> dict[str, Any]:
         """Return the `perplexity` of the test split, `num_tokens`, how many were predicted, and more."""
         raise NotImplementedError
 
@@ -84,15 +78,9 @@ class Task:
 class LanguageModeling(Task):
     """Tokens are predicted, from packed rows that documents share without seeing each other."""
 
-    def rows(
-        self,
-        splits: DatasetDict,
-        tokenizer: PreTrainedTokenizerBase,
-        model: PreTrainedModel,
-        data: DataArguments,
-        max_train_tokens: int,
-    ) -> TrainingData:
-        limits = {"train": max_train_tokens, "validation": data.max_validation_tokens}
+    def rows(self, splits: DatasetDict, reader: Reader, model: PreTrainedModel, max_tokens: int) -> TrainingData:
+        tokenizer, data = reader
+        limits = {"train": max_tokens, "validation": data.max_validation_tokens}
         first = first_position(model)
         rows = {
             name: tokenize_and_pack(splits[name], tokenizer, data.block_size, limit) for name, limit in limits.items()
@@ -102,27 +90,19 @@ class LanguageModeling(Task):
                 name: dataset.map(lambda row: {"position_ids": row["position_ids"] + first})
                 for name, dataset in rows.items()
             }
-        return TrainingData(**rows, **self.collate(tokenizer, data))
+        return TrainingData(**rows, **self.collate(reader))
 
-    def collate(self, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> dict[str, Any]:
+    def collate(self, reader: Reader) -> dict[str, Any]:
         """Return the collators, where rows are not stacked as they are."""
         return {}
 
-    def score(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        test: Dataset,
-        data: DataArguments,
-        batch_size: int,
-    ) -> dict[str, Any]:
-        texts, stride = test["text"], self.stride(data)
-        return dict(
-            perplexity(
-                model, tokenizer, texts, max_length=data.block_size, batch_size=batch_size, stride=stride,
-                mask_probability=data.eval_mlm_probability,
-            )
+    def score(self, model: PreTrainedModel, reader: Reader, test: Dataset, batch_size: int) -> dict[str, Any]:
+        tokenizer, data = reader
+        found = perplexity(
+            model, tokenizer, test["text"], max_length=data.block_size, batch_size=batch_size,
+            stride=self.stride(data), mask_probability=data.eval_mlm_probability,
         )  # fmt: skip
+        return dict(found)
 
 
 class CausalLanguageModeling(LanguageModeling):
@@ -149,7 +129,8 @@ class MaskedLanguageModeling(LanguageModeling):
         _refuse("stride", data.stride, "windows of a masked model do not overlap")
         _refuse("fidelity_windows", recipe.fidelity_windows, "a masked model generates no text")
 
-    def collate(self, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> dict[str, Any]:
+    def collate(self, reader: Reader) -> dict[str, Any]:
+        tokenizer, data = reader
         return {
             "collator": PackedMaskingCollator(tokenizer, data.mlm_probability),
             "evaluation_collator": PackedMaskingCollator(tokenizer, data.eval_mlm_probability, seed=0),
@@ -180,55 +161,39 @@ class SequenceClassification(Task):
         columns = data.text_column, data.label_column
         return load_text_splits(data.dataset_name, data.dataset_config_name, *files, *columns)
 
-    def rows(
-        self,
-        splits: DatasetDict,
-        tokenizer: PreTrainedTokenizerBase,
-        model: PreTrainedModel,
-        data: DataArguments,
-        max_train_tokens: int,
-    ) -> TrainingData:
+    def rows(self, splits: DatasetDict, reader: Reader, model: PreTrainedModel, max_tokens: int) -> TrainingData:
         config: Any = model.config
+        tokenizer, data = reader
         if tokenizer.pad_token_id is None or (config.pad_token_id is None and "pad_token_id" in config):
             raise DataError(
                 f"pad_token: the tokenizer has {tokenizer.pad_token!r}, the model's config {config.pad_token_id!r}; a"
                 " batch of texts of several lengths needs one, set both and save them"
             )
-        limits = {"train": max_train_tokens, "validation": data.max_validation_tokens}
+        limits = {"train": max_tokens, "validation": data.max_validation_tokens}
         rows = {}
         for name, limit in limits.items():
             # a row counts as block_size tokens; data sets may be sorted by class
             chosen = splits[name].shuffle(seed=0) if name == "train" else splits[name]
             count = len(chosen) if limit is None else min(len(chosen), max(1, limit // data.block_size))
-            rows[name] = self.encode(chosen.select(range(count)), tokenizer, config, data.block_size)
+            rows[name] = self.encode(chosen.select(range(count)), reader, config)
         collator = PaddingCollator(tokenizer.pad_token_id)
         return TrainingData(**rows, collator=collator, evaluation_collator=collator)
 
-    def encode(
-        self, texts: Dataset, tokenizer: PreTrainedTokenizerBase, config: Any, max_length: int
-    ) -> Dataset:
+    def encode(self, texts: Dataset, reader: Reader, config: Any) -> Dataset:
         """Return `input_ids`, `attention_mask` and the class numbers as `labels`."""
         labels = class_numbers(texts["label"], config.label2id, config.num_labels)
-        encoded = tokenizer(
-            list(texts["text"]), truncation=True, max_length=max_length, return_token_type_ids=False, verbose=False
-        )
+        encoded = reader.tokenizer(
+            list(texts["text"]), truncation=True, max_length=reader.options.block_size, return_token_type_ids=False,
+            verbose=False,
+        )  # fmt: skip
         columns = {name: encoded[name] for name in ("input_ids", "attention_mask")}
         return Dataset.from_dict({**columns, "labels": labels}).with_format("torch")
 
-    def score(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        test: Dataset,
-        data: DataArguments,
-        batch_size: int,
-    ) -> dict[str, Any]:
-        rows = self.encode(test, tokenizer, model.config, data.block_size)
-        collate, total, right = PaddingCollator(tokenizer.pad_token_id), 0.0, 0
+    def score(self, model: PreTrainedModel, reader: Reader, test: Dataset, batch_size: int) -> dict[str, Any]:
+        rows, total, right = self.encode(test, reader, model.config), 0.0, 0
+        batches: Any = DataLoader(rows, batch_size, collate_fn=PaddingCollator(reader.tokenizer.pad_token_id))  # type: ignore
         with evaluation_mode(model), torch.no_grad():
-            for first in tqdm(range(0, len(rows), batch_size), desc="classification", unit="batch"):
-                count = min(batch_size, len(rows) - first)
-                batch = collate(rows.select(range(first, first + count)))
+            for batch in tqdm(batches, desc="classification", unit="batch"):
                 batch = {name: x.to(model.device) for name, x in batch.items()}
                 labels = batch.pop("labels")
                 logits = model(**batch).logits
@@ -246,8 +211,7 @@ class PaddingCollator:
 
     pad_token_id: int
 
-    def __call__(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
-        rows = list(rows)
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in ("input_ids", "attention_mask")}
         padding = {"input_ids": self.pad_token_id, "attention_mask": 0}
         padded = {name: pad_sequence(x, True, padding[name]) for name, x in columns.items()}

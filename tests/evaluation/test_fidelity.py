@@ -13,6 +13,7 @@ from hf_linattn.evaluation.fidelity import (
     fidelity,
     linear_share,
     loss_by_recurrence,
+    token_losses,
     without_far_keys,
 )
 from hf_linattn.observation import observed
@@ -31,7 +32,7 @@ def make_pair(name: str = "llama", mechanism: str = "hybrid", **options):
 def test_accuracy_and_loss_are_those_of_a_loop_over_positions():
     model, _ = make_pair(window_size=4, num_sinks=1)
     windows = make_tokens(5, 11)
-    rows = accuracy_by_position(model, windows, 3)
+    rows = accuracy_by_position(token_losses(model, windows), 3)
     assert [(row.first, row.last) for row in rows] == [(1, 3), (4, 6), (7, 10)]
     logits = logits_of(model, windows).double()
     for row in rows:
@@ -51,11 +52,11 @@ def test_losses_by_recurrence_are_those_of_a_loop_over_pairs():
             same = [j for j in range(1, i) if windows[b, j - 1 : j + 1].tolist() == windows[b, i - 1 : i + 1].tolist()]
             kind = "new" if not same else "near" if i - max(same) <= 5 else "far"
             found[kind].append(-float(logits[b, i - 1].log_softmax(-1)[windows[b, i]]))
-    rows = loss_by_recurrence(model, windows, near=5)
+    rows = loss_by_recurrence(token_losses(model, windows), near=5)
     assert [(row.first, row.last) for row in rows] == [(0, 0), (1, 5), (6, 23)]
     for row, losses in zip(rows, found.values(), strict=True):
         assert row.count == len(losses) > 3 and row.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    assert [row.last for row in loss_by_recurrence(model, torch.arange(5, 17).view(4, 3))] == [0]
+    assert [row.last for row in loss_by_recurrence(token_losses(model, torch.arange(5, 17).view(4, 3)))] == [0]
 
 
 @pytest.mark.parametrize("scale", ["exact", "maximum"])

@@ -101,6 +101,8 @@ def test_blocks_of_layers_are_transferred_together(material, tmp_path):
     assert losses[-1] < losses[0]
     with pytest.raises(OptionError, match="transfer_projected must be absent where transfer_block_layers is set"):
         run(flags(material, tmp_path / "other", transfer_block_layers=2, transfer_projected=True))
+    with pytest.raises(OptionError, match="transfer_weights_weight must be absent where transfer_block_layers is set"):
+        run(flags(material, tmp_path / "other", transfer_block_layers=2, transfer_weights_weight=0.5))
 
 
 def interrupted(material, out: Path, stage: str) -> None:

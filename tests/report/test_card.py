@@ -19,7 +19,7 @@ def test_the_card_on_disk_is_read_back_by_the_hubs_own_client(report, tmp_path):
     path = save_card(report, tmp_path, "me/gpt2-hedgehog")
     card = ModelCard.load(path)
     assert path.name == "README.md" and card.data.base_model == "openai-community/gpt2"
-    assert card.data.tags == ["hf_linattn", "hedgehog", "linear-attention"]
+    assert card.data.tags == ["hf_linattn", "hedgehog", "subquadratic-attention"]
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
     (result,) = card.data.eval_results
     assert (result.metric_type, result.dataset_split) == ("perplexity", "test")

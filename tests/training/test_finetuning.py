@@ -17,7 +17,7 @@ from hf_linattn.training import finetuning, trainers
 from hf_linattn.training.arguments import DataArguments, parse_arguments, tokens_per_step
 from hf_linattn.training.data import PackedMaskingCollator
 from hf_linattn.training.finetuning_arguments import FinetuningArguments
-from hf_linattn.training.task import CAUSAL, first_position, task_of
+from hf_linattn.training.task import CAUSAL, Reader, first_position, task_of
 from tests.helpers import make_tokenizer
 from tests.models import VOCAB_SIZE, make_model
 
@@ -38,7 +38,7 @@ def make_data(model, documents: int = 12):
     )
     # of so few tokens enough are masked in every batch
     options = DataArguments(block_size=16, mlm_probability=0.4, eval_mlm_probability=0.4)
-    return task_of(model).rows(splits, make_tokenizer(), model, options, 512)
+    return task_of(model).rows(splits, Reader(make_tokenizer(), options), model, 512)
 
 
 def make_training(path, **options) -> FinetuningArguments:
@@ -271,7 +271,7 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path):
 def test_text_that_fills_no_row(tmp_path):
     splits = DatasetDict({name: Dataset.from_dict({"text": ["w5 w6"]}) for name in ("train", "validation")})
     with pytest.raises(DataError, match="less than one row"):
-        CAUSAL.rows(splits, make_tokenizer(), make_model("gpt2"), DataArguments(block_size=32), 512)
+        CAUSAL.rows(splits, Reader(make_tokenizer(), DataArguments(block_size=32)), make_model("gpt2"), 512)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
