@@ -326,7 +326,7 @@ def push(
             api.create_repo(repository, private=private, exist_ok=True)
             commit = api.upload_folder(
                 repo_id=repository, folder_path=folder, commit_message=message,
-                ignore_patterns=["stages/**", "control/**", ".*"],
+                ignore_patterns=["stages/**", "control/**", ".[0-9]*"],  # the last: of a write that was killed
             )  # fmt: skip
         except (HfHubHTTPError, HFValidationError, OSError, RuntimeError) as error:  # the last: an upload broke off
             raise CheckpointError(f"repository={repository!r}: the Hub refused the upload: {error}") from error

@@ -3,12 +3,16 @@
 In memory a patched model's config is a subclass of the original one that differs in how it is written to disk:
 
     {"model_type": "hf_linattn", "base_model_type": "llama", "base_config": {... the rest of the original config ...},
-     "hf_linattn": {... PatchConfig ...}, "vocab_size": "... how to load it ..."}
+     "hf_linattn": {... PatchConfig ...}, "dtype": "... how to load it ...", "auto_map": {... see below ...}}
 
 Whatever loads the checkpoint without this library must fail loudly instead of running softmax. The Auto classes find
-an unknown model type. A class such as LlamaForCausalLM would take its sizes from a nested config of its own type,
-which is why that type stands outside, or fall back on its default sizes, which may well be the right ones, and
-therefore meets a vocabulary size that is no number.
+a model type that they do not know and code to be trusted. A class such as LlamaForCausalLM would take its sizes from
+a nested config of its own type, which is why that type stands outside, or fall back on its default sizes, which may
+well be the right ones, and therefore meets a dtype that is none, and, where it has one, a vocabulary size that is no
+number, which it reads first and quotes in full.
+
+Beside the config lies a module of a few lines, named in `auto_map`, which does what `import hf_linattn` does wherever
+a model is loaded by its name with `trust_remote_code=True`.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import functools
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
@@ -27,9 +32,18 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from .config import PatchConfig
 from .errors import CheckpointError
+from .files import write_text
 
 MODEL_TYPE = "hf_linattn"
 HOW_TO_LOAD = "this is an hf_linattn checkpoint: `import hf_linattn` and load it through an Auto class of transformers"
+SHIM = "configuration_hf_linattn"
+SHIM_CODE = '''\
+"""Lets `trust_remote_code=True` load this model, whose attention comes from a package: `pip install hf_linattn`."""
+
+from hf_linattn.hub import HfLinattnConfig
+
+__all__ = ["HfLinattnConfig"]
+'''
 
 
 class LinearizedConfigMixin:
@@ -49,23 +63,22 @@ class LinearizedConfigMixin:
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]  # of the config it is mixed into
 
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
-        """Write the nested form, whole or not at all."""
+        """Write the nested form, each file whole or not at all, and the module that `trust_remote_code` loads."""
         base = json.loads(self.to_json_string(use_diff=use_diff))  # type: ignore[attr-defined]
         outer = {
             "model_type": MODEL_TYPE,
             "base_model_type": base.pop("model_type"),
+            "dtype": HOW_TO_LOAD,
             "vocab_size": HOW_TO_LOAD,
+            "auto_map": {"AutoConfig": f"{SHIM}.{HfLinattnConfig.__name__}"},
             "architectures": base.get("architectures"),
-            "dtype": base.get("dtype"),
             MODEL_TYPE: base.pop(MODEL_TYPE),
             "base_config": base,
             "transformers_version": base.pop("transformers_version", None),
         }
-        temporary = f"{os.fspath(json_file_path)}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(outer, file, indent=2, sort_keys=True)
-            file.write("\n")
-        os.replace(temporary, json_file_path)
+        path = Path(json_file_path)
+        write_text(path.with_name(f"{SHIM}.py"), SHIM_CODE)
+        write_text(path, json.dumps(outer, indent=2, sort_keys=True) + "\n")
 
 
 class HfLinattnConfig(PreTrainedConfig):

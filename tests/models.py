@@ -92,7 +92,11 @@ def make_model(
 ) -> PreTrainedModel:
     """Return a tiny model in evaluation mode with weights from N(0, std^2), the same for the same seed."""
     architecture = ARCHITECTURES[name]
-    model = architecture.model_class(head)(architecture.config(**options))
+    return fill(architecture.model_class(head)(architecture.config(**options)), std, seed)
+
+
+def fill(model: PreTrainedModel, std: float = 0.2, seed: int = 0) -> PreTrainedModel:
+    """Give a model weights from N(0, std^2), the same for the same seed, and put it in evaluation mode."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

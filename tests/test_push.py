@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,12 +64,14 @@ def test_a_converted_model_is_pushed_by_the_command_and_loads_by_its_name(hub, t
     make_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "stages").mkdir()
     (tmp_path / "model" / "stages" / "control.json").write_text("{}")
-    report.save(tmp_path / "model")
+    (tmp_path / "model" / ".123.config.json").write_text("half")
+    replace(report, dataset_name="Salesforce/wikitext").save(tmp_path / "model")
     printed = client(hub, tmp_path / "a", "-m", "hf_linattn", "push", tmp_path / "model", "me/model", "--json")
     assert b'from_pretrained("me/model")' in hub.repositories["me/model"].files["README.md"]
     assert '"repository": "me/model"' in printed and hub.repositories["me/model"].commits == 1
     files = set(hub.repositories["me/model"].files)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files and not any("stages" in f for f in files)
+    assert ".eval_results/hf_linattn.yaml" in files and ".123.config.json" not in files
     (tmp_path / "model" / "README.md").write_text("mine")
     client(hub, tmp_path / "a", "-m", "hf_linattn", "push", tmp_path / "model", "me/model")
     assert hub.repositories["me/model"].files["README.md"] == b"mine", "a card that a person wrote stays"

@@ -12,7 +12,6 @@ from .schema import (
     Stage,
     Training,
     collect_provenance,
-    write_whole,
 )
 from .tables import four_model_table, save_report, stage_table, to_markdown
 
@@ -34,5 +33,4 @@ __all__ = [
     "save_report",
     "stage_table",
     "to_markdown",
-    "write_whole",
 ]

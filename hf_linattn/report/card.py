@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
+from huggingface_hub.utils import yaml_dump
 
+from ..files import write_text
 from ..mechanisms import MECHANISMS
-from .schema import Report, write_whole
+from .schema import Report
 from .tables import to_markdown
 
 CARD_FILE = "README.md"
+EVAL_RESULTS_FILE = ".eval_results/hf_linattn.yaml"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 LOADERS = {
     "text-generation": "AutoModelForCausalLM",
@@ -54,9 +56,11 @@ def model_card(report: Report, name: str = "path/or/name") -> ModelCard:
 
 
 def save_card(report: Report, directory: str | os.PathLike[str], name: str = "path/or/name") -> Path:
-    """Write the card into a directory, whole or not at all; return its path."""
-    content = str(model_card(report, name))
-    return write_whole(Path(directory) / CARD_FILE, lambda path: path.write_text(content, encoding="utf-8"))
+    """Write the card into a directory, and the scores for the Hub's table of the data set; return the card's path."""
+    entries = eval_result_entries(report)
+    if entries:
+        write_text(Path(directory) / EVAL_RESULTS_FILE, yaml_dump(eval_result_entries_to_yaml(entries)))
+    return write_text(Path(directory) / CARD_FILE, str(model_card(report, name)))
 
 
 def task_of_report(report: Report) -> str:
@@ -72,15 +76,29 @@ def base_model(report: Report) -> str | None:
     return name if HUB_ID.fullmatch(name) and not Path(name).exists() else None
 
 
+def scores_of(report: Report) -> dict[str, float]:
+    """Return what the recovered model scores on the test split."""
+    accuracy = {} if report.accuracy is None else {"accuracy": report.accuracy.recovered}
+    return {"perplexity": report.perplexity.recovered, **accuracy}
+
+
 def eval_results(report: Report, task: str) -> list[EvalResult]:
-    """Return what the recovered model scores, for the `model-index`."""
-    scores: dict[str, Any] = {"perplexity": report.perplexity.recovered}
-    if report.accuracy is not None:
-        scores["accuracy"] = report.accuracy.recovered
+    """Return the scores for the `model-index`."""
     return [
         EvalResult(
-            task_type=task, dataset_type="text", dataset_name=report.data, dataset_split="test", metric_type=metric,
-            metric_value=value, metric_name=f"test {metric}",
+            task_type=task, dataset_type=report.dataset_name or "text", dataset_name=report.data,
+            dataset_config=report.dataset_config_name, dataset_split="test", metric_type=metric, metric_value=value,
+            metric_name=f"test {metric}",
         )
-        for metric, value in scores.items()
+        for metric, value in scores_of(report).items()
     ]  # fmt: skip
+
+
+def eval_result_entries(report: Report) -> list[EvalResultEntry]:
+    """Return the scores as the Hub collects them by data set; none where the data set is not one of the Hub's."""
+    if report.dataset_name is None:
+        return []
+    how = f"{report.dataset_config_name or 'default'}, test split, {report.evaluation.max_length} tokens at a time"
+    return [
+        EvalResultEntry(report.dataset_name, metric, value, notes=how) for metric, value in scores_of(report).items()
+    ]

@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ..evaluation import Spread
-from .schema import Report, write_whole
+from ..files import write_whole
+from .schema import Report
 
 PLOTS = {"perplexity": "perplexity.png", "time": "time.png", "state": "state.png", "layers": "layers.png"}
 DPI = 150

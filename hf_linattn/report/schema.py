@@ -29,6 +29,7 @@ import hf_linattn
 from ..config import require
 from ..errors import CheckpointError, did_you_mean
 from ..evaluation import Fidelity, MemoryRow, SpeedRow, crossover_length
+from ..files import write_text
 
 FORMAT_VERSION = 1
 REPORT_FILE = "report.json"
@@ -157,6 +158,7 @@ class Report:
         mechanism: name of the mechanism, or names joined by "+" for a mixed plan.
         options: its options as they were given.
         data: the data set, or the files, that it was trained and tested on.
+        dataset_name, dataset_config_name: the names of the data set and its configuration on the Hub; None for files.
         accuracy: of classifiers, whose perplexity is that of the right class; None for language models.
         stages: the way from converted to recovered.
         sensitivity: KL of the predictions, in nats per token, when one layer alone is converted, layer by layer; empty
@@ -173,6 +175,8 @@ class Report:
     training: Training
     provenance: Provenance
     options: dict[str, Any] = field(default_factory=dict)
+    dataset_name: str | None = None
+    dataset_config_name: str | None = None
     accuracy: Accuracies | None = None
     stages: tuple[Stage, ...] = ()
     sensitivity: tuple[float, ...] = ()
@@ -226,7 +230,7 @@ class Report:
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Write `report.json` into a directory, which is made if needed; whole or not at all. Return its path."""
         text = self.to_json()
-        return write_whole(Path(directory) / REPORT_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+        return write_text(Path(directory) / REPORT_FILE, text)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Report:
@@ -262,18 +266,6 @@ def collect_provenance(
         command=command,
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     )
-
-
-def write_whole(path: Path, write: Callable[[Path], Any]) -> Path:
-    """Let `write` fill a temporary file beside `path`, then put it in its place: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
 
 
 def _device_name(device: torch.device) -> str:

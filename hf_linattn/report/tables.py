@@ -11,8 +11,9 @@ from pathlib import Path
 from rich.table import Table
 
 from ..evaluation import Fidelity, SpeedRow, Spread
+from ..files import write_text
 from .plots import PLOTS, save_plots
-from .schema import Report, write_whole
+from .schema import Report
 
 MARKDOWN_FILE = "report.md"
 STAGE_HEADS = ["stage", "training tokens", "seconds", "validation perplexity"]
@@ -76,7 +77,7 @@ def save_report(report: Report, directory: str | os.PathLike[str]) -> list[Path]
     markdown = to_markdown(report)
     return [
         report.save(directory),
-        write_whole(Path(directory) / MARKDOWN_FILE, lambda path: path.write_text(markdown, encoding="utf-8")),
+        write_text(Path(directory) / MARKDOWN_FILE, markdown),
         *save_plots(report, directory),
     ]
 

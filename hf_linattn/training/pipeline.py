@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from hf_linattn import calibrate, choose_layers, get_patch_config, layer_sensitivity, unpatch_model
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation import measure_memory, measure_speed
+from hf_linattn.files import write_whole
 from hf_linattn.report import (
     Accuracies,
     Evaluation,
@@ -31,7 +32,6 @@ from hf_linattn.report import (
     save_card,
     save_report,
     stage_table,
-    write_whole,
 )
 from hf_linattn.training.arguments import AUTO, Arguments, parse_arguments, tokens_per_step
 from hf_linattn.training.finetuning import fine_tune, recover
@@ -226,6 +226,8 @@ def build_report(
         mechanism="+".join(sorted(mechanisms)),
         options=(model_options.mechanism_options or {}) | layers,  # type: ignore[operator]  # a dict by now
         data=", ".join(filter(None, sources)) or "documentation of Python's standard library",
+        dataset_name=data_options.dataset_name,
+        dataset_config_name=data_options.dataset_config_name,
         perplexity=Perplexities(**{name: score["perplexity"] for name, score in scores.items()}),
         accuracy=Accuracies(**{name: score["accuracy"] for name, score in scores.items()}) if classified else None,
         evaluation=Evaluation(

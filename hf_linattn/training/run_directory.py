@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_linattn.errors import CheckpointError, OptionError
+from hf_linattn.files import write_text
 from hf_linattn.training.finetuning_arguments import FinetuningArguments
 
 logger = logging.getLogger(__name__)
@@ -68,11 +68,7 @@ class RunDirectory:
         """Write the result of a stage, whole or not at all, from the main process only."""
         if not self.training.should_save:
             return
-        file = self._file(name)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, file)
+        write_text(self._file(name), json.dumps(result, indent=1) + "\n")
 
     def stage(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the result of a stage that one process computes while the others wait; recorded, so done once."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from huggingface_hub import ModelCard
+import yaml
+from huggingface_hub import ModelCard, parse_eval_result_entries
 
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.report import Accuracies, model_card, save_card
+from hf_linattn.report.card import EVAL_RESULTS_FILE
 from tests.report.test_tables import report
 
 __all__ = ["report"]
@@ -22,6 +24,7 @@ def test_the_card_on_disk_is_read_back_by_the_hubs_own_client(report, tmp_path):
     assert card.data.tags == ["hf_linattn", "hedgehog", "subquadratic-attention"]
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
     (result,) = card.data.eval_results
+    assert not (tmp_path / EVAL_RESULTS_FILE).exists(), "its data is no data set of the Hub"
     assert (result.metric_type, result.dataset_split) == ("perplexity", "test")
     assert result.metric_value == pytest.approx(report.perplexity.recovered)
     for part in (
@@ -29,6 +32,15 @@ def test_the_card_on_disk_is_read_back_by_the_hubs_own_client(report, tmp_path):
         report.provenance.command, f"{report.perplexity.control:,.2f}", "perplexity.png",
     ):  # fmt: skip
         assert part in card.text, part
+
+
+def test_the_scores_on_a_data_set_of_the_hub_are_collected_by_its_name(report, tmp_path):
+    report = replace(report, dataset_name="Salesforce/wikitext", dataset_config_name="wikitext-2-raw-v1")
+    result = ModelCard.load(save_card(report, tmp_path)).data.eval_results[0]
+    assert (result.dataset_type, result.dataset_config) == ("Salesforce/wikitext", "wikitext-2-raw-v1")
+    (entry,) = parse_eval_result_entries(yaml.safe_load((tmp_path / EVAL_RESULTS_FILE).read_text()))
+    assert (entry.dataset_id, entry.task_id) == ("Salesforce/wikitext", "perplexity")
+    assert entry.value == pytest.approx(report.perplexity.recovered) and "wikitext-2-raw-v1, test" in entry.notes
 
 
 def test_a_folder_is_no_base_model_and_a_classifier_has_its_accuracy(report, tmp_path):

@@ -1,0 +1,174 @@
+"""Checkpoints in processes of their own: with the library, with `trust_remote_code`, and without the library."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from transformers import PreTrainedModel, ViTImageProcessorPil, WhisperFeatureExtractor, pipeline
+
+from hf_linattn import get_mechanisms, patch_model
+from hf_linattn.support.tiny import tiny_config
+from tests.helpers import make_tokenizer
+from tests.models import fill, make_model
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a checkpoint is loaded and used: an Auto class, a task of `pipeline`, and what the pipeline is given."""
+
+    auto_class: str
+    task: str
+    given: str
+    processor: str = "tokenizer"
+
+
+TEXT = Kind("AutoModelForCausalLM", "text-generation", "w7 w31 w12 w54 w9")
+CHECKPOINTS = {
+    "bert": Kind("AutoModelForMaskedLM", "fill-mask", "w7 w31 [MASK] w54 w9"),
+    "gpt2": TEXT,
+    "llama": TEXT,
+    "qwen3": TEXT,
+    "gemma2": TEXT,
+    "vit": Kind("AutoModelForImageClassification", "image-classification", "picture.png", "image_processor"),
+    "whisper": Kind("AutoModelForAudioClassification", "audio-classification", "sound.f32", "feature_extractor"),
+}
+
+
+def make_vit() -> tuple[PreTrainedModel, Any]:
+    config = tiny_config(transformers.ViTConfig, num_labels=3)
+    processor = ViTImageProcessorPil(size={"height": config.image_size, "width": config.image_size})
+    return fill(transformers.ViTForImageClassification(config)), processor
+
+
+def make_whisper() -> tuple[PreTrainedModel, Any]:
+    """The encoder of Whisper with a classifier on it, and what makes it 50 places of a second of sound."""
+    config = tiny_config(transformers.WhisperConfig, num_labels=3, max_source_positions=50)
+    processor = WhisperFeatureExtractor(feature_size=config.num_mel_bins, chunk_length=1)
+    return fill(transformers.WhisperForAudioClassification(config)), processor
+
+
+# Loads every checkpoint and says what its pipeline answers, or what went wrong. What it is asked is all text, so that
+# the libraries named in argv[1] are all that is imported.
+PROGRAM = """
+import json, sys
+
+class Hidden:
+    def find_spec(self, name, *arguments):
+        if name == "hf_linattn":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+
+for name in sys.argv[1].split():
+    if name == "-":
+        sys.meta_path.insert(0, Hidden())  # as if the library were not installed
+    else:
+        __import__(name)
+import transformers
+torch = transformers.modeling_utils.torch
+options, checkpoints, answers = json.loads(sys.argv[2]), json.loads(sys.argv[3]), {}
+for name, (auto_class, task, given) in checkpoints.items():
+    answer = answers[name] = {}
+    try:
+        model = getattr(transformers, auto_class).from_pretrained(name, **options)
+        inputs, expected = torch.load(f"{name}/logits.pt")
+        with torch.no_grad():
+            answer["equal"] = torch.equal(model(**inputs).logits, expected)
+        if given.endswith(".f32"):
+            given = torch.frombuffer(bytearray(open(given, "rb").read()), dtype=torch.float32).numpy()
+        answer["pipeline"] = transformers.pipeline(task, name, **options)(given)
+    except Exception as error:
+        answer["error"] = f"{type(error).__name__}: {error}"
+print("\\n" + json.dumps(answers))  # transformers may have asked something
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Every checkpoint, with what it computes in `logits.pt` and what its pipeline answers in `answer.json`."""
+    folder, random = tmp_path_factory.mktemp("checkpoints"), np.random.default_rng(0)
+    Image.fromarray(random.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(folder / "picture.png")
+    sound = np.sin(np.arange(16000) / 20).astype(np.float32)
+    sound.tofile(folder / "sound.f32")
+    for name, kind in CHECKPOINTS.items():
+        special = {"vit": make_vit, "whisper": make_whisper}
+        model, processor = special[name]() if name in special else (make_model(name), make_tokenizer())
+        if model.can_generate():
+            model.generation_config.update(max_new_tokens=8, do_sample=False)
+        patch_model(model, "hedgehog").save_pretrained(folder / name)
+        processor.save_pretrained(folder / name)
+        given = {"picture.png": Image.open(folder / "picture.png"), "sound.f32": sound}.get(kind.given, kind.given)
+        sampling = {"sampling_rate": 16000} if kind.given == "sound.f32" else {}
+        inputs = processor(given, return_tensors="pt", **sampling)
+        inputs.pop("token_type_ids", None)
+        with torch.no_grad():
+            torch.save((dict(inputs), model(**inputs).logits), folder / name / "logits.pt")
+        answer = pipeline(kind.task, model, **{kind.processor: processor})(given)
+        (folder / name / "answer.json").write_text(json.dumps(answer))
+        assert all(mechanism.calls for mechanism in get_mechanisms(model).values()), name
+    return folder
+
+
+def run(folder: Path, modules: str, **options: Any) -> dict[str, dict[str, Any]]:
+    """Return what a process answers that imports these modules; after `-` the library is not to be found."""
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), "OMP_NUM_THREADS": "1",
+        "HF_MODULES_CACHE": str(folder / "modules"),
+    }  # fmt: skip
+    checkpoints = {name: (kind.auto_class, kind.task, kind.given) for name, kind in CHECKPOINTS.items()}
+    command = [sys.executable, "-c", PROGRAM, modules, json.dumps(options), json.dumps(checkpoints)]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, input="")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("modules", "options"), [("transformers hf_linattn", {}), ("transformers", {"trust_remote_code": True})]
+)
+def test_every_checkpoint_computes_and_answers_bit_for_bit_elsewhere(folder, modules, options):
+    answers = run(folder, modules, **options)
+    for name, answer in answers.items():
+        assert answer == {"equal": True, "pipeline": json.loads((folder / name / "answer.json").read_text())}, name
+    assert len(answers) == len(CHECKPOINTS)
+
+
+def test_trusted_code_says_what_to_install(folder):
+    for name, answer in run(folder, "- transformers", trust_remote_code=True).items():
+        assert "pip install hf_linattn" in answer["error"], name
+
+
+def test_without_the_library_nothing_runs(folder):
+    """transformers asks for the trust by which it says what to install."""
+    for name, answer in run(folder, "- transformers").items():
+        assert list(answer) == ["error"] and "trust_remote_code=True" in answer["error"], name
+
+
+def test_a_model_class_by_itself_does_not_run_softmax(folder):
+    """The class would find sizes of its own and load the weights."""
+    program = """
+import sys, transformers
+for name in sys.argv[1:]:
+    class_name, folder = name.split("=")
+    try:
+        getattr(transformers, class_name).from_pretrained(folder)
+        print("loaded")
+    except Exception as error:
+        print(str(error).replace("\\n", " "))
+"""
+    configs = {name: json.loads((folder / name / "config.json").read_text()) for name in CHECKPOINTS}
+    classes = [f"{config['architectures'][0]}={name}" for name, config in configs.items()]
+    command = [sys.executable, "-c", program, *classes]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    answers = done.stdout.splitlines()
+    assert len(answers) == len(CHECKPOINTS) and all("hf_linattn" in answer for answer in answers), answers
