@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from hf_linattn.feature_maps import FEATURE_MAPS
 from hf_linattn.mechanisms import MECHANISMS
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there before the first test to itself: every `Trainer.train` would search it for garbage."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .architecture import root_model
-from .config import is_integer, require
+from .config import require_count
 from .errors import OptionError
 from .mechanisms import Mechanism
 from .observation import AttentionCall, observed
@@ -56,7 +56,7 @@ def calibrate(
     >>> list(errors)
     ['transformer.h.0.attn']
     """
-    require("steps", steps, is_integer(steps), "an integer >= 1")
+    require_count("steps", steps)
     mechanisms = get_mechanisms(model)
     owned = own_parameters(mechanisms)
     fits = {path: _Fit(mechanisms[path], parameters, steps) for path, parameters in owned.items()}

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from .errors import CheckpointError, OptionError, did_you_mean
+from .errors import CheckpointError, OptionError, UnknownNameError, did_you_mean
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+LARGEST_COUNT = 2**24  # no option needs more; a checkpoint cannot ask for any amount of memory
 
 LayerSpec = str | int | Iterable[int] | None
 
@@ -40,6 +44,11 @@ class MechanismConfig:
                 raise OptionError(f"mechanism {cls.mechanism!r} has no option {name!r}{did_you_mean(name, known)}")
         return cls(**options)
 
+    def require_counts(self, *names: str, least: int = 1) -> None:
+        """Raise `OptionError` unless the named options are integers of at least `least`."""
+        for name in names:
+            require_count(name, getattr(self, name), least)
+
     def to_options(self) -> dict[str, Any]:
         """Return the options as JSON-able data, the inverse of `from_options`."""
         return dataclasses.asdict(self)
@@ -49,6 +58,21 @@ def require(name: str, value: object, valid: bool, expected: str) -> None:
     """Raise `OptionError` unless `valid`, in the one wording used for every option."""
     if not valid:
         raise OptionError(f"{name} must be {expected}, got {value!r}")
+
+
+def require_count(name: str, value: Any, least: int = 1, optional: bool = False) -> None:
+    """Raise `OptionError` unless an option is an integer from `least` to `LARGEST_COUNT`, or None if optional."""
+    if optional and value is None:
+        return
+    either = "None or " if optional else ""
+    require(name, value, is_integer(value, least), f"{either}an integer >= {least}")
+    require(name, value, value <= LARGEST_COUNT, f"{either}at most {LARGEST_COUNT:,}")
+
+
+def require_known(kind: str, name: object, known: Iterable[str]) -> None:
+    """Raise `UnknownNameError`, with the nearest names, unless a name is one of those known."""
+    if name not in list(known):  # a list compares with anything, a dict hashes
+        raise UnknownNameError(kind, name, known)
 
 
 def json_object(name: str, value: Mapping[str, Any] | str) -> dict[str, Any]:
@@ -96,7 +120,11 @@ class PatchConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PatchConfig:
-        """Read the JSON form. A newer format or a malformed field raises `CheckpointError` naming it."""
+        """Read the JSON form. A newer format or a malformed field raises `CheckpointError` naming it.
+
+        Fields that a newer version added to this format are left out with a warning; options are not, as they decide
+        what is computed.
+        """
         version = _read(data, "format_version", int)
         if not 1 <= version <= FORMAT_VERSION:
             raise CheckpointError(
@@ -105,9 +133,11 @@ class PatchConfig:
             )
         num_layers = _read(data, "num_layers", int)
         layers: dict[int, MechanismConfig] = {}
+        _warn_of_unknown(data, ("format_version", "num_layers", "groups"))
         for number, group in enumerate(_read(data, "groups", list)):
             place = f"groups[{number}]."
             config = make_config(_read(group, "mechanism", str, place), _read(group, "options", dict, place))
+            _warn_of_unknown(group, ("mechanism", "options", "layers"), place)
             for index in parse_layers(_read(group, "layers", list, place), num_layers):
                 if index in layers:
                     raise CheckpointError(f"hf_linattn.{place}layers names layer {index} again; save the model anew")
@@ -157,6 +187,12 @@ def _read(data: object, name: str, kind: type[T], place: str = "") -> T:
             " save the model again"
         )
     return value
+
+
+def _warn_of_unknown(data: Mapping[str, Any], known: Collection[str], place: str = "") -> None:
+    for name in data:
+        if name not in known:
+            logger.warning("config.json has hf_linattn.%s%s, which this version does not know: left out", place, name)
 
 
 def parse_layers(spec: LayerSpec, num_layers: int) -> list[int]:

@@ -3,13 +3,12 @@
 In memory a patched model's config is a subclass of the original one that differs in how it is written to disk:
 
     {"model_type": "hf_linattn", "base_model_type": "llama", "base_config": {... the rest of the original config ...},
-     "hf_linattn": {... PatchConfig ...}, "dtype": "... how to load it ...", "auto_map": {... see below ...}}
+     "hf_linattn": {... PatchConfig ...}, "vocab_size": "... how to load it ...", "auto_map": {... see below ...}}
 
 Whatever loads the checkpoint without this library must fail loudly instead of running softmax. The Auto classes find
 a model type that they do not know and code to be trusted. A class such as LlamaForCausalLM would take its sizes from
 a nested config of its own type, which is why that type stands outside, or fall back on its default sizes, which may
-well be the right ones, and therefore meets a dtype that is none, and, where it has one, a vocabulary size that is no
-number, which it reads first and quotes in full.
+well be the right ones, and therefore meets a size of its own, such as that of the vocabulary, which is no number.
 
 Beside the config lies a module of a few lines, named in `auto_map`, which does what `import hf_linattn` does wherever
 a model is loaded by its name with `trust_remote_code=True`.
@@ -19,17 +18,21 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from .architecture import self_attention_modules
 from .config import PatchConfig
 from .errors import CheckpointError
 from .files import write_text
@@ -68,10 +71,10 @@ class LinearizedConfigMixin:
         outer = {
             "model_type": MODEL_TYPE,
             "base_model_type": base.pop("model_type"),
-            "dtype": HOW_TO_LOAD,
-            "vocab_size": HOW_TO_LOAD,
+            size_field(self): HOW_TO_LOAD,
             "auto_map": {"AutoConfig": f"{SHIM}.{HfLinattnConfig.__name__}"},
             "architectures": base.get("architectures"),
+            "dtype": base.get("dtype"),
             MODEL_TYPE: base.pop(MODEL_TYPE),
             "base_config": base,
             "transformers_version": base.pop("transformers_version", None),
@@ -79,6 +82,18 @@ class LinearizedConfigMixin:
         path = Path(json_file_path)
         write_text(path.with_name(f"{SHIM}.py"), SHIM_CODE)
         write_text(path, json.dumps(outer, indent=2, sort_keys=True) + "\n")
+
+
+def size_field(config: Any) -> str:
+    """Return a field that the class of a config, marked or not, checks to be a number: its vocabulary's, or another.
+
+    Only fields that a class declares itself are checked. Where none is a number there are configs inside it, one of
+    which is named.
+    """
+    base: Any = type(config).__mro__[2] if isinstance(config, LinearizedConfigMixin) else type(config)
+    values = config.to_dict()
+    sizes = [name for name in inspect.get_annotations(base) if type(values.get(name)) is int]
+    return "vocab_size" if "vocab_size" in sizes else next(iter([*sizes, *base.sub_configs]), "vocab_size")
 
 
 class HfLinattnConfig(PreTrainedConfig):
@@ -172,17 +187,75 @@ def load_checkpoint(name_or_path: str, **options: Any) -> PreTrainedModel:
 def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
     """Return a class that builds `base` and patches it as its config says; the result is an instance of `base`."""
 
-    def initialise(self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
-        from .patching import patch_model  # here, since patching marks configs with this module
+    class Linearized(base):  # type: ignore[misc, valid-type]
+        def __init__(self, config: Any, *args: Any, **kwargs: Any):
+            from .patching import patch_model  # here, since patching marks configs with this module
 
-        patch = PatchConfig.from_dict(config.hf_linattn)
-        config = copy.deepcopy(config)  # the caller's may serve for another model
-        unmark_config(config)
-        base.__init__(self, config, *args, **kwargs)
-        self.__class__ = base  # a loaded model and one patched in memory are the same thing
-        patch_model(self, patch)
+            patch = PatchConfig.from_dict(config.hf_linattn)
+            config = copy.deepcopy(config)  # the caller's may serve for another model
+            unmark_config(config)
+            base.__init__(self, config, *args, **kwargs)
+            self.__class__ = base  # a loaded model and one patched in memory are the same thing
+            patch_model(self, patch)
 
-    return type(base.__name__, (base,), {"__init__": initialise, "config_class": config_class, "__module__": __name__})
+        @classmethod
+        def from_pretrained(
+            cls, name: Any, *args: Any, ignore_mismatched_sizes: bool = False, output_loading_info: bool = False,
+            **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            """Load the weights, all of them or none: transformers starts what is missing at random, with a warning."""
+            try:
+                model, info = super().from_pretrained(
+                    name, *args, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs
+                )
+            except (SafetensorError, json.JSONDecodeError) as error:
+                raise CheckpointError(f"{damaged_file(name)} is damaged ({error}); fetch or save it again") from error
+            check_loaded(model, info, name, ignore_mismatched_sizes)
+            return (model, info) if output_loading_info else model
+
+    Linearized.__name__ = Linearized.__qualname__ = base.__name__  # by which transformers knows a class
+    Linearized.config_class = config_class
+    return Linearized
+
+
+def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], name: Any, ignore_mismatched_sizes: bool) -> None:
+    """Raise `CheckpointError` if tensors have another shape, or are missing.
+
+    A model that was saved as another class, say without this one's head, lacks what that class does not have; its
+    attention has to be there.
+    """
+    for tensor, found, expected in () if ignore_mismatched_sizes else sorted(info["mismatched_keys"]):
+        raise CheckpointError(
+            f"the weights in {str(name)!r} have {tensor!r} of shape {list(found)}, config.json asks for"
+            f" {list(expected)}; they belong to another model, or pass ignore_mismatched_sizes=True to start it anew"
+        )
+    attention = tuple(f"{path}." for path in self_attention_modules(model))
+    whole = type(model).__name__ in (model.config.architectures or ())
+    missing = sorted(tensor for tensor in info["missing_keys"] if whole or tensor.startswith(attention))
+    if missing:
+        raise CheckpointError(
+            f"the weights in {str(name)!r} have no {missing[0]!r} and lack {len(missing)} tensors in all; they are"
+            " damaged or belong to another model: save it again"
+        )
+
+
+def damaged_file(name: Any) -> str:
+    """Return the first file of the weights of a checkpoint that cannot be read."""
+    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    files = [SAFE_WEIGHTS_NAME]
+    if index is not None:
+        try:
+            files = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError):
+            return repr(index)
+    for file in files:
+        path = cached_file(name, file)
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError:
+            return repr(path)
+    return f"one of the files {files} of {str(name)!r}"
 
 
 AutoConfig.register(MODEL_TYPE, HfLinattnConfig, exist_ok=True)

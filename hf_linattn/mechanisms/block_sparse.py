@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..config import MechanismConfig, is_integer, require
+from ..config import MechanismConfig
 from ..ops import naive
 from ..ops.block_sparse import KeptKeys, block_sparse_attention, continued_attention, keep_keys
 from .base import SequenceMechanism
@@ -24,13 +24,6 @@ class BlockSparseConfig(MechanismConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_counts("block_size")
-
-    def require_counts(self, *names: str, least: int = 1) -> None:
-        """Raise `OptionError` unless the named options are integers of at least `least`."""
-        for name in names:
-            value = getattr(self, name)
-            valid = is_integer(value, least)
-            require(name, value, valid, f"an integer >= {least}")
 
 
 class BlockSparseMechanism(SequenceMechanism):

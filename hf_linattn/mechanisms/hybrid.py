@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import MechanismConfig, is_integer, make_config, require
+from ..config import MechanismConfig, make_config, require
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import naive
 from ..ops.exponential import LOWEST
@@ -44,10 +44,8 @@ class HybridConfig(MechanismConfig):
         require("linear", self.linear, self.linear in linear, f"one of {', '.join(linear)}")
         options = self.linear_options
         require("linear_options", options, options is None or isinstance(options, dict), "None or a dict of options")
-        for name, least in (("window_size", 1), ("num_sinks", 0)):
-            value = getattr(self, name)
-            valid = is_integer(value, least)
-            require(name, value, valid, f"an integer >= {least}")
+        self.require_counts("window_size")
+        self.require_counts("num_sinks", least=0)
         scale = self.window_scale
         require("window_scale", scale, scale in ("exact", "maximum"), "'exact' or 'maximum'")
         self.linear_config()

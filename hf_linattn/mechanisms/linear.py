@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..config import MechanismConfig, is_integer, require
+from ..config import MechanismConfig, require, require_count
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import naive
 from ..ops.causal_linear import LinearState, causal_linear_attention, linear_attention
@@ -49,9 +49,9 @@ class FeatureMapConfig(KernelConfig):
             return
         fixed = f"None, since the width of feature map {self.feature_map!r} is fixed"
         require("feature_dim", count, kind.width is not None, fixed)
-        several = f"None or a positive multiple of {kind.copies}, as feature map {self.feature_map!r} makes pairs"
-        expected = "None or an integer >= 1" if kind.copies == 1 else several
-        require("feature_dim", count, is_integer(count) and count % kind.copies == 0, expected)
+        require_count("feature_dim", count, optional=True)
+        several = f"None or a multiple of {kind.copies}, as feature map {self.feature_map!r} makes pairs"
+        require("feature_dim", count, count % kind.copies == 0, several)
 
 
 @dataclass

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..config import MechanismConfig, is_integer, require
-from ..errors import UnknownNameError
+from ..config import MechanismConfig, require, require_known
 from ..ops import naive
 from ..ops.bounded_memory import MemoryState, bounded_memory_attention, segment_size
 from ..ops.segments import segment_sums, slot_attention
@@ -36,13 +35,10 @@ class LinformerConfig(MechanismConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("num_slots", self.num_slots, is_integer(self.num_slots), "an integer >= 1")
-        columns = self.positions_per_slot
-        require("positions_per_slot", columns, is_integer(columns), "an integer >= 1")
+        self.require_counts("num_slots", "positions_per_slot", "block_size")
         size = self.block_size
-        require("block_size", size, is_integer(size) and size & (size - 1) == 0, "a power of two")
-        if self.sharing not in SHARING:
-            raise UnknownNameError("sharing", self.sharing, SHARING)
+        require("block_size", size, size & (size - 1) == 0, "a power of two")
+        require_known("sharing", self.sharing, SHARING)
 
 
 @register_mechanism("linformer")

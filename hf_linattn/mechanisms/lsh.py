@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import MechanismConfig, is_integer, require
+from ..config import MechanismConfig, require
 from ..ops import naive
 from ..ops.exponential import LOWEST
 from ..ops.lsh import Lists, find_runs, hash_buckets, pick, run_attention, sort_keys
@@ -32,10 +32,7 @@ class LshConfig(MechanismConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_rounds", "bucket_size", "num_buckets"):
-            value = getattr(self, name)
-            whole = is_integer(value)
-            require(name, value, whole, "an integer >= 1")
+        self.require_counts("num_rounds", "bucket_size", "num_buckets")
         count = self.num_buckets
         require("num_buckets", count, count == 1 or count % 2 == 0, "1 or even")
 

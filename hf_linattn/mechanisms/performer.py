@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..config import is_integer, require
-from ..errors import UnknownNameError
+from ..config import require_count, require_known
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from .base import AttentionLayer, ExactnessLimit, register_mechanism
 from .linear import KernelConfig, LinearMechanism
@@ -28,12 +27,9 @@ class PerformerConfig(KernelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("num_features", self.num_features, is_integer(self.num_features), "an integer >= 1")
-        interval = self.redraw_interval
-        valid = interval is None or is_integer(interval)
-        require("redraw_interval", interval, valid, "None or an integer >= 1")
-        if self.kernel not in KERNELS:
-            raise UnknownNameError("kernel", self.kernel, KERNELS)
+        self.require_counts("num_features")
+        require_count("redraw_interval", self.redraw_interval, optional=True)
+        require_known("kernel", self.kernel, KERNELS)
 
 
 @register_mechanism("performer")

@@ -338,7 +338,7 @@ def check_cost(case: Case) -> None:
 
 @invariant("12 checkpointing and compile")
 def check_transforms(case: Case) -> None:
-    """Gradient checkpointing and compiled attention modules give the same outputs and gradients."""
+    """Gradient checkpointing and a compiled attention module give the same outputs and gradients."""
     tokens = random_tokens(2, 70)
 
     def gradients(model: torch.nn.Module) -> tuple[Tensor, list[Tensor]]:
@@ -358,8 +358,8 @@ def check_transforms(case: Case) -> None:
             expect_close(a, b, "gradient with gradient checkpointing")
     model = case.model()
     torch.compiler.reset()
-    for attention in self_attention_modules(model).values():
-        attention.compile(backend="aot_eager")
+    *_, last = self_attention_modules(model).values()  # one: the others run the same code
+    last.compile(backend="aot_eager")
     got, got_grads = gradients(model)
     expect_close(got, want, "logits of the compiled model")
     for a, b in zip(got_grads, want_grads, strict=True):

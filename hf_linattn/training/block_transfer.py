@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_linattn import get_mechanisms
 from hf_linattn.architecture import layer_stacks, root_model
 from hf_linattn.calibration import squared_errors
-from hf_linattn.config import is_integer, require
+from hf_linattn.config import require_count
 from hf_linattn.mechanisms import Mechanism
 from hf_linattn.mechanisms.softmax import SoftmaxMechanism
 from hf_linattn.observation import observed, unobserved
@@ -44,7 +44,7 @@ class BlockTransfer(Transfer):
 
     def __init__(self, model: nn.Module, block_layers: int = 4):
         super().__init__(model)
-        require("block_layers", block_layers, is_integer(block_layers), "an integer >= 1")
+        require_count("block_layers", block_layers)
         root, mechanisms = root_model(model), get_mechanisms(model)
         self._blocks: list[tuple[list[nn.Module], list[Mechanism]]] = []
         for stack in layer_stacks(root, mechanisms):

@@ -1,0 +1,246 @@
+"""Damaged, foreign, hostile and random checkpoints: each loads and works, or names the file and the field."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from hf_linattn import CheckpointError, HfLinattnError, PatchConfig, PatchError, get_mechanisms, patch_model
+from hf_linattn.mechanisms import MECHANISMS
+from tests.helpers import logits_of, make_patched, make_tokens
+from tests.models import make_model
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+QUERY, FIRST_MAP = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.self_attn.hf_linattn.key_map.weight"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    make_patched("llama", "hedgehog").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def load(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+# -- the config -------------------------------------------------------------------------------------------------------
+
+DAMAGES = [
+    (lambda d: d["hf_linattn"].update(format_version=2), CheckpointError, "format_version 2 .*newer"),
+    (lambda d: d["hf_linattn"].pop("groups"), CheckpointError, "groups"),
+    (lambda d: d["hf_linattn"].update(num_layers=5), PatchError, "for 5 attention layers, the model has 2"),
+    (lambda d: d["hf_linattn"]["groups"][0].update(mechanism="hedgehg"), HfLinattnError, "did you mean hedgehog"),
+    (lambda d: d["hf_linattn"]["groups"][0]["options"].update(x=1), HfLinattnError, "no option 'x'"),
+    (lambda d: d.pop("hf_linattn"), CheckpointError, "no field 'hf_linattn'"),
+    (lambda d: d.pop("base_config"), CheckpointError, "no field 'base_config'"),
+    (lambda d: d.pop("base_model_type"), CheckpointError, "base_model_type None"),
+    (lambda d: d.update(base_model_type="hf_linattn"), CheckpointError, "base_model_type 'hf_linattn'"),
+    (lambda d: d.update(base_model_type="lama"), CheckpointError, "base_model_type 'lama'"),
+]
+
+
+def change_config(folder: Path, change) -> None:
+    data = json.loads((folder / CONFIG).read_text())
+    change(data)
+    (folder / CONFIG).write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(("change", "error", "message"), DAMAGES)
+def test_a_damaged_config_names_the_field(folder, change, error, message):
+    change_config(folder, change)
+    with pytest.raises(error, match=message):
+        load(folder)
+
+
+def test_fields_of_a_newer_version_are_left_out_with_a_warning(folder, caplog):
+    def add(data):
+        data["hf_linattn"]["made_by"] = "a newer version"
+        data["hf_linattn"]["groups"][0]["note"] = 1
+
+    expected = logits_of(load(folder), make_tokens(2, 9))
+    change_config(folder, add)
+    with caplog.at_level("WARNING", "hf_linattn"):
+        loaded = load(folder)
+    assert torch.equal(logits_of(loaded, make_tokens(2, 9)), expected)
+    assert "hf_linattn.made_by" in caplog.text and "hf_linattn.groups[0].note" in caplog.text
+
+
+def test_a_config_cut_short_is_named(folder):
+    (folder / CONFIG).write_text((folder / CONFIG).read_text()[:150])
+    with pytest.raises(OSError, match=f"{folder / CONFIG}' is not a valid JSON"):
+        load(folder)
+
+
+# -- the weights ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [0, 20, 5000])
+def test_weights_cut_short_are_named(folder, kept):
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=f"{folder / WEIGHTS}' is damaged"):
+        load(folder)
+
+
+def test_a_shard_cut_short_or_gone_is_named(folder):
+    (folder / WEIGHTS).unlink()
+    make_patched("llama", "hedgehog").save_pretrained(folder, max_shard_size="30KB")
+    shard = sorted(folder.glob("model-*-of-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match=f"{shard}' is damaged"):
+        load(folder)
+    shard.unlink()
+    with pytest.raises(OSError, match=str(shard)):
+        load(folder)
+    (folder / INDEX).write_text((folder / INDEX).read_text()[:50])
+    with pytest.raises(CheckpointError, match=f"{folder / INDEX}' is damaged"):
+        load(folder)
+
+
+def test_a_renamed_file_is_missed(folder):
+    (folder / WEIGHTS).rename(folder / "other.safetensors")
+    with pytest.raises(OSError, match=f"no file named {WEIGHTS}.* {folder}"):
+        load(folder)
+
+
+def rename_maps(tensors):
+    for name in [name for name in tensors if ".hf_linattn." in name]:
+        tensors[name.replace("map", "mapp")] = tensors.pop(name)
+
+
+CHANGES = [
+    (rename_maps, f"no '{FIRST_MAP}' and lack 4 tensors"),
+    (lambda tensors: tensors.pop(QUERY), f"no '{QUERY}' and lack 1 tensors"),
+    (lambda tensors: tensors.update({QUERY: torch.zeros(3, 3)}), rf"'{QUERY}' of shape \[3, 3\].* \[32, 32\]"),
+    (lambda tensors: tensors.update({FIRST_MAP: torch.zeros(7)}), rf"'{FIRST_MAP}' of shape \[7\].* \[2, 8, 16\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+def test_tensors_that_are_missing_renamed_or_of_another_shape_are_named(folder, change, message):
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+def test_weights_of_another_model_are_refused(folder, tmp_path):
+    make_model("gpt2").save_pretrained(tmp_path / "gpt2")
+    (folder / WEIGHTS).write_bytes((tmp_path / "gpt2" / WEIGHTS).read_bytes())
+    for auto_class in (AutoModelForCausalLM, AutoModelForSequenceClassification):
+        with pytest.raises(CheckpointError, match=r"have no '.*' and lack \d+ tensors"):
+            auto_class.from_pretrained(folder)
+
+
+def test_a_head_of_another_size_starts_anew_where_it_is_said_so(tmp_path):
+    make_patched("bert", head="ForSequenceClassification", num_labels=3).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"'classifier.bias' of shape \[3\], config.json asks for \[5\]"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
+    loaded, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, num_labels=5, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    assert logits_of(loaded, make_tokens(1, 5)).shape == (1, 5) and len(info["mismatched_keys"]) == 2
+
+
+# -- hostile configs --------------------------------------------------------------------------------------------------
+
+EVIL = "open({marker!r}, 'w').write('ran')\nclass Evil:\n    pass\n"
+
+
+@pytest.mark.parametrize("name", ["evil", "evil.Evil", "evil:Evil", "os.system", "__import__('evil')", "../evil.py"])
+def test_nothing_in_a_checkpoint_is_imported_or_run(folder, tmp_path, monkeypatch, name):
+    marker = tmp_path / "ran"
+    (folder / "evil.py").write_text(EVIL.format(marker=str(marker)))
+    monkeypatch.syspath_prepend(folder)  # even if it could be found
+    hostile = [
+        lambda d: d["hf_linattn"]["groups"][0].update(mechanism=name),
+        lambda d: d["hf_linattn"]["groups"][0].update(mechanism="linear", options={"feature_map": name}),
+        lambda d: d["hf_linattn"]["groups"][0].update(mechanism="hybrid", options={"linear": name}),
+        lambda d: d["hf_linattn"]["groups"][0].update(mechanism="performer", options={"kernel": name}),
+        lambda d: d["hf_linattn"]["groups"][0].update(options={"__class__": name}),
+        lambda d: d.update(base_model_type=name),
+    ]
+    written = (folder / CONFIG).read_text()
+    for change in hostile:
+        (folder / CONFIG).write_text(written)
+        change_config(folder, change)
+        with pytest.raises(HfLinattnError):
+            load(folder)
+    (folder / CONFIG).write_text(written)
+    change_config(folder, lambda d: d["base_config"].update(auto_map={"AutoModelForCausalLM": name}))
+    change_config(folder, lambda d: d.update(auto_map={"AutoConfig": name, "AutoModelForCausalLM": name}))
+    assert len(get_mechanisms(load(folder))) == 2  # what we registered comes before code that nobody trusted
+    assert not marker.exists()
+
+
+# -- random configs ---------------------------------------------------------------------------------------------------
+
+NUMBERS = st.one_of(st.integers(-3, 70), st.floats(), st.sampled_from([2**24 + 1, 2**31, 2**63, 10**30]))
+WORDS = st.sampled_from(["", "learned", "softmax", "exact", "maximum", "hedgehog", "relu", "streaming", "kv", "0-1"])
+SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, WORDS, st.text(max_size=3))
+VALUES = st.recursive(SCALARS, lambda x: st.one_of(st.lists(x, max_size=3), st.dictionaries(WORDS, x, max_size=2)))
+SPACE = {"format_version": 1, "num_layers": 2}
+
+
+@st.composite
+def groups(draw):
+    """A group of layers: a mechanism with some of its options at any value."""
+    mechanism = draw(st.sampled_from(MECHANISMS.names()))
+    fields = [field.name for field in dataclasses.fields(MECHANISMS.get(mechanism).config_class)]
+    options = draw(st.dictionaries(st.sampled_from(fields), VALUES, max_size=3))
+    return {"mechanism": mechanism, "options": options, "layers": draw(st.sampled_from([[0], [1], [0, 1]]))}
+
+
+@st.composite
+def documents(draw):
+    """What may stand under `hf_linattn` in a config.json: mostly well formed, sometimes with any field replaced."""
+    document = {**SPACE, "groups": draw(st.lists(groups(), max_size=2))}
+    if draw(st.integers(0, 4)) == 0:
+        place = draw(st.sampled_from([document, *document["groups"]]))
+        name = draw(st.sampled_from(sorted(place)))
+        if draw(st.booleans()):
+            place[name] = draw(VALUES)
+        else:
+            del place[name]
+    return document
+
+
+def works_or_is_refused(document, models) -> None:
+    """Read a document as loading does, patch with it, and compute with what came of it."""
+    try:
+        config = PatchConfig.from_dict(json.loads(json.dumps(document)))
+        models = {name: patch_model(copy.deepcopy(model), config) for name, model in models.items()}
+    except HfLinattnError:
+        return
+    for model in models.values():
+        assert logits_of(model, make_tokens(2, 13)).isfinite().all()
+
+
+def random_configs(count: int, **options) -> None:
+    models = {name: make_model(name) for name in ("bert", "gpt2")}
+
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck), **options)
+    @given(documents())
+    def check(document):
+        works_or_is_refused(document, models)
+
+    check()
+
+
+def test_random_configs_work_or_are_refused():
+    random_configs(150, derandomize=True)
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_configs_work_or_are_refused():
+    random_configs(10_000)
