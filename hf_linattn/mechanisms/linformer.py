@@ -146,8 +146,8 @@ class LinformerMechanism(SequenceMechanism):
                     continue
                 first, second, counts = self._slots_of(k[:, seen])
                 first, second, keys = (x.repeat_interleave(groups, 0) for x in (first, second, k[:, seen]))
-                scores = torch.einsum("hid,hsj,hjd->his", q[:, rows], first, keys) * self.layer.scaling
-                weights = torch.einsum("his,hsj->hij", (scores + counts.log()).softmax(-1), second)
+                scores = q[:, rows] @ (first @ keys).mT * self.layer.scaling
+                weights = (scores + counts.log()).softmax(-1) @ second
                 line = matrix.new_zeros(*weights.shape[:2], k.shape[1]).index_copy(2, seen, weights)
                 matrix = matrix.index_copy(1, rows, line)
             matrices.append(matrix)
