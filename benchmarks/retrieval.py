@@ -102,7 +102,7 @@ def main(
     wikitext: Annotated[Path, typer.Argument(help="folder with the three files of WikiText-2")],
     mechanism: Annotated[str, typer.Option(help="name of the mechanism")] = "learned_exp",
     options: Annotated[str, typer.Option(help="its options, as JSON")] = '{"decay": "learned"}',
-    tokens: Annotated[int, typer.Option(help="training tokens of all stages together")] = 1_000_000,
+    tokens: Annotated[int, typer.Option(help="training tokens of all stages together")] = 1_200_000,
     learning_rate: Annotated[float, typer.Option(help="of the last stage")] = 3e-4,
     work: Annotated[Path, typer.Option(help="folder for checkpoints")] = Path("runs/retrieval"),
     output: Annotated[Path, typer.Option(help="the JSON file")] = RESULTS / "retrieval.json",

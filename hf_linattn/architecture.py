@@ -28,6 +28,10 @@ CALLED_CAUSAL = (
     "CLIPTextModel", "CLIPSegTextModel", "MetaClip2TextModel", "OwlViTTextTransformer", "Owlv2TextTransformer",
     "XCLIPTextTransformer",
 )  # fmt: skip
+# parts by which an attention module chooses its keys, told to its own mask or cache
+OWN_CHOICE = ("indexer", "compressor")
+# attention modules that no mechanism can stand for, and why
+IRREPLACEABLE = {"T5Gemma2MergedAttention": "attends to the encoder's tokens and its own under one softmax"}
 # what the projection of the heads' outputs is called, in the attention module or, in BERT's kind, beside it
 OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "out_proj", "out_lin", "Wo", "dense", "output.dense")
 
@@ -84,6 +88,13 @@ def self_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
                 f"{family}: {path} ({type(module).__name__}) computes its attention itself and not through"
                 f" transformers' attention interface{_position_bias_note(module)}, so it cannot be replaced"
             )
+        if (kind := type(module).__name__) in IRREPLACEABLE:
+            raise UnsupportedModelError(f"{family}: {path} ({kind}) {IRREPLACEABLE[kind]}, so it cannot be replaced")
+        for part in OWN_CHOICE:
+            if getattr(module, part, None) is not None:
+                raise UnsupportedModelError(
+                    f"{family}: {path} ({kind}) chooses its keys by a part of its own ({part}): it is sparse already"
+                )
         if "position_bias" in code.co_varnames:
             raise UnsupportedModelError(
                 f"{family}: {path} ({type(module).__name__}) adds a position bias to every score, which has no"
@@ -144,12 +155,18 @@ def describe_layer(index: int, module: nn.Module, rotation: Rotation | None = No
         num_heads=num_heads,
         num_key_value_heads=shared_heads or num_heads,
         head_dim=head_dim,
-        causal=bool(getattr(module, "is_causal", getattr(config, "is_decoder", False))),
+        causal=_is_causal(module),
         scaling=float(scaling) if isinstance(scaling, (int, float)) else head_dim**-0.5,
         device=torch.device(device if device is not None else "meta"),
         dtype=parameter.dtype,
         rotation=rotation,
     )
+
+
+def _is_causal(module: nn.Module) -> bool:
+    """Whether a self-attention module says so, or says that it is a decoder's: then its model masks the future."""
+    said = getattr(module, "is_causal", getattr(module.config, "is_decoder", False))
+    return bool(said or getattr(module, "is_decoder", False))
 
 
 def _first(module: nn.Module, config: PreTrainedConfig, names: tuple[str, ...]) -> Any:

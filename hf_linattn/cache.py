@@ -61,6 +61,7 @@ class StateLayer(CacheLayerMixin):
             )
         self.expected = False
         self.is_initialized = True
+        self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]  # some models ask how many are kept
         self.seq_length += key_states.shape[-2]
         if self.pending is not None:
             key_states, value_states = (

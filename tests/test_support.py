@@ -16,24 +16,26 @@ from hf_linattn import transformers_bridge as bridge
 from hf_linattn.cache import RecurrentStateLayer
 from hf_linattn.cli import app
 from hf_linattn.errors import UnknownNameError, UnsupportedModeError
+from hf_linattn.mechanisms.linear import LinearMechanism
 from hf_linattn.support import CHECKS, architectures, check_architecture
 from hf_linattn.support import check as checks
 from hf_linattn.support.tiny import tiny_inputs, tiny_model
 
-DECODER = ("called", "differs", "cache", "left padding", "padding", "restored")
+DECODER = ("called", "differs", "future", "cache", "left padding", "padding", "restored")
 PATCHED = {
     "gpt_neox": DECODER,  # names its cache otherwise
     "deepseek_v3": DECODER,  # latent attention, values of another width than keys
     "jamba": DECODER,  # attention and recurrent layers in turns
     "qwen3_next": DECODER,
+    "mllama": DECODER,  # asks its cache how many keys it keeps
     "falcon_h1": DECODER,  # attention and recurrence in one layer
     "zamba2": DECODER,
     "albert": ("called", "differs", "padding", "restored"),  # all layers are one
     "layoutlm": ("called", "differs", "padding", "restored"),  # makes its own mask for all queries
-    "bart": ("called", "differs", "cache", "padding", "restored"),  # both sides; its positions count padding
-    "whisper": ("called", "differs", "restored"),
+    "bart": ("called", "differs", "future", "cache", "padding", "restored"),  # both sides; its positions count padding
+    "whisper": ("called", "differs", "future", "restored"),
     "vit": ("called", "differs", "restored"),
-    "clip": ("called", "differs", "restored"),  # its text side is causal by call, not by declaration
+    "clip": ("called", "differs", "future", "restored"),  # its text side is causal by call, not by declaration
 }
 
 
@@ -49,6 +51,9 @@ def test_architectures_of_many_kinds_are_patched_by_one_code_path(model_type):
     [
         ("mamba", "not", "declares no attention layers"),
         ("t5", "not", "computes its attention itself"),
+        ("deepseek_v32", "not", r"chooses its keys by a part of its own \(indexer\)"),
+        ("t5gemma2", "not", "attends to the encoder's tokens and its own under one softmax"),
+        ("nllb-moe", "not", "is_causal=False was asked of layer 2, which was patched with is_causal=True"),
         ("diffllama", "not", "attends more than once in a forward, .* pass use_cache=False"),
         ("hrm_text", "not", "keeps the keys of layer 0 in another place of the cache .* pass use_cache=False"),
         ("ultravbert", "partly", "called: given input_ids, .*vision.* never ran"),
@@ -73,6 +78,15 @@ def test_each_part_of_the_check_can_fail(monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(checks, "patch_model", lambda model, *a, **k: hf_linattn.patch_model(model, "softmax"))
         assert outcome() == ("partly", "differs")
+    causal = LinearMechanism.causal_attention
+
+    def leak(self, query, key, value, *given):
+        output, state = causal(self, query, key, value, *given)
+        return output + value.mean(), state
+
+    with monkeypatch.context() as broken:
+        broken.setattr(LinearMechanism, "causal_attention", leak)
+        assert outcome() == ("partly", "future")
     with monkeypatch.context() as broken:
         broken.setattr(bridge, "_key_padding_mask", lambda mask, num_keys: None)
         broken.setattr(bridge, "_sequence_ids", lambda *given: None)  # which tell padding apart by its positions

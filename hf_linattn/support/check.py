@@ -53,7 +53,7 @@ def check_architecture(model_type: str, mechanism: str = "linear", **options: An
         UnknownNameError: transformers has no such model type.
 
     >>> check_architecture("gpt2").passed
-    ('called', 'differs', 'cache', 'left padding', 'padding', 'restored')
+    ('called', 'differs', 'future', 'cache', 'left padding', 'padding', 'restored')
     """
     kind, name = architectures().get(model_type, ("", ""))
     found: dict[str, Any] = {"model_type": model_type, "model_class": name, "kind": kind}
@@ -109,6 +109,15 @@ def differs(trial: Trial) -> str:
     return "the output is that of softmax" if torch.allclose(output, trial.original, rtol=1e-4, atol=1e-5) else ""
 
 
+def future(trial: Trial) -> str:
+    """The last token changes nothing in front of it."""
+    name = "decoder_input_ids" if "decoder_input_ids" in trial.inputs else "input_ids"
+    ids = trial.inputs[name].clone()
+    ids[:, -1] = ids[:, -2]
+    changed, before = (_output(trial.model, inputs) for inputs in ({**trial.inputs, name: ids}, trial.inputs))
+    return _difference(changed[:, :-1], before[:, :-1])
+
+
 def cached(trial: Trial) -> str:
     """Generation with a cache gives what it gives without."""
     with_cache, without = (_generate(trial, trial.inputs, use_cache=use_cache) for use_cache in (True, False))
@@ -141,7 +150,9 @@ def restored(trial: Trial) -> str:
     return "" if torch.equal(_output(trial.model, trial.inputs), trial.original) else "the output is another"
 
 
-BEHAVIOUR: dict[str, Callable[[Trial], str]] = {"cache": cached, "left padding": left_padded, "padding": padded}
+BEHAVIOUR: dict[str, Callable[[Trial], str]] = {
+    "future": future, "cache": cached, "left padding": left_padded, "padding": padded,
+}  # fmt: skip
 CHECKS: dict[str, Callable[[Trial], str]] = {"called": called, "differs": differs, **BEHAVIOUR, "restored": restored}
 
 
