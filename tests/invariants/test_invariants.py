@@ -56,7 +56,19 @@ def label(check: Check) -> str:
     return f"{check.case.mechanism}[{options}]-{check.case.architecture}-{check.case.mode}-{check.invariant}"
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=label)
+# compiling takes half the time of all invariants: in `make test` with the defaults only, in the modes that people use
+COMPILES = "12 checkpointing and compile"
+SELDOM = {("bert", "causal"), ("gpt2", "bidirectional")}
+
+
+def parameter(check: Check):
+    """Return a check as a parameter, marked slow if it compiles what is seldom used."""
+    case = check.case
+    slow = check.invariant == COMPILES and (case.options or (case.architecture, case.mode) in SELDOM)
+    return pytest.param(check, id=label(check), marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("check", map(parameter, CHECKS))
 def test_invariant(check: Check, record_property) -> None:
     record_property("invariant", (check.case.mechanism, check.case.architecture, check.case.mode, check.invariant))
     check.run()
