@@ -20,9 +20,10 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from benchmarks.provenance import collect_provenance
-from benchmarks.tables import RESULTS, ROOT, Document, write_text
+from benchmarks.tables import RESULTS, ROOT, Document
 from benchmarks.zero_shot import LENGTH, MODELS, load, patched
 from hf_linattn import calibrate
+from hf_linattn.files import write_text
 from hf_linattn.training.data import load_text_splits, tokenize_and_pack
 
 ROWS: list[tuple[str, dict[str, Any]]] = [

@@ -21,9 +21,10 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.provenance import collect_provenance
-from benchmarks.tables import RESULTS, write_text
+from benchmarks.tables import RESULTS
 from hf_linattn import patch_model
 from hf_linattn.cache import state_bytes
+from hf_linattn.files import write_text
 
 VOCABULARY, PAIRS, LENGTH = 128, 16, 96  # half of the tokens are keys, the other half values; 0 fills
 WIDTH, HEADS, LAYERS = 64, 2, 2

@@ -19,10 +19,11 @@ from datasets import Dataset
 from transformers import AutoModel, AutoTokenizer
 
 from benchmarks.provenance import collect_provenance
-from benchmarks.tables import RESULTS, write_text
+from benchmarks.tables import RESULTS
 from hf_linattn import calibrate, patch_model
 from hf_linattn.errors import DataError
 from hf_linattn.evaluation import retrieval
+from hf_linattn.files import write_text
 from hf_linattn.training.data import TrainingData, tokenize_and_pack
 from hf_linattn.training.distillation import HiddenStates
 from hf_linattn.training.finetuning import fine_tune

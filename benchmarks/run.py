@@ -28,10 +28,11 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.provenance import collect_provenance
-from benchmarks.tables import RESULTS, write_tables, write_text
+from benchmarks.tables import RESULTS, write_tables
 from hf_linattn import AttentionLayer, patch_model
 from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config
+from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
 
 SOFTMAX = "softmax"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -322,13 +322,6 @@ def replace_section(text: str, name: str, body: str) -> str:
         raise ValueError(f"the text has no section between {begin} and {end}; put the two markers back")
     head, tail = text.split(begin)[0], text.split(end)[1]
     return f"{head}{begin}\n{body}\n{end}{tail}" if body else f"{head}{begin}\n{end}{tail}"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a whole file or nothing."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def write_tables(root: Path = ROOT) -> None:

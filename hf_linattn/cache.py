@@ -61,7 +61,8 @@ class StateLayer(CacheLayerMixin):
             )
         self.expected = False
         self.is_initialized = True
-        self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]  # some models ask how many are kept
+        # some models ask how many are kept; an empty slice would keep the memory of all the others
+        self.keys, self.values = (x.new_empty((*x.shape[:-2], 0, x.shape[-1])) for x in (key_states, value_states))
         self.seq_length += key_states.shape[-2]
         if self.pending is not None:
             key_states, value_states = (

@@ -65,7 +65,8 @@ def require_count(name: str, value: Any, least: int = 1, optional: bool = False)
     if optional and value is None:
         return
     either = "None or " if optional else ""
-    require(name, value, is_integer(value, least), f"{either}an integer >= {least}")
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    require(name, value, integer and value >= least, f"{either}an integer >= {least}")
     require(name, value, value <= LARGEST_COUNT, f"{either}at most {LARGEST_COUNT:,}")
 
 
@@ -87,11 +88,6 @@ def json_object(name: str, value: Mapping[str, Any] | str) -> dict[str, Any]:
         raise OptionError(f"{name} must be a JSON object, got {value!r} ({error})") from error
     require(name, value, isinstance(content, Mapping), 'a JSON object like {"num_features": 128}')
     return dict(content)
-
-
-def is_integer(value: object, least: int = 1) -> bool:
-    """Whether an option is an integer of at least that much, and not True."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass

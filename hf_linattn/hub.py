@@ -224,7 +224,8 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], name: Any, ign
     A model that was saved as another class, say without this one's head, lacks what that class does not have; its
     attention has to be there.
     """
-    for tensor, found, expected in () if ignore_mismatched_sizes else sorted(info["mismatched_keys"]):
+    if info["mismatched_keys"] and not ignore_mismatched_sizes:
+        tensor, found, expected = min(info["mismatched_keys"])
         raise CheckpointError(
             f"the weights in {str(name)!r} have {tensor!r} of shape {list(found)}, config.json asks for"
             f" {list(expected)}; they belong to another model, or pass ignore_mismatched_sizes=True to start it anew"

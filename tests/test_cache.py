@@ -49,6 +49,15 @@ def test_state_is_float32_per_key_value_head_and_constant(name, mechanism, dtype
 
 
 @each_family
+@each_mechanism
+def test_keys_and_values_that_were_read_leave_memory(name, mechanism):
+    cache = read(make_patched(name, mechanism), make_tokens(2, 33)).past_key_values
+    for layer in cache.layers:
+        assert layer.keys.shape[-2] == layer.values.shape[-2] == 0
+        assert layer.keys.untyped_storage().nbytes() == layer.values.untyped_storage().nbytes() == 0
+
+
+@each_family
 def test_bytes_of_softmax_grow_with_the_context(name):
     model = make_model(name)
     short, long = (state_bytes(read(model, make_tokens(1, n)).past_key_values) for n in (10, 20))
