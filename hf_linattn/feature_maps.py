@@ -89,7 +89,8 @@ class EluFeatureMap(FeatureMap):
         return self.head_dim
 
     def forward(self, x: Tensor) -> Features:
-        return Features(F.elu(dense(x)).add_(1))
+        x = dense(x)
+        return Features(fast_exp(x.clamp(max=0)) + F.relu(x))  # elu(x) + 1, in less time than F.elu takes
 
 
 @FEATURE_MAPS.register("relu")
@@ -135,10 +136,9 @@ class RandomFeatureMap(FeatureMap):
         drawn = orthogonal_gaussian(self.num_features, self.head_dim, generator)
         self.projection.copy_(drawn)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scaled inputs and their projections w . x [..., N, m]."""
-        x = x * math.sqrt(self.scaling)
-        return x, x @ self.projection.to(x.dtype).T
+    def project(self, x: Tensor, unit: float = 1.0) -> Tensor:
+        """Return the projections w . x [..., N, m] of the scaled inputs, in multiples of `unit`."""
+        return x @ (self.projection.to(x.dtype).T * (math.sqrt(self.scaling) / unit))
 
 
 @FEATURE_MAPS.register("favor_softmax")
@@ -152,15 +152,14 @@ class FavorSoftmaxFeatureMap(RandomFeatureMap):
     estimates_softmax = True
 
     def forward(self, x: Tensor) -> Features:
-        # in powers of two, see `fast_exp`; dividing the inputs is cheaper than dividing their projections
-        x, powers = self.project(x / LN_2)
+        powers = self.project(x, unit=LN_2)  # of two, see `fast_exp`
         top = powers.detach().amax(-1)
-        size = x.square().sum(-1) * LN_2**2 / 2 + math.log(self.feature_dim) / 2
-        return Features(torch.exp2(powers - top[..., None]), top * LN_2 - size)
+        size = torch.linalg.vector_norm(x, dim=-1).square() * (self.scaling / 2) + math.log(self.feature_dim) / 2
+        return Features(powers.sub_(top[..., None]).exp2_(), top * LN_2 - size)
 
     def exact(self, x: Tensor) -> Tensor:
-        x, projected = self.project(x)
-        return (projected - x.square().sum(-1, keepdim=True) / 2).exp() / math.sqrt(self.feature_dim)
+        half = x.square().sum(-1, keepdim=True) * self.scaling / 2
+        return (self.project(x) - half).exp() / math.sqrt(self.feature_dim)
 
 
 @FEATURE_MAPS.register("favor_hyperbolic")
@@ -170,9 +169,9 @@ class FavorHyperbolicFeatureMap(FavorSoftmaxFeatureMap):
     width = 2
     copies = 2
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x, projected = super().project(x)
-        return x, torch.cat([projected, -projected], dim=-1)
+    def project(self, x: Tensor, unit: float = 1.0) -> Tensor:
+        projected = super().project(x, unit)
+        return torch.cat([projected, -projected], dim=-1)
 
 
 @FEATURE_MAPS.register("favor_relu")
@@ -185,7 +184,7 @@ class FavorReluFeatureMap(RandomFeatureMap):
     positive = False
 
     def forward(self, x: Tensor) -> Features:
-        return Features(F.relu(self.project(x)[1]) / math.sqrt(self.feature_dim))
+        return Features(F.relu(self.project(x)) / math.sqrt(self.feature_dim))
 
 
 @FEATURE_MAPS.register("taylor")
@@ -291,7 +290,7 @@ class LearnedExpFeatureMap(LearnedFeatureMap):
     def forward(self, x: Tensor) -> Features:
         projected = self.project(x)
         top = projected.detach().amax(-1)
-        return Features(fast_exp(projected - top[..., None]), top)
+        return Features(fast_exp(projected.sub_(top[..., None])), top)
 
     def exact(self, x: Tensor) -> Tensor:
         return self.project(x).exp()

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ..config import MechanismConfig, require, require_count
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import naive
-from ..ops.causal_linear import LinearState, causal_linear_attention, linear_attention
+from ..ops.causal_linear import causal_linear_attention, linear_attention
+from ..ops.chunk_sums import LinearState
 from .base import AttentionLayer, ExactnessLimit, Mechanism, Pairs, register_mechanism
 
 SHORTEST, LONGEST = 0.5, 16.0  # tokens over which the weights of the fastest and the slowest head fall by a factor e

@@ -13,7 +13,7 @@ LN_2 = math.log(2)
 
 def fast_exp(x: Tensor) -> Tensor:
     """e^x, as fast where it vanishes as elsewhere; torch.exp then takes ten times as long."""
-    return torch.exp2(x / LN_2)
+    return (x / LN_2).exp2_()
 
 
 def dense(x: Tensor) -> Tensor:

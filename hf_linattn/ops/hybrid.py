@@ -23,13 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .causal_linear import FeatureMap, LinearState
-from .earlier_sums import earlier_sums
+from .causal_linear import FeatureMap
+from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, with_ones
 from .exponential import LN_2, LOWEST, dense, fast_exp
-
-CHUNK_SIZE = 64
-AT_ONCE = {"cpu": 32}  # chunks in one product, counted once for each query head and row: here they fit the cache
-AT_ONCE_ELSEWHERE = 1024
 
 
 class HybridWeights(NamedTuple):
@@ -263,22 +259,22 @@ def _far(
     """
     batch, kv_heads, groups, length, _ = rows.query.shape
     size = min(chunk_size, length)
-    most = max(1, AT_ONCE.get(rows.key.device.type, AT_ONCE_ELSEWHERE) // (batch * kv_heads * groups))
+    most = chunks_at_once(batch * kv_heads * groups, rows.key.device)
     mix, rate = weights.log_mix.view(kv_heads, 1, groups, 1), weights.decay_rate
     # a key beside a pad stays out of the state: it is still in the window of the token that will come
     end = torch.full_like(rows.end, length) if backwards else rows.end
     for first in range(0, length, most * size):
         chunks = min(most, -(-(length - first) // size))
         last = first + chunks * size
-        steps = torch.arange(first, last + 1, size, device=end.device).minimum(end[:, None]) - first
         key, value, log_scale = _far_keys(rows, weights, first, last, end, backwards)
         query, query_log = weights.query_map(dense(_places(rows.query, first, last, 3)))
-        if state is None:
-            log_max = value.new_full(value.shape[:2], 0.0 if log_scale is None else LOWEST / 2)
-            state = LinearState(value.new_zeros(batch, kv_heads, key.shape[3], value.shape[3]), log_max)
-        key, value = (x.unflatten(2, (chunks, size)) for x in (key, value))
-        log_scale = None if log_scale is None else log_scale.unflatten(2, (chunks, size))
-        total, top, state = earlier_sums(_chunked(query, chunks), key, value, log_scale, state, rate, steps)
+        state = LinearState.empty(key, value, log_scale is not None) if state is None else state
+        decay = None
+        if rate is not None:
+            real = torch.arange(first, last, device=end.device) < end[:, None]  # a pad takes nothing from the others
+            decay = (-rate[:, None] * real[:, None]).expand(batch, -1, -1)
+        given: list[Any] = [None if x is None else x.unflatten(2, (-1, size)) for x in (key, value, log_scale, decay)]
+        total, top, state = chunk_sums(Chunks(_chunked(query, chunks), *given), state, strict=True)
         log = mix if query_log is None else mix + _chunked(query_log[..., None], chunks)[..., 0]
         log = log if top is None else log + top[:, :, :, None]
         log = log if rate is None else log - (rate * weights.reach).view(-1, 1, 1, 1)
@@ -301,7 +297,7 @@ def _far_keys(rows: _Rows, weights: HybridWeights, first: int, last: int, end: T
     if backwards or rows.padded or span[0] < weights.num_sinks or last > length:
         key = key.masked_fill(hidden[:, None, :, None], 0.0)
         log_scale = None if log_scale is None else log_scale.masked_fill(hidden[:, None], LOWEST)
-    return key, F.pad(_places(rows.value, *span, 2, rows.ring_value), (0, 1), value=1.0), log_scale
+    return key, with_ones(_places(rows.value, *span, 2, rows.ring_value)), log_scale
 
 
 def _join(parts: list[_Sums]) -> Tensor:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hf_linattn.ops.causal_linear import Features, LinearState, causal_linear_attention, linear_attention
+from hf_linattn.ops.causal_linear import Features, causal_linear_attention, linear_attention
+from hf_linattn.ops.chunk_sums import LinearState
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, VALUE_DIM = 2, 4, 2, 41, 3, 5
 
