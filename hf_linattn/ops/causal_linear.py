@@ -15,8 +15,9 @@ the same masks, scales and decays by construction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -64,16 +65,16 @@ def causal_linear_attention(
     """
     if key.shape[2] == 1:
         return _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
-    after: Any = state
-
-    def sums() -> Iterator[Tensor]:
-        nonlocal after
-        for part, _, after in _segments(  # noqa: B007 - the last one is returned
-            query, key, value, query_map, key_map, key_padding_mask, sequence_ids, state, log_decay, chunk_size
-        ):
-            yield part
-
-    return _ratios(sums(), key.shape[2]), after
+    output = _output_for(query, value)
+    parts: list[Tensor] = []
+    start, after = 0, cast(LinearState, state)  # there is at least one segment
+    for sums, _, after in _segments(  # noqa: B007 - the last one is returned
+        query, key, value, query_map, key_map, key_padding_mask, sequence_ids, state, log_decay, chunk_size
+    ):
+        place = None if output is None else output.narrow(3, start, sums.shape[3])
+        parts.append(torch.div(*ratio(sums), out=place))
+        start += sums.shape[3]
+    return (torch.cat(parts, dim=3) if output is None else output).flatten(1, 2), after
 
 
 def linear_attention(
@@ -93,18 +94,16 @@ def linear_attention(
             query, key, value, query_map, key_map, key_padding_mask, sequence_ids, log_decay, chunk_size
         )
     state: Any = None
-    for start in range(0, key.shape[2], SEGMENT_SIZE):
-        span = slice(start, start + SEGMENT_SIZE)
-        features, log_scale = _key_features(key[:, :, span], key_map, key_padding_mask, span)
-        state = _fold(state, features, log_scale, with_ones(value[:, :, span]))
-    kv = state.kv
-    query = query.unflatten(1, (kv.shape[1], -1))
-
-    def sums() -> Iterator[Tensor]:
-        for part in query.split(SEGMENT_SIZE, dim=3):
-            yield _read(query_map(part).values, kv)
-
-    return _ratios(sums(), query.shape[3])
+    for key_part, value_part, mask in _split(SEGMENT_SIZE, (key, 2), (value, 2), (key_padding_mask, 1)):
+        features, log_scale = _key_features(key_part, key_map, mask)
+        state = _fold(state, features, log_scale, with_ones(value_part))
+    output = _output_for(query, value)
+    query = query.unflatten(1, (key.shape[1], -1))
+    parts = [
+        torch.div(*ratio(_read(query_map(part).values, state.kv)), out=place)
+        for part, place in _split(SEGMENT_SIZE, (query, 3), (output, 3))
+    ]
+    return (torch.cat(parts, dim=3) if output is None else output).flatten(1, 2)
 
 
 def _two_way_linear_attention(
@@ -127,7 +126,7 @@ def _two_way_linear_attention(
     (left, left_max), (right, right_max) = forward, (x.flip(-2 if x.dim() == 5 else -1) for x in backward)
     top = torch.maximum(left_max, right_max).detach()
     total = left * (left_max - top).exp()[:, :, None, :, None] + right * (right_max - top).exp()[:, :, None, :, None]
-    return _ratios(iter([total]), total.shape[3])
+    return torch.div(*ratio(total)).flatten(1, 2)
 
 
 def _collect(operands, query_map, key_map, mask, sequence_ids, log_decay, chunk_size, strict):
@@ -145,51 +144,60 @@ def _segments(
     query, key, value, query_map, key_map, key_padding_mask, sequence_ids, state, log_decay, chunk_size, strict=False
 ) -> Iterator[tuple[Tensor, Tensor | None, LinearState]]:
     """Yield for a few chunks at a time: sums over visible keys [B, Hkv, G, M, Dv + 1], log factors, the next state."""
-    length = key.shape[2]
     query = query.unflatten(1, (key.shape[1], -1))
+    sizes = _part_sizes(query, chunk_size)
+    operands = ((query, 3), (key, 2), (value, 2), (key_padding_mask, 1), (sequence_ids, 1), (log_decay, 2))
     carried_id = None if sequence_ids is None else sequence_ids[:, 0]
-    for span, size in _spans(length, chunk_size, chunks_at_once(query.shape[:3].numel(), key.device)):
-        features, log_scale = _key_features(key[:, :, span], key_map, key_padding_mask, span, log_decay is not None)
+    for query, key, value, mask, ids, decay in _split(sizes, *operands):
+        features, log_scale = _key_features(key, key_map, mask, log_decay is not None)
+        shape = (-1, min(chunk_size, key.shape[2]))
         chunks = Chunks(
-            query_map(dense(query[..., span, :])).values.unflatten(3, (-1, size)).transpose(2, 3),
-            features.unflatten(2, (-1, size)),
-            with_ones(value[:, :, span]).unflatten(2, (-1, size)),
-            None if log_scale is None else log_scale.unflatten(2, (-1, size)),
-            None if log_decay is None else log_decay[:, :, span].unflatten(2, (-1, size)),
-            None if sequence_ids is None else sequence_ids[:, span].unflatten(1, (-1, size)),
+            query_map(dense(query)).values.unflatten(3, shape).transpose(2, 3),
+            features.unflatten(2, shape),
+            with_ones(value).unflatten(2, shape),
+            None if log_scale is None else log_scale.unflatten(2, shape),
+            None if decay is None else decay.unflatten(2, shape),
+            None if ids is None else ids.unflatten(1, shape),
         )
         state = LinearState.empty(chunks.key, chunks.value, log_scale is not None) if state is None else state
         sums, top, state = chunk_sums(chunks, state, carried_id, strict=strict)
-        carried_id = None if sequence_ids is None else sequence_ids[:, span.stop - 1]
+        carried_id = None if ids is None else ids[:, -1]
         yield sums.transpose(2, 3).flatten(3, 4), None if top is None else top.flatten(2), state
 
 
-def _spans(length: int, chunk_size: int, at_once: int) -> Iterator[tuple[slice, int]]:
-    """Cut the places into parts of several chunks and yield each with their size; the last part may be a short one."""
-    whole = length // chunk_size * chunk_size
-    for start in range(0, whole, at_once * chunk_size):
-        yield slice(start, min(start + at_once * chunk_size, whole)), chunk_size
-    if whole < length:
-        yield slice(whole, length), length - whole
+def _part_sizes(query: Tensor, chunk_size: int) -> list[int]:
+    """Cut the places of query [B, Hkv, G, N, D] into parts of several chunks; the last may be one short chunk."""
+    several = chunks_at_once(query.shape[:3].numel(), query.device) * chunk_size
+    whole, rest = divmod(query.shape[3], chunk_size)
+    parts, left = divmod(whole * chunk_size, several)
+    return [size for size in (*[several] * parts, left, rest) if size]
+
+
+def _split(sizes: int | list[int], *operands: tuple[Tensor | None, int]) -> Iterator[tuple[Any, ...]]:
+    """Yield the parts of tensors, each along its dimension, side by side; None has parts that are None.
+
+    Split and not sliced: the gradients of all parts are then put together once.
+    """
+    return zip(*(itertools.repeat(None) if x is None else x.split(sizes, dim) for x, dim in operands), strict=False)
 
 
 def _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay):
     """One token of each row, as in decoding: it is taken into the state, and the state is read."""
     if state is not None and log_decay is not None:
         state = state._replace(log_max=state.log_max + log_decay[:, :, 0])
-    features, log_scale = _key_features(key, key_map, key_padding_mask, slice(None), log_decay is not None)
+    features, log_scale = _key_features(key, key_map, key_padding_mask, log_decay is not None)
     state = _fold(state, features, log_scale, with_ones(value))
     query = query_map(query.unflatten(1, (key.shape[1], -1))).values
-    return _ratios(iter([_read(query, state.kv)]), 1), state
+    return torch.div(*ratio(_read(query, state.kv))).flatten(1, 2), state
 
 
-def _key_features(key, key_map, key_padding_mask, span, scaled=False) -> Features:
+def _key_features(key, key_map, key_padding_mask, scaled=False) -> Features:
     """Features of a part of the keys, `scaled` for sure; a masked key has no weight and no say in the maximum."""
     values, log_scale = key_map(dense(key))
     if scaled and log_scale is None:
         log_scale = values.new_zeros(values.shape[:-1])
     if key_padding_mask is not None:
-        hidden = ~key_padding_mask[:, None, span].bool()
+        hidden = ~key_padding_mask[:, None].bool()
         values = values.masked_fill(hidden[..., None], 0.0)
         log_scale = None if log_scale is None else log_scale.masked_fill(hidden, LOWEST)
     return Features(values, log_scale)
@@ -216,22 +224,13 @@ def _read(query: Tensor, kv: Tensor) -> Tensor:
     return (query.flatten(2, 3) @ kv).unflatten(2, query.shape[2:4])
 
 
-def _ratios(parts: Iterable[Tensor], length: int) -> Tensor:
-    """Divide sums [B, Hkv, G, M, Dv + 1], part by part, and join them to the output [B, H, N, Dv].
+def _output_for(query: Tensor, value: Tensor) -> Tensor | None:
+    """Return memory [B, Hkv, G, N, Dv] into which the output is written part by part, so that it is fetched once.
 
-    Where no gradient is asked for they are written into their places, so that memory is fetched once; in the order
-    [B, N, H, Dv], in which the model goes on.
+    It lies in the order [B, N, H, Dv], in which a model goes on. None where gradients or a graph need parts.
     """
-    outputs: list[Tensor] = []
-    whole, start = None, 0
-    for part in parts:
-        values, weight = ratio(part)
-        if part.requires_grad or torch.compiler.is_compiling():
-            outputs.append(values / weight)
-            continue
-        if whole is None:
-            batch, kv_heads, groups, _, width = values.shape
-            whole = part.new_empty(batch, length, kv_heads, groups, width).permute(0, 2, 3, 1, 4)
-        torch.div(values, weight, out=whole[:, :, :, start : start + part.shape[3]])
-        start += part.shape[3]
-    return (torch.cat(outputs, dim=3) if whole is None else whole).flatten(1, 2)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    batch, heads, length, _ = query.shape
+    shape = (batch, length, value.shape[1], heads // value.shape[1], value.shape[3])
+    return value.new_empty(shape).permute(0, 2, 3, 1, 4)
