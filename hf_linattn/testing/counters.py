@@ -1,4 +1,4 @@
-"""Counting instead of timing: the largest tensor an operation makes, and its floating-point operations."""
+"""Counting instead of timing: elements that operations make or write, and their floating-point operations."""
 
 from __future__ import annotations
 
@@ -19,26 +19,33 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, out_val: Any = N
     return 2 * query[0] * query[1] * query[2] * key[2] * (query[3] + value[3])
 
 
-class LargestTensor(TorchDispatchMode):
-    """Watches every operator and keeps the element count of the largest tensor that came out of one."""
+class Elements(TorchDispatchMode):
+    """Watches every operator: the element counts of the largest tensor that came out of one, and of all it wrote."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numel = 0
+        self.largest = self.written = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.numel = max(self.numel, leaf.numel())
+        counts = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.largest = max([self.largest, *counts])
+        self.written += 0 if func.is_view else sum(counts)
         return result
 
 
 def largest_tensor(run: Callable[[], object]) -> int:
     """Return the element count of the largest tensor made while `run()` ran, its backward passes included."""
-    with LargestTensor() as watch:
+    with Elements() as watch:
         run()
-    return watch.numel
+    return watch.largest
+
+
+def elements_written(run: Callable[[], object]) -> int:
+    """Return how many elements the operations in `run()` wrote: what passes over memory without a product cost."""
+    with Elements() as watch:
+        run()
+    return watch.written
 
 
 def flops_of(run: Callable[[], object]) -> int:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from hf_linattn.ops.causal_linear import Features, causal_linear_attention, linear_attention
 from hf_linattn.ops.chunk_sums import LinearState
+from hf_linattn.testing.counters import elements_written
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, VALUE_DIM = 2, 4, 2, 41, 3, 5
 
@@ -176,3 +177,17 @@ def test_a_negative_sum_of_weights_gives_zero_and_no_gradient(causal):
     assert torch.equal(output[0, 0], torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]], dtype=torch.float64))
     output.sum().backward()
     torch.testing.assert_close(heads[2].grad[0, 0], torch.full((3, 2), 1 / 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_the_backward_pass_writes_grows_with_the_length(name, causal):
+    """A gradient of full size for every part that was cut out of an input would make it quadratic."""
+
+    def written(length: int) -> int:
+        heads = [torch.randn(1, 16, length, 2, requires_grad=True) for _ in range(3)]
+        operands = (*heads, PLAIN[name][0], PLAIN[name][0])
+        output = causal_linear_attention(*operands)[0] if causal else linear_attention(*operands)
+        return elements_written(output.sum().backward)
+
+    assert written(8192) < 2.1 * written(4096)
