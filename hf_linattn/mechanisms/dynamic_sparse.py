@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ..config import MechanismConfig
 from ..ops import naive
+from ..ops.source import Source
 from .base import ExactnessLimit, SequenceMechanism, register_mechanism
 from .block_sparse import BlockSparseConfig
 
@@ -76,24 +77,28 @@ class DynamicSparseMechanism(SequenceMechanism):
         blocks = [F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, size)) for x in (key, value)]
         total = (blocks[0] * present[..., None]).sum(3)
         means = (total / present.sum(3).clamp(min=1)[..., None]).detach()
-        outputs = []
-        for first in range(0, query.shape[2], size):
-            part = query[:, :, first : first + size]
+        sources = [Source(x) for x in blocks]
+        outputs, first = [], 0
+        for part in query.split(size, dim=2):
             position = start[:, None] + torch.arange(first, first + part.shape[2], device=query.device)
-            outputs.append(self._attend_chosen(part, position, means, blocks, present))
+            outputs.append(self._attend_chosen(part, position, means, sources, present))
+            first += size
         return torch.cat(outputs, dim=2)
 
     def _attend_chosen(
-        self, query: Tensor, position: Tensor, means: Tensor, blocks: list[Tensor], present: Tensor
+        self, query: Tensor, position: Tensor, means: Tensor, blocks: list[Source], present: Tensor
     ) -> Tensor:
         """Choose blocks for queries [B, H, T, D] at `position` [B, T], and attend to what is in them."""
         batch, heads, _, _ = query.shape
         size, shared = self.config.block_size, means.shape[1]
         chosen, open_gate = self._choose(query, position, means, present.any(-1))
         owner = torch.arange(heads, device=query.device) // (heads // shared)
-        pick = (torch.arange(batch, device=query.device)[:, None, None, None], owner[:, None, None], chosen)
-        keys, values = (x[pick].flatten(3, 4) for x in blocks)  # [B, H, T, chosen * size, D]
-        there = present[pick[0], 0, chosen] & open_gate[..., None]
+        row = torch.arange(batch, device=query.device)[:, None, None, None]
+        index = ((row * shared + owner[:, None, None]) * means.shape[2] + chosen).flatten()
+        keys, values = (  # [B, H, T, chosen * size, D]
+            x.index_select(0, 2, index).unflatten(0, chosen.shape).flatten(3, 4) for x in blocks
+        )
+        there = present[row, 0, chosen] & open_gate[..., None]
         place = chosen[..., None] * size + torch.arange(size, device=query.device)
         if self.layer.causal:
             there = there & (place <= position[:, None, :, None, None])

@@ -15,15 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .exponential import LOWEST
+from .source import Source
 
 AT_ONCE = {"cpu": 1 << 21}  # elements of keys and masks for a few query blocks: 8 MiB in float32
 AT_ONCE_ELSEWHERE = 1 << 27
 
 
 class Pattern(Protocol):
-    """Which keys a query sees, with all positions counted from the start of the sequence.
-
-    """
+    """Which keys a query sees, with all positions counted from the start of the sequence."""
 
     @property
     def block_size(self) -> int:
@@ -108,11 +107,14 @@ def block_sparse_attention(
     size = min(pattern.block_size, length)
     missing = -length % size
     real = torch.full(query.shape[:1], length, device=query.device) if lengths is None else lengths
-    operands = [F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous() for x in (query, key, value)]
+    padded = [F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous() for x in (query, key, value)]
+    blocks = [x.unflatten(2, (-1, size)) for x in padded]
+    sources = [Source(x) for x in blocks[1:]]
+    parts = _make_parts(query, key, pattern, size, causal)
     outputs = []
-    for part in _make_parts(query, key, pattern, size, causal):
+    for part, queries in zip(parts, blocks[0].split([len(part.table) for part in parts], dim=2), strict=True):
         complete = causal or (lengths is None and part.end <= length)
-        outputs.append(_attend_blocks(operands, pattern, part, scaling, causal, None if complete else real))
+        outputs.append(_attend_blocks(queries, sources, pattern, part, scaling, causal, None if complete else real))
     output = torch.cat(outputs, dim=2).flatten(2, 3)[:, :, :length]
     if causal or not count or not pattern.global_queries:
         return output
@@ -189,16 +191,15 @@ def _make_table(pattern: Pattern, num_blocks: int, causal: bool, first: int = 0)
     return table.masked_fill(table == num_blocks, -1)
 
 
-def _attend_blocks(operands: list[Tensor], pattern, part: _Part, scaling, causal, lengths) -> Tensor:
-    """Return the output [B, H, T, C, Dv] of one part, each of its T blocks a row of a larger batch."""
-    query, key, value = operands
-    batch, chunks, size = query.shape[0], len(part.table), part.size
+def _attend_blocks(query: Tensor, sources: list[Source], pattern, part: _Part, scaling, causal, lengths) -> Tensor:
+    """Return the output [B, H, T, C, Dv] of one part, each of its T blocks [B, H, T, C, D] a row of a larger batch."""
+    batch, heads, chunks = query.shape[:3]
     bias = _make_bias(pattern, part, causal, lengths, query)
     if lengths is None and len(bias) > 1:
         bias = bias.expand(batch, *bias.shape)
     bias = bias.flatten(0, 1) if bias.dim() == 5 else bias
-    queries = query.unflatten(2, (-1, size))[:, :, part.first : part.first + chunks].transpose(1, 2).flatten(0, 1)
-    keys, values = (_bring(x, part, query.shape[1]) for x in (key, value))
+    keys, values = (_bring(source, part, heads) for source in sources)
+    queries = query.transpose(1, 2).flatten(0, 1)
     output = biased_attention(queries, keys, values, bias, scaling, lengths is not None)
     return output.unflatten(0, (batch, chunks)).transpose(1, 2)
 
@@ -235,23 +236,24 @@ def _add(bias: Tensor, log_weight: Tensor | None) -> Tensor:
     return bias if log_weight is None else bias + log_weight.to(bias.dtype)
 
 
-def _bring(x: Tensor, part: _Part, num_heads: int) -> Tensor:
-    """Return the global tokens of x [B, Hkv, N, D] and those of each block's key blocks: [B T, Hkv or H, K, D]."""
-    (batch, heads, _, width), (chunks, each, number), size, shared = x.shape, part.table.shape, part.size, part.shared
-    owner = torch.arange(heads, device=x.device)
+def _bring(source: Source, part: _Part, num_heads: int) -> Tensor:
+    """Return the global tokens of blocks [B, Hkv, M, C, D] and those of each row's blocks: [B T, Hkv or H, K, D]."""
+    batch, heads, total, size, width = source.whole.shape
+    (chunks, each, number), shared = part.table.shape, part.shared
+    owner = torch.arange(heads, device=source.whole.device)
     owner = owner if each == 1 else owner.repeat_interleave(num_heads // heads)
+    first = source.narrow(2, 0, -(-shared // size)).flatten(2, 3)[:, :, :shared] if shared else None
     if part.window is not None:
         # windows overlap in memory; the global tokens stand before each of their blocks, seen before the first
-        blocks = x.unflatten(2, (-1, size))[:, :, part.window : part.window + chunks + number - 1]
-        if shared:
-            first = x[:, :, None, :shared].expand(-1, -1, blocks.shape[2], -1, -1)
-            blocks, size = torch.cat([first, blocks], dim=3), size + shared
+        blocks = source.narrow(2, part.window, chunks + number - 1)
+        if first is not None:
+            before = first[:, :, None].expand(-1, -1, blocks.shape[2], -1, -1)
+            blocks, size = torch.cat([before, blocks], dim=3), size + shared
         return blocks.flatten(2, 3).unfold(2, number * size, size).permute(0, 2, 1, 4, 3).flatten(0, 1)
-    rows = x.view(batch, -1, size * width)
-    index = part.table.clamp(min=0) + owner[:, None] * (rows.shape[1] // heads)  # [T, Hkv or H, c]
-    taken = rows.index_select(1, index.flatten()).view(batch, chunks, len(owner), -1, width)
-    if shared:
-        first = x[:, owner if each > 1 else slice(None), :shared]
+    index = part.table.clamp(min=0) + owner[:, None] * total  # [T, Hkv or H, c]
+    taken = source.index_select(1, 2, index.flatten()).view(batch, chunks, len(owner), -1, width)
+    if first is not None:
+        first = first[:, owner] if each > 1 else first
         taken = torch.cat([first[:, None].expand(-1, chunks, -1, -1, -1), taken], dim=3)
     return taken.flatten(0, 1)
 

@@ -39,6 +39,10 @@ class Summary(NamedTuple):
         """Return the function of each part."""
         return Summary(*map(function, self))
 
+    def split(self, size: int) -> list[Summary]:
+        """Return the parts of so many rows each."""
+        return [Summary(*parts) for parts in zip(*(x.split(size) for x in self), strict=True)]
+
     def padded(self, size: int) -> Summary:
         """Return `size` entries, the last of them without weight."""
         missing = size - self.key.shape[-2]
@@ -137,14 +141,16 @@ def _whole_rows(query: Tensor, tokens: Summary, num_slots: int, block_size: int,
     queries = QUERIES.get(query.device.type, MANY_QUERIES)
     together = max(queries // (count * query.shape[2]), 1)
     step = max(queries // query.shape[2], 1)
+    runs = list(_runs(count, size, num_slots))
     outputs: list[Tensor] = []
-    for row in range(0, len(query), together):
-        rows, parts = slice(row, row + together), []
-        for first, last, unit in _runs(count, size, num_slots):
-            run = _run(tokens.map(lambda x: x[rows]), first, last, unit, size, query.shape[2], scaling)  # noqa: B023
-            for start in range(first, last, step):
-                span = slice(start, min(start + step, last))
-                parts.append(_read_blocks(query[rows, span], key[rows, span], value[rows, span], run, start, scaling))
+    # split and not sliced, so that the gradients of all parts are put together once
+    for summary, *rows in zip(tokens.split(together), *(x.split(together) for x in (query, key, value)), strict=True):
+        parts = []
+        of_runs = (x.split([last - first for first, last, _ in runs], 1) for x in rows)
+        for (first, last, unit), *blocks in zip(runs, *of_runs, strict=True):
+            run = _run(summary, first, last, unit, size, query.shape[2], scaling)
+            for number, (q, k, v) in enumerate(zip(*(x.split(step, 1) for x in blocks), strict=True)):
+                parts.append(_read_blocks(q, k, v, run, first + number * step, scaling))
         outputs += parts if together == 1 else [torch.cat(parts, dim=1)]
     joined = torch.cat([x.flatten(0, 1) for x in outputs]).reshape(batch, kv_heads, count, -1, size, value.shape[-1])
     return joined.transpose(2, 3).reshape(batch, heads, count * size, -1)[:, :, :length]

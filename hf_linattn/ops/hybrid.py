@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from .causal_linear import FeatureMap
 from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, with_ones
 from .exponential import LN_2, LOWEST, dense, fast_exp
+from .source import Source
 
 
 class HybridWeights(NamedTuple):
@@ -82,9 +83,9 @@ class _Sums(NamedTuple):
 class _Rows(NamedTuple):
     """What a call reads. Positions count from the start of the sequence, places from the first token of the call."""
 
-    query: Tensor  # [B, Hkv, G, N, D]
-    key: Tensor  # [B, Hkv, N, D]
-    value: Tensor  # [B, Hkv, N, Dv]
+    query: Source  # [B, Hkv, G, N, D]
+    key: Source  # [B, Hkv, N, D]
+    value: Source  # [B, Hkv, N, Dv]
     ring_key: Tensor | None  # what is left of place 0, zero if None
     ring_value: Tensor | None
     sink_key: Tensor
@@ -141,12 +142,14 @@ def hybrid_attention(
     """
     length = key.shape[2]
     rows = _make_rows(query, key, value, weights, lengths, None)
-    turned = rows._replace(query=rows.query.flip(3), key=key.flip(2), value=value.flip(2))
+    turned = rows._replace(
+        query=Source(rows.query.whole.flip(3)), key=Source(key.flip(2)), value=Source(value.flip(2))
+    )
     parts = [
         _in_order(torch.cat([far.total, far.weight[..., None], far.log[..., None]], dim=-1))
         for _, far, _ in _far(turned, weights, None, chunk_size, backwards=True)
     ]
-    after = torch.cat(parts, dim=3)[:, :, :, :length].flip(3)
+    after = Source(torch.cat(parts, dim=3)[:, :, :, :length].flip(3))
     reach = min(weights.reach, length - 1)
     size = min(chunk_size, length)
     band = _band(key, weights.num_sinks, size, 2 * reach)
@@ -173,27 +176,27 @@ def _make_rows(query, key, value, weights: HybridWeights, lengths, state: Hybrid
         taken = new.gather(2, index.expand(-1, -1, -1, new.shape[3]))
         return torch.where(present, taken, torch.zeros_like(taken) if old is None else old)
 
-    query = query.unflatten(1, (kv_heads, -1))
     ring_key, ring_value, sink_key, sink_value = (None,) * 4 if state is None else state[:4]
     sink_key, sink_value = fill(key, sink_key), fill(value, sink_value)
     return _Rows(
-        query, key, value, ring_key, ring_value, sink_key, sink_value, start, end, padded=lengths is not None
-    )
+        Source(query.unflatten(1, (kv_heads, -1))), Source(key), Source(value),
+        ring_key, ring_value, sink_key, sink_value, start, end, padded=lengths is not None,
+    )  # fmt: skip
 
 
 def _remember(rows: _Rows, weights: HybridWeights, linear: Any) -> HybridState:
     """Return the state after the last real token of each row."""
-    reach, length = weights.reach, rows.key.shape[2]
+    reach, length = weights.reach, rows.key.whole.shape[2]
 
-    def newest(new: Tensor, ring: Tensor | None) -> Tensor:
+    def newest(new: Source, ring: Tensor | None) -> Tensor:
         if not rows.padded:
             return _places(new, length - reach, length, 2, ring).clone()  # no view of a long prefill
         known = _places(new, -reach, length, 2, ring)
-        index = (rows.end[:, None] + torch.arange(reach, device=new.device))[:, None, :, None]
+        index = (rows.end[:, None] + torch.arange(reach, device=known.device))[:, None, :, None]
         return known.gather(2, index.expand(-1, known.shape[1], -1, known.shape[3]))
 
     ring_key, ring_value = newest(rows.key, rows.ring_key), newest(rows.value, rows.ring_value)
-    total = (rows.start + rows.end).expand(rows.key.shape[0]).clone()
+    total = (rows.start + rows.end).expand(rows.key.whole.shape[0]).clone()
     return HybridState(
         ring_key, ring_value, rows.sink_key, rows.sink_value, linear.kv, linear.log_max, total
     )
@@ -213,7 +216,7 @@ def _near(
     size, left, right = band.shape[0], *sides
     last = first + chunks * size
 
-    def seen(x: Tensor, sinks: Tensor, ring: Tensor | None) -> Tensor:
+    def seen(x: Source, sinks: Tensor, ring: Tensor | None) -> Tensor:
         """Sinks and window of each chunk: [B, Hkv, T, S + left + C + right, D]."""
         window = _places(x, first - left, last + right, 2, ring).unfold(2, size + left + right, size)
         return torch.cat([sinks[:, :, None].expand(-1, -1, chunks, -1, -1), window.transpose(-1, -2)], dim=3)
@@ -222,7 +225,7 @@ def _near(
     query = _chunked(_places(rows.query, first, last, 3), chunks) * (weights.scaling / LN_2)
     keys = seen(rows.key, rows.sink_key, rows.ring_key)
     scores = (query.flatten(3, 4) @ keys.transpose(-1, -2)).unflatten(3, (-1, size)).add_(band)
-    whole = causal or (not rows.padded and last + right <= rows.key.shape[2])
+    whole = causal or (not rows.padded and last + right <= rows.key.whole.shape[2])
     if first - left < weights.num_sinks or not whole:
         scores.masked_fill_(_hidden_at_ends(rows, weights.num_sinks, first, (chunks, size), sides, causal), LOWEST)
     top = scores.detach().amax(-1).clamp(min=LOWEST / 2)
@@ -238,7 +241,7 @@ def _near(
 def _hidden_at_ends(rows: _Rows, sinks: int, first: int, chunks: tuple[int, int], sides, causal: bool) -> Tensor:
     """Which of [sinks, window] are not there, or there as a sink already: [B or 1, 1, T, 1, C, S + K]."""
     (number, size), (left, right) = chunks, sides
-    device = rows.key.device
+    device = rows.key.whole.device
     begin = rows.start[:, None] + first + size * torch.arange(number, device=device)  # [B or 1, T]
     limit = (rows.start + rows.end)[:, None, None]
     position = begin[..., None] - left + torch.arange(left + size + right, device=device)
@@ -257,9 +260,9 @@ def _far(
 
     `backwards`: the rows are turned around, and place N - 1 is the start of the sequence.
     """
-    batch, kv_heads, groups, length, _ = rows.query.shape
+    batch, kv_heads, groups, length, _ = rows.query.whole.shape
     size = min(chunk_size, length)
-    most = chunks_at_once(batch * kv_heads * groups, rows.key.device)
+    most = chunks_at_once(batch * kv_heads * groups, rows.key.whole.device)
     mix, rate = weights.log_mix.view(kv_heads, 1, groups, 1), weights.decay_rate
     # a key beside a pad stays out of the state: it is still in the window of the token that will come
     end = torch.full_like(rows.end, length) if backwards else rows.end
@@ -283,7 +286,7 @@ def _far(
 
 def _far_keys(rows: _Rows, weights: HybridWeights, first: int, last: int, end: Tensor, backwards: bool):
     """Return features, values and log scales (None if all zero) of the keys beside the queries from `first` on."""
-    length, span = rows.key.shape[2], (first - weights.reach, last - weights.reach)
+    length, span = rows.key.whole.shape[2], (first - weights.reach, last - weights.reach)
     index = torch.arange(first, last, device=end.device)
     place = index - weights.reach
     if backwards:
@@ -323,12 +326,13 @@ def _join(parts: list[_Sums]) -> Tensor:
     return joint
 
 
-def _places(x: Tensor, start: int, stop: int, dim: int, left: Tensor | None = None) -> Tensor:
+def _places(x: Source, start: int, stop: int, dim: int, left: Tensor | None = None) -> Tensor:
     """Return x from place `start` to `stop` along `dim`; before 0 stands the end of `left`, elsewhere zeros."""
-    length = x.shape[dim]
+    shape = x.whole.shape
+    length = shape[dim]
 
     def zeros(count: int) -> Tensor:
-        return x.new_zeros(*x.shape[:dim], count, *x.shape[dim + 1 :])
+        return x.whole.new_zeros(*shape[:dim], count, *shape[dim + 1 :])
 
     parts = []
     if start < 0:

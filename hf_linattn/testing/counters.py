@@ -30,7 +30,10 @@ class Elements(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         counts = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self.largest = max([self.largest, *counts])
-        self.written += 0 if func.is_view else sum(counts)
+        if func is torch.ops.aten.index_add_.default:
+            self.written += args[3].numel()  # it returns the whole, and writes where it adds
+        elif not func.is_view:
+            self.written += sum(counts)
         return result
 
 

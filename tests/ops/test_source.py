@@ -1,0 +1,67 @@
+"""Parts of a tensor that share one gradient, against plain indexing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_linattn.evaluation.memory import LiveBytes
+from hf_linattn.ops.source import Source
+from hf_linattn.testing.counters import elements_written
+
+INDEX = torch.tensor([0, 3, 3, 29])
+
+
+@pytest.fixture
+def tensor():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, 3, 10, 4, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def parts(source: Source) -> list[torch.Tensor]:
+    """Overlapping, scattered and repeated parts, and the whole."""
+    selected = source.index_select(1, 2, INDEX)
+    return [source.narrow(2, 2, 5).sin(), source.narrow(2, 4, 6) ** 2, selected**3, source.whole.cos()]
+
+
+def plain_parts(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x[:, :, 2:7].sin(), x[:, :, 4:] ** 2, x.flatten(1, 2)[:, INDEX] ** 3, x.cos()]
+
+
+@pytest.mark.parametrize("used", [[0], [3], [0, 1], [0, 1, 2], [0, 1, 2, 3], [2, 3]])
+def test_gradients_are_those_of_indexing(tensor, used):
+    got, want = parts(Source(tensor)), plain_parts(tensor)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    gradients = [torch.autograd.grad(sum(x[i].sum() for i in used), tensor)[0] for x in (got, want)]
+    torch.testing.assert_close(*gradients, rtol=1e-14, atol=1e-14)
+
+
+def test_a_second_backward_pass_starts_anew(tensor):
+    total = sum(x.sum() for x in parts(Source(tensor)))
+    once, twice = (torch.autograd.grad(total, tensor, retain_graph=True)[0].clone() for _ in range(2))
+    assert torch.equal(once, twice)
+
+
+def test_a_part_costs_its_own_size():
+    def written(number: int) -> int:
+        source = Source(torch.zeros(number, 100, requires_grad=True))
+        return elements_written(sum(source.narrow(0, i, 1).sum() for i in range(number)).backward)
+
+    assert written(64) < 2.1 * written(32)
+
+
+def test_the_graph_does_not_keep_itself_alive():
+    with LiveBytes() as count:
+        x = torch.zeros(1000, requires_grad=True) * 1
+        outputs = parts(Source(x.view(1, 1, 250, 4)))
+        assert count.live >= 8000
+        del x, outputs
+        assert count.live == 0
+
+
+def test_without_gradients_parts_are_plain(tensor):
+    with torch.no_grad():
+        source = Source(tensor)
+    assert source.whole is tensor
+    assert source.narrow(2, 1, 2)._base is tensor
