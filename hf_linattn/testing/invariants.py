@@ -312,8 +312,7 @@ def check_finite(case: Case) -> None:
 
 @invariant("11 linear cost")
 def check_cost(case: Case) -> None:
-    """No tensor with N^2 elements in forward, backward or generate; FLOPs of the forward and what the backward writes
-    double with the length, or as is stated."""
+    """No tensor of N^2 elements; FLOPs and what the backward pass writes double with the length, or as is stated."""
     if not case.mechanism_class.subquadratic:
         return
     length = 2048
