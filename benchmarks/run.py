@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -264,12 +265,15 @@ def measure_decoding(stopwatch: Stopwatch, names: Sequence[str], dtype: torch.dt
 
 
 def build_model(plan: Plan, device: torch.device, dtype: torch.dtype, mechanism: str) -> LlamaForCausalLM:
-    """Return a Llama with random weights, patched unless the mechanism is softmax, which keeps SDPA."""
+    """Return a Llama with random weights, patched unless the mechanism is softmax, which keeps SDPA.
+
+    Its feed-forward has Llama's own width, 8/3 of the model's rounded up to a multiple of 256.
+    """
     width = plan.num_heads * plan.head_dim
     config = LlamaConfig(
         vocab_size=1024,
         hidden_size=width,
-        intermediate_size=4 * width,
+        intermediate_size=256 * math.ceil(8 * width / 3 / 256),
         num_hidden_layers=plan.num_layers,
         num_attention_heads=plan.num_heads,
         num_key_value_heads=plan.num_heads,

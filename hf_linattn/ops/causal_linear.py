@@ -95,7 +95,7 @@ def linear_attention(
         )
     state: Any = None
     for key_part, value_part, mask in _split(SEGMENT_SIZE, (key, 2), (value, 2), (key_padding_mask, 1)):
-        features, log_scale = _key_features(key_part, key_map, mask)
+        features, log_scale = _masked(key_map(dense(key_part)), mask)
         state = _fold(state, features, log_scale, with_ones(value_part))
     output = _output_for(query, value)
     query = query.unflatten(1, (key.shape[1], -1))
@@ -149,7 +149,7 @@ def _segments(
     operands = ((query, 3), (key, 2), (value, 2), (key_padding_mask, 1), (sequence_ids, 1), (log_decay, 2))
     carried_id = None if sequence_ids is None else sequence_ids[:, 0]
     for query, key, value, mask, ids, decay in _split(sizes, *operands):
-        features, log_scale = _key_features(key, key_map, mask, log_decay is not None)
+        features, log_scale = _masked(key_map(dense(key)), mask, log_decay is not None)
         shape = (-1, min(chunk_size, key.shape[2]))
         chunks = Chunks(
             query_map(dense(query)).values.unflatten(3, shape).transpose(2, 3),
@@ -185,15 +185,21 @@ def _single_token(query, key, value, query_map, key_map, key_padding_mask, state
     """One token of each row, as in decoding: it is taken into the state, and the state is read."""
     if state is not None and log_decay is not None:
         state = state._replace(log_max=state.log_max + log_decay[:, :, 0])
-    features, log_scale = _key_features(key, key_map, key_padding_mask, log_decay is not None)
+    query = query.unflatten(1, (key.shape[1], -1))
+    if query_map is key_map:  # one call for the key and the queries of its group: here calls cost more than numbers
+        both, log_scale = key_map(torch.cat([query, key.unsqueeze(2)], dim=2))
+        query, features = both.split([query.shape[2], 1], 2)
+        features = Features(features.squeeze(2), None if log_scale is None else log_scale[:, :, -1])
+    else:
+        query, features = query_map(query).values, key_map(key)
+    features, log_scale = _masked(features, key_padding_mask, log_decay is not None)
     state = _fold(state, features, log_scale, with_ones(value))
-    query = query_map(query.unflatten(1, (key.shape[1], -1))).values
     return torch.div(*ratio(_read(query, state.kv))).flatten(1, 2), state
 
 
-def _key_features(key, key_map, key_padding_mask, scaled=False) -> Features:
+def _masked(keys: Features, key_padding_mask: Tensor | None, scaled: bool = False) -> Features:
     """Features of a part of the keys, `scaled` for sure; a masked key has no weight and no say in the maximum."""
-    values, log_scale = key_map(dense(key))
+    values, log_scale = keys
     if scaled and log_scale is None:
         log_scale = values.new_zeros(values.shape[:-1])
     if key_padding_mask is not None:
@@ -206,17 +212,13 @@ def _key_features(key, key_map, key_padding_mask, scaled=False) -> Features:
 def _fold(state: LinearState | None, key: Tensor, log_scale: Tensor | None, value: Tensor) -> LinearState:
     """Return state + sum_j phi(k_j) [v_j, 1]^T, rescaled to the new maximum."""
     state = LinearState.empty(key, value, log_scale is not None) if state is None else state
+    keys, kv = key.mT.flatten(0, 1), state.kv.flatten(0, 1)
     if log_scale is None:
-        return LinearState(_added(state.kv, key, value), state.log_max)
+        return LinearState(torch.baddbmm(kv, keys, value.flatten(0, 1)).view_as(state.kv), state.log_max)
     log_max = torch.maximum(log_scale.detach().amax(-1), state.log_max.detach())
     value = value * fast_exp(log_scale - log_max[..., None])[..., None]
-    return LinearState(_added(state.kv * fast_exp(state.log_max - log_max)[..., None, None], key, value), log_max)
-
-
-def _added(kv: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """kv [B, Hkv, F, Dv + 1] + key [B, Hkv, N, F]^T value [B, Hkv, N, Dv + 1]."""
-    left, right = key.transpose(-1, -2).flatten(0, 1), value.flatten(0, 1)
-    return torch.baddbmm(kv.flatten(0, 1), left, right).view_as(kv)
+    kv = kv * fast_exp(state.log_max - log_max).view(-1, 1, 1)
+    return LinearState(kv.baddbmm_(keys, value.flatten(0, 1)).view_as(state.kv), log_max)
 
 
 def _read(query: Tensor, kv: Tensor) -> Tensor:

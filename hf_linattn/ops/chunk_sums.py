@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .exponential import LN_2, LOWEST, fast_exp
 
 CHUNK_SIZE = 64
 AT_ONCE = {"cpu": 32}  # chunks in one product, counted once for each query head and row: here they fit the cache
 AT_ONCE_ELSEWHERE = 1024
+LEAST_WEIGHT = {dtype: torch.finfo(dtype).tiny ** 0.75 for dtype in (torch.float32, torch.float64)}  # 4e-29 in float32
 
 
 class LinearState(NamedTuple):
@@ -96,11 +96,11 @@ def chunk_sums(
         sequence.
     """
     query, key, value, log_scale, log_decay, ids = chunks
-    groups, size = query.shape[3:5]
+    shape, size = query.shape[:5], query.shape[4]
     packing = None if ids is None or carried_id is None else _Packing.of(ids, carried_id)
     query = query.flatten(3, 4)
     # by index: whatever stands in the future, it cannot come through
-    scores = _products(query, key.transpose(-1, -2)).unflatten(3, (groups, size)).tril_(-1 if strict else 0)
+    scores = _products(query, key.mT).view(*shape, size).tril_(-1 if strict else 0)
     if log_scale is None:
         return _plain_sums(query, key, value, scores, state, packing)
     decay = None if log_decay is None else log_decay.cumsum(-1)  # since the chunk began
@@ -127,28 +127,28 @@ def chunk_sums(
     scores = scores * powers.sub_(top[..., None]).exp2_()[:, :, :, None]
     factor = torch.exp2(visible - top)[:, :, :, None, :, None]
     top = top * LN_2
-    within = _products(scores.flatten(3, 4), value).unflatten(3, (groups, size))
-    total = torch.addcmul(within, earlier.unflatten(3, (groups, size)), factor)
+    within = _products(scores.flatten(3, 4), value).view(*shape, -1)
+    total = torch.addcmul(within, earlier.view(*shape, -1), factor)
     return total, top if decay is None else top + decay, LinearState(kv, after[:, :, -1])
 
 
 def _plain_sums(query, key, value, scores, state: LinearState, packing: _Packing | None):
     """`chunk_sums` of keys without log scales, given the scores of the pairs [B, Hkv, T, G, C, C]."""
-    left, groups = None, scores.shape[3]
+    left, shape = None, scores.shape[:5]
     if packing is not None:
         scores = scores.masked_fill(packing.other[:, :, :, None], 0.0)
         key = key.masked_fill(~packing.kept[..., None], 0.0)
         left = packing.goes_on.to(key.dtype).expand(key.shape[:3])
     earlier, kv = _read_and_fold(query, key, value, state.kv, left)
-    within = _products(scores.flatten(3, 4), value)
     if packing is not None:
-        earlier = earlier * packing.continues[..., None].repeat(1, 1, 1, groups, 1)
-    return within.add_(earlier).unflatten(3, scores.shape[3:5]), None, LinearState(kv, state.log_max)
+        earlier = earlier * packing.continues[..., None].repeat(1, 1, 1, shape[3], 1)
+    sums = torch.baddbmm(earlier.flatten(0, 2), scores.view(-1, *query.shape[3:4], shape[4]), value.flatten(0, 2))
+    return sums.view(*shape, -1), None, LinearState(kv, state.log_max)
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
-    """[B, Hkv, T, M, K] @ [B, Hkv, T, K, N] as one batch."""
-    return torch.bmm(left.flatten(0, 2), right.flatten(0, 2)).unflatten(0, left.shape[:3])
+    """[B, Hkv, T, M, K] @ [B, Hkv, T, K, N] as one batch [B Hkv T, M, N]."""
+    return torch.bmm(left.flatten(0, 2), right.flatten(0, 2))
 
 
 def _running_max(largest: Tensor, passed: Tensor | None, log_max: Tensor, packing: _Packing | None):
@@ -167,13 +167,13 @@ def _read_and_fold(query, key, value, kv: Tensor, left: Tensor | None) -> tuple[
     `left` [B, Hkv, T]: what is left of the state after each chunk; None if all.
     """
     shape, flat = kv.shape, kv.flatten(0, 1)
-    parts = [x.flatten(0, 1).unbind(1) for x in (query, key.transpose(-1, -2), value)]
+    parts = [x.flatten(0, 1).unbind(1) for x in (query, key.mT, value)]
     factors = [None] * len(parts[0]) if left is None else left.flatten(0, 1)[..., None, None].unbind(1)
     read = []
     for query_part, key_part, value_part, factor in zip(*parts, factors, strict=True):
         read.append(torch.bmm(query_part, flat))
         flat = torch.baddbmm(flat if factor is None else flat * factor, key_part, value_part)
-    return torch.stack(read, dim=1).unflatten(0, shape[:2]), flat.view(shape)
+    return torch.stack(read, dim=1).view(*shape[:2], len(read), *read[0].shape[1:]), flat.view(shape)
 
 
 def with_ones(value: Tensor) -> Tensor:
@@ -187,6 +187,5 @@ def ratio(sums: Tensor) -> tuple[Tensor, Tensor]:
     So does one whose weights all but vanished, far below what its own largest feature times a key's can be, or whose
     sum of features with signs came out negative by rounding: the quotient would be noise, its gradient would overflow.
     """
-    weight = sums[..., -1:]
-    least = torch.finfo(weight.dtype).tiny ** 0.75  # 4e-29 in float32
-    return sums[..., :-1], F.threshold(weight, least, math.inf)
+    summed, weight = sums.split([sums.shape[-1] - 1, 1], -1)
+    return summed, torch.threshold(weight, LEAST_WEIGHT[weight.dtype], math.inf)

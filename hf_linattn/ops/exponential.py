@@ -9,11 +9,12 @@ from torch import Tensor
 
 LOWEST = -1e30  # below every log weight and far inside the range of float32
 LN_2 = math.log(2)
+LOG2_E = 1 / LN_2
 
 
 def fast_exp(x: Tensor) -> Tensor:
     """e^x, as fast where it vanishes as elsewhere; torch.exp then takes ten times as long."""
-    return (x / LN_2).exp2_()
+    return (x * LOG2_E).exp2_()
 
 
 def dense(x: Tensor) -> Tensor:
