@@ -19,7 +19,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,7 +27,6 @@ from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_o
 from .exponential import LOWEST, dense, fast_exp
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
-NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 class Features(NamedTuple):
@@ -237,7 +235,4 @@ def _output_for(query: Tensor, value: Tensor) -> Tensor | None:
         return None
     batch, heads, length, _ = query.shape
     shape = (batch, length, value.shape[1], heads // value.shape[1], value.shape[3])
-    # numpy asks the system for large pages, torch does not: fetching small ones was a tenth of the time
-    from_numpy = type(value) is Tensor and value.device.type == "cpu" and value.dtype in NUMPY_DTYPES
-    empty = torch.from_numpy(np.empty(shape, NUMPY_DTYPES[value.dtype])) if from_numpy else value.new_empty(shape)
-    return empty.permute(0, 2, 3, 1, 4)
+    return value.new_empty(shape).permute(0, 2, 3, 1, 4)
