@@ -1,6 +1,7 @@
 """Time and memory of every mechanism beside softmax, all measured in one run of one process.
 
     python -m benchmarks.run                                       # benchmarks/results/cpu.json and the tables
+    python -m benchmarks.run --backend compile                     # benchmarks/results/cpu_compiled.json
     python -m benchmarks.run --device cuda                         # benchmarks/results/gpu.json
     python -m benchmarks.run --tables-only                         # only rewrite the tables from the JSON files
 
@@ -30,13 +31,15 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.provenance import collect_provenance
 from benchmarks.tables import RESULTS, write_tables
-from hf_linattn import AttentionLayer, patch_model
+from hf_linattn import AttentionLayer, patch_model, set_backend
+from hf_linattn.backends import BACKENDS
 from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config
 from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
 
 SOFTMAX = "softmax"
+SUFFIXES = {"torch": ".json", "compile": "_compiled.json"}  # of the result files
 PREFILL_CHUNK = 1024
 DECODED_PER_REPEAT = 8
 
@@ -49,7 +52,7 @@ class Plan:
     backward_lengths: tuple[int, ...]
     contexts: tuple[int, ...]
     budget: float = 3.0  # repeats of one row stop after this long, but not before `min_repeats`
-    min_repeats: int = 3
+    min_repeats: int = 5
     max_repeats: int = 30
     num_heads: int = 8
     head_dim: int = 64
@@ -131,10 +134,10 @@ class Crossover:
 
 
 class Stopwatch:
-    """Times competitors in turns."""
+    """Times competitors in turns; `backend` is what the mechanisms among them use."""
 
-    def __init__(self, device: torch.device, plan: Plan):
-        self.device, self.plan = device, plan
+    def __init__(self, device: torch.device, plan: Plan, backend: str = "torch"):
+        self.device, self.plan, self.backend = device, plan, backend
 
     def once(self, run: Callable[[], Any]) -> float:
         """Return the seconds of one call, the device's queue emptied before and after it."""
@@ -219,6 +222,7 @@ def operation_competitors(
     for name in names:
         if mode in MECHANISMS.get(name).modes:
             mechanism = MECHANISMS.get(name)(make_config(name, {}), layer).to(device, dtype)
+            mechanism.causal_reader = BACKENDS[stopwatch.backend]
             competitors[name] = call(lambda q, k, v, mechanism=mechanism: mechanism(q, k, v)[0])
     return competitors
 
@@ -247,7 +251,7 @@ def measure_decoding(stopwatch: Stopwatch, names: Sequence[str], dtype: torch.dt
     """Time single-token steps of a small Llama after each context, with softmax's own cache and with every state."""
     plan = stopwatch.plan
     causal = [name for name in names if "causal" in MECHANISMS.get(name).modes]
-    models = {name: build_model(plan, stopwatch.device, dtype, name) for name in (SOFTMAX, *causal)}
+    models = {name: build_model(stopwatch, dtype, name) for name in (SOFTMAX, *causal)}
     rows = []
     for context in plan.contexts:
         caches = {
@@ -264,11 +268,12 @@ def measure_decoding(stopwatch: Stopwatch, names: Sequence[str], dtype: torch.dt
     return rows
 
 
-def build_model(plan: Plan, device: torch.device, dtype: torch.dtype, mechanism: str) -> LlamaForCausalLM:
+def build_model(stopwatch: Stopwatch, dtype: torch.dtype, mechanism: str) -> LlamaForCausalLM:
     """Return a Llama with random weights, patched unless the mechanism is softmax, which keeps SDPA.
 
     Its feed-forward has Llama's own width, 8/3 of the model's rounded up to a multiple of 256.
     """
+    plan = stopwatch.plan
     width = plan.num_heads * plan.head_dim
     config = LlamaConfig(
         vocab_size=1024,
@@ -283,8 +288,10 @@ def build_model(plan: Plan, device: torch.device, dtype: torch.dtype, mechanism:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
-    model = model.to(device, dtype).eval()
-    return model if mechanism == SOFTMAX else patch_model(model, mechanism)
+    model = model.to(stopwatch.device, dtype).eval()
+    if mechanism != SOFTMAX:
+        set_backend(patch_model(model, mechanism), stopwatch.backend)
+    return model
 
 
 def fill_cache(model: LlamaForCausalLM, context: int) -> DynamicCache:
@@ -338,12 +345,15 @@ def measure_ceilings(stopwatch: Stopwatch, dtype: torch.dtype) -> dict[str, floa
     }
 
 
-def measure(plan: Plan, device: torch.device, dtype: torch.dtype, names: Sequence[str]) -> dict[str, Any]:
+def measure(
+    plan: Plan, device: torch.device, dtype: torch.dtype, names: Sequence[str], backend: str
+) -> dict[str, Any]:
     """Run everything and return the JSON document."""
-    stopwatch = Stopwatch(device, plan)
+    stopwatch = Stopwatch(device, plan, backend)
     operations = measure_operations(stopwatch, names, dtype)
     return {
         "provenance": collect_provenance(device, dtype),
+        "backend": backend,
         "plan": dataclasses.asdict(plan),
         "options": {name: make_config(name, {}).to_options() for name in names},
         "ceilings": measure_ceilings(stopwatch, dtype),
@@ -357,7 +367,10 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="by default float32 on a CPU, bfloat16 on a GPU")] = None,
     mechanism: Annotated[list[str] | None, typer.Option(help="repeatable; by default every one")] = None,
-    output: Annotated[Path | None, typer.Option(help="by default benchmarks/results/{cpu,gpu}.json")] = None,
+    backend: Annotated[str, typer.Option(help="torch or compile, which times the mechanisms that know it")] = "torch",
+    output: Annotated[
+        Path | None, typer.Option(help="by default benchmarks/results/{cpu,cpu_compiled,gpu,gpu_compiled}.json")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes, to see that it runs")] = False,
     tables_only: Annotated[bool, typer.Option("--tables-only", help="measure nothing")] = False,
 ) -> None:
@@ -365,9 +378,12 @@ def main(
     if not tables_only:
         kind = torch.device(device).type
         precision = getattr(torch, dtype or {"cpu": "float32", "cuda": "bfloat16"}[kind])
-        names = mechanism or [name for name in MECHANISMS.names() if name != SOFTMAX]
-        results = measure(PLANS["quick" if quick else kind], torch.device(device), precision, names)
-        path = output or RESULTS / {"cpu": "cpu.json", "cuda": "gpu.json"}[kind]
+        known = [x for x in MECHANISMS.names() if x != SOFTMAX and backend in MECHANISMS.get(x).backends]
+        names = mechanism or known
+        if unknown := [name for name in names if name not in known]:
+            raise typer.BadParameter(f"{', '.join(unknown)}: with --backend {backend} it is one of {', '.join(known)}")
+        results = measure(PLANS["quick" if quick else kind], torch.device(device), precision, names, backend)
+        path = output or RESULTS / ({"cpu": "cpu", "cuda": "gpu"}[kind] + SUFFIXES[backend])
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(results, indent=1) + "\n")
         typer.echo(f"wrote {path}")

@@ -19,7 +19,7 @@ from hf_linattn.mechanisms import MECHANISMS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-SPEED_FILES = ("cpu.json", "cpu_kept_memory.json", "gpu.json")
+SPEED_FILES = ("cpu.json", "cpu_compiled.json", "cpu_kept_memory.json", "gpu.json", "gpu_compiled.json")
 QUALITY = ("original", "control", "converted", "recovered")
 ZERO_SHOT_FILE = "zero_shot.json"
 SUPPORT_FILE = "support.json"
@@ -102,6 +102,8 @@ def describe(document: Document) -> str:
     source, plan, ceilings = (document[name] for name in ("provenance", "plan", "ceilings"))
     versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
     settings = "".join(f", {name}={value}" for name, value in source.get("allocator", {}).items())
+    backend = document.get("backend", "torch")  # there was no other before it was recorded
+    settings += "" if backend == "torch" else f", backend `{backend}`"
     return (
         f"{source['device']}, {source['threads']} CPU threads, {source['dtype']}, batch 1, {plan['num_heads']} heads,"
         f" dimension {plan['head_dim']}; {versions}{settings}. In the same run a matrix product reached"

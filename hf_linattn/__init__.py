@@ -6,6 +6,7 @@
 Importing this package also teaches the Auto classes of transformers to load converted checkpoints.
 """
 
+from .backends import set_backend
 from .calibration import calibrate
 from .config import MechanismConfig, PatchConfig
 from .errors import (
@@ -47,5 +48,6 @@ __all__ = [
     "original_attention",
     "patch_model",
     "register_mechanism",
+    "set_backend",
     "unpatch_model",
 ]

@@ -95,6 +95,7 @@ class Mechanism(nn.Module):
         subquadratic: whether its cost grows slower than N^2.
         continuous: whether nearby inputs give nearby outputs; not where rounding may change which keys are chosen.
         growth: by how much its cost grows when 2,048 tokens become 4,096; 2 if it is linear.
+        backends: which of `hf_linattn.backends` can work through its causal form.
         limit: how it relates to softmax attention; an instance may state its own. citation: the paper it comes from.
     """
 
@@ -104,6 +105,7 @@ class Mechanism(nn.Module):
     subquadratic: ClassVar[bool] = True
     continuous: ClassVar[bool] = True
     growth: ClassVar[float] = 2.0
+    backends: ClassVar[tuple[str, ...]] = ("torch",)
     limit: ExactnessLimit = ExactnessLimit("none stated")
     citation: ClassVar[str] = ""
 
@@ -119,6 +121,7 @@ class Mechanism(nn.Module):
         self.config, self.layer = config, layer
         self.calls = 0  # how often forward ran (outside compiled graphs): shows that the layer is really served
         self.cache_layer: Any = None  # set by the bridge for the time of one call
+        self.causal_reader: Any = None  # set by hf_linattn.backends: calls causal_attention for it, in parts
         self.observer: Any = None  # set by hf_linattn.observation: answers in this mechanism's place
 
     def forward(
@@ -148,7 +151,9 @@ class Mechanism(nn.Module):
             earlier = key.shape[2] - query.shape[2]
             if earlier:  # keys that came without their queries, as from a prefix or another model's cache
                 query = torch.cat([query.new_zeros(*query.shape[:2], earlier, query.shape[3]), query], dim=2)
-            output, state = self.causal_attention(query, key, wide_value, key_padding_mask, sequence_ids, state)
+            heads = (query, key, wide_value, key_padding_mask, sequence_ids, state)
+            read = self.causal_reader
+            output, state = self.causal_attention(*heads) if read is None else read(self, *heads)
             return output[:, :, earlier:].to(value.dtype), state
 
     def causal_attention(

@@ -85,6 +85,7 @@ class LinearMechanism(Mechanism):
     """
 
     config_class: ClassVar[type[MechanismConfig]] = LinearConfig
+    backends = ("torch", "compile")
     limit = ExactnessLimit("attention with the kernel phi(q) . phi(k), computed naively", kernel=True)
     citation = "Katharopoulos et al. 2020, Transformers are RNNs, arXiv 2006.16236"
 

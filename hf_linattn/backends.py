@@ -1,0 +1,83 @@
+"""Backends: how a mechanism works through a long causal input. What comes out is the same but for rounding.
+
+`torch` takes all tokens in one call. `compile` reads slabs of `SLAB_SIZE` tokens, each continuing the state of the one
+before as in chunked prefill, and torch.compile makes a program of one slab, which all others and all layers share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import require_known
+from .errors import OptionError
+from .mechanisms import Mechanism
+from .mechanisms.softmax import SoftmaxMechanism
+from .patching import get_mechanisms
+
+SLAB_SIZE = 1024
+
+
+def set_backend(model: nn.Module, backend: str) -> None:
+    """Choose how the mechanisms of a patched model work through long causal inputs; it is not saved with the model.
+
+    `"torch"`, the default, needs nothing. `"compile"` compiles (with the C++ compiler that `torch.compile` needs, half
+    a minute at first) what `linear`, its feature maps and `hybrid` do with 1,024 tokens, and is faster from 2,048
+    tokens on. Padded or packed rows, shorter inputs, decoding and bidirectional layers take the same way as before,
+    and so do layers that keep softmax.
+
+    Raises:
+        UnknownNameError: there is no such backend. OptionError: a mechanism of the model does not know it.
+        PatchError: the model is not patched.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from hf_linattn import patch_model, set_backend
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> model = patch_model(LlamaForCausalLM(config), "linear")
+    >>> set_backend(model, "compile")
+    """
+    require_known("backend", backend, BACKENDS)
+    mechanisms = [x for x in get_mechanisms(model).values() if not isinstance(x, SoftmaxMechanism)]
+    for mechanism in mechanisms:
+        if backend not in mechanism.backends:
+            raise OptionError(
+                f"mechanism {mechanism.config.mechanism!r} of layer {mechanism.layer.index} has no backend"
+                f" {backend!r}; use one of {', '.join(mechanism.backends)}"
+            )
+    for mechanism in mechanisms:
+        mechanism.causal_reader = BACKENDS[backend]
+
+
+def read_slabs(
+    mechanism: Mechanism,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    sequence_ids: Tensor | None,
+    state: Any,
+) -> tuple[Tensor, Any]:
+    """Return what `mechanism.causal_attention` returns, read slab by slab."""
+    plain = key_padding_mask is None and sequence_ids is None and not torch.compiler.is_compiling()
+    if not plain or query.shape[2] < 2 * SLAB_SIZE:
+        return mechanism.causal_attention(query, key, value, key_padding_mask, sequence_ids, state)
+    parts: list[Tensor] = []
+    slabs = (x.split(SLAB_SIZE, 2) for x in (query, key, value))
+    for query_slab, key_slab, value_slab in zip(*slabs, strict=True):
+        # the first slab may have no state, the last may be shorter: these two are not worth programs of their own
+        read = compiled_slab if parts and query_slab.shape[2] == SLAB_SIZE else _read_slab
+        part, state = read(mechanism, query_slab, key_slab, value_slab, state)
+        parts.append(part)
+    return torch.cat(parts, dim=2), state
+
+
+def _read_slab(mechanism: Mechanism, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, Any]:
+    return mechanism.causal_attention(query, key, value, None, None, state)
+
+
+compiled_slab = torch.compile(_read_slab)
+
+BACKENDS: dict[str, Callable[..., tuple[Tensor, Any]] | None] = {"torch": None, "compile": read_slabs}
