@@ -65,11 +65,12 @@ def read_slabs(
     if not plain or query.shape[2] < 2 * SLAB_SIZE:
         return mechanism.causal_attention(query, key, value, key_padding_mask, sequence_ids, state)
     parts: list[Tensor] = []
-    slabs = (x.split(SLAB_SIZE, 2) for x in (query, key, value))
-    for query_slab, key_slab, value_slab in zip(*slabs, strict=True):
-        # the first slab may have no state, the last may be shorter: these two are not worth programs of their own
-        read = compiled_slab if parts and query_slab.shape[2] == SLAB_SIZE else _read_slab
-        part, state = read(mechanism, query_slab, key_slab, value_slab, state)
+    for heads in zip(*(x.split(SLAB_SIZE, 2) for x in (query, key, value)), strict=True):
+        # no state before the first slab, fewer tokens in the last: these two are not worth programs of their own
+        read = compiled_slab if parts and heads[0].shape[2] == SLAB_SIZE else _read_slab
+        # one layout, whatever the length of the whole: another one would be another program
+        query, key, value = (x.contiguous() for x in heads)
+        part, state = read(mechanism, query, key, value, state)
         parts.append(part)
     return torch.cat(parts, dim=2), state
 
