@@ -129,7 +129,8 @@ def chunk_sums(
     top = top * LN_2
     within = _products(scores.flatten(3, 4), value).view(*shape, -1)
     total = torch.addcmul(within, earlier.view(*shape, -1), factor)
-    return total, top if decay is None else top + decay, LinearState(kv, after[:, :, -1])
+    # a copy: a view would keep all of `after`, and is another kind of input to a compiled slab
+    return total, top if decay is None else top + decay, LinearState(kv, after[:, :, -1].clone())
 
 
 def _plain_sums(query, key, value, scores, state: LinearState, packing: _Packing | None):
