@@ -79,6 +79,7 @@ def _read_slab(mechanism: Mechanism, query: Tensor, key: Tensor, value: Tensor, 
     return mechanism.causal_attention(query, key, value, None, None, state)
 
 
-compiled_slab = torch.compile(_read_slab)
+# static: seeing two mechanisms, torch.compile would take their sizes for variable, and its programs would be slower
+compiled_slab = torch.compile(_read_slab, dynamic=False)
 
 BACKENDS: dict[str, Callable[..., tuple[Tensor, Any]] | None] = {"torch": None, "compile": read_slabs}
