@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from benchmarks import retrieval, run, tables
@@ -201,3 +202,9 @@ def test_an_embedding_model_is_converted_taught_and_scored(tmp_path: Path, monke
     scored = [stages[name] for name in ("original", "recovered")]
     assert all(row["num_paragraphs"] == 8 and 0 <= row["recall"] <= 1 for row in scored)
     assert stages["recovered"]["validation_loss"] < 1
+
+
+def test_a_mechanism_without_the_backend_is_not_timed_with_another(tmp_path):
+    with pytest.raises(typer.BadParameter, match="local: with --backend compile it is one of"):
+        run.main(mechanism=["linear", "local"], backend="compile", quick=True, output=tmp_path / "speed.json")
+    assert not list(tmp_path.iterdir())

@@ -136,6 +136,15 @@ def test_learned_maps_start_as_the_axes_and_rotations_of_them_with_opposites(nam
     assert torch.equal(FEATURE_MAPS.get("t2r")(4, 5, 0.25, generator(0)).weight, odd)
 
 
+def test_elu_features_and_their_gradients_are_those_of_elu_even_at_zero():
+    x = torch.tensor([[-100.0, -2.0, -1e-3, 0.0, 1e-3, 2.0, 100.0]], dtype=torch.float64, requires_grad=True)
+    got = FEATURE_MAPS.get("elu")(7, 7, 1.0, generator(0))(x).values
+    want = torch.nn.functional.elu(x) + 1
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(output.sum(), x)[0] for output in (got, want)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
 def test_taylor_features_make_the_second_order_expansion_of_exp():
     x, y = torch.randn(2, 50, 6, generator=generator(5), dtype=torch.float64)
     phi = FEATURE_MAPS.get("taylor")(6, 1, 0.4, generator(0))
