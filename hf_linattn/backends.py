@@ -6,6 +6,7 @@ before as in chunked prefill, and torch.compile makes a program of one slab, whi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +80,16 @@ def _read_slab(mechanism: Mechanism, query: Tensor, key: Tensor, value: Tensor, 
     return mechanism.causal_attention(query, key, value, None, None, state)
 
 
-# static: seeing two mechanisms, torch.compile would take their sizes for variable, and its programs would be slower
-compiled_slab = torch.compile(_read_slab, dynamic=False)
+@functools.cache
+def _program() -> Callable[..., tuple[Tensor, Any]]:
+    # made when first needed, as it imports the compiler. Static: seeing two mechanisms, torch.compile would take their
+    # sizes for variable, and its programs would be slower
+    return torch.compile(_read_slab, dynamic=False)
+
+
+def compiled_slab(*heads: Any) -> tuple[Tensor, Any]:
+    """`_read_slab` as a program."""
+    return _program()(*heads)
+
 
 BACKENDS: dict[str, Callable[..., tuple[Tensor, Any]] | None] = {"torch": None, "compile": read_slabs}
