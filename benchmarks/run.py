@@ -34,7 +34,7 @@ from benchmarks.tables import RESULTS, write_tables
 from hf_linattn import AttentionLayer, patch_model, set_backend
 from hf_linattn.backends import BACKENDS
 from hf_linattn.cache import state_bytes
-from hf_linattn.config import make_config
+from hf_linattn.config import make_config, require_known
 from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
 
@@ -378,6 +378,7 @@ def main(
     if not tables_only:
         kind = torch.device(device).type
         precision = getattr(torch, dtype or {"cpu": "float32", "cuda": "bfloat16"}[kind])
+        require_known("backend", backend, SUFFIXES)
         known = [x for x in MECHANISMS.names() if x != SOFTMAX and backend in MECHANISMS.get(x).backends]
         names = mechanism or known
         if unknown := [name for name in names if name not in known]:

@@ -26,9 +26,10 @@ def set_backend(model: nn.Module, backend: str) -> None:
     """Choose how the mechanisms of a patched model work through long causal inputs; it is not saved with the model.
 
     `"torch"`, the default, needs nothing. `"compile"` compiles (with the C++ compiler that `torch.compile` needs, half
-    a minute at first) what `linear`, its feature maps and `hybrid` do with 1,024 tokens, and is faster from 2,048
-    tokens on. Padded or packed rows, shorter inputs, decoding and bidirectional layers take the same way as before,
-    and so do layers that keep softmax.
+    a minute at first) what `linear`, its feature maps and `hybrid` do with 1,024 tokens, for inputs of 2,048 and more;
+    how much faster that is depends on the machine: `python -m benchmarks.run --backend compile`. Every batch size has
+    a program of its own, of which torch.compile makes eight. Padded or packed rows, shorter inputs, decoding and
+    bidirectional layers take the same way as before, and so do layers that keep softmax.
 
     Raises:
         UnknownNameError: there is no such backend. OptionError: a mechanism of the model does not know it.

@@ -90,7 +90,7 @@ class EluFeatureMap(FeatureMap):
 
     def forward(self, x: Tensor) -> Features:
         x = dense(x)
-        # elu(x) + 1, in less time than F.elu takes; relu and not clamp, of which one passes on the gradient at zero
+        # elu(x) + 1, in less time than F.elu takes; with two clamps the gradient at zero would count twice
         return Features(F.relu(x) + x.clamp(max=0).mul_(LOG2_E).exp2_())
 
 

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import retrieval, run, tables
-from hf_linattn import DataError, list_mechanisms
+from hf_linattn import DataError, UnknownNameError, list_mechanisms
 from hf_linattn.mechanisms import MECHANISMS
 from tests.helpers import make_tokenizer
 from tests.models import make_model
@@ -207,4 +207,6 @@ def test_an_embedding_model_is_converted_taught_and_scored(tmp_path: Path, monke
 def test_a_mechanism_without_the_backend_is_not_timed_with_another(tmp_path):
     with pytest.raises(typer.BadParameter, match="local: with --backend compile it is one of"):
         run.main(mechanism=["linear", "local"], backend="compile", quick=True, output=tmp_path / "speed.json")
+    with pytest.raises(UnknownNameError, match="compile"):
+        run.main(backend="compiled", quick=True, output=tmp_path / "speed.json")
     assert not list(tmp_path.iterdir())
