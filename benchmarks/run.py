@@ -1,6 +1,7 @@
 """Time and memory of every mechanism beside softmax, all measured in one run of one process.
 
     python -m benchmarks.run                                       # benchmarks/results/cpu.json and the tables
+    python -m benchmarks.run --backend torch                       # benchmarks/results/cpu_torch.json
     python -m benchmarks.run --backend compile                     # benchmarks/results/cpu_compiled.json
     python -m benchmarks.run --device cuda                         # benchmarks/results/gpu.json
     python -m benchmarks.run --tables-only                         # only rewrite the tables from the JSON files
@@ -37,9 +38,10 @@ from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config, require_known
 from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.ops import native
 
 SOFTMAX = "softmax"
-SUFFIXES = {"torch": ".json", "compile": "_compiled.json"}  # of the result files
+SUFFIXES = {"auto": ".json", "torch": "_torch.json", "compile": "_compiled.json"}  # of the result files
 PREFILL_CHUNK = 1024
 DECODED_PER_REPEAT = 8
 
@@ -136,7 +138,7 @@ class Crossover:
 class Stopwatch:
     """Times competitors in turns; `backend` is what the mechanisms among them use."""
 
-    def __init__(self, device: torch.device, plan: Plan, backend: str = "torch"):
+    def __init__(self, device: torch.device, plan: Plan, backend: str = "auto"):
         self.device, self.plan, self.backend = device, plan, backend
 
     def once(self, run: Callable[[], Any]) -> float:
@@ -222,7 +224,7 @@ def operation_competitors(
     for name in names:
         if mode in MECHANISMS.get(name).modes:
             mechanism = MECHANISMS.get(name)(make_config(name, {}), layer).to(device, dtype)
-            mechanism.causal_reader = BACKENDS[stopwatch.backend]
+            mechanism.backend, mechanism.causal_reader = stopwatch.backend, BACKENDS[stopwatch.backend]
             competitors[name] = call(lambda q, k, v, mechanism=mechanism: mechanism(q, k, v)[0])
     return competitors
 
@@ -354,6 +356,7 @@ def measure(
     return {
         "provenance": collect_provenance(device, dtype),
         "backend": backend,
+        "compiled_operations": backend == "auto" and device.type == "cpu" and native.available(),
         "plan": dataclasses.asdict(plan),
         "options": {name: make_config(name, {}).to_options() for name in names},
         "ceilings": measure_ceilings(stopwatch, dtype),
@@ -367,9 +370,9 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="by default float32 on a CPU, bfloat16 on a GPU")] = None,
     mechanism: Annotated[list[str] | None, typer.Option(help="repeatable; by default every one")] = None,
-    backend: Annotated[str, typer.Option(help="torch or compile, which times the mechanisms that know it")] = "torch",
+    backend: Annotated[str, typer.Option(help="auto, torch or compile; times the mechanisms that know it")] = "auto",
     output: Annotated[
-        Path | None, typer.Option(help="by default benchmarks/results/{cpu,cpu_compiled,gpu,gpu_compiled}.json")
+        Path | None, typer.Option(help="by default benchmarks/results/{cpu,gpu}[_torch,_compiled].json")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes, to see that it runs")] = False,
     tables_only: Annotated[bool, typer.Option("--tables-only", help="measure nothing")] = False,

@@ -103,7 +103,8 @@ def describe(document: Document) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
     settings = "".join(f", {name}={value}" for name, value in source.get("allocator", {}).items())
     backend = document.get("backend", "torch")  # there was no other before it was recorded
-    settings += "" if backend == "torch" else f", backend `{backend}`"
+    settings += "" if backend == "auto" else f", backend `{backend}`"
+    settings += ", compiled operations" if document.get("compiled_operations") else ""
     return (
         f"{source['device']}, {source['threads']} CPU threads, {source['dtype']}, batch 1, {plan['num_heads']} heads,"
         f" dimension {plan['head_dim']}; {versions}{settings}. In the same run a matrix product reached"

@@ -1,7 +1,8 @@
 """Backends: how a mechanism works through a long causal input. What comes out is the same but for rounding.
 
-`torch` takes all tokens in one call. `compile` reads slabs of `SLAB_SIZE` tokens, each continuing the state of the one
-before as in chunked prefill, and torch.compile makes a program of one slab, which all others and all layers share.
+`auto` takes all tokens in one call, by the C of `ops.native` where that can do it, `torch` by PyTorch's operations
+alone. `compile` reads slabs of `SLAB_SIZE` tokens, each continuing the state of the one before as in chunked prefill,
+and torch.compile makes a program of one slab, which all others and all layers share.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ SLAB_SIZE = 1024
 def set_backend(model: nn.Module, backend: str) -> None:
     """Choose how the mechanisms of a patched model work through long causal inputs; it is not saved with the model.
 
-    `"torch"`, the default, needs nothing. `"compile"` compiles (with the C++ compiler that `torch.compile` needs, half
-    a minute at first) what `linear`, its feature maps and `hybrid` do with 1,024 tokens, for inputs of 2,048 and more;
-    how much faster that is depends on the machine: `python -m benchmarks.run --backend compile`. Every batch size has
-    a program of its own, of which torch.compile makes eight. Padded or packed rows, shorter inputs, decoding and
-    bidirectional layers take the same way as before, and so do layers that keep softmax.
+    `"auto"`, the default, takes the fastest way that was installed: on a CPU in float32 the C of `ops.native` for what
+    it knows, `linear` and its feature maps, if it was built (`hf-linattn env` says so), and PyTorch's own operations
+    for everything else. `"torch"` takes these alone. `"compile"` compiles (with the C++ compiler that `torch.compile`
+    needs, half a minute at first) what `linear`, its feature maps and `hybrid` do with 1,024 tokens, for inputs of
+    2,048 and more; how much faster that is depends on the machine: `python -m benchmarks.run --backend compile`. Every
+    batch size has a program of its own, of which torch.compile makes eight. Padded or packed rows, shorter inputs,
+    decoding and bidirectional layers take the same way as with `"auto"`, and so do layers that keep softmax.
 
     Raises:
         UnknownNameError: there is no such backend. OptionError: a mechanism of the model does not know it.
@@ -50,7 +53,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
                 f" {backend!r}; use one of {', '.join(mechanism.backends)}"
             )
     for mechanism in mechanisms:
-        mechanism.causal_reader = BACKENDS[backend]
+        mechanism.backend, mechanism.causal_reader = backend, BACKENDS[backend]
 
 
 def read_slabs(
@@ -93,4 +96,4 @@ def compiled_slab(*heads: Any) -> tuple[Tensor, Any]:
     return _program()(*heads)
 
 
-BACKENDS: dict[str, Callable[..., tuple[Tensor, Any]] | None] = {"torch": None, "compile": read_slabs}
+BACKENDS: dict[str, Callable[..., tuple[Tensor, Any]] | None] = {"auto": None, "torch": None, "compile": read_slabs}

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from .ops.causal_linear import Features
 from .ops.exponential import LN_2, LOG2_E, dense, fast_exp
+from .ops.native import NativeMap
 from .registry import Registry
 
 
@@ -73,6 +74,10 @@ class FeatureMap(nn.Module):
         """Return phi(x) itself [..., N, F], without log scales: the reference the stable form is tested against."""
         return self(x).values
 
+    def native(self) -> NativeMap | None:
+        """Return what `ops.native` needs to compute this map itself; None where it cannot."""
+        return None
+
     def redraw(self, generator: torch.Generator) -> None:
         """Draw the random part anew, in place; a map without one keeps as it is."""
 
@@ -93,6 +98,9 @@ class EluFeatureMap(FeatureMap):
         # elu(x) + 1, in less time than F.elu takes; with two clamps the gradient at zero would count twice
         return Features(F.relu(x) + x.clamp(max=0).mul_(LOG2_E).exp2_())
 
+    def native(self) -> NativeMap:
+        return NativeMap("elu")
+
 
 @FEATURE_MAPS.register("relu")
 class ReluFeatureMap(FeatureMap):
@@ -106,6 +114,9 @@ class ReluFeatureMap(FeatureMap):
 
     def forward(self, x: Tensor) -> Features:
         return Features(F.relu(x))
+
+    def native(self) -> NativeMap:
+        return NativeMap("relu")
 
 
 class RandomFeatureMap(FeatureMap):
@@ -139,7 +150,11 @@ class RandomFeatureMap(FeatureMap):
 
     def project(self, x: Tensor, unit: float = 1.0) -> Tensor:
         """Return the projections w . x [..., N, m] of the scaled inputs, in multiples of `unit`."""
-        return x @ (self.projection.to(x.dtype).T * (math.sqrt(self.scaling) / unit))
+        return x @ self.weight(x.dtype, unit)
+
+    def weight(self, dtype: torch.dtype, unit: float = 1.0) -> Tensor:
+        """Return what inputs [..., N, D] are multiplied by to project them, [D, m]."""
+        return self.projection.to(dtype).T * (math.sqrt(self.scaling) / unit)
 
 
 @FEATURE_MAPS.register("favor_softmax")
@@ -159,6 +174,10 @@ class FavorSoftmaxFeatureMap(RandomFeatureMap):
         log_scale = (top * LN_2 - math.log(self.feature_dim) / 2).sub(size, alpha=self.scaling / 2)
         return Features(powers.sub_(top[..., None]).exp2_(), log_scale)
 
+    def native(self) -> NativeMap:
+        weight, offset = self.weight(torch.float32), -math.log(self.feature_dim) / 2
+        return NativeMap("exponential", weight, quadratic=-self.scaling / 2, offset=offset)
+
     def exact(self, x: Tensor) -> Tensor:
         half = x.square().sum(-1, keepdim=True) * self.scaling / 2
         return (self.project(x) - half).exp() / math.sqrt(self.feature_dim)
@@ -171,9 +190,9 @@ class FavorHyperbolicFeatureMap(FavorSoftmaxFeatureMap):
     width = 2
     copies = 2
 
-    def project(self, x: Tensor, unit: float = 1.0) -> Tensor:
-        projected = super().project(x, unit)
-        return torch.cat([projected, -projected], dim=-1)
+    def weight(self, dtype: torch.dtype, unit: float = 1.0) -> Tensor:
+        weight = super().weight(dtype, unit)
+        return torch.cat([weight, -weight], dim=-1)
 
 
 @FEATURE_MAPS.register("favor_relu")
@@ -187,6 +206,9 @@ class FavorReluFeatureMap(RandomFeatureMap):
 
     def forward(self, x: Tensor) -> Features:
         return Features(F.relu(self.project(x)) / math.sqrt(self.feature_dim))
+
+    def native(self) -> NativeMap:
+        return NativeMap("relu", self.weight(torch.float32, math.sqrt(self.feature_dim)))
 
 
 @FEATURE_MAPS.register("taylor")
@@ -270,6 +292,9 @@ class HedgehogFeatureMap(LearnedFeatureMap):
         projected = self.project(x)
         return Features(torch.cat([projected.softmax(-1), (-projected).softmax(-1)], dim=-1))
 
+    def native(self) -> NativeMap:
+        return NativeMap("softmax_pair", self.weight)
+
 
 @FEATURE_MAPS.register("t2r")
 class T2RFeatureMap(LearnedFeatureMap):
@@ -279,6 +304,9 @@ class T2RFeatureMap(LearnedFeatureMap):
 
     def forward(self, x: Tensor) -> Features:
         return Features(F.relu(self.project(x)))
+
+    def native(self) -> NativeMap:
+        return NativeMap("relu", self.weight, self.bias)
 
 
 @FEATURE_MAPS.register("learned_exp")
@@ -293,6 +321,9 @@ class LearnedExpFeatureMap(LearnedFeatureMap):
         projected = self.project(x)
         top = projected.detach().amax(-1)
         return Features(fast_exp(projected.sub_(top[..., None])), top)
+
+    def native(self) -> NativeMap:
+        return NativeMap("exponential", self.weight, self.bias)
 
     def exact(self, x: Tensor) -> Tensor:
         return self.project(x).exp()

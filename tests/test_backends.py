@@ -45,7 +45,7 @@ def run_both(mechanism, dtype=torch.float64, length=LENGTH):
     results = []
     heads = [torch.randn(2, h, length, 8, generator=generator, dtype=dtype).requires_grad_() for h in (4, 2, 2)]
     for backend in ("torch", "compile"):
-        mechanism.causal_reader = backends.BACKENDS[backend]
+        mechanism.backend, mechanism.causal_reader = backend, backends.BACKENDS[backend]
         output, state = mechanism(*heads)
         weights = torch.linspace(-1, 1, output.numel(), dtype=dtype).view_as(output)
         results.append([output, *state, *torch.autograd.grad((output * weights).sum(), heads)])
@@ -89,7 +89,7 @@ def test_what_cannot_be_chosen_is_refused_and_nothing_changes():
     model = patch_model(make_model("llama"), {"linear": [0], "local": [1]})
     with pytest.raises(UnknownNameError, match="compile"):
         set_backend(model, "compiled")
-    with pytest.raises(OptionError, match="'local' of layer 1 has no backend 'compile'; use one of torch"):
+    with pytest.raises(OptionError, match="'local' of layer 1 has no backend 'compile'; use one of auto, torch"):
         set_backend(model, "compile")
     assert all(m.causal_reader is None for m in get_mechanisms(model).values())
     with pytest.raises(PatchError, match="not patched"):

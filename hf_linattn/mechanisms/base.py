@@ -105,7 +105,7 @@ class Mechanism(nn.Module):
     subquadratic: ClassVar[bool] = True
     continuous: ClassVar[bool] = True
     growth: ClassVar[float] = 2.0
-    backends: ClassVar[tuple[str, ...]] = ("torch",)
+    backends: ClassVar[tuple[str, ...]] = ("auto", "torch")
     limit: ExactnessLimit = ExactnessLimit("none stated")
     citation: ClassVar[str] = ""
 
@@ -121,7 +121,8 @@ class Mechanism(nn.Module):
         self.config, self.layer = config, layer
         self.calls = 0  # how often forward ran (outside compiled graphs): shows that the layer is really served
         self.cache_layer: Any = None  # set by the bridge for the time of one call
-        self.causal_reader: Any = None  # set by hf_linattn.backends: calls causal_attention for it, in parts
+        self.backend = "auto"  # set by hf_linattn.backends, as is the next one
+        self.causal_reader: Any = None  # calls causal_attention for it, in parts
         self.observer: Any = None  # set by hf_linattn.observation: answers in this mechanism's place
 
     def forward(

@@ -80,7 +80,7 @@ class HybridMechanism(SequenceMechanism):
     """
 
     config_class = HybridConfig
-    backends = ("torch", "compile")
+    backends = ("auto", "torch", "compile")
     limit = ExactnessLimit(
         "softmax attention if window_size is at least the length", equal=lambda length: {"window_size": length}
     )

@@ -85,7 +85,7 @@ class LinearMechanism(Mechanism):
     """
 
     config_class: ClassVar[type[MechanismConfig]] = LinearConfig
-    backends = ("torch", "compile")
+    backends = ("auto", "torch", "compile")
     limit = ExactnessLimit("attention with the kernel phi(q) . phi(k), computed naively", kernel=True)
     citation = "Katharopoulos et al. 2020, Transformers are RNNs, arXiv 2006.16236"
 
@@ -128,8 +128,10 @@ class LinearMechanism(Mechanism):
         sequence_ids: Tensor | None,
         state: LinearState | None,
     ) -> tuple[Tensor, LinearState]:
-        decay = self.log_decay(key, key_padding_mask)
-        return causal_linear_attention(query, key, value, *self.maps, key_padding_mask, sequence_ids, state, decay)
+        return causal_linear_attention(
+            query, key, value, *self.maps, key_padding_mask, sequence_ids, state,
+            log_decay=self.log_decay(key, key_padding_mask), use_native=self.backend != "torch",
+        )  # fmt: skip
 
     def bidirectional_attention(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None

@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import native
 from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, ratio, with_ones
 from .exponential import LOWEST, dense, fast_exp
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
+NATIVE_SIZE = 1024  # the same where `native` forms them
 
 
 class Features(NamedTuple):
@@ -50,6 +52,7 @@ def causal_linear_attention(
     state: LinearState | None = None,
     log_decay: Tensor | None = None,
     chunk_size: int = CHUNK_SIZE,
+    use_native: bool = False,
 ) -> tuple[Tensor, LinearState]:
     """Return the causal attention output and the state after the last key.
 
@@ -59,12 +62,15 @@ def causal_linear_attention(
         key_padding_mask: [B, N], true for real keys. sequence_ids: [B, N], equal inside a packed sequence.
         state: what was read before; it belongs to the first packed sequence.
         log_decay: [B, Hkv, N], at most 0: log of what all earlier keys lose when this token comes; 0 where masked.
+        use_native: whether `native` may do it where it can, in chunks of its own size.
 
     Returns:
         output [B, H, N, Dv]; the state, which belongs to the last packed sequence. Time O(N (F + chunk_size) Dv).
     """
     if key.shape[2] == 1:
         return _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
+    if use_native and native.suits(query, key, sequence_ids):
+        return _native(query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
     output = _output_for(query, value)
     parts: list[Tensor] = []
     start, after = 0, cast(LinearState, state)  # there is at least one segment
@@ -179,6 +185,22 @@ def _split(sizes: int | list[int], *operands: tuple[Tensor | None, int]) -> Iter
     Split and not sliced: the gradients of all parts are then put together once.
     """
     return zip(*(itertools.repeat(None) if x is None else x.split(sizes, dim) for x, dim in operands), strict=False)
+
+
+def _native(query, key, value, query_map, key_map, key_padding_mask, state, log_decay):
+    """`causal_linear_attention` by `native`, which makes the features itself or gets those of a part at a time."""
+    output, parts = _output_for(query, value), []
+    query = query.unflatten(1, (key.shape[1], -1))
+    maps = [getattr(x, "native", lambda: None)() for x in (query_map, key_map)]
+    if output is not None and key_padding_mask is None and all(maps):
+        state = native.mapped_causal_attention(query, key, value, maps, log_decay, state, output)
+        return output.flatten(1, 2), state
+    operands = ((query, 3), (key, 2), (value, 2), (key_padding_mask, 1))
+    for query, key, value, mask, decay, place in _split(NATIVE_SIZE, *operands, (log_decay, 2), (output, 3)):
+        features = _masked(key_map(key), mask, log_decay is not None)
+        part, state = native.causal_attention(query_map(query).values, *features, value, decay, state, place)
+        parts.append(part)
+    return (torch.cat(parts, dim=3) if output is None else output).flatten(1, 2), state
 
 
 def _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay):

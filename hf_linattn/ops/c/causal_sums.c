@@ -1,0 +1,318 @@
+/* Causal sums over keys, for many sequences side by side, in tiles that stay in registers and in the first caches.
+ *
+ * For every query i of a sequence, with c the running sum of log_decay,
+ *
+ *     sums_i = sum_{j <= i} exp(log_scale_j + c_i - c_j - top_i) (query_i . key_j) value_j
+ *
+ * top_i being the largest exponent among them (zero without log scales), continued from and into a state
+ *
+ *     state = sum_j exp(log_scale_j + c_N - c_j - log_max) key_j value_j^T.
+ *
+ * `normalise` divides them by the same sums with a column of ones in the place of the values. That column is the last
+ * one of the state then. Otherwise they are multiplied by exp(row_scale_i + top_i) where row scales are given.
+ *
+ * Chunks of CHUNK tokens are read in order: pairs inside a chunk are formed directly, those before it are in the
+ * state. What is no feature yet becomes one, chunk by chunk, through a `feature_map`.
+ */
+
+#include "lanes.h"
+
+/* A feature map of x: an activation of z = x weight + bias, or of x itself where there is no weight. */
+typedef struct {
+    operand weight; /* [input_size, columns], zero beyond the key_size columns that are used; its "token" is a row */
+    operand bias;   /* [columns]; data is NULL where there is none */
+} feature_map;
+
+enum activation {
+    GIVEN,       /* query and key are features */
+    ELU,         /* elu(z) + 1 */
+    RELU,        /* max(z, 0) */
+    EXPONENTIAL, /* e^(z - max z), and the log scale max z + quadratic |x|^2 + offset */
+    SOFTMAX_PAIR /* [softmax(z), softmax(-z)] */
+};
+
+struct problem {
+    operand query, key, value, sums; /* float32, contiguous in their last dimension */
+    operand log_scale, log_decay;    /* of the keys; data is NULL where there are none */
+    operand row_scale;               /* of the queries; the same */
+    operand factor, top;             /* of the queries: what their sums were multiplied by, and top_i */
+    float *state, *log_max;          /* [batches, heads, key_size, value_size (+ 1)], [batches, heads]: in and out */
+    int64_t batches, heads, groups, length, key_size, value_size;
+    int64_t normalise, threads;
+    feature_map query_map, key_map;
+    int64_t activation, input_size;
+    float quadratic, offset, least_weight;
+};
+
+/* What one thread works with: all that belongs to one chunk of one head. */
+struct scratch {
+    float *input, *query, *key, *turned, *value, *weighted, *scores, *out, *state, *weights, *spare;
+    /* weights: the last column of a normalised state; spare: for one row of features */
+    float scale[CHUNK], exponent[CHUNK], passed[CHUNK], top[CHUNK], kept[CHUNK], weight[CHUNK];
+    int64_t inputs, keys, values; /* sizes, padded */
+};
+
+static int64_t divide(struct scratch *s, const struct problem *p, float *memory)
+{
+    s->inputs = round_up(p->input_size, LANES);
+    s->keys = round_up(p->key_size, TILE_COLUMNS);
+    s->values = round_up(p->value_size, TILE_COLUMNS);
+    const int64_t sizes[] = {CHUNK * s->inputs, CHUNK * s->keys,   CHUNK * s->keys,  CHUNK * s->keys,
+                             CHUNK * s->values, CHUNK * s->values, CHUNK * CHUNK,    CHUNK * s->values,
+                             s->keys * s->values, s->keys, s->keys};
+    float **parts[] = {&s->input, &s->query, &s->key, &s->turned, &s->value, &s->weighted, &s->scores, &s->out,
+                       &s->state, &s->weights, &s->spare};
+    int64_t used = 0;
+    for (int part = 0; part < 11; part++) {
+        *parts[part] = memory + used;
+        used += round_up(sizes[part], 16); /* whole cache lines */
+    }
+    return used;
+}
+
+/* z = e^(sign z - max sign z) for the first `count` numbers; return the maximum, and in `sum` the sum of z. */
+static float exponentials(float *to, const float *z, float sign, int64_t count, float *sum)
+{
+    lanes largest = sign * z[0] + (lanes){0}, total = {0};
+    for (int64_t key = 0; key < count; key += LANES) {
+        const lanes part = sign * load(z + key);
+        const mask counts = (mask)LANE_NUMBERS < (int32_t)(count - key);
+        largest = choose(counts & (part > largest), part, largest);
+    }
+    const float top = max_of(largest);
+    for (int64_t key = 0; key < count; key += LANES) {
+        const mask counts = (mask)LANE_NUMBERS < (int32_t)(count - key);
+        const lanes part = choose(counts, exp_of(sign * load(z + key) - top), (lanes){0});
+        total += part;
+        store(to + key, part);
+    }
+    *sum = sum_of(total);
+    return top;
+}
+
+/* Apply the activation to one row of z; return the log scale without what x adds. `spare` is memory for a row. */
+static float activate(float *z, float *spare, const struct problem *p, int64_t padded)
+{
+    float sum, opposite, log_scale = 0.0f;
+    const int64_t half = p->key_size / 2;
+    switch (p->activation) {
+    case ELU:
+        for (int64_t key = 0; key < p->key_size; key += LANES) {
+            const lanes part = load(z + key), low = choose(part < (lanes){0}, part, (lanes){0});
+            store(z + key, part - low + exp_of(low));
+        }
+        break;
+    case RELU:
+        for (int64_t key = 0; key < p->key_size; key += LANES) {
+            const lanes part = load(z + key);
+            store(z + key, choose(part < (lanes){0}, (lanes){0}, part));
+        }
+        break;
+    case EXPONENTIAL:
+        log_scale = exponentials(z, z, 1.0f, p->key_size, &sum);
+        break;
+    case SOFTMAX_PAIR:
+        exponentials(spare, z, -1.0f, half, &opposite);
+        exponentials(z, z, 1.0f, half, &sum);
+        for (int64_t key = 0; key < half; key++)
+            z[key] /= sum;
+        for (int64_t key = 0; key < half; key++)
+            z[half + key] = spare[key] / opposite;
+    }
+    memset(z + p->key_size, 0, (padded - p->key_size) * sizeof(float));
+    return log_scale;
+}
+
+/* Features [CHUNK, keys] of `count` tokens from `x`; log scales, where wanted, are added to `scale`. */
+static void load_features(float *to, struct scratch *s, const struct problem *p, const operand *x,
+                          const feature_map *map, float *scale, int64_t batch, int64_t head, int64_t group, int64_t at,
+                          int64_t count)
+{
+    const float *from = place(x, batch, head, group, at);
+    if (p->activation == GIVEN) {
+        pack(to, from, x->token, count, p->key_size, s->keys);
+        return;
+    }
+    if (map->weight.data) {
+        pack(s->input, from, x->token, count, p->input_size, s->inputs);
+        for (int64_t row = 0; row < CHUNK; row++) {
+            memset(to + row * s->keys, 0, s->keys * sizeof(float));
+            if (map->bias.data)
+                memcpy(to + row * s->keys, place(&map->bias, 0, head, group, 0), p->key_size * sizeof(float));
+        }
+        const int64_t columns = p->activation == SOFTMAX_PAIR ? round_up(p->key_size / 2, TILE_COLUMNS) : s->keys;
+        add_product(to, s->keys, s->input, s->inputs, 1, place(&map->weight, 0, head, group, 0), map->weight.token,
+                    CHUNK, columns, p->input_size);
+    } else
+        pack(to, from, x->token, count, p->key_size, s->keys);
+    for (int64_t row = 0; row < count; row++) {
+        const float top = activate(to + row * s->keys, s->spare, p, s->keys);
+        if (scale) {
+            lanes squares = {0};
+            for (int64_t column = 0; column < s->inputs; column += LANES)
+                squares += load(s->input + row * s->inputs + column) * load(s->input + row * s->inputs + column);
+            scale[row] += top + p->quadratic * sum_of(squares) + p->offset;
+        }
+    }
+    memset(to + count * s->keys, 0, (CHUNK - count) * s->keys * sizeof(float));
+}
+
+/* The exponents of a chunk's keys as seen from its start, their running maximum, and what follows from them. */
+static float weigh(struct scratch *s, const float *decay, int64_t decay_step, int64_t count, float before, float *left)
+{
+    float passed = 0.0f, top = before < LOWEST / 2 ? LOWEST / 2 : before;
+    for (int64_t j = 0; j < CHUNK; j++) {
+        passed += decay && j < count ? decay[j * decay_step] : 0.0f;
+        s->passed[j] = passed;
+        s->exponent[j] = j >= count ? LOWEST : s->scale[j] - passed;
+        top = s->exponent[j] > top ? s->exponent[j] : top;
+        s->top[j] = top;
+    }
+    for (int64_t j = 0; j < CHUNK; j += LANES) {
+        store(s->kept + j, exp_of(before - load(s->top + j)));
+        store(s->weight + j, exp_of(load(s->exponent + j) - top));
+    }
+    *left = exp_of_one(before - top);
+    return top + passed;
+}
+
+/* scores [CHUNK, CHUNK]: products of queries and keys, those of the future zero, the others weighted */
+static void form_pairs(struct scratch *s, const struct problem *p, int scaled)
+{
+    memset(s->scores, 0, CHUNK * CHUNK * sizeof(float));
+    for (int64_t row = 0; row < CHUNK; row += TILE_ROWS)
+        for (int64_t column = 0; column < row + TILE_ROWS; column += TILE_COLUMNS)
+            add_tile(s->scores + row * CHUNK + column, CHUNK, s->query + row * s->keys, s->keys, 1,
+                     s->turned + column, CHUNK, p->key_size);
+    for (int64_t i = 0; i < CHUNK; i++) {
+        float *scores = s->scores + i * CHUNK;
+        if (scaled)
+            for (int64_t j = 0; j <= i; j += LANES)
+                store(scores + j, load(scores + j) * exp_of(load(s->exponent + j) - s->top[i]));
+        memset(scores + i + 1, 0, (CHUNK - 1 - i) * sizeof(float));
+    }
+}
+
+/* What row i is multiplied by in the end. */
+static float last_factor(const struct scratch *s, const struct problem *p, int64_t i, int scaled, const float *row_scale)
+{
+    if (!p->normalise)
+        return row_scale ? exp_of_one(*row_scale + s->top[i] + s->passed[i]) : 1.0f;
+    lanes earlier = {0}, own = {0};
+    for (int64_t key = 0; key < s->keys; key += LANES)
+        earlier += load(s->query + i * s->keys + key) * load(s->weights + key);
+    for (int64_t j = 0; j < CHUNK; j += LANES)
+        own += load(s->scores + i * CHUNK + j);
+    const float weight = sum_of(own) + (scaled ? s->kept[i] : 1.0f) * sum_of(earlier);
+    return weight >= p->least_weight ? 1.0f / weight : 0.0f;
+}
+
+/* Sums and factor of the queries of one group over one chunk; `at` is its first token. */
+static void read_chunk(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t group,
+                       int64_t at, int64_t count, int scaled)
+{
+    load_features(s->query, s, p, &p->query, &p->query_map, NULL, batch, head, group, at, count);
+    form_pairs(s, p, scaled);
+    memset(s->out, 0, CHUNK * s->values * sizeof(float));
+    add_product(s->out, s->values, s->query, s->keys, 1, s->state, s->values, CHUNK, s->values, p->key_size);
+    if (scaled)
+        for (int64_t i = 0; i < CHUNK; i++)
+            for (int64_t column = 0; column < s->values; column++)
+                s->out[i * s->values + column] *= s->kept[i];
+    for (int64_t column = 0; column < s->values; column += TILE_COLUMNS)
+        for (int64_t row = 0; row < CHUNK; row += TILE_ROWS)
+            add_tile(s->out + row * s->values + column, s->values, s->scores + row * CHUNK, CHUNK, 1,
+                     s->value + column, s->values, row + TILE_ROWS);
+    for (int64_t i = 0; i < count; i++) {
+        const float *row_scale = p->row_scale.data ? place(&p->row_scale, batch, head, group, at + i) : NULL;
+        const float factor = last_factor(s, p, i, scaled, row_scale);
+        float *sums = place(&p->sums, batch, head, group, at + i);
+        for (int64_t column = 0; column < p->value_size; column++)
+            sums[column] = factor * s->out[i * s->values + column];
+        *place(&p->factor, batch, head, group, at + i) = factor;
+        *place(&p->top, batch, head, group, at + i) = scaled ? s->top[i] + s->passed[i] : 0.0f;
+    }
+}
+
+/* state = left state + sum_j weight_j key_j value_j^T */
+static void fold_chunk(struct scratch *s, const struct problem *p, int scaled, float left)
+{
+    const float *weighted = s->value;
+    if (scaled) {
+        weighted = s->weighted;
+        for (int64_t j = 0; j < CHUNK; j++)
+            for (int64_t column = 0; column < s->values; column++)
+                s->weighted[j * s->values + column] = s->weight[j] * s->value[j * s->values + column];
+        for (int64_t number = 0; number < s->keys * s->values; number++)
+            s->state[number] *= left;
+    }
+    add_product(s->state, s->values, s->key, 1, s->keys, weighted, s->values, s->keys, s->values, CHUNK);
+    if (!p->normalise)
+        return;
+    for (int64_t key = 0; key < s->keys; key++)
+        s->weights[key] *= scaled ? left : 1.0f;
+    for (int64_t j = 0; j < CHUNK; j++)
+        for (int64_t key = 0; key < s->keys; key++)
+            s->weights[key] += (scaled ? s->weight[j] : 1.0f) * s->key[j * s->keys + key];
+}
+
+static void read_sequence(struct scratch *s, const struct problem *p, int64_t batch, int64_t head)
+{
+    const int scaled = p->log_scale.data || p->log_decay.data || p->activation == EXPONENTIAL;
+    const int64_t sequence = batch * p->heads + head, width = p->value_size + (p->normalise ? 1 : 0);
+    float *outer = p->state + sequence * p->key_size * width, before = p->log_max[sequence], left = 1.0f;
+    memset(s->state, 0, s->keys * s->values * sizeof(float));
+    memset(s->weights, 0, s->keys * sizeof(float));
+    for (int64_t key = 0; key < p->key_size; key++) {
+        memcpy(s->state + key * s->values, outer + key * width, p->value_size * sizeof(float));
+        s->weights[key] = p->normalise ? outer[key * width + p->value_size] : 0.0f;
+    }
+    for (int64_t at = 0; at < p->length; at += CHUNK) {
+        const int64_t count = p->length - at < CHUNK ? p->length - at : CHUNK;
+        for (int64_t j = 0; j < count; j++)
+            s->scale[j] = p->log_scale.data ? *place(&p->log_scale, batch, head, 0, at + j) : 0.0f;
+        load_features(s->key, s, p, &p->key, &p->key_map, p->activation == EXPONENTIAL ? s->scale : NULL, batch, head,
+                      0, at, count);
+        pack(s->value, place(&p->value, batch, head, 0, at), p->value.token, count, p->value_size, s->values);
+        for (int64_t j = 0; j < CHUNK; j++)
+            for (int64_t key = 0; key < p->key_size; key++)
+                s->turned[key * CHUNK + j] = s->key[j * s->keys + key];
+        if (scaled)
+            before = weigh(s, p->log_decay.data ? place(&p->log_decay, batch, head, 0, at) : NULL, p->log_decay.token,
+                           count, before, &left);
+        for (int64_t group = 0; group < p->groups; group++)
+            read_chunk(s, p, batch, head, group, at, count, scaled);
+        fold_chunk(s, p, scaled, left);
+    }
+    for (int64_t key = 0; key < p->key_size; key++) {
+        memcpy(outer + key * width, s->state + key * s->values, p->value_size * sizeof(float));
+        if (p->normalise)
+            outer[key * width + p->value_size] = s->weights[key];
+    }
+    p->log_max[sequence] = before;
+}
+
+/* Work through all sequences of a problem; returns 0, or 1 where there was no memory to work in. */
+int causal_sums(const struct problem *p)
+{
+    struct scratch one;
+    const int64_t sequences = p->batches * p->heads, size = divide(&one, p, NULL);
+    const int64_t threads = p->threads < sequences ? p->threads : sequences;
+    float *memory = aligned_alloc(64, threads * size * sizeof(float));
+    if (!memory)
+        return 1;
+#pragma omp parallel num_threads(threads)
+    {
+        struct scratch own;
+#ifdef _OPENMP
+        divide(&own, p, memory + omp_get_thread_num() * size);
+#else
+        divide(&own, p, memory);
+#endif
+#pragma omp for schedule(dynamic)
+        for (int64_t sequence = 0; sequence < sequences; sequence++)
+            read_sequence(&own, p, sequence / p->heads, sequence % p->heads);
+    }
+    free(memory);
+    return 0;
+}

@@ -1,0 +1,131 @@
+/* What the C of this library is made of: vectors of LANES numbers, products in tiles that stay in registers, operands.
+ *
+ * Nothing depends on Python or PyTorch. Every source is compiled for several instruction sets, and the one that the
+ * processor has is loaded with ctypes by `ops/native.py`, which mirrors `operand` and each `struct problem`.
+ */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#define CHUNK 64
+#define LOWEST -1e30f /* as in ops/exponential.py */
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#define TILE_ROWS 8
+#else
+#define LANES 8
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
+#define TILE_ROWS 4
+#endif
+#define TILE_COLUMNS (2 * LANES)
+
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef float lanes_anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t mask __attribute__((vector_size(4 * LANES)));
+
+static inline lanes load(const float *from) { return *(const lanes_anywhere *)from; }
+
+static inline void store(float *to, lanes numbers) { *(lanes_anywhere *)to = numbers; }
+
+/* Compilers make branches of conditions and no vectors of branches, so that conditions are masks here. */
+static inline lanes choose(mask condition, lanes yes, lanes no)
+{
+    return (lanes)((condition & (mask)yes) | (~condition & (mask)no));
+}
+
+/* e^x for x <= 0 to the precision of float32, zero below e^-87 */
+static inline lanes exp_of(lanes x)
+{
+    const lanes zero = {0}, lowest = zero - 87.0f, clamped = choose(x < lowest, lowest, x);
+    const lanes shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the last bits are the nearest integer */
+    const lanes n = shifted - 12582912.0f;
+    const lanes rest = (clamped - n * 0.693359375f) + n * 2.12194440e-4f; /* ln 2 in two parts */
+    const lanes power = 1.0f + rest * (1.0f + rest * (0.5f + rest * (1.66666667e-1f + rest * (4.16666667e-2f
+                        + rest * (8.33333333e-3f + rest * 1.38888889e-3f)))));
+    const mask bits = (mask)power + ((mask)shifted << 23);
+    return choose(x < lowest, zero, (lanes)bits);
+}
+
+static inline float exp_of_one(float x) { return exp_of(x + (lanes){0})[0]; }
+
+static inline float sum_of(lanes numbers)
+{
+    float sum = 0.0f;
+    for (int lane = 0; lane < LANES; lane++)
+        sum += numbers[lane];
+    return sum;
+}
+
+static inline float max_of(lanes numbers)
+{
+    float largest = numbers[0];
+    for (int lane = 1; lane < LANES; lane++)
+        largest = numbers[lane] > largest ? numbers[lane] : largest;
+    return largest;
+}
+
+static int64_t round_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+
+/* out [TILE_ROWS, TILE_COLUMNS] += left [TILE_ROWS, steps] right [steps, TILE_COLUMNS] */
+static inline __attribute__((always_inline)) void
+add_tile(float *restrict out, int64_t out_row, const float *restrict left, int64_t left_row, int64_t left_step,
+         const float *restrict right, int64_t right_step, int64_t steps)
+{
+    lanes sums[TILE_ROWS][2];
+#pragma GCC unroll 8
+    for (int row = 0; row < TILE_ROWS; row++) {
+        sums[row][0] = load(out + row * out_row);
+        sums[row][1] = load(out + row * out_row + LANES);
+    }
+    for (int64_t step = 0; step < steps; step++) {
+        const lanes first = load(right + step * right_step), second = load(right + step * right_step + LANES);
+#pragma GCC unroll 8
+        for (int row = 0; row < TILE_ROWS; row++) {
+            const float one = left[row * left_row + step * left_step];
+            sums[row][0] += one * first;
+            sums[row][1] += one * second;
+        }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < TILE_ROWS; row++) {
+        store(out + row * out_row, sums[row][0]);
+        store(out + row * out_row + LANES, sums[row][1]);
+    }
+}
+
+/* out [rows, columns] += left right, rows and columns being whole numbers of tiles */
+static void add_product(float *out, int64_t out_row, const float *left, int64_t left_row, int64_t left_step,
+                        const float *right, int64_t right_step, int64_t rows, int64_t columns, int64_t steps)
+{
+    for (int64_t column = 0; column < columns; column += TILE_COLUMNS)
+        for (int64_t row = 0; row < rows; row += TILE_ROWS)
+            add_tile(out + row * out_row + column, out_row, left + row * left_row, left_row, left_step,
+                     right + column, right_step, steps);
+}
+
+/* One operand: numbers between its sequences, its heads, the queries of a key/value head, and its tokens. */
+typedef struct {
+    float *data;
+    int64_t batch, head, group, token;
+} operand;
+
+static inline float *place(const operand *of, int64_t batch, int64_t head, int64_t group, int64_t token)
+{
+    return of->data + batch * of->batch + head * of->head + group * of->group + token * of->token;
+}
+
+/* Copy `count` rows into [CHUNK, padded], zero where there is nothing. */
+static void pack(float *to, const float *from, int64_t token, int64_t count, int64_t size, int64_t padded)
+{
+    for (int64_t row = 0; row < count; row++) {
+        memcpy(to + row * padded, from + row * token, size * sizeof(float));
+        memset(to + row * padded + size, 0, (padded - size) * sizeof(float));
+    }
+    memset(to + count * padded, 0, (CHUNK - count) * padded * sizeof(float));
+}

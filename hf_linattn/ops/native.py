@@ -1,0 +1,299 @@
+"""Causal kernel attention by `c/causal_sums.c`: what `chunk_sums` computes, in one pass through the caches of a CPU.
+
+The C is compiled when the library is installed, if there is a compiler, once for each instruction set of `VARIANTS`;
+the one that PyTorch found the processor to have is loaded. Where none was built, `available` is false.
+
+The backward pass keeps nothing of the size of the pairs and no state but the last: with the normalised gradients
+g_i = [dL/do_i, -dL/do_i . o_i] / weight_i and the values v_j = [v_j, 1],
+
+    dL/dphi(q_i) = sum_{j <= i} (g_i . v_j) phi(k_j)     dL/dphi(k_j) = sum_{i >= j} (v_j . g_i) phi(q_i)
+    dL/dv_j      = sum_{i >= j} (phi(k_j) . phi(q_i)) g_i
+
+are causal sums again, the last two read from the end, with the log scales of the forward pass.
+
+Where no gradients are needed and no keys are masked, the feature maps that can say what they are (`NativeMap`) are
+computed by the C too, chunk by chunk: no features are written to memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from .chunk_sums import CHUNK_SIZE, LEAST_WEIGHT, LinearState
+from .exponential import LOWEST
+
+VARIANTS = {"AVX512": "_causal_sums_avx512", "AVX2": "_causal_sums_avx2"}  # PyTorch's name of what the CPU can do
+
+
+ACTIVATIONS = ("given", "elu", "relu", "exponential", "softmax_pair")  # `enum activation` of causal_sums.c
+COLUMNS = 32  # a multiple of the width of a tile
+
+
+class NativeMap(NamedTuple):
+    """A feature map as causal_sums.c knows it: an activation of z = x weight + bias, of z = x without weight.
+
+    activation: `elu` (elu(z) + 1), `relu`, `exponential` (e^z, its log scale more by quadratic |x|^2 + offset) or
+    `softmax_pair` ([softmax(z), softmax(-z)]). weight: [*heads, D, m]. bias: [*heads, m].
+    """
+
+    activation: str
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    quadratic: float = 0.0
+    offset: float = 0.0
+
+    def operands(self, heads: int, groups: int) -> tuple[Tensor | None, Tensor | None]:
+        """Weight [Hkv, G, D, columns] and bias [Hkv, G, m] for all heads."""
+        if self.weight is None:
+            return None, None
+        weight, bias = self.weight.detach().float(), None if self.bias is None else self.bias.detach().float()
+        if weight.dim() == 3:
+            weight, bias = weight.unsqueeze(1), None if bias is None else bias.unsqueeze(1)
+        weight = F.pad(weight, (0, -weight.shape[-1] % COLUMNS)).contiguous()
+        weight = weight.expand(heads, groups, *weight.shape[-2:])
+        return weight, None if bias is None else bias.expand(heads, groups, -1)
+
+
+class Operand(ctypes.Structure):
+    """`operand` of causal_sums.c: an address, and numbers from one batch, head, group and token to the next."""
+
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "group", "token")))
+
+    @classmethod
+    def of(cls, tensor: Tensor | None, grouped: bool, reverse: bool) -> Operand:
+        """Describe [B, Hkv, N, ...], or [B, Hkv, G, N, ...] if `grouped`, read from its end if `reverse`."""
+        if tensor is None:
+            return cls()
+        dim = 3 if grouped else 2
+        batch, head, *group, token = tensor.stride()[: dim + 1]
+        last = (tensor.shape[dim] - 1) * token if reverse else 0
+        return cls(tensor.data_ptr() + 4 * last, batch, head, *(group or [0]), -token if reverse else token)
+
+
+class MapOperands(ctypes.Structure):
+    """`feature_map` of causal_sums.c."""
+
+    _fields_ = (("weight", Operand), ("bias", Operand))
+
+    @classmethod
+    def of(cls, weight: Tensor | None, bias: Tensor | None) -> MapOperands:
+        """Describe weight [Hkv, G, D, columns] and bias [Hkv, G, m]."""
+        places = (
+            Operand() if x is None else Operand(x.data_ptr(), 0, *x.stride()[:2], x.stride(2)) for x in (weight, bias)
+        )
+        return cls(*places)
+
+
+OPERANDS = ("query", "key", "value", "sums", "log_scale", "log_decay", "row_scale", "factor", "top")
+GROUPED = {"query", "sums", "row_scale", "factor", "top"}
+SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "normalise", "threads")
+
+
+class Problem(ctypes.Structure):
+    """`struct problem` of causal_sums.c."""
+
+    _fields_ = (
+        *((name, Operand) for name in OPERANDS),
+        *((name, ctypes.c_void_p) for name in ("state", "log_max")),
+        *((name, ctypes.c_int64) for name in SIZES),
+        ("query_map", MapOperands),
+        ("key_map", MapOperands),
+        *((name, ctypes.c_int64) for name in ("activation", "input_size")),
+        *((name, ctypes.c_float) for name in ("quadratic", "offset", "least_weight")),
+    )
+
+
+@functools.cache
+def load_variant(name: str) -> Any:
+    """Return the function of one variant, None where it was not built."""
+    spec = importlib.util.find_spec(f"{__package__}.{VARIANTS[name]}") if name in VARIANTS else None
+    return None if spec is None or spec.origin is None else ctypes.CDLL(spec.origin).causal_sums
+
+
+def available() -> bool:
+    """Whether a variant for this processor was built."""
+    return load_variant(torch.backends.cpu.get_cpu_capability()) is not None
+
+
+def suits(query: Tensor, key: Tensor, sequence_ids: Tensor | None) -> bool:
+    """Whether the C can do it, and has sequences for half of the threads at least: each is read by one thread."""
+    plain = query.device.type == "cpu" and query.dtype == torch.float32 and sequence_ids is None
+    plain = plain and not torch.compiler.is_compiling()  # a compiled graph does not see into it
+    return plain and 2 * key.shape[:2].numel() >= torch.get_num_threads() and available()
+
+
+@torch.library.custom_op("hf_linattn::causal_sums", mutates_args=("sums", "factor", "top", "state", "log_max"))
+def causal_sums(
+    query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None,
+    row_scale: Tensor | None, sums: Tensor, factor: Tensor, top: Tensor, state: Tensor, log_max: Tensor,
+    normalise: bool, reverse: bool, query_weight: Tensor | None = None, query_bias: Tensor | None = None,
+    key_weight: Tensor | None = None, key_bias: Tensor | None = None, activation: int = 0, quadratic: float = 0.0,
+    offset: float = 0.0,
+) -> None:
+    """Work through one problem of causal_sums.c, in place.
+
+    Args:
+        query: [B, Hkv, G, N, K]. key: [B, Hkv, N, K]. value: [B, Hkv, N, Dv]. log_scale, log_decay: [B, Hkv, N].
+            With an activation that is not `given` query and key are [..., D], and K is the number of features.
+        row_scale: [B, Hkv, G, N]; where not None, `sums` are multiplied by exp(row_scale + top).
+        sums: [B, Hkv, G, N, Dv]. factor: [B, Hkv, G, N], what they were multiplied by. top: [B, Hkv, G, N].
+        state: [B, Hkv, K, Dv], with one more column where `normalise`; contiguous. log_max: [B, Hkv].
+        reverse: whether to read the tokens from the last to the first.
+        query_weight ... offset: `NativeMap.operands` of the two maps, and what else is in a `NativeMap`.
+    """
+    operands = (query, key, value, sums, log_scale, log_decay, row_scale, factor, top)
+    named = dict(zip(OPERANDS, operands, strict=True))
+    sizes = (state.shape[2], value.shape[-1])
+    problem = Problem(
+        **{name: Operand.of(operand, name in GROUPED, reverse) for name, operand in named.items()},
+        **{"state": state.data_ptr(), "log_max": log_max.data_ptr()},
+        **dict(zip(SIZES, (*query.shape[:4], *sizes, normalise, torch.get_num_threads()), strict=True)),
+        query_map=MapOperands.of(query_weight, query_bias),
+        key_map=MapOperands.of(key_weight, key_bias),
+        activation=activation,
+        input_size=query.shape[-1],
+        quadratic=quadratic,
+        offset=offset,
+        least_weight=LEAST_WEIGHT[torch.float32],
+    )
+    if load_variant(torch.backends.cpu.get_cpu_capability())(ctypes.byref(problem)):
+        raise MemoryError(f"no memory for the causal sums of {tuple(query.shape)} queries; use a smaller batch")
+
+
+@causal_sums.register_fake
+def _(*_: Any, **__: Any) -> None:
+    return None
+
+
+@register_flop_formula(torch.ops.hf_linattn.causal_sums)
+def _flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
+    """Half of the pairs inside a chunk, twice; reading the state for every query, adding every key to it; the maps."""
+    (batch, heads, groups, length, input_size), value_size, key_size = query, value[-1], rest[6][2]
+    weights = zip(rest[10:14:2], (groups, 1), strict=False)
+    maps = [2 * input_size * weight[-1] * number for weight, number in weights if weight]
+    pairs = groups * CHUNK_SIZE * (key_size + value_size)
+    return batch * heads * length * (pairs + 2 * (groups + 1) * key_size * value_size + sum(maps))
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    log_scale: Tensor | None,
+    value: Tensor,
+    log_decay: Tensor | None,
+    state: LinearState | None,
+    output: Tensor | None = None,
+) -> tuple[Tensor, LinearState]:
+    """Return the causal attention output [B, Hkv, G, N, Dv], and the state after the last key.
+
+    Args:
+        query: [B, Hkv, G, N, F], after the feature map. key: [B, Hkv, N, F], also masked. log_scale: [B, Hkv, N].
+        value: [B, Hkv, N, Dv]. log_decay: [B, Hkv, N]; with it there is a scale. state: what was read before.
+        output: where to write it, if no gradients are needed.
+    """
+    if state is None:
+        state = LinearState.empty(key, F.pad(value[:, :, :1], (0, 1)), log_scale is not None)
+    heads: Any = (_rows(query), _rows(key), _rows(value), log_scale, log_decay, *state)
+    if output is not None:
+        _, *after, _, _ = _read(heads, sums=output)
+        return output, LinearState(*after)
+    attended, *after = _CausalAttention.apply(*heads)
+    return attended, LinearState(*after)
+
+
+def mapped_causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    maps: tuple[NativeMap, NativeMap],
+    log_decay: Tensor | None,
+    state: LinearState | None,
+    output: Tensor,
+) -> LinearState:
+    """`causal_attention` of heads [..., D] before the feature maps of queries and keys; without gradients."""
+    query_map, key_map = maps
+    kv_heads, groups = query.shape[1:3]
+    num_features = key.shape[-1] if key_map.weight is None else key_map.weight.shape[-1]
+    num_features *= 2 if key_map.activation == "softmax_pair" else 1
+    if state is None:
+        scaled = key_map.activation == "exponential" or log_decay is not None
+        state = LinearState.empty(key.new_empty(num_features), F.pad(value[:, :, :1], (0, 1)), scaled)
+    weights = (*query_map.operands(kv_heads, groups), *key_map.operands(kv_heads, 1))
+    rest = (*weights, ACTIVATIONS.index(key_map.activation), key_map.quadratic, key_map.offset)
+    heads: Any = (_rows(query), _rows(key), _rows(value), None, log_decay, *state)
+    _, *after, _, _ = _read(heads, sums=output, rest=rest)
+    return LinearState(*after)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _read(heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, rest=()) -> tuple[Tensor, ...]:
+    """Return sums, state, log_max, factor and top of `causal_sums` for (query, ..., kv, log_max), which stay."""
+    query, key, value, log_scale, log_decay, kv, log_max = heads
+    if sums is None:  # in the order [B, N, H, Dv], in which a model goes on
+        batch, heads, groups, length, _ = query.shape
+        sums = query.new_empty(batch, length, heads, groups, value.shape[3]).permute(0, 2, 3, 1, 4)
+    factor, top = query.new_empty(2, *query.shape[:4]).unbind()
+    kv, log_max = kv.clone(memory_format=torch.contiguous_format), log_max.clone()
+    operands = (query, key, value, log_scale, log_decay, row_scale, sums, factor, top, kv, log_max)
+    causal_sums(*operands, normalise, reverse, *rest)
+    return sums, kv, log_max, factor, top
+
+
+class _CausalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, log_scale, log_decay, kv, log_max):
+        output, *after, factor, top = _read((query, key, value, log_scale, log_decay, kv, log_max))
+        ctx.save_for_backward(query, key, value, log_scale, log_decay, kv, log_max, output, *after, factor, top)
+        ctx.mark_non_differentiable(after[1])
+        return output, *after
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_output, d_kv, _):
+        query, key, value, log_scale, log_decay, kv, log_max, output, kv_after, max_after, factor, top = (
+            ctx.saved_tensors
+        )
+        weight_grad = (d_output * output).sum(-1, keepdim=True).neg_()
+        grad = torch.cat([d_output, weight_grad], dim=-1).mul_(factor[..., None])
+        value = F.pad(value, (0, 1), value=1.0)
+        d_query = _read((grad, value, key, log_scale, log_decay, kv.mT, log_max), normalise=False)[0]
+        scale, from_end = [None] * query.shape[2], {"normalise": False, "reverse": True}
+        if log_scale is not None:
+            # a query without weight has no gradient; as a key that is read from the end it must not be the largest
+            scale = torch.where(factor > 0, -top, LOWEST).unbind(2)
+            from_end["row_scale"] = log_scale[:, :, None]
+        # between two tokens that are read backwards comes the decay of the later one
+        decay = None if log_decay is None else F.pad(log_decay[:, :, 1:], (0, 1))
+        parts = []
+        left = d_kv  # gradient of the last state, part of the first group's only
+        for query_part, grad_part, scale_part in zip(query.unbind(2), grad.unbind(2), scale, strict=True):
+            values = (key[:, :, None], query_part, grad_part[..., :-1], scale_part, decay, left[..., :-1], -max_after)
+            keys = (value[:, :, None], grad_part, query_part, scale_part, decay, left.mT, -max_after)
+            d_value, *_ = _read(values, **from_end)
+            d_key, before, before_max, *_ = _read(keys, **from_end)
+            if log_scale is not None:
+                passed = 0 if log_decay is None else log_decay[:, :, 0]
+                before = before * (before_max + passed + log_max).exp()[..., None, None]
+            parts.append((d_key.squeeze(2), d_value.squeeze(2), before.mT))
+            left = torch.zeros_like(d_kv)
+        d_key, d_value, d_before = (functools.reduce(torch.add, groups) for groups in zip(*parts, strict=True))
+        d_scale = None if log_scale is None else (key * d_key).sum(-1)
+        d_decay = None
+        if log_decay is not None:
+            # what a decay multiplies: all weights of earlier keys in later queries, which add up to nothing for each
+            # query, and in the last state; without those of the keys that come no earlier
+            later = d_scale.double().flip(-1).cumsum(-1).flip(-1)
+            d_decay = ((kv_after * d_kv).double().sum((-1, -2))[..., None] - later).to(log_decay.dtype)
+        return d_query, d_key, d_value, d_scale, d_decay, d_before, None

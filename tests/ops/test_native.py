@@ -1,0 +1,193 @@
+"""The compiled operations against PyTorch's in float64, which `test_causal_linear` checks against the formula."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hf_linattn.config import make_config
+from hf_linattn.feature_maps import FEATURE_MAPS, FeatureMap
+from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
+from hf_linattn.ops import native
+from hf_linattn.ops.causal_linear import Features, causal_linear_attention
+from hf_linattn.ops.chunk_sums import LinearState
+from hf_linattn.testing.counters import flops_of
+from tests.helpers import assert_close
+
+CAPABILITIES = list(native.VARIANTS)  # the most able first
+THIS = torch.backends.cpu.get_cpu_capability()
+BUILT = [x for x in CAPABILITIES[CAPABILITIES.index(THIS) :] if native.load_variant(x)] if THIS in CAPABILITIES else []
+HEADS, KV_HEADS, VALUE_DIM = 4, 2, 20
+MAPS = [
+    ("linear", {}), ("linear", {"feature_map": "relu"}), ("performer", {"num_features": 64}),
+    ("performer", {"num_features": 27}), ("performer", {"kernel": "relu", "num_features": 32}),
+    ("performer", {"kernel": "hyperbolic", "num_features": 21}), ("hedgehog", {}), ("hedgehog", {"feature_dim": 26}),
+    ("t2r", {}), ("learned_exp", {"feature_dim": 37}),
+]  # fmt: skip
+
+
+def elu_map(x: torch.Tensor) -> Features:
+    return Features(F.elu(x) + 1)
+
+
+def exp_map(x: torch.Tensor) -> Features:
+    """exp(3 x), its largest exponent in the log scale."""
+    log_scale = 3 * x.amax(-1)
+    return Features((3 * x - log_scale[..., None]).exp(), log_scale)
+
+
+@pytest.fixture(params=BUILT)
+def variant(request, monkeypatch):
+    """One build after the other, as if the processor could do no more; returns what it was called with."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    sizes, load = [], native.load_variant
+
+    def count(name):
+        assert name == request.param
+        sizes.append(name)
+        return load(name)
+
+    monkeypatch.setattr(native, "load_variant", count)
+    return sizes
+
+
+def test_it_is_built_where_there_is_a_compiler():
+    if platform.machine() == "x86_64" and shutil.which("cc"):
+        assert all(native.load_variant(name) for name in native.VARIANTS)
+
+
+@pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("decay", [False, True])
+@pytest.mark.parametrize("feature_map", [elu_map, exp_map])
+def test_outputs_states_and_all_gradients(variant, feature_map, decay, masked, continued):
+    """Two parts of an odd length, grouped queries; a slow and a fast rate; what came before, if anything."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)  # noqa: E731
+    length, dim, scaled = native.CHUNK_SIZE * 17 + 13, 7, decay or feature_map is exp_map
+    heads = [draw(2, h, length, d).requires_grad_() for h, d in ((HEADS, dim), (KV_HEADS, dim), (KV_HEADS, VALUE_DIM))]
+    rates = torch.tensor([0.02, 3.0], dtype=torch.float64, requires_grad=True)
+    kv = draw(2, KV_HEADS, dim, VALUE_DIM + 1).abs().requires_grad_()
+    log_max = draw(2, KV_HEADS) * scaled
+    mask = torch.rand(2, length, generator=generator) > 0.3 if masked else None
+    if masked:
+        mask[0, :70], mask[1, -70:] = False, False
+    weights = draw(2, HEADS, length, VALUE_DIM), draw(*kv.shape)
+    wanted = [*heads, *([rates] if decay else []), *([kv] if continued else [])]
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        rate = -rates.to(dtype)[None, :, None].expand(2, -1, length)
+        rate = rate if mask is None else rate * mask[:, None]
+        state = LinearState(kv.to(dtype), log_max.to(dtype)) if continued else None
+        rate = rate if decay else None
+        operands = [*(x.to(dtype) for x in heads), feature_map, feature_map, mask, None, state, rate]
+        output, after = causal_linear_attention(*operands, use_native=True)
+        with torch.no_grad():  # written in place
+            inferred, _ = causal_linear_attention(*operands, use_native=True)
+        loss = (output * weights[0]).sum() + (after.kv * weights[1]).sum()
+        results.append([output, inferred, *after, *torch.autograd.grad(loss, wanted)])
+    assert variant
+    for want, got in zip(*results, strict=True):
+        assert_close(got.double(), want, 2e-4 * max(1.0, float(want.detach().abs().max())))
+
+
+@pytest.mark.parametrize("decay", [None, "learned"])
+@pytest.mark.parametrize(("name", "options"), MAPS)
+def test_feature_maps(variant, name, options, decay):
+    """The C's own maps, which no gradient needs, in two calls; heads as models give them, with weights moved away."""
+    generator = torch.Generator().manual_seed(0)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        mechanism = make_mechanism(name, {**options, "decay": decay}).to(dtype)
+        moved = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in mechanism.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape, generator=moved)
+            generator.manual_seed(0)
+            heads = [torch.randn(2, 203, h, 24, generator=generator) for h in (HEADS, KV_HEADS, KV_HEADS)]
+            heads = [x.transpose(1, 2).to(dtype) for x in heads]
+            first, state = mechanism(*(x[:, :, :70] for x in heads))
+            second, state = mechanism(*(x[:, :, 70:] for x in heads), state=state)
+        total = state.kv.double() * state.log_max.double().exp()[..., None, None]
+        results.append([first, second, total])
+    assert len(variant) == 4 and mechanism.maps[0].native() is not None  # two calls, and twice to see if it is there
+    for want, got in zip(*results, strict=True):
+        assert_close(got.double(), want, 2e-5 * max(1.0, float(want.abs().max())))
+
+
+def test_every_map_is_tested():
+    tested = {type(make_mechanism(name, options).maps[0]) for name, options in MAPS}
+    known = {kind for kind in map(FEATURE_MAPS.get, FEATURE_MAPS.names())}
+    assert {kind for kind in known if kind.native is not FeatureMap.native} == tested
+
+
+@pytest.mark.parametrize("name", ["linear", "performer"])
+def test_the_future_does_not_come_through_and_nothing_overflows(variant, name):
+    """Whatever follows, even a thousand times larger, the outputs before it are the same bits."""
+    mechanism = make_mechanism(name, {})
+    heads = [torch.randn(1, h, 131, 24) for h in (HEADS, KV_HEADS, KV_HEADS)]
+    with torch.no_grad():
+        want, _ = mechanism(*heads)
+        for place in (1, 63, 64, 100):
+            changed = [torch.cat([x[:, :, :place], 1000 * x[:, :, place:]], dim=2) for x in heads]
+            got, state = mechanism(*changed)
+            assert torch.equal(got[:, :, :place], want[:, :, :place])
+            assert got.isfinite().all() and state.kv.isfinite().all()
+
+
+def test_a_row_without_keys_is_zero_and_has_no_gradient(variant):
+    heads = [torch.randn(2, h, 70, 24, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)]
+    mask = torch.ones(2, 70, dtype=torch.bool)
+    mask[0], mask[1, :66] = False, False
+    output, _ = make_mechanism("performer", {})(*heads, key_padding_mask=mask)
+    assert not output[0].any() and not output[1, :, :66].any() and output[1, :, 66:].abs().gt(0).all()
+    for gradient in torch.autograd.grad(output.square().sum(), heads):
+        assert gradient.isfinite().all() and not gradient[0].any() and not gradient[1, :, :66].any()
+        assert gradient[1, :, 66:].any()
+
+
+def test_what_it_cannot_do_is_left_to_others(variant):
+    query, ids = torch.randn(1, 2, 5, 3), torch.zeros(1, 5)
+    assert native.suits(query, query, None)
+    assert not native.suits(query, query, ids) and not native.suits(query.double(), query.double(), None)
+    assert not native.suits(query.to("meta"), query.to("meta"), None)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)  # two sequences: three of the five would have nothing to do
+        assert not native.suits(query, query, None)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_without_a_build_it_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert not native.available()
+    mechanism = make_mechanism("linear", {})
+    heads = [torch.randn(1, h, 131, 24) for h in (HEADS, KV_HEADS, KV_HEADS)]
+    got, _ = mechanism(*heads)
+    mechanism.backend = "torch"
+    assert torch.equal(got, mechanism(*heads)[0])
+
+
+def test_its_products_are_counted(variant):
+    """About as many as PyTorch's operations have, so that costs are seen to grow as they do."""
+    mechanism = make_mechanism("performer", {})
+    heads = [torch.randn(1, h, 512, 24) for h in (HEADS, KV_HEADS, KV_HEADS)]
+    counts = []
+    for backend in ("torch", "auto"):
+        mechanism.backend = backend
+        with torch.no_grad():
+            counts.append(flops_of(lambda: mechanism(*heads)))
+    assert 0.7 < counts[1] / counts[0] < 1.1
+
+
+def make_mechanism(name: str, options: dict):
+    layer = AttentionLayer(
+        index=0, num_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=24, causal=True, scaling=24**-0.5,
+        device=torch.device("cpu"), dtype=torch.float32,
+    )  # fmt: skip
+    return MECHANISMS.get(name)(make_config(name, options), layer)
