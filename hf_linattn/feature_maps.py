@@ -94,12 +94,24 @@ class EluFeatureMap(FeatureMap):
         return self.head_dim
 
     def forward(self, x: Tensor) -> Features:
-        x = dense(x)
-        # elu(x) + 1, in less time than F.elu takes; with two clamps the gradient at zero would count twice
-        return Features(F.relu(x) + x.clamp(max=0).mul_(LOG2_E).exp2_())
+        return Features(_EluPlusOne.apply(dense(x)))
 
     def native(self) -> NativeMap:
         return NativeMap("elu")
+
+
+class _EluPlusOne(torch.autograd.Function):
+    """elu(x) + 1 in less time than F.elu takes; its derivative is min(elu(x) + 1, 1), so that it alone is kept."""
+
+    @staticmethod
+    def forward(ctx, x):
+        features = F.relu(x).add_(x.clamp(max=0).mul_(LOG2_E).exp2_())
+        ctx.save_for_backward(features)
+        return features
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0].clamp(max=1).mul(gradient)
 
 
 @FEATURE_MAPS.register("relu")

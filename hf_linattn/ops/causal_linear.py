@@ -28,7 +28,7 @@ from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_o
 from .exponential import LOWEST, dense, fast_exp
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
-NATIVE_SIZE = 1024  # the same where `native` forms them
+NATIVE_SIZE = 2048  # the same where `native` forms them
 
 
 class Features(NamedTuple):

@@ -246,7 +246,8 @@ static void fold_chunk(struct scratch *s, const struct problem *p, int scaled, f
         for (int64_t number = 0; number < s->keys * s->values; number++)
             s->state[number] *= left;
     }
-    add_product(s->state, s->values, s->key, 1, s->keys, weighted, s->values, s->keys, s->values, CHUNK);
+    add_product(s->state, s->values, s->key, 1, s->keys, weighted, s->values, round_up(p->key_size, TILE_ROWS),
+                s->values, CHUNK);
     if (!p->normalise)
         return;
     for (int64_t key = 0; key < s->keys; key++)
