@@ -25,7 +25,7 @@ help: ## show this list
 
 install: $(STAMP) ## make .venv and install the library for development, once
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard hf_linattn/ops/c/*)
+$(STAMP): pyproject.toml constraints.txt $(wildcard hf_linattn/ops/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $@
@@ -51,7 +51,7 @@ test-all: install ## everything a machine without a GPU can test
 test-floor: $(FLOOR)/.installed ## the tests with the oldest transformers this library supports
 	HF_HUB_OFFLINE=1 $(FLOOR)/bin/python -m pytest $(PARALLEL)
 
-$(FLOOR)/.installed: pyproject.toml constraints.txt $(wildcard hf_linattn/ops/c/*)
+$(FLOOR)/.installed: pyproject.toml constraints.txt $(wildcard hf_linattn/ops/native/*.[ch])
 	$(PYTHON) -m venv $(FLOOR)
 	grep -vE '^(transformers|huggingface_hub)==' constraints.txt > $(FLOOR)/constraints.txt
 	$(FLOOR)/bin/pip install --quiet -c $(FLOOR)/constraints.txt transformers==5.17.0 -e ".[dev]"

@@ -38,7 +38,7 @@ from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config, require_known
 from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
-from hf_linattn.ops import native
+from hf_linattn.ops.native import library
 
 SOFTMAX = "softmax"
 SUFFIXES = {"auto": ".json", "torch": "_torch.json", "compile": "_compiled.json"}  # of the result files
@@ -356,7 +356,7 @@ def measure(
     return {
         "provenance": collect_provenance(device, dtype),
         "backend": backend,
-        "compiled_operations": backend == "auto" and device.type == "cpu" and native.available(),
+        "compiled_operations": backend == "auto" and device.type == "cpu" and library.available(),
         "plan": dataclasses.asdict(plan),
         "options": {name: make_config(name, {}).to_options() for name in names},
         "ceilings": measure_ceilings(stopwatch, dtype),

@@ -27,8 +27,8 @@ def set_backend(model: nn.Module, backend: str) -> None:
     """Choose how the mechanisms of a patched model work through long causal inputs; it is not saved with the model.
 
     `"auto"`, the default, takes the fastest way that was installed: on a CPU in float32 the C of `ops.native` for what
-    it knows, `linear` and its feature maps, if it was built (`hf-linattn env` says so), and PyTorch's own operations
-    for everything else. `"torch"` takes these alone. `"compile"` compiles (with the C++ compiler that `torch.compile`
+    it knows, causal `linear` with its feature maps and, without gradients, the block-sparse mechanisms, if it was
+    built (`hf-linattn env` says so), and PyTorch's own operations for everything else. `"torch"` takes these alone. `"compile"` compiles (with the C++ compiler that `torch.compile`
     needs, half a minute at first) what `linear`, its feature maps and `hybrid` do with 1,024 tokens, for inputs of
     2,048 and more; how much faster that is depends on the machine: `python -m benchmarks.run --backend compile`. Every
     batch size has a program of its own, of which torch.compile makes eight. Padded or packed rows, shorter inputs,

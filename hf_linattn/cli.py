@@ -31,7 +31,7 @@ from .config import json_object
 from .errors import CheckpointError, DataError, HfLinattnError, OptionError
 from .hub import MODEL_TYPE, load_checkpoint
 from .mechanisms import MECHANISMS
-from .ops import native
+from .ops.native import library
 
 PACKAGES = (
     "torch", "transformers", "huggingface_hub", "safetensors", "accelerate", "datasets", "peft", "evaluate",
@@ -143,7 +143,7 @@ def env(as_json: Json = False) -> None:
     found["platform"] = platform.platform()
     found["cuda"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found["threads"] = torch.get_num_threads()
-    found["compiled operations"] = native.available()
+    found["compiled operations"] = library.available()
     table = Table("what", "value")
     for name, value in found.items():
         table.add_row(name, "not installed" if value is None else str(value))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .ops.causal_linear import Features
 from .ops.exponential import LN_2, LOG2_E, dense, fast_exp
-from .ops.native import NativeMap
+from .ops.native.causal_sums import NativeMap
 from .registry import Registry
 
 
@@ -75,7 +75,7 @@ class FeatureMap(nn.Module):
         return self(x).values
 
     def native(self) -> NativeMap | None:
-        """Return what `ops.native` needs to compute this map itself; None where it cannot."""
+        """Return what `ops.native.causal_sums` needs to compute this map itself; None where it cannot."""
         return None
 
     def redraw(self, generator: torch.Generator) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .exponential import LOWEST
+from .native.block_softmax import attend_blocks
+from .native.library import suits
 from .source import Source
 
 AT_ONCE = {"cpu": 1 << 21}  # elements of keys and masks for a few query blocks: 8 MiB in float32
@@ -96,26 +98,23 @@ def block_sparse_attention(
     scaling: float,
     causal: bool,
     lengths: Tensor | None = None,
+    use_native: bool = False,
 ) -> Tensor:
     """Return softmax attention over what `pattern` shows, for rows that start at position 0: [B, H, N, Dv].
 
     Args:
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv.
         lengths: [B], real tokens of each row; None if all are. A query without keys gets zero.
+        use_native: whether `native` may do it where it can, which is where no gradients are needed.
     """
     length, count = query.shape[2], min(pattern.num_global, query.shape[2])
-    size = min(pattern.block_size, length)
-    missing = -length % size
+    parts = _make_parts(query, key, pattern, min(pattern.block_size, length), causal)
     real = torch.full(query.shape[:1], length, device=query.device) if lengths is None else lengths
-    padded = [F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous() for x in (query, key, value)]
-    blocks = [x.unflatten(2, (-1, size)) for x in padded]
-    sources = [Source(x) for x in blocks[1:]]
-    parts = _make_parts(query, key, pattern, size, causal)
-    outputs = []
-    for part, queries in zip(parts, blocks[0].split([len(part.table) for part in parts], dim=2), strict=True):
-        complete = causal or (lengths is None and part.end <= length)
-        outputs.append(_attend_blocks(queries, sources, pattern, part, scaling, causal, None if complete else real))
-    output = torch.cat(outputs, dim=2).flatten(2, 3)[:, :, :length]
+    limits = [None if causal or (lengths is None and part.end <= length) else real for part in parts]
+    if use_native and not torch.is_grad_enabled() and suits(query, key, value):
+        output = _attend_native(query, key, value, pattern, parts, scaling, causal, limits)
+    else:
+        output = _attend_copies(query, key, value, pattern, parts, scaling, causal, limits)
     if causal or not count or not pattern.global_queries:
         return output
     bias = query.new_zeros(1, 1, 1, length)
@@ -124,6 +123,35 @@ def block_sparse_attention(
         bias = bias.masked_fill(behind, LOWEST)
     top = biased_attention(query[:, :, :count], key, value, bias, scaling, lengths is not None)
     return torch.cat([top, output[:, :, count:]], dim=2)
+
+
+def _attend_native(query, key, value, pattern, parts: list[_Part], scaling, causal, limits) -> Tensor:
+    """Return the output [B, H, N, Dv] of all parts, each of whose queries finds its keys where they are."""
+    batch, heads, length, _ = query.shape
+    kv_heads = key.shape[1]
+    # in the order [B, N, H, Dv], in which a model goes on
+    output = value.new_empty(batch, length, kv_heads, heads // kv_heads, value.shape[3]).permute(0, 2, 3, 1, 4)
+    grouped = query.unflatten(1, (kv_heads, -1))
+    for part, lengths in zip(parts, limits, strict=True):
+        # a window's global tokens stand before all of its blocks here, not before each
+        bias = _make_bias(pattern, part._replace(window=None), causal, lengths, query)
+        places = {"first": part.first, "block_size": part.size, "shared": part.shared}
+        attend_blocks(grouped, key, value, bias, part.table, output, scaling=scaling, **places)
+    return output.flatten(1, 2)
+
+
+def _attend_copies(query, key, value, pattern, parts: list[_Part], scaling, causal, limits) -> Tensor:
+    """Return the output [B, H, N, Dv] of all parts, for whose queries the keys are brought together."""
+    length, size = query.shape[2], parts[0].size
+    missing = -length % size
+    padded = [F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous() for x in (query, key, value)]
+    blocks = [x.unflatten(2, (-1, size)) for x in padded]
+    sources = [Source(x) for x in blocks[1:]]
+    outputs = []
+    queries = blocks[0].split([len(part.table) for part in parts], dim=2)
+    for part, rows, lengths in zip(parts, queries, limits, strict=True):
+        outputs.append(_attend_blocks(rows, sources, pattern, part, scaling, causal, lengths))
+    return torch.cat(outputs, dim=2).flatten(2, 3)[:, :, :length]
 
 
 class _Part(NamedTuple):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -12,15 +9,13 @@ from torch.nn import functional as F
 from hf_linattn.config import make_config
 from hf_linattn.feature_maps import FEATURE_MAPS, FeatureMap
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
-from hf_linattn.ops import native
 from hf_linattn.ops.causal_linear import Features, causal_linear_attention
-from hf_linattn.ops.chunk_sums import LinearState
+from hf_linattn.ops.chunk_sums import CHUNK_SIZE, LinearState
+from hf_linattn.ops.native import library
+from hf_linattn.ops.native.causal_sums import can_read
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
 
-CAPABILITIES = list(native.VARIANTS)  # the most able first
-THIS = torch.backends.cpu.get_cpu_capability()
-BUILT = [x for x in CAPABILITIES[CAPABILITIES.index(THIS) :] if native.load_variant(x)] if THIS in CAPABILITIES else []
 HEADS, KV_HEADS, VALUE_DIM = 4, 2, 20
 MAPS = [
     ("linear", {}), ("linear", {"feature_map": "relu"}), ("performer", {"num_features": 64}),
@@ -40,26 +35,6 @@ def exp_map(x: torch.Tensor) -> Features:
     return Features((3 * x - log_scale[..., None]).exp(), log_scale)
 
 
-@pytest.fixture(params=BUILT)
-def variant(request, monkeypatch):
-    """One build after the other, as if the processor could do no more; returns what it was called with."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
-    sizes, load = [], native.load_variant
-
-    def count(name):
-        assert name == request.param
-        sizes.append(name)
-        return load(name)
-
-    monkeypatch.setattr(native, "load_variant", count)
-    return sizes
-
-
-def test_it_is_built_where_there_is_a_compiler():
-    if platform.machine() == "x86_64" and shutil.which("cc"):
-        assert all(native.load_variant(name) for name in native.VARIANTS)
-
-
 @pytest.mark.parametrize("continued", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("decay", [False, True])
@@ -68,7 +43,7 @@ def test_outputs_states_and_all_gradients(variant, feature_map, decay, masked, c
     """Two parts of an odd length, grouped queries; a slow and a fast rate; what came before, if anything."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)  # noqa: E731
-    length, dim, scaled = native.CHUNK_SIZE * 17 + 13, 7, decay or feature_map is exp_map
+    length, dim, scaled = CHUNK_SIZE * 17 + 13, 7, decay or feature_map is exp_map
     heads = [draw(2, h, length, d).requires_grad_() for h, d in ((HEADS, dim), (KV_HEADS, dim), (KV_HEADS, VALUE_DIM))]
     rates = torch.tensor([0.02, 3.0], dtype=torch.float64, requires_grad=True)
     kv = draw(2, KV_HEADS, dim, VALUE_DIM + 1).abs().requires_grad_()
@@ -152,20 +127,20 @@ def test_a_row_without_keys_is_zero_and_has_no_gradient(variant):
 
 def test_what_it_cannot_do_is_left_to_others(variant):
     query, ids = torch.randn(1, 2, 5, 3), torch.zeros(1, 5)
-    assert native.suits(query, query, None)
-    assert not native.suits(query, query, ids) and not native.suits(query.double(), query.double(), None)
-    assert not native.suits(query.to("meta"), query.to("meta"), None)
+    assert can_read(query, query, None)
+    assert not can_read(query, query, ids) and not can_read(query.double(), query.double(), None)
+    assert not can_read(query.to("meta"), query.to("meta"), None)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(5)  # two sequences: three of the five would have nothing to do
-        assert not native.suits(query, query, None)
+        assert not can_read(query, query, None)
     finally:
         torch.set_num_threads(threads)
 
 
 def test_without_a_build_it_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert not native.available()
+    assert not library.available()
     mechanism = make_mechanism("linear", {})
     heads = [torch.randn(1, h, 131, 24) for h in (HEADS, KV_HEADS, KV_HEADS)]
     got, _ = mechanism(*heads)

@@ -17,6 +17,8 @@
 
 #include "lanes.h"
 
+#define CHUNK 64
+
 /* A feature map of x: an activation of z = x weight + bias, or of x itself where there is no weight. */
 typedef struct {
     operand weight; /* [input_size, columns], zero beyond the key_size columns that are used; its "token" is a row */
@@ -130,11 +132,11 @@ static void load_features(float *to, struct scratch *s, const struct problem *p,
 {
     const float *from = place(x, batch, head, group, at);
     if (p->activation == GIVEN) {
-        pack(to, from, x->token, count, p->key_size, s->keys);
+        pack(to, CHUNK, from, x->token, count, p->key_size, s->keys);
         return;
     }
     if (map->weight.data) {
-        pack(s->input, from, x->token, count, p->input_size, s->inputs);
+        pack(s->input, CHUNK, from, x->token, count, p->input_size, s->inputs);
         for (int64_t row = 0; row < CHUNK; row++) {
             memset(to + row * s->keys, 0, s->keys * sizeof(float));
             if (map->bias.data)
@@ -144,7 +146,7 @@ static void load_features(float *to, struct scratch *s, const struct problem *p,
         add_product(to, s->keys, s->input, s->inputs, 1, place(&map->weight, 0, head, group, 0), map->weight.token,
                     CHUNK, columns, p->input_size);
     } else
-        pack(to, from, x->token, count, p->key_size, s->keys);
+        pack(to, CHUNK, from, x->token, count, p->key_size, s->keys);
     for (int64_t row = 0; row < count; row++) {
         const float top = activate(to + row * s->keys, s->spare, p, s->keys);
         if (scale) {
@@ -274,10 +276,8 @@ static void read_sequence(struct scratch *s, const struct problem *p, int64_t ba
             s->scale[j] = p->log_scale.data ? *place(&p->log_scale, batch, head, 0, at + j) : 0.0f;
         load_features(s->key, s, p, &p->key, &p->key_map, p->activation == EXPONENTIAL ? s->scale : NULL, batch, head,
                       0, at, count);
-        pack(s->value, place(&p->value, batch, head, 0, at), p->value.token, count, p->value_size, s->values);
-        for (int64_t j = 0; j < CHUNK; j++)
-            for (int64_t key = 0; key < p->key_size; key++)
-                s->turned[key * CHUNK + j] = s->key[j * s->keys + key];
+        pack(s->value, CHUNK, place(&p->value, batch, head, 0, at), p->value.token, count, p->value_size, s->values);
+        turn(s->turned, CHUNK, s->key, s->keys, CHUNK, s->keys);
         if (scaled)
             before = weigh(s, p->log_decay.data ? place(&p->log_decay, batch, head, 0, at) : NULL, p->log_decay.token,
                            count, before, &left);
@@ -305,11 +305,7 @@ int causal_sums(const struct problem *p)
 #pragma omp parallel num_threads(threads)
     {
         struct scratch own;
-#ifdef _OPENMP
-        divide(&own, p, memory + omp_get_thread_num() * size);
-#else
-        divide(&own, p, memory);
-#endif
+        divide(&own, p, memory + thread_number() * size);
 #pragma omp for schedule(dynamic)
         for (int64_t sequence = 0; sequence < sequences; sequence++)
             read_sequence(&own, p, sequence / p->heads, sequence % p->heads);

@@ -1,7 +1,4 @@
-"""Causal kernel attention by `c/causal_sums.c`: what `chunk_sums` computes, in one pass through the caches of a CPU.
-
-The C is compiled when the library is installed, if there is a compiler, once for each instruction set of `VARIANTS`;
-the one that PyTorch found the processor to have is loaded. Where none was built, `available` is false.
+"""Causal kernel attention by `causal_sums.c`: what `chunk_sums` computes, in one pass through the caches of a CPU.
 
 The backward pass keeps nothing of the size of the pairs and no state but the last: with the normalised gradients
 g_i = [dL/do_i, -dL/do_i . o_i] / weight_i and the values v_j = [v_j, 1],
@@ -19,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +24,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from .chunk_sums import CHUNK_SIZE, LEAST_WEIGHT, LinearState
-from .exponential import LOWEST
-
-VARIANTS = {"AVX512": "_causal_sums_avx512", "AVX2": "_causal_sums_avx2"}  # PyTorch's name of what the CPU can do
-
+from ..chunk_sums import CHUNK_SIZE, LEAST_WEIGHT, LinearState
+from ..exponential import LOWEST
+from .library import Operand, call, dense_rows, suits
 
 ACTIVATIONS = ("given", "elu", "relu", "exponential", "softmax_pair")  # `enum activation` of causal_sums.c
 COLUMNS = 32  # a multiple of the width of a tile
@@ -61,22 +55,6 @@ class NativeMap(NamedTuple):
         weight = F.pad(weight, (0, -weight.shape[-1] % COLUMNS)).contiguous()
         weight = weight.expand(heads, groups, *weight.shape[-2:])
         return weight, None if bias is None else bias.expand(heads, groups, -1)
-
-
-class Operand(ctypes.Structure):
-    """`operand` of causal_sums.c: an address, and numbers from one batch, head, group and token to the next."""
-
-    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "group", "token")))
-
-    @classmethod
-    def of(cls, tensor: Tensor | None, grouped: bool, reverse: bool) -> Operand:
-        """Describe [B, Hkv, N, ...], or [B, Hkv, G, N, ...] if `grouped`, read from its end if `reverse`."""
-        if tensor is None:
-            return cls()
-        dim = 3 if grouped else 2
-        batch, head, *group, token = tensor.stride()[: dim + 1]
-        last = (tensor.shape[dim] - 1) * token if reverse else 0
-        return cls(tensor.data_ptr() + 4 * last, batch, head, *(group or [0]), -token if reverse else token)
 
 
 class MapOperands(ctypes.Structure):
@@ -112,23 +90,9 @@ class Problem(ctypes.Structure):
     )
 
 
-@functools.cache
-def load_variant(name: str) -> Any:
-    """Return the function of one variant, None where it was not built."""
-    spec = importlib.util.find_spec(f"{__package__}.{VARIANTS[name]}") if name in VARIANTS else None
-    return None if spec is None or spec.origin is None else ctypes.CDLL(spec.origin).causal_sums
-
-
-def available() -> bool:
-    """Whether a variant for this processor was built."""
-    return load_variant(torch.backends.cpu.get_cpu_capability()) is not None
-
-
-def suits(query: Tensor, key: Tensor, sequence_ids: Tensor | None) -> bool:
-    """Whether the C can do it, and has sequences for half of the threads at least: each is read by one thread."""
-    plain = query.device.type == "cpu" and query.dtype == torch.float32 and sequence_ids is None
-    plain = plain and not torch.compiler.is_compiling()  # a compiled graph does not see into it
-    return plain and 2 * key.shape[:2].numel() >= torch.get_num_threads() and available()
+def can_read(query: Tensor, key: Tensor, sequence_ids: Tensor | None) -> bool:
+    """Whether nothing is packed, and there are sequences for half of the threads: each is read by one."""
+    return suits(query) and sequence_ids is None and 2 * key.shape[:2].numel() >= torch.get_num_threads()
 
 
 @torch.library.custom_op("hf_linattn::causal_sums", mutates_args=("sums", "factor", "top", "state", "log_max"))
@@ -165,8 +129,7 @@ def causal_sums(
         offset=offset,
         least_weight=LEAST_WEIGHT[torch.float32],
     )
-    if load_variant(torch.backends.cpu.get_cpu_capability())(ctypes.byref(problem)):
-        raise MemoryError(f"no memory for the causal sums of {tuple(query.shape)} queries; use a smaller batch")
+    call("causal_sums", problem)
 
 
 @causal_sums.register_fake
@@ -202,7 +165,7 @@ def causal_attention(
     """
     if state is None:
         state = LinearState.empty(key, F.pad(value[:, :, :1], (0, 1)), log_scale is not None)
-    heads: Any = (_rows(query), _rows(key), _rows(value), log_scale, log_decay, *state)
+    heads: Any = (dense_rows(query), dense_rows(key), dense_rows(value), log_scale, log_decay, *state)
     if output is not None:
         _, *after, _, _ = _read(heads, sums=output)
         return output, LinearState(*after)
@@ -229,13 +192,9 @@ def mapped_causal_attention(
         state = LinearState.empty(key.new_empty(num_features), F.pad(value[:, :, :1], (0, 1)), scaled)
     weights = (*query_map.operands(kv_heads, groups), *key_map.operands(kv_heads, 1))
     rest = (*weights, ACTIVATIONS.index(key_map.activation), key_map.quadratic, key_map.offset)
-    heads: Any = (_rows(query), _rows(key), _rows(value), None, log_decay, *state)
+    heads: Any = (dense_rows(query), dense_rows(key), dense_rows(value), None, log_decay, *state)
     _, *after, _, _ = _read(heads, sums=output, rest=rest)
     return LinearState(*after)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _read(heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, rest=()) -> tuple[Tensor, ...]:

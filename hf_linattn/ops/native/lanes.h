@@ -1,7 +1,8 @@
 /* What the C of this library is made of: vectors of LANES numbers, products in tiles that stay in registers, operands.
  *
  * Nothing depends on Python or PyTorch. Every source is compiled for several instruction sets, and the one that the
- * processor has is loaded with ctypes by `ops/native.py`, which mirrors `operand` and each `struct problem`.
+ * processor has is loaded with ctypes by `library.py`; the
+ * Python beside each source mirrors its `struct problem`.
  */
 
 #include <stdint.h>
@@ -11,7 +12,6 @@
 #include <omp.h>
 #endif
 
-#define CHUNK 64
 #define LOWEST -1e30f /* as in ops/exponential.py */
 
 #if defined(__AVX512F__)
@@ -56,18 +56,53 @@ static inline float exp_of_one(float x) { return exp_of(x + (lanes){0})[0]; }
 
 static inline float sum_of(lanes numbers)
 {
-    float sum = 0.0f;
-    for (int lane = 0; lane < LANES; lane++)
-        sum += numbers[lane];
-    return sum;
+    for (int distance = LANES / 2; distance; distance /= 2)
+        numbers += __builtin_shuffle(numbers, (mask)LANE_NUMBERS ^ distance);
+    return numbers[0];
 }
 
 static inline float max_of(lanes numbers)
 {
-    float largest = numbers[0];
-    for (int lane = 1; lane < LANES; lane++)
-        largest = numbers[lane] > largest ? numbers[lane] : largest;
-    return largest;
+    for (int distance = LANES / 2; distance; distance /= 2) {
+        const lanes others = __builtin_shuffle(numbers, (mask)LANE_NUMBERS ^ distance);
+        numbers = choose(others > numbers, others, numbers);
+    }
+    return numbers[0];
+}
+
+/* Exchange, between rows that are `distance` apart, the halves of each group of 2 distance lanes. */
+static inline __attribute__((always_inline)) void exchange(lanes *rows, int distance)
+{
+    const mask number = LANE_NUMBERS, upper = (number & distance) != 0;
+    const mask low = (upper & (number + LANES - distance)) | (~upper & number);
+    const mask high = (upper & (number + LANES)) | (~upper & (number + distance));
+#pragma GCC unroll 16
+    for (int row = 0; row < LANES; row++)
+        if (!(row & distance)) {
+            const lanes first = rows[row], second = rows[row | distance];
+            rows[row] = __builtin_shuffle(first, second, low);
+            rows[row | distance] = __builtin_shuffle(first, second, high);
+        }
+}
+
+/* to [columns, to_row] = the transpose of from [rows, columns], both whole numbers of LANES */
+static void turn(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t rows, int64_t columns)
+{
+    for (int64_t column = 0; column < columns; column += LANES)
+        for (int64_t row = 0; row < rows; row += LANES) {
+            lanes block[LANES];
+#pragma GCC unroll 16
+            for (int number = 0; number < LANES; number++)
+                block[number] = load(from + (row + number) * from_row + column);
+            exchange(block, 1);
+            exchange(block, 2);
+            exchange(block, 4);
+            if (LANES > 8)
+                exchange(block, 8);
+#pragma GCC unroll 16
+            for (int number = 0; number < LANES; number++)
+                store(to + (column + number) * to_row + row, block[number]);
+        }
 }
 
 static int64_t round_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
@@ -120,12 +155,22 @@ static inline float *place(const operand *of, int64_t batch, int64_t head, int64
     return of->data + batch * of->batch + head * of->head + group * of->group + token * of->token;
 }
 
-/* Copy `count` rows into [CHUNK, padded], zero where there is nothing. */
-static void pack(float *to, const float *from, int64_t token, int64_t count, int64_t size, int64_t padded)
+/* Copy `count` of `rows` rows, `padded` wide, zero where there is nothing. */
+static void pack(float *to, int64_t rows, const float *from, int64_t token, int64_t count, int64_t size,
+                 int64_t padded)
 {
     for (int64_t row = 0; row < count; row++) {
         memcpy(to + row * padded, from + row * token, size * sizeof(float));
         memset(to + row * padded + size, 0, (padded - size) * sizeof(float));
     }
-    memset(to + count * padded, 0, (CHUNK - count) * padded * sizeof(float));
+    memset(to + count * padded, 0, (rows - count) * padded * sizeof(float));
+}
+
+static inline int thread_number(void)
+{
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
 }

@@ -1,0 +1,153 @@
+/* Softmax attention of blocks of queries over the key blocks that a table names for each, without copying any.
+ *
+ *     out_i = sum_j exp(scaling query_i . key_j + bias_ij - log_i) value_j,   log_i = log sum_j exp(...)
+ *
+ * over the first `shared` tokens and those of the blocks in the query block's row of the table; column c of the bias
+ * belongs to the c-th of these keys. `continued` rows begin with what stands in `out`, as if it had been read with the
+ * weight exp(log_i). A query without keys gets zero.
+ */
+
+#include "lanes.h"
+
+#define PIECE 64 /* queries, and keys, that are multiplied at a time */
+
+struct problem {
+    operand query, key, value, out; /* float32, contiguous in their last dimension */
+    operand log;                    /* of the queries */
+    operand bias;                   /* "head": of query heads, "group": of query blocks, "token": of queries */
+    const int64_t *table;           /* [blocks, table_heads, width], -1 for none; table_heads is 1 or heads * groups */
+    int64_t batches, heads, groups, length, key_size, value_size;
+    int64_t first, blocks, block_size, table_heads, width, shared, continued, threads; /* first: of the query blocks */
+    float scaling;
+};
+
+struct scratch {
+    float *query, *key, *turned, *value, *scores, *out;
+    float top[PIECE], weight[PIECE];
+    int64_t keys, values; /* sizes, padded */
+};
+
+static int64_t divide(struct scratch *s, const struct problem *p, float *memory)
+{
+    s->keys = round_up(p->key_size, LANES);
+    s->values = round_up(p->value_size, TILE_COLUMNS);
+    const int64_t sizes[] = {PIECE * s->keys,   PIECE * s->keys, PIECE * s->keys,
+                             PIECE * s->values, PIECE * PIECE,   PIECE * s->values};
+    float **parts[] = {&s->query, &s->key, &s->turned, &s->value, &s->scores, &s->out};
+    int64_t used = 0;
+    for (int part = 0; part < 6; part++) {
+        *parts[part] = memory + used;
+        used += round_up(sizes[part], 16); /* whole cache lines */
+    }
+    return used;
+}
+
+/* What is there of the queries before any key: nothing, or what stands in `out`. */
+static void begin(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t group, int64_t at,
+                  int64_t count)
+{
+    pack(s->query, PIECE, place(&p->query, batch, head, group, at), p->query.token, count, p->key_size, s->keys);
+    for (int64_t number = 0; number < count * s->keys; number++)
+        s->query[number] *= p->scaling;
+    memset(s->out, 0, PIECE * s->values * sizeof(float));
+    for (int64_t i = 0; i < PIECE; i++) {
+        const float log = p->continued && i < count ? *place(&p->log, batch, head, group, at + i) : LOWEST;
+        s->weight[i] = log > LOWEST / 2 ? 1.0f : 0.0f;
+        s->top[i] = log > LOWEST / 2 ? log : LOWEST / 2;
+        if (s->weight[i])
+            memcpy(s->out + i * s->values, place(&p->out, batch, head, group, at + i), p->value_size * sizeof(float));
+    }
+}
+
+/* Take in `count` keys from place `at`, with the bias of each query in rows of `bias_step` numbers. */
+static void read_keys(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t at,
+                      int64_t count, int64_t rows, const float *bias, int64_t bias_step)
+{
+    pack(s->key, PIECE, place(&p->key, batch, head, 0, at), p->key.token, count, p->key_size, s->keys);
+    turn(s->turned, PIECE, s->key, s->keys, PIECE, s->keys);
+    pack(s->value, PIECE, place(&p->value, batch, head, 0, at), p->value.token, count, p->value_size, s->values);
+    memset(s->scores, 0, PIECE * PIECE * sizeof(float));
+    const int64_t tiled = round_up(rows, TILE_ROWS);
+    add_product(s->scores, PIECE, s->query, s->keys, 1, s->turned, PIECE, tiled, round_up(count, TILE_COLUMNS),
+                p->key_size);
+    for (int64_t i = 0; i < rows; i++) {
+        float *scores = s->scores + i * PIECE;
+        lanes largest = s->top[i] + (lanes){0}, sum = {0};
+        for (int64_t j = 0; j < count; j++)
+            scores[j] += bias[i * bias_step + j];
+        for (int64_t j = count; j < PIECE; j++)
+            scores[j] = LOWEST;
+        for (int64_t j = 0; j < PIECE; j += LANES)
+            largest = choose(load(scores + j) > largest, load(scores + j), largest);
+        const float top = max_of(largest);
+        if (top > s->top[i]) {
+            const float left = exp_of_one(s->top[i] - top);
+            for (int64_t column = 0; column < s->values; column++)
+                s->out[i * s->values + column] *= left;
+            s->weight[i] *= left;
+            s->top[i] = top;
+        }
+        for (int64_t j = 0; j < PIECE; j += LANES) {
+            const lanes part = exp_of(load(scores + j) - top);
+            store(scores + j, part);
+            sum += part;
+        }
+        s->weight[i] += sum_of(sum);
+    }
+    add_product(s->out, s->values, s->scores, PIECE, 1, s->value, s->values, tiled, s->values, count);
+}
+
+/* One query block of one head. */
+static void read_block(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t group,
+                       int64_t block)
+{
+    const int64_t query_head = head * p->groups + group, start = (p->first + block) * p->block_size;
+    const int64_t *row = p->table + (block * p->table_heads + (p->table_heads > 1 ? query_head : 0)) * p->width;
+    const int64_t end = start + p->block_size < p->length ? start + p->block_size : p->length;
+    for (int64_t at = start; at < end; at += PIECE) {
+        const int64_t rows = end - at < PIECE ? end - at : PIECE;
+        const float *bias = place(&p->bias, batch, query_head, block, at - start);
+        begin(s, p, batch, head, group, at, rows);
+        for (int64_t place = 0; place < p->shared; place += PIECE)
+            read_keys(s, p, batch, head, place, p->shared - place < PIECE ? p->shared - place : PIECE, rows,
+                      bias + place, p->bias.token);
+        for (int64_t column = 0; column < p->width; column++) {
+            if (row[column] < 0)
+                continue;
+            const int64_t first = row[column] * p->block_size;
+            const int64_t last = first + p->block_size < p->length ? first + p->block_size : p->length;
+            for (int64_t place = first; place < last; place += PIECE)
+                read_keys(s, p, batch, head, place, last - place < PIECE ? last - place : PIECE, rows,
+                          bias + p->shared + column * p->block_size + (place - first), p->bias.token);
+        }
+        for (int64_t i = 0; i < rows; i++) {
+            float *out = place(&p->out, batch, head, group, at + i);
+            const float factor = s->weight[i] > 0.0f ? 1.0f / s->weight[i] : 0.0f;
+            for (int64_t column = 0; column < p->value_size; column++)
+                out[column] = factor * s->out[i * s->values + column];
+        }
+    }
+}
+
+/* Work through all query blocks of a problem; returns 0, or 1 where there was no memory to work in. */
+int block_softmax(const struct problem *p)
+{
+    struct scratch one;
+    const int64_t tasks = p->batches * p->heads * p->groups * p->blocks, size = divide(&one, p, NULL);
+    const int64_t threads = p->threads < tasks ? p->threads : tasks;
+    float *memory = aligned_alloc(64, threads * size * sizeof(float));
+    if (!memory)
+        return 1;
+#pragma omp parallel num_threads(threads)
+    {
+        struct scratch own;
+        divide(&own, p, memory + thread_number() * size);
+#pragma omp for schedule(dynamic, 4)
+        for (int64_t task = 0; task < tasks; task++) {
+            const int64_t rows = task / p->blocks, sequence = rows / p->groups;
+            read_block(&own, p, sequence / p->heads, sequence % p->heads, rows % p->groups, task % p->blocks);
+        }
+    }
+    free(memory);
+    return 0;
+}

@@ -1,0 +1,80 @@
+"""Softmax attention over the key blocks that a table names, by `block_softmax.c`: nothing is copied together first."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .library import Operand, call, dense_rows
+
+GROUPED = ("query", "out", "log")
+SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size")
+PLACES = ("first", "blocks", "block_size", "table_heads", "width", "shared", "continued", "threads")
+
+
+class Problem(ctypes.Structure):
+    """`struct problem` of block_softmax.c."""
+
+    _fields_ = (
+        *((name, Operand) for name in ("query", "key", "value", "out", "log", "bias")),
+        ("table", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in (*SIZES, *PLACES)),
+        ("scaling", ctypes.c_float),
+    )
+
+
+@torch.library.custom_op("hf_linattn::block_softmax", mutates_args=("out",))
+def block_softmax(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, table: Tensor, out: Tensor, log: Tensor | None,
+    first: int, block_size: int, shared: int, scaling: float,
+) -> None:
+    """Attend with some blocks of queries to the keys that a table names for them; without gradients.
+
+    Args:
+        query: [B, Hkv, G, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv].
+        bias: [B or 1, T or 1, H or 1, C or 1, K], added to the scores; hidden keys have `LOWEST`.
+        table: int64 [T, H or 1, c], blocks of keys, -1 for none; K = shared + c block_size.
+        out: [B, Hkv, G, N, Dv], of which the rows of blocks `first` ... `first` + T - 1 are written.
+        log: [B, Hkv, G, N]; where not None, what stands in `out` counts as one more key with the weight exp(log).
+        shared: so many first tokens stand before the blocks.
+    """
+    blocks, table_heads, width = table.shape
+    steps = [0 if size == 1 else step for size, step in zip(bias.shape[:-1], bias.stride(), strict=False)]
+    batch, block, head, row = steps
+    sizes = (*query.shape[:2], query.shape[2], query.shape[3], query.shape[4], value.shape[3])
+    places = (first, blocks, block_size, table_heads, width, shared, log is not None, torch.get_num_threads())
+    problem = Problem(
+        **{name: Operand.of(x, name in GROUPED, False) for name, x in
+           zip(("query", "key", "value", "out", "log"), (query, key, value, out, log), strict=True)},
+        bias=Operand(bias.data_ptr(), batch, head, block, row),
+        table=table.data_ptr(),
+        **dict(zip(SIZES + PLACES, sizes + places, strict=True)),
+        scaling=scaling,
+    )  # fmt: skip
+    call("block_softmax", problem)
+
+
+@block_softmax.register_fake
+def _(*_: Any, **__: Any) -> None:
+    return None
+
+
+@register_flop_formula(torch.ops.hf_linattn.block_softmax)
+def _flops(query: Any, key: Any, value: Any, bias: Any, table: Any, *_: Any, **__: Any) -> int:
+    """Two products of all queries of the table's blocks with all keys that have a column, seen or not."""
+    batch, heads, groups, _, width = query
+    return 2 * batch * heads * groups * table[0] * bias[-2] * bias[-1] * (width + value[-1])
+
+
+def attend_blocks(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, table: Tensor, out: Tensor, *, first: int,
+    block_size: int, shared: int, scaling: float, log: Tensor | None = None,
+) -> None:
+    """`block_softmax` of operands in any layout, with a bias [T or 1, H or 1, C or 1, K] or one for each row."""
+    heads = (dense_rows(query), dense_rows(key), dense_rows(value))
+    bias = dense_rows(bias if bias.dim() == 5 else bias[None])
+    block_softmax(*heads, bias, table.contiguous(), out, log, first, block_size, shared, scaling)

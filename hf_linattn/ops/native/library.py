@@ -1,0 +1,63 @@
+"""The C that was compiled with the library, and what all of it is called with.
+
+There is one build for each instruction set of `VARIANTS`; the one that PyTorch found the processor to have is loaded.
+Where none was built, `available` is false and PyTorch's operations do the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VARIANTS = {"AVX512": "_avx512", "AVX2": "_avx2"}  # PyTorch's names of what the CPU can do
+
+
+class Operand(ctypes.Structure):
+    """`operand` of lanes.h: an address, and numbers from one batch, head, group and token to the next."""
+
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "group", "token")))
+
+    @classmethod
+    def of(cls, tensor: Tensor | None, grouped: bool, reverse: bool) -> Operand:
+        """Describe [B, Hkv, N, ...], or [B, Hkv, G, N, ...] if `grouped`, read from its end if `reverse`."""
+        if tensor is None:
+            return cls()
+        dim = 3 if grouped else 2
+        batch, head, *group, token = tensor.stride()[: dim + 1]
+        last = (tensor.shape[dim] - 1) * token if reverse else 0
+        return cls(tensor.data_ptr() + 4 * last, batch, head, *(group or [0]), -token if reverse else token)
+
+
+@functools.cache
+def load_variant(name: str) -> Any:
+    """Return one build, None where there is none."""
+    spec = importlib.util.find_spec(f"{__package__}.{VARIANTS[name]}") if name in VARIANTS else None
+    return None if spec is None or spec.origin is None else ctypes.CDLL(spec.origin)
+
+
+def available() -> bool:
+    """Whether there is a build for this processor."""
+    return load_variant(torch.backends.cpu.get_cpu_capability()) is not None
+
+
+def suits(*tensors: Tensor) -> bool:
+    """Whether C can work on these: float32 on a CPU, outside compiled graphs, which cannot see into it."""
+    plain = all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
+    return plain and not torch.compiler.is_compiling() and available()
+
+
+def call(function: str, problem: ctypes.Structure) -> None:
+    """Call a function of the build for this processor with its problem."""
+    library = load_variant(torch.backends.cpu.get_cpu_capability())
+    if getattr(library, function)(ctypes.byref(problem)):
+        raise MemoryError(f"no memory for what {function} works in; use a smaller batch")
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x, its last dimension contiguous, as all operands have it."""
+    return x if x.stride(-1) == 1 else x.contiguous()

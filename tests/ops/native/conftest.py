@@ -1,0 +1,28 @@
+"""Every build that this processor can run, one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_linattn.ops.native import library
+
+CAPABILITIES = list(library.VARIANTS)  # the most able first
+THIS = torch.backends.cpu.get_cpu_capability()
+ABLE = CAPABILITIES[CAPABILITIES.index(THIS) :] if THIS in CAPABILITIES else []
+BUILT = [name for name in ABLE if library.load_variant(name)]
+
+
+@pytest.fixture(params=BUILT)
+def variant(request, monkeypatch):
+    """One build after the other, as if the processor could do no more; returns what it was called with."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    sizes, load = [], library.load_variant
+
+    def count(name):
+        assert name == request.param
+        sizes.append(name)
+        return load(name)
+
+    monkeypatch.setattr(library, "load_variant", count)
+    return sizes
