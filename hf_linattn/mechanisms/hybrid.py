@@ -152,7 +152,8 @@ class HybridMechanism(SequenceMechanism):
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: HybridState | None
     ) -> tuple[Tensor, HybridState]:
-        return causal_hybrid_attention(query, key, value, self._pair_weights(key.dtype), lengths, state)
+        weights, native = self._pair_weights(key.dtype), self.backend != "torch"
+        return causal_hybrid_attention(query, key, value, weights, lengths, state, use_native=native)
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         return hybrid_attention(query, key, value, self._pair_weights(key.dtype), lengths)

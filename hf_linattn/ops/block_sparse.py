@@ -135,8 +135,10 @@ def _attend_native(query, key, value, pattern, parts: list[_Part], scaling, caus
     for part, lengths in zip(parts, limits, strict=True):
         # a window's global tokens stand before all of its blocks here, not before each
         bias = _make_bias(pattern, part._replace(window=None), causal, lengths, query)
-        places = {"first": part.first, "block_size": part.size, "shared": part.shared}
-        attend_blocks(grouped, key, value, bias, part.table, output, scaling=scaling, **places)
+        attend_blocks(
+            grouped, key, value, bias, part.table, output,
+            first=part.first, block_size=part.size, shared=part.shared, scaling=scaling,
+        )  # fmt: skip
     return output.flatten(1, 2)
 
 

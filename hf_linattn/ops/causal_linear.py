@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, ratio, with_ones
 from .exponential import LOWEST, dense, fast_exp
-from .native import causal_sums
+from .native.causal_sums import can_read, causal_attention, mapped_causal_attention, native_maps
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
 NATIVE_SIZE = 2048  # the same where `native` forms them
@@ -69,7 +69,7 @@ def causal_linear_attention(
     """
     if key.shape[2] == 1:
         return _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
-    if use_native and causal_sums.can_read(query, key, sequence_ids):
+    if use_native and can_read(query, key, sequence_ids):
         return _native(query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
     output = _output_for(query, value)
     parts: list[Tensor] = []
@@ -191,14 +191,14 @@ def _native(query, key, value, query_map, key_map, key_padding_mask, state, log_
     """`causal_linear_attention` by `native`, which makes the features itself or gets those of a part at a time."""
     output, parts = _output_for(query, value), []
     query = query.unflatten(1, (key.shape[1], -1))
-    maps = [getattr(x, "native", lambda: None)() for x in (query_map, key_map)]
-    if output is not None and key_padding_mask is None and all(maps):
-        state = causal_sums.mapped_causal_attention(query, key, value, maps, log_decay, state, output)
+    maps = native_maps(query_map, key_map)
+    if output is not None and key_padding_mask is None and maps:
+        state, _ = mapped_causal_attention(query, key, value, maps, log_decay, state, output)
         return output.flatten(1, 2), state
     operands = ((query, 3), (key, 2), (value, 2), (key_padding_mask, 1))
     for query, key, value, mask, decay, place in _split(NATIVE_SIZE, *operands, (log_decay, 2), (output, 3)):
         features = _masked(key_map(key), mask, log_decay is not None)
-        part, state = causal_sums.causal_attention(query_map(query).values, *features, value, decay, state, place)
+        part, state = causal_attention(query_map(query).values, *features, value, decay, state, place)
         parts.append(part)
     return (torch.cat(parts, dim=3) if output is None else output).flatten(1, 2), state
 

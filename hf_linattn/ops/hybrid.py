@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from .causal_linear import FeatureMap
 from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, with_ones
 from .exponential import LN_2, LOWEST, dense, fast_exp
+from .native import hybrid
 from .source import Source
 
 
@@ -103,6 +104,7 @@ def causal_hybrid_attention(
     lengths: Tensor | None = None,
     state: HybridState | None = None,
     chunk_size: int = CHUNK_SIZE,
+    use_native: bool = False,
 ) -> tuple[Tensor, HybridState]:
     """Return the causal attention output and the state after the last real token.
 
@@ -110,11 +112,15 @@ def causal_hybrid_attention(
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv.
         lengths: [B], real tokens at the start of each row; None if all are. Outputs behind them mean nothing.
         state: what was read before.
+        use_native: whether `native.hybrid` may do it where it can, from the start of unpadded rows.
 
     Returns:
         output [B, H, N, Dv]; the state. Time O(N (F + chunk_size + window_size) Dv).
     """
     rows = _make_rows(query, key, value, weights, lengths, state)
+    if use_native and state is None and lengths is None and hybrid.can_attend(query, key, weights):
+        attended, far_sums = hybrid.causal_hybrid_attention(query, key, value, weights)
+        return attended, _remember(rows, weights, far_sums)
     # without earlier keys a window wider than the call would only see zeros
     left = weights.reach if state is not None else min(weights.reach, key.shape[2] - 1)
     before = None if state is None else LinearState(state.kv, state.log_max)

@@ -37,7 +37,8 @@ struct problem {
     operand query, key, value, sums; /* float32, contiguous in their last dimension */
     operand log_scale, log_decay;    /* of the keys; data is NULL where there are none */
     operand row_scale;               /* of the queries; the same */
-    operand factor, top;             /* of the queries: what their sums were multiplied by, and top_i */
+    operand factor, top;             /* of the queries: what their sums were multiplied by; top_i, and what a
+                                        feature map takes out of the query */
     float *state, *log_max;          /* [batches, heads, key_size, value_size (+ 1)], [batches, heads]: in and out */
     int64_t batches, heads, groups, length, key_size, value_size;
     int64_t normalise, threads;
@@ -50,7 +51,7 @@ struct problem {
 struct scratch {
     float *input, *query, *key, *turned, *value, *weighted, *scores, *out, *state, *weights, *spare;
     /* weights: the last column of a normalised state; spare: for one row of features */
-    float scale[CHUNK], exponent[CHUNK], passed[CHUNK], top[CHUNK], kept[CHUNK], weight[CHUNK];
+    float scale[CHUNK], query_scale[CHUNK], exponent[CHUNK], passed[CHUNK], top[CHUNK], kept[CHUNK], weight[CHUNK];
     int64_t inputs, keys, values; /* sizes, padded */
 };
 
@@ -196,7 +197,8 @@ static void form_pairs(struct scratch *s, const struct problem *p, int scaled)
 }
 
 /* What row i is multiplied by in the end. */
-static float last_factor(const struct scratch *s, const struct problem *p, int64_t i, int scaled, const float *row_scale)
+static float last_factor(const struct scratch *s, const struct problem *p, int64_t i, int scaled,
+                         const float *row_scale)
 {
     if (!p->normalise)
         return row_scale ? exp_of_one(*row_scale + s->top[i] + s->passed[i]) : 1.0f;
@@ -213,7 +215,9 @@ static float last_factor(const struct scratch *s, const struct problem *p, int64
 static void read_chunk(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t group,
                        int64_t at, int64_t count, int scaled)
 {
-    load_features(s->query, s, p, &p->query, &p->query_map, NULL, batch, head, group, at, count);
+    memset(s->query_scale, 0, sizeof(s->query_scale));
+    load_features(s->query, s, p, &p->query, &p->query_map, p->activation == EXPONENTIAL ? s->query_scale : NULL, batch,
+                  head, group, at, count);
     form_pairs(s, p, scaled);
     memset(s->out, 0, CHUNK * s->values * sizeof(float));
     add_product(s->out, s->values, s->query, s->keys, 1, s->state, s->values, CHUNK, s->values, p->key_size);
@@ -232,7 +236,7 @@ static void read_chunk(struct scratch *s, const struct problem *p, int64_t batch
         for (int64_t column = 0; column < p->value_size; column++)
             sums[column] = factor * s->out[i * s->values + column];
         *place(&p->factor, batch, head, group, at + i) = factor;
-        *place(&p->top, batch, head, group, at + i) = scaled ? s->top[i] + s->passed[i] : 0.0f;
+        *place(&p->top, batch, head, group, at + i) = (scaled ? s->top[i] + s->passed[i] : 0.0f) + s->query_scale[i];
     }
 }
 

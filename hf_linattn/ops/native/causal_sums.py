@@ -95,6 +95,12 @@ def can_read(query: Tensor, key: Tensor, sequence_ids: Tensor | None) -> bool:
     return suits(query) and sequence_ids is None and 2 * key.shape[:2].numel() >= torch.get_num_threads()
 
 
+def native_maps(query_map: Any, key_map: Any) -> list[NativeMap]:
+    """Return the two maps as the C knows them, nothing where it does not know them."""
+    maps: list[Any] = [getattr(x, "native", lambda: None)() for x in (query_map, key_map)]
+    return maps if all(maps) else []
+
+
 @torch.library.custom_op("hf_linattn::causal_sums", mutates_args=("sums", "factor", "top", "state", "log_max"))
 def causal_sums(
     query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None,
@@ -177,12 +183,15 @@ def mapped_causal_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    maps: tuple[NativeMap, NativeMap],
+    maps: list[NativeMap],
     log_decay: Tensor | None,
     state: LinearState | None,
     output: Tensor,
-) -> LinearState:
-    """`causal_attention` of heads [..., D] before the feature maps of queries and keys; without gradients."""
+) -> tuple[LinearState, Tensor]:
+    """`causal_attention` of heads [..., D] before the feature maps of queries and keys; without gradients.
+
+    Returns also the log of what the weights of each query add up to, `LOWEST` where that is nothing: [B, Hkv, G, N].
+    """
     query_map, key_map = maps
     kv_heads, groups = query.shape[1:3]
     num_features = key.shape[-1] if key_map.weight is None else key_map.weight.shape[-1]
@@ -193,8 +202,8 @@ def mapped_causal_attention(
     weights = (*query_map.operands(kv_heads, groups), *key_map.operands(kv_heads, 1))
     rest = (*weights, ACTIVATIONS.index(key_map.activation), key_map.quadratic, key_map.offset)
     heads: Any = (dense_rows(query), dense_rows(key), dense_rows(value), None, log_decay, *state)
-    _, *after, _, _ = _read(heads, sums=output, rest=rest)
-    return LinearState(*after)
+    _, kv, log_max, factor, top = _read(heads, sums=output, rest=rest)
+    return LinearState(kv, log_max), torch.where(factor > 0, top - factor.log(), LOWEST)
 
 
 def _read(heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, rest=()) -> tuple[Tensor, ...]:
