@@ -137,7 +137,9 @@ class LinearMechanism(Mechanism):
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None
     ) -> Tensor:
         decay = self.log_decay(key, key_padding_mask)
-        return linear_attention(query, key, value, *self.maps, key_padding_mask, sequence_ids, decay)
+        return linear_attention(
+            query, key, value, *self.maps, key_padding_mask, sequence_ids, decay, use_native=self.backend != "torch"
+        )
 
     def log_decay(self, key: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
         """Return the log decay of every token [B, Hkv, N], zero where masked; None without decay."""

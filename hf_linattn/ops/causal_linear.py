@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, ratio, with_ones
 from .exponential import LOWEST, dense, fast_exp
-from .native.causal_sums import can_read, causal_attention, mapped_causal_attention, native_maps
+from .native.causal_sums import can_read, causal_attention, mapped_attention, native_maps
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
 NATIVE_SIZE = 2048  # the same where `native` forms them
@@ -93,17 +93,23 @@ def linear_attention(
     sequence_ids: Tensor | None = None,
     log_decay: Tensor | None = None,
     chunk_size: int = CHUNK_SIZE,
+    use_native: bool = False,
 ) -> Tensor:
     """Return the bidirectional attention output [B, H, Nq, Dv]; arguments as in `causal_linear_attention`."""
     if sequence_ids is not None or log_decay is not None:
         return _two_way_linear_attention(
             query, key, value, query_map, key_map, key_padding_mask, sequence_ids, log_decay, chunk_size
         )
+    output = _output_for(query, value)
+    maps = native_maps(query_map, key_map) if use_native else []
+    if maps and output is not None and query.shape[2] == key.shape[2] and can_read(query, key, None):
+        grouped = query.unflatten(1, (key.shape[1], -1))
+        mapped_attention(grouped, key, value, maps, key_padding_mask, None, None, output, bidirectional=True)
+        return output.flatten(1, 2)
     state: Any = None
     for key_part, value_part, mask in _split(SEGMENT_SIZE, (key, 2), (value, 2), (key_padding_mask, 1)):
         features, log_scale = _masked(key_map(dense(key_part)), mask)
         state = _fold(state, features, log_scale, with_ones(value_part))
-    output = _output_for(query, value)
     query = query.unflatten(1, (key.shape[1], -1))
     parts = [
         torch.div(*ratio(_read(query_map(part).values, state.kv)), out=place)
@@ -192,8 +198,8 @@ def _native(query, key, value, query_map, key_map, key_padding_mask, state, log_
     output, parts = _output_for(query, value), []
     query = query.unflatten(1, (key.shape[1], -1))
     maps = native_maps(query_map, key_map)
-    if output is not None and key_padding_mask is None and maps:
-        state, _ = mapped_causal_attention(query, key, value, maps, log_decay, state, output)
+    if output is not None and maps:
+        state, _ = mapped_attention(query, key, value, maps, key_padding_mask, log_decay, state, output)
         return output.flatten(1, 2), state
     operands = ((query, 3), (key, 2), (value, 2), (key_padding_mask, 1))
     for query, key, value, mask, decay, place in _split(NATIVE_SIZE, *operands, (log_decay, 2), (output, 3)):

@@ -59,6 +59,49 @@ static void begin(struct scratch *s, const struct problem *p, int64_t batch, int
     }
 }
 
+/* Whether any of TILE_COLUMNS keys, `count` of them there, is seen by any of `rows` queries. */
+static int is_seen(const float *bias, int64_t bias_step, int64_t rows, int64_t count)
+{
+    mask seen = {0};
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < TILE_COLUMNS; j += LANES)
+            if (j + LANES <= count)
+                seen |= load(bias + i * bias_step + j) > (lanes){0} + LOWEST / 2;
+            else if (j < count)
+                return 1;
+    for (int lane = 0; lane < LANES; lane++)
+        if (seen[lane])
+            return 1;
+    return 0;
+}
+
+/* Scores of one query become weights under the new maximum; what was summed up before is brought down to it. */
+static void weigh(struct scratch *s, float *scores, const float *bias, int64_t i, int64_t first, int64_t last,
+                  int64_t count)
+{
+    lanes largest = s->top[i] + (lanes){0}, sum = {0};
+    for (int64_t j = first; j < (last < count ? last : count); j++)
+        scores[j] += bias[j];
+    for (int64_t j = count; j < last; j++)
+        scores[j] = LOWEST;
+    for (int64_t j = first; j < last; j += LANES)
+        largest = choose(load(scores + j) > largest, load(scores + j), largest);
+    const float top = max_of(largest);
+    if (top > s->top[i]) {
+        const float left = exp_of_one(s->top[i] - top);
+        for (int64_t column = 0; column < s->values; column++)
+            s->out[i * s->values + column] *= left;
+        s->weight[i] *= left;
+        s->top[i] = top;
+    }
+    for (int64_t j = first; j < last; j += LANES) {
+        const lanes part = exp_of(load(scores + j) - top);
+        store(scores + j, part);
+        sum += part;
+    }
+    s->weight[i] += sum_of(sum);
+}
+
 /* Take in `count` keys from place `at`, with the bias of each query in rows of `bias_step` numbers. */
 static void read_keys(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t at,
                       int64_t count, int64_t rows, const float *bias, int64_t bias_step)
@@ -67,34 +110,27 @@ static void read_keys(struct scratch *s, const struct problem *p, int64_t batch,
     turn(s->turned, PIECE, s->key, s->keys, PIECE, s->keys);
     pack(s->value, PIECE, place(&p->value, batch, head, 0, at), p->value.token, count, p->value_size, s->values);
     memset(s->scores, 0, PIECE * PIECE * sizeof(float));
-    const int64_t tiled = round_up(rows, TILE_ROWS);
-    add_product(s->scores, PIECE, s->query, s->keys, 1, s->turned, PIECE, tiled, round_up(count, TILE_COLUMNS),
-                p->key_size);
-    for (int64_t i = 0; i < rows; i++) {
-        float *scores = s->scores + i * PIECE;
-        lanes largest = s->top[i] + (lanes){0}, sum = {0};
-        for (int64_t j = 0; j < count; j++)
-            scores[j] += bias[i * bias_step + j];
-        for (int64_t j = count; j < PIECE; j++)
-            scores[j] = LOWEST;
-        for (int64_t j = 0; j < PIECE; j += LANES)
-            largest = choose(load(scores + j) > largest, load(scores + j), largest);
-        const float top = max_of(largest);
-        if (top > s->top[i]) {
-            const float left = exp_of_one(s->top[i] - top);
-            for (int64_t column = 0; column < s->values; column++)
-                s->out[i * s->values + column] *= left;
-            s->weight[i] *= left;
-            s->top[i] = top;
-        }
-        for (int64_t j = 0; j < PIECE; j += LANES) {
-            const lanes part = exp_of(load(scores + j) - top);
-            store(scores + j, part);
-            sum += part;
-        }
-        s->weight[i] += sum_of(sum);
+    for (int64_t row = 0; row < rows; row += TILE_ROWS) {
+        const float *shown = bias + row * bias_step;
+        const int64_t tiled = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
+        int64_t first = PIECE, last = 0; /* columns that any of these queries sees are between */
+        for (int64_t column = 0; column < count; column += TILE_COLUMNS)
+            if (is_seen(shown + column, bias_step, tiled, count - column)) {
+                first = first < column ? first : column;
+                last = column + TILE_COLUMNS;
+            }
+        if (first >= last)
+            continue;
+        float *scores = s->scores + row * PIECE;
+        for (int64_t column = first; column < last; column += TILE_COLUMNS)
+            add_tile(scores + column, PIECE, s->query + row * s->keys, s->keys, 1, s->turned + column, PIECE,
+                     p->key_size);
+        for (int64_t i = 0; i < tiled; i++)
+            weigh(s, scores + i * PIECE, shown + i * bias_step, row + i, first, last, count);
+        for (int64_t column = 0; column < s->values; column += TILE_COLUMNS)
+            add_tile(s->out + row * s->values + column, s->values, scores + first, PIECE, 1,
+                     s->value + first * s->values + column, s->values, (last < count ? last : count) - first);
     }
-    add_product(s->out, s->values, s->scores, PIECE, 1, s->value, s->values, tiled, s->values, count);
 }
 
 /* One query block of one head. */

@@ -12,7 +12,8 @@
  * one of the state then. Otherwise they are multiplied by exp(row_scale_i + top_i) where row scales are given.
  *
  * Chunks of CHUNK tokens are read in order: pairs inside a chunk are formed directly, those before it are in the
- * state. What is no feature yet becomes one, chunk by chunk, through a `feature_map`.
+ * state. `bidirectional` queries see all keys of their sequence instead, without log decay. What is no feature yet
+ * becomes one, chunk by chunk, through a `feature_map`.
  */
 
 #include "lanes.h"
@@ -43,9 +44,19 @@ struct problem {
     int64_t batches, heads, groups, length, key_size, value_size;
     int64_t normalise, threads;
     feature_map query_map, key_map;
-    int64_t activation, input_size;
+    int64_t activation, input_size, bidirectional;
     float quadratic, offset, least_weight;
 };
+
+/* out [rows, columns] += left right, rows and columns being whole numbers of tiles */
+static void add_product(float *out, int64_t out_row, const float *left, int64_t left_row, int64_t left_step,
+                        const float *right, int64_t right_step, int64_t rows, int64_t columns, int64_t steps)
+{
+    for (int64_t column = 0; column < columns; column += TILE_COLUMNS)
+        for (int64_t row = 0; row < rows; row += TILE_ROWS)
+            add_tile(out + row * out_row + column, out_row, left + row * left_row, left_row, left_step,
+                     right + column, right_step, steps);
+}
 
 /* What one thread works with: all that belongs to one chunk of one head. */
 struct scratch {
@@ -218,14 +229,15 @@ static void read_chunk(struct scratch *s, const struct problem *p, int64_t batch
     memset(s->query_scale, 0, sizeof(s->query_scale));
     load_features(s->query, s, p, &p->query, &p->query_map, p->activation == EXPONENTIAL ? s->query_scale : NULL, batch,
                   head, group, at, count);
-    form_pairs(s, p, scaled);
+    if (!p->bidirectional)
+        form_pairs(s, p, scaled);
     memset(s->out, 0, CHUNK * s->values * sizeof(float));
     add_product(s->out, s->values, s->query, s->keys, 1, s->state, s->values, CHUNK, s->values, p->key_size);
     if (scaled)
         for (int64_t i = 0; i < CHUNK; i++)
             for (int64_t column = 0; column < s->values; column++)
                 s->out[i * s->values + column] *= s->kept[i];
-    for (int64_t column = 0; column < s->values; column += TILE_COLUMNS)
+    for (int64_t column = 0; column < s->values && !p->bidirectional; column += TILE_COLUMNS)
         for (int64_t row = 0; row < CHUNK; row += TILE_ROWS)
             add_tile(s->out + row * s->values + column, s->values, s->scores + row * CHUNK, CHUNK, 1,
                      s->value + column, s->values, row + TILE_ROWS);
@@ -263,6 +275,23 @@ static void fold_chunk(struct scratch *s, const struct problem *p, int scaled, f
             s->weights[key] += (scaled ? s->weight[j] : 1.0f) * s->key[j * s->keys + key];
 }
 
+/* Keys and values of a chunk, and what they weigh; returns the largest exponent after it, `left` of what was before. */
+static float load_keys(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t at,
+                       int64_t count, int scaled, float before, float *left)
+{
+    for (int64_t j = 0; j < count; j++)
+        s->scale[j] = p->log_scale.data ? *place(&p->log_scale, batch, head, 0, at + j) : 0.0f;
+    load_features(s->key, s, p, &p->key, &p->key_map, p->activation == EXPONENTIAL ? s->scale : NULL, batch, head, 0,
+                  at, count);
+    pack(s->value, CHUNK, place(&p->value, batch, head, 0, at), p->value.token, count, p->value_size, s->values);
+    if (!p->bidirectional)
+        turn(s->turned, CHUNK, s->key, s->keys, CHUNK, s->keys);
+    if (!scaled)
+        return before;
+    const float *decay = p->log_decay.data ? place(&p->log_decay, batch, head, 0, at) : NULL;
+    return weigh(s, decay, p->log_decay.token, count, before, left);
+}
+
 static void read_sequence(struct scratch *s, const struct problem *p, int64_t batch, int64_t head)
 {
     const int scaled = p->log_scale.data || p->log_decay.data || p->activation == EXPONENTIAL;
@@ -274,21 +303,18 @@ static void read_sequence(struct scratch *s, const struct problem *p, int64_t ba
         memcpy(s->state + key * s->values, outer + key * width, p->value_size * sizeof(float));
         s->weights[key] = p->normalise ? outer[key * width + p->value_size] : 0.0f;
     }
+    if (p->bidirectional)
+        memset(s->scores, 0, CHUNK * CHUNK * sizeof(float)); /* no pairs: all keys are in the state before any query */
     for (int64_t at = 0; at < p->length; at += CHUNK) {
         const int64_t count = p->length - at < CHUNK ? p->length - at : CHUNK;
-        for (int64_t j = 0; j < count; j++)
-            s->scale[j] = p->log_scale.data ? *place(&p->log_scale, batch, head, 0, at + j) : 0.0f;
-        load_features(s->key, s, p, &p->key, &p->key_map, p->activation == EXPONENTIAL ? s->scale : NULL, batch, head,
-                      0, at, count);
-        pack(s->value, CHUNK, place(&p->value, batch, head, 0, at), p->value.token, count, p->value_size, s->values);
-        turn(s->turned, CHUNK, s->key, s->keys, CHUNK, s->keys);
-        if (scaled)
-            before = weigh(s, p->log_decay.data ? place(&p->log_decay, batch, head, 0, at) : NULL, p->log_decay.token,
-                           count, before, &left);
-        for (int64_t group = 0; group < p->groups; group++)
+        before = load_keys(s, p, batch, head, at, count, scaled, before, &left);
+        for (int64_t group = 0; group < p->groups && !p->bidirectional; group++)
             read_chunk(s, p, batch, head, group, at, count, scaled);
         fold_chunk(s, p, scaled, left);
     }
+    for (int64_t at = 0; at < p->length && p->bidirectional; at += CHUNK)
+        for (int64_t group = 0; group < p->groups; group++)
+            read_chunk(s, p, batch, head, group, at, p->length - at < CHUNK ? p->length - at : CHUNK, 0);
     for (int64_t key = 0; key < p->key_size; key++) {
         memcpy(outer + key * width, s->state + key * s->values, p->value_size * sizeof(float));
         if (p->normalise)

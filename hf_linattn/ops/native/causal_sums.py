@@ -8,7 +8,7 @@ g_i = [dL/do_i, -dL/do_i . o_i] / weight_i and the values v_j = [v_j, 1],
 
 are causal sums again, the last two read from the end, with the log scales of the forward pass.
 
-Where no gradients are needed and no keys are masked, the feature maps that can say what they are (`NativeMap`) are
+Where no gradients are needed, the feature maps that can say what they are (`NativeMap`) are
 computed by the C too, chunk by chunk: no features are written to memory.
 """
 
@@ -85,7 +85,7 @@ class Problem(ctypes.Structure):
         *((name, ctypes.c_int64) for name in SIZES),
         ("query_map", MapOperands),
         ("key_map", MapOperands),
-        *((name, ctypes.c_int64) for name in ("activation", "input_size")),
+        *((name, ctypes.c_int64) for name in ("activation", "input_size", "bidirectional")),
         *((name, ctypes.c_float) for name in ("quadratic", "offset", "least_weight")),
     )
 
@@ -107,7 +107,7 @@ def causal_sums(
     row_scale: Tensor | None, sums: Tensor, factor: Tensor, top: Tensor, state: Tensor, log_max: Tensor,
     normalise: bool, reverse: bool, query_weight: Tensor | None = None, query_bias: Tensor | None = None,
     key_weight: Tensor | None = None, key_bias: Tensor | None = None, activation: int = 0, quadratic: float = 0.0,
-    offset: float = 0.0,
+    offset: float = 0.0, bidirectional: bool = False,
 ) -> None:
     """Work through one problem of causal_sums.c, in place.
 
@@ -119,6 +119,7 @@ def causal_sums(
         state: [B, Hkv, K, Dv], with one more column where `normalise`; contiguous. log_max: [B, Hkv].
         reverse: whether to read the tokens from the last to the first.
         query_weight ... offset: `NativeMap.operands` of the two maps, and what else is in a `NativeMap`.
+        bidirectional: whether every query sees all keys of its sequence.
     """
     operands = (query, key, value, sums, log_scale, log_decay, row_scale, factor, top)
     named = dict(zip(OPERANDS, operands, strict=True))
@@ -131,6 +132,7 @@ def causal_sums(
         key_map=MapOperands.of(key_weight, key_bias),
         activation=activation,
         input_size=query.shape[-1],
+        bidirectional=bidirectional,
         quadratic=quadratic,
         offset=offset,
         least_weight=LEAST_WEIGHT[torch.float32],
@@ -179,18 +181,21 @@ def causal_attention(
     return attended, LinearState(*after)
 
 
-def mapped_causal_attention(
+def mapped_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     maps: list[NativeMap],
+    key_padding_mask: Tensor | None,
     log_decay: Tensor | None,
     state: LinearState | None,
     output: Tensor,
+    bidirectional: bool = False,
 ) -> tuple[LinearState, Tensor]:
     """`causal_attention` of heads [..., D] before the feature maps of queries and keys; without gradients.
 
-    Returns also the log of what the weights of each query add up to, `LOWEST` where that is nothing: [B, Hkv, G, N].
+    Returns the state, and the log of what the weights of each query add up to, `LOWEST` where that is nothing:
+    [B, Hkv, G, N]. `bidirectional`, where every query sees all keys, has no decay and no such log.
     """
     query_map, key_map = maps
     kv_heads, groups = query.shape[1:3]
@@ -199,9 +204,12 @@ def mapped_causal_attention(
     if state is None:
         scaled = key_map.activation == "exponential" or log_decay is not None
         state = LinearState.empty(key.new_empty(num_features), F.pad(value[:, :, :1], (0, 1)), scaled)
+    hidden = None
+    if key_padding_mask is not None:
+        hidden = torch.where(key_padding_mask.bool(), 0.0, LOWEST)[:, None].expand(key.shape[:3])
     weights = (*query_map.operands(kv_heads, groups), *key_map.operands(kv_heads, 1))
-    rest = (*weights, ACTIVATIONS.index(key_map.activation), key_map.quadratic, key_map.offset)
-    heads: Any = (dense_rows(query), dense_rows(key), dense_rows(value), None, log_decay, *state)
+    rest = (*weights, ACTIVATIONS.index(key_map.activation), key_map.quadratic, key_map.offset, bidirectional)
+    heads: Any = (dense_rows(query), dense_rows(key), dense_rows(value), hidden, log_decay, *state)
     _, kv, log_max, factor, top = _read(heads, sums=output, rest=rest)
     return LinearState(kv, log_max), torch.where(factor > 0, top - factor.log(), LOWEST)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..chunk_sums import LinearState
 from ..exponential import LOWEST
 from .block_softmax import attend_blocks
-from .causal_sums import can_read, mapped_causal_attention, native_maps
+from .causal_sums import can_read, mapped_attention, native_maps
 
 BLOCK_SIZE = 64
 
@@ -45,7 +45,7 @@ def causal_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: 
     def read(rows: Tensor, first: int, last: int, state: LinearState | None, place: Tensor):
         keys, values = key[:, :, first:last], value[:, :, first:last]
         decay = None if rate is None else (-rate[:, None]).expand(keys.shape[:3])
-        return mapped_causal_attention(rows, keys, values, maps, decay, state, place)
+        return mapped_attention(rows, keys, values, maps, None, decay, state, place)
 
     start = window + sinks
     state, far = read(query[:, :, :, start:], sinks, length - window, None, output[:, :, :, start:])

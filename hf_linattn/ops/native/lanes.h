@@ -134,16 +134,6 @@ add_tile(float *restrict out, int64_t out_row, const float *restrict left, int64
     }
 }
 
-/* out [rows, columns] += left right, rows and columns being whole numbers of tiles */
-static void add_product(float *out, int64_t out_row, const float *left, int64_t left_row, int64_t left_step,
-                        const float *right, int64_t right_step, int64_t rows, int64_t columns, int64_t steps)
-{
-    for (int64_t column = 0; column < columns; column += TILE_COLUMNS)
-        for (int64_t row = 0; row < rows; row += TILE_ROWS)
-            add_tile(out + row * out_row + column, out_row, left + row * left_row, left_row, left_step,
-                     right + column, right_step, steps);
-}
-
 /* One operand: numbers between its sequences, its heads, the queries of a key/value head, and its tokens. */
 typedef struct {
     float *data;

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from hf_linattn.config import make_config
 from hf_linattn.feature_maps import FEATURE_MAPS, FeatureMap
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
+from hf_linattn.ops import causal_linear
 from hf_linattn.ops.causal_linear import Features, causal_linear_attention
 from hf_linattn.ops.chunk_sums import CHUNK_SIZE, LinearState
 from hf_linattn.ops.native import library
@@ -39,8 +40,9 @@ def exp_map(x: torch.Tensor) -> Features:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("feature_map", [elu_map, exp_map])
-def test_outputs_states_and_all_gradients(variant, feature_map, decay, masked, continued):
+def test_outputs_states_and_all_gradients(variant, monkeypatch, feature_map, decay, masked, continued):
     """Two parts of an odd length, grouped queries; a slow and a fast rate; what came before, if anything."""
+    monkeypatch.setattr(causal_linear, "NATIVE_SIZE", CHUNK_SIZE * 9)
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)  # noqa: E731
     length, dim, scaled = CHUNK_SIZE * 17 + 13, 7, decay or feature_map is exp_map
@@ -70,26 +72,29 @@ def test_outputs_states_and_all_gradients(variant, feature_map, decay, masked, c
         assert_close(got.double(), want, 2e-4 * max(1.0, float(want.detach().abs().max())))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("decay", [None, "learned"])
 @pytest.mark.parametrize(("name", "options"), MAPS)
-def test_feature_maps(variant, name, options, decay):
-    """The C's own maps, which no gradient needs, in two calls; heads as models give them, with weights moved away."""
-    generator = torch.Generator().manual_seed(0)
+def test_feature_maps(variant, name, options, decay, masked):
+    """The C's own maps, which no gradient needs, in two calls, and where every query sees all keys."""
+    mask = torch.ones(2, 203, dtype=torch.bool)
+    mask[0, :80], mask[1, 150:] = False, False  # one has no key in the first call
+    mask = mask if masked else None
+    parts = [slice(None, 70), slice(70, None)]
     results = []
     for dtype in (torch.float64, torch.float32):
-        mechanism = make_mechanism(name, {**options, "decay": decay}).to(dtype)
-        moved = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in mechanism.parameters():
-                parameter += 0.1 * torch.randn(parameter.shape, generator=moved)
-            generator.manual_seed(0)
-            heads = [torch.randn(2, 203, h, 24, generator=generator) for h in (HEADS, KV_HEADS, KV_HEADS)]
-            heads = [x.transpose(1, 2).to(dtype) for x in heads]
-            first, state = mechanism(*(x[:, :, :70] for x in heads))
-            second, state = mechanism(*(x[:, :, 70:] for x in heads), state=state)
+        heads = [x.to(dtype) for x in make_heads()]
+        causal = make_mechanism(name, {**options, "decay": decay}, moved=True).to(dtype)
+        both_ways = make_mechanism(name, options, causal=False, moved=True).to(dtype)
+        state, outputs = None, []
+        for part in parts:
+            real = mask if mask is None else mask[:, part]
+            output, state = causal(*(x[:, :, part] for x in heads), real, state=state)
+            outputs.append(output)
         total = state.kv.double() * state.log_max.double().exp()[..., None, None]
-        results.append([first, second, total])
-    assert len(variant) == 4 and mechanism.maps[0].native() is not None  # two calls, and twice to see if it is there
+        results.append([*outputs, total, both_ways(*heads, mask)[0]])
+    assert len(variant) == 6 and causal.maps[0].native() is not None  # three calls, each after it was seen to be there
     for want, got in zip(*results, strict=True):
         assert_close(got.double(), want, 2e-5 * max(1.0, float(want.abs().max())))
 
@@ -160,9 +165,21 @@ def test_its_products_are_counted(variant):
     assert 0.7 < counts[1] / counts[0] < 1.1
 
 
-def make_mechanism(name: str, options: dict):
+def make_heads():
+    """Heads as models give them: [B, N, H, D] in memory."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 203, heads, 24) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [torch.randn(shape, generator=generator).transpose(1, 2) for shape in shapes]
+
+
+def make_mechanism(name: str, options: dict, causal: bool = True, moved: bool = False):
+    """Return a mechanism, its parameters `moved` away from where they start."""
     layer = AttentionLayer(
-        index=0, num_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=24, causal=True, scaling=24**-0.5,
+        index=0, num_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=24, causal=causal, scaling=24**-0.5,
         device=torch.device("cpu"), dtype=torch.float32,
     )  # fmt: skip
-    return MECHANISMS.get(name)(make_config(name, options), layer)
+    mechanism, generator = MECHANISMS.get(name)(make_config(name, options), layer), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in mechanism.parameters() if moved else ():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return mechanism
