@@ -133,11 +133,14 @@ def _attend_native(query, key, value, pattern, parts: list[_Part], scaling, caus
     output = value.new_empty(batch, length, kv_heads, heads // kv_heads, value.shape[3]).permute(0, 2, 3, 1, 4)
     grouped = query.unflatten(1, (kv_heads, -1))
     for part, lengths in zip(parts, limits, strict=True):
-        # a window's global tokens stand before all of its blocks here, not before each
-        bias = _make_bias(pattern, part._replace(window=None), causal, lengths, query)
+        bias, token = None, torch.zeros(1, 1, 1, 1, dtype=torch.long, device=query.device)
+        plain = pattern.whole_blocks and not part.shared and lengths is None
+        if not plain or pattern.log_weight(token, token) is not None:
+            # a window's global tokens stand before all of its blocks here, not before each
+            bias = _make_bias(pattern, part._replace(window=None), causal, lengths, query)
         attend_blocks(
             grouped, key, value, bias, part.table, output,
-            first=part.first, block_size=part.size, shared=part.shared, scaling=scaling,
+            first=part.first, block_size=part.size, shared=part.shared, scaling=scaling, causal=causal,
         )  # fmt: skip
     return output.flatten(1, 2)
 

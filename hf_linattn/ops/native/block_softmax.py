@@ -13,7 +13,7 @@ from .library import Operand, call, dense_rows
 
 GROUPED = ("query", "out", "log")
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size")
-PLACES = ("first", "blocks", "block_size", "table_heads", "width", "shared", "continued", "threads")
+PLACES = ("first", "blocks", "block_size", "table_heads", "width", "shared", "continued", "causal", "threads")
 
 
 class Problem(ctypes.Structure):
@@ -29,28 +29,32 @@ class Problem(ctypes.Structure):
 
 @torch.library.custom_op("hf_linattn::block_softmax", mutates_args=("out",))
 def block_softmax(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, table: Tensor, out: Tensor, log: Tensor | None,
-    first: int, block_size: int, shared: int, scaling: float,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, table: Tensor, out: Tensor, log: Tensor | None,
+    first: int, block_size: int, shared: int, scaling: float, causal: bool = False,
 ) -> None:
     """Attend with some blocks of queries to the keys that a table names for them; without gradients.
 
     Args:
         query: [B, Hkv, G, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv].
-        bias: [B or 1, T or 1, H or 1, C or 1, K], added to the scores; hidden keys have `LOWEST`.
+        bias: [B or 1, T or 1, H or 1, C or 1, K], added to the scores; hidden keys have `LOWEST`. None: all are seen,
+            in a query's own block and if `causal` only those that come no later.
         table: int64 [T, H or 1, c], blocks of keys, -1 for none; K = shared + c block_size.
         out: [B, Hkv, G, N, Dv], of which the rows of blocks `first` ... `first` + T - 1 are written.
         log: [B, Hkv, G, N]; where not None, what stands in `out` counts as one more key with the weight exp(log).
         shared: so many first tokens stand before the blocks.
     """
     blocks, table_heads, width = table.shape
-    steps = [0 if size == 1 else step for size, step in zip(bias.shape[:-1], bias.stride(), strict=False)]
-    batch, block, head, row = steps
+    shown = Operand()
+    if bias is not None:
+        steps = zip(bias.shape[:-1], bias.stride(), strict=False)
+        batch, block, head, row = (0 if size == 1 else step for size, step in steps)
+        shown = Operand(bias.data_ptr(), batch, head, block, row)
     sizes = (*query.shape[:2], query.shape[2], query.shape[3], query.shape[4], value.shape[3])
-    places = (first, blocks, block_size, table_heads, width, shared, log is not None, torch.get_num_threads())
+    places = (first, blocks, block_size, table_heads, width, shared, log is not None, causal, torch.get_num_threads())
     problem = Problem(
         **{name: Operand.of(x, name in GROUPED, False) for name, x in
            zip(("query", "key", "value", "out", "log"), (query, key, value, out, log), strict=True)},
-        bias=Operand(bias.data_ptr(), batch, head, block, row),
+        bias=shown,
         table=table.data_ptr(),
         **dict(zip(SIZES + PLACES, sizes + places, strict=True)),
         scaling=scaling,
@@ -64,17 +68,19 @@ def _(*_: Any, **__: Any) -> None:
 
 
 @register_flop_formula(torch.ops.hf_linattn.block_softmax)
-def _flops(query: Any, key: Any, value: Any, bias: Any, table: Any, *_: Any, **__: Any) -> int:
+def _flops(query: Any, key: Any, value: Any, bias: Any, table: Any, out: Any, *rest: Any, **__: Any) -> int:
     """Two products of all queries of the table's blocks with all keys that have a column, seen or not."""
-    batch, heads, groups, _, width = query
-    return 2 * batch * heads * groups * table[0] * bias[-2] * bias[-1] * (width + value[-1])
+    (batch, heads, groups, _, width), (_, _, size, shared, *_) = query, rest
+    columns = shared + table[2] * size
+    return 2 * batch * heads * groups * table[0] * size * columns * (width + value[-1])
 
 
 def attend_blocks(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, table: Tensor, out: Tensor, *, first: int,
-    block_size: int, shared: int, scaling: float, log: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, table: Tensor, out: Tensor, *, first: int,
+    block_size: int, shared: int, scaling: float, log: Tensor | None = None, causal: bool = False,
 ) -> None:
     """`block_softmax` of operands in any layout, with a bias [T or 1, H or 1, C or 1, K] or one for each row."""
     heads = (dense_rows(query), dense_rows(key), dense_rows(value))
-    bias = dense_rows(bias if bias.dim() == 5 else bias[None])
-    block_softmax(*heads, bias, table.contiguous(), out, log, first, block_size, shared, scaling)
+    if bias is not None:
+        bias = dense_rows(bias if bias.dim() == 5 else bias[None])
+    block_softmax(*heads, bias, table.contiguous(), out, log, first, block_size, shared, scaling, causal)

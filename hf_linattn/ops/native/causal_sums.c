@@ -227,8 +227,8 @@ static void read_chunk(struct scratch *s, const struct problem *p, int64_t batch
                        int64_t at, int64_t count, int scaled)
 {
     memset(s->query_scale, 0, sizeof(s->query_scale));
-    load_features(s->query, s, p, &p->query, &p->query_map, p->activation == EXPONENTIAL ? s->query_scale : NULL, batch,
-                  head, group, at, count);
+    load_features(s->query, s, p, &p->query, &p->query_map, p->activation == EXPONENTIAL ? s->query_scale : NULL,
+                  batch, head, group, at, count);
     if (!p->bidirectional)
         form_pairs(s, p, scaled);
     memset(s->out, 0, CHUNK * s->values * sizeof(float));
@@ -275,7 +275,8 @@ static void fold_chunk(struct scratch *s, const struct problem *p, int scaled, f
             s->weights[key] += (scaled ? s->weight[j] : 1.0f) * s->key[j * s->keys + key];
 }
 
-/* Keys and values of a chunk, and what they weigh; returns the largest exponent after it, `left` of what was before. */
+/* Keys and values of a chunk, and what they weigh; returns the largest exponent after it, and what is `left` of what
+ * was before. */
 static float load_keys(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t at,
                        int64_t count, int scaled, float before, float *left)
 {
