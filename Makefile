@@ -62,9 +62,8 @@ lint: install ## ruff, mypy, and the rules of tests/test_project.py
 	$(BIN)/mypy
 	$(PYTEST) -n 0 -q tests/test_project.py
 
-bench: install ## speed and memory beside softmax, with both allocator settings, compiled, and the tables; BENCH="--mechanism local"
+bench: install ## speed and memory beside softmax, with both allocator settings, and the tables; BENCH="--mechanism local"
 	$(KEEP_MEMORY) $(BIN)/python -m benchmarks.run $(BENCH) --output benchmarks/results/cpu_kept_memory.json
-	$(BIN)/python -m benchmarks.run $(BENCH) --backend compile
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
 support: install ## patch a small model of every architecture of transformers, and the table in docs/support.md: minutes

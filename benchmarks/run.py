@@ -223,7 +223,7 @@ def operation_competitors(
     )
     for name in names:
         if mode in MECHANISMS.get(name).modes:
-            mechanism = MECHANISMS.get(name)(make_config(name, {}), layer).to(device, dtype)
+            mechanism = MECHANISMS.get(name)(make_config(name, {}), layer).to(device, dtype).train(backward)
             mechanism.backend, mechanism.causal_reader = stopwatch.backend, BACKENDS[stopwatch.backend]
             competitors[name] = call(lambda q, k, v, mechanism=mechanism: mechanism(q, k, v)[0])
     return competitors

@@ -143,7 +143,7 @@ def env(as_json: Json = False) -> None:
     found["platform"] = platform.platform()
     found["cuda"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found["threads"] = torch.get_num_threads()
-    found["compiled operations"] = library.available()
+    found["native"] = library.available()
     table = Table("what", "value")
     for name, value in found.items():
         table.add_row(name, "not installed" if value is None else str(value))

@@ -18,6 +18,7 @@ from hf_linattn import list_mechanisms
 from hf_linattn.cli import app
 from hf_linattn.evaluation import perplexity
 from hf_linattn.hub import load_checkpoint
+from hf_linattn.ops.native import library
 from tests.helpers import make_tokenizer
 from tests.models import make_model
 from tests.recipes.test_finetune import command, material
@@ -87,6 +88,7 @@ def test_support_says_what_holds():
 def test_env_has_the_versions():
     found = json.loads(run("env", "--json"))
     assert found["hf_linattn"] == hf_linattn.__version__ and found["torch"] == torch.__version__
+    assert found["native"] is library.available()
 
 
 def test_convert_saves_what_patch_model_makes(converted):

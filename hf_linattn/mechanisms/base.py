@@ -192,6 +192,12 @@ class Mechanism(nn.Module):
         """Return [B, H, C, N] whose softmax over the allowed keys are the weights; they may be anything elsewhere."""
         raise UnsupportedModeError(f"mechanism {self.config.mechanism!r} has no scores whose softmax are its weights")
 
+    @property
+    def infers_natively(self) -> bool:
+        """Whether operations in C that have no gradients may be used: not in training, where without gradients the
+        same bits must come as in a recomputation with them."""
+        return self.backend != "torch" and not self.training
+
     def count_call(self) -> None:
         """Count a forward; a compiled graph does not, as a changing number would have it compiled anew."""
         if not torch.compiler.is_compiling():

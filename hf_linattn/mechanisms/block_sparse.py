@@ -90,14 +90,15 @@ class BlockSparseMechanism(SequenceMechanism):
         if state is not None:
             return continued_attention(query, key, value, self, state, scaling=scaling, lengths=lengths)
         # behind its length a row has pads only, which no real query of a causal row sees
-        native = self.backend != "torch"
-        output = block_sparse_attention(query, key, value, self, scaling=scaling, causal=True, use_native=native)
+        output = block_sparse_attention(
+            query, key, value, self, scaling=scaling, causal=True, use_native=self.infers_natively
+        )
         return output, keep_keys(key, value, self, lengths)
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         return block_sparse_attention(
             query, key, value, self, scaling=self.layer.scaling, causal=False, lengths=lengths,
-            use_native=self.backend != "torch",
+            use_native=self.infers_natively,
         )  # fmt: skip
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:

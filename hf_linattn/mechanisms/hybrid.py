@@ -152,8 +152,8 @@ class HybridMechanism(SequenceMechanism):
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: HybridState | None
     ) -> tuple[Tensor, HybridState]:
-        weights, native = self._pair_weights(key.dtype), self.backend != "torch"
-        return causal_hybrid_attention(query, key, value, weights, lengths, state, use_native=native)
+        weights = self._pair_weights(key.dtype)
+        return causal_hybrid_attention(query, key, value, weights, lengths, state, use_native=self.infers_natively)
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         return hybrid_attention(query, key, value, self._pair_weights(key.dtype), lengths)

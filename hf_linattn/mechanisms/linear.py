@@ -128,18 +128,18 @@ class LinearMechanism(Mechanism):
         sequence_ids: Tensor | None,
         state: LinearState | None,
     ) -> tuple[Tensor, LinearState]:
+        decay = self.log_decay(key, key_padding_mask)
         return causal_linear_attention(
-            query, key, value, *self.maps, key_padding_mask, sequence_ids, state,
-            log_decay=self.log_decay(key, key_padding_mask), use_native=self.backend != "torch",
+            query, key, value, *self.maps, key_padding_mask, sequence_ids, state, decay,
+            use_native=self.backend != "torch", training=self.training,
         )  # fmt: skip
 
     def bidirectional_attention(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None
     ) -> Tensor:
         decay = self.log_decay(key, key_padding_mask)
-        return linear_attention(
-            query, key, value, *self.maps, key_padding_mask, sequence_ids, decay, use_native=self.backend != "torch"
-        )
+        heads = (query, key, value, *self.maps, key_padding_mask, sequence_ids, decay)
+        return linear_attention(*heads, use_native=self.infers_natively)
 
     def log_decay(self, key: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
         """Return the log decay of every token [B, Hkv, N], zero where masked; None without decay."""

@@ -53,6 +53,7 @@ def causal_linear_attention(
     log_decay: Tensor | None = None,
     chunk_size: int = CHUNK_SIZE,
     use_native: bool = False,
+    training: bool = False,
 ) -> tuple[Tensor, LinearState]:
     """Return the causal attention output and the state after the last key.
 
@@ -63,6 +64,7 @@ def causal_linear_attention(
         state: what was read before; it belongs to the first packed sequence.
         log_decay: [B, Hkv, N], at most 0: log of what all earlier keys lose when this token comes; 0 where masked.
         use_native: whether `native` may do it where it can, in chunks of its own size.
+        training: whether a call without gradients must give the same bits as one with them, which may recompute it.
 
     Returns:
         output [B, H, N, Dv]; the state, which belongs to the last packed sequence. Time O(N (F + chunk_size) Dv).
@@ -70,7 +72,7 @@ def causal_linear_attention(
     if key.shape[2] == 1:
         return _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
     if use_native and can_read(query, key, sequence_ids):
-        return _native(query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
+        return _native(query, key, value, query_map, key_map, key_padding_mask, state, log_decay, training)
     output = _output_for(query, value)
     parts: list[Tensor] = []
     start, after = 0, cast(LinearState, state)  # there is at least one segment
@@ -193,12 +195,12 @@ def _split(sizes: int | list[int], *operands: tuple[Tensor | None, int]) -> Iter
     return zip(*(itertools.repeat(None) if x is None else x.split(sizes, dim) for x, dim in operands), strict=False)
 
 
-def _native(query, key, value, query_map, key_map, key_padding_mask, state, log_decay):
+def _native(query, key, value, query_map, key_map, key_padding_mask, state, log_decay, training):
     """`causal_linear_attention` by `native`, which makes the features itself or gets those of a part at a time."""
     output, parts = _output_for(query, value), []
     query = query.unflatten(1, (key.shape[1], -1))
     maps = native_maps(query_map, key_map)
-    if output is not None and maps:
+    if output is not None and maps and not training:
         state, _ = mapped_attention(query, key, value, maps, key_padding_mask, log_decay, state, output)
         return output.flatten(1, 2), state
     operands = ((query, 3), (key, 2), (value, 2), (key_padding_mask, 1))

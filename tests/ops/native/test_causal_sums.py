@@ -182,4 +182,4 @@ def make_mechanism(name: str, options: dict, causal: bool = True, moved: bool = 
     with torch.no_grad():
         for parameter in mechanism.parameters() if moved else ():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return mechanism
+    return mechanism.eval()

@@ -25,7 +25,7 @@ def make_mechanism(linear: str, decay: str | None, window_size: int, num_sinks: 
     with torch.no_grad():
         for parameter in mechanism.parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return mechanism
+    return mechanism.eval()
 
 
 def make_heads(length: int):
