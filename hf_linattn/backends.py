@@ -28,12 +28,13 @@ def set_backend(model: nn.Module, backend: str) -> None:
 
     `"auto"`, the default, takes the fastest way that was installed: on a CPU in float32 the C of `ops.native` for what
     it knows, if it was built (`hf-linattn env` says so), and PyTorch's own operations for everything else. It knows
-    causal `linear` with its feature maps and, without gradients, `hybrid` and the block-sparse mechanisms. `"torch"`
-    takes PyTorch's operations alone. `"compile"` compiles (with the C++ compiler that `torch.compile` needs, half a
-    minute at first) what `linear`, its feature maps and `hybrid` do with 1,024 tokens, for inputs of 2,048 and more:
-    for devices and machines without the C. Every batch size has a program of its own, of which torch.compile makes
-    eight. Padded or packed rows, shorter inputs, decoding and bidirectional layers take the same way as with
-    `"auto"`, and so do layers that keep softmax.
+    causal `linear` with its feature maps and, in `eval()` mode without gradients, bidirectional `linear`, causal
+    `hybrid` and the block-sparse mechanisms. `"torch"` takes PyTorch's operations alone.
+
+    `"compile"` compiles (with the C++ compiler that `torch.compile` needs, half a minute at first) what `linear`, its
+    feature maps and `hybrid` do with 1,024 tokens, for inputs of 2,048 and more: for devices and machines without the
+    C. Every batch size has a program of its own, of which torch.compile makes eight. Padded or packed rows, shorter
+    inputs, decoding and bidirectional layers take the same way as with `"auto"`, and so do layers that keep softmax.
 
     Raises:
         UnknownNameError: there is no such backend. OptionError: a mechanism of the model does not know it.
