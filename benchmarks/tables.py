@@ -19,7 +19,8 @@ from hf_linattn.mechanisms import MECHANISMS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-SPEED_FILES = ("cpu.json", "cpu_compiled.json", "cpu_kept_memory.json", "gpu.json", "gpu_compiled.json")
+KINDS = ("", "_torch", "_compiled", "_kept_memory")
+SPEED_FILES = tuple(f"{device}{kind}.json" for device in ("cpu", "gpu") for kind in KINDS)
 QUALITY = ("original", "control", "converted", "recovered")
 ZERO_SHOT_FILE = "zero_shot.json"
 SUPPORT_FILE = "support.json"

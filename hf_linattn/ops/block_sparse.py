@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .exponential import LOWEST
 from .native.block_softmax import attend_blocks
-from .native.library import suits
+from .native.library import empty_output, suits
 from .source import Source
 
 AT_ONCE = {"cpu": 1 << 21}  # elements of keys and masks for a few query blocks: 8 MiB in float32
@@ -127,15 +127,11 @@ def block_sparse_attention(
 
 def _attend_native(query, key, value, pattern, parts: list[_Part], scaling, causal, limits) -> Tensor:
     """Return the output [B, H, N, Dv] of all parts, each of whose queries finds its keys where they are."""
-    batch, heads, length, _ = query.shape
-    kv_heads = key.shape[1]
-    # in the order [B, N, H, Dv], in which a model goes on
-    output = value.new_empty(batch, length, kv_heads, heads // kv_heads, value.shape[3]).permute(0, 2, 3, 1, 4)
-    grouped = query.unflatten(1, (kv_heads, -1))
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    output, plain = empty_output(grouped, value), pattern.whole_blocks and not _is_weighted(pattern, query)
     for part, lengths in zip(parts, limits, strict=True):
-        bias, token = None, torch.zeros(1, 1, 1, 1, dtype=torch.long, device=query.device)
-        plain = pattern.whole_blocks and not part.shared and lengths is None
-        if not plain or pattern.log_weight(token, token) is not None:
+        bias = None
+        if not plain or part.shared or lengths is not None:
             # a window's global tokens stand before all of its blocks here, not before each
             bias = _make_bias(pattern, part._replace(window=None), causal, lengths, query)
         attend_blocks(
@@ -191,8 +187,7 @@ def _make_parts(query: Tensor, key: Tensor, pattern: Pattern, size: int, causal:
     columns = table.shape[2] * size + shared
     kept = key.shape[1] if table.shape[1] == 1 else heads
     # keys, values and mask of one block of queries, scores too where the mask is trained
-    first_token = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=query.device)
-    plain = pattern.log_weight(first_token, first_token) is None
+    plain = not _is_weighted(pattern, query)
     weight = batch * columns * (2 * kept * head_dim + size * (table.shape[1] if plain else heads))
     step = max(1, AT_ONCE.get(query.device.type, AT_ONCE_ELSEWHERE) // weight)
     follows = (table[1:] == table[:-1] + 1).flatten(1).all(-1).tolist()  # sees what the one before sees, one further
@@ -211,6 +206,12 @@ def _make_parts(query: Tensor, key: Tensor, pattern: Pattern, size: int, causal:
         parts.append(_Part(first, size, rows, shared, alike and pattern.shifts, window, end))
         first += len(rows)
     return parts
+
+
+def _is_weighted(pattern: Pattern, query: Tensor) -> bool:
+    """Whether scores get anything added."""
+    first_token = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=query.device)
+    return pattern.log_weight(first_token, first_token) is not None
 
 
 def _make_table(pattern: Pattern, num_blocks: int, causal: bool, first: int = 0) -> Tensor:

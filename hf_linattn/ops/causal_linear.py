@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, ratio, with_ones
 from .exponential import LOWEST, dense, fast_exp
 from .native.causal_sums import can_read, causal_attention, mapped_attention, native_maps
+from .native.library import empty_output
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
 NATIVE_SIZE = 2048  # the same where `native` forms them
@@ -259,10 +260,8 @@ def _read(query: Tensor, kv: Tensor) -> Tensor:
 def _output_for(query: Tensor, value: Tensor) -> Tensor | None:
     """Return memory [B, Hkv, G, N, Dv] into which the output is written part by part, so that it is fetched once.
 
-    It lies in the order [B, N, H, Dv], in which a model goes on. None where gradients or a graph need parts.
+    None where gradients or a graph need parts.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    batch, heads, length, _ = query.shape
-    shape = (batch, length, value.shape[1], heads // value.shape[1], value.shape[3])
-    return value.new_empty(shape).permute(0, 2, 3, 1, 4)
+    return empty_output(query.unflatten(1, (value.shape[1], -1)), value)

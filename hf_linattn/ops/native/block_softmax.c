@@ -29,19 +29,14 @@ struct scratch {
     int64_t keys, values; /* sizes, padded */
 };
 
-static int64_t divide(struct scratch *s, const struct problem *p, float *memory)
+static int64_t arrange(struct scratch *s, const struct problem *p, float *memory)
 {
     s->keys = round_up(p->key_size, LANES);
     s->values = round_up(p->value_size, TILE_COLUMNS);
     const int64_t sizes[] = {PIECE * s->keys,   PIECE * s->keys, PIECE * s->keys,
                              PIECE * s->values, PIECE * PIECE,   PIECE * s->values};
     float **parts[] = {&s->query, &s->key, &s->turned, &s->value, &s->scores, &s->out};
-    int64_t used = 0;
-    for (int part = 0; part < 6; part++) {
-        *parts[part] = memory + used;
-        used += round_up(sizes[part], 16); /* whole cache lines */
-    }
-    return used;
+    return divide(memory, parts, sizes, 6);
 }
 
 /* What is there of the queries before any key: nothing, or what stands in `out`. */
@@ -175,25 +170,18 @@ static void read_block(struct scratch *s, const struct problem *p, int64_t batch
     }
 }
 
+static void read_task(const void *problem, float *memory, int64_t task)
+{
+    const struct problem *p = problem;
+    const int64_t rows = task / p->blocks, sequence = rows / p->groups;
+    struct scratch s;
+    arrange(&s, p, memory);
+    read_block(&s, p, sequence / p->heads, sequence % p->heads, rows % p->groups, task % p->blocks);
+}
+
 /* Work through all query blocks of a problem; returns 0, or 1 where there was no memory to work in. */
 int block_softmax(const struct problem *p)
 {
-    struct scratch one;
-    const int64_t tasks = p->batches * p->heads * p->groups * p->blocks, size = divide(&one, p, NULL);
-    const int64_t threads = p->threads < tasks ? p->threads : tasks;
-    float *memory = aligned_alloc(64, threads * size * sizeof(float));
-    if (!memory)
-        return 1;
-#pragma omp parallel num_threads(threads)
-    {
-        struct scratch own;
-        divide(&own, p, memory + thread_number() * size);
-#pragma omp for schedule(dynamic, 4)
-        for (int64_t task = 0; task < tasks; task++) {
-            const int64_t rows = task / p->blocks, sequence = rows / p->groups;
-            read_block(&own, p, sequence / p->heads, sequence % p->heads, rows % p->groups, task % p->blocks);
-        }
-    }
-    free(memory);
-    return 0;
+    struct scratch s;
+    return run_tasks(read_task, p, p->batches * p->heads * p->groups * p->blocks, p->threads, arrange(&s, p, NULL));
 }

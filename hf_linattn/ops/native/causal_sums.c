@@ -66,7 +66,7 @@ struct scratch {
     int64_t inputs, keys, values; /* sizes, padded */
 };
 
-static int64_t divide(struct scratch *s, const struct problem *p, float *memory)
+static int64_t arrange(struct scratch *s, const struct problem *p, float *memory)
 {
     s->inputs = round_up(p->input_size, LANES);
     s->keys = round_up(p->key_size, TILE_COLUMNS);
@@ -76,12 +76,7 @@ static int64_t divide(struct scratch *s, const struct problem *p, float *memory)
                              s->keys * s->values, s->keys, s->keys};
     float **parts[] = {&s->input, &s->query, &s->key, &s->turned, &s->value, &s->weighted, &s->scores, &s->out,
                        &s->state, &s->weights, &s->spare};
-    int64_t used = 0;
-    for (int part = 0; part < 11; part++) {
-        *parts[part] = memory + used;
-        used += round_up(sizes[part], 16); /* whole cache lines */
-    }
-    return used;
+    return divide(memory, parts, sizes, 11);
 }
 
 /* z = e^(sign z - max sign z) for the first `count` numbers; return the maximum, and in `sum` the sum of z. */
@@ -324,23 +319,17 @@ static void read_sequence(struct scratch *s, const struct problem *p, int64_t ba
     p->log_max[sequence] = before;
 }
 
+static void read_task(const void *problem, float *memory, int64_t task)
+{
+    const struct problem *p = problem;
+    struct scratch s;
+    arrange(&s, p, memory);
+    read_sequence(&s, p, task / p->heads, task % p->heads);
+}
+
 /* Work through all sequences of a problem; returns 0, or 1 where there was no memory to work in. */
 int causal_sums(const struct problem *p)
 {
-    struct scratch one;
-    const int64_t sequences = p->batches * p->heads, size = divide(&one, p, NULL);
-    const int64_t threads = p->threads < sequences ? p->threads : sequences;
-    float *memory = aligned_alloc(64, threads * size * sizeof(float));
-    if (!memory)
-        return 1;
-#pragma omp parallel num_threads(threads)
-    {
-        struct scratch own;
-        divide(&own, p, memory + thread_number() * size);
-#pragma omp for schedule(dynamic)
-        for (int64_t sequence = 0; sequence < sequences; sequence++)
-            read_sequence(&own, p, sequence / p->heads, sequence % p->heads);
-    }
-    free(memory);
-    return 0;
+    struct scratch s;
+    return run_tasks(read_task, p, p->batches * p->heads, p->threads, arrange(&s, p, NULL));
 }

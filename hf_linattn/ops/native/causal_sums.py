@@ -26,7 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..chunk_sums import CHUNK_SIZE, LEAST_WEIGHT, LinearState
 from ..exponential import LOWEST
-from .library import Operand, call, dense_rows, suits
+from .library import Operand, call, dense_rows, empty_output, suits
 
 ACTIVATIONS = ("given", "elu", "relu", "exponential", "softmax_pair")  # `enum activation` of causal_sums.c
 COLUMNS = 32  # a multiple of the width of a tile
@@ -217,9 +217,7 @@ def mapped_attention(
 def _read(heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, rest=()) -> tuple[Tensor, ...]:
     """Return sums, state, log_max, factor and top of `causal_sums` for (query, ..., kv, log_max), which stay."""
     query, key, value, log_scale, log_decay, kv, log_max = heads
-    if sums is None:  # in the order [B, N, H, Dv], in which a model goes on
-        batch, heads, groups, length, _ = query.shape
-        sums = query.new_empty(batch, length, heads, groups, value.shape[3]).permute(0, 2, 3, 1, 4)
+    sums = empty_output(query, value) if sums is None else sums
     factor, top = query.new_empty(2, *query.shape[:4]).unbind()
     kv, log_max = kv.clone(memory_format=torch.contiguous_format), log_max.clone()
     operands = (query, key, value, log_scale, log_decay, row_scale, sums, factor, top, kv, log_max)

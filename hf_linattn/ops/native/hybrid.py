@@ -17,6 +17,7 @@ from ..chunk_sums import LinearState
 from ..exponential import LOWEST
 from .block_softmax import attend_blocks
 from .causal_sums import can_read, mapped_attention, native_maps
+from .library import empty_output
 
 BLOCK_SIZE = 64
 
@@ -35,11 +36,9 @@ def causal_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: 
     Args:
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]. weights: a `HybridWeights`.
     """
-    batch, heads, length, _ = query.shape
-    kv_heads, window, sinks = key.shape[1], weights.window_size, weights.num_sinks
-    # in the order [B, N, H, Dv], in which a model goes on
-    output = value.new_empty(batch, length, kv_heads, heads // kv_heads, value.shape[3]).permute(0, 2, 3, 1, 4)
+    length, kv_heads, window, sinks = query.shape[2], key.shape[1], weights.window_size, weights.num_sinks
     query = query.unflatten(1, (kv_heads, -1))
+    output = empty_output(query, value)
     maps, rate = native_maps(weights.query_map, weights.key_map), weights.decay_rate
 
     def read(rows: Tensor, first: int, last: int, state: LinearState | None, place: Tensor):

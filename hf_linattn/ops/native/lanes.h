@@ -156,11 +156,35 @@ static void pack(float *to, int64_t rows, const float *from, int64_t token, int6
     memset(to + count * padded, 0, (rows - count) * padded * sizeof(float));
 }
 
-static inline int thread_number(void)
+/* Give each part its place in `memory`, on cache lines of its own; returns how many numbers that takes. */
+static int64_t divide(float *memory, float **parts[], const int64_t *sizes, int64_t count)
 {
+    int64_t used = 0;
+    for (int64_t part = 0; part < count; part++) {
+        *parts[part] = memory + used;
+        used += round_up(sizes[part], 16);
+    }
+    return used;
+}
+
+/* Do `tasks` pieces of work on `threads` threads, each with `size` numbers of memory; returns 1 if there is none. */
+static int run_tasks(void (*work)(const void *problem, float *memory, int64_t task), const void *problem,
+                     int64_t tasks, int64_t threads, int64_t size)
+{
+    threads = threads < tasks ? threads : tasks;
+    float *memory = aligned_alloc(64, threads * size * sizeof(float));
+    if (!memory)
+        return 1;
+#pragma omp parallel num_threads(threads)
+    {
+        float *own = memory;
 #ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
+        own += omp_get_thread_num() * size;
 #endif
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < tasks; task++)
+            work(problem, own, task);
+    }
+    free(memory);
+    return 0;
 }

@@ -61,3 +61,9 @@ def call(function: str, problem: ctypes.Structure) -> None:
 def dense_rows(x: Tensor) -> Tensor:
     """x, its last dimension contiguous, as all operands have it."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def empty_output(query: Tensor, value: Tensor) -> Tensor:
+    """Memory [B, Hkv, G, N, Dv] for queries [B, Hkv, G, N, D], in the order [B, N, H, Dv], in which models go on."""
+    batch, heads, groups, length, _ = query.shape
+    return value.new_empty(batch, length, heads, groups, value.shape[-1]).permute(0, 2, 3, 1, 4)
