@@ -156,7 +156,8 @@ class HybridMechanism(SequenceMechanism):
         return causal_hybrid_attention(query, key, value, weights, lengths, state, use_native=self.infers_natively)
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
-        return hybrid_attention(query, key, value, self._pair_weights(key.dtype), lengths)
+        weights = self._pair_weights(key.dtype)
+        return hybrid_attention(query, key, value, weights, lengths, use_native=self.infers_natively)
 
     @property
     def has_scores(self) -> bool:

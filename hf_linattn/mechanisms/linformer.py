@@ -120,6 +120,7 @@ class LinformerMechanism(SequenceMechanism):
             scaling=self.layer.scaling,
             lengths=lengths,
             state=state,
+            use_native=self.infers_natively,
         )
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:

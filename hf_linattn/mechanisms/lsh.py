@@ -12,6 +12,8 @@ from ..config import MechanismConfig, require
 from ..ops import naive
 from ..ops.exponential import LOWEST
 from ..ops.lsh import Lists, find_runs, hash_buckets, pick, run_attention, sort_keys
+from ..ops.native.bucket_softmax import attend_buckets
+from ..ops.native.library import suits
 from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
 
 EPSILON = 1e-6  # added to the mean square of a key that is brought to unit length, as in transformers
@@ -110,12 +112,12 @@ class LshMechanism(SequenceMechanism):
         new = self._hash(query, key, value, largest[..., 1:], self.config.num_buckets, begin, lengths)
         if state is not None and lengths is None and key.shape[2] == 1:
             after = self._insert(state, new)
-            output, log_sum = self._read(after, new)
+            output = self._with_self(*self._read(after, new), new)
         else:
-            output, log_sum, after = self._many(new, state, ahead=0)
+            output, after = self._many(new, state, ahead=0)
         count = torch.full_like(begin, key.shape[2]) if lengths is None else lengths
         last = largest.gather(-1, count[:, None, None].expand(*norms.shape[:2], 1))[..., 0]
-        return self._with_self(output, log_sum, new), after._replace(length=begin + count, largest=last)
+        return output, after._replace(length=begin + count, largest=last)
 
     @torch.compiler.disable
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
@@ -127,8 +129,7 @@ class LshMechanism(SequenceMechanism):
             count = self.bucket_count(lengths)[:, None, None].expand(-1, 1, key.shape[2])
         largest = norms.amax(-1, keepdim=True)
         new = self._hash(query, key, value, largest, count, norms.new_zeros(len(key), dtype=torch.long), lengths)
-        output, log_sum, _ = self._many(new, None, ahead=self.config.bucket_size)
-        return self._with_self(output, log_sum, new)
+        return self._many(new, None, ahead=self.config.bucket_size)[0]
 
     def operands(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries [B, H, N, D] and keys [B, Hkv, N, D] as the scores and the hash take them."""
@@ -183,14 +184,23 @@ class LshMechanism(SequenceMechanism):
         position = begin[:, None] + torch.arange(key.shape[2], device=key.device)
         return _Tokens(query, key, value, of_query, of_key, position)
 
-    def _many(self, new: _Tokens, state: LshState | None, ahead: int) -> tuple[Tensor, Tensor, Any]:
-        """Return output, log denominator and state (None if bidirectional) by sorting all keys."""
+    def _many(self, new: _Tokens, state: LshState | None, ahead: int) -> tuple[Tensor, Any]:
+        """Return output and state of all tokens: None if bidirectional, else still without `length` and `largest`."""
         buckets, size = self.config.num_buckets, self.config.bucket_size
         # of the buckets' codes the positions take this much room; not read off the data where it is known
         span = new.key.shape[2] if state is None else int(new.position.max()) + 1
         place = new.position[:, None]
         query_code, key_code = (x * span + place for x in (new.query_bucket, new.key_bucket))
         key, value = new.key, new.value
+        heads = new.query, key, value
+        if state is None and self.infers_natively and not torch.is_grad_enabled() and suits(*heads):
+            output, member, bounds = attend_buckets(
+                *heads, new.query_bucket, new.key_bucket, num_buckets=buckets + 1, behind=size, ahead=ahead,
+                shared=self.config.shared_qk, scaling=self.layer.scaling,
+            )  # fmt: skip
+            member = member.long()
+            lists = Lists(key_code.gather(-1, member), member, bounds)
+            return output, None if ahead else self._last(key, value, key_code, lists, span)
         if state is None:
             lists = sort_keys(key_code, buckets + 1, span)
         else:
@@ -203,7 +213,8 @@ class LshMechanism(SequenceMechanism):
             new.query, key, value, self.layer.scaling, lists, runs, key_code, size + ahead,
             query_code if self.config.shared_qk else None,
         )  # fmt: skip
-        return output, log_sum, None if ahead else self._last(key, value, key_code, lists, span)
+        output = self._with_self(output, log_sum, new)
+        return output, None if ahead else self._last(key, value, key_code, lists, span)
 
     def _lists_with(self, state: LshState, key_code: Tensor, span: int) -> tuple[Lists, Tensor]:
         """Return the sorted keys of state and call, and the codes of all: those of every round's buckets, then new."""
@@ -219,7 +230,7 @@ class LshMechanism(SequenceMechanism):
         return lists._replace(member=member), torch.cat([codes.flatten(3), key_code], -1)
 
     def _last(self, key: Tensor, value: Tensor, key_code: Tensor, lists: Lists, span: int) -> LshState:
-        """Return the last keys of every bucket as a state, its last two fields still to be filled."""
+        """Return the last keys of every bucket as a state without `length` and `largest`."""
         buckets, size = self.config.num_buckets, self.config.bucket_size
         first, end = lists.bounds[..., :buckets, None], lists.bounds[..., 1 : buckets + 1, None]
         place = end - 1 - torch.arange(size, device=key.device)

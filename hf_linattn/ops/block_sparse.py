@@ -322,14 +322,12 @@ def continued_attention(
 
 def keep_keys(key: Tensor, value: Tensor, pattern: Pattern, lengths: Tensor | None = None) -> KeptKeys:
     """Return the state after rows that start at position 0."""
-    batch, heads, _, width = key.shape
-    empty = KeptKeys(
-        key.new_zeros(batch, heads, 0, width),
-        value.new_zeros(batch, heads, 0, value.shape[3]),
-        torch.zeros(batch, 1, 0, dtype=torch.long, device=key.device),
-        torch.zeros(batch, dtype=torch.long, device=key.device),
-    )
-    return _forget(_extend(empty, key, value, _count(lengths, 0, key))[0], pattern)
+    count = _count(lengths, 0, key)
+    steps = torch.arange(key.shape[2], device=key.device)
+    position = torch.where(steps < count[:, None], steps + 1, 0)[:, None]
+    if pattern.capacity is None:  # a state is never a view of what it was made from
+        key, value = key.clone(), value.clone()
+    return _forget(KeptKeys(key, value, position, count), pattern)
 
 
 def biased_attention(

@@ -13,7 +13,7 @@ u(T) and the segments depend on the position alone: what a query sees is the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,37 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .exponential import LOWEST
+from .native import bounded_memory as native
+from .summaries import Summary, find_runs, open_segments, pool, segment_size
 
 QUERIES = {"cpu": 1024}  # at a time: large enough for the products, small enough for the cache
 MANY_QUERIES = 131072  # on other devices
-
-
-class Summary(NamedTuple):
-    """S weighted means of tokens, or S tokens: key [..., S, D], value [..., S, Dv], and the logarithms [..., S] of the
-    weights that were summed up for each, LOWEST where there are none."""
-
-    key: Tensor
-    value: Tensor
-    key_weight: Tensor
-    value_weight: Tensor
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Summary:
-        """Return the function of each part."""
-        return Summary(*map(function, self))
-
-    def split(self, size: int) -> list[Summary]:
-        """Return the parts of so many rows each."""
-        return [Summary(*parts) for parts in zip(*(x.split(size) for x in self), strict=True)]
-
-    def padded(self, size: int) -> Summary:
-        """Return `size` entries, the last of them without weight."""
-        missing = size - self.key.shape[-2]
-        if not missing:
-            return self
-        return Summary(
-            *(F.pad(x, (0, 0, 0, missing)) for x in self[:2]),
-            *(F.pad(x, (0, missing), value=LOWEST) for x in self[2:]),
-        )
 
 
 class MemoryState(NamedTuple):
@@ -74,11 +48,6 @@ class MemoryState(NamedTuple):
 Writer = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def segment_size(tokens: int, num_slots: int) -> int:
-    """Return u(T), the smallest power of two with ceil(T / u) <= k."""
-    return 1 << (max(-(-tokens // num_slots), 1) - 1).bit_length()
-
-
 def bounded_memory_attention(
     query: Tensor,
     key: Tensor,
@@ -90,6 +59,7 @@ def bounded_memory_attention(
     scaling: float,
     lengths: Tensor | None = None,
     state: MemoryState | None = None,
+    use_native: bool = False,
 ) -> tuple[Tensor, MemoryState]:
     """Return the causal attention output and the state after the last token.
 
@@ -98,6 +68,7 @@ def bounded_memory_attention(
         writer: the log weights of keys.
         num_slots: k. block_size: C, a power of two. scaling: what q . k is multiplied by.
         lengths: [B], real tokens of each row; None if all are. state: what was read before.
+        use_native: whether `native` may do it where it can, which is for rows that begin and without gradients.
 
     Returns:
         output [B, H, N, Dv], the state. Time O(N (k + C) (D + Dv)).
@@ -105,8 +76,10 @@ def bounded_memory_attention(
     if state is not None:
         return _continue(query, key, value, writer, num_slots, block_size, scaling, lengths, state)
     tokens = Summary(key, value, *writer(key))
-    output = _whole_rows(query, tokens, num_slots, block_size, scaling)
-    return output, _state_after(tokens, lengths, num_slots, block_size)
+    use_native = use_native and native.can_attend(query, key, value)
+    attend = native.whole_rows if use_native else _whole_rows
+    output = attend(query, tokens, num_slots, block_size, scaling)
+    return output, _state_after(tokens, lengths, num_slots, block_size, use_native)
 
 
 class _Run(NamedTuple):
@@ -141,7 +114,7 @@ def _whole_rows(query: Tensor, tokens: Summary, num_slots: int, block_size: int,
     queries = QUERIES.get(query.device.type, MANY_QUERIES)
     together = max(queries // (count * query.shape[2]), 1)
     step = max(queries // query.shape[2], 1)
-    runs = list(_runs(count, size, num_slots))
+    runs = list(find_runs(count, size, num_slots))
     outputs: list[Tensor] = []
     # split and not sliced, so that the gradients of all parts are put together once
     for summary, *rows in zip(tokens.split(together), *(x.split(together) for x in (query, key, value)), strict=True):
@@ -159,69 +132,12 @@ def _whole_rows(query: Tensor, tokens: Summary, num_slots: int, block_size: int,
 def _run(tokens: Summary, first: int, last: int, unit: int, size: int, queries: int, scaling: float) -> _Run:
     """Sum up what the blocks `first` to `last` - 1 see of the past."""
     full = (last - 1) * size // unit  # segments that the last block sees completed
-    slots = _pool(tokens.map(lambda x: x[:, : full * unit]), unit)
+    slots = pool(tokens.map(lambda x: x[:, : full * unit]), unit)
     slots = slots._replace(key=slots.key.transpose(-1, -2) * scaling)
-    partial = _open_segments(tokens, first, last, unit // size, size) if unit > size else None
+    partial = open_segments(tokens, first, last, unit // size, size) if unit > size else None
     # what a completed segment gains by its u tokens is taken from all others instead: they are fewer
     own = torch.full((size, size), LOWEST, dtype=tokens.key.dtype, device=tokens.key.device).triu(1) - math.log(unit)
     return _Run(first, unit, slots, partial, own.repeat(queries // size, 1))
-
-
-def _runs(count: int, size: int, num_slots: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first block, the one after the last, u) of the blocks before which the slots have one size."""
-    first = 0
-    while first < count:
-        unit = segment_size(first * size, num_slots)
-        last = min(num_slots * unit // size + 1, count)
-        yield first, last, unit
-        first = last
-
-
-def _pool(tokens: Summary, size: int) -> Summary:
-    """Sum up every `size` tokens."""
-    means, totals = [], []
-    shape = (tokens.key.shape[-2] // size, size)
-    for x, weight in zip(tokens[:2], tokens[2:], strict=True):
-        weight = weight.unflatten(-1, shape)
-        means.append((weight.softmax(-1)[..., None, :] @ x.unflatten(-2, shape))[..., 0, :])
-        totals.append(weight.logsumexp(-1))
-    return Summary(*means, *totals)
-
-
-def _open_segments(tokens: Summary, first: int, last: int, per_segment: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return key and value [R, M, .] of the segment that is open before each block, of its completed blocks only.
-
-    A running sum over the blocks of a segment, by doubling: every entry is made of earlier ones.
-    """
-    aligned = first // per_segment * per_segment
-    blocks = _pool(tokens.map(lambda x: x[:, aligned * size : last * size]), size)
-    segments = blocks.padded(-(-(last - aligned) // per_segment) * per_segment)
-    segments = segments.map(lambda x: x.unflatten(1, (-1, per_segment)))
-    step = 1
-    while step < per_segment:
-        segments = _combine(segments, _delayed(segments, step))
-        step *= 2
-    before = _delayed(segments, 1).map(lambda x: x.flatten(1, 2)[:, first - aligned : last - aligned])
-    return before.key, before.value
-
-
-def _delayed(segments: Summary, steps: int) -> Summary:
-    """Move the entries of each segment [R, S, P, .] back by `steps`, filling up with nothing."""
-    size = segments.key.shape[2] - steps
-    return Summary(
-        *(F.pad(x[:, :, :size], (0, 0, steps, 0)) for x in segments[:2]),
-        *(F.pad(x[:, :, :size], (steps, 0), value=LOWEST) for x in segments[2:]),
-    )
-
-
-def _combine(left: Summary, right: Summary) -> Summary:
-    """Sum up entry by entry."""
-    means, totals = [], []
-    for x, y, a, b in zip(left[:2], right[:2], left[2:], right[2:], strict=True):
-        total = torch.logaddexp(a, b)
-        means.append(x * (a - total).exp()[..., None] + y * (b - total).exp()[..., None])
-        totals.append(total)
-    return Summary(*means, *totals)
 
 
 def _read_blocks(
@@ -251,13 +167,15 @@ def _read_blocks(
     return output
 
 
-def _state_after(tokens: Summary, lengths: Tensor | None, num_slots: int, block_size: int) -> MemoryState:
+def _state_after(
+    tokens: Summary, lengths: Tensor | None, num_slots: int, block_size: int, use_native: bool
+) -> MemoryState:
     """Return the state of rows that began and have been read to their ends."""
     batch, _, length, _ = tokens.key.shape
     device = tokens.key.device
     if lengths is None:
         done = length // block_size * block_size
-        slots = _completed(tokens, [done], num_slots)
+        slots = _completed(tokens, [done], num_slots, use_native)
         lengths = torch.full((batch,), length, device=device)
     else:
         ends = [end // block_size * block_size for end in lengths.tolist()]
@@ -265,14 +183,15 @@ def _state_after(tokens: Summary, lengths: Tensor | None, num_slots: int, block_
         for unit in sorted({segment_size(end, num_slots) for end in ends}):
             chosen = [row for row, end in enumerate(ends) if segment_size(end, num_slots) == unit]
             rows = torch.tensor(chosen, device=device)
-            part = _completed(tokens.map(lambda x: x[rows]), [ends[row] for row in chosen], num_slots)  # noqa: B023
+            own = tokens.map(lambda x: x[rows])  # noqa: B023 - called at once
+            part = _completed(own, [ends[row] for row in chosen], num_slots, use_native)
             slots = Summary(*(x.index_copy(0, rows, y) for x, y in zip(slots, part, strict=True)))
     start = lengths // block_size * block_size
     key, value = (_from(x, start, lengths, block_size) for x in tokens[:2])
     return MemoryState(*slots, key, value, lengths.to(torch.int64))
 
 
-def _completed(tokens: Summary, ends: list[int], num_slots: int) -> Summary:
+def _completed(tokens: Summary, ends: list[int], num_slots: int, use_native: bool) -> Summary:
     """Sum up rows, each up to its end (or all to one), in segments of one size."""
     longest = max(ends)
     unit = segment_size(longest, num_slots)
@@ -280,7 +199,7 @@ def _completed(tokens: Summary, ends: list[int], num_slots: int) -> Summary:
     position = torch.arange(taken.key.shape[2], device=tokens.key.device)
     behind = (position >= torch.tensor(ends, device=position.device)[:, None])[:, None]
     weights = (x.masked_fill(behind, LOWEST) for x in taken[2:])
-    pooled = _pool(Summary(taken.key, taken.value, *weights), unit)
+    pooled = pool(Summary(taken.key, taken.value, *weights), unit, use_native)
     empty = (pooled.key_weight <= LOWEST / 2)[..., None]  # of rows that ended earlier
     key, value = (x.masked_fill(empty, 0.0) for x in pooled[:2])
     return Summary(key, value, *pooled[2:]).padded(num_slots)

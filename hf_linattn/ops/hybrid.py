@@ -141,11 +141,14 @@ def hybrid_attention(
     weights: HybridWeights,
     lengths: Tensor | None = None,
     chunk_size: int = CHUNK_SIZE,
+    use_native: bool = False,
 ) -> Tensor:
     """Return the bidirectional attention output [B, H, N, Dv]; arguments as in `causal_hybrid_attention`.
 
     Far keys before and after a query are summed apart: all keys less the near ones would cancel.
     """
+    if use_native and lengths is None and hybrid.can_attend(query, key, weights):
+        return hybrid.hybrid_attention(query, key, value, weights)
     length = key.shape[2]
     rows = _make_rows(query, key, value, weights, lengths, None)
     turned = rows._replace(

@@ -71,12 +71,19 @@ static int64_t arrange(struct scratch *s, const struct problem *p, float *memory
     s->inputs = round_up(p->input_size, LANES);
     s->keys = round_up(p->key_size, TILE_COLUMNS);
     s->values = round_up(p->value_size, TILE_COLUMNS);
-    const int64_t sizes[] = {CHUNK * s->inputs, CHUNK * s->keys,   CHUNK * s->keys,  CHUNK * s->keys,
-                             CHUNK * s->values, CHUNK * s->values, CHUNK * CHUNK,    CHUNK * s->values,
-                             s->keys * s->values, s->keys, s->keys};
-    float **parts[] = {&s->input, &s->query, &s->key, &s->turned, &s->value, &s->weighted, &s->scores, &s->out,
-                       &s->state, &s->weights, &s->spare};
-    return divide(memory, parts, sizes, 11);
+    int64_t used = 0;
+    s->input = take(memory, &used, CHUNK * s->inputs);
+    s->query = take(memory, &used, CHUNK * s->keys);
+    s->key = take(memory, &used, CHUNK * s->keys);
+    s->turned = take(memory, &used, CHUNK * s->keys);
+    s->value = take(memory, &used, CHUNK * s->values);
+    s->weighted = take(memory, &used, CHUNK * s->values);
+    s->scores = take(memory, &used, CHUNK * CHUNK);
+    s->out = take(memory, &used, CHUNK * s->values);
+    s->state = take(memory, &used, s->keys * s->values);
+    s->weights = take(memory, &used, s->keys);
+    s->spare = take(memory, &used, s->keys);
+    return used;
 }
 
 /* z = e^(sign z - max sign z) for the first `count` numbers; return the maximum, and in `sum` the sum of z. */

@@ -191,11 +191,13 @@ def mapped_attention(
     state: LinearState | None,
     output: Tensor,
     bidirectional: bool = False,
+    reverse: bool = False,
 ) -> tuple[LinearState, Tensor]:
     """`causal_attention` of heads [..., D] before the feature maps of queries and keys; without gradients.
 
     Returns the state, and the log of what the weights of each query add up to, `LOWEST` where that is nothing:
-    [B, Hkv, G, N]. `bidirectional`, where every query sees all keys, has no decay and no such log.
+    [B, Hkv, G, N]. `bidirectional`, where every query sees all keys, has no decay and no such log. `reverse` reads
+    from the last token to the first.
     """
     query_map, key_map = maps
     kv_heads, groups = query.shape[1:3]
@@ -210,7 +212,7 @@ def mapped_attention(
     weights = (*query_map.operands(kv_heads, groups), *key_map.operands(kv_heads, 1))
     rest = (*weights, ACTIVATIONS.index(key_map.activation), key_map.quadratic, key_map.offset, bidirectional)
     heads: Any = (dense_rows(query), dense_rows(key), dense_rows(value), hidden, log_decay, *state)
-    _, kv, log_max, factor, top = _read(heads, sums=output, rest=rest)
+    _, kv, log_max, factor, top = _read(heads, reverse=reverse, sums=output, rest=rest)
     return LinearState(kv, log_max), torch.where(factor > 0, top - factor.log(), LOWEST)
 
 

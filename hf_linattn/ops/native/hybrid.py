@@ -1,8 +1,9 @@
-"""Causal hybrid attention from the two operations in C: what lies beyond the window, then the window on top of it.
+"""Hybrid attention from two operations in C: what lies beyond the window, then the window on top of it.
 
-The far part is kernel attention of query i with keys up to i - window_size: the C reads them as if they stood side by
-side, and what the distance between them costs is added to the log of the far weights afterwards. Window and sinks are
-softmax attention over blocks that begins with the far output as if it were one more key of that weight.
+The far part is kernel attention of query i with keys up to i - window_size, and if bidirectional from i + window_size
+on: the C reads them as if they stood side by side, and what the distance between them costs is added to the log of the
+far weights afterwards. Window and sinks are softmax attention over blocks that begins with the far output as if it
+were one more key of that weight.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ BLOCK_SIZE = 64
 
 def can_attend(query: Tensor, key: Tensor, weights: Any) -> bool:
     """Whether the C knows maps and weights, no gradients are needed, and something lies beyond the window."""
-    if torch.is_grad_enabled() or not can_read(query, key, None):
+    if torch.is_grad_enabled() or weights.window_log is not None or not can_read(query, key, None):
         return False
-    beyond = key.shape[2] > weights.window_size + weights.num_sinks
-    return beyond and weights.window_log is None and bool(native_maps(weights.query_map, weights.key_map))
+    window, sinks = weights.window_size, weights.num_sinks
+    beyond = key.shape[2] > window + sinks and window >= sinks
+    return beyond and bool(native_maps(weights.query_map, weights.key_map))
 
 
 def causal_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> tuple[Tensor, LinearState]:
@@ -36,37 +38,72 @@ def causal_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: 
     Args:
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]. weights: a `HybridWeights`.
     """
-    length, kv_heads, window, sinks = query.shape[2], key.shape[1], weights.window_size, weights.num_sinks
-    query = query.unflatten(1, (kv_heads, -1))
-    output = empty_output(query, value)
-    maps, rate = native_maps(weights.query_map, weights.key_map), weights.decay_rate
-
-    def read(rows: Tensor, first: int, last: int, state: LinearState | None, place: Tensor):
-        keys, values = key[:, :, first:last], value[:, :, first:last]
-        decay = None if rate is None else (-rate[:, None]).expand(keys.shape[:3])
-        return mapped_attention(rows, keys, values, maps, None, decay, state, place)
-
-    start = window + sinks
-    state, far = read(query[:, :, :, start:], sinks, length - window, None, output[:, :, :, start:])
+    length, window = query.shape[2], weights.window_size
+    heads = query.unflatten(1, (key.shape[1], -1)), key, value
+    output = empty_output(heads[0], value)
+    log, state = _before(*heads, weights, output)
     # one more key has left the window of the token that will come
-    last, nowhere = length - window, torch.empty_like(output[..., :1, :])
-    state, _ = read(query[:, :, :, :1], last, last + 1, state, nowhere)
-    far = far + weights.log_mix.view(kv_heads, -1, 1)
+    left, nowhere = slice(length - window, length - window + 1), torch.empty_like(output[..., :1, :])
+    state, _ = _far(heads[0][:, :, :, :1], key[:, :, left], value[:, :, left], weights, state, nowhere)
+    _read_near(*heads, weights, output, log, causal=True)
+    return output.flatten(1, 2), state
+
+
+def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> Tensor:
+    """Return the bidirectional output [B, H, N, Dv] of unpadded rows; arguments as above."""
+    length, window = query.shape[2], weights.window_size
+    heads = query.unflatten(1, (key.shape[1], -1)), key, value
+    output = empty_output(heads[0], value)
+    log, _ = _before(*heads, weights, output)
+    end = length - window  # only queries before this one have far keys after them
+    rows, keys, values = heads[0][:, :, :, :end], key[:, :, window:], value[:, :, window:]
+    after = empty_output(rows, value)
+    _, log_after = _far(rows, keys, values, weights, None, after, reverse=True)
+    both = min(window + weights.num_sinks, end)  # queries from this one on may have far keys before them, too
+    output[:, :, :, :both] = after[:, :, :, :both]
+    share = torch.sigmoid(log_after - log[..., :end])[..., both:, None]
+    output[:, :, :, both:end].lerp_(after[:, :, :, both:], share)
+    log[..., :end] = torch.logaddexp(log[..., :end], log_after)
+    _read_near(*heads, weights, output, log, causal=False)
+    return output.flatten(1, 2)
+
+
+def _before(query: Tensor, key: Tensor, value: Tensor, weights: Any, output: Tensor) -> tuple[Tensor, LinearState]:
+    """Write the attention to far keys before each query; return the log of its weight [B, Hkv, G, N], and a state."""
+    window, sinks = weights.window_size, weights.num_sinks
+    start, span = window + sinks, slice(sinks, key.shape[2] - window)
     log = query.new_full(query.shape[:4], LOWEST)
-    log[..., start:] = far if rate is None else far - (rate * window).view(-1, 1, 1)
-    for first, table, bias in _near(length, window, sinks, query):
+    rows, keys, values = query[:, :, :, start:], key[:, :, span], value[:, :, span]
+    state, log[..., start:] = _far(rows, keys, values, weights, None, output[:, :, :, start:])
+    return log, state
+
+
+def _far(query, key, value, weights: Any, state: LinearState | None, place: Tensor, reverse: bool = False):
+    """Write the attention of query i to key i and all before it, or if `reverse` after it; return state and log."""
+    maps, rate = native_maps(weights.query_map, weights.key_map), weights.decay_rate
+    decay = None if rate is None else (-rate[:, None]).expand(key.shape[:3])
+    state, far = mapped_attention(query, key, value, maps, None, decay, state, place, reverse=reverse)
+    far = far + weights.log_mix.view(key.shape[1], -1, 1)
+    return state, far if rate is None else far - (rate * weights.window_size).view(-1, 1, 1)
+
+
+def _read_near(query, key, value, weights: Any, output: Tensor, log: Tensor, causal: bool) -> None:
+    """Go on from the far output with the window and the sinks."""
+    window, sinks = weights.window_size, weights.num_sinks
+    for first, table, bias in _near(key.shape[2], window, sinks, query, causal):
         attend_blocks(
             query, key, value, bias, table, output,
             first=first, block_size=BLOCK_SIZE, shared=sinks, scaling=weights.scaling, log=log,
         )  # fmt: skip
-    return output.flatten(1, 2), state
 
 
-def _near(length: int, window: int, sinks: int, like: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _near(
+    length: int, window: int, sinks: int, like: Tensor, causal: bool
+) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield the first of some query blocks, their table of key blocks, and one bias for each or for all of them."""
     blocks = torch.arange(-(-length // BLOCK_SIZE))
     behind = -(-(window - 1) // BLOCK_SIZE)  # blocks that the window reaches back
-    table = blocks[:, None] + torch.arange(-behind, 1)
+    table = blocks[:, None] + torch.arange(-behind, 1 if causal else behind + 1)
     own = blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)
     edge = behind + -(-sinks // BLOCK_SIZE) + 1  # behind these no window holds a sink
     for part in (slice(0, edge), slice(edge, None)):
@@ -75,6 +112,9 @@ def _near(length: int, window: int, sinks: int, like: Tensor) -> Iterator[tuple[
             rows, columns = (rows, shown) if part.start == 0 else (rows[:1], shown[:1])
             columns = (columns[..., None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten(1)
             distance = rows[:, :, None] - columns[:, None]
-            seen = (distance >= 0) & (distance < window) & (columns >= sinks)[:, None]
-            seen = torch.cat([torch.arange(sinks) <= rows[..., None], seen], dim=-1)[:, None]
+            seen = (distance.abs() < window) & (columns >= sinks)[:, None]
+            present = torch.ones(*rows.shape, sinks, dtype=torch.bool)
+            if causal:
+                seen, present = seen & (distance >= 0), present & (torch.arange(sinks) <= rows[..., None])
+            seen = torch.cat([present, seen], dim=-1)[:, None]
             yield int(part.start), shown[:, None], torch.where(seen, like.new_zeros(()), like.new_full((), LOWEST))

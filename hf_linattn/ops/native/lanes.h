@@ -5,6 +5,7 @@
  * Python beside each source mirrors its `struct problem`.
  */
 
+#include <immintrin.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -28,6 +29,7 @@
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef float lanes_anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t mask __attribute__((vector_size(4 * LANES)));
+typedef int32_t mask_anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
 
 static inline lanes load(const float *from) { return *(const lanes_anywhere *)from; }
 
@@ -39,10 +41,19 @@ static inline lanes choose(mask condition, lanes yes, lanes no)
     return (lanes)((condition & (mask)yes) | (~condition & (mask)no));
 }
 
-/* e^x for x <= 0 to the precision of float32, zero below e^-87 */
+static inline lanes larger_of(lanes one, lanes other)
+{
+#if LANES == 16
+    return (lanes)_mm512_max_ps((__m512)one, (__m512)other);
+#else
+    return (lanes)_mm256_max_ps((__m256)one, (__m256)other);
+#endif
+}
+
+/* e^x for x <= 80 to the precision of float32, zero below e^-87 */
 static inline lanes exp_of(lanes x)
 {
-    const lanes zero = {0}, lowest = zero - 87.0f, clamped = choose(x < lowest, lowest, x);
+    const lanes zero = {0}, lowest = zero - 87.0f, clamped = larger_of(x, lowest);
     const lanes shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the last bits are the nearest integer */
     const lanes n = shifted - 12582912.0f;
     const lanes rest = (clamped - n * 0.693359375f) + n * 2.12194440e-4f; /* ln 2 in two parts */
@@ -63,10 +74,8 @@ static inline float sum_of(lanes numbers)
 
 static inline float max_of(lanes numbers)
 {
-    for (int distance = LANES / 2; distance; distance /= 2) {
-        const lanes others = __builtin_shuffle(numbers, (mask)LANE_NUMBERS ^ distance);
-        numbers = choose(others > numbers, others, numbers);
-    }
+    for (int distance = LANES / 2; distance; distance /= 2)
+        numbers = larger_of(numbers, __builtin_shuffle(numbers, (mask)LANE_NUMBERS ^ distance));
     return numbers[0];
 }
 
@@ -104,6 +113,8 @@ static void turn(float *to, int64_t to_row, const float *from, int64_t from_row,
                 store(to + (column + number) * to_row + row, block[number]);
         }
 }
+
+static inline int64_t smaller(int64_t one, int64_t other) { return one < other ? one : other; }
 
 static int64_t round_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
@@ -146,32 +157,35 @@ static inline float *place(const operand *of, int64_t batch, int64_t head, int64
 }
 
 /* Copy `count` of `rows` rows, `padded` wide, zero where there is nothing. */
-static void pack(float *to, int64_t rows, const float *from, int64_t token, int64_t count, int64_t size,
-                 int64_t padded)
+static inline void pack(float *to, int64_t rows, const float *from, int64_t token, int64_t count, int64_t size,
+                        int64_t padded)
 {
+    const int64_t whole = size / LANES * LANES;
     for (int64_t row = 0; row < count; row++) {
-        memcpy(to + row * padded, from + row * token, size * sizeof(float));
-        memset(to + row * padded + size, 0, (padded - size) * sizeof(float));
+        for (int64_t column = 0; column < whole; column += LANES) /* shorter than what a call of memcpy takes */
+            store(to + row * padded + column, load(from + row * token + column));
+        for (int64_t column = whole; column < padded; column++)
+            to[row * padded + column] = column < size ? from[row * token + column] : 0.0f;
     }
-    memset(to + count * padded, 0, (rows - count) * padded * sizeof(float));
+    if (count < rows)
+        memset(to + count * padded, 0, (rows - count) * padded * sizeof(float));
 }
 
-/* Give each part its place in `memory`, on cache lines of its own; returns how many numbers that takes. */
-static int64_t divide(float *memory, float **parts[], const int64_t *sizes, int64_t count)
+/* The next `count` numbers of `memory`, on cache lines of their own; without memory it only counts what is used. */
+static void *take(float *memory, int64_t *used, int64_t count)
 {
-    int64_t used = 0;
-    for (int64_t part = 0; part < count; part++) {
-        *parts[part] = memory + used;
-        used += round_up(sizes[part], 16);
-    }
-    return used;
+    const int64_t first = *used;
+    *used += round_up(count, 16);
+    return memory ? memory + first : NULL;
 }
 
 /* Do `tasks` pieces of work on `threads` threads, each with `size` numbers of memory; returns 1 if there is none. */
 static int run_tasks(void (*work)(const void *problem, float *memory, int64_t task), const void *problem,
                      int64_t tasks, int64_t threads, int64_t size)
 {
-    threads = threads < tasks ? threads : tasks;
+    threads = smaller(threads, tasks);
+    if (!tasks)
+        return 0;
     float *memory = aligned_alloc(64, threads * size * sizeof(float));
     if (!memory)
         return 1;

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LARGE_BYTES = 8 << 20  # outputs of this size get large pages
 VARIANTS = {"AVX512": "_avx512", "AVX2": "_avx2"}  # PyTorch's names of what the CPU can do
 
 
@@ -40,9 +41,14 @@ def load_variant(name: str) -> Any:
     return None if spec is None or spec.origin is None else ctypes.CDLL(spec.origin)
 
 
+def build() -> Any:
+    """Return the build for this processor, None where there is none."""
+    return load_variant(torch.backends.cpu.get_cpu_capability())
+
+
 def available() -> bool:
     """Whether there is a build for this processor."""
-    return load_variant(torch.backends.cpu.get_cpu_capability()) is not None
+    return build() is not None
 
 
 def suits(*tensors: Tensor) -> bool:
@@ -53,8 +59,7 @@ def suits(*tensors: Tensor) -> bool:
 
 def call(function: str, problem: ctypes.Structure) -> None:
     """Call a function of the build for this processor with its problem."""
-    library = load_variant(torch.backends.cpu.get_cpu_capability())
-    if getattr(library, function)(ctypes.byref(problem)):
+    if getattr(build(), function)(ctypes.byref(problem)):
         raise MemoryError(f"no memory for what {function} works in; use a smaller batch")
 
 
@@ -66,4 +71,7 @@ def dense_rows(x: Tensor) -> Tensor:
 def empty_output(query: Tensor, value: Tensor) -> Tensor:
     """Memory [B, Hkv, G, N, Dv] for queries [B, Hkv, G, N, D], in the order [B, N, H, Dv], in which models go on."""
     batch, heads, groups, length, _ = query.shape
-    return value.new_empty(batch, length, heads, groups, value.shape[-1]).permute(0, 2, 3, 1, 4)
+    output = value.new_empty(batch, length, heads, groups, value.shape[-1])
+    if output.nbytes >= LARGE_BYTES and suits(output):
+        build().large_pages(ctypes.c_void_p(output.data_ptr()), ctypes.c_int64(output.nbytes))
+    return output.permute(0, 2, 3, 1, 4)

@@ -6,31 +6,20 @@ import pytest
 import torch
 
 from hf_linattn.config import make_config
-from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
+from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
 from hf_linattn.ops.native.block_softmax import attend_blocks
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
+from tests.ops.native.cases import KV_HEADS, make_heads, make_mask, make_mechanism
 
 NAMES = [name for name in MECHANISMS.names() if issubclass(MECHANISMS.get(name), BlockSparseMechanism)]
-HEADS, KV_HEADS, LENGTH, DIM, VALUE_DIM = 4, 2, 333, 24, 20
+LENGTH = 333
 
 
-def make_mechanism(name: str, causal: bool, **options):
-    layer = AttentionLayer(
-        index=0, num_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=DIM, causal=causal, scaling=DIM**-0.5,
-        device=torch.device("cpu"), dtype=torch.float32,
-    )  # fmt: skip
-    config = make_config(name, {"block_size": 64})
-    small = {"window_size": 37} if hasattr(config, "window_size") else {}
-    return MECHANISMS.get(name)(make_config(name, {**small, **options}), layer).eval()
-
-
-def make_heads():
-    generator = torch.Generator().manual_seed(0)
-    # as models give them: [B, N, H, D] in memory
-    shapes = [(3, LENGTH, heads, dim) for heads, dim in ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM))]
-    return [torch.randn(shape, generator=generator).transpose(1, 2) for shape in shapes]
+def make_pattern(name: str, causal: bool, **options):
+    small = {"window_size": 37} if hasattr(make_config(name, {}), "window_size") else {}
+    return make_mechanism(name, causal, **{"block_size": 64, **small, **options})
 
 
 @torch.no_grad()
@@ -39,10 +28,8 @@ def make_heads():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_pattern(variant, name, causal, block_size):
     """Odd lengths, grouped queries, rows that are padded on either side or have a single key."""
-    mechanism, heads = make_mechanism(name, causal, block_size=block_size), make_heads()
-    mask = torch.ones(3, LENGTH, dtype=torch.bool)
-    mask[0, :50], mask[1, 200:], mask[2, 1:] = False, False, False
-    for key_padding_mask in (None, mask):
+    mechanism, heads = make_pattern(name, causal, block_size=block_size), make_heads(3, LENGTH)
+    for key_padding_mask in (None, make_mask(LENGTH)):
         mechanism.float().backend = "auto"
         got, _ = mechanism(*heads, key_padding_mask)
         used = len(variant)
@@ -56,7 +43,7 @@ def test_every_pattern(variant, name, causal, block_size):
 @torch.no_grad()
 def test_it_goes_on_from_what_was_read_before(variant):
     """Some keys first, by the formula, then the others: softmax over all; rows that read nothing before, too."""
-    query, key, value = (x.double() for x in make_heads())
+    query, key, value = (x.double() for x in make_heads(3, LENGTH))
     query, first = query.unflatten(1, (KV_HEADS, -1)), 128
     scores = query @ key[:, :, None].mT
     scores[:, :, 0, :, :first] = -torch.inf  # one head of each group sees nothing of them
@@ -73,7 +60,7 @@ def test_it_goes_on_from_what_was_read_before(variant):
 
 @torch.no_grad()
 def test_its_products_are_counted(variant):
-    mechanism, heads = make_mechanism("local", True), make_heads()
+    mechanism, heads = make_pattern("local", True), make_heads(3, LENGTH)
     counts = []
     for backend in ("torch", "auto"):
         mechanism.backend = backend
@@ -82,6 +69,6 @@ def test_its_products_are_counted(variant):
 
 
 def test_gradients_are_left_to_others(variant):
-    heads = [x.requires_grad_() for x in make_heads()]
-    output, _ = make_mechanism("local", True)(*heads)
+    heads = [x.requires_grad_() for x in make_heads(3, LENGTH)]
+    output, _ = make_pattern("local", True)(*heads)
     assert all(x.isfinite().all() and x.any() for x in torch.autograd.grad(output.sum(), heads))

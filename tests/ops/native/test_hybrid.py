@@ -5,49 +5,38 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linattn.config import make_config
-from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
 from hf_linattn.ops.native import hybrid
 from tests.helpers import assert_close
+from tests.ops.native.cases import make_heads, make_mechanism
 
-HEADS, KV_HEADS, LENGTH, DIM, VALUE_DIM = 4, 2, 219, 24, 20
+LENGTH = 219
 MIXES = [("hedgehog", None), ("learned_exp", None), ("learned_exp", "learned"), ("linear", "learned")]
+WINDOWS = [(16, 4), (64, 1), (100, 70), (1, 0), (65, 64)]  # inside a block, over several and at their borders
 
 
-def make_mechanism(linear: str, decay: str | None, window_size: int, num_sinks: int):
-    layer = AttentionLayer(
-        index=0, num_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=DIM, causal=True, scaling=DIM**-0.5,
-        device=torch.device("cpu"), dtype=torch.float32,
-    )  # fmt: skip
+def make_hybrid(causal: bool, linear: str, decay: str | None, window_size: int, num_sinks: int):
     options = {"linear": linear, "linear_options": {"decay": decay}}
-    config = make_config("hybrid", {**options, "window_size": window_size, "num_sinks": num_sinks})
-    mechanism, generator = MECHANISMS.get("hybrid")(config, layer), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in mechanism.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return mechanism.eval()
-
-
-def make_heads(length: int):
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, heads, length, dim) for heads, dim in ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM))]
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+    return make_mechanism("hybrid", causal, **options, window_size=window_size, num_sinks=num_sinks)
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often the operation was taken."""
-    taken, attend = [], hybrid.causal_hybrid_attention
-    monkeypatch.setattr(hybrid, "causal_hybrid_attention", lambda *heads: (taken.append(1), attend(*heads))[1])
+    """How often an operation was taken."""
+    taken = []
+
+    def count(attend):
+        return lambda *heads: (taken.append(1), attend(*heads))[1]
+
+    for name in ("causal_hybrid_attention", "hybrid_attention"):
+        monkeypatch.setattr(hybrid, name, count(getattr(hybrid, name)))
     return taken
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("window_size", "num_sinks"), [(16, 4), (64, 1), (100, 70), (1, 0), (65, 64)])
+@pytest.mark.parametrize(("window_size", "num_sinks"), WINDOWS)
 @pytest.mark.parametrize(("linear", "decay"), MIXES)
 def test_outputs_states_and_what_comes_after(variant, calls, linear, decay, window_size, num_sinks):
-    """Windows and sinks inside a block, over several and at their borders; then more tokens from the state."""
-    mechanism, heads = make_mechanism(linear, decay, window_size, num_sinks), make_heads(LENGTH)
+    mechanism, heads = make_hybrid(True, linear, decay, window_size, num_sinks), make_heads(2, LENGTH)
     results = []
     for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
         mechanism.to(dtype).backend = backend
@@ -60,15 +49,31 @@ def test_outputs_states_and_what_comes_after(variant, calls, linear, decay, wind
         assert_close(got.double(), want.double(), 2e-5 * max(1.0, float(want.abs().max()) if want.numel() else 1.0))
 
 
-def test_what_it_cannot_do_is_left_to_others(variant, calls):
-    mechanism, heads = make_mechanism("hedgehog", None, 16, 4), make_heads(LENGTH)
+@torch.no_grad()
+@pytest.mark.parametrize("length", [LENGTH, 128, 101])
+@pytest.mark.parametrize(("window_size", "num_sinks"), WINDOWS)
+@pytest.mark.parametrize(("linear", "decay"), MIXES)
+def test_both_directions(variant, calls, linear, decay, window_size, num_sinks, length):
+    """Also where no query has far keys on both sides, and where none has any."""
+    mechanism, heads = make_hybrid(False, linear, decay, window_size, num_sinks), make_heads(2, length)
+    got, _ = mechanism(*heads)
+    mechanism.double().backend = "torch"
+    want, _ = mechanism(*(x.double() for x in heads))
+    assert_close(got.double(), want, 2e-5)
+    assert calls == [1] * (length > window_size + num_sinks)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_it_cannot_do_is_left_to_others(variant, calls, causal):
+    mechanism, heads = make_hybrid(causal, "hedgehog", None, 16, 4), make_heads(2, LENGTH)
     mechanism(*heads)  # gradients
     with torch.no_grad():
-        mechanism(*make_heads(20))  # nothing beyond the window
+        mechanism(*make_heads(2, 20))  # nothing beyond the window
         mask = torch.ones(2, LENGTH, dtype=torch.bool)
         mask[0, :5] = False
         mechanism(*heads, key_padding_mask=mask)
-        make_mechanism("taylor", None, 16, 4)(*heads)
+        make_hybrid(causal, "taylor", None, 16, 4)(*heads)
+        make_hybrid(causal, "hedgehog", None, 3, 4)(*heads)
         mechanism.far_shut = True
         assert not calls
         shut, _ = mechanism(*heads)

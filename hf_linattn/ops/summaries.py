@@ -1,0 +1,106 @@
+"""Weighted means of segments of a sequence, whose size grows with the tokens that are completed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .exponential import LOWEST
+from .native.segment_means import segment_means
+
+
+class Summary(NamedTuple):
+    """S weighted means of tokens, or S tokens: key [..., S, D], value [..., S, Dv], and the logarithms [..., S] of the
+    weights that were summed up for each, LOWEST where there are none."""
+
+    key: Tensor
+    value: Tensor
+    key_weight: Tensor
+    value_weight: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Summary:
+        """Return the function of each part."""
+        return Summary(*map(function, self))
+
+    def split(self, size: int) -> list[Summary]:
+        """Return the parts of so many rows each."""
+        return [Summary(*parts) for parts in zip(*(x.split(size) for x in self), strict=True)]
+
+    def padded(self, size: int) -> Summary:
+        """Return `size` entries, the last of them without weight."""
+        missing = size - self.key.shape[-2]
+        if not missing:
+            return self
+        return Summary(
+            *(F.pad(x, (0, 0, 0, missing)) for x in self[:2]),
+            *(F.pad(x, (0, missing), value=LOWEST) for x in self[2:]),
+        )
+
+
+def segment_size(tokens: int, num_slots: int) -> int:
+    """Return u(T), the smallest power of two with ceil(T / u) <= k."""
+    return 1 << (max(-(-tokens // num_slots), 1) - 1).bit_length()
+
+
+def find_runs(count: int, size: int, num_slots: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first block, the one after the last, u) of the blocks before which the slots have one size."""
+    first = 0
+    while first < count:
+        unit = segment_size(first * size, num_slots)
+        last = min(num_slots * unit // size + 1, count)
+        yield first, last, unit
+        first = last
+
+
+def pool(tokens: Summary, size: int, use_native: bool = False) -> Summary:
+    """Sum up every `size` tokens; `use_native`: [B, Hkv, N, .] of float32 on a CPU, without gradients."""
+    if use_native:
+        (key, key_total), (value, value_total) = map(segment_means, tokens[:2], tokens[2:], (size, size))
+        return Summary(key, value, key_total, value_total)
+    means, totals = [], []
+    shape = (tokens.key.shape[-2] // size, size)
+    for x, weight in zip(tokens[:2], tokens[2:], strict=True):
+        weight = weight.unflatten(-1, shape)
+        means.append((weight.softmax(-1)[..., None, :] @ x.unflatten(-2, shape))[..., 0, :])
+        totals.append(weight.logsumexp(-1))
+    return Summary(*means, *totals)
+
+
+def open_segments(tokens: Summary, first: int, last: int, per_segment: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return key and value [R, M, .] of the segment that is open before each block, of its completed blocks only.
+
+    A running sum over the blocks of a segment, by doubling: every entry is made of earlier ones.
+    """
+    aligned = first // per_segment * per_segment
+    blocks = pool(tokens.map(lambda x: x[:, aligned * size : last * size]), size)
+    segments = blocks.padded(-(-(last - aligned) // per_segment) * per_segment)
+    segments = segments.map(lambda x: x.unflatten(1, (-1, per_segment)))
+    step = 1
+    while step < per_segment:
+        segments = _combine(segments, _delayed(segments, step))
+        step *= 2
+    before = _delayed(segments, 1).map(lambda x: x.flatten(1, 2)[:, first - aligned : last - aligned])
+    return before.key, before.value
+
+
+def _delayed(segments: Summary, steps: int) -> Summary:
+    """Move the entries of each segment [R, S, P, .] back by `steps`, filling up with nothing."""
+    size = segments.key.shape[2] - steps
+    return Summary(
+        *(F.pad(x[:, :, :size], (0, 0, steps, 0)) for x in segments[:2]),
+        *(F.pad(x[:, :, :size], (steps, 0), value=LOWEST) for x in segments[2:]),
+    )
+
+
+def _combine(left: Summary, right: Summary) -> Summary:
+    """Sum up entry by entry."""
+    means, totals = [], []
+    for x, y, a, b in zip(left[:2], right[:2], left[2:], right[2:], strict=True):
+        total = torch.logaddexp(a, b)
+        means.append(x * (a - total).exp()[..., None] + y * (b - total).exp()[..., None])
+        totals.append(total)
+    return Summary(*means, *totals)

@@ -1,0 +1,59 @@
+"""Causal linformer in C against PyTorch's operations in float64, which other tests check against its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_linattn.ops.native import bounded_memory
+from hf_linattn.testing.counters import flops_of
+from tests.helpers import assert_close
+from tests.ops.native.cases import make_heads, make_mask, make_mechanism
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the operation was taken."""
+    taken, attend = [], bounded_memory.whole_rows
+    monkeypatch.setattr(bounded_memory, "whole_rows", lambda *x: (taken.append(1), attend(*x))[1])
+    return taken
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [1, 64, 65, 333, 1000])
+@pytest.mark.parametrize(("num_slots", "block_size"), [(8, 16), (64, 16), (4, 4), (33, 64), (70, 128), (1, 1)])
+def test_outputs_and_states(variant, calls, num_slots, block_size, length):
+    """Segments shorter and longer than blocks, and open ones; rows with a single key; more tokens from the state."""
+    mechanism = make_mechanism("linformer", True, num_slots=num_slots, block_size=block_size, sharing="none")
+    heads = make_heads(3, length)
+    for key_padding_mask in (None, make_mask(length)):
+        results = []
+        for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
+            mechanism.to(dtype).backend = backend
+            operands = [x.to(dtype) for x in heads]
+            output, state = mechanism(*operands, key_padding_mask)
+            after, _ = mechanism(*(x[:, :, -1:] for x in operands), state=state)
+            real = 1 if key_padding_mask is None else key_padding_mask[:, None, :, None]
+            results.append([output * real, after])
+        for got, want in zip(*results, strict=True):
+            assert_close(got.double(), want, 1e-5)
+    assert calls
+
+
+@torch.no_grad()
+def test_its_products_are_counted(variant):
+    mechanism, heads = make_mechanism("linformer", True, num_slots=64), make_heads(3, 2000)
+    counts = []
+    for backend in ("torch", "auto"):
+        mechanism.backend = backend
+        counts.append(flops_of(lambda: mechanism(*heads)))
+    assert 0.7 < counts[1] / counts[0] < 1.3
+
+
+def test_gradients_are_left_to_others(variant, calls):
+    mechanism, heads = make_mechanism("linformer", True), make_heads(3, 333)
+    _, state = mechanism(*heads)
+    with torch.no_grad():
+        mechanism(*heads, state=state)
+        mechanism.double()(*(x.double() for x in heads))
+    assert not calls
