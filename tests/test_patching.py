@@ -312,7 +312,10 @@ def test_a_model_inside_peft_is_patched(name):
     assert_close(logits_of(wrapped, make_tokens(2, 9)), softmax, tolerance=1e-5)
 
 
-@pytest.mark.parametrize(("name", "backend"), [("bert", "eager"), ("gpt2", "aot_eager"), ("llama", "eager")])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("gpt2", "aot_eager"), *(pytest.param(name, "eager", marks=pytest.mark.slow) for name in ("bert", "llama"))],
+)
 def test_a_compiled_model_is_patched_and_unpatched(name, backend):
     torch.compiler.reset()
     ids = make_tokens(2, 9)

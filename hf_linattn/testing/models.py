@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +24,7 @@ from transformers import (
 from ..architecture import describe_layers, self_attention_modules
 from ..config import make_config
 from ..errors import UnknownNameError
-from ..mechanisms import MECHANISMS, Mechanism
+from ..mechanisms import MECHANISMS, AttentionLayer, Mechanism
 from ..patching import patch_model
 
 VOCABULARY, HEADS, HEAD_DIM, POSITIONS = 61, 4, 8, 4096
@@ -60,6 +62,11 @@ def tiny_model(architecture: str, causal: bool, dtype: torch.dtype = torch.float
     """
     if architecture not in ARCHITECTURES:
         raise UnknownNameError("architecture", architecture, ARCHITECTURES)
+    return copy.deepcopy(_make_model(architecture, causal, dtype, seed))
+
+
+@functools.cache  # a copy takes a fifth of the time
+def _make_model(architecture: str, causal: bool, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     model_class, make = _RECIPES[architecture, causal]
     with torch.random.fork_rng(devices=[]):
         model = model_class(make())
@@ -74,6 +81,12 @@ def tiny_model(architecture: str, causal: bool, dtype: torch.dtype = torch.float
             if hasattr(module, "is_causal"):
                 module.is_causal = False
     return model.to(dtype).eval()
+
+
+@functools.cache
+def _make_layer(architecture: str, causal: bool, dtype: torch.dtype) -> AttentionLayer:
+    model = _make_model(architecture, causal, dtype, 0)
+    return next(iter(describe_layers(model, self_attention_modules(model)).values()))
 
 
 @dataclass
@@ -91,6 +104,11 @@ class Case:
         return "causal" if self.causal else "bidirectional"
 
     @property
+    def kv_heads(self) -> int:
+        """Key/value heads of the architecture."""
+        return KEY_VALUE_HEADS[self.architecture]
+
+    @property
     def mechanism_class(self) -> type[Mechanism]:
         """The class under test."""
         return MECHANISMS.get(self.mechanism)
@@ -101,8 +119,7 @@ class Case:
 
     def make(self, dtype: torch.dtype = torch.float64, **options: Any) -> Mechanism:
         """Return the mechanism alone, for a layer with the architecture's heads."""
-        model = tiny_model(self.architecture, self.causal, dtype)
-        layer = next(iter(describe_layers(model, self_attention_modules(model)).values()))
+        layer = _make_layer(self.architecture, self.causal, dtype)
         return self.mechanism_class(make_config(self.mechanism, {**self.options, **options}), layer).to(dtype)
 
     def heads(
@@ -110,7 +127,7 @@ class Case:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return random query [B, H, N, D], key and value [B, Hkv, N, D] with the architecture's head counts."""
         generator = torch.Generator().manual_seed(seed)
-        kv = KEY_VALUE_HEADS[self.architecture]
+        kv = self.kv_heads
         shapes = [(batch, heads, length, HEAD_DIM) for heads in (HEADS, kv, kv)]
         query, key, value = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
         return (query * size).to(dtype), (key * size).to(dtype), value.to(dtype)

@@ -14,7 +14,7 @@ from hf_linattn.report import Report
 from hf_linattn.training import pipeline
 from hf_linattn.training.arguments import DISTILLATION
 from tests.helpers import make_tokenizer
-from tests.models import SPINE, make_model
+from tests.models import make_model
 from tests.recipes.test_finetune import command, recorded
 
 TARGETS = ("w7", "w8")
@@ -33,7 +33,7 @@ def write_texts(file: Path, count: int, seed: int) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
-@pytest.mark.parametrize("name", SPINE)
+@pytest.mark.parametrize("name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama"))])
 def test_a_classifier_is_converted_and_taught(name, tmp_path, capsys):
     names = {"lacks": 0, "has": 1}
     known = {"label2id": names, "id2label": {number: label for label, number in names.items()}}

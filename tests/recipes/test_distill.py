@@ -129,7 +129,9 @@ pipeline.main({flags(material, out)!r}, DISTILLATION, "accelerate launch recipes
     assert ended.returncode == -signal.SIGKILL, ended.stderr[-2000:]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [stage if stage == "transfer" else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES]
+)
 def test_a_run_killed_in_any_stage_ends_as_an_unbroken_one(material, whole, tmp_path, stage):
     out = tmp_path / "out"
     interrupted(material, out, stage)
