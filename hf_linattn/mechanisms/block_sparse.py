@@ -83,6 +83,11 @@ class BlockSparseMechanism(SequenceMechanism):
         """Return whether a query at `position` or later may see this key."""
         return torch.ones_like(key_position, dtype=torch.bool)
 
+    @property
+    def uses_native(self) -> bool:
+        """Whether operations in C may be used: they have no gradients for parameters of a pattern."""
+        return self.infers_natively or (self.backend != "torch" and not any(True for _ in self.parameters()))
+
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: KeptKeys | None
     ) -> tuple[Tensor, KeptKeys]:
@@ -91,14 +96,14 @@ class BlockSparseMechanism(SequenceMechanism):
             return continued_attention(query, key, value, self, state, scaling=scaling, lengths=lengths)
         # behind its length a row has pads only, which no real query of a causal row sees
         output = block_sparse_attention(
-            query, key, value, self, scaling=scaling, causal=True, use_native=self.infers_natively
+            query, key, value, self, scaling=scaling, causal=True, use_native=self.uses_native
         )
         return output, keep_keys(key, value, self, lengths)
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         return block_sparse_attention(
             query, key, value, self, scaling=self.layer.scaling, causal=False, lengths=lengths,
-            use_native=self.infers_natively,
+            use_native=self.uses_native,
         )  # fmt: skip
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:

@@ -153,7 +153,9 @@ class HybridMechanism(SequenceMechanism):
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: HybridState | None
     ) -> tuple[Tensor, HybridState]:
         weights = self._pair_weights(key.dtype)
-        return causal_hybrid_attention(query, key, value, weights, lengths, state, use_native=self.infers_natively)
+        return causal_hybrid_attention(
+            query, key, value, weights, lengths, state, use_native=self.backend != "torch", training=self.training
+        )
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         weights = self._pair_weights(key.dtype)

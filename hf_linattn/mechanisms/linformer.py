@@ -120,7 +120,8 @@ class LinformerMechanism(SequenceMechanism):
             scaling=self.layer.scaling,
             lengths=lengths,
             state=state,
-            use_native=self.infers_natively,
+            use_native=self.backend != "torch",
+            training=self.training,
         )
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:

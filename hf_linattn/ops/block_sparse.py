@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .exponential import LOWEST
-from .native.block_softmax import attend_blocks
-from .native.library import empty_output, suits
+from .native.block_softmax import Keys, attend_blocks
+from .native.library import suits
 from .source import Source
 
 AT_ONCE = {"cpu": 1 << 21}  # elements of keys and masks for a few query blocks: 8 MiB in float32
@@ -105,13 +105,14 @@ def block_sparse_attention(
     Args:
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv.
         lengths: [B], real tokens of each row; None if all are. A query without keys gets zero.
-        use_native: whether `native` may do it where it can, which is where no gradients are needed.
+        use_native: whether `native` may do it where it can, which is where the pattern itself needs no gradients.
     """
     length, count = query.shape[2], min(pattern.num_global, query.shape[2])
     parts = _make_parts(query, key, pattern, min(pattern.block_size, length), causal)
     real = torch.full(query.shape[:1], length, device=query.device) if lengths is None else lengths
     limits = [None if causal or (lengths is None and part.end <= length) else real for part in parts]
-    if use_native and not torch.is_grad_enabled() and suits(query, key, value):
+    trained = torch.is_grad_enabled() and _is_weighted(pattern, query)
+    if use_native and not trained and suits(query, key, value):
         output = _attend_native(query, key, value, pattern, parts, scaling, causal, limits)
     else:
         output = _attend_copies(query, key, value, pattern, parts, scaling, causal, limits)
@@ -127,17 +128,15 @@ def block_sparse_attention(
 
 def _attend_native(query, key, value, pattern, parts: list[_Part], scaling, causal, limits) -> Tensor:
     """Return the output [B, H, N, Dv] of all parts, each of whose queries finds its keys where they are."""
-    grouped = query.unflatten(1, (key.shape[1], -1))
-    output, plain = empty_output(grouped, value), pattern.whole_blocks and not _is_weighted(pattern, query)
+    plain, seen = pattern.whole_blocks and not _is_weighted(pattern, query), []
     for part, lengths in zip(parts, limits, strict=True):
         bias = None
         if not plain or part.shared or lengths is not None:
             # a window's global tokens stand before all of its blocks here, not before each
             bias = _make_bias(pattern, part._replace(window=None), causal, lengths, query)
-        attend_blocks(
-            grouped, key, value, bias, part.table, output,
-            first=part.first, block_size=part.size, shared=part.shared, scaling=scaling, causal=causal,
-        )  # fmt: skip
+        seen.append(Keys(part.first, part.table, key[:, :, : part.shared], value[:, :, : part.shared], bias))
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    output, _ = attend_blocks(grouped, key, value, seen, block_size=parts[0].size, scaling=scaling, causal=causal)
     return output.flatten(1, 2)
 
 

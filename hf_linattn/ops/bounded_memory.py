@@ -60,6 +60,7 @@ def bounded_memory_attention(
     lengths: Tensor | None = None,
     state: MemoryState | None = None,
     use_native: bool = False,
+    training: bool = False,
 ) -> tuple[Tensor, MemoryState]:
     """Return the causal attention output and the state after the last token.
 
@@ -68,7 +69,8 @@ def bounded_memory_attention(
         writer: the log weights of keys.
         num_slots: k. block_size: C, a power of two. scaling: what q . k is multiplied by.
         lengths: [B], real tokens of each row; None if all are. state: what was read before.
-        use_native: whether `native` may do it where it can, which is for rows that begin and without gradients.
+        use_native: whether `native` may do it where it can, which is for rows that begin.
+        training: whether the same bits must come with and without gradients.
 
     Returns:
         output [B, H, N, Dv], the state. Time O(N (k + C) (D + Dv)).
@@ -76,10 +78,13 @@ def bounded_memory_attention(
     if state is not None:
         return _continue(query, key, value, writer, num_slots, block_size, scaling, lengths, state)
     tokens = Summary(key, value, *writer(key))
-    use_native = use_native and native.can_attend(query, key, value)
-    attend = native.whole_rows if use_native else _whole_rows
-    output = attend(query, tokens, num_slots, block_size, scaling)
-    return output, _state_after(tokens, lengths, num_slots, block_size, use_native)
+    inference = not training and not torch.is_grad_enabled()
+    use_native = use_native and native.can_attend((query, key, value), num_slots, block_size, inference)
+    if use_native:
+        output = native.whole_rows(query, tokens, num_slots, block_size, scaling, inference)
+    else:
+        output = _whole_rows(query, tokens, num_slots, block_size, scaling)
+    return output, _state_after(tokens, lengths, num_slots, block_size, use_native and inference)
 
 
 class _Run(NamedTuple):
@@ -168,14 +173,14 @@ def _read_blocks(
 
 
 def _state_after(
-    tokens: Summary, lengths: Tensor | None, num_slots: int, block_size: int, use_native: bool
+    tokens: Summary, lengths: Tensor | None, num_slots: int, block_size: int, pool_natively: bool
 ) -> MemoryState:
     """Return the state of rows that began and have been read to their ends."""
     batch, _, length, _ = tokens.key.shape
     device = tokens.key.device
     if lengths is None:
         done = length // block_size * block_size
-        slots = _completed(tokens, [done], num_slots, use_native)
+        slots = _completed(tokens, [done], num_slots, pool_natively)
         lengths = torch.full((batch,), length, device=device)
     else:
         ends = [end // block_size * block_size for end in lengths.tolist()]
@@ -184,14 +189,14 @@ def _state_after(
             chosen = [row for row, end in enumerate(ends) if segment_size(end, num_slots) == unit]
             rows = torch.tensor(chosen, device=device)
             own = tokens.map(lambda x: x[rows])  # noqa: B023 - called at once
-            part = _completed(own, [ends[row] for row in chosen], num_slots, use_native)
+            part = _completed(own, [ends[row] for row in chosen], num_slots, pool_natively)
             slots = Summary(*(x.index_copy(0, rows, y) for x, y in zip(slots, part, strict=True)))
     start = lengths // block_size * block_size
     key, value = (_from(x, start, lengths, block_size) for x in tokens[:2])
     return MemoryState(*slots, key, value, lengths.to(torch.int64))
 
 
-def _completed(tokens: Summary, ends: list[int], num_slots: int, use_native: bool) -> Summary:
+def _completed(tokens: Summary, ends: list[int], num_slots: int, pool_natively: bool) -> Summary:
     """Sum up rows, each up to its end (or all to one), in segments of one size."""
     longest = max(ends)
     unit = segment_size(longest, num_slots)
@@ -199,7 +204,7 @@ def _completed(tokens: Summary, ends: list[int], num_slots: int, use_native: boo
     position = torch.arange(taken.key.shape[2], device=tokens.key.device)
     behind = (position >= torch.tensor(ends, device=position.device)[:, None])[:, None]
     weights = (x.masked_fill(behind, LOWEST) for x in taken[2:])
-    pooled = pool(Summary(taken.key, taken.value, *weights), unit, use_native)
+    pooled = pool(Summary(taken.key, taken.value, *weights), unit, pool_natively)
     empty = (pooled.key_weight <= LOWEST / 2)[..., None]  # of rows that ended earlier
     key, value = (x.masked_fill(empty, 0.0) for x in pooled[:2])
     return Summary(key, value, *pooled[2:]).padded(num_slots)

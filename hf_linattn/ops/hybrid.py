@@ -105,6 +105,7 @@ def causal_hybrid_attention(
     state: HybridState | None = None,
     chunk_size: int = CHUNK_SIZE,
     use_native: bool = False,
+    training: bool = False,
 ) -> tuple[Tensor, HybridState]:
     """Return the causal attention output and the state after the last real token.
 
@@ -113,13 +114,16 @@ def causal_hybrid_attention(
         lengths: [B], real tokens at the start of each row; None if all are. Outputs behind them mean nothing.
         state: what was read before.
         use_native: whether `native.hybrid` may do it where it can, from the start of unpadded rows.
+        training: whether the same bits must come with and without gradients.
 
     Returns:
         output [B, H, N, Dv]; the state. Time O(N (F + chunk_size + window_size) Dv).
     """
     rows = _make_rows(query, key, value, weights, lengths, state)
     if use_native and state is None and lengths is None and hybrid.can_attend(query, key, weights):
-        attended, far_sums = hybrid.causal_hybrid_attention(query, key, value, weights)
+        inference = not training and not torch.is_grad_enabled() and hybrid.knows_maps(weights)
+        attend = hybrid.causal_hybrid_attention if inference else hybrid.trained_hybrid_attention
+        attended, far_sums = attend(query, key, value, weights)
         return attended, _remember(rows, weights, far_sums)
     # without earlier keys a window wider than the call would only see zeros
     left = weights.reach if state is not None else min(weights.reach, key.shape[2] - 1)
@@ -147,7 +151,8 @@ def hybrid_attention(
 
     Far keys before and after a query are summed apart: all keys less the near ones would cancel.
     """
-    if use_native and lengths is None and hybrid.can_attend(query, key, weights):
+    inference = use_native and not torch.is_grad_enabled() and hybrid.knows_maps(weights)
+    if inference and lengths is None and hybrid.can_attend(query, key, weights):
         return hybrid.hybrid_attention(query, key, value, weights)
     length = key.shape[2]
     rows = _make_rows(query, key, value, weights, lengths, None)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from .library import Operand, call, dense_rows
+from .library import Operand, call, dense_rows, empty_output
 
-OPERANDS = ("query", "key", "value", "out", "log", "shared_key", "shared_value")
-GROUPED = ("query", "out", "log")
+OPERANDS = (
+    "query", "key", "value", "out", "log", "shared_key", "shared_value",
+    "grad", "weight_grad", "d_query", "d_key", "d_value", "d_shared_key", "d_shared_value",
+)  # fmt: skip
+GROUPED = ("query", "out", "log", "grad", "weight_grad", "d_query")
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size")
 PLACES = (
     "first", "blocks", "block_size", "table_heads", "width", "shared", "columns", "continued", "causal", "threads"
@@ -21,7 +25,7 @@ PLACES = (
 
 
 class Problem(ctypes.Structure):
-    """`struct problem` of block_softmax.c."""
+    """`struct problem` of block_softmax.h."""
 
     _fields_ = (
         *((name, Operand) for name in (*OPERANDS, "bias")),
@@ -31,48 +35,96 @@ class Problem(ctypes.Structure):
     )
 
 
-@torch.library.custom_op("hf_linattn::block_softmax", mutates_args=("out",))
+class Keys(NamedTuple):
+    """What some blocks of queries see: keys and values that stand by themselves, then those of blocks.
+
+    first: the number of the first query block. table: int64 [T, H or 1, c], blocks of keys, -1 for none.
+    shared_key, shared_value: [B, Hkv, S, D or Dv]; S may be 0.
+    bias: [T or 1, H or 1, C or 1, K], or one for each row, added to the scores; hidden keys have `LOWEST`. K is S, or
+    S + c block_size. What has none is seen, in a query's own block and if `causal` only what comes no later.
+    """
+
+    first: int
+    table: Tensor
+    shared_key: Tensor
+    shared_value: Tensor
+    bias: Tensor | None
+
+
+def _run(function: str, operands: dict[str, Tensor], keys: Keys, size: int, scaling: float, continued, causal) -> None:
+    bias, (blocks, table_heads, width), shown = keys.bias, keys.table.shape, Operand()
+    if bias is not None:
+        steps = zip(bias.shape[:-1], bias.stride(), strict=False)
+        batch, block, head, row = (0 if count == 1 else step for count, step in steps)
+        shown = Operand(bias.data_ptr(), batch, head, block, row)
+    places = (
+        keys.first, blocks, size, table_heads, width, keys.shared_key.shape[2], 0 if bias is None else bias.shape[-1],
+        continued, causal, torch.get_num_threads(),
+    )  # fmt: skip
+    named = {**operands, "shared_key": keys.shared_key, "shared_value": keys.shared_value}
+    problem = Problem(
+        **{name: Operand.of(x, name in GROUPED, False) for name, x in named.items()},
+        bias=shown,
+        table=keys.table.data_ptr(),
+        **dict(zip(SIZES + PLACES, (*operands["query"].shape, operands["value"].shape[3], *places), strict=True)),
+        scaling=scaling,
+    )
+    call(function, problem)
+
+
+@torch.library.custom_op("hf_linattn::block_softmax", mutates_args=("out", "log"))
 def block_softmax(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, log: Tensor | None, shared_key: Tensor,
-    shared_value: Tensor, bias: Tensor | None, table: Tensor, first: int, block_size: int, scaling: float,
-    causal: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, log: Tensor, shared_key: Tensor, shared_value: Tensor,
+    bias: Tensor | None, table: Tensor, first: int, block_size: int, scaling: float, continued: bool, causal: bool,
 ) -> None:
-    """Attend with some blocks of queries to the keys that a table names for them; without gradients.
+    """Attend with some blocks of queries to `Keys`; without gradients.
 
     Args:
         query: [B, Hkv, G, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv].
         out: [B, Hkv, G, N, Dv], of which the rows of blocks `first` ... `first` + T - 1 are written.
-        log: [B, Hkv, G, N]; where not None, what stands in `out` counts as one more key with the weight exp(log).
-        shared_key, shared_value: [B, Hkv, S, D or Dv], which stand before the blocks; S may be 0.
-        bias: [B or 1, T or 1, H or 1, C or 1, K], added to the scores; hidden keys have `LOWEST`. K is S, or
-            S + c block_size. What has none is seen, in a query's own block and if `causal` only what comes no later.
-        table: int64 [T, H or 1, c], blocks of keys, -1 for none.
+        log: [B, Hkv, G, N], the logs of what all weights add up to, `LOWEST` for a query without keys.
+        continued: whether what stands in `out` counts as one more key with the weight exp(log).
     """
-    blocks, table_heads, width = table.shape
-    shown = Operand()
-    if bias is not None:
-        steps = zip(bias.shape[:-1], bias.stride(), strict=False)
-        batch, block, head, row = (0 if size == 1 else step for size, step in steps)
-        shown = Operand(bias.data_ptr(), batch, head, block, row)
-    sizes = (*query.shape[:2], query.shape[2], query.shape[3], query.shape[4], value.shape[3])
-    places = (
-        first, blocks, block_size, table_heads, width, shared_key.shape[2], 0 if bias is None else bias.shape[-1],
-        log is not None, causal, torch.get_num_threads(),
-    )  # fmt: skip
-    operands = (query, key, value, out, log, shared_key, shared_value)
-    problem = Problem(
-        **{name: Operand.of(x, name in GROUPED, False) for name, x in zip(OPERANDS, operands, strict=True)},
-        bias=shown,
-        table=table.data_ptr(),
-        **dict(zip(SIZES + PLACES, sizes + places, strict=True)),
-        scaling=scaling,
-    )  # fmt: skip
-    call("block_softmax", problem)
+    operands = {"query": query, "key": key, "value": value, "out": out, "log": log}
+    keys = Keys(first, table, shared_key, shared_value, bias)
+    _run("block_softmax", operands, keys, block_size, scaling, continued, causal)
+
+
+@torch.library.custom_op(
+    "hf_linattn::block_softmax_backward",
+    mutates_args=("d_query", "d_key", "d_value", "d_shared_key", "d_shared_value"),
+)
+def block_softmax_backward(
+    query: Tensor, key: Tensor, value: Tensor, log: Tensor, grad: Tensor, weight_grad: Tensor, d_query: Tensor,
+    d_key: Tensor, d_value: Tensor, shared_key: Tensor, shared_value: Tensor, d_shared_key: Tensor,
+    d_shared_value: Tensor, bias: Tensor | None, table: Tensor, first: int, block_size: int, scaling: float,
+    causal: bool,
+) -> None:  # fmt: skip
+    """Write the gradients of these queries and add to those of keys and values, which are shaped as they are.
+
+    Args:
+        log: as it was left by `block_softmax`. grad: [B, Hkv, G, N, Dv], of its output. weight_grad: [B, Hkv, G, N],
+            the sum of grad x output, less the gradient of `log`. The others as above.
+    """
+    operands = {
+        "query": query, "key": key, "value": value, "log": log, "grad": grad, "weight_grad": weight_grad,
+        "d_query": d_query, "d_key": d_key, "d_value": d_value,
+        "d_shared_key": d_shared_key, "d_shared_value": d_shared_value,
+    }  # fmt: skip
+    keys = Keys(first, table, shared_key, shared_value, bias)
+    _run("block_softmax_backward", operands, keys, block_size, scaling, False, causal)
 
 
 @block_softmax.register_fake
+@block_softmax_backward.register_fake
 def _(*_: Any, **__: Any) -> None:
     return None
+
+
+def _count_pairs(query: Any, shared_key: Any, table: Any, block_size: int) -> int:
+    """All queries of the table's blocks with all keys that have a column, seen or not."""
+    batch, heads, groups, _, _ = query
+    return batch * heads * groups * table[0] * block_size * (shared_key[2] + table[2] * block_size)
 
 
 @register_flop_formula(torch.ops.hf_linattn.block_softmax)
@@ -80,24 +132,75 @@ def _flops(
     query: Any, key: Any, value: Any, out: Any, log: Any, shared_key: Any, shared_value: Any, bias: Any, table: Any,
     first: int, block_size: int, *rest: Any, **__: Any,
 ) -> int:  # fmt: skip
-    """Two products of all queries of the table's blocks with all keys that have a column, seen or not."""
-    batch, heads, groups, _, width = query
-    columns = shared_key[2] + table[2] * block_size
-    return 2 * batch * heads * groups * table[0] * block_size * columns * (width + value[-1])
+    """Scores and their product with the values."""
+    return 2 * _count_pairs(query, shared_key, table, block_size) * (query[-1] + value[-1])
+
+
+@register_flop_formula(torch.ops.hf_linattn.block_softmax_backward)
+def _backward_flops(
+    query: Any, key: Any, value: Any, log: Any, grad: Any, weight_grad: Any, d_query: Any, d_key: Any, d_value: Any,
+    shared_key: Any, shared_value: Any, d_shared_key: Any, d_shared_value: Any, bias: Any, table: Any, first: int,
+    block_size: int, *rest: Any, **__: Any,
+) -> int:  # fmt: skip
+    """Scores once more, and one product each for the gradients of weights, queries, keys and values."""
+    return 2 * _count_pairs(query, shared_key, table, block_size) * (3 * query[-1] + 2 * value[-1])
 
 
 def attend_blocks(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, table: Tensor, out: Tensor, *, first: int,
-    block_size: int, scaling: float, shared: Sequence[Tensor] | int = 0, log: Tensor | None = None,
-    causal: bool = False,
-) -> None:
-    """`block_softmax` of operands in any layout, with a bias [T or 1, H or 1, C or 1, K] or one for each row.
+    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Keys], *, block_size: int, scaling: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return output [B, Hkv, G, N, Dv] and log weights [B, Hkv, G, N] of operands in any layout.
 
-    `shared`: the keys and values that stand before the blocks, or how many of the first tokens do.
+    `parts`: what each query block sees; together they have all query blocks.
     """
-    before = (key[:, :, :shared], value[:, :, :shared]) if isinstance(shared, int) else shared
-    heads, shared_heads = ([dense_rows(x) for x in operands] for operands in ((query, key, value), before))
-    if bias is not None:
-        bias = dense_rows(bias if bias.dim() == 5 else bias[None])
-    table = table.contiguous()
-    block_softmax(*heads, out, log, *shared_heads, bias, table, first, block_size, scaling, causal)
+    shared = [x for part in parts for x in part[2:4]]
+    heads = [dense_rows(x) for x in (query, key, value, *shared)]
+    known = [(part.first, part.table.contiguous(), _with_rows(part.bias)) for part in parts]
+    return _AttendBlocks.apply(known, block_size, scaling, causal, *heads)
+
+
+def continue_blocks(
+    query: Tensor, key: Tensor, value: Tensor, part: Keys, out: Tensor, log: Tensor, *, block_size: int,
+    scaling: float, causal: bool,
+) -> None:  # fmt: skip
+    """Go on from what stands in `out`, one more key with the weight exp(log); without gradients."""
+    query, key, value, *shared = (dense_rows(x) for x in (query, key, value, *part[2:4]))
+    known = _with_rows(part.bias), part.table.contiguous(), part.first, block_size, scaling
+    block_softmax(query, key, value, out, log, *shared, *known, True, causal)  # type: ignore[misc]
+
+
+def _with_rows(bias: Tensor | None) -> Tensor | None:
+    """A bias [B or 1, T or 1, H or 1, C or 1, K]."""
+    return None if bias is None else dense_rows(bias if bias.dim() == 5 else bias[None])
+
+
+class _AttendBlocks(torch.autograd.Function):
+    """Keeps no pair for the backward pass, which makes the weights again."""
+
+    @staticmethod
+    def forward(ctx, known, block_size, scaling, causal, query, key, value, *shared):
+        output, log = empty_output(query, value), query.new_empty(query.shape[:4])
+        for number, (first, table, bias) in enumerate(known):
+            of_part = shared[2 * number : 2 * number + 2]
+            block_softmax(
+                query, key, value, output, log, *of_part, bias, table, first, block_size, scaling, False, causal
+            )
+        ctx.save_for_backward(query, key, value, output, log, *shared)
+        ctx.known = known, block_size, scaling, causal
+        return output, log
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, log_grad):
+        query, key, value, output, log, *shared = ctx.saved_tensors
+        known, block_size, scaling, causal = ctx.known
+        grad, weight_grad = dense_rows(grad), (grad * output).sum(-1) - log_grad
+        d_query, (d_key, d_value) = torch.empty_like(query), map(torch.zeros_like, (key, value))
+        d_shared = [torch.zeros_like(x) for x in shared]
+        for number, (first, table, bias) in enumerate(known):
+            of_part = slice(2 * number, 2 * number + 2)
+            block_softmax_backward(
+                query, key, value, log, grad, weight_grad, d_query, d_key, d_value, *shared[of_part],
+                *d_shared[of_part], bias, table, first, block_size, scaling, causal,
+            )  # fmt: skip
+        return None, None, None, None, d_query, d_key, d_value, *d_shared

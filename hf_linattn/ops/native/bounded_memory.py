@@ -7,43 +7,51 @@ a slot, are a bias. Where segments are longer than blocks, the softmax begins wi
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..exponential import LOWEST
-from ..summaries import Summary, find_runs, open_segments, pool
-from .block_softmax import attend_blocks
-from .library import empty_output, suits
+from ..summaries import Summary, find_runs, open_segments, pool, segment_size
+from .block_softmax import Keys, attend_blocks, continue_blocks
+from .library import suits
 
 
-def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the C can work on these and no gradients are needed."""
-    return not torch.is_grad_enabled() and suits(query, key, value)
+def can_attend(heads: tuple[Tensor, ...], num_slots: int, block_size: int, inference: bool) -> bool:
+    """Whether the C can work on these heads; only in inference, as it has no gradients, where segments stay open."""
+    unit = segment_size((heads[0].shape[2] - 1) // block_size * block_size, num_slots)
+    return suits(*heads) and (inference or unit <= block_size)
 
 
-def whole_rows(query: Tensor, tokens: Summary, num_slots: int, block_size: int, scaling: float) -> Tensor:
+def whole_rows(
+    query: Tensor, tokens: Summary, num_slots: int, block_size: int, scaling: float, inference: bool
+) -> Tensor:
     """Return the output [B, H, N, Dv] for queries [B, H, N, D]."""
-    length, size = query.shape[2], block_size
-    grouped = query.unflatten(1, (tokens.key.shape[1], -1))
-    output, log = empty_output(grouped, tokens.value), None
+    query = query.unflatten(1, (tokens.key.shape[1], -1))
     slots, before = tokens.map(lambda x: x[:, :, :0]), 1  # the segments of the last run, and their size
-    for first, last, unit in find_runs(-(-length // size), size, num_slots):
+    whole, opened = [], []  # what is read of runs with and without open segments
+    for first, last, unit in find_runs(-(-query.shape[3] // block_size), block_size, num_slots):
         blocks = torch.arange(first, last)
-        full = blocks * size // unit  # segments that are completed before each block
+        full = blocks * block_size // unit  # segments that are completed before each block
         most = int(full[-1])
-        slots, before = pool(slots, unit // before, use_native=True), unit
+        slots, before = pool(slots, unit // before, inference), unit
         span = slice(slots.key.shape[2] * unit, most * unit)
-        more = pool(tokens.map(lambda x: x[:, :, span]), unit, use_native=True)  # noqa: B023 - called at once
+        more = pool(tokens.map(lambda x: x[:, :, span]), unit, inference)  # noqa: B023 - called at once
         slots = Summary(*(torch.cat(pair, 2) for pair in zip(slots, more, strict=True)))
         bias = query.new_full((len(blocks), most), math.log(unit))
         bias.masked_fill_(torch.arange(most) >= full[:, None], LOWEST)
-        if unit > size:
-            log = _begin(grouped, tokens, output, (first, last, unit), size, scaling)
-        attend_blocks(
-            grouped, tokens.key, tokens.value, bias[:, None, None], blocks[:, None, None], output,
-            first=first, block_size=size, shared=slots[:2], scaling=scaling, log=log, causal=True,
-        )  # fmt: skip
+        part = Keys(first, blocks[:, None, None], slots.key, slots.value, bias[:, None, None])
+        if unit > block_size:
+            opened.append((part, (first, last, unit)))
+        else:
+            whole.append(part)
+    heads = query, tokens.key, tokens.value
+    how: Any = {"block_size": block_size, "scaling": scaling, "causal": True}
+    output, _ = attend_blocks(*heads, whole, **how)
+    for part, run in opened:
+        log = _begin(query, tokens, output, run, block_size, scaling)
+        continue_blocks(*heads, part, output, log, **how)
     return output.flatten(1, 2)
 
 

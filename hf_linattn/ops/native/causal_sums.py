@@ -177,8 +177,18 @@ def causal_attention(
     if output is not None:
         _, *after, _, _ = _read(heads, sums=output)
         return output, LinearState(*after)
-    attended, *after = _CausalAttention.apply(*heads)
+    attended, _, *after = _CausalAttention.apply(*heads)
     return attended, LinearState(*after)
+
+
+def weighed_attention(
+    query: Tensor, key: Tensor, log_scale: Tensor | None, value: Tensor, log_decay: Tensor | None
+) -> tuple[Tensor, Tensor, LinearState]:
+    """`causal_attention` from the start, with the log of what the weights of each query add up to [B, Hkv, G, N]."""
+    state = LinearState.empty(key, F.pad(value[:, :, :1], (0, 1)), log_scale is not None)
+    heads = (dense_rows(query), dense_rows(key), dense_rows(value), log_scale, log_decay, *state)
+    attended, log, *after = _CausalAttention.apply(*heads)
+    return attended, log, LinearState(*after)
 
 
 def mapped_attention(
@@ -213,7 +223,11 @@ def mapped_attention(
     rest = (*weights, ACTIVATIONS.index(key_map.activation), key_map.quadratic, key_map.offset, bidirectional)
     heads: Any = (dense_rows(query), dense_rows(key), dense_rows(value), hidden, log_decay, *state)
     _, kv, log_max, factor, top = _read(heads, reverse=reverse, sums=output, rest=rest)
-    return LinearState(kv, log_max), torch.where(factor > 0, top - factor.log(), LOWEST)
+    return LinearState(kv, log_max), _log_weight(factor, top)
+
+
+def _log_weight(factor: Tensor, top: Tensor) -> Tensor:
+    return torch.where(factor > 0, top - factor.log(), LOWEST)
 
 
 def _read(heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, rest=()) -> tuple[Tensor, ...]:
@@ -233,15 +247,15 @@ class _CausalAttention(torch.autograd.Function):
         output, *after, factor, top = _read((query, key, value, log_scale, log_decay, kv, log_max))
         ctx.save_for_backward(query, key, value, log_scale, log_decay, kv, log_max, output, *after, factor, top)
         ctx.mark_non_differentiable(after[1])
-        return output, *after
+        return output, _log_weight(factor, top), *after
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_output, d_kv, _):
+    def backward(ctx, d_output, d_log, d_kv, _):
         query, key, value, log_scale, log_decay, kv, log_max, output, kv_after, max_after, factor, top = (
             ctx.saved_tensors
         )
-        weight_grad = (d_output * output).sum(-1, keepdim=True).neg_()
+        weight_grad = d_log[..., None] - (d_output * output).sum(-1, keepdim=True)
         grad = torch.cat([d_output, weight_grad], dim=-1).mul_(factor[..., None])
         value = F.pad(value, (0, 1), value=1.0)
         d_query = _read((grad, value, key, log_scale, log_decay, kv.mT, log_max), normalise=False)[0]
@@ -268,8 +282,9 @@ class _CausalAttention(torch.autograd.Function):
         d_scale = None if log_scale is None else (key * d_key).sum(-1)
         d_decay = None
         if log_decay is not None:
-            # what a decay multiplies: all weights of earlier keys in later queries, which add up to nothing for each
-            # query, and in the last state; without those of the keys that come no earlier
-            later = d_scale.double().flip(-1).cumsum(-1).flip(-1)
+            # what a decay multiplies: all weights of earlier keys in later queries, whose gradients add up to that of
+            # the query's log, and in the last state; without those of the keys that come no earlier
+            of_queries = torch.where(factor > 0, d_log, 0.0).double().sum(2)
+            later = (d_scale.double() - of_queries).flip(-1).cumsum(-1).flip(-1)
             d_decay = ((kv_after * d_kv).double().sum((-1, -2))[..., None] - later).to(log_decay.dtype)
         return d_query, d_key, d_value, d_scale, d_decay, d_before, None

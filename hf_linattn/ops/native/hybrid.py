@@ -13,27 +13,59 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..chunk_sums import LinearState
 from ..exponential import LOWEST
-from .block_softmax import attend_blocks
-from .causal_sums import can_read, mapped_attention, native_maps
+from .block_softmax import Keys, attend_blocks, continue_blocks
+from .causal_sums import can_read, mapped_attention, native_maps, weighed_attention
 from .library import empty_output
 
 BLOCK_SIZE = 64
 
 
 def can_attend(query: Tensor, key: Tensor, weights: Any) -> bool:
-    """Whether the C knows maps and weights, no gradients are needed, and something lies beyond the window."""
-    if torch.is_grad_enabled() or weights.window_log is not None or not can_read(query, key, None):
-        return False
+    """Whether the C knows these weights and something lies beyond the window."""
     window, sinks = weights.window_size, weights.num_sinks
     beyond = key.shape[2] > window + sinks and window >= sinks
-    return beyond and bool(native_maps(weights.query_map, weights.key_map))
+    return beyond and weights.window_log is None and can_read(query, key, None)
+
+
+def knows_maps(weights: Any) -> bool:
+    """Whether the C makes the features itself; it has no gradients then."""
+    return bool(native_maps(weights.query_map, weights.key_map))
+
+
+def trained_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> tuple[Tensor, LinearState]:
+    """`causal_hybrid_attention` with gradients, and with any maps: near and far apart, then joined."""
+    length, window, sinks = query.shape[2], weights.window_size, weights.num_sinks
+    heads, start = (query.unflatten(1, (key.shape[1], -1)), key, value), window + sinks
+    # one more key, which has left the window of the token that will come, with a query that is dropped
+    span = slice(sinks, length - window + 1)
+    features, query_log = weights.query_map(F.pad(heads[0][:, :, :, start:], (0, 0, 0, 1)))
+    keys, log_scale = weights.key_map(key[:, :, span])
+    rate, decay = weights.decay_rate, None
+    if rate is not None:
+        decay = (-rate[:, None]).expand(keys.shape[:3])
+        log_scale = keys.new_zeros(keys.shape[:3]) if log_scale is None else log_scale
+    far, far_log, state = weighed_attention(features, keys, log_scale, value[:, :, span], decay)
+    far_log = far_log + weights.log_mix.view(key.shape[1], -1, 1)
+    far_log = far_log if query_log is None else far_log + query_log
+    far_log = far_log if rate is None else far_log - (rate * window).view(-1, 1, 1)
+    parts = [
+        Keys(first, table, key[:, :, :sinks], value[:, :, :sinks], bias)
+        for first, table, bias in _near(length, window, sinks, query, causal=True)
+    ]
+    near, near_log = attend_blocks(*heads, parts, block_size=BLOCK_SIZE, scaling=weights.scaling, causal=True)
+    share = torch.sigmoid(far_log[..., :-1] - near_log[..., start:])[..., None]
+    joint = torch.lerp(near[:, :, :, start:], far[:, :, :, :-1], share)
+    return torch.cat([near[:, :, :, :start], joint], dim=3).flatten(1, 2), state
 
 
 def causal_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> tuple[Tensor, LinearState]:
     """Return the output [B, H, N, Dv] of rows that start at position 0, and the sums over all that left the window.
+
+    Without gradients, which `trained_hybrid_attention` has.
 
     Args:
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]. weights: a `HybridWeights`.
@@ -91,10 +123,10 @@ def _read_near(query, key, value, weights: Any, output: Tensor, log: Tensor, cau
     """Go on from the far output with the window and the sinks."""
     window, sinks = weights.window_size, weights.num_sinks
     for first, table, bias in _near(key.shape[2], window, sinks, query, causal):
-        attend_blocks(
-            query, key, value, bias, table, output,
-            first=first, block_size=BLOCK_SIZE, shared=sinks, scaling=weights.scaling, log=log,
-        )  # fmt: skip
+        part = Keys(first, table, key[:, :, :sinks], value[:, :, :sinks], bias)
+        continue_blocks(
+            query, key, value, part, output, log, block_size=BLOCK_SIZE, scaling=weights.scaling, causal=causal
+        )
 
 
 def _near(

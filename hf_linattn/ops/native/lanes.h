@@ -95,7 +95,7 @@ static inline __attribute__((always_inline)) void exchange(lanes *rows, int dist
 }
 
 /* to [columns, to_row] = the transpose of from [rows, columns], both whole numbers of LANES */
-static void turn(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t rows, int64_t columns)
+static inline void turn(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t rows, int64_t columns)
 {
     for (int64_t column = 0; column < columns; column += LANES)
         for (int64_t row = 0; row < rows; row += LANES) {
@@ -172,7 +172,7 @@ static inline void pack(float *to, int64_t rows, const float *from, int64_t toke
 }
 
 /* The next `count` numbers of `memory`, on cache lines of their own; without memory it only counts what is used. */
-static void *take(float *memory, int64_t *used, int64_t count)
+static inline void *take(float *memory, int64_t *used, int64_t count)
 {
     const int64_t first = *used;
     *used += round_up(count, 16);

@@ -11,7 +11,7 @@ struct scratch {
     int64_t key_size, keys, values; /* keys, values: sizes, padded */
 };
 
-static int64_t arrange(struct scratch *s, int64_t key_size, int64_t value_size, float *memory)
+static inline int64_t arrange(struct scratch *s, int64_t key_size, int64_t value_size, float *memory)
 {
     s->key_size = key_size;
     s->keys = round_up(key_size, LANES);
@@ -85,23 +85,33 @@ static void weigh(struct scratch *s, float *scores, int64_t row, int64_t rows, i
     }
 }
 
-/* Take in the first `count` of the turned keys and of the values, with the bias of each query in rows of `bias_step` numbers. Without
- * one, query i sees the first `ahead` + i + 1 of them. */
-static void read_piece(struct scratch *s, const float *value, int64_t count, int64_t rows, const float *bias, int64_t bias_step,
-                       int64_t ahead)
+/* Between which whole tiles lie the keys that any of `rows` queries sees, of `count`; returns whether there are any.
+ * Without a bias query i sees the first `ahead` + i + 1 of them. */
+static int find_seen(const float *bias, int64_t bias_step, int64_t rows, int64_t count, int64_t ahead, int64_t *first,
+                     int64_t *last)
+{
+    const int64_t reached = smaller(count, ahead + rows);
+    *first = bias ? PIECE : 0;
+    *last = bias || reached < 1 ? 0 : round_up(reached, TILE_COLUMNS);
+    for (int64_t column = 0; bias && column < count; column += TILE_COLUMNS)
+        if (is_seen(bias + column, bias_step, rows, count - column)) {
+            *first = smaller(*first, column);
+            *last = column + TILE_COLUMNS;
+        }
+    return *first < *last;
+}
+
+/* Take in the first `count` of the turned keys and of the values, with the bias of each query in rows of `bias_step`
+ * numbers, or as in `find_seen`. */
+static inline void read_piece(struct scratch *s, const float *value, int64_t count, int64_t rows, const float *bias,
+                       int64_t bias_step, int64_t ahead)
 {
     memset(s->scores, 0, PIECE * PIECE * sizeof(float));
     for (int64_t row = 0; row < rows; row += TILE_ROWS) {
         const float *shown = bias ? bias + row * bias_step : NULL;
         const int64_t tiled = smaller(rows - row, TILE_ROWS);
-        const int64_t reached = smaller(count, ahead + row + tiled);
-        int64_t first = bias ? PIECE : 0, last = bias || reached < 1 ? 0 : round_up(reached, TILE_COLUMNS);
-        for (int64_t column = 0; bias && column < count; column += TILE_COLUMNS) /* any query sees keys in between */
-            if (is_seen(shown + column, bias_step, tiled, count - column)) {
-                first = first < column ? first : column;
-                last = column + TILE_COLUMNS;
-            }
-        if (first >= last)
+        int64_t first, last;
+        if (!find_seen(shown, bias_step, tiled, count, ahead + row, &first, &last))
             continue;
         float *scores = s->scores + row * PIECE;
         for (int64_t column = first; column < last; column += TILE_COLUMNS)

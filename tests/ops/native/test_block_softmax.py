@@ -8,10 +8,10 @@ import torch
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
-from hf_linattn.ops.native.block_softmax import attend_blocks
+from hf_linattn.ops.native.block_softmax import Keys, continue_blocks
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
-from tests.ops.native.cases import KV_HEADS, make_heads, make_mask, make_mechanism
+from tests.ops.native.cases import HEADS, KV_HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism
 
 NAMES = [name for name in MECHANISMS.names() if issubclass(MECHANISMS.get(name), BlockSparseMechanism)]
 LENGTH = 333
@@ -54,8 +54,11 @@ def test_it_goes_on_from_what_was_read_before(variant):
     count = -(-LENGTH // 64)
     table = torch.arange(first // 64, count).expand(count, 1, -1)
     bias = torch.zeros(1, 1, 1, table.shape[2] * 64)
-    attend_blocks(*operands, bias, table, out, first=0, block_size=64, shared=0, scaling=1.0, log=log.float())
+    nothing = (x[:, :, :0] for x in operands[1:])
+    part, after = Keys(0, table, *nothing, bias), log.float()
+    continue_blocks(*operands, part, out, after, block_size=64, scaling=1.0, causal=False)
     assert_close(out.double(), want, 1e-5)
+    assert_close(after.double(), scores.logsumexp(-1), 1e-5)
 
 
 @torch.no_grad()
@@ -68,7 +71,31 @@ def test_its_products_are_counted(variant):
     assert 0.7 < counts[1] / counts[0] < 1.1
 
 
-def test_gradients_are_left_to_others(variant):
-    heads = [x.requires_grad_() for x in make_heads(3, LENGTH)]
-    output, _ = make_pattern("local", True)(*heads)
-    assert all(x.isfinite().all() and x.any() for x in torch.autograd.grad(output.sum(), heads))
+@pytest.mark.parametrize("block_size", [16, 64, 100])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "learned_sparse"])
+def test_gradients(variant, name, causal, block_size):
+    mechanism, heads = make_pattern(name, causal, block_size=block_size), make_heads(3, LENGTH)
+    weight = torch.randn(3, HEADS, LENGTH, VALUE_DIM, generator=torch.Generator().manual_seed(2))
+    for key_padding_mask in (None, make_mask(LENGTH)):
+        real = 1 if key_padding_mask is None else key_padding_mask[:, None, :, None]
+        gradients = []
+        for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
+            mechanism.to(dtype).backend = backend
+            operands = [x.to(dtype).requires_grad_() for x in heads]
+            output, _ = mechanism(*operands, key_padding_mask)
+            gradients.append(torch.autograd.grad((output * weight * real).sum(), operands))
+        for got, want in zip(*gradients, strict=True):
+            assert_close(got.double(), want, 1e-5)
+    assert variant
+
+
+def test_those_of_a_pattern_are_left_to_others(variant):
+    mechanism, heads = make_mechanism("learned_sparse", True), make_heads(3, LENGTH)
+    assert torch.autograd.grad(mechanism(*heads)[0].sum(), list(mechanism.parameters()))[0].any()
+    assert not variant
+    with torch.no_grad():
+        training = mechanism.train()(*heads)[0]
+        assert not variant  # in training, where the same bits must come as with gradients
+        assert_close(mechanism.eval()(*heads)[0], training, 1e-5)
+    assert variant

@@ -8,7 +8,7 @@ import torch
 from hf_linattn.ops.native import bounded_memory
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
-from tests.ops.native.cases import make_heads, make_mask, make_mechanism
+from tests.ops.native.cases import HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism
 
 
 @pytest.fixture
@@ -50,10 +50,27 @@ def test_its_products_are_counted(variant):
     assert 0.7 < counts[1] / counts[0] < 1.3
 
 
-def test_gradients_are_left_to_others(variant, calls):
-    mechanism, heads = make_mechanism("linformer", True), make_heads(3, 333)
-    _, state = mechanism(*heads)
+@pytest.mark.parametrize("length", [1, 64, 65, 333])
+@pytest.mark.parametrize(("num_slots", "block_size"), [(8, 64), (64, 16), (33, 64)])
+def test_gradients(variant, calls, num_slots, block_size, length):
+    mechanism = make_mechanism("linformer", True, num_slots=num_slots, block_size=block_size, sharing="none").train()
+    heads, gradients = make_heads(3, length), []
+    weight = torch.randn(3, HEADS, length, VALUE_DIM, generator=torch.Generator().manual_seed(2))
+    for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
+        mechanism.to(dtype).backend = backend
+        operands = [x.to(dtype).requires_grad_() for x in heads]
+        trained = [*operands, *mechanism.parameters()]
+        gradients.append(torch.autograd.grad((mechanism(*operands)[0] * weight).sum(), trained))
+    assert calls == [1]
+    for got, want in zip(*gradients, strict=True):
+        assert_close(got.double(), want, 2e-5)
+
+
+def test_what_it_cannot_do_is_left_to_others(variant, calls):
+    mechanism, heads = make_mechanism("linformer", True, num_slots=4, block_size=16), make_heads(3, 333)
+    _, state = mechanism(*heads)  # gradients where segments stay open
     with torch.no_grad():
+        mechanism.train()(*heads)
         mechanism(*heads, state=state)
         mechanism.double()(*(x.double() for x in heads))
     assert not calls

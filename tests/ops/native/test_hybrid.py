@@ -27,7 +27,7 @@ def calls(monkeypatch):
     def count(attend):
         return lambda *heads: (taken.append(1), attend(*heads))[1]
 
-    for name in ("causal_hybrid_attention", "hybrid_attention"):
+    for name in ("causal_hybrid_attention", "hybrid_attention", "trained_hybrid_attention"):
         monkeypatch.setattr(hybrid, name, count(getattr(hybrid, name)))
     return taken
 
@@ -63,16 +63,43 @@ def test_both_directions(variant, calls, linear, decay, window_size, num_sinks, 
     assert calls == [1] * (length > window_size + num_sinks)
 
 
+@pytest.mark.parametrize(("window_size", "num_sinks"), WINDOWS)
+@pytest.mark.parametrize(("linear", "decay"), [*MIXES, ("taylor", None)])
+def test_gradients(variant, calls, linear, decay, window_size, num_sinks):
+    """In training; the same bits come without gradients."""
+    mechanism, heads = make_hybrid(True, linear, decay, window_size, num_sinks).train(), make_heads(2, LENGTH)
+    with torch.no_grad():
+        plain, _ = mechanism(*heads)
+    weight = torch.randn(plain.shape, generator=torch.Generator().manual_seed(2))
+    results = []
+    for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
+        mechanism.to(dtype).backend = backend
+        operands = [x.to(dtype).requires_grad_() for x in heads]
+        output, state = mechanism(*operands)
+        after, _ = mechanism(*(x[:, :, -9:] for x in operands), state=state)  # through what the state holds
+        trained = {**dict(zip("qkv", operands, strict=True)), **dict(mechanism.named_parameters())}
+        loss = (output * weight).sum() + (after * weight[:, :, -9:]).sum()
+        results.append((output, dict(zip(trained, torch.autograd.grad(loss, trained.values()), strict=True))))
+    (output, got), (_, want) = results
+    assert torch.equal(output, plain) and calls == [1, 1]
+    for name in got:
+        # what decays cost is a small difference of large sums
+        tolerance = 1e-3 if "decay" in name else 5e-5
+        assert_close(got[name].double(), want[name], tolerance * max(1.0, float(want[name].abs().max())))
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_what_it_cannot_do_is_left_to_others(variant, calls, causal):
     mechanism, heads = make_hybrid(causal, "hedgehog", None, 16, 4), make_heads(2, LENGTH)
-    mechanism(*heads)  # gradients
+    if not causal:
+        mechanism(*heads)  # gradients
     with torch.no_grad():
         mechanism(*make_heads(2, 20))  # nothing beyond the window
         mask = torch.ones(2, LENGTH, dtype=torch.bool)
         mask[0, :5] = False
         mechanism(*heads, key_padding_mask=mask)
-        make_hybrid(causal, "taylor", None, 16, 4)(*heads)
+        if not causal:
+            make_hybrid(causal, "taylor", None, 16, 4)(*heads)  # a map that the C does not know
         make_hybrid(causal, "hedgehog", None, 3, 4)(*heads)
         mechanism.far_shut = True
         assert not calls

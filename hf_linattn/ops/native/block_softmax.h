@@ -1,0 +1,45 @@
+/* One problem of block-sparse softmax attention, and which keys each of its queries meets. */
+
+#include "softmax.h"
+
+struct problem {
+    operand query, key, value, out; /* float32, contiguous in their last dimension */
+    operand log;                    /* of the queries: what begins them if `continued`; what they come to */
+    operand shared_key, shared_value;
+    operand grad, weight_grad;      /* of what the backward pass begins with: of out, and as log */
+    operand d_query, d_key, d_value, d_shared_key, d_shared_value;
+    operand bias;                   /* "head": of query heads, "group": of query blocks, "token": of queries */
+    const int64_t *table;           /* [blocks, table_heads, width], -1 for none; table_heads is 1 or heads * groups */
+    int64_t batches, heads, groups, length, key_size, value_size;
+    int64_t first, blocks; /* of the query blocks */
+    int64_t block_size, table_heads, width, shared, columns, continued, causal, threads; /* columns: of the bias */
+    float scaling;
+};
+
+/* Up to PIECE keys that some queries meet: `count` shared ones or of the sequence, from place `at`, with the bias of the
+ * queries, or the first query seeing `ahead` + 1 of them, the next one another one, and so on. */
+struct keys {
+    int shared;
+    int64_t at, count, ahead;
+    const float *bias;
+};
+
+/* Call `meet` for all keys that a head's queries from place `at` on, which are of query block `block`, meet. */
+static inline __attribute__((always_inline)) void
+for_keys(const struct problem *p, int64_t batch, int64_t query_head, int64_t block, int64_t at,
+         void (*meet)(void *work, const struct keys *keys), void *work)
+{
+    const int64_t *row = p->table + (block * p->table_heads + (p->table_heads > 1 ? query_head : 0)) * p->width;
+    const int64_t start = (p->first + block) * p->block_size;
+    const float *bias = p->bias.data ? place(&p->bias, batch, query_head, block, at - start) : NULL;
+    for (int64_t place = 0; place < p->shared; place += PIECE)
+        meet(work, &(struct keys){1, place, smaller(p->shared - place, PIECE), p->length, bias ? bias + place : NULL});
+    for (int64_t column = 0; column < p->width; column++) {
+        const int64_t first = row[column] * p->block_size, last = smaller(first + p->block_size, p->length);
+        const float *shown = p->columns > p->shared ? bias + p->shared + column * p->block_size : NULL;
+        for (int64_t place = first; row[column] >= 0 && place < last; place += PIECE)
+            meet(work, &(struct keys){0, place, smaller(last - place, PIECE),
+                                      p->causal && first == start ? at - place : p->length,
+                                      shown ? shown + (place - first) : NULL});
+    }
+}
