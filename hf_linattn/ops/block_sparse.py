@@ -134,7 +134,7 @@ def _attend_native(query, key, value, pattern, parts: list[_Part], scaling, caus
         if not plain or part.shared or lengths is not None:
             # a window's global tokens stand before all of its blocks here, not before each
             bias = _make_bias(pattern, part._replace(window=None), causal, lengths, query)
-        seen.append(Keys(part.first, part.table, key[:, :, : part.shared], value[:, :, : part.shared], bias))
+        seen.append(Keys(part.first, part.table, bias, part.shared))
     grouped = query.unflatten(1, (key.shape[1], -1))
     output, _ = attend_blocks(grouped, key, value, seen, block_size=parts[0].size, scaling=scaling, causal=causal)
     return output.flatten(1, 2)

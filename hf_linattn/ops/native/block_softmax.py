@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,33 +39,34 @@ class Keys(NamedTuple):
     """What some blocks of queries see: keys and values that stand by themselves, then those of blocks.
 
     first: the number of the first query block. table: int64 [T, H or 1, c], blocks of keys, -1 for none.
-    shared_key, shared_value: [B, Hkv, S, D or Dv]; S may be 0.
     bias: [T or 1, H or 1, C or 1, K], or one for each row, added to the scores; hidden keys have `LOWEST`. K is S, or
     S + c block_size. What has none is seen, in a query's own block and if `causal` only what comes no later.
+    shared: what stands by itself, a key and a value [B, Hkv, S, D or Dv], or how many of the first tokens do.
     """
 
     first: int
     table: Tensor
-    shared_key: Tensor
-    shared_value: Tensor
     bias: Tensor | None
+    shared: tuple[Tensor, Tensor] | int = 0
 
 
-def _run(function: str, operands: dict[str, Tensor], keys: Keys, size: int, scaling: float, continued, causal) -> None:
-    bias, (blocks, table_heads, width), shown = keys.bias, keys.table.shape, Operand()
+def _run(
+    function: str, operands: dict[str, Tensor], bias: Tensor | None, table: Tensor, first: int, size: int,
+    scaling: float, continued: bool, causal: bool,
+) -> None:  # fmt: skip
+    (blocks, table_heads, width), shown, columns = table.shape, Operand(), 0
     if bias is not None:
         steps = zip(bias.shape[:-1], bias.stride(), strict=False)
         batch, block, head, row = (0 if count == 1 else step for count, step in steps)
-        shown = Operand(bias.data_ptr(), batch, head, block, row)
+        shown, columns = Operand(bias.data_ptr(), batch, head, block, row), bias.shape[-1]
     places = (
-        keys.first, blocks, size, table_heads, width, keys.shared_key.shape[2], 0 if bias is None else bias.shape[-1],
-        continued, causal, torch.get_num_threads(),
+        first, blocks, size, table_heads, width, operands["shared_key"].shape[2], columns, continued,
+        causal, torch.get_num_threads(),
     )  # fmt: skip
-    named = {**operands, "shared_key": keys.shared_key, "shared_value": keys.shared_value}
     problem = Problem(
-        **{name: Operand.of(x, name in GROUPED, False) for name, x in named.items()},
+        **{name: Operand.of(x, name in GROUPED, False) for name, x in operands.items()},
         bias=shown,
-        table=keys.table.data_ptr(),
+        table=table.data_ptr(),
         **dict(zip(SIZES + PLACES, (*operands["query"].shape, operands["value"].shape[3], *places), strict=True)),
         scaling=scaling,
     )
@@ -85,9 +86,8 @@ def block_softmax(
         log: [B, Hkv, G, N], the logs of what all weights add up to, `LOWEST` for a query without keys.
         continued: whether what stands in `out` counts as one more key with the weight exp(log).
     """
-    operands = {"query": query, "key": key, "value": value, "out": out, "log": log}
-    keys = Keys(first, table, shared_key, shared_value, bias)
-    _run("block_softmax", operands, keys, block_size, scaling, continued, causal)
+    operands = dict(zip(OPERANDS, (query, key, value, out, log, shared_key, shared_value), strict=False))
+    _run("block_softmax", operands, bias, table, first, block_size, scaling, continued, causal)
 
 
 @torch.library.custom_op(
@@ -108,11 +108,10 @@ def block_softmax_backward(
     """
     operands = {
         "query": query, "key": key, "value": value, "log": log, "grad": grad, "weight_grad": weight_grad,
-        "d_query": d_query, "d_key": d_key, "d_value": d_value,
-        "d_shared_key": d_shared_key, "d_shared_value": d_shared_value,
+        "d_query": d_query, "d_key": d_key, "d_value": d_value, "shared_key": shared_key,
+        "shared_value": shared_value, "d_shared_key": d_shared_key, "d_shared_value": d_shared_value,
     }  # fmt: skip
-    keys = Keys(first, table, shared_key, shared_value, bias)
-    _run("block_softmax_backward", operands, keys, block_size, scaling, False, causal)
+    _run("block_softmax_backward", operands, bias, table, first, block_size, scaling, False, causal)
 
 
 @block_softmax.register_fake
@@ -153,9 +152,10 @@ def attend_blocks(
 
     `parts`: what each query block sees; together they have all query blocks.
     """
-    shared = [x for part in parts for x in part[2:4]]
+    shared = [x for part in parts if not isinstance(part.shared, int) for x in part.shared]
     heads = [dense_rows(x) for x in (query, key, value, *shared)]
-    known = [(part.first, part.table.contiguous(), _with_rows(part.bias)) for part in parts]
+    counts = [part.shared if isinstance(part.shared, int) else -1 for part in parts]
+    known = [(x.first, x.table.contiguous(), _with_rows(x.bias), n) for x, n in zip(parts, counts, strict=True)]
     return _AttendBlocks.apply(known, block_size, scaling, causal, *heads)
 
 
@@ -164,7 +164,9 @@ def continue_blocks(
     scaling: float, causal: bool,
 ) -> None:  # fmt: skip
     """Go on from what stands in `out`, one more key with the weight exp(log); without gradients."""
-    query, key, value, *shared = (dense_rows(x) for x in (query, key, value, *part[2:4]))
+    count = part.shared
+    before = (key[:, :, :count], value[:, :, :count]) if isinstance(count, int) else count
+    query, key, value, *shared = (dense_rows(x) for x in (query, key, value, *before))
     known = _with_rows(part.bias), part.table.contiguous(), part.first, block_size, scaling
     block_softmax(query, key, value, out, log, *shared, *known, True, causal)  # type: ignore[misc]
 
@@ -174,16 +176,30 @@ def _with_rows(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else dense_rows(bias if bias.dim() == 5 else bias[None])
 
 
+def _with_shared(known: list[Any], *sources: Sequence[Tensor]) -> Iterator[Any]:
+    """Yield each part with what stands before its blocks: first tokens, or the next two that stand by themselves.
+
+    sources: key and value, and the list of what stands by itself; their gradients in the same way.
+    """
+    taken = 0
+    for part in known:
+        count = part[-1]
+        if count < 0:
+            yield part, *(others[taken : taken + 2] for others in sources[1::2])
+            taken += 2
+        else:
+            yield part, *([x[:, :, :count] for x in tokens] for tokens in sources[::2])
+
+
 class _AttendBlocks(torch.autograd.Function):
     """Keeps no pair for the backward pass, which makes the weights again."""
 
     @staticmethod
     def forward(ctx, known, block_size, scaling, causal, query, key, value, *shared):
         output, log = empty_output(query, value), query.new_empty(query.shape[:4])
-        for number, (first, table, bias) in enumerate(known):
-            of_part = shared[2 * number : 2 * number + 2]
+        for (first, table, bias, _), *before in _with_shared(known, (key, value), shared):
             block_softmax(
-                query, key, value, output, log, *of_part, bias, table, first, block_size, scaling, False, causal
+                query, key, value, output, log, *before[0], bias, table, first, block_size, scaling, False, causal
             )
         ctx.save_for_backward(query, key, value, output, log, *shared)
         ctx.known = known, block_size, scaling, causal
@@ -197,10 +213,11 @@ class _AttendBlocks(torch.autograd.Function):
         grad, weight_grad = dense_rows(grad), (grad * output).sum(-1) - log_grad
         d_query, (d_key, d_value) = torch.empty_like(query), map(torch.zeros_like, (key, value))
         d_shared = [torch.zeros_like(x) for x in shared]
-        for number, (first, table, bias) in enumerate(known):
-            of_part = slice(2 * number, 2 * number + 2)
+        for (first, table, bias, _), before, d_before in _with_shared(
+            known, (key, value), shared, (d_key, d_value), d_shared
+        ):
             block_softmax_backward(
-                query, key, value, log, grad, weight_grad, d_query, d_key, d_value, *shared[of_part],
-                *d_shared[of_part], bias, table, first, block_size, scaling, causal,
+                query, key, value, log, grad, weight_grad, d_query, d_key, d_value, *before, *d_before, bias, table,
+                first, block_size, scaling, causal,
             )  # fmt: skip
         return None, None, None, None, d_query, d_key, d_value, *d_shared

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..exponential import LOWEST
+from ..source import Source
 from ..summaries import Summary, find_runs, open_segments, pool, segment_size
 from .block_softmax import Keys, attend_blocks, continue_blocks
 from .library import suits
@@ -29,6 +30,8 @@ def whole_rows(
 ) -> Tensor:
     """Return the output [B, H, N, Dv] for queries [B, H, N, D]."""
     query = query.unflatten(1, (tokens.key.shape[1], -1))
+    sources = [Source(x) for x in tokens]
+    tokens = Summary(*(source.whole for source in sources))
     slots, before = tokens.map(lambda x: x[:, :, :0]), 1  # the segments of the last run, and their size
     whole, opened = [], []  # what is read of runs with and without open segments
     for first, last, unit in find_runs(-(-query.shape[3] // block_size), block_size, num_slots):
@@ -36,12 +39,12 @@ def whole_rows(
         full = blocks * block_size // unit  # segments that are completed before each block
         most = int(full[-1])
         slots, before = pool(slots, unit // before, inference), unit
-        span = slice(slots.key.shape[2] * unit, most * unit)
-        more = pool(tokens.map(lambda x: x[:, :, span]), unit, inference)  # noqa: B023 - called at once
+        read = slots.key.shape[2] * unit
+        more = pool(Summary(*(x.narrow(2, read, most * unit - read) for x in sources)), unit, inference)
         slots = Summary(*(torch.cat(pair, 2) for pair in zip(slots, more, strict=True)))
         bias = query.new_full((len(blocks), most), math.log(unit))
         bias.masked_fill_(torch.arange(most) >= full[:, None], LOWEST)
-        part = Keys(first, blocks[:, None, None], slots.key, slots.value, bias[:, None, None])
+        part = Keys(first, blocks[:, None, None], bias[:, None, None], (slots.key, slots.value))
         if unit > block_size:
             opened.append((part, (first, last, unit)))
         else:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ..chunk_sums import LinearState
 from ..exponential import LOWEST
+from ..source import Source
 from .block_softmax import Keys, attend_blocks, continue_blocks
 from .causal_sums import can_read, mapped_attention, native_maps, weighed_attention
 from .library import empty_output
@@ -39,23 +40,22 @@ def knows_maps(weights: Any) -> bool:
 def trained_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> tuple[Tensor, LinearState]:
     """`causal_hybrid_attention` with gradients, and with any maps: near and far apart, then joined."""
     length, window, sinks = query.shape[2], weights.window_size, weights.num_sinks
-    heads, start = (query.unflatten(1, (key.shape[1], -1)), key, value), window + sinks
+    start, sources = window + sinks, [Source(x) for x in (query.unflatten(1, (key.shape[1], -1)), key, value)]
     # one more key, which has left the window of the token that will come, with a query that is dropped
-    span = slice(sinks, length - window + 1)
-    features, query_log = weights.query_map(F.pad(heads[0][:, :, :, start:], (0, 0, 0, 1)))
-    keys, log_scale = weights.key_map(key[:, :, span])
+    rows = F.pad(sources[0].narrow(3, start, length - start), (0, 0, 0, 1))
+    far_key, far_value = (source.narrow(2, sinks, length - start + 1) for source in sources[1:])
+    features, query_log = weights.query_map(rows)
+    keys, log_scale = weights.key_map(far_key)
     rate, decay = weights.decay_rate, None
     if rate is not None:
         decay = (-rate[:, None]).expand(keys.shape[:3])
         log_scale = keys.new_zeros(keys.shape[:3]) if log_scale is None else log_scale
-    far, far_log, state = weighed_attention(features, keys, log_scale, value[:, :, span], decay)
+    far, far_log, state = weighed_attention(features, keys, log_scale, far_value, decay)
     far_log = far_log + weights.log_mix.view(key.shape[1], -1, 1)
     far_log = far_log if query_log is None else far_log + query_log
     far_log = far_log if rate is None else far_log - (rate * window).view(-1, 1, 1)
-    parts = [
-        Keys(first, table, key[:, :, :sinks], value[:, :, :sinks], bias)
-        for first, table, bias in _near(length, window, sinks, query, causal=True)
-    ]
+    parts = list(_near(length, window, sinks, query, causal=True))
+    heads = sources[0].whole, sources[1].whole, sources[2].whole
     near, near_log = attend_blocks(*heads, parts, block_size=BLOCK_SIZE, scaling=weights.scaling, causal=True)
     share = torch.sigmoid(far_log[..., :-1] - near_log[..., start:])[..., None]
     joint = torch.lerp(near[:, :, :, start:], far[:, :, :, :-1], share)
@@ -122,17 +122,14 @@ def _far(query, key, value, weights: Any, state: LinearState | None, place: Tens
 def _read_near(query, key, value, weights: Any, output: Tensor, log: Tensor, causal: bool) -> None:
     """Go on from the far output with the window and the sinks."""
     window, sinks = weights.window_size, weights.num_sinks
-    for first, table, bias in _near(key.shape[2], window, sinks, query, causal):
-        part = Keys(first, table, key[:, :, :sinks], value[:, :, :sinks], bias)
+    for part in _near(key.shape[2], window, sinks, query, causal):
         continue_blocks(
             query, key, value, part, output, log, block_size=BLOCK_SIZE, scaling=weights.scaling, causal=causal
         )
 
 
-def _near(
-    length: int, window: int, sinks: int, like: Tensor, causal: bool
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield the first of some query blocks, their table of key blocks, and one bias for each or for all of them."""
+def _near(length: int, window: int, sinks: int, like: Tensor, causal: bool) -> Iterator[Keys]:
+    """Yield what the query blocks see, with one bias for each of the first and one for all others."""
     blocks = torch.arange(-(-length // BLOCK_SIZE))
     behind = -(-(window - 1) // BLOCK_SIZE)  # blocks that the window reaches back
     table = blocks[:, None] + torch.arange(-behind, 1 if causal else behind + 1)
@@ -149,4 +146,5 @@ def _near(
             if causal:
                 seen, present = seen & (distance >= 0), present & (torch.arange(sinks) <= rows[..., None])
             seen = torch.cat([present, seen], dim=-1)[:, None]
-            yield int(part.start), shown[:, None], torch.where(seen, like.new_zeros(()), like.new_full((), LOWEST))
+            bias = torch.where(seen, like.new_zeros(()), like.new_full((), LOWEST))
+            yield Keys(int(part.start), shown[:, None], bias, sinks)
