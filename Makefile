@@ -9,12 +9,12 @@ ACCELERATE ?= recipes/accelerate/cpu.yaml
 # left alone, accelerate gives a process one thread where the cores are hyperthreads
 THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
 LAUNCH := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(THREADS) $(BIN)/accelerate launch --config_file $(ACCELERATE)
-# tests use one thread each, so as many run side by side as there are cores
-PARALLEL := -n logical --maxprocesses 8 --dist worksteal
-# glibc returns large freed blocks to the system and fetches them again, page by page, unless told to keep them
-KEEP_MEMORY := MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=1000000000
+# tests use one thread each, so as many run side by side as there are cores, and one while others wait
+WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8)))
+PARALLEL := -n $(WORKERS) --dist worksteal
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PARALLEL)
 RECOVERY := bert-linear bert-performer
+PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_extending.py test_push.py test_reload.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -39,8 +39,8 @@ quickstart: install ## convert the bundled Llama to performer, recover it, repor
 test: install ## the tests and doctests, with the table of invariants: 12 minutes
 	$(PYTEST)
 
-test-fast: install ## the tests without the invariants
-	$(PYTEST) --ignore tests/invariants
+test-fast: install ## without the invariants and what starts processes or trains: 5 minutes
+	$(PYTEST) $(PROCESSES:%=--ignore tests/%)
 
 test-slow: install ## the tests that take more than a minute each
 	$(PYTEST) -m slow
@@ -62,8 +62,7 @@ lint: install ## ruff, mypy, and the rules of tests/test_project.py
 	$(BIN)/mypy
 	$(PYTEST) -n 0 -q tests/test_project.py
 
-bench: install ## speed and memory beside softmax, with both allocator settings, and the tables; BENCH="--mechanism local"
-	$(KEEP_MEMORY) $(BIN)/python -m benchmarks.run $(BENCH) --output benchmarks/results/cpu_kept_memory.json
+bench: install ## speed and memory beside softmax, and the tables: 10 minutes; BENCH="--mechanism local"
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
 support: install ## patch a small model of every architecture of transformers, and the table in docs/support.md: minutes

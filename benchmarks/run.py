@@ -1,4 +1,4 @@
-"""Time and memory of every mechanism beside softmax, all measured in one run of one process.
+"""Time and memory of mechanisms beside softmax, all measured in one run of one process.
 
     python -m benchmarks.run                                       # benchmarks/results/cpu.json and the tables
     python -m benchmarks.run --backend torch                       # benchmarks/results/cpu_torch.json
@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.provenance import collect_provenance
-from benchmarks.tables import RESULTS, write_tables
+from benchmarks.tables import FASTER, RESULTS, write_tables
 from hf_linattn import AttentionLayer, patch_model, set_backend
 from hf_linattn.backends import BACKENDS
 from hf_linattn.cache import state_bytes
@@ -369,7 +369,7 @@ def measure(
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="by default float32 on a CPU, bfloat16 on a GPU")] = None,
-    mechanism: Annotated[list[str] | None, typer.Option(help="repeatable; by default every one")] = None,
+    mechanism: Annotated[list[str] | None, typer.Option(help="repeatable; by default those with targets")] = None,
     backend: Annotated[str, typer.Option(help="auto, torch or compile; times the mechanisms that know it")] = "auto",
     output: Annotated[
         Path | None, typer.Option(help="by default benchmarks/results/{cpu,gpu}[_torch,_compiled].json")
@@ -383,7 +383,7 @@ def main(
         precision = getattr(torch, dtype or {"cpu": "float32", "cuda": "bfloat16"}[kind])
         require_known("backend", backend, SUFFIXES)
         known = [x for x in MECHANISMS.names() if x != SOFTMAX and backend in MECHANISMS.get(x).backends]
-        names = mechanism or known
+        names = mechanism or [name for name in FASTER if name in known]
         if unknown := [name for name in names if name not in known]:
             raise typer.BadParameter(f"{', '.join(unknown)}: with --backend {backend} it is one of {', '.join(known)}")
         results = measure(PLANS["quick" if quick else kind], torch.device(device), precision, names, backend)

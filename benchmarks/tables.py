@@ -19,7 +19,7 @@ from hf_linattn.mechanisms import MECHANISMS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-KINDS = ("", "_torch", "_compiled", "_kept_memory")
+KINDS = ("", "_torch", "_compiled")
 SPEED_FILES = tuple(f"{device}{kind}.json" for device in ("cpu", "gpu") for kind in KINDS)
 QUALITY = ("original", "control", "converted", "recovered")
 ZERO_SHOT_FILE = "zero_shot.json"
@@ -36,6 +36,7 @@ LENGTH = 16384  # tokens, of the targets
 FASTER = {  # times faster than softmax at that length, at least, causal and bidirectional alike
     "linear": 20,
     "performer": 5,
+    "hedgehog": 15,
     "local": 15,
     "sinks": 15,
     "linformer": 15,

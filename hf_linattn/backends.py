@@ -28,8 +28,9 @@ def set_backend(model: nn.Module, backend: str) -> None:
 
     `"auto"`, the default, takes the fastest way that was installed: on a CPU in float32 the C of `ops.native` for what
     it knows, if it was built (`hf-linattn env` says so), and PyTorch's own operations for everything else. It knows
-    causal `linear` with its feature maps and, in `eval()` mode without gradients, bidirectional `linear`, causal
-    `hybrid` and the block-sparse mechanisms. `"torch"` takes PyTorch's operations alone.
+    causal `linear` with its feature maps, causal `hybrid` and `linformer`, `lsh` and the block-sparse mechanisms, all
+    with their backward passes; in `eval()` mode without gradients bidirectional `linear` and `hybrid`, and patterns
+    with parameters, too. `"torch"` takes PyTorch's operations alone.
 
     `"compile"` compiles (with the C++ compiler that `torch.compile` needs, half a minute at first) what `linear`, its
     feature maps and `hybrid` do with 1,024 tokens, for inputs of 2,048 and more: for devices and machines without the

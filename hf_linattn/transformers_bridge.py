@@ -268,11 +268,14 @@ def attention_forward(
         mechanism.count_call()
         call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact)
         return mechanism.observer(call).transpose(1, 2).contiguous(), None
-    output, state = mechanism(
-        query, key, value, key_padding_mask, sequence_ids, None if layer is None else layer.state
-    )
-    if layer is not None:
-        layer.state = state
+    if layer is None:
+        mechanism.keeps_state = False
+        try:
+            output, _ = mechanism(query, key, value, key_padding_mask, sequence_ids)
+        finally:
+            mechanism.keeps_state = True
+    else:
+        output, layer.state = mechanism(query, key, value, key_padding_mask, sequence_ids, layer.state)
     return output.transpose(1, 2).contiguous(), None
 
 

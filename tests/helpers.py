@@ -5,16 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_linattn import patch_model
+from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
+from hf_linattn.mechanisms.learned_sparse import LearnedSparseMechanism
 from tests.models import VOCAB_SIZE, make_model
 
 # smaller than the defaults, for speed; a mechanism that is not named here is tested with its defaults
 OPTIONS: dict[str, dict[str, Any]] = {"performer": {"num_features": 24}}
+
+
+def is_plain_pattern(mechanism: str) -> bool:
+    """Whether a mechanism is a choice of blocks and nothing else, as `local`, and `bigbird` for each head, are too."""
+    found = MECHANISMS.get(mechanism)
+    pattern = issubclass(found, BlockSparseMechanism) and not issubclass(found, LearnedSparseMechanism)
+    plain = pattern and found.causal_sequences is BlockSparseMechanism.causal_sequences
+    return plain and mechanism not in ("local", "bigbird")
+
+
+def each_of(mechanisms: list[str]) -> list[Any]:
+    """Return mechanisms as parameters, plain patterns marked slow: in a whole model all of them take the same way."""
+    return [pytest.param(x, marks=[pytest.mark.slow] if is_plain_pattern(x) else []) for x in mechanisms]
 
 
 def make_patched(name: str, mechanism: str = "performer", head: str | None = None, **config: Any) -> PreTrainedModel:

@@ -7,7 +7,7 @@ import torch
 
 from hf_linattn import get_mechanisms, list_mechanisms, patch_model, unpatch_model
 from hf_linattn.mechanisms import MECHANISMS
-from tests.helpers import OPTIONS, assert_close, generate, logits_of, make_patched, make_tokens, pad
+from tests.helpers import OPTIONS, assert_close, each_of, generate, logits_of, make_patched, make_tokens, pad
 from tests.models import ARCHITECTURES, CAUSAL, ENCODERS, NUM_HEADS, NUM_LAYERS, make_model
 
 LENGTH = 19  # longer than the sliding windows, and odd
@@ -16,7 +16,8 @@ LENGTH = 19  # longer than the sliding windows, and odd
 def supported(names, mode):
     """Pairs of architecture and mechanism that has the mode."""
     able = [name for name in list_mechanisms() if mode in MECHANISMS.get(name).modes]
-    return pytest.mark.parametrize(("name", "mechanism"), [(n, m) for n in names for m in able])
+    pairs = [pytest.param(name, *one.values, marks=one.marks) for name in names for one in each_of(able)]
+    return pytest.mark.parametrize(("name", "mechanism"), pairs)
 
 
 each_pair = supported(ARCHITECTURES, "bidirectional")

@@ -26,13 +26,13 @@ from hf_linattn import (
     patch_model,
     unpatch_model,
 )
-from tests.helpers import OPTIONS, generate, logits_of, make_patched, make_tokenizer, make_tokens
+from tests.helpers import OPTIONS, each_of, generate, logits_of, make_patched, make_tokenizer, make_tokens
 from tests.models import ARCHITECTURES, SPINE, VOCAB_SIZE, make_model
 
 AUTO = {"bert": AutoModelForMaskedLM, "gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM}
 SEQUENCE_HEADS = {name: "ForSequenceClassification" for name in SPINE}
 each_family = pytest.mark.parametrize("name", SPINE)
-each_mechanism = pytest.mark.parametrize("mechanism", list_mechanisms())
+each_mechanism = pytest.mark.parametrize("mechanism", each_of(list_mechanisms()))
 IDS = make_tokens(2, 9)
 
 

@@ -17,6 +17,7 @@ from hf_linattn.mechanisms import MECHANISMS
 from tests.helpers import (
     OPTIONS,
     assert_close,
+    each_of,
     generate,
     gradients,
     logits_of,
@@ -29,12 +30,12 @@ from tests.models import ARCHITECTURES, SPINE, make_model
 
 each_family = pytest.mark.parametrize("name", SPINE)
 each_generator = pytest.mark.parametrize("name", ["gpt2", "llama"])
-each_mechanism = pytest.mark.parametrize("mechanism", list_mechanisms())
+each_mechanism = pytest.mark.parametrize("mechanism", each_of(list_mechanisms()))
 each_continuous_mechanism = pytest.mark.parametrize(
-    "mechanism", [name for name in list_mechanisms() if MECHANISMS.get(name).continuous]
+    "mechanism", each_of([name for name in list_mechanisms() if MECHANISMS.get(name).continuous])
 )
 each_causal_mechanism = pytest.mark.parametrize(
-    "mechanism", [name for name in list_mechanisms() if "causal" in MECHANISMS.get(name).modes]
+    "mechanism", each_of([name for name in list_mechanisms() if "causal" in MECHANISMS.get(name).modes])
 )
 
 # -- generation: with a cache as without ------------------------------------------------------------------------------

@@ -40,11 +40,21 @@ from hf_linattn import (
 from hf_linattn import transformers_bridge as bridge
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
-from tests.helpers import OPTIONS, Snapshot, assert_close, generate, gradients, logits_of, make_patched, make_tokens
+from tests.helpers import (
+    OPTIONS,
+    Snapshot,
+    assert_close,
+    each_of,
+    generate,
+    gradients,
+    logits_of,
+    make_patched,
+    make_tokens,
+)
 from tests.models import NUM_LAYERS, SPINE, make_model
 
 each_family = pytest.mark.parametrize("name", SPINE)
-each_mechanism = pytest.mark.parametrize("mechanism", list_mechanisms())
+each_mechanism = pytest.mark.parametrize("mechanism", each_of(list_mechanisms()))
 
 
 @pytest.fixture

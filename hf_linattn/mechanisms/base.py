@@ -120,7 +120,8 @@ class Mechanism(nn.Module):
             )
         self.config, self.layer = config, layer
         self.calls = 0  # how often forward ran (outside compiled graphs): shows that the layer is really served
-        self.cache_layer: Any = None  # set by the bridge for the time of one call
+        self.cache_layer: Any = None  # set by the bridge for the time of one call, as is the next one
+        self.keeps_state = True  # whether the state that causal attention comes to is of use to anyone
         self.backend = "auto"  # set by hf_linattn.backends, as is the next one
         self.causal_reader: Any = None  # calls causal_attention for it, in parts
         self.observer: Any = None  # set by hf_linattn.observation: answers in this mechanism's place
@@ -233,7 +234,7 @@ class SequenceMechanism(Mechanism):
         """Return output and state for rows that continue `state` (None: that begin).
 
         `lengths` [B] counts the real tokens at the start of each row (maybe none); None if all are real. What comes
-        out behind them is dropped, and must not get into the state.
+        out behind them is dropped, and must not get into the state. The state may be None unless `self.keeps_state`.
         """
         raise NotImplementedError
 
@@ -265,7 +266,8 @@ class SequenceMechanism(Mechanism):
             heads = [group.take(x) for x in (query, key, value)]
             if self.layer.causal:
                 rows, after = self.causal_sequences(*heads, group.lengths, None if number else state)
-                states.append((group.rows[group.last], select_rows(after, group.last)))
+                if after is not None:
+                    states.append((group.rows[group.last], select_rows(after, group.last)))
             else:
                 rows = self.bidirectional_sequences(*heads, group.lengths)
             output = group.put(rows, output)

@@ -90,7 +90,7 @@ class BlockSparseMechanism(SequenceMechanism):
 
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: KeptKeys | None
-    ) -> tuple[Tensor, KeptKeys]:
+    ) -> tuple[Tensor, KeptKeys | None]:
         scaling = self.layer.scaling
         if state is not None:
             return continued_attention(query, key, value, self, state, scaling=scaling, lengths=lengths)
@@ -98,7 +98,7 @@ class BlockSparseMechanism(SequenceMechanism):
         output = block_sparse_attention(
             query, key, value, self, scaling=scaling, causal=True, use_native=self.uses_native
         )
-        return output, keep_keys(key, value, self, lengths)
+        return output, keep_keys(key, value, self, lengths) if self.keeps_state else None
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         return block_sparse_attention(

@@ -109,7 +109,7 @@ class LinformerMechanism(SequenceMechanism):
 
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: MemoryState | None
-    ) -> tuple[Tensor, MemoryState]:
+    ) -> tuple[Tensor, MemoryState | None]:
         return bounded_memory_attention(
             query,
             key,
@@ -122,6 +122,7 @@ class LinformerMechanism(SequenceMechanism):
             state=state,
             use_native=self.backend != "torch",
             training=self.training,
+            keep_state=self.keeps_state,
         )
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:

@@ -103,7 +103,7 @@ class LshMechanism(SequenceMechanism):
     @torch.compiler.disable  # which keys are seen is data: compiled graphs end here and begin again
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: LshState | None
-    ) -> tuple[Tensor, LshState]:
+    ) -> tuple[Tensor, LshState | None]:
         query, key = self.operands(query, key)
         norms = key.detach().norm(dim=-1)
         begin = norms.new_zeros(len(key), dtype=torch.long) if state is None else state.length
@@ -115,6 +115,8 @@ class LshMechanism(SequenceMechanism):
             output = self._with_self(*self._read(after, new), new)
         else:
             output, after = self._many(new, state, ahead=0)
+        if after is None:
+            return output, None
         count = torch.full_like(begin, key.shape[2]) if lengths is None else lengths
         last = largest.gather(-1, count[:, None, None].expand(*norms.shape[:2], 1))[..., 0]
         return output, after._replace(length=begin + count, largest=last)
@@ -193,14 +195,14 @@ class LshMechanism(SequenceMechanism):
         query_code, key_code = (x * span + place for x in (new.query_bucket, new.key_bucket))
         key, value = new.key, new.value
         heads = new.query, key, value
-        if state is None and self.infers_natively and not torch.is_grad_enabled() and suits(*heads):
+        if state is None and self.backend != "torch" and suits(*heads):
             output, member, bounds = attend_buckets(
                 *heads, new.query_bucket, new.key_bucket, num_buckets=buckets + 1, behind=size, ahead=ahead,
                 shared=self.config.shared_qk, scaling=self.layer.scaling,
             )  # fmt: skip
             member = member.long()
             lists = Lists(key_code.gather(-1, member), member, bounds)
-            return output, None if ahead else self._last(key, value, key_code, lists, span)
+            return output, self._last(key, value, key_code, lists, span, ahead)
         if state is None:
             lists = sort_keys(key_code, buckets + 1, span)
         else:
@@ -214,7 +216,7 @@ class LshMechanism(SequenceMechanism):
             query_code if self.config.shared_qk else None,
         )  # fmt: skip
         output = self._with_self(output, log_sum, new)
-        return output, None if ahead else self._last(key, value, key_code, lists, span)
+        return output, self._last(key, value, key_code, lists, span, ahead)
 
     def _lists_with(self, state: LshState, key_code: Tensor, span: int) -> tuple[Lists, Tensor]:
         """Return the sorted keys of state and call, and the codes of all: those of every round's buckets, then new."""
@@ -229,8 +231,10 @@ class LshMechanism(SequenceMechanism):
         member = lists.member + torch.where(lists.member < held, first, (rounds - 1) * held)
         return lists._replace(member=member), torch.cat([codes.flatten(3), key_code], -1)
 
-    def _last(self, key: Tensor, value: Tensor, key_code: Tensor, lists: Lists, span: int) -> LshState:
-        """Return the last keys of every bucket as a state without `length` and `largest`."""
+    def _last(self, key: Tensor, value: Tensor, key_code: Tensor, lists: Lists, span: int, ahead: int) -> Any:
+        """Return the last keys of every bucket as a state without `length` and `largest`; None if none is kept."""
+        if ahead or not self.keeps_state:
+            return None
         buckets, size = self.config.num_buckets, self.config.bucket_size
         first, end = lists.bounds[..., :buckets, None], lists.bounds[..., 1 : buckets + 1, None]
         place = end - 1 - torch.arange(size, device=key.device)

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from ..config import require
 from ..errors import UnsupportedModeError, UnsupportedModelError
 from ..ops import naive
-from ..ops.block_sparse import KeptKeys
 from .base import AttentionLayer, register_mechanism
 from .local import LocalConfig, LocalMechanism
 
@@ -92,9 +91,10 @@ class SinksMechanism(LocalMechanism):
             )
         heads = self._widen_query(query, position), self._widen_key(key, position), self._widen_value(value)
         output, after = super().causal_sequences(*heads, lengths, state)
-        window, sinks = after.key.chunk(2, dim=-1)
-        kept: KeptKeys = after._replace(key=window + sinks, value=after.value[..., :width])
-        return output[..., :width], kept
+        if after is not None:
+            window, sinks = after.key.chunk(2, dim=-1)
+            after = after._replace(key=window + sinks, value=after.value[..., :width])
+        return output[..., :width], after
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         if self.streaming:

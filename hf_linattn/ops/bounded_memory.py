@@ -61,7 +61,8 @@ def bounded_memory_attention(
     state: MemoryState | None = None,
     use_native: bool = False,
     training: bool = False,
-) -> tuple[Tensor, MemoryState]:
+    keep_state: bool = True,
+) -> tuple[Tensor, MemoryState | None]:
     """Return the causal attention output and the state after the last token.
 
     Args:
@@ -71,6 +72,7 @@ def bounded_memory_attention(
         lengths: [B], real tokens of each row; None if all are. state: what was read before.
         use_native: whether `native` may do it where it can, which is for rows that begin.
         training: whether the same bits must come with and without gradients.
+        keep_state: whether rows that begin need a state; None else.
 
     Returns:
         output [B, H, N, Dv], the state. Time O(N (k + C) (D + Dv)).
@@ -84,7 +86,8 @@ def bounded_memory_attention(
         output = native.whole_rows(query, tokens, num_slots, block_size, scaling, inference)
     else:
         output = _whole_rows(query, tokens, num_slots, block_size, scaling)
-    return output, _state_after(tokens, lengths, num_slots, block_size, use_native and inference)
+    pool_natively = use_native and inference
+    return output, _state_after(tokens, lengths, num_slots, block_size, pool_natively) if keep_state else None
 
 
 class _Run(NamedTuple):

@@ -7,6 +7,7 @@ one document per module in the manner of ``help(module)``, and the language refe
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import sys
 import sysconfig
@@ -45,15 +46,21 @@ def standard_library_corpus(include_source: bool = False) -> DatasetDict:
     ['text', 'module']
     """
     rows: dict[str, list[dict[str, str]]] = {split: [] for split in SPLITS}
-    for name, path in _module_files():
-        source = path.read_text(encoding="utf-8")
-        texts = [module_documentation(name, source)] + [source] * include_source
+    for name, documentation, source in _documents():
+        texts = [documentation] + [source] * include_source
         rows[split_of(name)].extend({"text": text, "module": name} for text in texts if text.strip())
     rows["train"].extend(
         {"text": text.strip() + "\n", "module": f"{TOPICS_PACKAGE}.topics:{name}"}
         for name, text in sorted(topics.items())
     )
     return DatasetDict({split: Dataset.from_list(documents) for split, documents in rows.items()})
+
+
+@functools.cache  # five seconds of parsing
+def _documents() -> list[tuple[str, str, str]]:
+    """Return name, documentation and source of every module."""
+    sources = [(name, path.read_text(encoding="utf-8")) for name, path in _module_files()]
+    return [(name, module_documentation(name, source), source) for name, source in sources]
 
 
 def split_of(module: str) -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from hf_linattn import list_mechanisms
 from hf_linattn.testing import ARCHITECTURES, Check, checks_of
+from tests.helpers import is_plain_pattern
 
 # beside the defaults of each mechanism, which are tested on every architecture; these on grouped queries and RoPE
 VARIANTS = {
@@ -64,7 +65,8 @@ ALWAYS = {("bert", "bidirectional"), ("llama", "causal")}
 def parameter(check: Check):
     """Return a check as a parameter, marked slow if it compiles what others compile, too."""
     case = check.case
-    slow = check.invariant == COMPILES and (case.options or (case.architecture, case.mode) not in ALWAYS)
+    seldom = case.options or (case.architecture, case.mode) not in ALWAYS or is_plain_pattern(case.mechanism)
+    slow = check.invariant == COMPILES and seldom
     return pytest.param(check, id=label(check), marks=[pytest.mark.slow] if slow else [])
 
 

@@ -8,7 +8,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from hf_linattn.training.corpus import SPLITS, module_documentation, split_of, standard_library_corpus
+from hf_linattn.training.corpus import SPLITS, _documents, module_documentation, split_of, standard_library_corpus
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,7 @@ def test_no_test_package_and_no_installed_package(corpus):
 
 
 def test_it_is_deterministic(corpus):
+    _documents.cache_clear()
     again = standard_library_corpus()
     assert all(again[split].to_dict() == corpus[split].to_dict() for split in SPLITS)
 

@@ -191,6 +191,7 @@ def test_memory_is_one_layers_and_no_matrix_is_made():
     assert peaks[1] < 1.05 * peaks[0]
 
 
+@pytest.mark.slow
 def test_a_step_at_4096_tokens_takes_less_memory_than_one_of_lora():
     original = load_model("recipes/pretrained/llama", "float32")
     ids = random_tokens(1, 4096)

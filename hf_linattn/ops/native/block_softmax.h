@@ -1,6 +1,9 @@
 /* One problem of block-sparse softmax attention, and which keys each of its queries meets. */
 
+#pragma once
+
 #include "softmax.h"
+
 
 struct problem {
     operand query, key, value, out; /* float32, contiguous in their last dimension */
@@ -16,8 +19,8 @@ struct problem {
     float scaling;
 };
 
-/* Up to PIECE keys that some queries meet: `count` shared ones or of the sequence, from place `at`, with the bias of the
- * queries, or the first query seeing `ahead` + 1 of them, the next one another one, and so on. */
+/* Up to PIECE keys that some queries meet: `count` shared ones or of the sequence, from place `at`, with the bias of
+ * the queries, or the first query seeing `ahead` + 1 of them, the next one another one, and so on. */
 struct keys {
     int shared;
     int64_t at, count, ahead;

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from .library import Operand, call, dense_rows, empty_output
 
-OPERANDS = ("query", "key", "value", "out")
+OPERANDS = ("query", "key", "value", "out", "log", "grad", "weight_grad", "d_query", "d_key", "d_value")
+GROUPED = ("query", "out", "log", "grad", "weight_grad", "d_query")
 POINTERS = ("query_bucket", "key_bucket", "member", "bounds")
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size")
 CHOICES = ("rounds", "buckets", "behind", "ahead", "shared", "threads")
 
 
 class Problem(ctypes.Structure):
-    """`struct problem` of bucket_softmax.c."""
+    """`struct problem` of bucket_softmax.h."""
 
     _fields_ = (
         *((name, Operand) for name in OPERANDS),
@@ -28,53 +30,132 @@ class Problem(ctypes.Structure):
     )
 
 
-@torch.library.custom_op("hf_linattn::bucket_softmax", mutates_args=("out", "member", "bounds"))
+class Buckets(NamedTuple):
+    """Which keys a query sees.
+
+    of_query: int32 [R, B, Hkv G, N]. of_key: int32 [R, B, Hkv, N]; both contiguous.
+    member: int32 [R, B, Hkv, N], the keys by bucket. bounds: int32 [R, B, Hkv, buckets + 1], where these begin.
+    behind, ahead: how many keys of its bucket a query sees in a round up to its own place, and after it.
+    shared: whether a query sees its own key only where it sees no other; else it always does.
+    """
+
+    of_query: Tensor
+    of_key: Tensor
+    member: Tensor
+    bounds: Tensor
+    behind: int
+    ahead: int
+    shared: bool
+
+
+def _run(function: str, operands: dict[str, Tensor], buckets: Buckets, scaling: float) -> None:
+    sizes = (*operands["query"].shape, operands["value"].shape[3])
+    places = (len(buckets.member), buckets.bounds.shape[-1] - 1, *buckets[4:], torch.get_num_threads())
+    problem = Problem(
+        **{name: Operand.of(x, name in GROUPED, False) for name, x in operands.items()},
+        **{name: x.data_ptr() for name, x in zip(POINTERS, buckets[:4], strict=True)},
+        **dict(zip(SIZES + CHOICES, (*sizes, *places), strict=True)),
+        scaling=scaling,
+    )
+    call(function, problem)
+
+
+@torch.library.custom_op("hf_linattn::bucket_softmax", mutates_args=("out", "log", "member", "bounds"))
 def bucket_softmax(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, query_bucket: Tensor, key_bucket: Tensor, member: Tensor,
-    bounds: Tensor, behind: int, ahead: int, shared: bool, scaling: float,
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, log: Tensor, of_query: Tensor, of_key: Tensor,
+    member: Tensor, bounds: Tensor, behind: int, ahead: int, shared: bool, scaling: float,
 ) -> None:
     """Write the output and the lists of keys of one problem; without gradients.
 
     Args:
         query: [B, Hkv, G, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]. out: [B, Hkv, G, N, Dv].
-        query_bucket: int32 [R, B, Hkv G, N]. key_bucket: int32 [R, B, Hkv, N]; both contiguous.
-        member: int32 [R, B, Hkv, N], the keys by bucket. bounds: int32 [R, B, Hkv, buckets + 1], where these begin.
-        behind, ahead: how many keys of its bucket a query sees in a round up to its own place, and after it.
-        shared: whether a query sees its own key only where it sees no other; else it always does.
+        log: [B, Hkv, G, N], the logs of what the weights add up to, `LOWEST` where a query has its own value.
+        of_query ... shared: `Buckets`.
     """
-    sizes = (*query.shape[:2], query.shape[2], query.shape[3], query.shape[4], value.shape[3])
-    choices = (len(member), bounds.shape[-1] - 1, behind, ahead, shared, torch.get_num_threads())
-    pointers = (x.data_ptr() for x in (query_bucket, key_bucket, member, bounds))
-    problem = Problem(
-        *(Operand.of(x, x.dim() == 5, False) for x in (query, key, value, out)), *pointers, *sizes, *choices, scaling
-    )
-    call("bucket_softmax", problem)
+    operands = {"query": query, "key": key, "value": value, "out": out, "log": log}
+    _run("bucket_softmax", operands, Buckets(of_query, of_key, member, bounds, behind, ahead, shared), scaling)
+
+
+@torch.library.custom_op(
+    "hf_linattn::bucket_softmax_backward", mutates_args=("d_query", "d_key", "d_value", "member", "bounds")
+)
+def bucket_softmax_backward(
+    query: Tensor, key: Tensor, value: Tensor, log: Tensor, grad: Tensor, weight_grad: Tensor, d_query: Tensor,
+    d_key: Tensor, d_value: Tensor, of_query: Tensor, of_key: Tensor, member: Tensor, bounds: Tensor, behind: int,
+    ahead: int, shared: bool, scaling: float,
+) -> None:  # fmt: skip
+    """Add to the gradients of queries, keys and values, which are shaped as they are.
+
+    Args:
+        log: as it was left by `bucket_softmax`. grad: [B, Hkv, G, N, Dv], of its output. weight_grad: [B, Hkv, G, N],
+            the sum of grad x output. The others as above.
+    """
+    operands = {
+        "query": query, "key": key, "value": value, "log": log, "grad": grad, "weight_grad": weight_grad,
+        "d_query": d_query, "d_key": d_key, "d_value": d_value,
+    }  # fmt: skip
+    buckets = Buckets(of_query, of_key, member, bounds, behind, ahead, shared)
+    _run("bucket_softmax_backward", operands, buckets, scaling)
 
 
 @bucket_softmax.register_fake
+@bucket_softmax_backward.register_fake
 def _(*_: Any, **__: Any) -> None:
     return None
 
 
+def _count_pairs(query: Any, member: Any, behind: int, ahead: int) -> int:
+    """Every query with as many keys as it can see in all rounds."""
+    batch, heads, groups, length, _ = query
+    return batch * heads * groups * length * member[0] * min(behind + ahead, length)
+
+
 @register_flop_formula(torch.ops.hf_linattn.bucket_softmax)
 def _flops(
-    query: Any, key: Any, value: Any, out: Any, query_bucket: Any, key_bucket: Any, member: Any, bounds: Any,
+    query: Any, key: Any, value: Any, out: Any, log: Any, of_query: Any, of_key: Any, member: Any, bounds: Any,
     behind: int, ahead: int, *rest: Any, **__: Any,
 ) -> int:  # fmt: skip
-    """Two products of every query with as many keys as it can see in all rounds."""
-    batch, heads, groups, length, width = query
-    seen = member[0] * min(behind + ahead, length)
-    return 2 * batch * heads * groups * length * seen * (width + value[-1])
+    """Scores and their product with the values."""
+    return 2 * _count_pairs(query, member, behind, ahead) * (query[-1] + value[-1])
+
+
+@register_flop_formula(torch.ops.hf_linattn.bucket_softmax_backward)
+def _backward_flops(
+    query: Any, key: Any, value: Any, log: Any, grad: Any, weight_grad: Any, d_query: Any, d_key: Any, d_value: Any,
+    of_query: Any, of_key: Any, member: Any, bounds: Any, behind: int, ahead: int, *rest: Any, **__: Any,
+) -> int:  # fmt: skip
+    """Scores once more, and one product each for the gradients of weights, queries, keys and values."""
+    return 2 * _count_pairs(query, member, behind, ahead) * (3 * query[-1] + 2 * value[-1])
 
 
 def attend_buckets(
     query: Tensor, key: Tensor, value: Tensor, query_bucket: Tensor, key_bucket: Tensor, *, num_buckets: int,
     behind: int, ahead: int, shared: bool, scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the output [B, H, N, Dv] for heads and buckets in any layout, and `member` and `bounds` as above."""
+    """Return the output [B, H, N, Dv] for heads and buckets in any layout, and `member` and `bounds` of `Buckets`."""
     query, key, value = (dense_rows(x) for x in (query.unflatten(1, (key.shape[1], -1)), key, value))
     of_query, of_key = (x.to(torch.int32).contiguous() for x in (query_bucket, key_bucket))
-    output, member = empty_output(query, value), torch.empty_like(of_key)
-    bounds = of_key.new_empty(*of_key.shape[:3], num_buckets + 1)
-    bucket_softmax(query, key, value, output, of_query, of_key, member, bounds, behind, ahead, shared, scaling)
-    return output.flatten(1, 2), member, bounds
+    member, bounds = torch.empty_like(of_key), of_key.new_empty(*of_key.shape[:3], num_buckets + 1)
+    buckets = Buckets(of_query, of_key, member, bounds, behind, ahead, shared)
+    return _AttendBuckets.apply(query, key, value, buckets, scaling).flatten(1, 2), member, bounds
+
+
+class _AttendBuckets(torch.autograd.Function):
+    """Keeps no pair for the backward pass, which makes the weights again."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, buckets, scaling):
+        output, log = empty_output(query, value), query.new_empty(query.shape[:4])
+        bucket_softmax(query, key, value, output, log, *buckets, scaling)
+        ctx.save_for_backward(query, key, value, output, log)
+        ctx.how = *buckets, scaling
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        query, key, value, output, log = ctx.saved_tensors
+        grad, weight_grad = dense_rows(grad), (grad * output).sum(-1)
+        gradients = [torch.zeros_like(x) for x in (query, key, value)]
+        bucket_softmax_backward(query, key, value, log, grad, weight_grad, *gradients, *ctx.how)
+        return *gradients, None, None

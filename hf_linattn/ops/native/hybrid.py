@@ -3,7 +3,7 @@
 The far part is kernel attention of query i with keys up to i - window_size, and if bidirectional from i + window_size
 on: the C reads them as if they stood side by side, and what the distance between them costs is added to the log of the
 far weights afterwards. Window and sinks are softmax attention over blocks that begins with the far output as if it
-were one more key of that weight.
+were one more key of that weight; where gradients may be needed, both are made apart and joined by their log weights.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@
  * Python beside each source mirrors its `struct problem`.
  */
 
+#pragma once
+
+
 #include <immintrin.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -169,6 +172,21 @@ static inline void pack(float *to, int64_t rows, const float *from, int64_t toke
     }
     if (count < rows)
         memset(to + count * padded, 0, (rows - count) * padded * sizeof(float));
+}
+
+static inline float dot(const float *one, const float *other, int64_t size)
+{
+    float sum = 0.0f;
+    for (int64_t column = 0; column < size; column++)
+        sum += one[column] * other[column];
+    return sum;
+}
+
+/* to += factor from */
+static inline void add_scaled(float *to, float factor, const float *from, int64_t size)
+{
+    for (int64_t column = 0; column < size; column++)
+        to[column] += factor * from[column];
 }
 
 /* The next `count` numbers of `memory`, on cache lines of their own; without memory it only counts what is used. */

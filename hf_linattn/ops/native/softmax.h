@@ -1,5 +1,8 @@
 /* Running softmax attention of up to PIECE queries, over keys that are taken in up to PIECE at a time. */
 
+#pragma once
+
+
 #include "lanes.h"
 
 #define PIECE 64   /* queries, and keys, that are multiplied at a time */
@@ -51,9 +54,9 @@ static void hide(float *scores, const float *bias, int64_t first, int64_t last, 
         scores[j] = LOWEST;
 }
 
-/* Scores of `rows` queries become weights under their `top`, which is at most ROOM below the largest score: where it was
- * less, what was summed up before is brought down to the new one. Each step is taken for all queries before the next
- * one: a row by itself would wait for its maximum. */
+/* Scores of `rows` queries become weights under their `top`, which is at most ROOM below the largest score: where it
+ * was less, what was summed up before is brought down to the new one. Each step is taken for all queries before the
+ * next one: a row by itself would wait for its maximum. */
 static void weigh(struct scratch *s, float *scores, int64_t row, int64_t rows, int64_t first, int64_t last)
 {
     float tops[TILE_ROWS];

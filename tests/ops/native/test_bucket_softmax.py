@@ -8,7 +8,7 @@ import torch
 from hf_linattn.mechanisms import lsh
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
-from tests.ops.native.cases import make_heads, make_mask, make_mechanism
+from tests.ops.native.cases import HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism
 
 SIZES = [  # buckets, bucket_size, rounds
     (8, 16, 4),  # runs of many lengths in every tile
@@ -66,9 +66,29 @@ def test_its_products_are_counted(variant, causal):
     assert 0.4 < counts[1] / counts[0] <= 1
 
 
-def test_gradients_and_what_goes_on_from_a_state_are_left_to_others(variant, calls):
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("shared_qk", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients(variant, calls, causal, shared_qk, sizes):
+    mechanism, heads = make_lsh(causal, sizes, shared_qk).train(), make_heads(3, 333)
+    weight = torch.randn(3, HEADS, 333, VALUE_DIM, generator=torch.Generator().manual_seed(2))
+    for key_padding_mask in (None, make_mask(333)):
+        real = 1 if key_padding_mask is None else key_padding_mask[:, None, :, None]
+        gradients = []
+        for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
+            mechanism.to(dtype).backend = backend
+            operands = [x.to(dtype).requires_grad_() for x in heads]
+            output, _ = mechanism(*operands, key_padding_mask)
+            gradients.append(torch.autograd.grad((output * weight * real).sum(), operands))
+        for got, want in zip(*gradients, strict=True):
+            assert_close(got.double(), want, 2e-5)
+    assert calls
+
+
+def test_what_goes_on_from_a_state_is_left_to_others(variant, calls):
     mechanism, heads = make_lsh(True, (8, 16, 4)), make_heads(3, 61)
     _, state = mechanism(*heads)
+    calls.clear()
     with torch.no_grad():
         mechanism(*heads, state=state)
         mechanism.double()(*(x.double() for x in heads))

@@ -1,0 +1,97 @@
+/* The backward pass of bucket_softmax.c. Each key/value head is one thread's, as its queries add to the same keys. */
+
+#include "bucket_softmax.h"
+#include "softmax_backward.h"
+
+/* What one key/value head is worked through with. */
+struct work {
+    const struct problem *problem;
+    struct pairs pairs;
+    struct lists lists;
+    int64_t sequence, batch, head, group;
+};
+
+/* What a query and its own key give each other outside of all rounds; without any weight its output was its value. */
+static void begin(struct work *w)
+{
+    const struct problem *p = w->problem;
+    for (int64_t i = 0; i < p->length; i++) {
+        const float *query = place(&p->query, w->batch, w->head, w->group, i);
+        const float *grad = place(&p->grad, w->batch, w->head, w->group, i);
+        const float *key = place(&p->key, w->batch, w->head, 0, i), *value = place(&p->value, w->batch, w->head, 0, i);
+        const float log = *place(&p->log, w->batch, w->head, w->group, i);
+        const int empty = log <= LOWEST / 2;
+        if (!empty && !is_alone(p, w->sequence, w->group, i))
+            continue;
+        const float weight = empty ? 1.0f : exp_of_one(p->scaling * dot(query, key, p->key_size) - log);
+        const float slope = empty ? 0.0f : weight * (dot(grad, value, p->value_size)
+                                                     - *place(&p->weight_grad, w->batch, w->head, w->group, i));
+        add_scaled(place(&p->d_value, w->batch, w->head, 0, i), weight, grad, p->value_size);
+        add_scaled(place(&p->d_key, w->batch, w->head, 0, i), p->scaling * slope, query, p->key_size);
+        add_scaled(place(&p->d_query, w->batch, w->head, w->group, i), p->scaling * slope, key, p->key_size);
+    }
+}
+
+static void read_runs(void *work, int64_t round, const int32_t *member, const int32_t *queries, int64_t rows)
+{
+    struct work *w = work;
+    struct pairs *s = &w->pairs;
+    struct lists *l = &w->lists;
+    const struct problem *p = w->problem;
+    const int32_t *start = l->start + round * p->length, *stop = l->stop + round * p->length;
+    const int64_t first = start[queries[0]], end = stop[queries[rows - 1]];
+    for (int64_t i = 0; i < rows; i++) {
+        const float log = *place(&p->log, w->batch, w->head, w->group, queries[i]);
+        pack(s->query + i * s->keys, 1, place(&p->query, w->batch, w->head, w->group, queries[i]), 0, 1, p->key_size,
+             s->keys);
+        pack(s->grad + i * s->values, 1, place(&p->grad, w->batch, w->head, w->group, queries[i]), 0, 1,
+             p->value_size, s->values);
+        for (int64_t column = 0; column < s->keys; column++)
+            s->query[i * s->keys + column] *= p->scaling;
+        s->log[i] = log > LOWEST / 2 ? log : 0.0f; /* without keys all scores are LOWEST, and weights zero */
+        s->weight_grad[i] = *place(&p->weight_grad, w->batch, w->head, w->group, queries[i]);
+    }
+    memset(s->d_query, 0, PIECE * s->keys * sizeof(float));
+    for (int64_t at = first; at < end; at += PIECE) {
+        const int64_t count = smaller(end - at, PIECE);
+        for (int64_t j = 0; j < count; j++) {
+            pack(s->key + j * s->keys, 1, place(&p->key, w->batch, w->head, 0, member[at + j]), 0, 1, p->key_size,
+                 s->keys);
+            pack(s->value + j * s->values, 1, place(&p->value, w->batch, w->head, 0, member[at + j]), 0, 1,
+                 p->value_size, s->values);
+        }
+        hide_keys(l, p, round, member, at, count, queries, rows);
+        if (!read_pairs(s, count, rows, l->bias, PIECE, 0))
+            continue;
+        for (int64_t j = 0; j < count; j++) {
+            add_scaled(place(&p->d_key, w->batch, w->head, 0, member[at + j]), 1.0f, s->d_key + j * s->keys,
+                       p->key_size);
+            add_scaled(place(&p->d_value, w->batch, w->head, 0, member[at + j]), 1.0f, s->d_value + j * s->values,
+                       p->value_size);
+        }
+    }
+    for (int64_t i = 0; i < rows; i++)
+        add_scaled(place(&p->d_query, w->batch, w->head, w->group, queries[i]), p->scaling, s->d_query + i * s->keys,
+                   p->key_size);
+}
+
+static void read_task(const void *problem, float *memory, int64_t task)
+{
+    const struct problem *p = problem;
+    struct work work = {.problem = p, .sequence = task, .batch = task / p->heads, .head = task % p->heads};
+    arrange_lists(&work.lists, p, memory + arrange_pairs(&work.pairs, p->key_size, p->value_size, memory));
+    list_keys(&work.lists, p, task);
+    for (work.group = 0; work.group < p->groups; work.group++) {
+        begin(&work);
+        for_runs(&work.lists, p, task, work.group, read_runs, &work);
+    }
+}
+
+/* Work through all key/value heads of a problem; returns 0, or 1 where there was no memory to work in. */
+int bucket_softmax_backward(const struct problem *p)
+{
+    struct pairs pairs;
+    struct lists l;
+    const int64_t size = arrange_pairs(&pairs, p->key_size, p->value_size, NULL) + arrange_lists(&l, p, NULL);
+    return run_tasks(read_task, p, p->batches * p->heads, p->threads, size);
+}
