@@ -42,7 +42,6 @@ from hf_linattn.ops.native import library
 
 SOFTMAX = "softmax"
 SUFFIXES = {"auto": ".json", "torch": "_torch.json", "compile": "_compiled.json"}  # of the result files
-PREFILL_CHUNK = 1024
 DECODED_PER_REPEAT = 8
 
 
@@ -310,12 +309,11 @@ def fill_cache(model: LlamaForCausalLM, context: int) -> DynamicCache:
 
 @torch.no_grad()
 def prefill(model: LlamaForCausalLM, context: int) -> DynamicCache:
-    """Return the cache of a patched model after that many random tokens, read chunk by chunk."""
+    """Return the cache of a patched model after that many random tokens."""
     generator = torch.Generator("cpu").manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, (1, context), generator=generator).to(model.device)
     cache = DynamicCache(config=model.config)
-    for chunk in tokens.split(PREFILL_CHUNK, dim=1):
-        model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return cache
 
 
