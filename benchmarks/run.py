@@ -249,23 +249,29 @@ def find_crossovers(rows: Sequence[OperationRow]) -> list[Crossover]:
 
 
 def measure_decoding(stopwatch: Stopwatch, names: Sequence[str], dtype: torch.dtype) -> list[DecodingRow]:
-    """Time single-token steps of a small Llama after each context, with softmax's own cache and with every state."""
-    plan = stopwatch.plan
+    """Time single-token steps of a small Llama after each context, with softmax's own cache and with every state.
+
+    Each mechanism takes turns with softmax alone: the caches of a dozen models would slow each other down.
+    """
+    plan, rows = stopwatch.plan, []
+    softmax = build_model(stopwatch, dtype, SOFTMAX)
     causal = [name for name in names if "causal" in MECHANISMS.get(name).modes]
-    models = {name: build_model(stopwatch, dtype, name) for name in (SOFTMAX, *causal)}
-    rows = []
     for context in plan.contexts:
-        caches = {
-            name: fill_cache(model, context) if name == SOFTMAX else prefill(model, context)
-            for name, model in tqdm(models.items(), desc=f"prefill {context}")
-        }
-        held = {name: state_bytes(cache) for name, cache in caches.items()}
-        seconds = stopwatch.compare({name: decode_step(models[name], caches[name]) for name in models})
-        timings = {name: Timing.of([s / DECODED_PER_REPEAT for s in values]) for name, values in seconds.items()}
-        rows += [
-            DecodingRow(name, context, timing, timings[SOFTMAX].median / timing.median, held[name])
-            for name, timing in timings.items()
-        ]
+        softmax_seconds: list[float] = []
+        cache = fill_cache(softmax, context)
+        held, after = state_bytes(cache), []
+        for name in tqdm(causal, desc=f"decoding after {context}"):
+            model = build_model(stopwatch, dtype, name)
+            own_cache = prefill(model, context)
+            own_bytes = state_bytes(own_cache)
+            if decoded := cache.get_seq_length() - context:  # beside the last one
+                cache.crop(-decoded)
+            runs = {SOFTMAX: decode_step(softmax, cache), name: decode_step(model, own_cache)}
+            seconds = {k: [s / DECODED_PER_REPEAT for s in values] for k, values in stopwatch.compare(runs).items()}
+            softmax_seconds += seconds[SOFTMAX]
+            ratio = median(seconds[SOFTMAX]) / median(seconds[name])
+            after.append(DecodingRow(name, context, Timing.of(seconds[name]), ratio, own_bytes))
+        rows += [DecodingRow(SOFTMAX, context, Timing.of(softmax_seconds), 1.0, held), *after]
     return rows
 
 
