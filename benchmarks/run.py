@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import torch
@@ -28,77 +25,19 @@ import typer
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm.auto import tqdm
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.decoding import measure_decoding
 from benchmarks.provenance import collect_provenance
+from benchmarks.stopwatch import PLANS, SOFTMAX, Plan, Stopwatch, Timing
 from benchmarks.tables import FASTER, RESULTS, write_tables
-from hf_linattn import AttentionLayer, patch_model, set_backend
+from hf_linattn import AttentionLayer
 from hf_linattn.backends import BACKENDS
-from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config, require_known
 from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops.native import library
 
-SOFTMAX = "softmax"
 SUFFIXES = {"auto": ".json", "torch": "_torch.json", "compile": "_compiled.json"}  # of the result files
-DECODED_PER_REPEAT = 8
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one run measures; sizes in tokens, budgets in seconds."""
-
-    lengths: tuple[int, ...]
-    backward_lengths: tuple[int, ...]
-    contexts: tuple[int, ...]
-    budget: float = 3.0  # repeats of one row stop after this long, but not before `min_repeats`
-    min_repeats: int = 5
-    max_repeats: int = 30
-    num_heads: int = 8
-    head_dim: int = 64
-    num_layers: int = 4  # of the model that decodes; its width is num_heads * head_dim
-    ceiling_size: int = 2048  # side of the square matrices of the ceilings
-
-
-PLANS = {
-    "cpu": Plan(
-        lengths=(512, 1024, 2048, 4096, 8192, 16384),
-        backward_lengths=(512, 1024, 2048, 4096, 8192),
-        contexts=(1024, 32768),
-    ),
-    "cuda": Plan(
-        lengths=(512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
-        backward_lengths=(512, 1024, 2048, 4096, 8192, 16384, 32768),
-        contexts=(1024, 32768, 131072),
-        ceiling_size=8192,
-    ),
-    "quick": Plan(
-        lengths=(64, 128),
-        backward_lengths=(64,),
-        contexts=(32, 96),
-        budget=0.0,
-        num_heads=2,
-        head_dim=16,
-        num_layers=2,
-        ceiling_size=64,
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds over the repeats."""
-
-    median: float
-    fastest: float
-    slowest: float
-    repeats: int
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Timing:
-        """Summarise times given in seconds."""
-        return cls(1e3 * median(seconds), 1e3 * min(seconds), 1e3 * max(seconds), len(seconds))
 
 
 @dataclass(frozen=True)
@@ -114,17 +53,6 @@ class OperationRow:
 
 
 @dataclass(frozen=True)
-class DecodingRow:
-    """One new token of a whole model after `context` tokens; `state_bytes` is what its cache holds then."""
-
-    mechanism: str
-    context: int
-    milliseconds_per_token: Timing
-    ratio: float
-    state_bytes: int
-
-
-@dataclass(frozen=True)
 class Crossover:
     """The shortest measured length from which a mechanism stays faster than softmax; null if it never does."""
 
@@ -132,38 +60,6 @@ class Crossover:
     mode: str
     direction: str
     length: int | None
-
-
-class Stopwatch:
-    """Times competitors in turns; `backend` is what the mechanisms among them use."""
-
-    def __init__(self, device: torch.device, plan: Plan, backend: str = "auto"):
-        self.device, self.plan, self.backend = device, plan, backend
-
-    def once(self, run: Callable[[], Any]) -> float:
-        """Return the seconds of one call, the device's queue emptied before and after it."""
-        self._synchronize()
-        start = time.perf_counter()
-        run()
-        self._synchronize()
-        return time.perf_counter() - start
-
-    def compare(self, competitors: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
-        """Return the seconds of every call: one turn each per repeat, after one turn that warms up."""
-        for run in competitors.values():
-            run()
-        seconds: dict[str, list[float]] = {name: [] for name in competitors}
-        started = time.perf_counter()
-        for repeat in range(self.plan.max_repeats):
-            if repeat >= self.plan.min_repeats and time.perf_counter() - started > self.plan.budget:
-                break
-            for name, run in competitors.items():
-                seconds[name].append(self.once(run))
-        return seconds
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 # -- the operation alone ----------------------------------------------------------------------------------------------
@@ -243,96 +139,6 @@ def find_crossovers(rows: Sequence[OperationRow]) -> list[Crossover]:
             ahead = row.length
         crossovers.append(Crossover(*key, ahead))
     return crossovers
-
-
-# -- the decoding of a whole model ------------------------------------------------------------------------------------
-
-
-def measure_decoding(stopwatch: Stopwatch, names: Sequence[str], dtype: torch.dtype) -> list[DecodingRow]:
-    """Time single-token steps of a small Llama after each context, with softmax's own cache and with every state.
-
-    Each mechanism takes turns with softmax alone: the caches of a dozen models would slow each other down.
-    """
-    plan, rows = stopwatch.plan, []
-    softmax = build_model(stopwatch, dtype, SOFTMAX)
-    causal = [name for name in names if "causal" in MECHANISMS.get(name).modes]
-    for context in plan.contexts:
-        softmax_seconds: list[float] = []
-        cache = fill_cache(softmax, context)
-        held, after = state_bytes(cache), []
-        for name in tqdm(causal, desc=f"decoding after {context}"):
-            model = build_model(stopwatch, dtype, name)
-            own_cache = prefill(model, context)
-            own_bytes = state_bytes(own_cache)
-            if decoded := cache.get_seq_length() - context:  # beside the last one
-                cache.crop(-decoded)
-            runs = {SOFTMAX: decode_step(softmax, cache), name: decode_step(model, own_cache)}
-            seconds = {k: [s / DECODED_PER_REPEAT for s in values] for k, values in stopwatch.compare(runs).items()}
-            softmax_seconds += seconds[SOFTMAX]
-            ratio = median(seconds[SOFTMAX]) / median(seconds[name])
-            after.append(DecodingRow(name, context, Timing.of(seconds[name]), ratio, own_bytes))
-        rows += [DecodingRow(SOFTMAX, context, Timing.of(softmax_seconds), 1.0, held), *after]
-    return rows
-
-
-def build_model(stopwatch: Stopwatch, dtype: torch.dtype, mechanism: str) -> LlamaForCausalLM:
-    """Return a Llama with random weights, patched unless the mechanism is softmax, which keeps SDPA.
-
-    Its feed-forward has Llama's own width, 8/3 of the model's rounded up to a multiple of 256.
-    """
-    plan = stopwatch.plan
-    width = plan.num_heads * plan.head_dim
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=width,
-        intermediate_size=256 * math.ceil(8 * width / 3 / 256),
-        num_hidden_layers=plan.num_layers,
-        num_attention_heads=plan.num_heads,
-        num_key_value_heads=plan.num_heads,
-        max_position_embeddings=2 * max(plan.contexts),
-        attn_implementation="sdpa",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-    model = model.to(stopwatch.device, dtype).eval()
-    if mechanism != SOFTMAX:
-        set_backend(patch_model(model, mechanism), stopwatch.backend)
-    return model
-
-
-def fill_cache(model: LlamaForCausalLM, context: int) -> DynamicCache:
-    """Return softmax's cache with random keys and values of that many tokens: a quadratic prefill is not the point."""
-    config = model.config
-    generator = torch.Generator("cpu").manual_seed(0)
-    shape = (1, config.num_key_value_heads, context, config.head_dim)
-    cache = DynamicCache(config=config)
-    for index in range(config.num_hidden_layers):
-        key, value = (torch.randn(shape, generator=generator).to(model.device, model.dtype) for _ in range(2))
-        cache.update(key, value, index)
-    return cache
-
-
-@torch.no_grad()
-def prefill(model: LlamaForCausalLM, context: int) -> DynamicCache:
-    """Return the cache of a patched model after that many random tokens."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    tokens = torch.randint(model.config.vocab_size, (1, context), generator=generator).to(model.device)
-    cache = DynamicCache(config=model.config)
-    model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cache
-
-
-def decode_step(model: LlamaForCausalLM, cache: DynamicCache) -> Callable[[], None]:
-    """Return a call that decodes `DECODED_PER_REPEAT` tokens one by one."""
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-
-    @torch.no_grad()
-    def run() -> None:
-        for _ in range(DECODED_PER_REPEAT):
-            model(token, past_key_values=cache, use_cache=True)
-
-    return run
 
 
 # -- the whole run ----------------------------------------------------------------------------------------------------

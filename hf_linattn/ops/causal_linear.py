@@ -25,8 +25,9 @@ from torch.nn import functional as F
 
 from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, ratio, with_ones
 from .exponential import LOWEST, dense, fast_exp
+from .native.causal_step import step_attention
 from .native.causal_sums import can_read, causal_attention, mapped_attention, native_maps
-from .native.library import empty_output
+from .native.library import empty_output, suits
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
 NATIVE_SIZE = 2048  # the same where `native` forms them
@@ -71,6 +72,12 @@ def causal_linear_attention(
         output [B, H, N, Dv]; the state, which belongs to the last packed sequence. Time O(N (F + chunk_size) Dv).
     """
     if key.shape[2] == 1:
+        inference = use_native and not training and not torch.is_grad_enabled() and suits(query, key)
+        maps = native_maps(query_map, key_map) if inference else []
+        if maps:
+            query = query.unflatten(1, (key.shape[1], -1))
+            attended, after = step_attention(query, key, value, maps, key_padding_mask, log_decay, state)
+            return attended.flatten(1, 2), after
         return _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
     if use_native and can_read(query, key, sequence_ids):
         return _native(query, key, value, query_map, key_map, key_padding_mask, state, log_decay, training)

@@ -113,15 +113,20 @@ def causal_hybrid_attention(
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv.
         lengths: [B], real tokens at the start of each row; None if all are. Outputs behind them mean nothing.
         state: what was read before.
-        use_native: whether `native.hybrid` may do it where it can, from the start of unpadded rows.
+        use_native: whether `native.hybrid` may do it where it can: unpadded rows from their start, and one token more.
         training: whether the same bits must come with and without gradients.
 
     Returns:
         output [B, H, N, Dv]; the state. Time O(N (F + chunk_size + window_size) Dv).
     """
+    use_native = use_native and lengths is None
+    inference = not training and not torch.is_grad_enabled()
+    if use_native and inference and hybrid.can_step(query, weights, state):
+        output, after = hybrid.hybrid_step(query, key, value, weights, state)
+        return output, HybridState(*after)
     rows = _make_rows(query, key, value, weights, lengths, state)
-    if use_native and state is None and lengths is None and hybrid.can_attend(query, key, weights):
-        inference = not training and not torch.is_grad_enabled() and hybrid.knows_maps(weights)
+    if use_native and state is None and hybrid.can_attend(query, key, weights):
+        inference = inference and hybrid.knows_maps(weights)
         attend = hybrid.causal_hybrid_attention if inference else hybrid.trained_hybrid_attention
         attended, far_sums = attend(query, key, value, weights)
         return attended, _remember(rows, weights, far_sums)

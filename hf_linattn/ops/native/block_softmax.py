@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from .library import Operand, call, dense_rows, empty_output
+from .library import Operand, call, dense_rows, empty_output, operation
 
 OPERANDS = (
     "query", "key", "value", "out", "log", "shared_key", "shared_value",
@@ -73,7 +73,7 @@ def _run(
     call(function, problem)
 
 
-@torch.library.custom_op("hf_linattn::block_softmax", mutates_args=("out", "log"))
+@operation("out", "log")
 def block_softmax(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, log: Tensor, shared_key: Tensor, shared_value: Tensor,
     bias: Tensor | None, table: Tensor, first: int, block_size: int, scaling: float, continued: bool, causal: bool,
@@ -90,10 +90,7 @@ def block_softmax(
     _run("block_softmax", operands, bias, table, first, block_size, scaling, continued, causal)
 
 
-@torch.library.custom_op(
-    "hf_linattn::block_softmax_backward",
-    mutates_args=("d_query", "d_key", "d_value", "d_shared_key", "d_shared_value"),
-)
+@operation("d_query", "d_key", "d_value", "d_shared_key", "d_shared_value")
 def block_softmax_backward(
     query: Tensor, key: Tensor, value: Tensor, log: Tensor, grad: Tensor, weight_grad: Tensor, d_query: Tensor,
     d_key: Tensor, d_value: Tensor, shared_key: Tensor, shared_value: Tensor, d_shared_key: Tensor,
@@ -112,12 +109,6 @@ def block_softmax_backward(
         "shared_value": shared_value, "d_shared_key": d_shared_key, "d_shared_value": d_shared_value,
     }  # fmt: skip
     _run("block_softmax_backward", operands, bias, table, first, block_size, scaling, False, causal)
-
-
-@block_softmax.register_fake
-@block_softmax_backward.register_fake
-def _(*_: Any, **__: Any) -> None:
-    return None
 
 
 def _count_pairs(query: Any, shared_key: Any, table: Any, block_size: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from .library import Operand, call, dense_rows, empty_output
+from .library import Operand, call, dense_rows, empty_output, operation
 
 OPERANDS = ("query", "key", "value", "out", "log", "grad", "weight_grad", "d_query", "d_key", "d_value")
 GROUPED = ("query", "out", "log", "grad", "weight_grad", "d_query")
@@ -60,7 +60,7 @@ def _run(function: str, operands: dict[str, Tensor], buckets: Buckets, scaling: 
     call(function, problem)
 
 
-@torch.library.custom_op("hf_linattn::bucket_softmax", mutates_args=("out", "log", "member", "bounds"))
+@operation("out", "log", "member", "bounds")
 def bucket_softmax(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, log: Tensor, of_query: Tensor, of_key: Tensor,
     member: Tensor, bounds: Tensor, behind: int, ahead: int, shared: bool, scaling: float,
@@ -76,9 +76,7 @@ def bucket_softmax(
     _run("bucket_softmax", operands, Buckets(of_query, of_key, member, bounds, behind, ahead, shared), scaling)
 
 
-@torch.library.custom_op(
-    "hf_linattn::bucket_softmax_backward", mutates_args=("d_query", "d_key", "d_value", "member", "bounds")
-)
+@operation("d_query", "d_key", "d_value", "member", "bounds")
 def bucket_softmax_backward(
     query: Tensor, key: Tensor, value: Tensor, log: Tensor, grad: Tensor, weight_grad: Tensor, d_query: Tensor,
     d_key: Tensor, d_value: Tensor, of_query: Tensor, of_key: Tensor, member: Tensor, bounds: Tensor, behind: int,
@@ -96,12 +94,6 @@ def bucket_softmax_backward(
     }  # fmt: skip
     buckets = Buckets(of_query, of_key, member, bounds, behind, ahead, shared)
     _run("bucket_softmax_backward", operands, buckets, scaling)
-
-
-@bucket_softmax.register_fake
-@bucket_softmax_backward.register_fake
-def _(*_: Any, **__: Any) -> None:
-    return None
 
 
 def _count_pairs(query: Any, member: Any, behind: int, ahead: int) -> int:

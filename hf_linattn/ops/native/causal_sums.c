@@ -16,37 +16,9 @@
  * becomes one, chunk by chunk, through a `feature_map`.
  */
 
-#include "lanes.h"
+#include "causal_sums.h"
 
 #define CHUNK 64
-
-/* A feature map of x: an activation of z = x weight + bias, or of x itself where there is no weight. */
-typedef struct {
-    operand weight; /* [input_size, columns], zero beyond the key_size columns that are used; its "token" is a row */
-    operand bias;   /* [columns]; data is NULL where there is none */
-} feature_map;
-
-enum activation {
-    GIVEN,       /* query and key are features */
-    ELU,         /* elu(z) + 1 */
-    RELU,        /* max(z, 0) */
-    EXPONENTIAL, /* e^(z - max z), and the log scale max z + quadratic |x|^2 + offset */
-    SOFTMAX_PAIR /* [softmax(z), softmax(-z)] */
-};
-
-struct problem {
-    operand query, key, value, sums; /* float32, contiguous in their last dimension */
-    operand log_scale, log_decay;    /* of the keys; data is NULL where there are none */
-    operand row_scale;               /* of the queries; the same */
-    operand factor, top;             /* of the queries: what their sums were multiplied by; top_i, and what a
-                                        feature map takes out of the query */
-    float *state, *log_max;          /* [batches, heads, key_size, value_size (+ 1)], [batches, heads]: in and out */
-    int64_t batches, heads, groups, length, key_size, value_size;
-    int64_t normalise, threads;
-    feature_map query_map, key_map;
-    int64_t activation, input_size, bidirectional;
-    float quadratic, offset, least_weight;
-};
 
 /* out [rows, columns] += left right, rows and columns being whole numbers of tiles */
 static void add_product(float *out, int64_t out_row, const float *left, int64_t left_row, int64_t left_step,
@@ -63,104 +35,53 @@ struct scratch {
     float *input, *query, *key, *turned, *value, *weighted, *scores, *out, *state, *weights, *spare;
     /* weights: the last column of a normalised state; spare: for one row of features */
     float scale[CHUNK], query_scale[CHUNK], exponent[CHUNK], passed[CHUNK], top[CHUNK], kept[CHUNK], weight[CHUNK];
+    int64_t chunk; /* tokens read at a time: fewer where there are no more */
     int64_t inputs, keys, values; /* sizes, padded */
 };
 
 static int64_t arrange(struct scratch *s, const struct problem *p, float *memory)
 {
+    s->chunk = smaller(CHUNK, round_up(p->length, TILE_COLUMNS));
     s->inputs = round_up(p->input_size, LANES);
     s->keys = round_up(p->key_size, TILE_COLUMNS);
     s->values = round_up(p->value_size, TILE_COLUMNS);
     int64_t used = 0;
-    s->input = take(memory, &used, CHUNK * s->inputs);
-    s->query = take(memory, &used, CHUNK * s->keys);
-    s->key = take(memory, &used, CHUNK * s->keys);
-    s->turned = take(memory, &used, CHUNK * s->keys);
-    s->value = take(memory, &used, CHUNK * s->values);
-    s->weighted = take(memory, &used, CHUNK * s->values);
-    s->scores = take(memory, &used, CHUNK * CHUNK);
-    s->out = take(memory, &used, CHUNK * s->values);
+    s->input = take(memory, &used, s->chunk * s->inputs);
+    s->query = take(memory, &used, s->chunk * s->keys);
+    s->key = take(memory, &used, s->chunk * s->keys);
+    s->turned = take(memory, &used, s->chunk * s->keys);
+    s->value = take(memory, &used, s->chunk * s->values);
+    s->weighted = take(memory, &used, s->chunk * s->values);
+    s->scores = take(memory, &used, s->chunk * s->chunk);
+    s->out = take(memory, &used, s->chunk * s->values);
     s->state = take(memory, &used, s->keys * s->values);
     s->weights = take(memory, &used, s->keys);
     s->spare = take(memory, &used, s->keys);
     return used;
 }
 
-/* z = e^(sign z - max sign z) for the first `count` numbers; return the maximum, and in `sum` the sum of z. */
-static float exponentials(float *to, const float *z, float sign, int64_t count, float *sum)
-{
-    lanes largest = sign * z[0] + (lanes){0}, total = {0};
-    for (int64_t key = 0; key < count; key += LANES) {
-        const lanes part = sign * load(z + key);
-        const mask counts = (mask)LANE_NUMBERS < (int32_t)(count - key);
-        largest = choose(counts & (part > largest), part, largest);
-    }
-    const float top = max_of(largest);
-    for (int64_t key = 0; key < count; key += LANES) {
-        const mask counts = (mask)LANE_NUMBERS < (int32_t)(count - key);
-        const lanes part = choose(counts, exp_of(sign * load(z + key) - top), (lanes){0});
-        total += part;
-        store(to + key, part);
-    }
-    *sum = sum_of(total);
-    return top;
-}
-
-/* Apply the activation to one row of z; return the log scale without what x adds. `spare` is memory for a row. */
-static float activate(float *z, float *spare, const struct problem *p, int64_t padded)
-{
-    float sum, opposite, log_scale = 0.0f;
-    const int64_t half = p->key_size / 2;
-    switch (p->activation) {
-    case ELU:
-        for (int64_t key = 0; key < p->key_size; key += LANES) {
-            const lanes part = load(z + key), low = choose(part < (lanes){0}, part, (lanes){0});
-            store(z + key, part - low + exp_of(low));
-        }
-        break;
-    case RELU:
-        for (int64_t key = 0; key < p->key_size; key += LANES) {
-            const lanes part = load(z + key);
-            store(z + key, choose(part < (lanes){0}, (lanes){0}, part));
-        }
-        break;
-    case EXPONENTIAL:
-        log_scale = exponentials(z, z, 1.0f, p->key_size, &sum);
-        break;
-    case SOFTMAX_PAIR:
-        exponentials(spare, z, -1.0f, half, &opposite);
-        exponentials(z, z, 1.0f, half, &sum);
-        for (int64_t key = 0; key < half; key++)
-            z[key] /= sum;
-        for (int64_t key = 0; key < half; key++)
-            z[half + key] = spare[key] / opposite;
-    }
-    memset(z + p->key_size, 0, (padded - p->key_size) * sizeof(float));
-    return log_scale;
-}
-
-/* Features [CHUNK, keys] of `count` tokens from `x`; log scales, where wanted, are added to `scale`. */
+/* Features [s->chunk, keys] of `count` tokens from `x`; log scales, where wanted, are added to `scale`. */
 static void load_features(float *to, struct scratch *s, const struct problem *p, const operand *x,
                           const feature_map *map, float *scale, int64_t batch, int64_t head, int64_t group, int64_t at,
                           int64_t count)
 {
     const float *from = place(x, batch, head, group, at);
     if (p->activation == GIVEN) {
-        pack(to, CHUNK, from, x->token, count, p->key_size, s->keys);
+        pack(to, s->chunk, from, x->token, count, p->key_size, s->keys);
         return;
     }
     if (map->weight.data) {
-        pack(s->input, CHUNK, from, x->token, count, p->input_size, s->inputs);
-        for (int64_t row = 0; row < CHUNK; row++) {
+        pack(s->input, s->chunk, from, x->token, count, p->input_size, s->inputs);
+        for (int64_t row = 0; row < s->chunk; row++) {
             memset(to + row * s->keys, 0, s->keys * sizeof(float));
             if (map->bias.data)
                 memcpy(to + row * s->keys, place(&map->bias, 0, head, group, 0), p->key_size * sizeof(float));
         }
         const int64_t columns = p->activation == SOFTMAX_PAIR ? round_up(p->key_size / 2, TILE_COLUMNS) : s->keys;
         add_product(to, s->keys, s->input, s->inputs, 1, place(&map->weight, 0, head, group, 0), map->weight.token,
-                    CHUNK, columns, p->input_size);
+                    s->chunk, columns, p->input_size);
     } else
-        pack(to, CHUNK, from, x->token, count, p->key_size, s->keys);
+        pack(to, s->chunk, from, x->token, count, p->key_size, s->keys);
     for (int64_t row = 0; row < count; row++) {
         const float top = activate(to + row * s->keys, s->spare, p, s->keys);
         if (scale) {
@@ -170,21 +91,21 @@ static void load_features(float *to, struct scratch *s, const struct problem *p,
             scale[row] += top + p->quadratic * sum_of(squares) + p->offset;
         }
     }
-    memset(to + count * s->keys, 0, (CHUNK - count) * s->keys * sizeof(float));
+    memset(to + count * s->keys, 0, (s->chunk - count) * s->keys * sizeof(float));
 }
 
 /* The exponents of a chunk's keys as seen from its start, their running maximum, and what follows from them. */
 static float weigh(struct scratch *s, const float *decay, int64_t decay_step, int64_t count, float before, float *left)
 {
     float passed = 0.0f, top = before < LOWEST / 2 ? LOWEST / 2 : before;
-    for (int64_t j = 0; j < CHUNK; j++) {
+    for (int64_t j = 0; j < s->chunk; j++) {
         passed += decay && j < count ? decay[j * decay_step] : 0.0f;
         s->passed[j] = passed;
         s->exponent[j] = j >= count ? LOWEST : s->scale[j] - passed;
         top = s->exponent[j] > top ? s->exponent[j] : top;
         s->top[j] = top;
     }
-    for (int64_t j = 0; j < CHUNK; j += LANES) {
+    for (int64_t j = 0; j < s->chunk; j += LANES) {
         store(s->kept + j, exp_of(before - load(s->top + j)));
         store(s->weight + j, exp_of(load(s->exponent + j) - top));
     }
@@ -192,20 +113,20 @@ static float weigh(struct scratch *s, const float *decay, int64_t decay_step, in
     return top + passed;
 }
 
-/* scores [CHUNK, CHUNK]: products of queries and keys, those of the future zero, the others weighted */
+/* scores [s->chunk, s->chunk]: products of queries and keys, those of the future zero, the others weighted */
 static void form_pairs(struct scratch *s, const struct problem *p, int scaled)
 {
-    memset(s->scores, 0, CHUNK * CHUNK * sizeof(float));
-    for (int64_t row = 0; row < CHUNK; row += TILE_ROWS)
+    memset(s->scores, 0, s->chunk * s->chunk * sizeof(float));
+    for (int64_t row = 0; row < s->chunk; row += TILE_ROWS)
         for (int64_t column = 0; column < row + TILE_ROWS; column += TILE_COLUMNS)
-            add_tile(s->scores + row * CHUNK + column, CHUNK, s->query + row * s->keys, s->keys, 1,
-                     s->turned + column, CHUNK, p->key_size);
-    for (int64_t i = 0; i < CHUNK; i++) {
-        float *scores = s->scores + i * CHUNK;
+            add_tile(s->scores + row * s->chunk + column, s->chunk, s->query + row * s->keys, s->keys, 1,
+                     s->turned + column, s->chunk, p->key_size);
+    for (int64_t i = 0; i < s->chunk; i++) {
+        float *scores = s->scores + i * s->chunk;
         if (scaled)
             for (int64_t j = 0; j <= i; j += LANES)
                 store(scores + j, load(scores + j) * exp_of(load(s->exponent + j) - s->top[i]));
-        memset(scores + i + 1, 0, (CHUNK - 1 - i) * sizeof(float));
+        memset(scores + i + 1, 0, (s->chunk - 1 - i) * sizeof(float));
     }
 }
 
@@ -218,8 +139,8 @@ static float last_factor(const struct scratch *s, const struct problem *p, int64
     lanes earlier = {0}, own = {0};
     for (int64_t key = 0; key < s->keys; key += LANES)
         earlier += load(s->query + i * s->keys + key) * load(s->weights + key);
-    for (int64_t j = 0; j < CHUNK; j += LANES)
-        own += load(s->scores + i * CHUNK + j);
+    for (int64_t j = 0; j < s->chunk; j += LANES)
+        own += load(s->scores + i * s->chunk + j);
     const float weight = sum_of(own) + (scaled ? s->kept[i] : 1.0f) * sum_of(earlier);
     return weight >= p->least_weight ? 1.0f / weight : 0.0f;
 }
@@ -233,15 +154,15 @@ static void read_chunk(struct scratch *s, const struct problem *p, int64_t batch
                   batch, head, group, at, count);
     if (!p->bidirectional)
         form_pairs(s, p, scaled);
-    memset(s->out, 0, CHUNK * s->values * sizeof(float));
-    add_product(s->out, s->values, s->query, s->keys, 1, s->state, s->values, CHUNK, s->values, p->key_size);
+    memset(s->out, 0, s->chunk * s->values * sizeof(float));
+    add_product(s->out, s->values, s->query, s->keys, 1, s->state, s->values, s->chunk, s->values, p->key_size);
     if (scaled)
-        for (int64_t i = 0; i < CHUNK; i++)
+        for (int64_t i = 0; i < s->chunk; i++)
             for (int64_t column = 0; column < s->values; column++)
                 s->out[i * s->values + column] *= s->kept[i];
     for (int64_t column = 0; column < s->values && !p->bidirectional; column += TILE_COLUMNS)
-        for (int64_t row = 0; row < CHUNK; row += TILE_ROWS)
-            add_tile(s->out + row * s->values + column, s->values, s->scores + row * CHUNK, CHUNK, 1,
+        for (int64_t row = 0; row < s->chunk; row += TILE_ROWS)
+            add_tile(s->out + row * s->values + column, s->values, s->scores + row * s->chunk, s->chunk, 1,
                      s->value + column, s->values, row + TILE_ROWS);
     for (int64_t i = 0; i < count; i++) {
         const float *row_scale = p->row_scale.data ? place(&p->row_scale, batch, head, group, at + i) : NULL;
@@ -260,19 +181,19 @@ static void fold_chunk(struct scratch *s, const struct problem *p, int scaled, f
     const float *weighted = s->value;
     if (scaled) {
         weighted = s->weighted;
-        for (int64_t j = 0; j < CHUNK; j++)
+        for (int64_t j = 0; j < s->chunk; j++)
             for (int64_t column = 0; column < s->values; column++)
                 s->weighted[j * s->values + column] = s->weight[j] * s->value[j * s->values + column];
         for (int64_t number = 0; number < s->keys * s->values; number++)
             s->state[number] *= left;
     }
     add_product(s->state, s->values, s->key, 1, s->keys, weighted, s->values, round_up(p->key_size, TILE_ROWS),
-                s->values, CHUNK);
+                s->values, s->chunk);
     if (!p->normalise)
         return;
     for (int64_t key = 0; key < s->keys; key++)
         s->weights[key] *= scaled ? left : 1.0f;
-    for (int64_t j = 0; j < CHUNK; j++)
+    for (int64_t j = 0; j < s->chunk; j++)
         for (int64_t key = 0; key < s->keys; key++)
             s->weights[key] += (scaled ? s->weight[j] : 1.0f) * s->key[j * s->keys + key];
 }
@@ -286,9 +207,9 @@ static float load_keys(struct scratch *s, const struct problem *p, int64_t batch
         s->scale[j] = p->log_scale.data ? *place(&p->log_scale, batch, head, 0, at + j) : 0.0f;
     load_features(s->key, s, p, &p->key, &p->key_map, p->activation == EXPONENTIAL ? s->scale : NULL, batch, head, 0,
                   at, count);
-    pack(s->value, CHUNK, place(&p->value, batch, head, 0, at), p->value.token, count, p->value_size, s->values);
+    pack(s->value, s->chunk, place(&p->value, batch, head, 0, at), p->value.token, count, p->value_size, s->values);
     if (!p->bidirectional)
-        turn(s->turned, CHUNK, s->key, s->keys, CHUNK, s->keys);
+        turn(s->turned, s->chunk, s->key, s->keys, s->chunk, s->keys);
     if (!scaled)
         return before;
     const float *decay = p->log_decay.data ? place(&p->log_decay, batch, head, 0, at) : NULL;
@@ -297,33 +218,35 @@ static float load_keys(struct scratch *s, const struct problem *p, int64_t batch
 
 static void read_sequence(struct scratch *s, const struct problem *p, int64_t batch, int64_t head)
 {
-    const int scaled = p->log_scale.data || p->log_decay.data || p->activation == EXPONENTIAL;
+    const int scaled = has_scales(p);
     const int64_t sequence = batch * p->heads + head, width = p->value_size + (p->normalise ? 1 : 0);
-    float *outer = p->state + sequence * p->key_size * width, before = p->log_max[sequence], left = 1.0f;
+    const float *given = p->state + sequence * p->key_size * width;
+    float *after = p->state_after + sequence * p->key_size * width, before = p->log_max[sequence], left = 1.0f;
     memset(s->state, 0, s->keys * s->values * sizeof(float));
     memset(s->weights, 0, s->keys * sizeof(float));
     for (int64_t key = 0; key < p->key_size; key++) {
-        memcpy(s->state + key * s->values, outer + key * width, p->value_size * sizeof(float));
-        s->weights[key] = p->normalise ? outer[key * width + p->value_size] : 0.0f;
+        memcpy(s->state + key * s->values, given + key * width, p->value_size * sizeof(float));
+        s->weights[key] = p->normalise ? given[key * width + p->value_size] : 0.0f;
     }
     if (p->bidirectional)
-        memset(s->scores, 0, CHUNK * CHUNK * sizeof(float)); /* no pairs: all keys are in the state before any query */
-    for (int64_t at = 0; at < p->length; at += CHUNK) {
-        const int64_t count = p->length - at < CHUNK ? p->length - at : CHUNK;
+        /* no pairs: all keys are in the state before any query */
+        memset(s->scores, 0, s->chunk * s->chunk * sizeof(float));
+    for (int64_t at = 0; at < p->length; at += s->chunk) {
+        const int64_t count = p->length - at < s->chunk ? p->length - at : s->chunk;
         before = load_keys(s, p, batch, head, at, count, scaled, before, &left);
         for (int64_t group = 0; group < p->groups && !p->bidirectional; group++)
             read_chunk(s, p, batch, head, group, at, count, scaled);
         fold_chunk(s, p, scaled, left);
     }
-    for (int64_t at = 0; at < p->length && p->bidirectional; at += CHUNK)
+    for (int64_t at = 0; at < p->length && p->bidirectional; at += s->chunk)
         for (int64_t group = 0; group < p->groups; group++)
-            read_chunk(s, p, batch, head, group, at, p->length - at < CHUNK ? p->length - at : CHUNK, 0);
+            read_chunk(s, p, batch, head, group, at, p->length - at < s->chunk ? p->length - at : s->chunk, 0);
     for (int64_t key = 0; key < p->key_size; key++) {
-        memcpy(outer + key * width, s->state + key * s->values, p->value_size * sizeof(float));
+        memcpy(after + key * width, s->state + key * s->values, p->value_size * sizeof(float));
         if (p->normalise)
-            outer[key * width + p->value_size] = s->weights[key];
+            after[key * width + p->value_size] = s->weights[key];
     }
-    p->log_max[sequence] = before;
+    p->log_max_after[sequence] = before;
 }
 
 static void read_task(const void *problem, float *memory, int64_t task)

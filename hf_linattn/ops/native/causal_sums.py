@@ -26,9 +26,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..chunk_sums import CHUNK_SIZE, LEAST_WEIGHT, LinearState
 from ..exponential import LOWEST
-from .library import Operand, call, dense_rows, empty_output, suits
+from .library import Operand, call, dense_rows, empty_output, operation, suits
 
-ACTIVATIONS = ("given", "elu", "relu", "exponential", "softmax_pair")  # `enum activation` of causal_sums.c
+ACTIVATIONS = ("given", "elu", "relu", "exponential", "softmax_pair")  # `enum activation` of causal_sums.h
 COLUMNS = 32  # a multiple of the width of a tile
 
 
@@ -52,13 +52,14 @@ class NativeMap(NamedTuple):
         weight, bias = self.weight.detach().float(), None if self.bias is None else self.bias.detach().float()
         if weight.dim() == 3:
             weight, bias = weight.unsqueeze(1), None if bias is None else bias.unsqueeze(1)
-        weight = F.pad(weight, (0, -weight.shape[-1] % COLUMNS)).contiguous()
+        missing = -weight.shape[-1] % COLUMNS
+        weight = (F.pad(weight, (0, missing)) if missing else weight).contiguous()
         weight = weight.expand(heads, groups, *weight.shape[-2:])
         return weight, None if bias is None else bias.expand(heads, groups, -1)
 
 
 class MapOperands(ctypes.Structure):
-    """`feature_map` of causal_sums.c."""
+    """`feature_map` of causal_sums.h."""
 
     _fields_ = (("weight", Operand), ("bias", Operand))
 
@@ -72,20 +73,21 @@ class MapOperands(ctypes.Structure):
 
 
 OPERANDS = ("query", "key", "value", "sums", "log_scale", "log_decay", "row_scale", "factor", "top")
+STATES = ("state", "log_max", "state_after", "log_max_after")
 GROUPED = {"query", "sums", "row_scale", "factor", "top"}
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "normalise", "threads")
 
 
 class Problem(ctypes.Structure):
-    """`struct problem` of causal_sums.c."""
+    """`struct problem` of causal_sums.h."""
 
     _fields_ = (
         *((name, Operand) for name in OPERANDS),
-        *((name, ctypes.c_void_p) for name in ("state", "log_max")),
+        *((name, ctypes.c_void_p) for name in STATES),
         *((name, ctypes.c_int64) for name in SIZES),
         ("query_map", MapOperands),
         ("key_map", MapOperands),
-        *((name, ctypes.c_int64) for name in ("activation", "input_size", "bidirectional")),
+        *((name, ctypes.c_int64) for name in ("activation", "input_size", "bidirectional", "strict")),
         *((name, ctypes.c_float) for name in ("quadratic", "offset", "least_weight")),
     )
 
@@ -97,59 +99,69 @@ def can_read(query: Tensor, key: Tensor, sequence_ids: Tensor | None) -> bool:
 
 def native_maps(query_map: Any, key_map: Any) -> list[NativeMap]:
     """Return the two maps as the C knows them, nothing where it does not know them."""
-    maps: list[Any] = [getattr(x, "native", lambda: None)() for x in (query_map, key_map)]
-    return maps if all(maps) else []
+    both = (query_map,) if query_map is key_map else (query_map, key_map)
+    maps: list[Any] = [getattr(x, "native", lambda: None)() for x in both]
+    return [maps[0], maps[-1]] if all(maps) else []
 
 
-@torch.library.custom_op("hf_linattn::causal_sums", mutates_args=("sums", "factor", "top", "state", "log_max"))
+def describe(
+    operands: dict[str, Any], states: tuple[Tensor, ...], maps: tuple[Tensor | None, ...], activation: int,
+    quadratic: float, offset: float, normalise: bool = True, reverse: bool = False, bidirectional: bool = False,
+    strict: bool = False,
+) -> Problem:  # fmt: skip
+    """Describe a problem by the tensors named in `OPERANDS` and `STATES` and the operands of its maps."""
+    query, value = operands["query"], operands["value"]
+    state, query_weight, query_bias, key_weight, key_bias = states[0], *maps
+    sizes = (*query.shape[:4], state.shape[2], value.shape[-1], normalise, torch.get_num_threads())
+    return Problem(
+        **{name: Operand.of(operand, name in GROUPED, reverse) for name, operand in operands.items()},
+        **{name: x.data_ptr() for name, x in zip(STATES, states, strict=True)},
+        **dict(zip(SIZES, sizes, strict=True)),
+        query_map=MapOperands.of(query_weight, query_bias),
+        key_map=MapOperands.of(key_weight, key_bias),
+        activation=activation,
+        input_size=query.shape[-1],
+        bidirectional=bidirectional,
+        strict=strict,
+        quadratic=quadratic,
+        offset=offset,
+        least_weight=LEAST_WEIGHT[torch.float32],
+    )
+
+
+@operation("sums", "factor", "top", "state_after", "log_max_after")
 def causal_sums(
     query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None,
     row_scale: Tensor | None, sums: Tensor, factor: Tensor, top: Tensor, state: Tensor, log_max: Tensor,
-    normalise: bool, reverse: bool, query_weight: Tensor | None = None, query_bias: Tensor | None = None,
-    key_weight: Tensor | None = None, key_bias: Tensor | None = None, activation: int = 0, quadratic: float = 0.0,
-    offset: float = 0.0, bidirectional: bool = False,
+    state_after: Tensor, log_max_after: Tensor, normalise: bool, reverse: bool, query_weight: Tensor | None = None,
+    query_bias: Tensor | None = None, key_weight: Tensor | None = None, key_bias: Tensor | None = None,
+    activation: int = 0, quadratic: float = 0.0, offset: float = 0.0, bidirectional: bool = False,
 ) -> None:
-    """Work through one problem of causal_sums.c, in place.
+    """Work through one problem of causal_sums.c.
 
     Args:
         query: [B, Hkv, G, N, K]. key: [B, Hkv, N, K]. value: [B, Hkv, N, Dv]. log_scale, log_decay: [B, Hkv, N].
             With an activation that is not `given` query and key are [..., D], and K is the number of features.
         row_scale: [B, Hkv, G, N]; where not None, `sums` are multiplied by exp(row_scale + top).
         sums: [B, Hkv, G, N, Dv]. factor: [B, Hkv, G, N], what they were multiplied by. top: [B, Hkv, G, N].
-        state: [B, Hkv, K, Dv], with one more column where `normalise`; contiguous. log_max: [B, Hkv].
+        state: [B, Hkv, K, Dv], with one more column where `normalise`. log_max: [B, Hkv]. Both contiguous, as is what
+            they become.
         reverse: whether to read the tokens from the last to the first.
         query_weight ... offset: `NativeMap.operands` of the two maps, and what else is in a `NativeMap`.
         bidirectional: whether every query sees all keys of its sequence.
     """
     operands = (query, key, value, sums, log_scale, log_decay, row_scale, factor, top)
+    states, maps = (state, log_max, state_after, log_max_after), (query_weight, query_bias, key_weight, key_bias)
     named = dict(zip(OPERANDS, operands, strict=True))
-    sizes = (state.shape[2], value.shape[-1])
-    problem = Problem(
-        **{name: Operand.of(operand, name in GROUPED, reverse) for name, operand in named.items()},
-        **{"state": state.data_ptr(), "log_max": log_max.data_ptr()},
-        **dict(zip(SIZES, (*query.shape[:4], *sizes, normalise, torch.get_num_threads()), strict=True)),
-        query_map=MapOperands.of(query_weight, query_bias),
-        key_map=MapOperands.of(key_weight, key_bias),
-        activation=activation,
-        input_size=query.shape[-1],
-        bidirectional=bidirectional,
-        quadratic=quadratic,
-        offset=offset,
-        least_weight=LEAST_WEIGHT[torch.float32],
-    )
+    problem = describe(named, states, maps, activation, quadratic, offset, normalise, reverse, bidirectional)
     call("causal_sums", problem)
-
-
-@causal_sums.register_fake
-def _(*_: Any, **__: Any) -> None:
-    return None
 
 
 @register_flop_formula(torch.ops.hf_linattn.causal_sums)
 def _flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
     """Half of the pairs inside a chunk, twice; reading the state for every query, adding every key to it; the maps."""
     (batch, heads, groups, length, input_size), value_size, key_size = query, value[-1], rest[6][2]
-    weights = zip(rest[10:14:2], (groups, 1), strict=False)
+    weights = zip(rest[12:16:2], (groups, 1), strict=False)
     maps = [2 * input_size * weight[-1] * number for weight, number in weights if weight]
     pairs = groups * CHUNK_SIZE * (key_size + value_size)
     return batch * heads * length * (pairs + 2 * (groups + 1) * key_size * value_size + sum(maps))
@@ -209,24 +221,34 @@ def mapped_attention(
     [B, Hkv, G, N]. `bidirectional`, where every query sees all keys, has no decay and no such log. `reverse` reads
     from the last token to the first.
     """
+    state, hidden, rest = map_operands(query, key, value, maps, key_padding_mask, log_decay, state)
+    heads: Any = (dense_rows(query), dense_rows(key), dense_rows(value), hidden, log_decay, *state)
+    _, kv, log_max, factor, top = _read(heads, reverse=reverse, sums=output, rest=(*rest, bidirectional))
+    return LinearState(kv, log_max), log_weight(factor, top)
+
+
+def map_operands(
+    query: Tensor, key: Tensor, value: Tensor, maps: list[NativeMap], key_padding_mask: Tensor | None,
+    log_decay: Tensor | None, state: LinearState | None,
+) -> tuple[LinearState, Tensor | None, tuple[Any, ...]]:  # fmt: skip
+    """Return the state, an empty one if None, the log scales of hidden keys, and what describes the maps."""
     query_map, key_map = maps
     kv_heads, groups = query.shape[1:3]
-    num_features = key.shape[-1] if key_map.weight is None else key_map.weight.shape[-1]
-    num_features *= 2 if key_map.activation == "softmax_pair" else 1
     if state is None:
+        num_features = key.shape[-1] if key_map.weight is None else key_map.weight.shape[-1]
+        num_features *= 2 if key_map.activation == "softmax_pair" else 1
         scaled = key_map.activation == "exponential" or log_decay is not None
         state = LinearState.empty(key.new_empty(num_features), F.pad(value[:, :, :1], (0, 1)), scaled)
     hidden = None
     if key_padding_mask is not None:
         hidden = torch.where(key_padding_mask.bool(), 0.0, LOWEST)[:, None].expand(key.shape[:3])
-    weights = (*query_map.operands(kv_heads, groups), *key_map.operands(kv_heads, 1))
-    rest = (*weights, ACTIVATIONS.index(key_map.activation), key_map.quadratic, key_map.offset, bidirectional)
-    heads: Any = (dense_rows(query), dense_rows(key), dense_rows(value), hidden, log_decay, *state)
-    _, kv, log_max, factor, top = _read(heads, reverse=reverse, sums=output, rest=rest)
-    return LinearState(kv, log_max), _log_weight(factor, top)
+    of_query = query_map.operands(kv_heads, groups)
+    of_key = of_query if query_map is key_map else key_map.operands(kv_heads, 1)
+    return state, hidden, (*of_query, *of_key, ACTIVATIONS.index(key_map.activation), key_map.quadratic, key_map.offset)
 
 
-def _log_weight(factor: Tensor, top: Tensor) -> Tensor:
+def log_weight(factor: Tensor, top: Tensor) -> Tensor:
+    """Return the log of what the weights of each query add up to, `LOWEST` where that is nothing."""
     return torch.where(factor > 0, top - factor.log(), LOWEST)
 
 
@@ -235,10 +257,11 @@ def _read(heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, 
     query, key, value, log_scale, log_decay, kv, log_max = heads
     sums = empty_output(query, value) if sums is None else sums
     factor, top = query.new_empty(2, *query.shape[:4]).unbind()
-    kv, log_max = kv.clone(memory_format=torch.contiguous_format), log_max.clone()
-    operands = (query, key, value, log_scale, log_decay, row_scale, sums, factor, top, kv, log_max)
+    before = kv.contiguous(), log_max.contiguous()
+    after = tuple(torch.empty_like(x) for x in before)
+    operands = (query, key, value, log_scale, log_decay, row_scale, sums, factor, top, *before, *after)
     causal_sums(*operands, normalise, reverse, *rest)
-    return sums, kv, log_max, factor, top
+    return sums, *after, factor, top
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -247,7 +270,7 @@ class _CausalAttention(torch.autograd.Function):
         output, *after, factor, top = _read((query, key, value, log_scale, log_decay, kv, log_max))
         ctx.save_for_backward(query, key, value, log_scale, log_decay, kv, log_max, output, *after, factor, top)
         ctx.mark_non_differentiable(after[1])
-        return output, _log_weight(factor, top), *after
+        return output, log_weight(factor, top), *after
 
     @staticmethod
     @once_differentiable

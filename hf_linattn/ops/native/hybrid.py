@@ -19,8 +19,9 @@ from ..chunk_sums import LinearState
 from ..exponential import LOWEST
 from ..source import Source
 from .block_softmax import Keys, attend_blocks, continue_blocks
+from .causal_step import strict_step
 from .causal_sums import can_read, mapped_attention, native_maps, weighed_attention
-from .library import empty_output
+from .library import empty_output, suits
 
 BLOCK_SIZE = 64
 
@@ -30,6 +31,13 @@ def can_attend(query: Tensor, key: Tensor, weights: Any) -> bool:
     window, sinks = weights.window_size, weights.num_sinks
     beyond = key.shape[2] > window + sinks and window >= sinks
     return beyond and weights.window_log is None and can_read(query, key, None)
+
+
+def can_step(query: Tensor, weights: Any, state: Any) -> bool:
+    """Whether this is a token behind a window and sinks that are full, and the C knows these weights."""
+    one = state is not None and query.shape[2] == 1 and weights.window_log is None and weights.reach > 0
+    full = one and bool((state.length >= weights.num_sinks + weights.reach).all())
+    return full and suits(query) and knows_maps(weights)
 
 
 def knows_maps(weights: Any) -> bool:
@@ -98,6 +106,31 @@ def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) ->
     log[..., :end] = torch.logaddexp(log[..., :end], log_after)
     _read_near(*heads, weights, output, log, causal=False)
     return output.flatten(1, 2)
+
+
+def hybrid_step(
+    query: Tensor, key: Tensor, value: Tensor, weights: Any, state: Any
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the output [B, H, 1, Dv] of one token of each row, and what is in the next `HybridState`.
+
+    Every row has read more than the sinks and a window before it. Without gradients, as `causal_hybrid_attention`.
+    """
+    sinks, rate = weights.num_sinks, weights.decay_rate
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    decay = None if rate is None else (-rate[:, None]).expand(key.shape[:3])
+    leaving = state.ring_key[:, :, :1], state.ring_value[:, :, :1]
+    maps, sums = native_maps(weights.query_map, weights.key_map), LinearState(state.kv, state.log_max)
+    far, far_log, sums = strict_step(grouped, *leaving, maps, decay, sums)
+    far_log = far_log + weights.log_mix.view(key.shape[1], -1, 1)
+    far_log = far_log if rate is None else far_log - (rate * weights.reach).view(-1, 1, 1)
+    keys = torch.cat([state.sink_key, state.ring_key, key], dim=2)
+    values = torch.cat([state.sink_value, state.ring_value, value], dim=2)
+    scores = (grouped.squeeze(3) @ keys.mT).mul_(weights.scaling)
+    near_log = scores.logsumexp(-1, keepdim=True)
+    near = scores.sub_(near_log).exp_() @ values
+    output = near.lerp_(far.squeeze(3), torch.sigmoid(far_log - near_log))
+    rings = (x[:, :, sinks + 1 :].clone() for x in (keys, values))
+    return output.flatten(1, 2)[:, :, None], (*rings, state.sink_key, state.sink_value, *sums, state.length + 1)
 
 
 def _before(query: Tensor, key: Tensor, value: Tensor, weights: Any, output: Tensor) -> tuple[Tensor, LinearState]:

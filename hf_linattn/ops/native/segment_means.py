@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .library import Operand, call, dense_rows
+from .library import Operand, call, dense_rows, operation
 
 OPERANDS = ("row", "mean", "weight", "total")
 SIZES = ("batches", "heads", "segments", "segment_size", "row_size", "threads")
@@ -21,7 +21,12 @@ class Problem(ctypes.Structure):
     _fields_ = (*((name, Operand) for name in OPERANDS), *((name, ctypes.c_int64) for name in SIZES))
 
 
-@torch.library.custom_op("hf_linattn::segment_means", mutates_args=())
+def _means_like(rows: Any, weight: Any, size: int) -> Any:
+    means = rows.new_empty(*rows.shape[:2], rows.shape[2] // size, rows.shape[3])
+    return means, means[..., 0].clone()
+
+
+@operation(fake=_means_like)
 def segment_means(rows: Tensor, weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return the means of every `size` rows under exp(weight), and the logs of what these weights add up to.
 
@@ -37,12 +42,6 @@ def segment_means(rows: Tensor, weight: Tensor, size: int) -> tuple[Tensor, Tens
     operands = (Operand.of(x, False, False) for x in (rows, mean, weight, total))
     call("segment_means", Problem(*operands, batch, heads, count, size, width, torch.get_num_threads()))
     return mean, total
-
-
-@segment_means.register_fake
-def _(rows: Any, weight: Any, size: int) -> Any:
-    means = rows.new_empty(*rows.shape[:2], rows.shape[2] // size, rows.shape[3])
-    return means, means[..., 0].clone()
 
 
 @register_flop_formula(torch.ops.hf_linattn.segment_means)

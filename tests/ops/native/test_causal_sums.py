@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -77,11 +79,11 @@ def test_outputs_states_and_all_gradients(variant, monkeypatch, feature_map, dec
 @pytest.mark.parametrize("decay", [None, "learned"])
 @pytest.mark.parametrize(("name", "options"), MAPS)
 def test_feature_maps(variant, name, options, decay, masked):
-    """The C's own maps, which no gradient needs, in two calls, and where every query sees all keys."""
+    """The C's own maps, which no gradient needs, in long calls and token by token; where every query sees all keys."""
     mask = torch.ones(2, 203, dtype=torch.bool)
     mask[0, :80], mask[1, 150:] = False, False  # one has no key in the first call
     mask = mask if masked else None
-    parts = [slice(None, 70), slice(70, None)]
+    parts = [slice(*ends) for ends in itertools.pairwise((0, 1, 70, 200, 201, 202, 203))]
     results = []
     for dtype in (torch.float64, torch.float32):
         heads = [x.to(dtype) for x in make_heads()]
@@ -94,7 +96,8 @@ def test_feature_maps(variant, name, options, decay, masked):
             outputs.append(output)
         total = state.kv.double() * state.log_max.double().exp()[..., None, None]
         results.append([*outputs, total, both_ways(*heads, mask)[0]])
-    assert len(variant) == 6 and causal.maps[0].native() is not None  # three calls, each after it was seen to be there
+    assert len(variant) == 2 * (len(parts) + 1)  # calls, each after it was seen to be there
+    assert causal.maps[0].native() is not None
     for want, got in zip(*results, strict=True):
         assert_close(got.double(), want, 2e-5 * max(1.0, float(want.abs().max())))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ def calls(monkeypatch):
     def count(attend):
         return lambda *heads: (taken.append(1), attend(*heads))[1]
 
-    for name in ("causal_hybrid_attention", "hybrid_attention", "trained_hybrid_attention"):
+    for name in ("causal_hybrid_attention", "hybrid_attention", "trained_hybrid_attention", "hybrid_step"):
         monkeypatch.setattr(hybrid, name, count(getattr(hybrid, name)))
     return taken
 
@@ -40,13 +42,31 @@ def test_outputs_states_and_what_comes_after(variant, calls, linear, decay, wind
     results = []
     for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
         mechanism.to(dtype).backend = backend
-        first, state = mechanism(*(x[:, :, :-9].to(dtype) for x in heads))
-        second, after = mechanism(*(x[:, :, -9:].to(dtype) for x in heads), state=state)
-        total = state.kv.double() * state.log_max.double().exp()[..., None, None]
-        results.append([first, second, total, *state[:4], state.length, after.length])
-    assert calls == [1]
+        state, result = None, []
+        for ends in itertools.pairwise((0, 210, 216, 217, 218, LENGTH)):
+            output, state = mechanism(*(x[:, :, slice(*ends)].to(dtype) for x in heads), state=state)
+            total = state.kv.double() * state.log_max.double().exp()[..., None, None]
+            result += [output, total, *state[:4], state.length]
+        results.append(result)
+    assert calls == [1] * (1 if window_size == 1 else 4)  # a window of one token has no ring to step along
     for got, want in zip(*results, strict=True):
         assert_close(got.double(), want.double(), 2e-5 * max(1.0, float(want.abs().max()) if want.numel() else 1.0))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("window_size", "num_sinks"), [(16, 4), (5, 9), (2, 0), (1, 1)])
+@pytest.mark.parametrize(("linear", "decay"), MIXES)
+def test_token_by_token(variant, calls, linear, decay, window_size, num_sinks):
+    """From the first one: the sinks and the window fill up, then steps in C follow."""
+    mechanism, heads = make_hybrid(True, linear, decay, window_size, num_sinks), make_heads(2, 40)
+    state, outputs = None, []
+    for place in range(40):
+        output, state = mechanism(*(x[:, :, place : place + 1] for x in heads), state=state)
+        outputs.append(output)
+    mechanism.double().backend = "torch"
+    want, _ = mechanism(*(x.double() for x in heads))
+    assert_close(torch.cat(outputs, dim=2).double(), want, 2e-5)
+    assert len(calls) == (40 - window_size + 1 - num_sinks if window_size > 1 else 0)
 
 
 @torch.no_grad()

@@ -1,0 +1,101 @@
+"""What is timed for how long, and the clock that competitors share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+SOFTMAX = "softmax"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one run measures; sizes in tokens, budgets in seconds."""
+
+    lengths: tuple[int, ...]
+    backward_lengths: tuple[int, ...]
+    contexts: tuple[int, ...]
+    budget: float = 3.0  # repeats of one row stop after this long, but not before `min_repeats`
+    min_repeats: int = 5
+    max_repeats: int = 30
+    num_heads: int = 8
+    head_dim: int = 64
+    num_layers: int = 4  # of the model that decodes; its width is num_heads * head_dim
+    ceiling_size: int = 2048  # side of the square matrices of the ceilings
+
+
+PLANS = {
+    "cpu": Plan(
+        lengths=(512, 1024, 2048, 4096, 8192, 16384),
+        backward_lengths=(512, 1024, 2048, 4096, 8192),
+        contexts=(1024, 32768),
+    ),
+    "cuda": Plan(
+        lengths=(512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
+        backward_lengths=(512, 1024, 2048, 4096, 8192, 16384, 32768),
+        contexts=(1024, 32768, 131072),
+        ceiling_size=8192,
+    ),
+    "quick": Plan(
+        lengths=(64, 128),
+        backward_lengths=(64,),
+        contexts=(32, 96),
+        budget=0.0,
+        num_heads=2,
+        head_dim=16,
+        num_layers=2,
+        ceiling_size=64,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds over the repeats."""
+
+    median: float
+    fastest: float
+    slowest: float
+    repeats: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        """Summarise times given in seconds."""
+        return cls(1e3 * median(seconds), 1e3 * min(seconds), 1e3 * max(seconds), len(seconds))
+
+
+class Stopwatch:
+    """Times competitors in turns; `backend` is what the mechanisms among them use."""
+
+    def __init__(self, device: torch.device, plan: Plan, backend: str = "auto"):
+        self.device, self.plan, self.backend = device, plan, backend
+
+    def once(self, run: Callable[[], Any]) -> float:
+        """Return the seconds of one call, the device's queue emptied before and after it."""
+        self._synchronize()
+        start = time.perf_counter()
+        run()
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def compare(self, competitors: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+        """Return the seconds of every call: one turn each per repeat, after one turn that warms up."""
+        for run in competitors.values():
+            run()
+        seconds: dict[str, list[float]] = {name: [] for name in competitors}
+        started = time.perf_counter()
+        for repeat in range(self.plan.max_repeats):
+            if repeat >= self.plan.min_repeats and time.perf_counter() - started > self.plan.budget:
+                break
+            for name, run in competitors.items():
+                seconds[name].append(self.once(run))
+        return seconds
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

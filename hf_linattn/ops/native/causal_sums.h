@@ -1,0 +1,93 @@
+/* What sums over keys work on, and the feature maps they know. */
+
+#pragma once
+
+#include "lanes.h"
+
+/* A feature map of x: an activation of z = x weight + bias, or of x itself where there is no weight. */
+typedef struct {
+    operand weight; /* [input_size, columns], zero beyond the key_size columns that are used; its "token" is a row */
+    operand bias;   /* [columns]; data is NULL where there is none */
+} feature_map;
+
+enum activation {
+    GIVEN,       /* query and key are features */
+    ELU,         /* elu(z) + 1 */
+    RELU,        /* max(z, 0) */
+    EXPONENTIAL, /* e^(z - max z), and the log scale max z + quadratic |x|^2 + offset */
+    SOFTMAX_PAIR /* [softmax(z), softmax(-z)] */
+};
+
+struct problem {
+    operand query, key, value, sums; /* float32, contiguous in their last dimension */
+    operand log_scale, log_decay;    /* of the keys; data is NULL where there are none */
+    operand row_scale;               /* of the queries; the same */
+    operand factor, top;             /* of the queries: what their sums were multiplied by; top_i, and what a
+                                        feature map takes out of the query; for one token, data may be NULL */
+    const float *state, *log_max;    /* [batches, heads, key_size, value_size (+ 1)], [batches, heads] */
+    float *state_after, *log_max_after;
+    int64_t batches, heads, groups, length, key_size, value_size;
+    int64_t normalise, threads;
+    feature_map query_map, key_map;
+    int64_t activation, input_size, bidirectional, strict;
+    float quadratic, offset, least_weight;
+};
+
+/* Whether keys weigh more than their features say. */
+static inline int has_scales(const struct problem *p)
+{
+    return p->log_scale.data || p->log_decay.data || p->activation == EXPONENTIAL;
+}
+
+/* z = e^(sign z - max sign z) for the first `count` numbers; return the maximum, and in `sum` the sum of z. */
+static float exponentials(float *to, const float *z, float sign, int64_t count, float *sum)
+{
+    lanes largest = sign * z[0] + (lanes){0}, total = {0};
+    for (int64_t key = 0; key < count; key += LANES) {
+        const lanes part = sign * load(z + key);
+        const mask counts = (mask)LANE_NUMBERS < (int32_t)(count - key);
+        largest = choose(counts & (part > largest), part, largest);
+    }
+    const float top = max_of(largest);
+    for (int64_t key = 0; key < count; key += LANES) {
+        const mask counts = (mask)LANE_NUMBERS < (int32_t)(count - key);
+        const lanes part = choose(counts, exp_of(sign * load(z + key) - top), (lanes){0});
+        total += part;
+        store(to + key, part);
+    }
+    *sum = sum_of(total);
+    return top;
+}
+
+/* Apply the activation to one row of z; return the log scale without what x adds. `spare` is memory for a row. */
+static float activate(float *z, float *spare, const struct problem *p, int64_t padded)
+{
+    float sum, opposite, log_scale = 0.0f;
+    const int64_t half = p->key_size / 2;
+    switch (p->activation) {
+    case ELU:
+        for (int64_t key = 0; key < p->key_size; key += LANES) {
+            const lanes part = load(z + key), low = choose(part < (lanes){0}, part, (lanes){0});
+            store(z + key, part - low + exp_of(low));
+        }
+        break;
+    case RELU:
+        for (int64_t key = 0; key < p->key_size; key += LANES) {
+            const lanes part = load(z + key);
+            store(z + key, choose(part < (lanes){0}, (lanes){0}, part));
+        }
+        break;
+    case EXPONENTIAL:
+        log_scale = exponentials(z, z, 1.0f, p->key_size, &sum);
+        break;
+    case SOFTMAX_PAIR:
+        exponentials(spare, z, -1.0f, half, &opposite);
+        exponentials(z, z, 1.0f, half, &sum);
+        for (int64_t key = 0; key < half; key++)
+            z[key] /= sum;
+        for (int64_t key = 0; key < half; key++)
+            z[half + key] = spare[key] / opposite;
+    }
+    memset(z + p->key_size, 0, (padded - p->key_size) * sizeof(float));
+    return log_scale;
+}
