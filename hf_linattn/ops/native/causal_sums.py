@@ -244,7 +244,8 @@ def map_operands(
         hidden = torch.where(key_padding_mask.bool(), 0.0, LOWEST)[:, None].expand(key.shape[:3])
     of_query = query_map.operands(kv_heads, groups)
     of_key = of_query if query_map is key_map else key_map.operands(kv_heads, 1)
-    return state, hidden, (*of_query, *of_key, ACTIVATIONS.index(key_map.activation), key_map.quadratic, key_map.offset)
+    activation = ACTIVATIONS.index(key_map.activation)
+    return state, hidden, (*of_query, *of_key, activation, key_map.quadratic, key_map.offset)
 
 
 def log_weight(factor: Tensor, top: Tensor) -> Tensor:
