@@ -26,8 +26,9 @@ from torch.nn import functional as F
 from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, ratio, with_ones
 from .exponential import LOWEST, dense, fast_exp
 from .native.causal_step import step_attention
-from .native.causal_sums import can_read, causal_attention, mapped_attention, native_maps
+from .native.causal_sums import can_read, causal_attention, native_maps
 from .native.library import empty_output, suits
+from .native.mapped_attention import mapped_attention
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
 NATIVE_SIZE = 2048  # the same where `native` forms them
@@ -80,7 +81,7 @@ def causal_linear_attention(
             return attended.flatten(1, 2), after
         return _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
     if use_native and can_read(query, key, sequence_ids):
-        return _native(query, key, value, query_map, key_map, key_padding_mask, state, log_decay, training)
+        return _native(query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
     output = _output_for(query, value)
     parts: list[Tensor] = []
     start, after = 0, cast(LinearState, state)  # there is at least one segment
@@ -203,14 +204,13 @@ def _split(sizes: int | list[int], *operands: tuple[Tensor | None, int]) -> Iter
     return zip(*(itertools.repeat(None) if x is None else x.split(sizes, dim) for x, dim in operands), strict=False)
 
 
-def _native(query, key, value, query_map, key_map, key_padding_mask, state, log_decay, training):
+def _native(query, key, value, query_map, key_map, key_padding_mask, state, log_decay):
     """`causal_linear_attention` by `native`, which makes the features itself or gets those of a part at a time."""
     output, parts = _output_for(query, value), []
     query = query.unflatten(1, (key.shape[1], -1))
-    maps = native_maps(query_map, key_map)
-    if output is not None and maps and not training:
-        state, _ = mapped_attention(query, key, value, maps, key_padding_mask, log_decay, state, output)
-        return output.flatten(1, 2), state
+    if maps := native_maps(query_map, key_map):
+        attended, _, state = mapped_attention(query, key, value, maps, key_padding_mask, log_decay, state, output)
+        return attended.flatten(1, 2), state
     operands = ((query, 3), (key, 2), (value, 2), (key_padding_mask, 1))
     for query, key, value, mask, decay, place in _split(NATIVE_SIZE, *operands, (log_decay, 2), (output, 3)):
         features = _masked(key_map(key), mask, log_decay is not None)

@@ -16,119 +16,7 @@
  * becomes one, chunk by chunk, through a `feature_map`.
  */
 
-#include "causal_sums.h"
-
-#define CHUNK 64
-
-/* out [rows, columns] += left right, rows and columns being whole numbers of tiles */
-static void add_product(float *out, int64_t out_row, const float *left, int64_t left_row, int64_t left_step,
-                        const float *right, int64_t right_step, int64_t rows, int64_t columns, int64_t steps)
-{
-    for (int64_t column = 0; column < columns; column += TILE_COLUMNS)
-        for (int64_t row = 0; row < rows; row += TILE_ROWS)
-            add_tile(out + row * out_row + column, out_row, left + row * left_row, left_row, left_step,
-                     right + column, right_step, steps);
-}
-
-/* What one thread works with: all that belongs to one chunk of one head. */
-struct scratch {
-    float *input, *query, *key, *turned, *value, *weighted, *scores, *out, *state, *weights, *spare;
-    /* weights: the last column of a normalised state; spare: for one row of features */
-    float scale[CHUNK], query_scale[CHUNK], exponent[CHUNK], passed[CHUNK], top[CHUNK], kept[CHUNK], weight[CHUNK];
-    int64_t chunk; /* tokens read at a time: fewer where there are no more */
-    int64_t inputs, keys, values; /* sizes, padded */
-};
-
-static int64_t arrange(struct scratch *s, const struct problem *p, float *memory)
-{
-    s->chunk = smaller(CHUNK, round_up(p->length, TILE_COLUMNS));
-    s->inputs = round_up(p->input_size, LANES);
-    s->keys = round_up(p->key_size, TILE_COLUMNS);
-    s->values = round_up(p->value_size, TILE_COLUMNS);
-    int64_t used = 0;
-    s->input = take(memory, &used, s->chunk * s->inputs);
-    s->query = take(memory, &used, s->chunk * s->keys);
-    s->key = take(memory, &used, s->chunk * s->keys);
-    s->turned = take(memory, &used, s->chunk * s->keys);
-    s->value = take(memory, &used, s->chunk * s->values);
-    s->weighted = take(memory, &used, s->chunk * s->values);
-    s->scores = take(memory, &used, s->chunk * s->chunk);
-    s->out = take(memory, &used, s->chunk * s->values);
-    s->state = take(memory, &used, s->keys * s->values);
-    s->weights = take(memory, &used, s->keys);
-    s->spare = take(memory, &used, s->keys);
-    return used;
-}
-
-/* Features [s->chunk, keys] of `count` tokens from `x`; log scales, where wanted, are added to `scale`. */
-static void load_features(float *to, struct scratch *s, const struct problem *p, const operand *x,
-                          const feature_map *map, float *scale, int64_t batch, int64_t head, int64_t group, int64_t at,
-                          int64_t count)
-{
-    const float *from = place(x, batch, head, group, at);
-    if (p->activation == GIVEN) {
-        pack(to, s->chunk, from, x->token, count, p->key_size, s->keys);
-        return;
-    }
-    if (map->weight.data) {
-        pack(s->input, s->chunk, from, x->token, count, p->input_size, s->inputs);
-        for (int64_t row = 0; row < s->chunk; row++) {
-            memset(to + row * s->keys, 0, s->keys * sizeof(float));
-            if (map->bias.data)
-                memcpy(to + row * s->keys, place(&map->bias, 0, head, group, 0), p->key_size * sizeof(float));
-        }
-        const int64_t columns = p->activation == SOFTMAX_PAIR ? round_up(p->key_size / 2, TILE_COLUMNS) : s->keys;
-        add_product(to, s->keys, s->input, s->inputs, 1, place(&map->weight, 0, head, group, 0), map->weight.token,
-                    s->chunk, columns, p->input_size);
-    } else
-        pack(to, s->chunk, from, x->token, count, p->key_size, s->keys);
-    for (int64_t row = 0; row < count; row++) {
-        const float top = activate(to + row * s->keys, s->spare, p, s->keys);
-        if (scale) {
-            lanes squares = {0};
-            for (int64_t column = 0; column < s->inputs; column += LANES)
-                squares += load(s->input + row * s->inputs + column) * load(s->input + row * s->inputs + column);
-            scale[row] += top + p->quadratic * sum_of(squares) + p->offset;
-        }
-    }
-    memset(to + count * s->keys, 0, (s->chunk - count) * s->keys * sizeof(float));
-}
-
-/* The exponents of a chunk's keys as seen from its start, their running maximum, and what follows from them. */
-static float weigh(struct scratch *s, const float *decay, int64_t decay_step, int64_t count, float before, float *left)
-{
-    float passed = 0.0f, top = before < LOWEST / 2 ? LOWEST / 2 : before;
-    for (int64_t j = 0; j < s->chunk; j++) {
-        passed += decay && j < count ? decay[j * decay_step] : 0.0f;
-        s->passed[j] = passed;
-        s->exponent[j] = j >= count ? LOWEST : s->scale[j] - passed;
-        top = s->exponent[j] > top ? s->exponent[j] : top;
-        s->top[j] = top;
-    }
-    for (int64_t j = 0; j < s->chunk; j += LANES) {
-        store(s->kept + j, exp_of(before - load(s->top + j)));
-        store(s->weight + j, exp_of(load(s->exponent + j) - top));
-    }
-    *left = exp_of_one(before - top);
-    return top + passed;
-}
-
-/* scores [s->chunk, s->chunk]: products of queries and keys, those of the future zero, the others weighted */
-static void form_pairs(struct scratch *s, const struct problem *p, int scaled)
-{
-    memset(s->scores, 0, s->chunk * s->chunk * sizeof(float));
-    for (int64_t row = 0; row < s->chunk; row += TILE_ROWS)
-        for (int64_t column = 0; column < row + TILE_ROWS; column += TILE_COLUMNS)
-            add_tile(s->scores + row * s->chunk + column, s->chunk, s->query + row * s->keys, s->keys, 1,
-                     s->turned + column, s->chunk, p->key_size);
-    for (int64_t i = 0; i < s->chunk; i++) {
-        float *scores = s->scores + i * s->chunk;
-        if (scaled)
-            for (int64_t j = 0; j <= i; j += LANES)
-                store(scores + j, load(scores + j) * exp_of(load(s->exponent + j) - s->top[i]));
-        memset(scores + i + 1, 0, (s->chunk - 1 - i) * sizeof(float));
-    }
-}
+#include "causal_chunks.h"
 
 /* What row i is multiplied by in the end. */
 static float last_factor(const struct scratch *s, const struct problem *p, int64_t i, int scaled,
@@ -153,7 +41,7 @@ static void read_chunk(struct scratch *s, const struct problem *p, int64_t batch
     load_features(s->query, s, p, &p->query, &p->query_map, p->activation == EXPONENTIAL ? s->query_scale : NULL,
                   batch, head, group, at, count);
     if (!p->bidirectional)
-        form_pairs(s, p, scaled);
+        form_pairs(s->scores, s, s->query, s->keys, s->turned, p->key_size, NULL, scaled);
     memset(s->out, 0, s->chunk * s->values * sizeof(float));
     add_product(s->out, s->values, s->query, s->keys, 1, s->state, s->values, s->chunk, s->values, p->key_size);
     if (scaled)
@@ -196,24 +84,6 @@ static void fold_chunk(struct scratch *s, const struct problem *p, int scaled, f
     for (int64_t j = 0; j < s->chunk; j++)
         for (int64_t key = 0; key < s->keys; key++)
             s->weights[key] += (scaled ? s->weight[j] : 1.0f) * s->key[j * s->keys + key];
-}
-
-/* Keys and values of a chunk, and what they weigh; returns the largest exponent after it, and what is `left` of what
- * was before. */
-static float load_keys(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t at,
-                       int64_t count, int scaled, float before, float *left)
-{
-    for (int64_t j = 0; j < count; j++)
-        s->scale[j] = p->log_scale.data ? *place(&p->log_scale, batch, head, 0, at + j) : 0.0f;
-    load_features(s->key, s, p, &p->key, &p->key_map, p->activation == EXPONENTIAL ? s->scale : NULL, batch, head, 0,
-                  at, count);
-    pack(s->value, s->chunk, place(&p->value, batch, head, 0, at), p->value.token, count, p->value_size, s->values);
-    if (!p->bidirectional)
-        turn(s->turned, s->chunk, s->key, s->keys, s->chunk, s->keys);
-    if (!scaled)
-        return before;
-    const float *decay = p->log_decay.data ? place(&p->log_decay, batch, head, 0, at) : NULL;
-    return weigh(s, decay, p->log_decay.token, count, before, left);
 }
 
 static void read_sequence(struct scratch *s, const struct problem *p, int64_t batch, int64_t head)

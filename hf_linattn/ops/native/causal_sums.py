@@ -8,8 +8,8 @@ g_i = [dL/do_i, -dL/do_i . o_i] / weight_i and the values v_j = [v_j, 1],
 
 are causal sums again, the last two read from the end, with the log scales of the forward pass.
 
-Where no gradients are needed, the feature maps that can say what they are (`NativeMap`) are
-computed by the C too, chunk by chunk: no features are written to memory.
+Feature maps that can say what they are (`NativeMap`) are computed by the C too, chunk by chunk: see
+`mapped_attention`.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def causal_attention(
         state = LinearState.empty(key, F.pad(value[:, :, :1], (0, 1)), log_scale is not None)
     heads: Any = (dense_rows(query), dense_rows(key), dense_rows(value), log_scale, log_decay, *state)
     if output is not None:
-        _, *after, _, _ = _read(heads, sums=output)
+        _, *after, _, _ = read(heads, sums=output)
         return output, LinearState(*after)
     attended, _, *after = _CausalAttention.apply(*heads)
     return attended, LinearState(*after)
@@ -201,30 +201,6 @@ def weighed_attention(
     heads = (dense_rows(query), dense_rows(key), dense_rows(value), log_scale, log_decay, *state)
     attended, log, *after = _CausalAttention.apply(*heads)
     return attended, log, LinearState(*after)
-
-
-def mapped_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    maps: list[NativeMap],
-    key_padding_mask: Tensor | None,
-    log_decay: Tensor | None,
-    state: LinearState | None,
-    output: Tensor,
-    bidirectional: bool = False,
-    reverse: bool = False,
-) -> tuple[LinearState, Tensor]:
-    """`causal_attention` of heads [..., D] before the feature maps of queries and keys; without gradients.
-
-    Returns the state, and the log of what the weights of each query add up to, `LOWEST` where that is nothing:
-    [B, Hkv, G, N]. `bidirectional`, where every query sees all keys, has no decay and no such log. `reverse` reads
-    from the last token to the first.
-    """
-    state, hidden, rest = map_operands(query, key, value, maps, key_padding_mask, log_decay, state)
-    heads: Any = (dense_rows(query), dense_rows(key), dense_rows(value), hidden, log_decay, *state)
-    _, kv, log_max, factor, top = _read(heads, reverse=reverse, sums=output, rest=(*rest, bidirectional))
-    return LinearState(kv, log_max), log_weight(factor, top)
 
 
 def map_operands(
@@ -253,7 +229,7 @@ def log_weight(factor: Tensor, top: Tensor) -> Tensor:
     return torch.where(factor > 0, top - factor.log(), LOWEST)
 
 
-def _read(heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, rest=()) -> tuple[Tensor, ...]:
+def read(heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, rest=()) -> tuple[Tensor, ...]:
     """Return sums, state, log_max, factor and top of `causal_sums` for (query, ..., kv, log_max), which stay."""
     query, key, value, log_scale, log_decay, kv, log_max = heads
     sums = empty_output(query, value) if sums is None else sums
@@ -265,10 +241,26 @@ def _read(heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, 
     return sums, *after, factor, top
 
 
+def decay_gradient(
+    d_scale: Tensor, d_log: Tensor | None, factor: Tensor, kv_after: Tensor, d_kv: Tensor | None
+) -> Tensor:
+    """Return the gradient of log_decay [B, Hkv, N] from those of the keys' log scales, of the log and of the state.
+
+    A decay multiplies all weights of earlier keys in later queries, whose gradients add up to that of the query's log,
+    and in the last state; without those of the keys that come no earlier.
+    """
+    gradient = d_scale.double()
+    if d_log is not None:
+        gradient = gradient - torch.where(factor > 0, d_log, 0.0).double().sum(2)
+    later = -gradient.flip(-1).cumsum(-1).flip(-1)
+    of_state = 0.0 if d_kv is None else (kv_after * d_kv).double().sum((-1, -2))[..., None]
+    return (later + of_state).to(d_scale.dtype)
+
+
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, log_scale, log_decay, kv, log_max):
-        output, *after, factor, top = _read((query, key, value, log_scale, log_decay, kv, log_max))
+        output, *after, factor, top = read((query, key, value, log_scale, log_decay, kv, log_max))
         ctx.save_for_backward(query, key, value, log_scale, log_decay, kv, log_max, output, *after, factor, top)
         ctx.mark_non_differentiable(after[1])
         return output, log_weight(factor, top), *after
@@ -282,7 +274,7 @@ class _CausalAttention(torch.autograd.Function):
         weight_grad = d_log[..., None] - (d_output * output).sum(-1, keepdim=True)
         grad = torch.cat([d_output, weight_grad], dim=-1).mul_(factor[..., None])
         value = F.pad(value, (0, 1), value=1.0)
-        d_query = _read((grad, value, key, log_scale, log_decay, kv.mT, log_max), normalise=False)[0]
+        d_query = read((grad, value, key, log_scale, log_decay, kv.mT, log_max), normalise=False)[0]
         scale, from_end = [None] * query.shape[2], {"normalise": False, "reverse": True}
         if log_scale is not None:
             # a query without weight has no gradient; as a key that is read from the end it must not be the largest
@@ -295,8 +287,8 @@ class _CausalAttention(torch.autograd.Function):
         for query_part, grad_part, scale_part in zip(query.unbind(2), grad.unbind(2), scale, strict=True):
             values = (key[:, :, None], query_part, grad_part[..., :-1], scale_part, decay, left[..., :-1], -max_after)
             keys = (value[:, :, None], grad_part, query_part, scale_part, decay, left.mT, -max_after)
-            d_value, *_ = _read(values, **from_end)
-            d_key, before, before_max, *_ = _read(keys, **from_end)
+            d_value, *_ = read(values, **from_end)
+            d_key, before, before_max, *_ = read(keys, **from_end)
             if log_scale is not None:
                 passed = 0 if log_decay is None else log_decay[:, :, 0]
                 before = before * (before_max + passed + log_max).exp()[..., None, None]
@@ -304,11 +296,5 @@ class _CausalAttention(torch.autograd.Function):
             left = torch.zeros_like(d_kv)
         d_key, d_value, d_before = (functools.reduce(torch.add, groups) for groups in zip(*parts, strict=True))
         d_scale = None if log_scale is None else (key * d_key).sum(-1)
-        d_decay = None
-        if log_decay is not None:
-            # what a decay multiplies: all weights of earlier keys in later queries, whose gradients add up to that of
-            # the query's log, and in the last state; without those of the keys that come no earlier
-            of_queries = torch.where(factor > 0, d_log, 0.0).double().sum(2)
-            later = (d_scale.double() - of_queries).flip(-1).cumsum(-1).flip(-1)
-            d_decay = ((kv_after * d_kv).double().sum((-1, -2))[..., None] - later).to(log_decay.dtype)
+        d_decay = None if log_decay is None else decay_gradient(d_scale, d_log, factor, kv_after, d_kv)
         return d_query, d_key, d_value, d_scale, d_decay, d_before, None

@@ -20,8 +20,9 @@ from ..exponential import LOWEST
 from ..source import Source
 from .block_softmax import Keys, attend_blocks, continue_blocks
 from .causal_step import strict_step
-from .causal_sums import can_read, mapped_attention, native_maps, weighed_attention
+from .causal_sums import can_read, native_maps, weighed_attention
 from .library import empty_output, suits
+from .mapped_attention import mapped_attention
 
 BLOCK_SIZE = 64
 
@@ -52,15 +53,18 @@ def trained_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights:
     # one more key, which has left the window of the token that will come, with a query that is dropped
     rows = F.pad(sources[0].narrow(3, start, length - start), (0, 0, 0, 1))
     far_key, far_value = (source.narrow(2, sinks, length - start + 1) for source in sources[1:])
-    features, query_log = weights.query_map(rows)
-    keys, log_scale = weights.key_map(far_key)
-    rate, decay = weights.decay_rate, None
-    if rate is not None:
-        decay = (-rate[:, None]).expand(keys.shape[:3])
-        log_scale = keys.new_zeros(keys.shape[:3]) if log_scale is None else log_scale
-    far, far_log, state = weighed_attention(features, keys, log_scale, far_value, decay)
+    maps, rate = native_maps(weights.query_map, weights.key_map), weights.decay_rate
+    decay = None if rate is None else (-rate[:, None]).expand(far_key.shape[:3])
+    if maps:
+        far, far_log, state = mapped_attention(rows, far_key, far_value, maps, None, decay, None)
+    else:
+        features, query_log = weights.query_map(rows)
+        keys, log_scale = weights.key_map(far_key)
+        if decay is not None and log_scale is None:
+            log_scale = keys.new_zeros(keys.shape[:3])
+        far, far_log, state = weighed_attention(features, keys, log_scale, far_value, decay)
+        far_log = far_log if query_log is None else far_log + query_log
     far_log = far_log + weights.log_mix.view(key.shape[1], -1, 1)
-    far_log = far_log if query_log is None else far_log + query_log
     far_log = far_log if rate is None else far_log - (rate * window).view(-1, 1, 1)
     parts = list(_near(length, window, sinks, query, causal=True))
     heads = sources[0].whole, sources[1].whole, sources[2].whole
@@ -147,7 +151,7 @@ def _far(query, key, value, weights: Any, state: LinearState | None, place: Tens
     """Write the attention of query i to key i and all before it, or if `reverse` after it; return state and log."""
     maps, rate = native_maps(weights.query_map, weights.key_map), weights.decay_rate
     decay = None if rate is None else (-rate[:, None]).expand(key.shape[:3])
-    state, far = mapped_attention(query, key, value, maps, None, decay, state, place, reverse=reverse)
+    _, far, state = mapped_attention(query, key, value, maps, None, decay, state, place, reverse=reverse)
     far = far + weights.log_mix.view(key.shape[1], -1, 1)
     return state, far if rate is None else far - (rate * weights.window_size).view(-1, 1, 1)
 

@@ -95,7 +95,17 @@ def dense_rows(x: Tensor) -> Tensor:
 def empty_output(query: Tensor, value: Tensor) -> Tensor:
     """Memory [B, Hkv, G, N, Dv] for queries [B, Hkv, G, N, D], in the order [B, N, H, Dv], in which models go on."""
     batch, heads, groups, length, _ = query.shape
-    output = value.new_empty(batch, length, heads, groups, value.shape[-1])
-    if output.nbytes >= LARGE_BYTES and suits(output):
-        build().large_pages(ctypes.c_void_p(output.data_ptr()), ctypes.c_int64(output.nbytes))
+    output = _in_large_pages(value.new_empty(batch, length, heads, groups, value.shape[-1]))
     return output.permute(0, 2, 3, 1, 4)
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """Memory laid out as x is, its last dimension contiguous."""
+    empty = torch.empty_like(x)
+    return _in_large_pages(empty if empty.stride(-1) == 1 else x.new_empty(x.shape))
+
+
+def _in_large_pages(x: Tensor) -> Tensor:
+    if x.nbytes >= LARGE_BYTES and suits(x):
+        build().large_pages(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.nbytes))
+    return x

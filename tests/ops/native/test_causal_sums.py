@@ -102,6 +102,40 @@ def test_feature_maps(variant, name, options, decay, masked):
         assert_close(got.double(), want, 2e-5 * max(1.0, float(want.abs().max())))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("decay", [None, "learned"])
+@pytest.mark.parametrize(("name", "options"), MAPS)
+def test_gradients_of_feature_maps(variant, name, options, decay, masked):
+    """Of heads, maps and decays, through two calls and the state between them; the same bits without gradients."""
+    mask = torch.ones(2, 203, dtype=torch.bool)
+    mask[0, :80], mask[1, 150:] = False, False
+    parts, generator = [slice(None, 70), slice(70, None)], torch.Generator().manual_seed(3)
+    weight = torch.randn(2, HEADS, 203, 24, dtype=torch.float64, generator=generator)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        mechanism = make_mechanism(name, {**options, "decay": decay}, moved=True).to(dtype).train()
+        heads = [x.to(dtype).requires_grad_() for x in make_heads()]
+
+        def read(mechanism=mechanism, heads=heads):
+            state, outputs = None, []
+            for part in parts:
+                real = mask[:, part] if masked else None
+                output, state = mechanism(*(x[:, :, part] for x in heads), real, state=state)
+                outputs.append(output)
+            return torch.cat(outputs, dim=2), state
+
+        output, state = read()
+        with torch.no_grad():
+            assert torch.equal(read()[0], output)
+        loss = (output * weight).sum() + (state.kv * torch.arange(state.kv.numel()).cos().view_as(state.kv)).sum()
+        wanted = {**dict(zip("qkv", heads, strict=True)), **dict(mechanism.named_parameters())}
+        results.append(dict(zip(wanted, torch.autograd.grad(loss, wanted.values()), strict=True)))
+    assert len(variant) > 4
+    for place, want in results[0].items():
+        tolerance = 1e-3 if "decay" in place else 5e-5  # a small difference of large sums
+        assert_close(results[1][place].double(), want, tolerance * max(1.0, float(want.abs().max())))
+
+
 def test_every_map_is_tested():
     tested = {type(make_mechanism(name, options).maps[0]) for name, options in MAPS}
     known = {kind for kind in map(FEATURE_MAPS.get, FEATURE_MAPS.names())}

@@ -1,0 +1,138 @@
+/* What one thread works with where sums are made chunk by chunk. */
+
+#pragma once
+
+#include "causal_sums.h"
+
+#define CHUNK 64
+
+/* out [rows, columns] += left right, rows and columns being whole numbers of tiles */
+static void add_product(float *out, int64_t out_row, const float *left, int64_t left_row, int64_t left_step,
+                        const float *right, int64_t right_step, int64_t rows, int64_t columns, int64_t steps)
+{
+    for (int64_t column = 0; column < columns; column += TILE_COLUMNS)
+        for (int64_t row = 0; row < rows; row += TILE_ROWS)
+            add_tile(out + row * out_row + column, out_row, left + row * left_row, left_row, left_step,
+                     right + column, right_step, steps);
+}
+
+/* All that belongs to one chunk of one head. */
+struct scratch {
+    float *input, *query, *key, *turned, *value, *weighted, *scores, *out, *state, *weights, *spare;
+    /* weights: the last column of a normalised state; spare: for one row of features */
+    float scale[CHUNK], query_scale[CHUNK], exponent[CHUNK], passed[CHUNK], top[CHUNK], kept[CHUNK], weight[CHUNK];
+    int64_t chunk;                /* tokens read at a time: fewer where there are no more */
+    int64_t inputs, keys, values; /* sizes, padded */
+};
+
+static inline int64_t arrange(struct scratch *s, const struct problem *p, float *memory)
+{
+    s->chunk = smaller(CHUNK, round_up(p->length, TILE_COLUMNS));
+    s->inputs = round_up(p->input_size, TILE_COLUMNS);
+    s->keys = round_up(p->key_size, TILE_COLUMNS);
+    s->values = round_up(p->value_size, TILE_COLUMNS);
+    int64_t used = 0;
+    s->input = take(memory, &used, s->chunk * s->inputs);
+    s->query = take(memory, &used, s->chunk * s->keys);
+    s->key = take(memory, &used, s->chunk * s->keys);
+    s->turned = take(memory, &used, s->chunk * s->keys);
+    s->value = take(memory, &used, s->chunk * s->values);
+    s->weighted = take(memory, &used, s->chunk * s->values);
+    s->scores = take(memory, &used, s->chunk * s->chunk);
+    s->out = take(memory, &used, s->chunk * s->values);
+    s->state = take(memory, &used, s->keys * s->values);
+    s->weights = take(memory, &used, s->keys);
+    s->spare = take(memory, &used, s->keys);
+    return used;
+}
+
+/* Features [chunk, keys] of `count` tokens from `x`; log scales, where wanted, are added to `scale`. */
+static void load_features(float *to, struct scratch *s, const struct problem *p, const operand *x,
+                          const feature_map *map, float *scale, int64_t batch, int64_t head, int64_t group, int64_t at,
+                          int64_t count)
+{
+    const float *from = place(x, batch, head, group, at);
+    if (p->activation == GIVEN) {
+        pack(to, s->chunk, from, x->token, count, p->key_size, s->keys);
+        return;
+    }
+    if (map->weight.data) {
+        pack(s->input, s->chunk, from, x->token, count, p->input_size, s->inputs);
+        for (int64_t row = 0; row < s->chunk; row++) {
+            memset(to + row * s->keys, 0, s->keys * sizeof(float));
+            if (map->bias.data)
+                memcpy(to + row * s->keys, place(&map->bias, 0, head, group, 0), p->key_size * sizeof(float));
+        }
+        const int64_t columns = p->activation == SOFTMAX_PAIR ? round_up(p->key_size / 2, TILE_COLUMNS) : s->keys;
+        add_product(to, s->keys, s->input, s->inputs, 1, place(&map->weight, 0, head, group, 0), map->weight.token,
+                    s->chunk, columns, p->input_size);
+    } else
+        pack(to, s->chunk, from, x->token, count, p->key_size, s->keys);
+    for (int64_t row = 0; row < count; row++) {
+        const float top = activate(to + row * s->keys, s->spare, p, s->keys);
+        if (scale) {
+            lanes squares = {0};
+            for (int64_t column = 0; column < s->inputs; column += LANES)
+                squares += load(s->input + row * s->inputs + column) * load(s->input + row * s->inputs + column);
+            scale[row] += top + p->quadratic * sum_of(squares) + p->offset;
+        }
+    }
+    memset(to + count * s->keys, 0, (s->chunk - count) * s->keys * sizeof(float));
+}
+
+/* The exponents of a chunk's keys as seen from its start, their running maximum, and what follows from them. */
+static float weigh(struct scratch *s, const float *decay, int64_t decay_step, int64_t count, float before, float *left)
+{
+    float passed = 0.0f, top = before < LOWEST / 2 ? LOWEST / 2 : before;
+    for (int64_t j = 0; j < s->chunk; j++) {
+        passed += decay && j < count ? decay[j * decay_step] : 0.0f;
+        s->passed[j] = passed;
+        s->exponent[j] = j >= count ? LOWEST : s->scale[j] - passed;
+        top = s->exponent[j] > top ? s->exponent[j] : top;
+        s->top[j] = top;
+    }
+    for (int64_t j = 0; j < s->chunk; j += LANES) {
+        store(s->kept + j, exp_of(before - load(s->top + j)));
+        store(s->weight + j, exp_of(load(s->exponent + j) - top));
+    }
+    *left = exp_of_one(before - top);
+    return top + passed;
+}
+
+/* Keys and values of a chunk, and what they weigh; returns the largest exponent after it, and what is `left` of what
+ * was before. */
+static float load_keys(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t at,
+                       int64_t count, int scaled, float before, float *left)
+{
+    for (int64_t j = 0; j < count; j++)
+        s->scale[j] = p->log_scale.data ? *place(&p->log_scale, batch, head, 0, at + j) : 0.0f;
+    load_features(s->key, s, p, &p->key, &p->key_map, p->activation == EXPONENTIAL ? s->scale : NULL, batch, head, 0,
+                  at, count);
+    pack(s->value, s->chunk, place(&p->value, batch, head, 0, at), p->value.token, count, p->value_size, s->values);
+    if (!p->bidirectional)
+        turn(s->turned, s->chunk, s->key, s->keys, s->chunk, s->keys);
+    if (!scaled)
+        return before;
+    const float *decay = p->log_decay.data ? place(&p->log_decay, batch, head, 0, at) : NULL;
+    return weigh(s, decay, p->log_decay.token, count, before, left);
+}
+
+/* scores [chunk, chunk]: start_i + row_i . column_j for pairs of a chunk, weighted, those of the future zero */
+static void form_pairs(float *scores, const struct scratch *s, const float *rows, int64_t row_size,
+                       const float *columns, int64_t steps, const float *start, int scaled)
+{
+    for (int64_t i = 0; i < s->chunk; i++)
+        for (int64_t j = 0; j < s->chunk; j++)
+            scores[i * s->chunk + j] = start ? start[i] : 0.0f;
+    for (int64_t row = 0; row < s->chunk; row += TILE_ROWS)
+        for (int64_t column = 0; column < row + TILE_ROWS; column += TILE_COLUMNS)
+            add_tile(scores + row * s->chunk + column, s->chunk, rows + row * row_size, row_size, 1, columns + column,
+                     s->chunk, steps);
+    for (int64_t i = 0; i < s->chunk; i++) {
+        float *own = scores + i * s->chunk;
+        if (scaled)
+            for (int64_t j = 0; j <= i; j += LANES)
+                store(own + j, load(own + j) * exp_of(load(s->exponent + j) - s->top[i]));
+        memset(own + i + 1, 0, (s->chunk - 1 - i) * sizeof(float));
+    }
+}

@@ -1,0 +1,162 @@
+"""Causal kernel attention in C from the heads to the output, feature maps included, and back.
+
+The backward pass keeps the heads, the output and a number per query: features are made again, chunk by chunk, and no
+more memory is needed than gradients take. With `causal_sums` what they are made of is known to autograd instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+from ..chunk_sums import CHUNK_SIZE, LinearState
+from .causal_sums import (
+    OPERANDS,
+    NativeMap,
+    Problem,
+    decay_gradient,
+    describe,
+    log_weight,
+    map_operands,
+    read,
+)
+from .library import Operand, call, dense_rows, empty_like, operation
+
+GRADIENTS = ("d_sums", "d_log", "d_query", "d_key", "d_value", "d_scale")
+GROUPED_GRADIENTS = {"d_sums", "d_log", "d_query"}
+PLACES = ("d_query_weight", "d_query_bias", "d_key_weight", "d_key_bias", "d_state", "d_before")
+
+
+class BackwardProblem(ctypes.Structure):
+    """`struct backward` of causal_sums_backward.c."""
+
+    _fields_ = (
+        ("forward", Problem),
+        *((name, Operand) for name in GRADIENTS),
+        *((name, ctypes.c_void_p) for name in PLACES),
+    )
+
+
+@operation(*GRADIENTS[2:], *PLACES[:4], "d_before")
+def causal_sums_backward(
+    query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None, sums: Tensor,
+    factor: Tensor, state: Tensor, log_max: Tensor, log_max_after: Tensor, query_weight: Tensor | None,
+    query_bias: Tensor | None, key_weight: Tensor | None, key_bias: Tensor | None, activation: int, quadratic: float,
+    offset: float, d_sums: Tensor, d_log: Tensor | None, d_query: Tensor, d_key: Tensor, d_value: Tensor,
+    d_scale: Tensor, d_query_weight: Tensor | None, d_query_bias: Tensor | None, d_key_weight: Tensor | None,
+    d_key_bias: Tensor | None, d_state: Tensor | None, d_before: Tensor,
+) -> None:  # fmt: skip
+    """Write the gradients of a problem of `causal_sums`, each shaped as what it belongs to.
+
+    Args:
+        d_sums, d_log, d_state: gradients of the output, of the log of its weights and of the last state.
+        d_scale: [B, Hkv, N], of the log scales of the keys. d_before: of the first state.
+        d_query_weight: [B, Hkv, G, D, m]. d_query_bias: [B, Hkv, G, m]. d_key_weight, d_key_bias: without G.
+    """
+    forward = dict.fromkeys(OPERANDS)
+    forward |= {"query": query, "key": key, "value": value, "sums": sums, "factor": factor}
+    forward |= {"log_scale": log_scale, "log_decay": log_decay}
+    states, maps = (state, log_max, state, log_max_after), (query_weight, query_bias, key_weight, key_bias)
+    gradients = zip(GRADIENTS, (d_sums, d_log, d_query, d_key, d_value, d_scale), strict=True)
+    places = (d_query_weight, d_query_bias, d_key_weight, d_key_bias, d_state, d_before)
+    problem = BackwardProblem(
+        forward=describe(forward, states, maps, activation, quadratic, offset),
+        **{name: Operand.of(x, name in GROUPED_GRADIENTS, False) for name, x in gradients},
+        **{name: None if x is None else x.data_ptr() for name, x in zip(PLACES, places, strict=True)},
+    )
+    call("causal_sums_backward", problem)
+
+
+@register_flop_formula(torch.ops.hf_linattn.causal_sums_backward)
+def _flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
+    """Pairs inside a chunk five times; a state read once and folded, another read twice and folded; the maps."""
+    (batch, heads, groups, length, input_size), value_size, key_size = query, value[-1], rest[4][2]
+    learned = 4 if rest[20] else 3  # making the features twice, what they are made of, the weight itself
+    weights = zip((rest[7], rest[9]), (groups, 1), strict=True)
+    maps = [2 * learned * input_size * weight[-1] * number for weight, number in weights if weight]
+    pairs = groups * CHUNK_SIZE * (3 * key_size + 3 * value_size)
+    states = 2 * (2 * groups + 3) * key_size * value_size
+    return batch * heads * length * (pairs + states + sum(maps))
+
+
+def mapped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    maps: list[NativeMap],
+    key_padding_mask: Tensor | None,
+    log_decay: Tensor | None,
+    state: LinearState | None,
+    output: Tensor | None = None,
+    bidirectional: bool = False,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor, LinearState]:
+    """Return the causal attention output [B, Hkv, G, N, Dv], the log of its weights, and the state after the last key.
+
+    Args:
+        query: [B, Hkv, G, N, D], before the feature maps. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv].
+        key_padding_mask: [B, N]. log_decay: [B, Hkv, N]. state: what was read before.
+        output: where to write it, if no gradients are needed.
+        bidirectional: every query sees all keys; without decay, log and gradients.
+        reverse: read from the last token to the first; without gradients.
+
+    The log of what the weights of a query add up to is [B, Hkv, G, N], `LOWEST` where that is nothing.
+    """
+    state, hidden, rest = map_operands(query, key, value, maps, key_padding_mask, log_decay, state)
+    heads: Any = dense_rows(query), dense_rows(key), dense_rows(value)
+    if torch.is_grad_enabled():
+        weights = (x for native in maps for x in (native.weight, native.bias))
+        attended, log, *after = _MappedAttention.apply(*heads, log_decay, *state, *weights, hidden, rest)
+        return attended, log, LinearState(*after)
+    operands = (*heads, hidden, log_decay, *state)
+    attended, *after, factor, top = read(operands, reverse=reverse, sums=output, rest=(*rest, bidirectional))
+    return attended, log_weight(factor, top), LinearState(*after)
+
+
+class _MappedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, log_decay, kv, log_max, *rest):
+        *parameters, hidden, operands = rest
+        output, *after, factor, top = read((query, key, value, hidden, log_decay, kv, log_max), rest=operands)
+        ctx.save_for_backward(query, key, value, hidden, log_decay, kv, log_max, output, *after, factor, *parameters)
+        ctx.operands = operands
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(after[1])
+        return output, log_weight(factor, top), *after
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_output, d_log, d_kv, _):
+        query, key, value, hidden, log_decay, kv, log_max, output, kv_after, max_after, factor, *parameters = (
+            ctx.saved_tensors
+        )
+        d_output = torch.zeros_like(output) if d_output is None else dense_rows(d_output)
+        d_kv = None if d_kv is None else d_kv.contiguous()
+        d_query, d_key, d_value = (empty_like(x) for x in (query, key, value))
+        d_scale, d_before = key.new_empty(key.shape[:3]), torch.empty_like(kv, memory_format=torch.contiguous_format)
+        d_parameters = [
+            _room(parameter, heads) if needed else None
+            for parameter, heads, needed in zip(
+                parameters, (query.shape[:3],) * 2 + (key.shape[:2],) * 2, ctx.needs_input_grad[6:10], strict=True
+            )
+        ]
+        causal_sums_backward(
+            query, key, value, hidden, log_decay, output, factor, kv.contiguous(), log_max.contiguous(), max_after,
+            *ctx.operands, d_output, d_log, d_query, d_key, d_value, d_scale, *d_parameters, d_kv, d_before,
+        )  # fmt: skip
+        d_parameters = [
+            None if d is None else d.sum_to_size(parameter.shape).to(parameter.dtype)
+            for d, parameter in zip(d_parameters, parameters, strict=True)
+        ]
+        d_decay = decay_gradient(d_scale, d_log, factor, kv_after, d_kv) if ctx.needs_input_grad[3] else None
+        return d_query, d_key, d_value, d_decay, d_before, None, *d_parameters, None, None
+
+
+def _room(parameter: Tensor, heads: torch.Size) -> Tensor:
+    """Memory for the gradient of a map's weight [*heads, D, m] or bias [*heads, m] in every sequence."""
+    return parameter.new_empty(*heads, *parameter.shape[len(heads) - 1 :], dtype=torch.float32)
