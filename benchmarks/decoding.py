@@ -16,7 +16,7 @@ from hf_linattn import patch_model, set_backend
 from hf_linattn.cache import state_bytes
 from hf_linattn.mechanisms import MECHANISMS
 
-DECODED_PER_REPEAT = 8
+DECODED_PER_REPEAT = 4
 
 
 @dataclass(frozen=True)

@@ -23,21 +23,22 @@ struct work {
 static void begin(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t group, int64_t at,
                   int64_t count)
 {
-    pack(s->query, PIECE, place(&p->query, batch, head, group, at), p->query.token, count, p->key_size, s->keys);
-    for (int64_t number = 0; number < count * s->keys; number++)
+    pack(s->rows, PIECE, place(&p->query, batch, head, group, at), p->query.token, count, p->key_size, s->keys);
+    turn(s->query, PIECE, s->rows, s->keys, PIECE, s->keys);
+    for (int64_t number = 0; number < PIECE * s->keys; number++)
         s->query[number] *= p->scaling;
     memset(s->out, 0, PIECE * s->values * sizeof(float));
     for (int64_t i = 0; i < PIECE; i++) {
         const float log = p->continued && i < count ? *place(&p->log, batch, head, group, at + i) : LOWEST;
         const int begun = log > LOWEST / 2;
-        store(s->weight + i * LANES, (lanes){begun ? 1.0f : 0.0f});
+        s->weight[i] = begun;
         s->top[i] = begun ? log : LOWEST / 2;
         if (begun)
             memcpy(s->out + i * s->values, place(&p->out, batch, head, group, at + i), p->value_size * sizeof(float));
     }
 }
 
-/* Take in some keys; their values are read where they lie if that will do. */
+/* Take in some keys; they and their values are read where they lie if that will do. */
 static void read_keys(void *work, const struct keys *read)
 {
     const struct work *w = work;
@@ -46,16 +47,17 @@ static void read_keys(void *work, const struct keys *read)
     const operand *key = read->shared ? &p->shared_key : &p->key, *value = read->shared ? &p->shared_value : &p->value;
     const float *keys = place(key, w->batch, w->head, 0, read->at);
     const float *values = place(value, w->batch, w->head, 0, read->at);
-    if (read->count < PIECE || p->key_size < s->keys) {
-        pack(s->key, PIECE, keys, key->token, read->count, p->key_size, s->keys);
-        turn(s->turned, PIECE, s->key, s->keys, PIECE, s->keys);
-    } else
-        turn(s->turned, PIECE, keys, key->token, PIECE, s->keys);
-    if (read->count < PIECE || p->value_size < s->values || value->token != s->values) {
-        pack(s->value, PIECE, values, value->token, read->count, p->value_size, s->values);
-        values = s->value;
+    int64_t key_row = key->token, value_row = value->token;
+    if (read->count < PIECE) {
+        pack(s->rows, PIECE, keys, key_row, read->count, p->key_size, s->keys);
+        keys = s->rows, key_row = s->keys;
     }
-    read_piece(s, values, read->count, w->rows, read->bias, p->bias.token, read->ahead);
+    if (p->value_size < s->values || value_row != s->values) { /* rows that are far apart displace each other */
+        pack(s->value, read->count, values, value_row, read->count, p->value_size, s->values);
+        values = s->value, value_row = s->values;
+    }
+    const int all = show(s->scores, read->bias, p->bias.token, w->rows, read->count, read->ahead);
+    read_piece(s, keys, key_row, values, value_row, read->count, all);
 }
 
 /* One query block of one head. */
@@ -69,7 +71,7 @@ static void read_block(struct scratch *s, const struct problem *p, int64_t batch
         for_keys(p, batch, head * p->groups + group, block, at, read_keys, &work);
         for (int64_t i = 0; i < work.rows; i++) {
             float *out = place(&p->out, batch, head, group, at + i);
-            const float weight = sum_of(load(s->weight + i * LANES)), factor = weight > 0.0f ? 1.0f / weight : 0.0f;
+            const float weight = s->weight[i], factor = weight > 0.0f ? 1.0f / weight : 0.0f;
             for (int64_t column = 0; column < p->value_size; column++)
                 out[column] = factor * s->out[i * s->values + column];
             *place(&p->log, batch, head, group, at + i) = weight > 0.0f ? s->top[i] + logf(weight) : LOWEST;

@@ -21,7 +21,8 @@ static void read_keys(void *work, const struct keys *met)
     pack(s->key, PIECE, place(key, w->batch, w->head, 0, met->at), key->token, met->count, p->key_size, s->keys);
     pack(s->value, PIECE, place(value, w->batch, w->head, 0, met->at), value->token, met->count, p->value_size,
          s->values);
-    if (!read_pairs(s, met->count, w->rows, met->bias, p->bias.token, met->ahead))
+    const int all = show(s->weights, met->bias, p->bias.token, w->rows, met->count, met->ahead);
+    if (!read_pairs(s, met->count, w->rows, all))
         return;
     for (int64_t j = 0; j < met->count; j++) {
         add_scaled(place(d_key, w->batch, w->head, 0, met->at + j), 1.0f, s->d_key + j * s->keys, p->key_size);
@@ -41,14 +42,10 @@ static void read_block(struct work *w, const struct problem *p, int64_t group, i
              s->keys);
         pack(s->grad, PIECE, place(&p->grad, w->batch, w->head, group, at), p->grad.token, w->rows, p->value_size,
              s->values);
-        for (int64_t number = 0; number < w->rows * s->keys; number++)
-            s->query[number] *= p->scaling;
-        for (int64_t i = 0; i < w->rows; i++) {
-            const float log = *place(&p->log, w->batch, w->head, group, at + i);
-            s->log[i] = log > LOWEST / 2 ? log : 0.0f; /* without keys all scores are LOWEST, and weights zero */
-            s->weight_grad[i] = *place(&p->weight_grad, w->batch, w->head, group, at + i);
-        }
-        memset(s->d_query, 0, PIECE * s->keys * sizeof(float));
+        begin_pairs(s, p->scaling);
+        for (int64_t i = 0; i < w->rows; i++)
+            note_sums(s, i, *place(&p->log, w->batch, w->head, group, at + i),
+                      *place(&p->weight_grad, w->batch, w->head, group, at + i));
         for_keys(p, w->batch, w->head * p->groups + group, block, at, read_keys, w);
         for (int64_t i = 0; i < w->rows; i++) {
             float *out = place(&p->d_query, w->batch, w->head, group, at + i);

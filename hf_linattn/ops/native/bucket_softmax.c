@@ -49,32 +49,35 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
     const int32_t *start = l->start + round * p->length, *stop = l->stop + round * p->length;
     const int64_t first = start[queries[0]], end = stop[queries[rows - 1]];
     for (int64_t i = 0; i < rows; i++) {
-        pack(s->query + i * s->keys, 1, place(&p->query, w->batch, w->head, w->group, queries[i]), 0, 1, p->key_size,
+        pack(s->rows + i * s->keys, 1, place(&p->query, w->batch, w->head, w->group, queries[i]), 0, 1, p->key_size,
              s->keys);
-        for (int64_t column = 0; column < s->keys; column++)
-            s->query[i * s->keys + column] *= p->scaling;
         pack(s->out + i * s->values, 1, place(&p->out, w->batch, w->head, w->group, queries[i]), 0, 1, p->value_size,
              s->values);
         s->top[i] = l->top[queries[i]];
-        store(s->weight + i * LANES, (lanes){l->weight[queries[i]]});
+        s->weight[i] = l->weight[queries[i]];
     }
+    turn(s->query, PIECE, s->rows, s->keys, PIECE, s->keys);
+    for (int64_t number = 0; number < PIECE * s->keys; number++)
+        s->query[number] *= p->scaling;
+    note_runs(l, p, round, queries, rows);
     for (int64_t at = first; at < end; at += PIECE) {
         const int64_t count = smaller(end - at, PIECE);
         for (int64_t j = 0; j < count; j++) {
-            pack(s->key + j * s->keys, 1, place(&p->key, w->batch, w->head, 0, member[at + j]), 0, 1, p->key_size,
+            pack(s->rows + j * s->keys, 1, place(&p->key, w->batch, w->head, 0, member[at + j]), 0, 1, p->key_size,
                  s->keys);
             pack(s->value + j * s->values, 1, place(&p->value, w->batch, w->head, 0, member[at + j]), 0, 1,
                  p->value_size, s->values);
         }
-        turn(s->turned, PIECE, s->key, s->keys, PIECE, s->keys);
-        hide_keys(l, p, round, member, at, count, queries, rows);
-        read_piece(s, s->value, count, rows, l->bias, PIECE, 0);
+        const int64_t left = round_up(count, TILE_ROWS) - count; /* in the last tile, of whatever is in the memory */
+        memset(s->rows + count * s->keys, 0, left * s->keys * sizeof(float));
+        hide_keys(s->scores, l, p, round, member, at, count);
+        read_piece(s, s->rows, s->keys, s->value, s->values, count, 0);
     }
     for (int64_t i = 0; i < rows; i++) {
         memcpy(place(&p->out, w->batch, w->head, w->group, queries[i]), s->out + i * s->values,
                p->value_size * sizeof(float));
         l->top[queries[i]] = s->top[i];
-        l->weight[queries[i]] = sum_of(load(s->weight + i * LANES));
+        l->weight[queries[i]] = s->weight[i];
     }
 }
 

@@ -25,8 +25,8 @@ struct lists {
     int32_t *order, *bounds;       /* [length], [buckets + 1]: the queries by bucket */
     int32_t *count;                /* [buckets] */
     float *top, *weight;           /* [length]: of the queries, as in `scratch` */
-    float *bias;                   /* [PIECE, PIECE] */
-    int32_t *places, *members;     /* [rounds, PIECE], [PIECE]: of the keys that are being read */
+    int32_t *starts, *stops;       /* [rounds, PIECE]: of the queries whose keys are being read */
+    int32_t *queries;              /* [PIECE]: which these are */
 };
 
 static int64_t arrange_lists(struct lists *l, const struct problem *p, float *memory)
@@ -41,9 +41,9 @@ static int64_t arrange_lists(struct lists *l, const struct problem *p, float *me
     l->count = take(memory, &used, p->buckets);
     l->top = take(memory, &used, p->length);
     l->weight = take(memory, &used, p->length);
-    l->bias = take(memory, &used, PIECE * PIECE);
-    l->places = take(memory, &used, p->rounds * PIECE);
-    l->members = take(memory, &used, PIECE);
+    l->starts = take(memory, &used, p->rounds * PIECE);
+    l->stops = take(memory, &used, p->rounds * PIECE);
+    l->queries = take(memory, &used, PIECE);
     return used;
 }
 
@@ -73,28 +73,38 @@ static void find_runs(const struct problem *p, int32_t *start, int32_t *stop, in
     }
 }
 
-/* Note the keys from `at` to `at` + `count` of a round's list, and hide from each query what it does not see or has
- * seen in an earlier round. */
-static void hide_keys(struct lists *l, const struct problem *p, int64_t round, const int32_t *member, int64_t at,
-                      int64_t count, const int32_t *queries, int64_t rows)
+/* Note the queries whose keys are to be read, and where their runs in this and all earlier rounds lie. */
+static void note_runs(struct lists *l, const struct problem *p, int64_t round, const int32_t *queries, int64_t rows)
 {
-    for (int64_t j = 0; j < count; j++) {
-        l->members[j] = member[at + j];
-        for (int64_t earlier = 0; earlier < round; earlier++)
-            l->places[earlier * PIECE + j] = l->place[earlier * p->length + member[at + j]];
+    memset(l->starts, 0, (round + 1) * PIECE * sizeof(int32_t));
+    memset(l->stops, 0, (round + 1) * PIECE * sizeof(int32_t));
+    for (int64_t i = 0; i < rows; i++) {
+        l->queries[i] = queries[i];
+        for (int64_t earlier = 0; earlier <= round; earlier++) {
+            l->starts[earlier * PIECE + i] = l->start[earlier * p->length + queries[i]];
+            l->stops[earlier * PIECE + i] = l->stop[earlier * p->length + queries[i]];
+        }
     }
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < count; j += LANES) {
-            const mask number = (mask)LANE_NUMBERS + (int32_t)(at + j);
-            const int32_t *start = l->start + queries[i], *stop = l->stop + queries[i];
-            mask seen = (number >= start[round * p->length]) & (number < stop[round * p->length]);
-            for (int64_t earlier = 0; earlier < round; earlier++) {
-                const mask there = *(const mask_anywhere *)(l->places + earlier * PIECE + j);
-                seen &= (there < start[earlier * p->length]) | (there >= stop[earlier * p->length]);
+}
+
+/* Begin the scores of the keys from `at` to `at` + `count` of a round's list, hiding from each query what it does not
+ * see or has seen in an earlier round. */
+static void hide_keys(float *scores, const struct lists *l, const struct problem *p, int64_t round,
+                      const int32_t *member, int64_t at, int64_t count)
+{
+    for (int64_t j = 0; j < PIECE; j++)
+        for (int64_t i = 0; i < PIECE; i += LANES) {
+            mask seen = {0};
+            for (int64_t earlier = 0; earlier <= round && j < count; earlier++) {
+                const int32_t there = l->place[earlier * p->length + member[at + j]];
+                const mask start = *(const mask_anywhere *)(l->starts + earlier * PIECE + i);
+                const mask stop = *(const mask_anywhere *)(l->stops + earlier * PIECE + i);
+                const mask met = (start <= there) & (stop > there);
+                seen = earlier == round ? met & ~seen : seen | met;
             }
-            if (p->shared)
-                seen &= *(const mask_anywhere *)(l->members + j) != queries[i];
-            store(l->bias + i * PIECE + j, choose(seen, (lanes){0}, (lanes){0} + LOWEST));
+            if (p->shared && j < count)
+                seen &= *(const mask_anywhere *)(l->queries + i) != member[at + j];
+            store(scores + j * PIECE + i, choose(seen, (lanes){0}, (lanes){0} + LOWEST));
         }
 }
 

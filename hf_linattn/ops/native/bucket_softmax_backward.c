@@ -41,17 +41,15 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
     const int32_t *start = l->start + round * p->length, *stop = l->stop + round * p->length;
     const int64_t first = start[queries[0]], end = stop[queries[rows - 1]];
     for (int64_t i = 0; i < rows; i++) {
-        const float log = *place(&p->log, w->batch, w->head, w->group, queries[i]);
+        note_sums(s, i, *place(&p->log, w->batch, w->head, w->group, queries[i]),
+                  *place(&p->weight_grad, w->batch, w->head, w->group, queries[i]));
         pack(s->query + i * s->keys, 1, place(&p->query, w->batch, w->head, w->group, queries[i]), 0, 1, p->key_size,
              s->keys);
         pack(s->grad + i * s->values, 1, place(&p->grad, w->batch, w->head, w->group, queries[i]), 0, 1,
              p->value_size, s->values);
-        for (int64_t column = 0; column < s->keys; column++)
-            s->query[i * s->keys + column] *= p->scaling;
-        s->log[i] = log > LOWEST / 2 ? log : 0.0f; /* without keys all scores are LOWEST, and weights zero */
-        s->weight_grad[i] = *place(&p->weight_grad, w->batch, w->head, w->group, queries[i]);
     }
-    memset(s->d_query, 0, PIECE * s->keys * sizeof(float));
+    begin_pairs(s, p->scaling);
+    note_runs(l, p, round, queries, rows);
     for (int64_t at = first; at < end; at += PIECE) {
         const int64_t count = smaller(end - at, PIECE);
         for (int64_t j = 0; j < count; j++) {
@@ -60,8 +58,8 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
             pack(s->value + j * s->values, 1, place(&p->value, w->batch, w->head, 0, member[at + j]), 0, 1,
                  p->value_size, s->values);
         }
-        hide_keys(l, p, round, member, at, count, queries, rows);
-        if (!read_pairs(s, count, rows, l->bias, PIECE, 0))
+        hide_keys(s->weights, l, p, round, member, at, count);
+        if (!read_pairs(s, count, rows, 0))
             continue;
         for (int64_t j = 0; j < count; j++) {
             add_scaled(place(&p->d_key, w->batch, w->head, 0, member[at + j]), 1.0f, s->d_key + j * s->keys,

@@ -53,6 +53,15 @@ static inline lanes larger_of(lanes one, lanes other)
 #endif
 }
 
+static inline int any_of(mask condition)
+{
+#if LANES == 16
+    return _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition) != 0;
+#else
+    return _mm256_movemask_ps((__m256)condition) != 0;
+#endif
+}
+
 /* e^x for x <= 80 to the precision of float32, zero below e^-87 */
 static inline lanes exp_of(lanes x)
 {

@@ -1,17 +1,22 @@
-/* Running softmax attention of up to PIECE queries, over keys that are taken in up to PIECE at a time. */
+/* Running softmax attention of up to PIECE queries, over keys that are taken in up to PIECE at a time.
+ *
+ * Scores are laid out [keys, queries]: the queries are turned once, keys are read where they lie, and largest scores,
+ * weights and their sums are found for LANES queries at a time.
+ */
 
 #pragma once
 
 
 #include "lanes.h"
 
-#define PIECE 64   /* queries, and keys, that are multiplied at a time */
+#define PIECE 64                /* queries, and keys, that are multiplied at a time */
+#define GROUPS (PIECE / LANES) /* of queries */
 #define ROOM 8.0f /* e^8 times the largest weight leaves float32 the precision it has: sums seldom need to be scaled */
 
 struct scratch {
-    float *query, *key, *turned, *value, *scores, *out; /* turned: the keys that `read_piece` takes, [keys, PIECE] */
-    float top[PIECE], weight[PIECE * LANES]; /* weight: to be added up over the lanes */
-    int64_t key_size, keys, values; /* keys, values: sizes, padded */
+    float *query, *rows, *value, *scores, *out; /* query: scaled, [key_size, PIECE]; rows: where a piece is no whole one */
+    float top[PIECE], weight[PIECE];            /* the weights e^(score - top) are summed up */
+    int64_t key_size, keys, values;             /* keys, values: sizes, padded */
 };
 
 static inline int64_t arrange(struct scratch *s, int64_t key_size, int64_t value_size, float *memory)
@@ -21,111 +26,134 @@ static inline int64_t arrange(struct scratch *s, int64_t key_size, int64_t value
     s->values = round_up(value_size, TILE_COLUMNS);
     int64_t used = 0;
     s->query = take(memory, &used, PIECE * s->keys);
-    s->key = take(memory, &used, PIECE * s->keys);
-    s->turned = take(memory, &used, PIECE * s->keys);
+    s->rows = take(memory, &used, PIECE * s->keys);
     s->value = take(memory, &used, PIECE * s->values);
     s->scores = take(memory, &used, PIECE * PIECE);
     s->out = take(memory, &used, PIECE * s->values);
     return used;
 }
 
-/* Whether any of TILE_COLUMNS keys, `count` of them there, is seen by any of `rows` queries. */
-static int is_seen(const float *bias, int64_t bias_step, int64_t rows, int64_t count)
+/* The keys, from `first` to before `last` in whole tiles, that each group of queries sees, and that any of them does. */
+struct seen {
+    int64_t first[GROUPS], last[GROUPS], start, end;
+};
+
+/* Begin the scores of `count` keys with the bias of each of `rows` queries, in rows of `bias_step` numbers, or one row
+ * for all. Without a bias query i sees the first `ahead` + i + 1 of them. Returns whether all see all. */
+static int show(float *scores, const float *bias, int64_t bias_step, int64_t rows, int64_t count, int64_t ahead)
 {
-    lanes largest = (lanes){0} + LOWEST;
-    for (int64_t i = 0; i < (bias_step ? rows : 1); i++)
-        for (int64_t j = 0; j < TILE_COLUMNS; j += LANES)
-            if (j + LANES <= count)
-                largest = larger_of(largest, load(bias + i * bias_step + j));
-            else if (j < count)
-                return 1;
-    return max_of(largest) > LOWEST / 2;
+    if (!bias && count == PIECE && ahead >= PIECE - 1) {
+        memset(scores, 0, PIECE * PIECE * sizeof(float));
+        return 1;
+    }
+    if (bias && bias_step && rows == PIECE && count == PIECE) {
+        turn(scores, PIECE, bias, bias_step, PIECE, PIECE);
+        return 0;
+    }
+    for (int64_t j = 0; j < PIECE; j++) {
+        const float there = j >= count ? LOWEST : bias && !bias_step ? bias[j] : 0.0f;
+        for (int64_t i = 0; i < PIECE; i += LANES)
+            store(scores + j * PIECE + i, (lanes){0} + there);
+    }
+    for (int64_t j = 0; !bias && j < count; j++) /* the first that sees it is query j - ahead */
+        for (int64_t i = 0; i < smaller(j - ahead, PIECE); i++)
+            scores[j * PIECE + i] = LOWEST;
+    for (int64_t j = 0; bias && bias_step && j < count; j++)
+        for (int64_t i = 0; i < rows; i++)
+            scores[j * PIECE + i] = bias[i * bias_step + j];
+    return 0;
 }
 
-/* Add the bias of one query to the scores of the first `count` keys; the others are not there. */
-static void hide(float *scores, const float *bias, int64_t first, int64_t last, int64_t count)
+/* Find which keys are seen with the bias that scores begin with; `all` of them, or find out. */
+static struct seen find_seen(const float *scores, int all)
 {
-    int64_t j = first;
-    for (; bias && j + LANES <= smaller(last, count); j += LANES)
-        store(scores + j, load(scores + j) + load(bias + j));
-    for (; bias && j < smaller(last, count); j++)
-        scores[j] += bias[j];
-    for (j = count > first ? count : first; j < last; j++)
-        scores[j] = LOWEST;
-}
-
-/* Scores of `rows` queries become weights under their `top`, which is at most ROOM below the largest score: where it
- * was less, what was summed up before is brought down to the new one. Each step is taken for all queries before the
- * next one: a row by itself would wait for its maximum. */
-static void weigh(struct scratch *s, float *scores, int64_t row, int64_t rows, int64_t first, int64_t last)
-{
-    float tops[TILE_ROWS];
-    for (int64_t i = 0; i < rows; i++) {
-        lanes largest = load(scores + i * PIECE + first);
-        for (int64_t j = first + LANES; j < last; j += LANES)
-            largest = larger_of(largest, load(scores + i * PIECE + j));
-        tops[i] = max_of(largest);
+    struct seen found = {.start = all ? 0 : PIECE, .end = all ? PIECE : 0};
+    for (int64_t group = 0; group < GROUPS; group++) {
+        found.first[group] = found.start;
+        found.last[group] = found.end;
     }
-    for (int64_t i = 0; i < rows; i++) {
-        float *top = s->top + row + i, *out = s->out + (row + i) * s->values, *weight = s->weight + (row + i) * LANES;
-        if (tops[i] > *top + ROOM) {
-            const float left = exp_of_one(*top - tops[i]);
-            for (int64_t column = 0; column < s->values; column += LANES)
-                store(out + column, load(out + column) * left);
-            store(weight, load(weight) * left);
-            *top = tops[i];
-        } else
-            tops[i] = *top;
-    }
-    for (int64_t i = 0; i < rows; i++) {
-        lanes sum = load(s->weight + (row + i) * LANES);
-        for (int64_t j = first; j < last; j += LANES) {
-            const lanes part = exp_of(load(scores + i * PIECE + j) - tops[i]);
-            store(scores + i * PIECE + j, part);
-            sum += part;
+    for (int64_t group = 0; !all && group < GROUPS; group++)
+        for (int64_t j = 0; j < PIECE; j += TILE_ROWS) {
+            lanes largest = load(scores + j * PIECE + group * LANES);
+            for (int64_t row = 1; row < TILE_ROWS; row++)
+                largest = larger_of(largest, load(scores + (j + row) * PIECE + group * LANES));
+            if (max_of(largest) <= LOWEST / 2)
+                continue;
+            found.first[group] = smaller(found.first[group], j);
+            found.last[group] = j + TILE_ROWS;
+            found.start = smaller(found.start, j);
+            found.end = found.end > j + TILE_ROWS ? found.end : j + TILE_ROWS;
         }
-        store(s->weight + (row + i) * LANES, sum);
-    }
+    return found;
 }
 
-/* Between which whole tiles lie the keys that any of `rows` queries sees, of `count`; returns whether there are any.
- * Without a bias query i sees the first `ahead` + i + 1 of them. */
-static int find_seen(const float *bias, int64_t bias_step, int64_t rows, int64_t count, int64_t ahead, int64_t *first,
-                     int64_t *last)
+/* out [keys, queries] += rows of keys, `key_row` numbers apart, times turned queries, where a tile has seen pairs. */
+static inline __attribute__((always_inline)) void
+add_scores(float *out, const struct seen *seen, const float *key, int64_t key_row, const float *query, int64_t size)
 {
-    const int64_t reached = smaller(count, ahead + rows);
-    *first = bias ? PIECE : 0;
-    *last = bias || reached < 1 ? 0 : round_up(reached, TILE_COLUMNS);
-    for (int64_t column = 0; bias && column < count; column += TILE_COLUMNS)
-        if (is_seen(bias + column, bias_step, rows, count - column)) {
-            *first = smaller(*first, column);
-            *last = column + TILE_COLUMNS;
+    for (int64_t j = seen->start; j < seen->end; j += TILE_ROWS)
+        for (int64_t i = 0; i < PIECE; i += TILE_COLUMNS) {
+            const int64_t group = i / LANES;
+            if (j >= smaller(seen->first[group], seen->first[group + 1])
+                && (j < seen->last[group] || j < seen->last[group + 1]))
+                add_tile(out + j * PIECE + i, PIECE, key + j * key_row, key_row, 1, query + i, PIECE, size);
         }
-    return *first < *last;
 }
 
-/* Take in the first `count` of the turned keys and of the values, with the bias of each query in rows of `bias_step`
- * numbers, or as in `find_seen`. */
-static inline void read_piece(struct scratch *s, const float *value, int64_t count, int64_t rows, const float *bias,
-                       int64_t bias_step, int64_t ahead)
+/* Scores become weights under the `top` of their query, which is at most ROOM below its largest score: where it was
+ * less, what was summed up before is brought down to the new one. */
+static void weigh(struct scratch *s, const struct seen *seen)
 {
-    memset(s->scores, 0, PIECE * PIECE * sizeof(float));
-    for (int64_t row = 0; row < rows; row += TILE_ROWS) {
-        const float *shown = bias ? bias + row * bias_step : NULL;
-        const int64_t tiled = smaller(rows - row, TILE_ROWS);
-        int64_t first, last;
-        if (!find_seen(shown, bias_step, tiled, count, ahead + row, &first, &last))
+    lanes top[GROUPS], sum[GROUPS];
+#pragma GCC unroll 8
+    for (int group = 0; group < GROUPS; group++)
+        top[group] = (lanes){0} + LOWEST;
+    for (int64_t j = seen->start; j < seen->end; j++)
+#pragma GCC unroll 8
+        for (int group = 0; group < GROUPS; group++)
+            top[group] = larger_of(top[group], load(s->scores + j * PIECE + group * LANES));
+    for (int group = 0; group < GROUPS; group++) {
+        const lanes before = load(s->top + group * LANES);
+        const mask higher = top[group] > before + ROOM;
+        top[group] = choose(higher, top[group], before);
+        sum[group] = load(s->weight + group * LANES);
+        if (!any_of(higher))
             continue;
-        float *scores = s->scores + row * PIECE;
-        for (int64_t column = first; column < last; column += TILE_COLUMNS)
-            add_tile(scores + column, PIECE, s->query + row * s->keys, s->keys, 1, s->turned + column, PIECE,
-                     s->key_size);
-        for (int64_t i = 0; i < tiled; i++)
-            hide(scores + i * PIECE, bias ? shown + i * bias_step : NULL, first, last,
-                 bias ? count : smaller(count, ahead + row + i + 1));
-        weigh(s, scores, row, tiled, first, last);
-        for (int64_t column = 0; column < s->values; column += TILE_COLUMNS)
-            add_tile(s->out + row * s->values + column, s->values, scores + first, PIECE, 1,
-                     value + first * s->values + column, s->values, smaller(last, count) - first);
+        const lanes left = exp_of(before - top[group]);
+        sum[group] *= left;
+        store(s->top + group * LANES, top[group]);
+        for (int64_t lane = 0; lane < LANES; lane++)
+            for (int64_t column = 0; higher[lane] && column < s->values; column += LANES) {
+                float *out = s->out + (group * LANES + lane) * s->values + column;
+                store(out, load(out) * left[lane]);
+            }
+    }
+    for (int64_t j = seen->start; j < seen->end; j++)
+#pragma GCC unroll 8
+        for (int group = 0; group < GROUPS; group++) {
+            const lanes weight = exp_of(load(s->scores + j * PIECE + group * LANES) - top[group]);
+            store(s->scores + j * PIECE + group * LANES, weight);
+            sum[group] += weight;
+        }
+#pragma GCC unroll 8
+    for (int group = 0; group < GROUPS; group++)
+        store(s->weight + group * LANES, sum[group]);
+}
+
+/* Take in `count` keys, whose rows are there in whole tiles, and their values, with what scores begin with: `all` of
+ * them seen, or as `show` left it. Values are `value_row` numbers apart. */
+static void read_piece(struct scratch *s, const float *key, int64_t key_row, const float *value, int64_t value_row,
+                       int64_t count, int all)
+{
+    const struct seen seen = find_seen(s->scores, all);
+    if (seen.start >= seen.end)
+        return;
+    add_scores(s->scores, &seen, key, key_row, s->query, s->key_size);
+    weigh(s, &seen);
+    for (int64_t i = 0; i < PIECE; i += TILE_ROWS) {
+        const int64_t first = seen.first[i / LANES], last = smaller(seen.last[i / LANES], count);
+        for (int64_t column = 0; first < last && column < s->values; column += TILE_COLUMNS)
+            add_tile(s->out + i * s->values + column, s->values, s->scores + first * PIECE + i, 1, PIECE,
+                     value + first * value_row + column, value_row, last - first);
     }
 }

@@ -11,10 +11,11 @@
 
 #include "softmax.h"
 
-/* Rows of queries and keys are padded to `keys` numbers, those of values to `values`. */
+/* Rows of queries and keys are padded to `keys` numbers, those of values to `values`; weights and slopes are
+ * [keys, queries]. */
 struct pairs {
-    float *query, *grad, *d_query; /* [PIECE, keys or values]: the queries scaled, what their gradient adds up to */
-    float *key, *turned_key, *value, *turned_value, *weights, *slopes, *d_key, *d_value;
+    float *query, *grad, *turned_query, *turned_grad, *d_query; /* the queries scaled; what their gradient adds up to */
+    float *key, *value, *weights, *slopes, *d_key, *d_value;
     float log[PIECE], weight_grad[PIECE];
     int64_t key_size, value_size, keys, values;
 };
@@ -26,8 +27,8 @@ static int64_t arrange_pairs(struct pairs *w, int64_t key_size, int64_t value_si
     w->value_size = value_size;
     w->keys = round_up(key_size, TILE_COLUMNS);
     w->values = round_up(value_size, TILE_COLUMNS);
-    float **of_keys[] = {&w->query, &w->d_query, &w->key, &w->turned_key, &w->d_key};
-    float **of_values[] = {&w->grad, &w->value, &w->turned_value, &w->d_value};
+    float **of_keys[] = {&w->query, &w->turned_query, &w->d_query, &w->key, &w->d_key};
+    float **of_values[] = {&w->grad, &w->turned_grad, &w->value, &w->d_value};
     for (int part = 0; part < 5; part++)
         *of_keys[part] = take(memory, &used, PIECE * w->keys);
     for (int part = 0; part < 4; part++)
@@ -37,64 +38,55 @@ static int64_t arrange_pairs(struct pairs *w, int64_t key_size, int64_t value_si
     return used;
 }
 
-/* out [rows, columns] += left right, left being read in steps of its own; rows and columns are whole tiles */
-static void add_products(float *out, int64_t columns, const float *left, int64_t left_row, int64_t left_step,
-                         const float *right, int64_t rows, int64_t steps)
+/* Begin with the queries and gradients that have been put into `query` and `grad`. */
+static void begin_pairs(struct pairs *w, float scaling)
 {
-    for (int64_t row = 0; row < rows; row += TILE_ROWS)
-        for (int64_t column = 0; column < columns; column += TILE_COLUMNS)
-            add_tile(out + row * columns + column, columns, left + row * left_row, left_row, left_step,
-                     right + column, columns, steps);
+    for (int64_t number = 0; number < PIECE * w->keys; number++)
+        w->query[number] *= scaling;
+    turn(w->turned_query, PIECE, w->query, w->keys, PIECE, w->keys);
+    turn(w->turned_grad, PIECE, w->grad, w->values, PIECE, w->values);
+    memset(w->d_query, 0, PIECE * w->keys * sizeof(float));
 }
 
-/* Weights and slopes of `rows` queries from `row` on for the keys from `first` to `last`, of which `count` are there;
- * the bias is that of the first of these queries. */
-static void weigh_again(struct pairs *w, int64_t row, int64_t rows, int64_t first, int64_t last, int64_t count,
-                        const float *bias, int64_t bias_step, int64_t ahead)
+/* Note what a query's weights add up to, and its gradient; without keys all scores are LOWEST, and weights zero. */
+static void note_sums(struct pairs *w, int64_t row, float log, float weight_grad)
 {
-    float *weights = w->weights + row * PIECE, *slopes = w->slopes + row * PIECE;
-    for (int64_t column = first; column < last; column += TILE_COLUMNS) {
-        add_tile(weights + column, PIECE, w->query + row * w->keys, w->keys, 1, w->turned_key + column, PIECE,
-                 w->key_size);
-        add_tile(slopes + column, PIECE, w->grad + row * w->values, w->values, 1, w->turned_value + column, PIECE,
-                 w->value_size);
-    }
-    for (int64_t i = 0; i < rows; i++) {
-        hide(weights + i * PIECE, bias ? bias + i * bias_step : NULL, first, last,
-             bias ? count : smaller(count, ahead + i + 1));
-        for (int64_t j = first; j < last; j += LANES) {
-            const lanes weight = exp_of(load(weights + i * PIECE + j) - w->log[row + i]);
-            store(weights + i * PIECE + j, weight);
-            store(slopes + i * PIECE + j, weight * (load(slopes + i * PIECE + j) - w->weight_grad[row + i]));
-        }
-    }
+    w->log[row] = log > LOWEST / 2 ? log : 0.0f;
+    w->weight_grad[row] = weight_grad;
 }
 
-/* Go through the pairs of `rows` queries with the first `count` keys, seen as in `read_piece`; returns whether there
- * are any, and if so d_key and d_value hold their gradients. */
-static int read_pairs(struct pairs *w, int64_t count, int64_t rows, const float *bias, int64_t bias_step,
-                      int64_t ahead)
+/* Go through the pairs of `rows` queries with `count` keys, with what weights begin with as scores do in `read_piece`;
+ * returns whether there are any, and if so d_key and d_value hold their gradients. */
+static int read_pairs(struct pairs *w, int64_t count, int64_t rows, int all)
 {
-    int any = 0;
-    turn(w->turned_key, PIECE, w->key, w->keys, PIECE, w->keys);
-    turn(w->turned_value, PIECE, w->value, w->values, PIECE, w->values);
-    memset(w->weights, 0, PIECE * PIECE * sizeof(float));
-    memset(w->slopes, 0, PIECE * PIECE * sizeof(float));
-    for (int64_t row = 0; row < rows; row += TILE_ROWS) {
-        const float *shown = bias ? bias + row * bias_step : NULL;
-        const int64_t tiled = smaller(rows - row, TILE_ROWS);
-        int64_t first, last;
-        if (!find_seen(shown, bias_step, tiled, count, ahead + row, &first, &last))
-            continue;
-        weigh_again(w, row, tiled, first, last, count, shown, bias_step, ahead + row);
-        any = 1;
-    }
-    if (!any)
+    const struct seen seen = find_seen(w->weights, all);
+    if (seen.start >= seen.end)
         return 0;
+    memset(w->slopes, 0, PIECE * PIECE * sizeof(float));
+    add_scores(w->weights, &seen, w->key, w->keys, w->turned_query, w->key_size);
+    add_scores(w->slopes, &seen, w->value, w->values, w->turned_grad, w->value_size);
+    for (int64_t j = seen.start; j < seen.end; j++)
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < PIECE; i += LANES) {
+            const lanes weight = exp_of(load(w->weights + j * PIECE + i) - load(w->log + i));
+            store(w->weights + j * PIECE + i, weight);
+            store(w->slopes + j * PIECE + i, weight * (load(w->slopes + j * PIECE + i) - load(w->weight_grad + i)));
+        }
     memset(w->d_key, 0, PIECE * w->keys * sizeof(float));
     memset(w->d_value, 0, PIECE * w->values * sizeof(float));
-    add_products(w->d_value, w->values, w->weights, 1, PIECE, w->grad, round_up(count, TILE_ROWS), rows);
-    add_products(w->d_key, w->keys, w->slopes, 1, PIECE, w->query, round_up(count, TILE_ROWS), rows);
-    add_products(w->d_query, w->keys, w->slopes, PIECE, 1, w->key, round_up(rows, TILE_ROWS), count);
+    for (int64_t j = seen.start; j < seen.end; j += TILE_ROWS) {
+        for (int64_t column = 0; column < w->values; column += TILE_COLUMNS)
+            add_tile(w->d_value + j * w->values + column, w->values, w->weights + j * PIECE, PIECE, 1,
+                     w->grad + column, w->values, rows);
+        for (int64_t column = 0; column < w->keys; column += TILE_COLUMNS)
+            add_tile(w->d_key + j * w->keys + column, w->keys, w->slopes + j * PIECE, PIECE, 1, w->query + column,
+                     w->keys, rows);
+    }
+    for (int64_t i = 0; i < PIECE; i += TILE_ROWS) {
+        const int64_t first = seen.first[i / LANES], last = smaller(seen.last[i / LANES], count);
+        for (int64_t column = 0; first < last && column < w->keys; column += TILE_COLUMNS)
+            add_tile(w->d_query + i * w->keys + column, w->keys, w->slopes + first * PIECE + i, 1, PIECE,
+                     w->key + first * w->keys + column, w->keys, last - first);
+    }
     return 1;
 }
