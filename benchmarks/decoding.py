@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -16,7 +16,8 @@ from hf_linattn import patch_model, set_backend
 from hf_linattn.cache import state_bytes
 from hf_linattn.mechanisms import MECHANISMS
 
-DECODED_PER_REPEAT = 4
+TURN_SECONDS = 0.1  # a turn decodes tokens for about so long,
+FEWEST_TOKENS, MOST_TOKENS = 2, 8  # but not fewer or more of them than this
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ def measure_decoding(stopwatch: Stopwatch, names: Sequence[str], dtype: torch.dt
             own_bytes = state_bytes(own_cache)
             if decoded := cache.get_seq_length() - context:  # beside the last one
                 cache.crop(-decoded)
-            runs = {SOFTMAX: decode_step(softmax, cache), name: decode_step(model, own_cache)}
-            seconds = {k: [s / DECODED_PER_REPEAT for s in values] for k, values in stopwatch.compare(runs).items()}
+            turns = {SOFTMAX: Turn(stopwatch, softmax, cache), name: Turn(stopwatch, model, own_cache)}
+            seconds = {k: [s / turns[k].tokens for s in values] for k, values in stopwatch.compare(turns).items()}
             softmax_seconds += seconds[SOFTMAX]
             ratio = median(seconds[SOFTMAX]) / median(seconds[name])
             after.append(DecodingRow(name, context, Timing.of(seconds[name]), ratio, own_bytes))
@@ -105,13 +106,16 @@ def prefill(model: LlamaForCausalLM, context: int) -> DynamicCache:
     return cache
 
 
-def decode_step(model: LlamaForCausalLM, cache: DynamicCache) -> Callable[[], None]:
-    """Return a call that decodes `DECODED_PER_REPEAT` tokens one by one."""
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+class Turn:
+    """Decodes `tokens` tokens one by one: as many as take about `TURN_SECONDS`."""
+
+    def __init__(self, stopwatch: Stopwatch, model: LlamaForCausalLM, cache: DynamicCache):
+        self.model, self.cache, self.tokens = model, cache, 1
+        self()
+        self.tokens = min(max(round(TURN_SECONDS / stopwatch.once(self)), FEWEST_TOKENS), MOST_TOKENS)
 
     @torch.no_grad()
-    def run() -> None:
-        for _ in range(DECODED_PER_REPEAT):
-            model(token, past_key_values=cache, use_cache=True)
-
-    return run
+    def __call__(self) -> None:
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
+        for _ in range(self.tokens):
+            self.model(token, past_key_values=self.cache, use_cache=True)

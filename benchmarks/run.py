@@ -36,13 +36,19 @@ from hf_linattn.config import make_config, require_known
 from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops.native import library
+from hf_linattn.testing.counters import flops_of
 
 SUFFIXES = {"auto": ".json", "torch": "_torch.json", "compile": "_compiled.json"}  # of the result files
 
 
 @dataclass(frozen=True)
 class OperationRow:
-    """One mechanism, alone, at one length. `ratio` is softmax's median time over this one's."""
+    """One mechanism, alone, at one length.
+
+    `ratio` is softmax's median time over this one's. `floor_share` is the part of the median time that its matrix
+    products, or reading inputs and writing outputs once, would take at the ceilings of the machine, whichever is
+    longer; null for softmax, as the pairs that its kernels leave out are not known.
+    """
 
     mechanism: str
     mode: str
@@ -50,6 +56,36 @@ class OperationRow:
     length: int
     milliseconds: Timing
     ratio: float
+    floor_share: float | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operation, with or without its backward pass."""
+
+    attend: Callable[..., Tensor]
+    heads: list[Tensor]
+    backward: bool
+
+    def __call__(self) -> None:
+        with torch.set_grad_enabled(self.backward):
+            output = self.attend(*self.heads)
+            if self.backward:
+                torch.autograd.grad(output.sum(), self.heads)
+
+    def flops(self) -> int:
+        """Return the floating-point operations of its matrix products; the counter does not know `autograd.grad`."""
+
+        def run() -> None:
+            with torch.set_grad_enabled(self.backward):
+                output = self.attend(*self.heads)
+                if self.backward:
+                    output.sum().backward()
+
+        count = flops_of(run)
+        for x in self.heads:
+            x.grad = None
+        return count
 
 
 @dataclass(frozen=True)
@@ -65,7 +101,9 @@ class Crossover:
 # -- the operation alone ----------------------------------------------------------------------------------------------
 
 
-def measure_operations(stopwatch: Stopwatch, names: Sequence[str], dtype: torch.dtype) -> list[OperationRow]:
+def measure_operations(
+    stopwatch: Stopwatch, names: Sequence[str], dtype: torch.dtype, ceilings: dict[str, float]
+) -> list[OperationRow]:
     """Time each mechanism on random heads [1, H, N, D] beside `scaled_dot_product_attention` on the same ones."""
     plan = stopwatch.plan
     cases = [
@@ -76,19 +114,29 @@ def measure_operations(stopwatch: Stopwatch, names: Sequence[str], dtype: torch.
     ]
     rows = []
     for direction, mode, length in tqdm(cases, desc="operations"):
-        competitors = operation_competitors(stopwatch, names, mode, length, direction == "forward+backward", dtype)
-        seconds = stopwatch.compare(competitors)
-        timings = {name: Timing.of(values) for name, values in seconds.items()}
-        rows += [
-            OperationRow(name, mode, direction, length, timing, timings[SOFTMAX].median / timing.median)
-            for name, timing in timings.items()
-        ]
+        backward = direction == "forward+backward"
+        competitors = operation_competitors(stopwatch, names, mode, length, backward, dtype)
+        # read query, key and value, write the output; backward those, its gradient and theirs
+        moved = (4 + 8 * backward) * length * plan.num_heads * plan.head_dim * dtype.itemsize
+        floors = {
+            name: floor_seconds(call.flops(), moved, ceilings) for name, call in competitors.items() if name != SOFTMAX
+        }
+        timings = {name: Timing.of(values) for name, values in stopwatch.compare(competitors).items()}
+        for name, timing in timings.items():
+            ratio, floor = timings[SOFTMAX].median / timing.median, floors.get(name)
+            share = None if floor is None else 1e3 * floor / timing.median
+            rows.append(OperationRow(name, mode, direction, length, timing, ratio, share))
     return rows
+
+
+def floor_seconds(flops: float, moved: float, ceilings: dict[str, float]) -> float:
+    """Return what so many operations, or so many bytes read or written, take at best."""
+    return max(flops / ceilings["matmul_gflops"], moved / ceilings["copy_gigabytes_per_second"]) / 1e9
 
 
 def operation_competitors(
     stopwatch: Stopwatch, names: Sequence[str], mode: str, length: int, backward: bool, dtype: torch.dtype
-) -> dict[str, Callable[[], Any]]:
+) -> dict[str, Call]:
     """Return name -> one call of that operation on shared inputs; mechanisms without the mode are left out."""
     plan, device = stopwatch.plan, stopwatch.device
     generator = torch.Generator("cpu").manual_seed(0)
@@ -96,16 +144,10 @@ def operation_competitors(
     heads = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_(backward) for _ in range(3)]
     causal = mode == "causal"
 
-    def call(attend: Callable[..., Tensor]) -> Callable[[], None]:
-        def run() -> None:
-            with torch.set_grad_enabled(backward):
-                output = attend(*heads)
-                if backward:
-                    torch.autograd.grad(output.sum(), heads)
+    def softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
-        return run
-
-    competitors = {SOFTMAX: call(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal))}
+    competitors = {SOFTMAX: Call(softmax, heads, backward)}
     layer = AttentionLayer(
         index=0,
         num_heads=plan.num_heads,
@@ -120,7 +162,7 @@ def operation_competitors(
         if mode in MECHANISMS.get(name).modes:
             mechanism = MECHANISMS.get(name)(make_config(name, {}), layer).to(device, dtype).train(backward)
             mechanism.backend, mechanism.causal_reader = stopwatch.backend, BACKENDS[stopwatch.backend]
-            competitors[name] = call(lambda q, k, v, mechanism=mechanism: mechanism(q, k, v)[0])
+            competitors[name] = Call(lambda q, k, v, mechanism=mechanism: mechanism(q, k, v)[0], heads, backward)
     return competitors
 
 
@@ -162,14 +204,15 @@ def measure(
 ) -> dict[str, Any]:
     """Run everything and return the JSON document."""
     stopwatch = Stopwatch(device, plan, backend)
-    operations = measure_operations(stopwatch, names, dtype)
+    ceilings = measure_ceilings(stopwatch, dtype)
+    operations = measure_operations(stopwatch, names, dtype, ceilings)
     return {
         "provenance": collect_provenance(device, dtype),
         "backend": backend,
         "compiled_operations": backend == "auto" and device.type == "cpu" and library.available(),
         "plan": dataclasses.asdict(plan),
         "options": {name: make_config(name, {}).to_options() for name in names},
-        "ceilings": measure_ceilings(stopwatch, dtype),
+        "ceilings": ceilings,
         "operations": [dataclasses.asdict(row) for row in operations],
         "crossovers": [dataclasses.asdict(row) for row in find_crossovers(operations)],
         "decoding": [dataclasses.asdict(row) for row in measure_decoding(stopwatch, names, dtype)],

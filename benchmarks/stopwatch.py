@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -83,7 +83,7 @@ class Stopwatch:
         self._synchronize()
         return time.perf_counter() - start
 
-    def compare(self, competitors: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    def compare(self, competitors: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
         """Return the seconds of every call: one turn each per repeat, after one turn that warms up."""
         for run in competitors.values():
             run()

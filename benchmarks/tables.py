@@ -148,14 +148,17 @@ def decoding_table(document: Document) -> str:
 
 
 def milliseconds_table(document: Document) -> str:
-    """Return every measured time of the operations with its spread."""
+    """Return every measured time of the operations with its spread, and the share that its floor takes of it."""
     rows = []
     for row in document["operations"]:
         time = row["milliseconds"]
         spread = f"{time['fastest']:.3g} to {time['slowest']:.3g}"
         shape = (row["mode"], row["direction"], f"{row['length']:,}", row["mechanism"])
-        rows.append([*shape, f"{time['median']:.3g}", spread, time["repeats"]])
-    return table(["mode", "pass", "length", "mechanism", "median ms", "fastest to slowest", "repeats"], rows)
+        share = row.get("floor_share")  # softmax has none
+        floor = "" if share is None else f"{share:.0%}"
+        rows.append([*shape, f"{time['median']:.3g}", spread, time["repeats"], floor])
+    head = ["mode", "pass", "length", "mechanism", "median ms", "fastest to slowest", "repeats", "floor"]
+    return table(head, rows)
 
 
 def targets_table(document: Document) -> str:

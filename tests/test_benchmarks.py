@@ -53,6 +53,23 @@ def test_ratios_are_softmax_over_the_mechanism(document: tables.Document) -> Non
         assert time["repeats"] >= PLAN.min_repeats
 
 
+def test_floors() -> None:
+    ceilings = {"matmul_gflops": 100.0, "copy_gigabytes_per_second": 10.0}
+    assert run.floor_seconds(5e9, 1e8, ceilings) == pytest.approx(0.05)
+    assert run.floor_seconds(1e8, 1e9, ceilings) == pytest.approx(0.1)
+
+
+def test_every_mechanism_has_a_floor(document: tables.Document) -> None:
+    """At least its operands are moved, backward three times as many bytes."""
+    bandwidth = document["ceilings"]["copy_gigabytes_per_second"] * 1e9
+    for row in document["operations"]:
+        if row["mechanism"] == "softmax":
+            assert row["floor_share"] is None
+        else:
+            moved = (4 if row["direction"] == "forward" else 12) * row["length"] * PLAN.num_heads * PLAN.head_dim * 4
+            assert row["floor_share"] * row["milliseconds"]["median"] / 1e3 >= moved / bandwidth * 0.999
+
+
 def test_state_bytes(document: tables.Document) -> None:
     """Linear: S and z per head and layer in float32, at any context; softmax: every key and value."""
     held = {(r["mechanism"], r["context"]): r["state_bytes"] for r in document["decoding"]}

@@ -159,7 +159,9 @@ class HybridMechanism(SequenceMechanism):
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         weights = self._pair_weights(key.dtype)
-        return hybrid_attention(query, key, value, weights, lengths, use_native=self.infers_natively)
+        return hybrid_attention(
+            query, key, value, weights, lengths, use_native=self.backend != "torch", training=self.training
+        )
 
     @property
     def has_scores(self) -> bool:

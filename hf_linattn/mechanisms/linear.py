@@ -139,7 +139,7 @@ class LinearMechanism(Mechanism):
     ) -> Tensor:
         decay = self.log_decay(key, key_padding_mask)
         heads = (query, key, value, *self.maps, key_padding_mask, sequence_ids, decay)
-        return linear_attention(*heads, use_native=self.infers_natively)
+        return linear_attention(*heads, use_native=self.backend != "torch")
 
     def log_decay(self, key: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
         """Return the log decay of every token [B, Hkv, N], zero where masked; None without decay."""

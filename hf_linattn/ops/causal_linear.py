@@ -113,10 +113,12 @@ def linear_attention(
         )
     output = _output_for(query, value)
     maps = native_maps(query_map, key_map) if use_native else []
-    if maps and output is not None and query.shape[2] == key.shape[2] and can_read(query, key, None):
-        grouped = query.unflatten(1, (key.shape[1], -1))
-        mapped_attention(grouped, key, value, maps, key_padding_mask, None, None, output, bidirectional=True)
-        return output.flatten(1, 2)
+    if maps and query.shape[2] == key.shape[2] and can_read(query, key, None):
+        rest = key_padding_mask, None, None, output
+        attended, *_ = mapped_attention(
+            query.unflatten(1, (key.shape[1], -1)), key, value, maps, *rest, bidirectional=True
+        )
+        return attended.flatten(1, 2)
     state: Any = None
     for key_part, value_part, mask in _split(SEGMENT_SIZE, (key, 2), (value, 2), (key_padding_mask, 1)):
         features, log_scale = _masked(key_map(dense(key_part)), mask)

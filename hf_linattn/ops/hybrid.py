@@ -127,7 +127,7 @@ def causal_hybrid_attention(
     rows = _make_rows(query, key, value, weights, lengths, state)
     if use_native and state is None and hybrid.can_attend(query, key, weights):
         inference = inference and hybrid.knows_maps(weights)
-        attend = hybrid.causal_hybrid_attention if inference else hybrid.trained_hybrid_attention
+        attend = hybrid.causal_hybrid_attention if inference else hybrid.trained_causal_hybrid_attention
         attended, far_sums = attend(query, key, value, weights)
         return attended, _remember(rows, weights, far_sums)
     # without earlier keys a window wider than the call would only see zeros
@@ -151,14 +151,16 @@ def hybrid_attention(
     lengths: Tensor | None = None,
     chunk_size: int = CHUNK_SIZE,
     use_native: bool = False,
+    training: bool = False,
 ) -> Tensor:
     """Return the bidirectional attention output [B, H, N, Dv]; arguments as in `causal_hybrid_attention`.
 
     Far keys before and after a query are summed apart: all keys less the near ones would cancel.
     """
-    inference = use_native and not torch.is_grad_enabled() and hybrid.knows_maps(weights)
-    if inference and lengths is None and hybrid.can_attend(query, key, weights):
-        return hybrid.hybrid_attention(query, key, value, weights)
+    if use_native and lengths is None and hybrid.can_attend(query, key, weights):
+        inference = not training and not torch.is_grad_enabled() and hybrid.knows_maps(weights)
+        attend = hybrid.hybrid_attention if inference else hybrid.trained_hybrid_attention
+        return attend(query, key, value, weights)
     length = key.shape[2]
     rows = _make_rows(query, key, value, weights, lengths, None)
     turned = rows._replace(

@@ -1,4 +1,4 @@
-/* Gradients of causal kernel attention, down to what the feature maps read.
+/* Gradients of kernel attention, down to what the feature maps read.
  *
  * With g_i = factor_i d_sums_i, h_i = factor_i (d_log_i - d_sums_i . sums_i) and the weights
  * w_ij = exp(log_scale_j + c_i - c_j - top_i) of `causal_sums`, of which nothing but `factor` was kept,
@@ -8,7 +8,8 @@
  *     d value_j = sum_{i >= j} w_ij (query_i . key_j) g_i             the same
  *     d log_scale_j = key_j . d key_j
  *
- * for features query and key, which are made again. Exponents read from the end never exceed zero either: a key's own
+ * for features query and key, which are made again. `bidirectional` queries see all keys, so that the state it left is
+ * all that is read from the start, and the sums over all queries all that is read from the end. Exponents read from the end never exceed zero either: a key's own
  * is no larger than the top of any query that sees it.
  */
 
@@ -190,9 +191,9 @@ static void read_forwards(struct work *w, const struct backward *p, int64_t batc
 {
     const struct problem *f = &p->forward;
     struct scratch *s = &w->s;
-    const int scaled = has_scales(f);
+    const int scaled = has_scales(f), pairs = !f->bidirectional;
     const int64_t sequence = batch * f->heads + head, width = f->value_size + 1;
-    const float *given = f->state + sequence * f->key_size * width;
+    const float *given = (f->bidirectional ? f->state_after : f->state) + sequence * f->key_size * width;
     float top = f->log_max[sequence], left = 1.0f;
     clear(s->state, s->keys * s->values);
     clear(s->weights, s->keys);
@@ -203,25 +204,30 @@ static void read_forwards(struct work *w, const struct backward *p, int64_t batc
     }
     for (int64_t at = 0; at < f->length; at += s->chunk) {
         const int64_t count = smaller(s->chunk, f->length - at);
-        w->before[at / s->chunk] = top;
-        top = load_keys(s, f, batch, head, at, count, scaled, top, &left);
-        turn(w->turned_value, s->chunk, s->value, s->values, s->chunk, s->values);
+        if (pairs) {
+            w->before[at / s->chunk] = top;
+            top = load_keys(s, f, batch, head, at, count, scaled, top, &left);
+            turn(w->turned_value, s->chunk, s->value, s->values, s->chunk, s->values);
+        }
         for (int64_t group = 0; group < f->groups; group++) {
             load_queries(w, p, batch, head, group, at, count);
-            form_pairs(w->grad_pairs, s, w->grad, s->values, w->turned_value, f->value_size, w->slope, scaled);
             for (int64_t i = 0; i < s->chunk; i++)
                 for (int64_t key = 0; key < s->keys; key++)
                     w->d_features[i * s->keys + key] = w->slope[i] * s->weights[key];
             add_product(w->d_features, s->keys, w->grad, s->values, 1, s->state, s->keys, s->chunk, s->keys,
                         f->value_size);
-            if (scaled)
+            if (pairs && scaled)
                 scale_rows(w->d_features, s->kept, s->chunk, s->keys);
-            for (int64_t row = 0; row < s->chunk; row += TILE_ROWS)
+            if (pairs)
+                form_pairs(w->grad_pairs, s, w->grad, s->values, w->turned_value, f->value_size, w->slope, scaled);
+            for (int64_t row = 0; pairs && row < s->chunk; row += TILE_ROWS)
                 add_product(w->d_features + row * s->keys, s->keys, w->grad_pairs + row * s->chunk, s->chunk, 1,
                             s->key, s->keys, TILE_ROWS, s->keys, row + TILE_ROWS);
             reverse_features(w, f, &w->maps[group], s->query, f->query_map.weight.data != NULL,
                              p->d_query_weight != NULL, w->own_log, &p->d_query, batch, head, group, at, count);
         }
+        if (!pairs)
+            continue;
         if (scaled) {
             scale_rows(s->value, s->weight, s->chunk, s->values);
             for (int64_t number = 0; number < s->keys * s->values; number++)
@@ -247,7 +253,17 @@ static float largest_exponent(const struct work *w, const struct backward *p, in
     return later;
 }
 
-/* Add the queries of one group to the gradients of the keys and values of their chunk, and to the state. */
+/* Add the queries of one group to the state. */
+static void fold_queries(struct work *w, const struct problem *f, int64_t count)
+{
+    struct scratch *s = &w->s;
+    add_product(s->state, s->values, s->query, 1, s->keys, w->grad, s->values, round_up(f->key_size, TILE_ROWS),
+                s->values, s->chunk);
+    for (int64_t i = 0; i < count; i++)
+        add_scaled(s->weights, w->slope[i], s->query + i * s->keys, s->keys);
+}
+
+/* Add them to the gradients of the keys and values of their chunk, too; `top` is the largest exponent. */
 static void add_queries(struct work *w, const struct problem *f, float *d_value, int64_t batch, int64_t head,
                         int64_t group, int64_t at, int64_t count, int scaled, float top)
 {
@@ -269,10 +285,7 @@ static void add_queries(struct work *w, const struct problem *f, float *d_value,
             for (int64_t column = 0; column < s->values; column++)
                 w->grad[i * s->values + column] *= weight;
         }
-    add_product(s->state, s->values, s->query, 1, s->keys, w->grad, s->values, round_up(f->key_size, TILE_ROWS),
-                s->values, s->chunk);
-    for (int64_t i = 0; i < count; i++)
-        add_scaled(s->weights, w->slope[i], s->query + i * s->keys, s->keys);
+    fold_queries(w, f, count);
 }
 
 /* Gradients of keys and values of one chunk; `state` [keys, values] and `weights` sum up query [g, h]^T of later ones,
@@ -281,10 +294,10 @@ static float read_chunk(struct work *w, const struct backward *p, int64_t batch,
 {
     const struct problem *f = &p->forward;
     struct scratch *s = &w->s;
-    const int scaled = has_scales(f);
+    const int scaled = has_scales(f), pairs = !f->bidirectional;
     const int64_t count = smaller(s->chunk, f->length - at);
     float left, *d_value = s->out;
-    load_keys(s, f, batch, head, at, count, scaled, w->before[at / s->chunk], &left);
+    load_keys(s, f, batch, head, at, count, scaled, pairs ? w->before[at / s->chunk] : LOWEST, &left);
     turn(w->turned_value, s->chunk, s->value, s->values, s->chunk, s->values);
     turn(w->turned_state, s->keys, s->state, s->values, s->keys, s->values);
     clear(d_value, s->chunk * s->values);
@@ -299,6 +312,8 @@ static float read_chunk(struct work *w, const struct backward *p, int64_t batch,
             s->weight[j] = exp_of_one(s->exponent[j] + later);
         scale_rows(w->d_features, s->weight, s->chunk, s->keys);
         scale_rows(d_value, s->weight, s->chunk, s->values);
+    }
+    if (scaled && pairs) {
         const float top = largest_exponent(w, p, batch, head, at, count, later);
         left = exp_of_one(later - top);
         for (int64_t number = 0; number < s->keys * s->values; number++)
@@ -307,7 +322,7 @@ static float read_chunk(struct work *w, const struct backward *p, int64_t batch,
             s->weights[key] *= left;
         later = top;
     }
-    for (int64_t group = 0; group < f->groups; group++) {
+    for (int64_t group = 0; pairs && group < f->groups; group++) {
         load_queries(w, p, batch, head, group, at, count);
         add_queries(w, f, d_value, batch, head, group, at, count, scaled, later);
     }
@@ -328,7 +343,7 @@ static void read_backwards(struct work *w, const struct backward *p, int64_t bat
     const struct problem *f = &p->forward;
     struct scratch *s = &w->s;
     const int64_t sequence = batch * f->heads + head, width = f->value_size + 1, size = f->key_size * width;
-    float later = p->d_state ? -f->log_max_after[sequence] : LOWEST;
+    float later = p->d_state || f->bidirectional ? -f->log_max_after[sequence] : LOWEST;
     clear(s->state, s->keys * s->values);
     clear(s->weights, s->keys);
     for (int64_t key = 0; key < f->key_size && p->d_state; key++) {
@@ -336,6 +351,12 @@ static void read_backwards(struct work *w, const struct backward *p, int64_t bat
         memcpy(s->state + key * s->values, row, f->value_size * sizeof(float));
         s->weights[key] = row[f->value_size];
     }
+    for (int64_t at = 0; at < f->length && f->bidirectional; at += s->chunk)
+        for (int64_t group = 0; group < f->groups; group++) {
+            const int64_t count = smaller(s->chunk, f->length - at);
+            load_queries(w, p, batch, head, group, at, count);
+            fold_queries(w, f, count);
+        }
     for (int64_t at = (f->length - 1) / s->chunk * s->chunk; at >= 0; at -= s->chunk)
         later = read_chunk(w, p, batch, head, at, later);
     const float left = has_scales(f) ? exp_of_one(later + f->log_max[sequence]) : 1.0f;

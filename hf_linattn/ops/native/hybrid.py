@@ -8,7 +8,7 @@ were one more key of that weight; where gradients may be needed, both are made a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,36 +42,72 @@ def can_step(query: Tensor, weights: Any, state: Any) -> bool:
 
 
 def knows_maps(weights: Any) -> bool:
-    """Whether the C makes the features itself; it has no gradients then."""
+    """Whether the C makes the features itself."""
     return bool(native_maps(weights.query_map, weights.key_map))
 
 
-def trained_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> tuple[Tensor, LinearState]:
+def trained_causal_hybrid_attention(
+    query: Tensor, key: Tensor, value: Tensor, weights: Any
+) -> tuple[Tensor, LinearState]:
     """`causal_hybrid_attention` with gradients, and with any maps: near and far apart, then joined."""
     length, window, sinks = query.shape[2], weights.window_size, weights.num_sinks
     start, sources = window + sinks, [Source(x) for x in (query.unflatten(1, (key.shape[1], -1)), key, value)]
     # one more key, which has left the window of the token that will come, with a query that is dropped
     rows = F.pad(sources[0].narrow(3, start, length - start), (0, 0, 0, 1))
     far_key, far_value = (source.narrow(2, sinks, length - start + 1) for source in sources[1:])
+    far, far_log, state = _trained_far((rows, far_key, far_value), weights)
+    near, near_log = _trained_near(sources, weights, causal=True)
+    output, _ = _join(near, near_log, far[:, :, :, :-1], far_log[..., :-1], start)
+    return output.flatten(1, 2), state
+
+
+def trained_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> Tensor:
+    """`hybrid_attention` with gradients, and with any maps."""
+    length, window, sinks = query.shape[2], weights.window_size, weights.num_sinks
+    heads = query.unflatten(1, (key.shape[1], -1)), key, value
+    sources = [Source(x) for x in heads]
+    first, last = (window + sinks, sinks, sinks), (0, window, window)  # of the queries, and of their far keys
+    before = [x.narrow(-2, at, length - window - sinks) for x, at in zip(sources, first, strict=True)]
+    after = [x.narrow(-2, at, length - window).flip(-2) for x, at in zip(sources, last, strict=True)]
+    output, log = _trained_near(sources, weights, causal=False)
+    far, far_log, _ = _trained_far(before, weights)
+    output, log = _join(output, log, far, far_log, window + sinks)
+    far, far_log, _ = _trained_far(after, weights)
+    output, _ = _join(output, log, far.flip(3), far_log.flip(3), 0)
+    return output.flatten(1, 2)
+
+
+def _trained_far(heads: Sequence[Tensor], weights: Any) -> tuple[Tensor, Tensor, LinearState]:
+    """Return the attention of query i to key i and all before it, its log, and the sums over all keys."""
+    query, key, value = heads
     maps, rate = native_maps(weights.query_map, weights.key_map), weights.decay_rate
-    decay = None if rate is None else (-rate[:, None]).expand(far_key.shape[:3])
+    decay = None if rate is None else (-rate[:, None]).expand(key.shape[:3])
     if maps:
-        far, far_log, state = mapped_attention(rows, far_key, far_value, maps, None, decay, None)
+        far, log, state = mapped_attention(query, key, value, maps, None, decay, None)
     else:
-        features, query_log = weights.query_map(rows)
-        keys, log_scale = weights.key_map(far_key)
+        features, query_log = weights.query_map(query)
+        keys, log_scale = weights.key_map(key)
         if decay is not None and log_scale is None:
             log_scale = keys.new_zeros(keys.shape[:3])
-        far, far_log, state = weighed_attention(features, keys, log_scale, far_value, decay)
-        far_log = far_log if query_log is None else far_log + query_log
-    far_log = far_log + weights.log_mix.view(key.shape[1], -1, 1)
-    far_log = far_log if rate is None else far_log - (rate * window).view(-1, 1, 1)
-    parts = list(_near(length, window, sinks, query, causal=True))
-    heads = sources[0].whole, sources[1].whole, sources[2].whole
-    near, near_log = attend_blocks(*heads, parts, block_size=BLOCK_SIZE, scaling=weights.scaling, causal=True)
-    share = torch.sigmoid(far_log[..., :-1] - near_log[..., start:])[..., None]
-    joint = torch.lerp(near[:, :, :, start:], far[:, :, :, :-1], share)
-    return torch.cat([near[:, :, :, :start], joint], dim=3).flatten(1, 2), state
+        far, log, state = weighed_attention(features, keys, log_scale, value, decay)
+        log = log if query_log is None else log + query_log
+    return far, _distant(log, weights), state
+
+
+def _trained_near(sources: list[Source], weights: Any, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the attention to the window and the sinks, and its log."""
+    query, key, value = (source.whole for source in sources)
+    parts = list(_near(key.shape[2], weights.window_size, weights.num_sinks, query, causal))
+    return attend_blocks(query, key, value, parts, block_size=BLOCK_SIZE, scaling=weights.scaling, causal=causal)
+
+
+def _join(output: Tensor, log: Tensor, far: Tensor, far_log: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Return what queries from `first` on come to with their far keys, too."""
+    last = first + far.shape[3]
+    own = log[..., first:last]
+    joint = torch.lerp(output[:, :, :, first:last], far, torch.sigmoid(far_log - own)[..., None])
+    logs = [log[..., :first], torch.logaddexp(own, far_log), log[..., last:]]
+    return torch.cat([output[:, :, :, :first], joint, output[:, :, :, last:]], dim=3), torch.cat(logs, dim=3)
 
 
 def causal_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> tuple[Tensor, LinearState]:
@@ -152,8 +188,13 @@ def _far(query, key, value, weights: Any, state: LinearState | None, place: Tens
     maps, rate = native_maps(weights.query_map, weights.key_map), weights.decay_rate
     decay = None if rate is None else (-rate[:, None]).expand(key.shape[:3])
     _, far, state = mapped_attention(query, key, value, maps, None, decay, state, place, reverse=reverse)
-    far = far + weights.log_mix.view(key.shape[1], -1, 1)
-    return state, far if rate is None else far - (rate * weights.window_size).view(-1, 1, 1)
+    return state, _distant(far, weights)
+
+
+def _distant(log: Tensor, weights: Any) -> Tensor:
+    """Return the log weights [B, Hkv, G, N] of far keys with their mix, and what the distance costs."""
+    rate, log = weights.decay_rate, log + weights.log_mix.view(log.shape[1], -1, 1)
+    return log if rate is None else log - (rate * weights.window_size).view(-1, 1, 1)
 
 
 def _read_near(query, key, value, weights: Any, output: Tensor, log: Tensor, causal: bool) -> None:

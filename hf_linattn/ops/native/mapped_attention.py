@@ -1,4 +1,4 @@
-"""Causal kernel attention in C from the heads to the output, feature maps included, and back.
+"""Kernel attention in C from the heads to the output, feature maps included, and back.
 
 The backward pass keeps the heads, the output and a number per query: features are made again, chunk by chunk, and no
 more memory is needed than gradients take. With `causal_sums` what they are made of is known to autograd instead.
@@ -45,11 +45,12 @@ class BackwardProblem(ctypes.Structure):
 @operation(*GRADIENTS[2:], *PLACES[:4], "d_before")
 def causal_sums_backward(
     query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None, sums: Tensor,
-    factor: Tensor, state: Tensor, log_max: Tensor, log_max_after: Tensor, query_weight: Tensor | None,
-    query_bias: Tensor | None, key_weight: Tensor | None, key_bias: Tensor | None, activation: int, quadratic: float,
-    offset: float, d_sums: Tensor, d_log: Tensor | None, d_query: Tensor, d_key: Tensor, d_value: Tensor,
-    d_scale: Tensor, d_query_weight: Tensor | None, d_query_bias: Tensor | None, d_key_weight: Tensor | None,
-    d_key_bias: Tensor | None, d_state: Tensor | None, d_before: Tensor,
+    factor: Tensor, state: Tensor, log_max: Tensor, state_after: Tensor, log_max_after: Tensor,
+    query_weight: Tensor | None, query_bias: Tensor | None, key_weight: Tensor | None, key_bias: Tensor | None,
+    activation: int, quadratic: float, offset: float, bidirectional: bool, d_sums: Tensor, d_log: Tensor | None,
+    d_query: Tensor, d_key: Tensor, d_value: Tensor, d_scale: Tensor, d_query_weight: Tensor | None,
+    d_query_bias: Tensor | None, d_key_weight: Tensor | None, d_key_bias: Tensor | None, d_state: Tensor | None,
+    d_before: Tensor,
 ) -> None:  # fmt: skip
     """Write the gradients of a problem of `causal_sums`, each shaped as what it belongs to.
 
@@ -61,11 +62,11 @@ def causal_sums_backward(
     forward = dict.fromkeys(OPERANDS)
     forward |= {"query": query, "key": key, "value": value, "sums": sums, "factor": factor}
     forward |= {"log_scale": log_scale, "log_decay": log_decay}
-    states, maps = (state, log_max, state, log_max_after), (query_weight, query_bias, key_weight, key_bias)
+    states, maps = (state, log_max, state_after, log_max_after), (query_weight, query_bias, key_weight, key_bias)
     gradients = zip(GRADIENTS, (d_sums, d_log, d_query, d_key, d_value, d_scale), strict=True)
     places = (d_query_weight, d_query_bias, d_key_weight, d_key_bias, d_state, d_before)
     problem = BackwardProblem(
-        forward=describe(forward, states, maps, activation, quadratic, offset),
+        forward=describe(forward, states, maps, activation, quadratic, offset, bidirectional=bidirectional),
         **{name: Operand.of(x, name in GROUPED_GRADIENTS, False) for name, x in gradients},
         **{name: None if x is None else x.data_ptr() for name, x in zip(PLACES, places, strict=True)},
     )
@@ -74,13 +75,14 @@ def causal_sums_backward(
 
 @register_flop_formula(torch.ops.hf_linattn.causal_sums_backward)
 def _flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
-    """Pairs inside a chunk five times; a state read once and folded, another read twice and folded; the maps."""
+    """Pairs inside a chunk six times; a state read once, another folded and read twice; if causal the first is folded
+    too; the maps."""
     (batch, heads, groups, length, input_size), value_size, key_size = query, value[-1], rest[4][2]
-    learned = 4 if rest[20] else 3  # making the features twice, what they are made of, the weight itself
-    weights = zip((rest[7], rest[9]), (groups, 1), strict=True)
+    bidirectional, learned = rest[15], 4 if rest[22] else 3  # features twice, what they are made of, the weight itself
+    weights = zip((rest[8], rest[10]), (groups, 1), strict=True)
     maps = [2 * learned * input_size * weight[-1] * number for weight, number in weights if weight]
-    pairs = groups * CHUNK_SIZE * (3 * key_size + 3 * value_size)
-    states = 2 * (2 * groups + 3) * key_size * value_size
+    pairs = 0 if bidirectional else groups * CHUNK_SIZE * (3 * key_size + 3 * value_size)
+    states = 2 * (2 * groups + (2 if bidirectional else 3)) * key_size * value_size
     return batch * heads * length * (pairs + states + sum(maps))
 
 
@@ -96,13 +98,13 @@ def mapped_attention(
     bidirectional: bool = False,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor, LinearState]:
-    """Return the causal attention output [B, Hkv, G, N, Dv], the log of its weights, and the state after the last key.
+    """Return the attention output [B, Hkv, G, N, Dv], the log of its weights, and the state after the last key.
 
     Args:
         query: [B, Hkv, G, N, D], before the feature maps. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv].
         key_padding_mask: [B, N]. log_decay: [B, Hkv, N]. state: what was read before.
         output: where to write it, if no gradients are needed.
-        bidirectional: every query sees all keys; without decay, log and gradients.
+        bidirectional: every query sees all keys; without decay and log.
         reverse: read from the last token to the first; without gradients.
 
     The log of what the weights of a query add up to is [B, Hkv, G, N], `LOWEST` where that is nothing.
@@ -111,7 +113,9 @@ def mapped_attention(
     heads: Any = dense_rows(query), dense_rows(key), dense_rows(value)
     if torch.is_grad_enabled():
         weights = (x for native in maps for x in (native.weight, native.bias))
-        attended, log, *after = _MappedAttention.apply(*heads, log_decay, *state, *weights, hidden, rest)
+        attended, log, *after = _MappedAttention.apply(
+            *heads, log_decay, *state, *weights, hidden, (*rest, bidirectional)
+        )
         return attended, log, LinearState(*after)
     operands = (*heads, hidden, log_decay, *state)
     attended, *after, factor, top = read(operands, reverse=reverse, sums=output, rest=(*rest, bidirectional))
@@ -146,8 +150,9 @@ class _MappedAttention(torch.autograd.Function):
             )
         ]
         causal_sums_backward(
-            query, key, value, hidden, log_decay, output, factor, kv.contiguous(), log_max.contiguous(), max_after,
-            *ctx.operands, d_output, d_log, d_query, d_key, d_value, d_scale, *d_parameters, d_kv, d_before,
+            query, key, value, hidden, log_decay, output, factor, kv.contiguous(), log_max.contiguous(),
+            kv_after, max_after, *ctx.operands, d_output, d_log, d_query, d_key, d_value, d_scale, *d_parameters,
+            d_kv, d_before,
         )  # fmt: skip
         d_parameters = [
             None if d is None else d.sum_to_size(parameter.shape).to(parameter.dtype)

@@ -136,6 +136,28 @@ def test_gradients_of_feature_maps(variant, name, options, decay, masked):
         assert_close(results[1][place].double(), want, tolerance * max(1.0, float(want.abs().max())))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("name", "options"), MAPS)
+def test_gradients_where_every_query_sees_all_keys(variant, name, options, masked):
+    """Of heads and maps; the same bits without gradients."""
+    mask = torch.ones(2, 203, dtype=torch.bool)
+    mask[0, :80], mask[1, 150:] = False, False
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        mechanism = make_mechanism(name, options, causal=False, moved=True).to(dtype).train()
+        heads = [x.to(dtype).requires_grad_() for x in make_heads()]
+        output, _ = mechanism(*heads, mask if masked else None)
+        with torch.no_grad():
+            assert torch.equal(mechanism(*heads, mask if masked else None)[0], output)
+        weight = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        wanted = {**dict(zip("qkv", heads, strict=True)), **dict(mechanism.named_parameters())}
+        gradients = torch.autograd.grad((output * weight).sum(), wanted.values())
+        results.append(dict(zip(wanted, gradients, strict=True)))
+    assert len(variant) > 4
+    for place, want in results[0].items():
+        assert_close(results[1][place].double(), want, 5e-5 * max(1.0, float(want.abs().max())))
+
+
 def test_every_map_is_tested():
     tested = {type(make_mechanism(name, options).maps[0]) for name, options in MAPS}
     known = {kind for kind in map(FEATURE_MAPS.get, FEATURE_MAPS.names())}
