@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+RUNS   := $(VENV)/.for_runs
 FLOOR  := $(VENV)-floor
 
 # recipes/accelerate has other hardware: make recovery ACCELERATE=recipes/accelerate/one_gpu.yaml
@@ -18,7 +19,7 @@ PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_exten
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench support zero-shot calibration mqar retrieval tables recovery board pretrain gpu docs clean
+.PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench long-inputs peers support zero-shot calibration mqar retrieval tables recovery board pretrain gpu docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -30,7 +31,12 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard hf_linattn/ops/native/*.[ch]
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $@
 
-quickstart: install ## convert the bundled Llama to performer, recover it, report, reload, generate: 8 minutes
+$(RUNS): pyproject.toml constraints.txt $(wildcard hf_linattn/ops/native/*.[ch])
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[all]"
+	@touch $@
+
+quickstart: $(or $(wildcard $(STAMP)),$(RUNS)) ## convert the bundled Llama to performer, recover it, report, reload, generate: 8 minutes
 	$(LAUNCH) recipes/finetune.py recipes/quickstart.yaml
 	@echo "Reloaded from runs/quickstart:"
 	@HF_HUB_OFFLINE=1 $(BIN)/python -c "import hf_linattn; from transformers import pipeline; \
@@ -64,6 +70,13 @@ lint: install ## ruff, mypy, and the rules of tests/test_project.py
 
 bench: install ## speed and memory beside softmax, and the tables: 10 minutes; BENCH="--mechanism local"
 	$(BIN)/python -m benchmarks.run $(BENCH)
+
+long-inputs: install ## memory of a training step, decoding and prompts of long inputs, and the tables: 5 minutes
+	$(BIN)/python -m benchmarks.long_inputs
+
+peers: install ## other libraries' mechanisms beside ours, and the table: 10 minutes
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[peers]"
+	$(BIN)/python -m benchmarks.peers
 
 support: install ## patch a small model of every architecture of transformers, and the table in docs/support.md: minutes
 	$(BIN)/hf-linattn support --output benchmarks/results/support.json

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.markdown import options_text, replace_section, table
 from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
 
@@ -26,6 +26,8 @@ ZERO_SHOT_FILE = "zero_shot.json"
 SUPPORT_FILE = "support.json"
 RETRIEVAL_FILE = "retrieval.json"
 CALIBRATION_FILE = "calibration.json"
+LONG_INPUTS_FILE = "cpu_long_inputs.json"
+PEERS_FILE = "cpu_peers.json"
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
 MODEL_NAMES = {"gpt2": "GPT-2", "llama": "Llama"}
 
@@ -91,12 +93,6 @@ def state_constancy(document: Document) -> float:
     for row in document["decoding"]:
         sizes.setdefault(row["mechanism"], []).append(row["state_bytes"])
     return min(min(held) / max(held) for name, held in sizes.items() if MECHANISMS.get(name).constant_state)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def describe(document: Document) -> str:
@@ -249,6 +245,43 @@ def retrieval_table(document: Document) -> str:
     return f"{what}\n\n{table(['model', 'recall@10', 'nearest neighbour from the same article'], lines)}"
 
 
+def long_inputs_tables(document: Document) -> list[str]:
+    """Return what long inputs cost: memory of a training step, a token after a long context, a prompt."""
+    memory: dict[str, dict[str, str]] = {}
+    for row in document["memory"]:
+        memory.setdefault(row["mechanism"], {})[row["mode"]] = f"{row['ratio']:.3g}"
+    modes, length = ("causal", "bidirectional"), document["memory"][0]["length"]
+    lines = [[f"`{name}`", *(held.get(mode, "") for mode in modes)] for name, held in memory.items()]
+    what = f"Most memory of forward and backward over {length:,} tokens, over that of operands and gradients."
+    contexts = [str(context) for context in document["contexts"]]
+    rows = [
+        [
+            f"`{row['mechanism']}`",
+            *(f"{row['milliseconds_per_token'][context]['median']:.3g}" for context in contexts),
+            f"{row['long_over_short']:.3g}",
+            f"{row['prompt_seconds']:.3g}",
+            f"{row['times_faster']:.3g}",
+        ]
+        for row in document["lengths"]
+    ]
+    prompt = f"a prompt of {document['prompt']:,}, seconds"
+    head = ["mechanism", *(f"ms after {int(context):,}" for context in contexts), "ratio", prompt, "times faster"]
+    limit = f"Were attention free, that prompt would be read {document['prompt_limit']:.3g} times faster."
+    return [what, table(["mechanism", *modes], lines), table(head, rows), limit]
+
+
+def peers_table(document: Document) -> str:
+    """Return how many times faster than other libraries' ours is, at every length."""
+    lengths = sorted({row["length"] for row in document["rows"]})
+    rows: dict[tuple[str, ...], dict[int, str]] = {}
+    for row in document["rows"]:
+        name = f"{row['package']} {row['version']}, `{row['interface']}`"
+        key = (name, f"`{row['mechanism']}`", row["mode"], row["direction"], row["differs"])
+        rows.setdefault(key, {})[row["length"]] = f"{row['ratio']:.3g}"
+    lines = [[*key[:-1], *(cells.get(length, "") for length in lengths), key[-1]] for key, cells in rows.items()]
+    return table(["theirs", "ours", "mode", "pass", *(f"{n:,}" for n in lengths), "what theirs does otherwise"], lines)
+
+
 def needs_recovery(document: Document) -> dict[str, list[str]]:
     """Return mechanism -> the options, as text, with which it does worse than the mean of the values on some model."""
     mean = next(row["perplexity"] for row in document["rows"] if row["mechanism"] == MEAN_OF_VALUES)
@@ -257,11 +290,6 @@ def needs_recovery(document: Document) -> dict[str, list[str]]:
         if any(value > mean[model] for model, value in row["perplexity"].items()):
             worse.setdefault(row["mechanism"], []).append(options_text(row["options"]))
     return worse
-
-
-def options_text(options: dict[str, Any]) -> str:
-    """Return options as they are written in a call."""
-    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def zero_shot_table(document: Document) -> str:
@@ -309,7 +337,12 @@ def speed_section(documents: dict[str, Document]) -> str:
     return "\n\n".join(parts)
 
 
-def results_page(documents: dict[str, Document], reports: dict[str, Document]) -> str:
+def results_page(
+    documents: dict[str, Document],
+    reports: dict[str, Document],
+    long_inputs: Document | None = None,
+    peers: Document | None = None,
+) -> str:
     """Return benchmarks/results/README.md."""
     parts = ["# Results", "Generated by `python -m benchmarks.run --tables-only` from the JSON files in this folder."]
     for name, document in documents.items():
@@ -318,18 +351,13 @@ def results_page(documents: dict[str, Document], reports: dict[str, Document]) -
             parts += ["### Targets", targets_table(document)]
         parts += ["### Times faster than softmax", operations_table(document)]
         parts += ["### Decoding", decoding_table(document), "### Milliseconds", milliseconds_table(document)]
+    if long_inputs:
+        parts += [f"## {LONG_INPUTS_FILE}", *long_inputs_tables(long_inputs)]
+    if peers:
+        parts += [f"## {PEERS_FILE}", "Times faster than other libraries' implementations.", peers_table(peers)]
     if reports:
         parts += ["## Test perplexity", recovery_table(reports)]
     return "\n\n".join(parts) + "\n"
-
-
-def replace_section(text: str, name: str, body: str) -> str:
-    """Return `text` with what stands between the two markers of `name` replaced; ValueError if there are none."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if not 0 <= text.find(begin) < text.find(end):
-        raise ValueError(f"the text has no section between {begin} and {end}; put the two markers back")
-    head, tail = text.split(begin)[0], text.split(end)[1]
-    return f"{head}{begin}\n{body}\n{end}{tail}" if body else f"{head}{begin}\n{end}{tail}"
 
 
 def write_tables(root: Path = ROOT) -> None:
@@ -338,7 +366,8 @@ def write_tables(root: Path = ROOT) -> None:
     documents = {name: read(results / name) for name in SPEED_FILES if (results / name).exists()}
     reports = recovery_reports(results)
     results.mkdir(parents=True, exist_ok=True)
-    write_text(results / "README.md", results_page(documents, reports))
+    others = [read(x) if x.exists() else None for x in (results / LONG_INPUTS_FILE, results / PEERS_FILE)]
+    write_text(results / "README.md", results_page(documents, reports, *others))
     text = (root / "README.md").read_text(encoding="utf-8")
     text = replace_section(text, "benchmarks", speed_section(documents))
     text = replace_section(text, "recovery", recovery_table(reports) if reports else "")

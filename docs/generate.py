@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.markdown import replace_section
 from benchmarks.tables import (
     CALIBRATION_FILE,
     RESULTS,
@@ -21,7 +22,6 @@ from benchmarks.tables import (
     needs_recovery,
     read,
     recovery_reports,
-    replace_section,
     table,
     write_text,
     zero_shot_table,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import retrieval, run, tables
+from benchmarks import long_inputs, markdown, peers, retrieval, run, tables
 from hf_linattn import DataError, UnknownNameError
 from hf_linattn.mechanisms import MECHANISMS
 from tests.helpers import make_tokenizer
@@ -68,6 +69,57 @@ def test_every_mechanism_has_a_floor(document: tables.Document) -> None:
         else:
             moved = (4 if row["direction"] == "forward" else 12) * row["length"] * PLAN.num_heads * PLAN.head_dim * 4
             assert row["floor_share"] * row["milliseconds"]["median"] / 1e3 >= moved / bandwidth * 0.999
+
+
+@pytest.mark.slow  # a process for each mechanism and mode
+def test_what_long_inputs_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mechanism that keeps all pairs is seen to; the prompt's limit is that of its products, counted by hand."""
+    shape = run.Plan(lengths=(), backward_lengths=(), contexts=(16, 48), budget=0.0, head_dim=16, num_layers=2)
+    for name, value in {"PLANS": {"cpu": shape}, "SHORT": 16, "LONG": 48, "PROMPT": 32, "MEMORY_LENGTH": 2048}.items():
+        monkeypatch.setattr(long_inputs, name, value)
+    path = tmp_path / "long.json"
+    long_inputs.main(path, ["linear", "bigbird"])
+    results = json.loads(path.read_text())
+    operands = 8 * 8 * 2048 * 16 * 4  # bytes of query, key, value, output and their gradients
+    for row in results["memory"]:
+        assert row["ratio"] == pytest.approx(row["peak_bytes"] / operands) and row["ratio"] > 0.5
+    assert [row["mechanism"] for row in results["lengths"]] == ["linear"]
+    assert set(results["lengths"][0]["milliseconds_per_token"]) == {"16", "48"}
+    dense = 2 * 32 * (4 * 128 * 128 + 3 * 128 * 512)
+    assert results["prompt_limit"] == pytest.approx(1 + 4 * 32 * 33 / 2 * 128 / dense)
+    assert "`linear`" in tables.long_inputs_tables(results)[1]
+
+
+def test_peers_are_timed_beside_ours() -> None:
+    """A peer that is our mechanism twice; both sides get what they need for gradients."""
+
+    def sides(plan: run.Plan, length: int, causal: bool) -> tuple[peers.Side, peers.Side, dict]:
+        twice = peers.make_layer(plan, "linear", {}, causal)
+
+        def theirs(*heads: torch.Tensor) -> torch.Tensor:
+            twice(*heads)
+            return twice(*heads)[0]
+
+        return peers.of_heads(plan, length, causal, "linear", {}, theirs)
+
+    plan = run.Plan(lengths=(2048,), backward_lengths=(512,), contexts=(), budget=0.0)
+    rows = peers.measure(plan, (peers.Peer("torch", "twice", "linear", ("causal",), sides, "it is done twice"),))
+    assert [(row.direction, row.length) for row in rows] == [("forward", 2048), ("forward+backward", 512)]
+    assert all(row.version == torch.__version__ and 1 < row.ratio < 4 for row in rows)
+    text = tables.peers_table({"rows": [dataclasses.asdict(row) for row in rows]})
+    assert "it is done twice" in text and "twice" in text.splitlines()[2]
+
+
+@pytest.mark.parametrize("interface", ["LongformerModel", "BigBirdModel"])
+def test_peers_of_transformers_compute_the_same_shapes(interface: str) -> None:
+    peer = next(peer for peer in peers.PEERS if peer.interface == interface)
+    theirs, ours, _ = peer.sides(run.PLANS["cpu"], 1024, False)
+    assert theirs.run().shape == ours.run().shape == (1, 1024, 512)
+
+
+def test_a_missing_peer_is_named() -> None:
+    with pytest.raises(ImportError, match=r"'no-such-attention' is not installed; run pip install .*\[peers\]"):
+        peers.load("no-such-attention")
 
 
 def test_state_bytes(document: tables.Document) -> None:
@@ -176,7 +228,7 @@ def test_the_summary_has_a_row_for_every_mechanism(document: tables.Document) ->
 
 def test_a_text_without_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="benchmarks:begin"):
-        tables.replace_section("no markers here", "benchmarks", "table")
+        markdown.replace_section("no markers here", "benchmarks", "table")
 
 
 def test_targets_are_judged_on_the_measured_values() -> None:

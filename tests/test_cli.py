@@ -1,4 +1,4 @@
-"""The command line, each command as a process of its own."""
+"""The command line: what is written or trained by a process of its own, what is only said by this one."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ def run(*arguments: object, code: int = 0, **environment: str) -> str:
     return process.stderr if code else process.stdout
 
 
+def answer(*arguments: object) -> str:
+    """Return what a command says."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
 def refuse(*arguments: object) -> str:
     """Return the message of a command that is refused."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
@@ -73,20 +80,20 @@ def test_help_names_every_command_and_each_has_its_own():
 
 
 def test_list_has_every_mechanism():
-    rows = json.loads(run("list", "--json"))
+    rows = json.loads(answer("list", "--json"))
     assert [row["name"] for row in rows] == list_mechanisms()
     assert {row["name"]: row["constant_state"] for row in rows}["performer"]
-    shown = CliRunner().invoke(app, ["list"], env={"COLUMNS": "200"}).output
+    shown = answer("list")
     assert all(name in shown for name in list_mechanisms())
 
 
 def test_support_says_what_holds():
-    document = json.loads(run("support", "llama", "--json"))
+    document = json.loads(answer("support", "llama", "--json"))
     assert [row["status"] for row in document["architectures"]] == ["patched"]
 
 
 def test_env_has_the_versions():
-    found = json.loads(run("env", "--json"))
+    found = json.loads(answer("env", "--json"))
     assert found["hf_linattn"] == hf_linattn.__version__ and found["torch"] == torch.__version__
     assert found["native"] is library.available()
 
@@ -103,7 +110,8 @@ def test_convert_saves_what_patch_model_makes(converted):
 
 def test_convert_takes_any_architecture_and_needs_no_tokenizer(tmp_path):
     make_model("bert", "Model").save_pretrained(tmp_path / "original")
-    document = json.loads(run("convert", tmp_path / "original", tmp_path / "out", "--mechanism", "linear", "--json"))
+    places = tmp_path / "original", tmp_path / "out"
+    document = json.loads(answer("convert", *places, "--mechanism", "linear", "--json"))
     assert document["model_class"] == "BertModel" and not document["processors"]
     assert hf_linattn.is_patched(AutoModel.from_pretrained(tmp_path / "out"))
 
@@ -118,9 +126,9 @@ def test_finetune_and_distill_are_the_recipes(material, tmp_path):
     )  # fmt: skip
     report = json.loads(run("distill", *flags, "--json"))
     assert [stage["name"] for stage in report["stages"]] == ["converted", "transfer", "recovered"]
-    shown = run("report", tmp_path / "taught")
+    shown = answer("report", tmp_path / "taught")
     assert "hedgehog instead of softmax" in shown and f"{report['perplexity']['recovered']:,.2f}" in shown
-    assert json.loads(run("report", tmp_path / "taught", "--json")) == report
+    assert json.loads(answer("report", tmp_path / "taught", "--json")) == report
     assert "unknown option '--kl_wait'" in refuse("distill", *flags, "--kl_wait", "1")
 
 
@@ -129,14 +137,14 @@ def test_eval_gives_the_perplexity(converted, tmp_path):
     files = [tmp_path / f"{i}.txt" for i in range(2)]
     for file, text in zip(files, texts, strict=True):
         file.write_text(text)
-    found = json.loads(run("eval", converted, *files, "--max-length", 16, "--json"))
+    found = json.loads(answer("eval", converted, *files, "--max-length", 16, "--json"))
     expected = perplexity(load_checkpoint(str(converted)), make_tokenizer(), texts, max_length=16)
     assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-5)
     assert found["num_tokens"] == expected["num_tokens"]
 
 
 def test_bench_times_both(converted):
-    document = json.loads(run("bench", converted, "--lengths", "8,24", "--repeats", 2, "--json"))
+    document = json.loads(answer("bench", converted, "--lengths", "8,24", "--repeats", 2, "--json"))
     assert [row["length"] for row in document["speed"]] == [8, 24]
     assert all(row["patched_prefill"]["median"] > 0 for row in document["speed"])
     assert document["memory"][0]["patched_state"] > 0
@@ -157,4 +165,4 @@ def test_what_is_wrong_is_said_in_one_line_with_exit_code_1(converted, tmp_path)
     assert "holds a model that is not converted" in refuse("push", original, "me/model")
     assert "has no config.json" in refuse("push", tmp_path, "me/model")
     assert "Traceback" not in run("convert", original, tmp_path / "out", "--mechanism", "perfomer", code=1)
-    assert run("convert", "--nonsense", code=2)
+    assert CliRunner().invoke(app, ["convert", "--nonsense"]).exit_code == 2

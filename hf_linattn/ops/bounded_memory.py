@@ -83,11 +83,10 @@ def bounded_memory_attention(
     inference = not training and not torch.is_grad_enabled()
     use_native = use_native and native.can_attend((query, key, value), num_slots, block_size, inference)
     if use_native:
-        output = native.whole_rows(query, tokens, num_slots, block_size, scaling, inference)
+        output = native.whole_rows(query, tokens, num_slots, block_size, scaling)
     else:
         output = _whole_rows(query, tokens, num_slots, block_size, scaling)
-    pool_natively = use_native and inference
-    return output, _state_after(tokens, lengths, num_slots, block_size, pool_natively) if keep_state else None
+    return output, _state_after(tokens, lengths, num_slots, block_size, use_native) if keep_state else None
 
 
 class _Run(NamedTuple):

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .native.library import zeros
+
 
 class Source:
     """A tensor to take parts from. In a backward pass each part costs its own size, not that of the tensor.
@@ -49,7 +51,7 @@ class _Gradient:
 
     def add(self, gradient: Tensor, how: Any, place: tuple[Any, ...]) -> None:
         if self.total is None:
-            self.total = gradient.new_zeros(self.shape)
+            self.total = zeros(gradient, self.shape)
         how(self.total, *place, add=gradient)
 
     def pop(self) -> Tensor | None:

@@ -57,7 +57,7 @@ def find_runs(count: int, size: int, num_slots: int) -> Iterator[tuple[int, int,
 
 
 def pool(tokens: Summary, size: int, use_native: bool = False) -> Summary:
-    """Sum up every `size` tokens; `use_native`: [B, Hkv, N, .] of float32 on a CPU, without gradients."""
+    """Sum up every `size` tokens; `use_native`: [B, Hkv, N, .] of float32 on a CPU."""
     if use_native:
         (key, key_total), (value, value_total) = map(segment_means, tokens[:2], tokens[2:], (size, size))
         return Summary(key, value, key_total, value_total)

@@ -60,13 +60,14 @@ def label(check: Check) -> str:
 # compiling takes half the time of all invariants: in `make test` with the defaults only, once in either mode
 COMPILES = "12 checkpointing and compile"
 ALWAYS = {("bert", "bidirectional"), ("llama", "causal")}
+COSTS = "11 linear cost"  # hardly an option changes how they grow
 
 
 def parameter(check: Check):
-    """Return a check as a parameter, marked slow if it compiles what others compile, too."""
+    """Return a check as a parameter, marked slow if others compile or count the same."""
     case = check.case
     seldom = case.options or (case.architecture, case.mode) not in ALWAYS or is_plain_pattern(case.mechanism)
-    slow = check.invariant == COMPILES and seldom
+    slow = bool(seldom if check.invariant == COMPILES else case.options and check.invariant == COSTS)
     return pytest.param(check, id=label(check), marks=[pytest.mark.slow] if slow else [])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from .library import Operand, call, dense_rows, empty_output, operation
+from .library import Operand, call, dense_rows, empty_like, empty_output, operation, zeros_like
 
 OPERANDS = (
     "query", "key", "value", "out", "log", "shared_key", "shared_value",
@@ -202,8 +202,8 @@ class _AttendBlocks(torch.autograd.Function):
         query, key, value, output, log, *shared = ctx.saved_tensors
         known, block_size, scaling, causal = ctx.known
         grad, weight_grad = dense_rows(grad), (grad * output).sum(-1) - log_grad
-        d_query, (d_key, d_value) = torch.empty_like(query), map(torch.zeros_like, (key, value))
-        d_shared = [torch.zeros_like(x) for x in shared]
+        d_query, (d_key, d_value) = empty_like(query), map(zeros_like, (key, value))
+        d_shared = [zeros_like(x) for x in shared]
         for (first, table, bias, _), before, d_before in _with_shared(
             known, (key, value), shared, (d_key, d_value), d_shared
         ):

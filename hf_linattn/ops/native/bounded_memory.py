@@ -25,9 +25,7 @@ def can_attend(heads: tuple[Tensor, ...], num_slots: int, block_size: int, infer
     return suits(*heads) and (inference or unit <= block_size)
 
 
-def whole_rows(
-    query: Tensor, tokens: Summary, num_slots: int, block_size: int, scaling: float, inference: bool
-) -> Tensor:
+def whole_rows(query: Tensor, tokens: Summary, num_slots: int, block_size: int, scaling: float) -> Tensor:
     """Return the output [B, H, N, Dv] for queries [B, H, N, D]."""
     query = query.unflatten(1, (tokens.key.shape[1], -1))
     sources = [Source(x) for x in tokens]
@@ -38,9 +36,9 @@ def whole_rows(
         blocks = torch.arange(first, last)
         full = blocks * block_size // unit  # segments that are completed before each block
         most = int(full[-1])
-        slots, before = pool(slots, unit // before, inference), unit
+        slots, before = pool(slots, unit // before, use_native=True), unit
         read = slots.key.shape[2] * unit
-        more = pool(Summary(*(x.narrow(2, read, most * unit - read) for x in sources)), unit, inference)
+        more = pool(Summary(*(x.narrow(2, read, most * unit - read) for x in sources)), unit, use_native=True)
         slots = Summary(*(torch.cat(pair, 2) for pair in zip(slots, more, strict=True)))
         bias = query.new_full((len(blocks), most), math.log(unit))
         bias.masked_fill_(torch.arange(most) >= full[:, None], LOWEST)

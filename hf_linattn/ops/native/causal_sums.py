@@ -242,7 +242,7 @@ def read(heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, r
 
 
 def decay_gradient(
-    d_scale: Tensor, d_log: Tensor | None, factor: Tensor, kv_after: Tensor, d_kv: Tensor | None
+    d_scale: Tensor, d_log: Tensor | None, factor: Tensor, kv_after: Tensor, d_kv: Tensor | None, reverse: bool = False
 ) -> Tensor:
     """Return the gradient of log_decay [B, Hkv, N] from those of the keys' log scales, of the log and of the state.
 
@@ -252,7 +252,7 @@ def decay_gradient(
     gradient = d_scale.double()
     if d_log is not None:
         gradient = gradient - torch.where(factor > 0, d_log, 0.0).double().sum(2)
-    later = -gradient.flip(-1).cumsum(-1).flip(-1)
+    later = -gradient.cumsum(-1) if reverse else -gradient.flip(-1).cumsum(-1).flip(-1)
     of_state = 0.0 if d_kv is None else (kv_after * d_kv).double().sum((-1, -2))[..., None]
     return (later + of_state).to(d_scale.dtype)
 

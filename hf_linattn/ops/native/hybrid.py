@@ -68,29 +68,33 @@ def trained_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights:
     sources = [Source(x) for x in heads]
     first, last = (window + sinks, sinks, sinks), (0, window, window)  # of the queries, and of their far keys
     before = [x.narrow(-2, at, length - window - sinks) for x, at in zip(sources, first, strict=True)]
-    after = [x.narrow(-2, at, length - window).flip(-2) for x, at in zip(sources, last, strict=True)]
+    after = [x.narrow(-2, at, length - window) for x, at in zip(sources, last, strict=True)]
     output, log = _trained_near(sources, weights, causal=False)
     far, far_log, _ = _trained_far(before, weights)
     output, log = _join(output, log, far, far_log, window + sinks)
-    far, far_log, _ = _trained_far(after, weights)
-    output, _ = _join(output, log, far.flip(3), far_log.flip(3), 0)
+    far, far_log, _ = _trained_far(after, weights, reverse=True)
+    output, _ = _join(output, log, far, far_log, 0)
     return output.flatten(1, 2)
 
 
-def _trained_far(heads: Sequence[Tensor], weights: Any) -> tuple[Tensor, Tensor, LinearState]:
-    """Return the attention of query i to key i and all before it, its log, and the sums over all keys."""
+def _trained_far(
+    heads: Sequence[Tensor], weights: Any, reverse: bool = False
+) -> tuple[Tensor, Tensor, LinearState]:
+    """Return the attention of query i to key i and all before it, or if `reverse` after it, its log, and all sums."""
     query, key, value = heads
     maps, rate = native_maps(weights.query_map, weights.key_map), weights.decay_rate
     decay = None if rate is None else (-rate[:, None]).expand(key.shape[:3])
     if maps:
-        far, log, state = mapped_attention(query, key, value, maps, None, decay, None)
+        far, log, state = mapped_attention(query, key, value, maps, None, decay, None, reverse=reverse)
     else:
+        query, key, value = (x.flip(-2) if reverse else x for x in heads)
         features, query_log = weights.query_map(query)
         keys, log_scale = weights.key_map(key)
         if decay is not None and log_scale is None:
             log_scale = keys.new_zeros(keys.shape[:3])
         far, log, state = weighed_attention(features, keys, log_scale, value, decay)
         log = log if query_log is None else log + query_log
+        far, log = (far.flip(3), log.flip(3)) if reverse else (far, log)
     return far, _distant(log, weights), state
 
 

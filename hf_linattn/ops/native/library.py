@@ -105,6 +105,16 @@ def empty_like(x: Tensor) -> Tensor:
     return _in_large_pages(empty if empty.stride(-1) == 1 else x.new_empty(x.shape))
 
 
+def zeros_like(x: Tensor) -> Tensor:
+    """The same, of zeros."""
+    return empty_like(x).zero_()
+
+
+def zeros(like: Tensor, shape: torch.Size) -> Tensor:
+    """Zeros of this shape, for the rest as `like` is."""
+    return _in_large_pages(like.new_empty(shape)).zero_()
+
+
 def _in_large_pages(x: Tensor) -> Tensor:
     if x.nbytes >= LARGE_BYTES and suits(x):
         build().large_pages(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.nbytes))

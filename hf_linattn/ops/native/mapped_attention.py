@@ -50,13 +50,14 @@ def causal_sums_backward(
     activation: int, quadratic: float, offset: float, bidirectional: bool, d_sums: Tensor, d_log: Tensor | None,
     d_query: Tensor, d_key: Tensor, d_value: Tensor, d_scale: Tensor, d_query_weight: Tensor | None,
     d_query_bias: Tensor | None, d_key_weight: Tensor | None, d_key_bias: Tensor | None, d_state: Tensor | None,
-    d_before: Tensor,
+    d_before: Tensor, reverse: bool,
 ) -> None:  # fmt: skip
     """Write the gradients of a problem of `causal_sums`, each shaped as what it belongs to.
 
     Args:
         d_sums, d_log, d_state: gradients of the output, of the log of its weights and of the last state.
         d_scale: [B, Hkv, N], of the log scales of the keys. d_before: of the first state.
+        reverse: whether tokens were read from the last to the first.
         d_query_weight: [B, Hkv, G, D, m]. d_query_bias: [B, Hkv, G, m]. d_key_weight, d_key_bias: without G.
     """
     forward = dict.fromkeys(OPERANDS)
@@ -66,8 +67,10 @@ def causal_sums_backward(
     gradients = zip(GRADIENTS, (d_sums, d_log, d_query, d_key, d_value, d_scale), strict=True)
     places = (d_query_weight, d_query_bias, d_key_weight, d_key_bias, d_state, d_before)
     problem = BackwardProblem(
-        forward=describe(forward, states, maps, activation, quadratic, offset, bidirectional=bidirectional),
-        **{name: Operand.of(x, name in GROUPED_GRADIENTS, False) for name, x in gradients},
+        forward=describe(
+            forward, states, maps, activation, quadratic, offset, reverse=reverse, bidirectional=bidirectional
+        ),
+        **{name: Operand.of(x, name in GROUPED_GRADIENTS, reverse) for name, x in gradients},
         **{name: None if x is None else x.data_ptr() for name, x in zip(PLACES, places, strict=True)},
     )
     call("causal_sums_backward", problem)
@@ -105,7 +108,7 @@ def mapped_attention(
         key_padding_mask: [B, N]. log_decay: [B, Hkv, N]. state: what was read before.
         output: where to write it, if no gradients are needed.
         bidirectional: every query sees all keys; without decay and log.
-        reverse: read from the last token to the first; without gradients.
+        reverse: read from the last token to the first.
 
     The log of what the weights of a query add up to is [B, Hkv, G, N], `LOWEST` where that is nothing.
     """
@@ -114,7 +117,7 @@ def mapped_attention(
     if torch.is_grad_enabled():
         weights = (x for native in maps for x in (native.weight, native.bias))
         attended, log, *after = _MappedAttention.apply(
-            *heads, log_decay, *state, *weights, hidden, (*rest, bidirectional)
+            *heads, log_decay, *state, *weights, hidden, (*rest, bidirectional), reverse
         )
         return attended, log, LinearState(*after)
     operands = (*heads, hidden, log_decay, *state)
@@ -125,10 +128,11 @@ def mapped_attention(
 class _MappedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, log_decay, kv, log_max, *rest):
-        *parameters, hidden, operands = rest
-        output, *after, factor, top = read((query, key, value, hidden, log_decay, kv, log_max), rest=operands)
+        *parameters, hidden, operands, reverse = rest
+        heads = query, key, value, hidden, log_decay, kv, log_max
+        output, *after, factor, top = read(heads, reverse=reverse, rest=operands)
         ctx.save_for_backward(query, key, value, hidden, log_decay, kv, log_max, output, *after, factor, *parameters)
-        ctx.operands = operands
+        ctx.operands, ctx.reverse = operands, reverse
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(after[1])
         return output, log_weight(factor, top), *after
@@ -152,14 +156,16 @@ class _MappedAttention(torch.autograd.Function):
         causal_sums_backward(
             query, key, value, hidden, log_decay, output, factor, kv.contiguous(), log_max.contiguous(),
             kv_after, max_after, *ctx.operands, d_output, d_log, d_query, d_key, d_value, d_scale, *d_parameters,
-            d_kv, d_before,
+            d_kv, d_before, ctx.reverse,
         )  # fmt: skip
         d_parameters = [
             None if d is None else d.sum_to_size(parameter.shape).to(parameter.dtype)
             for d, parameter in zip(d_parameters, parameters, strict=True)
         ]
-        d_decay = decay_gradient(d_scale, d_log, factor, kv_after, d_kv) if ctx.needs_input_grad[3] else None
-        return d_query, d_key, d_value, d_decay, d_before, None, *d_parameters, None, None
+        d_decay = None
+        if ctx.needs_input_grad[3]:
+            d_decay = decay_gradient(d_scale, d_log, factor, kv_after, d_kv, ctx.reverse)
+        return d_query, d_key, d_value, d_decay, d_before, None, *d_parameters, None, None, None
 
 
 def _room(parameter: Tensor, heads: torch.Size) -> Tensor:

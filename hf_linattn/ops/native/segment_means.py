@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from .library import Operand, call, dense_rows, operation
 
-OPERANDS = ("row", "mean", "weight", "total")
+OPERANDS = ("row", "mean", "weight", "total", "d_row", "d_mean", "d_weight", "d_total")
 SIZES = ("batches", "heads", "segments", "segment_size", "row_size", "threads")
 
 
@@ -21,12 +22,6 @@ class Problem(ctypes.Structure):
     _fields_ = (*((name, Operand) for name in OPERANDS), *((name, ctypes.c_int64) for name in SIZES))
 
 
-def _means_like(rows: Any, weight: Any, size: int) -> Any:
-    means = rows.new_empty(*rows.shape[:2], rows.shape[2] // size, rows.shape[3])
-    return means, means[..., 0].clone()
-
-
-@operation(fake=_means_like)
 def segment_means(rows: Tensor, weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return the means of every `size` rows under exp(weight), and the logs of what these weights add up to.
 
@@ -36,15 +31,59 @@ def segment_means(rows: Tensor, weight: Tensor, size: int) -> tuple[Tensor, Tens
     Returns:
         [B, H, N // size, D]; [B, H, N // size].
     """
-    batch, heads, length, width = rows.shape
-    count, rows = length // size, dense_rows(rows)
-    mean, total = rows.new_empty(batch, heads, count, width), rows.new_empty(batch, heads, count)
-    operands = (Operand.of(x, False, False) for x in (rows, mean, weight, total))
-    call("segment_means", Problem(*operands, batch, heads, count, size, width, torch.get_num_threads()))
-    return mean, total
+    return _SegmentMeans.apply(dense_rows(rows), weight, size)
 
 
-@register_flop_formula(torch.ops.hf_linattn.segment_means)
-def _flops(rows: Any, weight: Any, size: int, *_: Any, **__: Any) -> int:
+@operation("mean", "total")
+def segment_means_forward(rows: Tensor, weight: Tensor, mean: Tensor, total: Tensor, size: int) -> None:
+    """Write means and totals."""
+    _run("segment_means", {"row": rows, "weight": weight, "mean": mean, "total": total}, size)
+
+
+@operation("d_rows", "d_weight")
+def segment_means_backward(
+    rows: Tensor, weight: Tensor, mean: Tensor, total: Tensor, d_mean: Tensor, d_total: Tensor, d_rows: Tensor,
+    d_weight: Tensor, size: int,
+) -> None:  # fmt: skip
+    """Write the gradients of all rows that are in a segment, and of their weights."""
+    operands = {"row": rows, "weight": weight, "mean": mean, "total": total}
+    gradients = {"d_mean": d_mean, "d_total": d_total, "d_row": d_rows, "d_weight": d_weight}
+    _run("segment_means_backward", operands | gradients, size)
+
+
+def _run(function: str, operands: dict[str, Tensor], size: int) -> None:
+    batch, heads, count, width = operands["mean"].shape
+    described = {name: Operand.of(x, False, False) for name, x in operands.items()}
+    sizes = zip(SIZES, (batch, heads, count, size, width, torch.get_num_threads()), strict=True)
+    call(function, Problem(**described, **dict(sizes)))
+
+
+@register_flop_formula(torch.ops.hf_linattn.segment_means_forward)
+def _flops(rows: Any, weight: Any, *rest: Any, **__: Any) -> int:
     batch, heads, length, width = rows
-    return 2 * batch * heads * (length // size * size) * width
+    return 2 * batch * heads * length * width
+
+
+@register_flop_formula(torch.ops.hf_linattn.segment_means_backward)
+def _backward_flops(rows: Any, weight: Any, *rest: Any, **__: Any) -> int:
+    return 2 * _flops(rows, weight)
+
+
+class _SegmentMeans(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, weight, size):
+        count = rows.shape[2] // size
+        mean, total = rows.new_empty(*rows.shape[:2], count, rows.shape[3]), rows.new_empty(*rows.shape[:2], count)
+        segment_means_forward(rows, weight, mean, total, size)
+        ctx.save_for_backward(rows, weight, mean, total)
+        ctx.size = size
+        return mean, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_mean, d_total):
+        rows, weight, mean, total = ctx.saved_tensors
+        make = rows.new_zeros if rows.shape[2] % ctx.size else rows.new_empty  # nobody writes what is in no segment
+        d_rows, d_weight = make(rows.shape), make(weight.shape)
+        segment_means_backward(rows, weight, mean, total, dense_rows(d_mean), d_total, d_rows, d_weight, ctx.size)
+        return d_rows, d_weight, None
