@@ -71,7 +71,7 @@ lint: install ## ruff, mypy, and the rules of tests/test_project.py
 bench: install ## speed and memory beside softmax, and the tables: 10 minutes; BENCH="--mechanism local"
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
-long-inputs: install ## memory of a training step, decoding and prompts of long inputs, and the tables: 5 minutes
+long-inputs: install ## memory of a training step, decoding and prompts of long inputs, and the tables: 15 minutes
 	$(BIN)/python -m benchmarks.long_inputs
 
 peers: install ## other libraries' mechanisms beside ours, and the table: 10 minutes
