@@ -94,6 +94,7 @@ class Mechanism(nn.Module):
         constant_state: whether its decoding state has a size that does not grow with the context.
         subquadratic: whether its cost grows slower than N^2.
         continuous: whether nearby inputs give nearby outputs; not where rounding may change which keys are chosen.
+        averages: whether outputs are weighted means of values, and so never beyond their range; an instance may say.
         growth: by how much its cost grows when 2,048 tokens become 4,096; 2 if it is linear.
         backends: which of `hf_linattn.backends` can work through its causal form.
         limit: how it relates to softmax attention; an instance may state its own. citation: the paper it comes from.
@@ -104,6 +105,7 @@ class Mechanism(nn.Module):
     constant_state: ClassVar[bool] = True
     subquadratic: ClassVar[bool] = True
     continuous: ClassVar[bool] = True
+    averages: bool = True
     growth: ClassVar[float] = 2.0
     backends: ClassVar[tuple[str, ...]] = ("auto", "torch")
     limit: ExactnessLimit = ExactnessLimit("none stated")

@@ -307,7 +307,8 @@ def check_finite(case: Case) -> None:
                 finite = x.grad is not None and bool(torch.isfinite(x.grad).all())
                 expect(finite, f"gradient of {name} not finite: {dtype}, size {size}")
             span = heads[2][0].detach().abs().max() * 1.01
-            expect(bool((output[0].abs() <= span).all()), f"output beyond the values' range: {dtype}, size {size}")
+            inside = not mechanism.averages or bool((output[0].abs() <= span).all())
+            expect(inside, f"output beyond the values' range: {dtype}, size {size}")
     half = case.model(torch.bfloat16)
     expect(bool(torch.isfinite(half(random_tokens(2, 31)).logits).all()), "bfloat16 model: logits not finite")
 
