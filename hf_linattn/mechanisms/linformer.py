@@ -130,9 +130,12 @@ class LinformerMechanism(SequenceMechanism):
         counts, sums = segment_sums((key, value), slots * columns, lengths)
         counts = counts.unflatten(1, (slots, columns)).sum(-1)  # [B or 1, k]
         short = (counts.sum(1) <= slots)[:, None, None, None]  # E is the identity, which is what segments come to
+        some_short = lengths is not None or key.shape[2] <= slots
         means = []
         for x, projection in zip(sums, self.projections(key), strict=True):
-            total = torch.where(short, x.unflatten(2, (slots, columns)).sum(3), projection @ x)
+            total = projection @ x
+            if some_short:
+                total = torch.where(short, x.unflatten(2, (slots, columns)).sum(3), total)
             means.append(total / counts.clamp(min=1).to(x.dtype)[:, None, :, None])
         return slot_attention(query, means[0], means[1], counts, self.layer.scaling)
 
