@@ -50,6 +50,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "random": [{"block_size": 16, "num_random": 4}],
     "sinks": [{"window_size": 64, "num_sinks": 4}],
     "sparse_transformer": [{"block_size": 16, "window_size": 32, "stride": 4, "num_strides": 4}],
+    "vq": [{"num_codes": 64, "block_size": 32}],
 }
 
 Score = Callable[[PreTrainedModel], float]

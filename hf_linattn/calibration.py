@@ -1,9 +1,9 @@
-"""Fitting the new parameters of a patched model to the attention they replace: seconds, a few batches, no recipe."""
+"""Fitting what is new in a patched model to the attention it replaces: seconds, a few batches, no recipe."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -30,7 +30,9 @@ def calibrate(
         sum_i |o_i - o'_i|^2 / sum_i |o'_i|^2,   o: the mechanism's output, o': softmax attention's, i: real tokens
 
     on the queries, keys and values that the original model makes of the batch: every layer hands on o', so layers do
-    not wait for each other, and no gradient runs through the model. Memory is that of one layer.
+    not wait for each other, and no gradient runs through the model. Memory is that of one layer. Before that, and
+    without parameters instead of it, a mechanism fits what has no gradient, such as a codebook, in its own way
+    (`Mechanism.prepare`).
 
     Args:
         model: a patched model.
@@ -41,12 +43,12 @@ def calibrate(
 
     Returns:
         Path of the attention module -> the error above for each batch, before the layer was fitted to it: unseen text.
-        Layers whose mechanism has no parameters of its own are left out.
+        Layers whose mechanism has nothing to fit are left out.
 
     Raises:
         PatchError: the model is not patched.
         OptionError: no batches, steps below 1, an error that is not finite.
-        After any of them, or another error, all parameters are as they were.
+        After any of them, or another error, all parameters and buffers are as they were.
 
     >>> import torch, hf_linattn
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -58,12 +60,13 @@ def calibrate(
     """
     require_count("steps", steps)
     mechanisms = get_mechanisms(model)
-    owned = own_parameters(mechanisms)
-    fits = {path: _Fit(mechanisms[path], parameters, steps) for path, parameters in owned.items()}
-    parameters = [parameter for several in owned.values() for parameter in several]
+    fitted = what_is_fitted(mechanisms)
+    fits = {path: _Fit(mechanisms[path], parameters, steps) for path, parameters in fitted.items()}
+    parameters = [parameter for several in fitted.values() for parameter in several]
+    tensors = [*parameters, *(buffer for path in fitted for buffer in mechanisms[path].buffers())]
     count, backbone = 0, root_model(model).base_model
     with ExitStack() as undo:
-        undo.callback(_write, parameters, [parameter.detach().clone() for parameter in parameters])
+        undo.callback(_write, tensors, [tensor.detach().clone() for tensor in tensors])
         with evaluation_mode(model), _trainable(parameters), observed(mechanisms, fits), torch.no_grad():
             for count, batch in enumerate(tqdm(batches, desc="calibrate", disable=not progress), start=1):  # noqa: B007
                 # predictions are not looked at
@@ -83,18 +86,15 @@ class _Fit:
 
     def __call__(self, call: AttentionCall) -> Tensor:
         target = call.by_softmax(self.mechanism)
-        # a new one for each batch: what it knows of the curvature belongs to the last one
-        optimizer = torch.optim.LBFGS(self.parameters, max_iter=self.steps, line_search_fn="strong_wolfe")
 
-        @torch.enable_grad()
-        def evaluate() -> Tensor:
-            optimizer.zero_grad()
+        def measure() -> Tensor:
             errors, sizes = squared_errors(call.by(self.mechanism), target, call.key_padding_mask)
-            error = errors.sum() / sizes.sum()
-            error.backward()
-            return error
+            return errors.sum() / sizes.sum()
 
-        error = float(optimizer.step(evaluate))  # type: ignore[arg-type]  # of the first evaluation
+        error = float(measure())
+        self.mechanism.prepare(*call[:4])
+        if self.parameters:
+            self._lower(measure)
         if not math.isfinite(error) or not all(bool(p.isfinite().all()) for p in self.parameters):
             raise OptionError(
                 f"the fit of layer {self.mechanism.layer.index} is not finite (error {error}); use fewer steps, or"
@@ -102,6 +102,20 @@ class _Fit:
             )
         self.errors.append(error)
         return target
+
+    def _lower(self, measure: Callable[[], Tensor]) -> None:
+        """Lower an error by L-BFGS."""
+        # a new one for each batch: what it knows of the curvature belongs to the last one
+        optimizer = torch.optim.LBFGS(self.parameters, max_iter=self.steps, line_search_fn="strong_wolfe")
+
+        @torch.enable_grad()
+        def evaluate() -> Tensor:
+            optimizer.zero_grad()
+            error = measure()
+            error.backward()
+            return error
+
+        optimizer.step(evaluate)  # type: ignore[arg-type]  # a tensor is as good as a number
 
 
 def squared_errors(output: Tensor, target: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -130,10 +144,20 @@ def own_parameters(mechanisms: Mapping[str, Mechanism]) -> dict[str, list[nn.Par
     return owned
 
 
+def what_is_fitted(mechanisms: Mapping[str, Mechanism]) -> dict[str, list[nn.Parameter]]:
+    """Return path -> own parameters of each mechanism that `calibrate` fits: none where it only prepares itself."""
+    owned = own_parameters(mechanisms)
+    return {
+        path: owned.get(path, [])
+        for path, mechanism in mechanisms.items()
+        if path in owned or type(mechanism).prepare is not Mechanism.prepare
+    }
+
+
 @torch.no_grad()
-def _write(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
+def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
 
 
 @contextmanager

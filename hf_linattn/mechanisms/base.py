@@ -212,6 +212,9 @@ class Mechanism(nn.Module):
     def before_forward(self) -> None:
         """Called once before every forward of the whole model, never between its layers; for scheduled changes."""
 
+    def prepare(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> None:
+        """Called by `calibrate` for each batch before parameters are fitted to it: to fit what gradients cannot."""
+
     def generator(self, purpose: str = "") -> torch.Generator:
         """Return a CPU generator for this layer and purpose, seeded from the config; the global one is not touched."""
         text = f"{self.config.seed}/{self.layer.index}/{purpose}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from hf_linattn import get_mechanisms, is_patched, patch_model
-from hf_linattn.calibration import own_parameters
+from hf_linattn.calibration import own_parameters, what_is_fitted
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.evaluation import (
     Fidelity,
@@ -82,11 +82,11 @@ class Recipe:
         task = task_of(model)
         task.check(model, data_options, recipe_options)
         patch_model(model, **model_options.patch_arguments())
-        for name, tokens in (
-            ("calibration_tokens", recipe_options.calibration_tokens),
-            ("transfer_tokens", distillation.transfer_tokens),
+        for name, tokens, found in (
+            ("calibration_tokens", recipe_options.calibration_tokens, what_is_fitted),
+            ("transfer_tokens", distillation.transfer_tokens, own_parameters),
         ):
-            if tokens and not own_parameters(get_mechanisms(model)):
+            if tokens and not found(get_mechanisms(model)):
                 raise OptionError(
                     f"{name}={tokens}: {model_options.mechanism!r} has no parameters of its own that could be fitted;"
                     " leave it out"

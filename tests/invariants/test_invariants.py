@@ -37,6 +37,7 @@ VARIANTS = {
     "random": [{"block_size": 8, "num_random": 2}],
     "sinks": [{"block_size": 8, "window_size": 11, "num_sinks": 3}],
     "sparse_transformer": [{"block_size": 8, "window_size": 11, "stride": 3, "num_strides": 2}],
+    "vq": [{"num_codes": 7, "block_size": 8}],
 }
 CAUSAL_VARIANTS = {"sinks": [{"block_size": 8, "window_size": 9, "num_sinks": 2, "positions": "streaming"}]}
 CHECKS = [

@@ -1,0 +1,197 @@
+"""vq: softmax over the keys near a query and, in the place of all others, over the codes they are quantised to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..config import MechanismConfig, require
+from ..ops import naive
+from ..ops.vq import NONE, CodeState, causal_code_attention, code_attention, code_means, fit_codes, nearest_codes
+from .base import AttentionLayer, ExactnessLimit, Pairs, SequenceMechanism, register_mechanism
+
+ITERATIONS = 10  # of Lloyd's algorithm for each batch
+
+
+@dataclass
+class VqConfig(MechanismConfig):
+    """Options of `vq`."""
+
+    num_codes: int = field(default=128, metadata={"help": "codes S per key/value head, which stand for far keys"})
+    block_size: int = field(
+        default=64, metadata={"help": "tokens per block; a query sees its own and the neighbouring blocks exactly"}
+    )
+    ema_decay: float = field(
+        default=0.99, metadata={"help": "what a training forward leaves of the codes' running sums; 1: codes stay"}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_counts("num_codes", "block_size")
+        decay = self.ema_decay
+        number = isinstance(decay, int | float) and not isinstance(decay, bool)
+        require("ema_decay", decay, number and 0 <= decay <= 1, "a number from 0 to 1")
+
+
+@register_mechanism("vq")
+class VqMechanism(SequenceMechanism):
+    """Transformer-VQ (Lingle 2023): o_i = sum_j w_ij v_j, w_i = softmax_j(scaling q_i . k'_j).
+
+    k'_j = k_j for tokens in the query's block of `block_size` and in the one before it (bidirectional: also in the one
+    behind it); all others have k'_j = c_s, the code nearest to k_j of the S = `num_codes` codes of their head. Tokens
+    of one code have one score, so the n_s of them are summed up as one, with the score scaling q_i . c_s + log n_s and
+    the mean of their values; codes and near tokens share one softmax. Beside the quantisation itself nothing is
+    approximate. Time O(N (S + block_size) (D + Dv)). The decoding state has constant size, per key/value head: counts
+    and means of the codes, keys and values of the last two blocks.
+
+    The buffer `codebook` [Hkv, S, D] begins with normals from `seed` and the layer, smaller than keys are, so that far
+    tokens weigh nearly alike; it gets no gradient. `hf_linattn.calibrate` fits it by k-means. In training it follows
+    the keys: if n_s keys of a forward, with the mean m_s, have the code s, and d = `ema_decay`, the running number
+    `counts` becomes N_s <- d N_s + (1 - d) n_s and the code c_s <- c_s + (1 - d) (n_s / N_s) (m_s - c_s), which is the
+    paper's ratio of running sums; pads do not count and codes without keys stay. This happens before the next training
+    forward of the whole model, from `last_counts` and `last_means`, which each forward overwrites: so a forward and
+    its recomputation by gradient checkpointing see the same codes, and evaluation changes nothing. All these are
+    buffers and no parameters: an optimizer would move codes away from the means that they are, and processes that
+    train together take buffers from the first, where parameters that each moves by its own keys would drift apart.
+    They are saved, so that a resumed run goes on as an unbroken one.
+
+    Deviations: near keys are not quantised (in the paper all are), as a pretrained model was not trained for it. Keys
+    are taken as they are, without normalisation; no gradient goes straight through the quantisation, and there is no
+    commitment loss: a key learns from the queries near it. No position bias, no gate. Keys with rotary positions come
+    rotated: the same content at another position needs another code, so far scores are coarser there.
+    """
+
+    codebook: Tensor
+    counts: Tensor
+    last_counts: Tensor
+    last_means: Tensor
+
+    config_class = VqConfig
+    continuous = False
+    limit = ExactnessLimit(
+        "softmax attention with 2 block_size >= n, or with every far key among the codes",
+        equal=lambda length: {"block_size": -(-length // 2)},
+    )
+    citation = "Lingle 2023, Transformer-VQ: Linear-Time Transformers via Vector Quantization, arXiv 2309.16354"
+
+    config: VqConfig
+
+    def __init__(self, config: VqConfig, layer: AttentionLayer):
+        super().__init__(config, layer)
+        shape = layer.num_key_value_heads, config.num_codes, layer.head_dim
+        # about as long as the mean of those of many standard normal vectors that are nearest to one of S directions
+        size = math.sqrt(2 * math.log(config.num_codes) / layer.head_dim)
+        codes = torch.randn(shape, generator=self.generator(), device="cpu") * size
+        self.register_buffer("codebook", codes)
+        self.register_buffer("counts", torch.zeros(shape[:2], device="cpu"))
+        self.register_buffer("last_counts", torch.zeros(shape[:2], device="cpu"))
+        self.register_buffer("last_means", torch.zeros(shape, device="cpu"))
+
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        if state is None:
+            self._remember(key, key_padding_mask)
+        return super().causal_attention(query, key, value, key_padding_mask, sequence_ids, state)
+
+    def bidirectional_attention(self, query, key, value, key_padding_mask, sequence_ids):
+        self._remember(key, key_padding_mask)
+        return super().bidirectional_attention(query, key, value, key_padding_mask, sequence_ids)
+
+    def causal_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: CodeState | None
+    ) -> tuple[Tensor, CodeState | None]:
+        return causal_code_attention(
+            query, key, value, self.codebook.to(key.dtype), block_size=self.config.block_size,
+            scaling=self.layer.scaling, lengths=lengths, state=state, keep_state=self.keeps_state,
+        )  # fmt: skip
+
+    def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+        size, scaling = self.config.block_size, self.layer.scaling
+        codebook = self.codebook.to(key.dtype)
+        return code_attention(query, key, value, codebook, block_size=size, scaling=scaling, lengths=lengths)
+
+    # -- the codebook -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _remember(self, key: Tensor, key_padding_mask: Tensor | None) -> None:
+        """Overwrite the statistics of the last training forward with those of keys [B, Hkv, N, D]."""
+        if not self.training or self.config.ema_decay == 1:
+            return
+        code = nearest_codes(key, self.codebook.to(key.dtype))
+        if key_padding_mask is not None:
+            code = code.masked_fill(~key_padding_mask[:, None], NONE)
+        means, counts = code_means(_by_head(code), _by_head(key), self.config.num_codes)
+        self.last_means.copy_(means)
+        _write(self.last_counts, counts)
+
+    @torch.no_grad()
+    def before_forward(self) -> None:
+        if not self.training or self.config.ema_decay == 1:
+            return
+        compute = torch.promote_types(self.counts.dtype, torch.float32)
+        decay, before, new = self.config.ema_decay, self.counts.to(compute), self.last_counts.to(compute)
+        counts = decay * before + (1 - decay) * new
+        share = torch.where(new > 0, (1 - decay) * new / counts, 0.0)[..., None].to(self.codebook.dtype)
+        self.codebook.lerp_(self.last_means, share)
+        # without a training forward since, nothing is forgotten
+        _write(self.counts, torch.where(new.any(), counts, before))
+        self.last_counts.zero_()
+
+    @torch.no_grad()
+    def prepare(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> None:
+        """Fit the codes by k-means to these keys and to those that `counts` says they stand for already."""
+        with torch.autocast(key.device.type, enabled=False):
+            points = _by_head(key.to(torch.promote_types(key.dtype, torch.float32)))
+            if key_padding_mask is not None:
+                points = points[:, key_padding_mask.expand(len(key), -1).flatten()]
+            if not points.shape[1]:
+                return
+            codebook, counts = (x.to(points.dtype) for x in (self.codebook, self.counts))
+            codebook, counts = fit_codes(points, codebook, counts, self.generator("k-means"), ITERATIONS)
+        self.codebook.copy_(codebook)
+        _write(self.counts, counts)
+        self.last_counts.zero_()  # of codes that are no longer there
+
+    # -- what the weights are -----------------------------------------------------------------------------------------
+
+    @property
+    def has_scores(self) -> bool:
+        return True
+
+    def scores(self, pairs: Pairs) -> Tensor:
+        """scaling q_i . k_j near, scaling q_i . c_s elsewhere, s the code of k_j."""
+        codebook = self.codebook.to(pairs.key.dtype)
+        code = nearest_codes(pairs.key, codebook)
+        coded = codebook[torch.arange(len(codebook), device=code.device)[:, None], code]
+        exact, far = (pairs.query @ naive.repeat_heads(x, pairs.query).mT for x in (pairs.key, coded))
+        near = self._near(pairs.query_position[:, None, :, None], pairs.key_position[:, None, None])
+        return torch.where(near, exact, far) * self.layer.scaling
+
+    def _near(self, query_position: Tensor, key_position: Tensor) -> Tensor:
+        size = self.config.block_size
+        return (query_position // size - key_position // size).abs() <= 1
+
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+        """softmax_j(scaling q_i . k'_j)."""
+        codebook, rank = self.codebook.to(key.dtype), naive.positions(allowed)
+        distance = (key.detach()[:, :, :, None] - codebook[:, None]).square().sum(-1)
+        coded = F.one_hot(distance.argmin(-1), len(codebook[0])).to(key.dtype) @ codebook
+        near = self._near(rank[..., :, None], rank[..., None, :])
+        whole = naive.repeat_heads(key, query), naive.repeat_heads(coded, query)
+        exact, far = (torch.einsum("bhid,bhjd->bhij", query, x) for x in whole)
+        scores = (torch.where(near, exact, far) * self.layer.scaling).masked_fill(~allowed, float("-inf"))
+        top = scores.detach().amax(-1, keepdim=True)
+        return naive.normalise(torch.exp(scores - torch.where(top.isinf(), 0.0, top)))
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """Return [Hkv, B N, ...] of x [B, Hkv, N, ...]."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def _write(buffer: Tensor, counts: Tensor) -> None:
+    """Write counts, which in half precision may be too large."""
+    buffer.copy_(counts.clamp(max=min(torch.finfo(x.dtype).max for x in (buffer, counts))))
