@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,17 @@ def is_plain_pattern(mechanism: str) -> bool:
 def each_of(mechanisms: list[str]) -> list[Any]:
     """Return mechanisms as parameters, plain patterns marked slow: in a whole model all of them take the same way."""
     return [pytest.param(x, marks=[pytest.mark.slow] if is_plain_pattern(x) else []) for x in mechanisms]
+
+
+def each_with(names: Iterable[str], mechanisms: list[str]) -> list[Any]:
+    """Return architectures and mechanisms as parameters, each mechanism with the models whose form it has."""
+    forms = {name: "bidirectional" if name == "bert" else "causal" for name in names}
+    return [
+        pytest.param(name, *mechanism.values, marks=mechanism.marks)
+        for mechanism in each_of(mechanisms)
+        for name, form in forms.items()
+        if form in MECHANISMS.get(mechanism.values[0]).modes
+    ]
 
 
 def make_patched(name: str, mechanism: str = "performer", head: str | None = None, **config: Any) -> PreTrainedModel:

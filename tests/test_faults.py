@@ -30,7 +30,9 @@ MODES = [False, True]
 
 
 def make_case(name: str, causal: bool, architecture: str = "llama") -> Case:
-    known = MECHANISMS.get(name).config_class.__dataclass_fields__
+    """A mechanism that has only one form has that one, whatever is asked for."""
+    known, modes = MECHANISMS.get(name).config_class.__dataclass_fields__, MECHANISMS.get(name).modes
+    causal = causal if len(modes) == 2 else "causal" in modes
     return Case(name, architecture, causal, {key: value for key, value in SMALL.items() if key in known})
 
 

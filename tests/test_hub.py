@@ -26,13 +26,13 @@ from hf_linattn import (
     patch_model,
     unpatch_model,
 )
-from tests.helpers import OPTIONS, each_of, generate, logits_of, make_patched, make_tokenizer, make_tokens
+from tests.helpers import OPTIONS, each_with, generate, logits_of, make_patched, make_tokenizer, make_tokens
 from tests.models import ARCHITECTURES, SPINE, VOCAB_SIZE, make_model
 
 AUTO = {"bert": AutoModelForMaskedLM, "gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM}
 SEQUENCE_HEADS = {name: "ForSequenceClassification" for name in SPINE}
 each_family = pytest.mark.parametrize("name", SPINE)
-each_mechanism = pytest.mark.parametrize("mechanism", each_of(list_mechanisms()))
+each_patch = pytest.mark.parametrize(("name", "mechanism"), each_with(SPINE, list_mechanisms()))
 IDS = make_tokens(2, 9)
 
 
@@ -40,8 +40,7 @@ def same_logits(loaded, model):
     return loaded.dtype == model.dtype and torch.equal(logits_of(loaded, IDS), logits_of(model, IDS))
 
 
-@each_family
-@each_mechanism
+@each_patch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_model_loads_bit_for_bit(tmp_path, name, mechanism, dtype):
     make_model(name).to(dtype).save_pretrained(tmp_path / "plain")  # read back, as Llama's rotations stay float32 then

@@ -18,6 +18,7 @@ from tests.helpers import (
     OPTIONS,
     assert_close,
     each_of,
+    each_with,
     generate,
     gradients,
     logits_of,
@@ -30,9 +31,9 @@ from tests.models import ARCHITECTURES, SPINE, make_model
 
 each_family = pytest.mark.parametrize("name", SPINE)
 each_generator = pytest.mark.parametrize("name", ["gpt2", "llama"])
-each_mechanism = pytest.mark.parametrize("mechanism", each_of(list_mechanisms()))
-each_continuous_mechanism = pytest.mark.parametrize(
-    "mechanism", each_of([name for name in list_mechanisms() if MECHANISMS.get(name).continuous])
+each_patch = pytest.mark.parametrize(("name", "mechanism"), each_with(SPINE, list_mechanisms()))
+each_continuous_patch = pytest.mark.parametrize(
+    ("name", "mechanism"), each_with(SPINE, [name for name in list_mechanisms() if MECHANISMS.get(name).continuous])
 )
 each_causal_mechanism = pytest.mark.parametrize(
     "mechanism", each_of([name for name in list_mechanisms() if "causal" in MECHANISMS.get(name).modes])
@@ -124,8 +125,7 @@ def make_trainer(model, directory, **options):
     return Trainer(model=model, args=arguments, train_dataset=make_dataset(), eval_dataset=make_dataset(4))
 
 
-@each_family
-@each_mechanism
+@each_patch
 def test_trainer_trains(tmp_path, name, mechanism):
     model = make_patched(name, mechanism)
     trainer = make_trainer(model, tmp_path, max_steps=4)
@@ -161,8 +161,7 @@ def loss_gradients(model, ids, **options):
     return gradients(model)
 
 
-@each_family
-@each_mechanism
+@each_patch
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_changes_no_gradient(name, mechanism, reentrant):
     model, ids = make_patched(name, mechanism).train(), make_tokens(2, 9)
@@ -177,8 +176,7 @@ def test_gradient_checkpointing_changes_no_gradient(name, mechanism, reentrant):
         torch.testing.assert_close(actual[key], expected[key], **tolerance, msg=key)
 
 
-@each_family
-@each_mechanism
+@each_patch
 def test_every_attention_weight_gets_a_gradient(name, mechanism):
     model = make_patched(name, mechanism)
     found = loss_gradients(model, make_tokens(2, 9))
@@ -253,8 +251,7 @@ def test_directions_stay_from_prefill_to_the_last_token_also_in_training_mode(na
 # -- PEFT -------------------------------------------------------------------------------------------------------------
 
 
-@each_family
-@each_mechanism
+@each_patch
 def test_lora_trains_and_merges(tmp_path, name, mechanism):
     model, ids = make_patched(name, mechanism), make_tokens(2, 9)
     frozen = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -276,8 +273,7 @@ def test_lora_trains_and_merges(tmp_path, name, mechanism):
     assert merged.state_dict().keys() == frozen.keys()
 
 
-@each_family
-@each_mechanism
+@each_patch
 def test_peft_trains_the_mechanisms_own_parameters_where_modules_to_save_names_them(tmp_path, name, mechanism):
     model, ids = make_patched(name, mechanism), make_tokens(2, 9)
     frozen = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -319,8 +315,7 @@ def test_layers_that_share_parameters_share_those_that_peft_trains(tmp_path):
 # -- precision --------------------------------------------------------------------------------------------------------
 
 
-@each_family
-@each_continuous_mechanism
+@each_continuous_patch
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_another_dtype_computes_nearly_the_same(name, mechanism, dtype):
     model, ids = make_patched(name, mechanism), make_tokens(2, 9)
@@ -331,8 +326,7 @@ def test_another_dtype_computes_nearly_the_same(name, mechanism, dtype):
     assert error < {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float64: 1e-5}[dtype]
 
 
-@each_family
-@each_continuous_mechanism
+@each_continuous_patch
 def test_autocast_trains_close_to_float32(name, mechanism):
     model, ids = make_patched(name, mechanism), make_tokens(2, 9)
     expected = loss_gradients(model, ids)

@@ -44,7 +44,7 @@ from tests.helpers import (
     OPTIONS,
     Snapshot,
     assert_close,
-    each_of,
+    each_with,
     generate,
     gradients,
     logits_of,
@@ -54,7 +54,7 @@ from tests.helpers import (
 from tests.models import NUM_LAYERS, SPINE, make_model
 
 each_family = pytest.mark.parametrize("name", SPINE)
-each_mechanism = pytest.mark.parametrize("mechanism", each_of(list_mechanisms()))
+each_patch = pytest.mark.parametrize(("name", "mechanism"), each_with(SPINE, list_mechanisms()))
 
 
 @pytest.fixture
@@ -69,8 +69,7 @@ def registered(monkeypatch):
     return register
 
 
-@each_family
-@each_mechanism
+@each_patch
 def test_unpatching_restores_everything(name, mechanism):
     model = make_model(name)
     before = Snapshot.of(model)
@@ -82,8 +81,7 @@ def test_unpatching_restores_everything(name, mechanism):
     before.assert_kept(model)
 
 
-@each_family
-@each_mechanism
+@each_patch
 def test_unpatching_keeps_the_weights_that_training_made(name, mechanism):
     model = make_patched(name, mechanism).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -111,8 +109,7 @@ def test_a_plan_patches_the_layers_it_names(name):
     assert torch.equal(logits_of(model, make_tokens(2, 9)), logits_of(with_config, make_tokens(2, 9)))
 
 
-@each_family
-@each_mechanism
+@each_patch
 def test_the_same_seed_gives_the_same_model_and_leaves_the_global_one_alone(name, mechanism):
     one, other = make_model(name), make_model(name)
     state = torch.get_rng_state()
@@ -239,8 +236,7 @@ def test_an_attachment_that_stops_half_way_is_undone(monkeypatch, name, step):
     before.assert_kept(model)
 
 
-@each_family
-@each_mechanism
+@each_patch
 def test_original_attention_is_the_original_bit_for_bit(name, mechanism):
     ids = make_tokens(2, 9)
     model = make_model(name)
@@ -342,8 +338,7 @@ def test_a_compiled_model_is_patched_and_unpatched(name, backend):
 
 
 @pytest.mark.slow  # all of them together; the invariants compile the attention modules alone
-@pytest.mark.parametrize("mechanism", list_mechanisms())
-@each_family
+@each_patch
 def test_a_patched_model_is_compiled_as_a_whole(name, mechanism):
     torch.compiler.reset()
     model, ids = make_patched(name, mechanism).train(), make_tokens(2, 9)

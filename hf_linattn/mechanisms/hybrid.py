@@ -40,7 +40,8 @@ class HybridConfig(MechanismConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        linear = [name for name in MECHANISMS.names() if issubclass(MECHANISMS.get(name), LinearMechanism)]
+        kinds = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
+        linear = [n for n, kind in kinds.items() if issubclass(kind, LinearMechanism) and kind.decays_by_distance]
         require("linear", self.linear, self.linear in linear, f"one of {', '.join(linear)}")
         options = self.linear_options
         require("linear_options", options, options is None or isinstance(options, dict), "None or a dict of options")
@@ -119,9 +120,6 @@ class HybridMechanism(SequenceMechanism):
         """The maps of queries [B, Hkv, G, N, D] and of keys [B, Hkv, N, D]."""
         return self.linear.maps
 
-    def _decay_rate(self, dtype: torch.dtype) -> Tensor | None:
-        return self.linear.log_decay_rate.to(dtype).exp() if self.linear.config.decay else None
-
     def _logs(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return g [H], and the log of the window's share [H] or None."""
         if self.config.window_scale == "exact":
@@ -136,29 +134,29 @@ class HybridMechanism(SequenceMechanism):
         sink = (pairs.key_position < self.config.num_sinks)[:, None, None]
         return (pairs.distance < self.config.window_size) | sink
 
-    def _pair_weights(self, dtype: torch.dtype) -> HybridWeights:
+    def _pair_weights(self, like: Tensor) -> HybridWeights:
         config, layer = self.config, self.layer
-        log_mix, window_log = self._logs(dtype)
+        log_mix, window_log = self._logs(like.dtype)
         return HybridWeights(
             1 if self.window_shut and self.training else config.window_size,
             config.num_sinks,
             layer.scaling,
             *self._maps(),
             log_mix,
-            self._decay_rate(dtype),
+            self.linear.decay_rate(like),
             window_log,
         )
 
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: HybridState | None
     ) -> tuple[Tensor, HybridState]:
-        weights = self._pair_weights(key.dtype)
+        weights = self._pair_weights(key)
         return causal_hybrid_attention(
             query, key, value, weights, lengths, state, use_native=self.backend != "torch", training=self.training
         )
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
-        weights = self._pair_weights(key.dtype)
+        weights = self._pair_weights(key)
         return hybrid_attention(
             query, key, value, weights, lengths, use_native=self.backend != "torch", training=self.training
         )
@@ -190,7 +188,7 @@ class HybridMechanism(SequenceMechanism):
         query_map, key_map = self._maps()
         features = query_map.exact(query.unflatten(1, (-1, groups))).flatten(1, 2)
         kernel = torch.einsum("bhif,bhjf->bhij", features, key_map.exact(key).repeat_interleave(groups, dim=1))
-        rate = self._decay_rate(key.dtype)
+        rate = self.linear.decay_rate(key)
         log_factor = log_mix[:, None, None].expand_as(kernel)
         if rate is not None:
             log_factor = log_factor - rate.repeat_interleave(groups)[:, None, None] * distance

@@ -64,8 +64,39 @@ class LinearConfig(FeatureMapConfig):
     )
 
 
+class FeatureMapMechanism(Mechanism):
+    """Base of mechanisms with a feature map: `feature_map`, or `query_map` and `key_map` where it is learned."""
+
+    config: Any  # of the subclass's own config class
+
+    def __init__(self, config: KernelConfig, layer: AttentionLayer):
+        super().__init__(config, layer)
+        kind, num_features = self.choose_feature_map()
+        kv_heads = layer.num_key_value_heads
+
+        def make(*heads: int) -> FeatureMap:
+            return kind(layer.head_dim, num_features, layer.scaling, self.generator(), heads)
+
+        if kind.learned:
+            self.query_map, self.key_map = make(kv_heads, layer.num_heads // kv_heads), make(kv_heads)
+        else:
+            self.feature_map = make()
+
+    def choose_feature_map(self) -> tuple[type[FeatureMap], int]:
+        """Return the class of the map and how many directions it has; a subclass may choose another one."""
+        kind = FEATURE_MAPS.get(self.config.feature_map)
+        return kind, kind.directions(self.config.feature_dim, self.layer.head_dim)
+
+    @property
+    def maps(self) -> tuple[FeatureMap, FeatureMap]:
+        """The maps of queries [B, Hkv, G, N, D] and of keys [B, Hkv, N, D]; one and the same unless learned."""
+        if "feature_map" in self._modules:
+            return self.feature_map, self.feature_map
+        return self.query_map, self.key_map
+
+
 @register_mechanism("linear")
-class LinearMechanism(Mechanism):
+class LinearMechanism(FeatureMapMechanism):
     """Linear attention (Katharopoulos et al. 2020): o_i = phi(q_i) S_i / (phi(q_i) . z_i).
 
     S_i = sum_j phi(k_j) v_j^T [F, Dv] and z_i = sum_j phi(k_j) [F] run over j <= i (causal) or over all keys. Time is
@@ -88,36 +119,13 @@ class LinearMechanism(Mechanism):
     backends = ("auto", "torch", "compile")
     limit = ExactnessLimit("attention with the kernel phi(q) . phi(k), computed naively", kernel=True)
     citation = "Katharopoulos et al. 2020, Transformers are RNNs, arXiv 2006.16236"
-
-    config: Any  # of the subclass's own config class
+    decays_by_distance: ClassVar[bool] = True  # or not at all: nothing but q, k and |i - j| makes a weight
 
     def __init__(self, config: KernelConfig, layer: AttentionLayer):
         super().__init__(config, layer)
-        kind, num_features = self.choose_feature_map()
-        kv_heads = layer.num_key_value_heads
-
-        def make(*heads: int) -> FeatureMap:
-            return kind(layer.head_dim, num_features, layer.scaling, self.generator(), heads)
-
-        if kind.learned:
-            self.query_map, self.key_map = make(kv_heads, layer.num_heads // kv_heads), make(kv_heads)
-        else:
-            self.feature_map = make()
         if config.decay:
-            steps = torch.linspace(0, 1, kv_heads)
+            steps = torch.linspace(0, 1, layer.num_key_value_heads)
             self.log_decay_rate = nn.Parameter(-math.log(SHORTEST) - steps * math.log(LONGEST / SHORTEST))
-
-    def choose_feature_map(self) -> tuple[type[FeatureMap], int]:
-        """Return the class of the map and how many directions it has; a subclass may choose another one."""
-        kind = FEATURE_MAPS.get(self.config.feature_map)
-        return kind, kind.directions(self.config.feature_dim, self.layer.head_dim)
-
-    @property
-    def maps(self) -> tuple[FeatureMap, FeatureMap]:
-        """The maps of queries [B, Hkv, G, N, D] and of keys [B, Hkv, N, D]; one and the same unless learned."""
-        if "feature_map" in self._modules:
-            return self.feature_map, self.feature_map
-        return self.query_map, self.key_map
 
     def causal_attention(
         self,
@@ -141,11 +149,16 @@ class LinearMechanism(Mechanism):
         heads = (query, key, value, *self.maps, key_padding_mask, sequence_ids, decay)
         return linear_attention(*heads, use_native=self.backend != "torch")
 
+    def decay_rate(self, like: Tensor) -> Tensor | None:
+        """Return r [Hkv] in the dtype and place of `like`; None without decay."""
+        return self.log_decay_rate.to(like).exp() if self.config.decay else None
+
     def log_decay(self, key: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
         """Return the log decay of every token [B, Hkv, N], zero where masked; None without decay."""
-        if not self.config.decay:
+        rate = self.decay_rate(key)
+        if rate is None:
             return None
-        decay = -self.log_decay_rate.to(key.dtype).exp()[None, :, None].expand(key.shape[:3])
+        decay = -rate[None, :, None].expand(key.shape[:3])
         return decay if key_padding_mask is None else decay * key_padding_mask[:, None]
 
     @property
@@ -161,13 +174,12 @@ class LinearMechanism(Mechanism):
         scores = kernel.clamp(min=torch.finfo(kernel.dtype).tiny).log()
         scores = scores if query_log is None else scores + query_log[..., None]
         scores = (scores if key_log is None else scores + key_log[:, :, None, None]).flatten(1, 2)
-        if not self.config.decay:
+        rate = self.decay_rate(scores)
+        if rate is None:
             return scores
-        rate = naive.repeat_heads(self.log_decay_rate.to(scores.dtype).exp()[None, :, None, None], scores)
-        return scores - rate * pairs.distance
+        return scores - naive.repeat_heads(rate[None, :, None, None], scores) * pairs.distance
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
-        rate = self.log_decay_rate.to(key.dtype).exp() if self.config.decay else None
         query_map, key_map = self.maps
-        grouped = query.unflatten(1, (key.shape[1], -1))
-        return naive.kernel_matrix(query_map.exact(grouped).flatten(1, 2), key_map.exact(key), allowed, rate)
+        features = query_map.exact(query.unflatten(1, (key.shape[1], -1))).flatten(1, 2)
+        return naive.kernel_matrix(features, key_map.exact(key), allowed, self.decay_rate(key))
