@@ -1,0 +1,114 @@
+"""deltanet: every key corrects what the state says about it, S_i = S_{i-1} + beta_i k_i (v_i - S_{i-1}^T k_i)^T."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..config import require
+from ..ops.chunk_sums import LEAST_WEIGHT
+from ..ops.delta_rule import delta_rule
+from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
+from .gla import ForgetGate
+from .linear import FeatureMapConfig, FeatureMapMechanism
+
+
+class DeltaState(NamedTuple):
+    """What the state says about keys [B, Hkv, F, Dv], float32 (float64 for float64 inputs)."""
+
+    memory: Tensor
+
+
+@dataclass
+class DeltanetConfig(FeatureMapConfig):
+    """Options of `deltanet`."""
+
+    decay: ClassVar[str | None] = None  # type: ignore[misc]  # no option: what it forgets is in its rule
+    feature_map: str = field(  # type: ignore[misc]  # here it is an option
+        default="t2r", metadata={"help": "name in hf_linattn.feature_maps"}
+    )
+    gate: bool = field(default=False, metadata={"help": "the state forgets besides, as much as the key says"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("gate", self.gate, isinstance(self.gate, bool), "True or False")
+
+
+@register_mechanism("deltanet")
+class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
+    """DeltaNet (Yang et al. 2024): o_i = s S_i^T q_i with S_i = g_i (I - beta_i k_i k_i^T) S_{i-1} + beta_i k_i v_i^T.
+
+    Here k and q are features phi(k), phi(q) divided by their length; S [F, Dv] is one per key/value head, float32, all
+    there is to the decoding state. beta_i = sigmoid(w . k_i + b) says how far a key replaces what the state said about
+    it: `write_weight` w [Hkv, D] starts as zero, `write_bias` b [Hkv] where beta is 1/3. g_i is 1 unless `gate=True`
+    (Gated DeltaNet, Yang et al. 2024, arXiv 2412.06464): then it is made from the key as in `gla`, in `gate`.
+
+    Every token is one step of gradient descent on |S^T k_i - v_i|^2. What is read at a query of length 1 is therefore
+    of the size of the values, although nothing is divided by a sum of weights, and weights may be negative; the
+    trained `output_scale` s [H] starts as 1. Causal only: the rule has an order. Time is O(N (F + C) Dv) in chunks of
+    C tokens, see `hf_linattn.ops.delta_rule`.
+
+    Deviations: phi is one of the feature maps, unless told a trained relu (`t2r`), where the paper has silu; beta and
+    g come from the key, as there is no other input; no convolution before and no norm behind, which a pretrained
+    layer has not either.
+    """
+
+    config_class = DeltanetConfig
+    modes = frozenset({"causal"})
+    averages = False
+    limit = ExactnessLimit("the delta rule, computed token by token", kernel=True)
+    citation = "Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule, arXiv 2406.06484"
+
+    def __init__(self, config: DeltanetConfig, layer: AttentionLayer):
+        super().__init__(config, layer)
+        heads = layer.num_key_value_heads
+        self.write_weight = nn.Parameter(torch.zeros(heads, layer.head_dim, device="cpu"))
+        self.write_bias = nn.Parameter(torch.full((heads,), -math.log(2), device="cpu"))
+        self.output_scale = nn.Parameter(torch.ones(layer.num_heads, device="cpu"))
+        if config.gate:
+            self.gate = ForgetGate(heads, layer.head_dim)
+
+    def causal_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: DeltaState | None
+    ) -> tuple[Tensor, DeltaState]:
+        mask = None if lengths is None else torch.arange(key.shape[2], device=key.device) < lengths[:, None]
+        query_map, key_map = self.maps
+        if state is None:
+            state = DeltaState(value.new_zeros(*value.shape[:2], key_map.feature_dim, value.shape[3]))
+        output, memory = delta_rule(
+            query, key, value, lambda x: _unit(query_map(x).values), lambda x: _unit(key_map(x).values),
+            self._beta(key, mask), self.gate(key, mask) if self.config.gate else None, state.memory,
+        )  # fmt: skip
+        return output * self.output_scale.to(output.dtype)[:, None, None], DeltaState(memory)
+
+    def _beta(self, key: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """Return beta [B, Hkv, N], zero where masked."""
+        weight, bias = self.write_weight.to(key.dtype), self.write_bias.to(key.dtype)
+        beta = torch.sigmoid((key @ weight[..., None]).squeeze(-1) + bias[:, None])
+        return beta if key_padding_mask is None else beta * key_padding_mask[:, None]
+
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+        """A_ij = s q_i . p_j with p_i = beta_i k_i, which loses beta_l k_l (k_l . p_i) to every later token l."""
+        query_map, key_map = self.maps
+        queries = _unit(query_map.exact(query.unflatten(1, (key.shape[1], -1))))
+        keys = _unit(key_map.exact(key))
+        real = allowed[:, 0].diagonal(dim1=-2, dim2=-1)[:, None]
+        beta, kept = self._beta(key, real[:, 0]), self.gate(key, real[:, 0]).exp() if self.config.gate else None
+        held, rows = keys[:, :, :0], []  # p_j of the keys so far
+        for i, k in enumerate(keys.unbind(2)):
+            written = (beta[:, :, i, None] * k)[:, :, None]
+            held = held - (held @ k[..., None]) * written
+            held = torch.cat([held if kept is None else held * kept[:, :, i, None, None], written], dim=2)
+            rows.append(F.pad((queries[:, :, :, i] @ held.mT).flatten(1, 2), (0, key.shape[2] - i - 1)))
+        return torch.stack(rows, dim=2) * allowed * self.output_scale.to(key.dtype)[:, None, None]
+
+
+def _unit(features: Tensor) -> Tensor:
+    """Divide features by their length; all but vanishing ones are zero."""
+    size = torch.linalg.vector_norm(features, dim=-1, keepdim=True)
+    return features / torch.threshold(size, LEAST_WEIGHT[size.dtype], math.inf)
