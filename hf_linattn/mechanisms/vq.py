@@ -122,7 +122,8 @@ class VqMechanism(SequenceMechanism):
             return
         code = nearest_codes(key, self.codebook.to(key.dtype))
         if key_padding_mask is not None:
-            code = code.masked_fill(~key_padding_mask[:, None], NONE)
+            pad = ~key_padding_mask[:, None]
+            code, key = code.masked_fill(pad, NONE), key.masked_fill(pad[..., None], 0.0)
         means, counts = code_means(_by_head(code), _by_head(key), self.config.num_codes)
         self.last_means.copy_(means)
         _write(self.last_counts, counts)

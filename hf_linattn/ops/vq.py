@@ -27,7 +27,8 @@ from .exponential import LOWEST
 
 QUERIES = {"cpu": 2048}  # at a time: large enough for the products, small enough for the cache
 MANY_QUERIES = 65536  # on other devices
-TOKENS = 8192  # of all heads, compared with every code at a time
+KEYS = {"cpu": 8192}  # compared with every code at a time
+MANY_KEYS = 262144
 NONE = -1  # the code of a token that is not there, or does not count
 
 
@@ -119,7 +120,7 @@ def causal_code_attention(
 def nearest_codes(x: Tensor, codebook: Tensor) -> Tensor:
     """Return argmin_s |x - codebook_s| [..., Hkv, N] for x [..., Hkv, N, D] and codebook [Hkv, S, D]."""
     half_squares = codebook.square().sum(-1)[:, None] / 2
-    step = max(TOKENS // max(x.shape[:-2].numel(), 1), 1)
+    step = _keys_at_once(x[..., 0])
     parts = [(part @ codebook.mT - half_squares).argmax(-1) for part in x.split(step, dim=-2)]
     return torch.cat(parts, dim=-1)
 
@@ -130,10 +131,15 @@ def code_sums(code: Tensor, x: Tensor, num_codes: int) -> Tensor:
     By products: on every device they give the same bits each time.
     """
     codes = torch.arange(num_codes, device=code.device)[:, None]
-    step = max(TOKENS // max(code.shape[:-1].numel(), 1), 1)
+    step = _keys_at_once(code)
     parts = zip(code.split(step, dim=-1), x.split(step, dim=-2), strict=True)
     sums = [(several[..., None, :] == codes).to(x.dtype) @ part for several, part in parts]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+
+
+def _keys_at_once(rows: Tensor) -> int:
+    """Return how many keys of each row [..., N] to take together."""
+    return max(KEYS.get(rows.device.type, MANY_KEYS) // max(rows.shape[:-1].numel(), 1), 1)
 
 
 def code_means(code: Tensor, x: Tensor, num_codes: int, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -172,7 +178,7 @@ def _seeded(points: Tensor, codebook: Tensor, counts: Tensor, generator: torch.G
     distance = (points - nearest).square().sum(-1)
     # all are as likely where there is no code yet
     distance = torch.where(fitted.any(1, keepdim=True), distance, torch.inf)
-    draws = torch.rand(num_codes, heads, 1, generator=generator).to(points)
+    draws = torch.rand(num_codes, heads, 1, generator=generator, device="cpu").to(points)
     codes = []
     for number, draw in enumerate(draws):
         chances = torch.where(distance.isinf(), 1.0, distance).cumsum(1)
@@ -210,6 +216,8 @@ def _log(counts: Tensor) -> Tensor:
 
 def _shifted(blocks: Tensor, steps: int, fill: int = 0) -> Tensor:
     """Return blocks [B, Hkv, M, ...] with number m - steps in place m, `fill` where there is none."""
+    if not steps:
+        return blocks
     before, after = max(steps, 0), max(-steps, 0)
     padded = F.pad(blocks, (0, 0) * (blocks.dim() - 3) + (before, after), value=fill)
     return padded[:, :, after : after + blocks.shape[2]]
@@ -222,8 +230,10 @@ def _make_rows(query, key, value, codebook: Tensor, size: int, end: Tensor, code
     if coded:
         behind = torch.arange(key.shape[2], device=key.device) >= end[:, None, None]
         code = nearest_codes(key, codebook).masked_fill(behind, NONE)
-    code = F.pad(code, (0, missing), value=NONE).unflatten(2, (-1, size))
-    query, key, value = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, size)) for x in (query, key, value))
+    if missing:
+        code = F.pad(code, (0, missing), value=NONE)
+        query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
+    query, key, value, code = (x.unflatten(2, (-1, size)) for x in (query, key, value, code))
     query = query.unflatten(1, (key.shape[1], -1)).transpose(2, 3).flatten(3, 4)
     return _Rows(query, key, value, code, end)
 

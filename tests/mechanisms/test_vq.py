@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from hf_linattn import OptionError
 from hf_linattn.config import make_config
+from hf_linattn.observation import AttentionCall
 from hf_linattn.ops import vq
 from hf_linattn.testing import Case
 
@@ -56,7 +57,7 @@ def in_parts(mechanism, heads, sizes):
 @pytest.mark.parametrize("options", [SMALL, {"num_codes": 3, "block_size": 1}, {"num_codes": 90, "block_size": 5}])
 def test_equals_dense_attention_over_quantised_keys(monkeypatch, causal, queries, options):
     monkeypatch.setitem(vq.QUERIES, "cpu", queries)
-    monkeypatch.setattr(vq, "TOKENS", 2 * queries)
+    monkeypatch.setitem(vq.KEYS, "cpu", 2 * queries)
     case = Case("vq", "llama", causal, options)
     heads, mechanism = case.heads(LENGTH), fitted(case)
     got, _ = mechanism(*heads)
@@ -158,6 +159,19 @@ def test_codes_that_nothing_was_fitted_to_are_better_than_the_window_alone(causa
     window = Case("local", "llama", causal, {"window_size": 32}).make()
     errors = [(m(query, key, value)[0] - exact).square().mean() for m in (case.make(), window)]
     assert errors[0] < 0.3 * errors[1]
+
+
+@MODES
+def test_the_softmax_of_scores_is_the_matrix(causal):
+    case = Case("vq", "llama", causal, SMALL)
+    mechanism, (query, key, value) = fitted(case), case.heads(LENGTH)
+    mask = torch.arange(LENGTH) >= torch.tensor([[5], [0]])
+    ids = (torch.arange(LENGTH) >= 41).long().expand(2, -1)
+    matrix = mechanism.attention_matrix(query, key, mask, ids)
+    for pairs in AttentionCall(query, key, value, mask, ids, {}).pairs(causal, 16):
+        got = mechanism.scores(pairs).masked_fill(~pairs.allowed, -1e30).softmax(-1) * pairs.real
+        want = matrix[:, :, pairs.first : pairs.first + got.shape[2], : got.shape[3]] * pairs.real
+        torch.testing.assert_close(got, want)
 
 
 def test_gradients_leave_a_codebook_that_changed_since_alone():

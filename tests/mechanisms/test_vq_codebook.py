@@ -204,9 +204,10 @@ def test_codes_follow_the_keys_of_training_as_running_means():
     for seed in range(2):
         heads = Case("vq", "llama", True).heads(LENGTH, seed=seed)
         mask = torch.arange(LENGTH) >= torch.tensor([[11], [0]])
+        heads[1][0, :, :11] = torch.nan
         codebook = mechanism.codebook.clone()
-        mechanism.before_forward()  # of a model: no keys before the first one
-        if not seed:
+        mechanism.before_forward()
+        if not seed:  # nothing was read yet
             assert torch.equal(mechanism.codebook, codebook) and torch.equal(mechanism.counts, counts)
         codebook = mechanism.codebook.clone()
         mechanism(*heads, mask)
