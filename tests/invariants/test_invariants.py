@@ -19,6 +19,10 @@ VARIANTS = {
     "dynamic_sparse": [{"block_size": 16, "num_blocks": 2}],
     "evo": [{"window_size": 9, "num_rounds": 3}, {"window_size": 80, "kernel_radius": 2, "form": "raw"}],
     "fixed": [{"block_size": 8, "group_size": 20, "num_summary": 3, "num_groups": 2}],
+    "flash": [
+        {"block_size": 8, "inside": "relu2"},
+        {"block_size": 9, "linear": "performer", "linear_options": {"num_features": 16, "decay": "learned"}},
+    ],
     "gla": [{"feature_map": "favor_softmax"}],
     "hedgehog": [{"feature_dim": 6, "decay": "learned"}],
     "learned_sparse": [{"block_size": 8, "reach": 3}, {"block_size": 8, "reach": 4, "top_blocks": 2}],
@@ -41,6 +45,7 @@ VARIANTS = {
     "retention": [{"feature_map": "elu", "fastest": 0.5, "slowest": 0.1}],
     "sinks": [{"block_size": 8, "window_size": 11, "num_sinks": 3}],
     "sparse_transformer": [{"block_size": 8, "window_size": 11, "stride": 3, "num_strides": 2}],
+    "synthesizer": [{"form": "factorised", "initial_mix": 0.4, "max_length": 200}],
     "vq": [{"num_codes": 7, "block_size": 8}],
 }
 CAUSAL_VARIANTS = {"sinks": [{"block_size": 8, "window_size": 9, "num_sinks": 2, "positions": "streaming"}]}
