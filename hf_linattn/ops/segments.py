@@ -29,8 +29,8 @@ def segment_sums(
     bounds = -(-torch.arange(num_segments + 1, device=device) * sizes[:, None] // num_segments)
     counts = bounds.diff(dim=1)
     if lengths is None and length % num_segments == 0:  # nothing to gather
-        parts = [x.unflatten(2, (num_segments, length // num_segments)) for x in inputs]
-        return counts, [x[..., 0, :] if x.shape[3] == 1 else x.sum(3) for x in parts]
+        cut = [x.unflatten(2, (num_segments, length // num_segments)) for x in inputs]
+        return counts, [x[..., 0, :] if x.shape[3] == 1 else x.sum(3) for x in cut]
     longest = -(-length // num_segments)
     steps = torch.arange(longest, device=device)
     index = (bounds[:, :-1, None] + steps).clamp(max=length - 1)
