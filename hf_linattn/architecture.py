@@ -160,6 +160,7 @@ def describe_layer(index: int, module: nn.Module, rotation: Rotation | None = No
         device=torch.device(device if device is not None else "meta"),
         dtype=parameter.dtype,
         rotation=rotation,
+        value_dim=getattr(module, "v_head_dim", None),
     )
 
 

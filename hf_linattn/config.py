@@ -152,6 +152,7 @@ class PatchConfig:
 
         Args:
             plan: a name, a mechanism config, or a mapping name -> layers (or name -> {"layers": ..., option: ...}).
+                With "heads" among these it gets only such key/value heads of these layers, which become `by_head`.
             layers: for a name or config: which layers (see `parse_layers`); None is all of them.
             options: for a name: options of the mechanism.
         """
@@ -197,47 +198,56 @@ def parse_layers(spec: LayerSpec, num_layers: int) -> list[int]:
     >>> parse_layers("0-2,-1", num_layers=12)
     [0, 1, 2, 11]
     """
+    return parse_indices(spec, num_layers, "layer", "the model has layers")
+
+
+def parse_indices(spec: LayerSpec, count: int, kind: str, place: str) -> list[int]:
+    """As `parse_layers` for `count` things of a kind; `place` is how a message says where they are."""
     if spec is None:
-        return list(range(num_layers))
+        return list(range(count))
     indices: set[int] = set()
     parts = spec.split(",") if isinstance(spec, str) else spec if isinstance(spec, Iterable) else [spec]
     for part in parts:
-        first, last = _parse_range(part, spec)
+        first, last = _parse_range(part, spec, kind)
         for index in range(first, last + 1):
-            if not -num_layers <= index < num_layers:
-                raise OptionError(
-                    f"layers {spec!r} names layer {index}, but the model has layers 0 to {num_layers - 1}"
-                )
-            indices.add(index % num_layers)
+            if not -count <= index < count:
+                raise OptionError(f"{kind}s {spec!r} names {kind} {index}, but {place} 0 to {count - 1}")
+            indices.add(index % count)
     if not indices:
-        raise OptionError(f"layers must name at least one layer, got {spec!r}; leave it out for all layers")
+        raise OptionError(f"{kind}s must name at least one {kind}, got {spec!r}; leave it out for all {kind}s")
     return sorted(indices)
 
 
-def _parse_range(part: object, spec: object) -> tuple[int, int]:
-    """Return the first and last index of one part of a layer specification."""
+def _parse_range(part: object, spec: object, kind: str) -> tuple[int, int]:
+    """Return the first and last index of one part of a specification."""
     head, dash, tail = str(part).strip().rpartition("-")
     try:
         first, last = (int(head), int(tail)) if dash and head else (int(str(part)), int(str(part)))
     except ValueError:
         first, last = 0, -1
     if first > last:
-        raise OptionError(f"layers must be like 3, '0-5', '0-2,7' or [6, 7], got {spec!r}")
+        raise OptionError(f"{kind}s must be like 3, '0-5', '0-2,7' or [6, 7], got {spec!r}")
     return first, last
 
 
 def _resolve_mapping(plan: Mapping[str, Any], num_layers: int) -> dict[int, MechanismConfig]:
     resolved: dict[int, MechanismConfig] = {}
+    by_head: dict[int, dict[str, Any]] = {}  # layer -> the plan over its heads
     for name, value in plan.items():
         options = dict(value) if isinstance(value, Mapping) else {"layers": value}
         indices = parse_layers(options.pop("layers", None), num_layers)
-        config = make_config(name, options)
+        config = None if "heads" in options else make_config(name, options)
         for index in indices:
-            if index in resolved:
+            owner = resolved[index].mechanism if index in resolved else next(iter(by_head.get(index, ())), None)
+            if index in resolved or (config is not None and owner is not None):
                 raise OptionError(
-                    f"the plan gives layer {index} to both {resolved[index].mechanism!r} and {name!r}; name it once"
+                    f"the plan gives layer {index} to both {owner!r} and {name!r}; name it once, or the heads of each"
                 )
-            resolved[index] = config
+            if config is None:
+                by_head.setdefault(index, {})[name] = options
+            else:
+                resolved[index] = config
+    resolved |= {index: make_config("by_head", {"plan": heads}) for index, heads in by_head.items()}
     if not resolved:
         raise OptionError("the plan is empty; name at least one mechanism, for example {'performer': '0-5'}")
     return resolved

@@ -31,7 +31,7 @@ class AttentionCall(NamedTuple):
 
     def by(self, mechanism: Mechanism) -> Tensor:
         """Return the mechanism's answer [B, H, N, Dv]."""
-        return mechanism(*self[:5])[0]
+        return mechanism(*self[:5], **(self.exact if mechanism.takes_exact else {}))[0]
 
     def by_softmax(self, mechanism: Mechanism) -> Tensor:
         """Return the answer of the attention that the mechanism replaced [B, H, N, Dv]."""

@@ -79,7 +79,9 @@ def patch_model(
         model: a model that uses transformers' attention interface; plain, PEFT-wrapped, compiled or device-mapped.
         mechanism: a name (`list_mechanisms()`), a mechanism config, or a plan such as
             `{"performer": "0-5", "softmax": [6, 7]}` or `{"performer": {"layers": "0-5", "num_features": 128}}`.
-            Layers that a plan leaves out keep softmax.
+            Layers that a plan leaves out keep softmax. A plan can also name key/value heads of the layers, as in
+            `{"performer": {"layers": "0-5", "heads": "0-2"}}`: these layers become `by_head`, with softmax for the
+            heads left out.
         layers: with a name or config: which layers, as `3`, `"0-5"`, `"0-2,7"` or `[6, 7]`; None is all.
         **options: options of the named mechanism.
 

@@ -268,14 +268,15 @@ def attention_forward(
         mechanism.count_call()
         call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact)
         return mechanism.observer(call).transpose(1, 2).contiguous(), None
+    options = exact if mechanism.takes_exact else {}
     if layer is None:
         mechanism.keeps_state = False
         try:
-            output, _ = mechanism(query, key, value, key_padding_mask, sequence_ids)
+            output, _ = mechanism(query, key, value, key_padding_mask, sequence_ids, **options)
         finally:
             mechanism.keeps_state = True
     else:
-        output, layer.state = mechanism(query, key, value, key_padding_mask, sequence_ids, layer.state)
+        output, layer.state = mechanism(query, key, value, key_padding_mask, sequence_ids, layer.state, **options)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -30,7 +30,7 @@ class AttentionLayer:
         index: position among the model's self-attention layers. num_heads: H. num_key_value_heads: Hkv, divides H.
         head_dim: D. causal: whether a query may see only itself and earlier keys.
         scaling: what the layer multiplies q . k by. device, dtype: where its parameters live.
-        rotation: how its rotary positions are turned; None if it has none.
+        rotation: how its rotary positions are turned; None if it has none. value_dim: Dv; None if it is D.
     """
 
     index: int
@@ -42,6 +42,7 @@ class AttentionLayer:
     device: torch.device
     dtype: torch.dtype
     rotation: Rotation | None = None
+    value_dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,19 +95,22 @@ class Mechanism(nn.Module):
         constant_state: whether its decoding state has a size that does not grow with the context.
         subquadratic: whether its cost grows slower than N^2.
         continuous: whether nearby inputs give nearby outputs; not where rounding may change which keys are chosen.
-        averages: whether outputs are weighted means of values, and so never beyond their range; an instance may say.
+        averages: whether outputs are weighted means of values, and so never beyond their range.
         growth: by how much its cost grows when 2,048 tokens become 4,096; 2 if it is linear.
+            An instance may say each of these five for itself.
+        takes_exact: whether `forward` takes the layer's own sliding window, soft cap and dropout as keywords.
         backends: which of `hf_linattn.backends` can work through its causal form.
         limit: how it relates to softmax attention; an instance may state its own. citation: the paper it comes from.
     """
 
     config_class: ClassVar[type[MechanismConfig]] = MechanismConfig
     modes: ClassVar[frozenset[str]] = frozenset({"causal", "bidirectional"})
-    constant_state: ClassVar[bool] = True
-    subquadratic: ClassVar[bool] = True
-    continuous: ClassVar[bool] = True
+    constant_state: bool = True
+    subquadratic: bool = True
+    continuous: bool = True
     averages: bool = True
-    growth: ClassVar[float] = 2.0
+    growth: float = 2.0
+    takes_exact: ClassVar[bool] = False
     backends: ClassVar[tuple[str, ...]] = ("auto", "torch")
     limit: ExactnessLimit = ExactnessLimit("none stated")
     citation: ClassVar[str] = ""
@@ -174,12 +178,20 @@ class Mechanism(nn.Module):
         raise NotImplementedError
 
     def attention_matrix(
-        self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, sequence_ids: Tensor | None = None
+        self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, sequence_ids: Tensor | None = None,
+        value: Tensor | None = None,
     ) -> Tensor:
-        """Return the N x N weights [B, H, N, N] this mechanism implies, in the inputs' precision: for short inputs."""
+        """Return the N x N weights [B, H, N, N] this mechanism implies, in the inputs' precision: for short inputs.
+
+        `value` [B, Hkv, N, Dv] need only be given where they depend on it, which the error without it says.
+        """
         allowed = naive.allowed_pairs(
             query.shape[2], key.shape[2], self.layer.causal, key_padding_mask, sequence_ids, query.device
         )
+        return self.weights(query, key, allowed) if value is None else self.weights_given(query, key, value, allowed)
+
+    def weights_given(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
+        """Return `weights`; for mechanisms whose weights depend on the values, too."""
         return self.weights(query, key, allowed)
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:

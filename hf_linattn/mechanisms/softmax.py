@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,12 +11,24 @@ from torch import Tensor
 from ..config import MechanismConfig
 from ..ops import naive
 from ..ops.softmax import softmax_attention
-from .base import ExactnessLimit, Mechanism, register_mechanism
+from .base import ExactnessLimit, Mechanism, Pairs, register_mechanism
 
 
 @dataclass
 class SoftmaxConfig(MechanismConfig):
     """No options beside the common ones."""
+
+
+class SoftmaxState(NamedTuple):
+    """All keys and values so far, in the dtype they came in.
+
+    key: [B, Hkv, M, D]. value: [B, Hkv, M, Dv]. visible: [B, M], whether later queries see them: no pads, and of
+    packed sequences the last alone.
+    """
+
+    key: Tensor
+    value: Tensor
+    visible: Tensor
 
 
 @register_mechanism("softmax")
@@ -30,6 +42,7 @@ class SoftmaxMechanism(Mechanism):
     config_class = SoftmaxConfig
     constant_state = False
     subquadratic = False
+    takes_exact = True
     limit = ExactnessLimit("itself", equal=lambda length: {})
     citation = "Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762"
 
@@ -45,11 +58,17 @@ class SoftmaxMechanism(Mechanism):
     ) -> tuple[Tensor, Any]:
         """As the base; `options` are `sliding_window`, `softcap` and `dropout` of `softmax_attention`.
 
-        The state is the pair of all keys and values so far. In a patched model the cache holds them instead.
+        In a patched model the cache holds keys and values instead of the state, unless this is part of `by_head`.
         """
         self.count_call()
+        real = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
+        ids = None if sequence_ids is None else sequence_ids.expand_as(real)
         if state is not None:
-            key, value = (torch.cat(pair, dim=2) for pair in zip(state, (key, value), strict=True))
+            if ids is not None:  # what is kept belongs to the first sequence
+                first = ids.gather(1, real.long().argmax(1, keepdim=True))
+                sequence_ids = ids = torch.cat([first.expand_as(state.visible), ids], dim=1)
+            key, value = (torch.cat(pair, dim=2) for pair in zip(state[:2], (key, value), strict=True))
+            key_padding_mask = real = torch.cat([state.visible, real], dim=1)
         output = softmax_attention(
             query,
             key,
@@ -60,7 +79,19 @@ class SoftmaxMechanism(Mechanism):
             sequence_ids=sequence_ids,
             **options,
         )
-        return output, (key, value)
+        if not (self.layer.causal and self.keeps_state):
+            return output, None
+        if ids is not None:
+            real = real & (ids == ids.gather(1, real.cumsum(1).argmax(1, keepdim=True)))
+        return output, SoftmaxState(key, value, real)
+
+    @property
+    def has_scores(self) -> bool:
+        return True
+
+    def scores(self, pairs: Pairs) -> Tensor:
+        """scaling q_i . k_j."""
+        return pairs.query @ naive.repeat_heads(pairs.key, pairs.query).mT * self.layer.scaling
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         return naive.softmax_matrix(query, key, self.layer.scaling, allowed)

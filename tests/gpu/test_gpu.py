@@ -53,7 +53,7 @@ def make_heads(length: int = LENGTH, batch: int = BATCH) -> tuple[Tensor, Tensor
 def reference(mechanism: Mechanism, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Return the output by the N x N formula in float64 on the CPU, with the mechanism's own rounded parameters."""
     exact = copy.deepcopy(mechanism).cpu().double()
-    return naive.attend(exact.attention_matrix(query, key, mask), value)
+    return naive.attend(exact.attention_matrix(query, key, mask, value=value), value)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

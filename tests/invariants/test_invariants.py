@@ -12,6 +12,10 @@ from tests.helpers import is_plain_pattern
 VARIANTS = {
     "atrous": [{"block_size": 16, "window_size": 7, "dilation": 3}],
     "bigbird": [{"block_size": 8, "window_blocks": 1, "num_global": 5, "num_random": 2}],
+    "by_head": [
+        {"plan": {"performer": {"heads": 0, "num_features": 16}}},
+        {"plan": {"local": {"heads": 1, "window_size": 9}, "linear": {"heads": 0, "decay": "learned"}}},
+    ],
     "checkerboard": [{"block_size": 8, "window_size": 51}],
     "conv": [{"window_size": 19, "kernel_radius": 4}, {"window_size": 11, "form": "raw"}],
     "cosformer": [{"max_length": 10_000}],
@@ -22,6 +26,10 @@ VARIANTS = {
     "flash": [
         {"block_size": 8, "inside": "relu2"},
         {"block_size": 9, "linear": "performer", "linear_options": {"num_features": 16, "decay": "learned"}},
+    ],
+    "fusion": [
+        {"members": {"local": {"window_size": 9, "block_size": 8}, "lsh": {"num_buckets": 4, "bucket_size": 8}}},
+        {"members": {"sinks": {"window_size": 7, "block_size": 8}, "hedgehog": {}, "linformer": {"num_slots": 7}}},
     ],
     "gla": [{"feature_map": "favor_softmax"}],
     "hedgehog": [{"feature_dim": 6, "decay": "learned"}],

@@ -1,0 +1,160 @@
+"""by_head: the heads of one layer shared out among mechanisms; those left out keep softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import parse_indices, require
+from ..errors import OptionError
+from .base import AttentionLayer, ExactnessLimit, Pairs, register_mechanism
+from .composite import CompositeConfig, CompositeMechanism
+
+KEPT = "softmax"  # what serves the heads that a plan leaves out
+
+
+@dataclass
+class ByHeadConfig(CompositeConfig):
+    """Options of `by_head`."""
+
+    plan: dict[str, Any] | None = field(
+        default=None,
+        metadata={
+            "help": "mechanism -> key/value heads, as 3, `0-5`, `0-2,7`, [6, 7], or -> {heads: ..., option: ...};"
+            " others keep softmax; None: all to linear"
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        plan = {"linear": None} if self.plan is None else self.plan
+        valid = isinstance(plan, Mapping) and len(plan) > 0
+        require("plan", plan, valid, "a dict of mechanisms and heads, such as {'linear': '0-5', 'softmax': [6, 7]}")
+        self.plan = {}
+        for name, value in plan.items():
+            entry = dict(value) if isinstance(value, Mapping) else {"heads": value}
+            heads = entry.pop("heads", None)
+            heads = list(heads) if isinstance(heads, Iterable) and not isinstance(heads, str) else heads
+            self.plan[name] = {"heads": heads, **self.complete_options(name, entry)}
+
+    def assign(self, layer: AttentionLayer) -> dict[str, list[int]]:
+        """Return mechanism -> its key/value heads of the layer; `OptionError` for one it lacks or named twice."""
+        owners: dict[int, str] = {}
+        place = f"layer {layer.index} has the key/value heads"
+        for name, entry in (self.plan or {}).items():
+            for head in parse_indices(entry["heads"], layer.num_key_value_heads, "head", place):
+                if head in owners:
+                    raise OptionError(
+                        f"the plan gives key/value head {head} to both {owners[head]!r} and {name!r}; name it once"
+                    )
+                owners[head] = name
+        heads: dict[str, list[int]] = {}
+        for head in range(layer.num_key_value_heads):
+            heads.setdefault(owners.get(head, KEPT), []).append(head)
+        return heads
+
+
+@register_mechanism("by_head")
+class ByHeadMechanism(CompositeMechanism):
+    """o^h = the output of the mechanism that the plan gives head h to, from the queries, keys and values of its heads.
+
+    `plan={"performer": "0-5", "softmax": [6, 7]}`, or with options `{"performer": {"heads": "0-5", "num_features":
+    128}}`. Heads are key/value heads: where several query heads share one, they go with it. In a model without grouped
+    queries these are the heads themselves. What no mechanism is given keeps softmax, with the layer's own sliding
+    window, soft cap and dropout; its decoding state is all of its keys and values, in the model's dtype.
+
+    So a few heads that find things far away can stay exact and the others get cheap, as in DuoAttention (Xiao et al.
+    2024), which is `{"sinks": ..., "softmax": retrieval heads}`. Each mechanism is made for a layer of its own heads
+    alone: what differs by head, as decay rates do, is spread over these. With softmax heads cost and state grow as
+    softmax's do, by the share of these heads.
+
+    Plans over a model name heads too: `patch_model(model, {"performer": {"layers": "0-5", "heads": "0-2"}})` gives
+    these layers this mechanism.
+
+    Deviation from DuoAttention: which heads are which is given, not trained.
+    """
+
+    config_class = ByHeadConfig
+    takes_exact = True
+    limit = ExactnessLimit("softmax attention where all heads keep it", equal=lambda length: {"plan": {KEPT: None}})
+    citation = "Xiao et al. 2024, DuoAttention: Retrieval and Streaming Heads, arXiv 2410.10819"
+
+    config: ByHeadConfig
+
+    def __init__(self, config: ByHeadConfig, layer: AttentionLayer):
+        super().__init__(config, layer)
+        heads, groups = config.assign(layer), layer.num_heads // layer.num_key_value_heads
+        options = {KEPT: {}, **(config.plan or {})}
+        configs, layers = {}, {}
+        for name, own in heads.items():
+            given = {option: value for option, value in options[name].items() if option != "heads"}
+            configs[name] = config.member_config(name, given)
+            layers[name] = replace(layer, num_heads=len(own) * groups, num_key_value_heads=len(own))
+        self.add_members(configs, layers)
+        self._runs = {name: _runs(heads[name]) for name in self.members}
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        sequence_ids: Tensor | None = None,
+        state: Any = None,
+        **exact: Any,
+    ) -> tuple[Tensor, Any]:
+        """As the base, which each member does for itself; `exact` as for softmax, whose heads keep the given dtype."""
+        self.count_call()
+        shared = [[self._share(x, runs) for x in (query, key, value)] for runs in self._runs.values()]
+        outputs, after = self.ask(shared, key_padding_mask, sequence_ids, state, **exact)
+        return self._put_back(outputs), after
+
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+        return self._put_back(
+            [
+                member.weights(self._share(query, runs), self._share(key, runs), allowed)
+                for member, runs in zip(self.parts(), self._runs.values(), strict=True)
+            ]
+        )
+
+    @property
+    def has_scores(self) -> bool:
+        return all(member.has_scores for member in self.parts())
+
+    def scores(self, pairs: Pairs) -> Tensor:
+        """Those of each member for its heads."""
+        return self._put_back(
+            [
+                member.scores(pairs._replace(query=self._share(pairs.query, runs), key=self._share(pairs.key, runs)))
+                for member, runs in zip(self.parts(), self._runs.values(), strict=True)
+            ]
+        )
+
+    def _share(self, x: Tensor, runs: Sequence[range]) -> Tensor:
+        """Return a copy of the heads in `runs` of x [B, H or Hkv, ...]: a state of theirs is to hold no others."""
+        size = x.shape[1] // self.layer.num_key_value_heads
+        return torch.cat([x.narrow(1, run.start * size, len(run) * size) for run in runs], dim=1)
+
+    def _put_back(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Return all heads in the layer's order, from those of each member [B, its query heads, ...]."""
+        size = self.layer.num_heads // self.layer.num_key_value_heads
+        placed: dict[int, Tensor] = {}
+        for output, runs in zip(outputs, self._runs.values(), strict=True):
+            parts = output.split([len(run) * size for run in runs], dim=1)
+            placed.update({run.start: part for run, part in zip(runs, parts, strict=True)})
+        return torch.cat([placed[first] for first in sorted(placed)], dim=1)
+
+
+def _runs(heads: Sequence[int]) -> list[range]:
+    """Return ascending numbers as runs without a gap.
+
+    >>> _runs([0, 1, 2, 5])
+    [range(0, 3), range(5, 6)]
+    """
+    runs = [list(run) for _, run in groupby(range(len(heads)), key=lambda place: heads[place] - place)]
+    return [range(heads[run[0]], heads[run[-1]] + 1) for run in runs]

@@ -1,0 +1,127 @@
+"""What mechanisms made of several others share: whom they consist of, how these are asked, and one state for all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from ..config import MechanismConfig, make_config, require
+from .base import MECHANISMS, AttentionLayer, Mechanism
+
+
+@dataclass
+class CompositeConfig(MechanismConfig):
+    """Options of every mechanism made of others, each of which it names once."""
+
+    def complete_options(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all options of a member, as other versions may have other defaults; the seed only if it is given."""
+        kind = MECHANISMS.get(name)
+        single = not issubclass(kind, CompositeMechanism)
+        require(f"a member of {self.mechanism!r}", name, single, "a mechanism that is not made of others itself")
+        options = kind.config_class.from_options(given).to_options()
+        return {option: value for option, value in options.items() if option != "seed" or "seed" in given}
+
+    def member_config(self, name: str, options: Mapping[str, Any]) -> MechanismConfig:
+        """Return the config of a member; its seed is this one's unless it names its own."""
+        return make_config(name, {"seed": self.seed, **options})
+
+
+class JoinedState(tuple[Tensor, ...]):
+    """The tensors of several states in a row; `kinds` are the types of these.
+
+    Every combination of types has a subclass, so that `type(state)(*tensors)` is what can be split again.
+    """
+
+    kinds: ClassVar[tuple[Any, ...]] = ()
+
+    def __new__(cls, *tensors: Tensor) -> JoinedState:
+        return super().__new__(cls, tensors)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rejoin, (self.kinds, *self)  # the class is made while running, where pickle cannot find it
+
+    def split(self) -> Iterator[Any]:
+        """Yield the states."""
+        tensors = iter(self)
+        for kind in self.kinds:
+            yield kind(*islice(tensors, len(kind._fields)))
+
+
+@functools.cache
+def joined_kind(kinds: tuple[Any, ...]) -> type[JoinedState]:
+    """Return the type of states of these types, joined."""
+    return type(JoinedState.__name__, (JoinedState,), {"kinds": kinds, "__module__": __name__})
+
+
+def join_states(states: Sequence[Any]) -> JoinedState:
+    """Return one state that holds the tensors of all."""
+    return joined_kind(tuple(map(type, states)))(*chain.from_iterable(states))
+
+
+def _rejoin(kinds: tuple[Any, ...], *tensors: Tensor) -> JoinedState:
+    return joined_kind(kinds)(*tensors)
+
+
+class CompositeMechanism(Mechanism):
+    """A mechanism whose parts are mechanisms; `members` holds them by name, in alphabetical order.
+
+    Configs of saved models are written in that order, so it must not matter in which one they were named.
+    """
+
+    config: Any  # of the subclass's own config class
+
+    def add_members(self, configs: Mapping[str, MechanismConfig], layers: Mapping[str, AttentionLayer]) -> None:
+        """Make the members, each for its own view of the layer, and take over what holds if it holds for all."""
+        self.members = nn.ModuleDict(
+            {name: MECHANISMS.get(name)(configs[name], layers[name]) for name in sorted(configs)}
+        )
+        members = self.parts()
+        self.constant_state = all(member.constant_state for member in members)
+        self.subquadratic = all(member.subquadratic for member in members)
+        self.continuous = all(member.continuous for member in members)
+        self.averages = all(member.averages for member in members)
+        self.growth = max(member.growth for member in members)
+
+    def parts(self) -> list[Any]:
+        """Return the members, which are all mechanisms."""
+        return list(self.members.values())
+
+    def ask(
+        self,
+        heads: Sequence[Sequence[Tensor]],
+        key_padding_mask: Tensor | None,
+        sequence_ids: Tensor | None,
+        state: Any,
+        **exact: Any,
+    ) -> tuple[list[Tensor], JoinedState | None]:
+        """Return what each member makes of its query, key and value, and the state of all, None if none is kept.
+
+        `exact` are the sliding window, soft cap and dropout of the layer, for members that keep softmax.
+        """
+        members = self.parts()
+        outputs, states = [], []
+        before = [None] * len(members) if state is None else state.split()
+        for member, own, earlier in zip(members, heads, before, strict=True):
+            member.backend, member.keeps_state = self.backend, self.keeps_state
+            options = exact if member.takes_exact else {}
+            output, after = member(*own, key_padding_mask, sequence_ids, earlier, **options)
+            outputs.append(output)
+            states.append(after)
+        kept = self.keeps_state and self.layer.causal
+        return outputs, join_states(states) if kept else None
+
+    def join(self, earlier: Sequence[Mechanism]) -> None:
+        found: list[Mechanism] = []
+        for other in earlier:
+            found.extend(other.parts() if isinstance(other, CompositeMechanism) else [other])
+        for member in self.parts():
+            member.join(found)
+
+    def before_forward(self) -> None:
+        for member in self.parts():
+            member.before_forward()
