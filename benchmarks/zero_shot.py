@@ -41,6 +41,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "dynamic_sparse": [{"block_size": 16, "num_blocks": 3}],
     "evo": [{"window_size": 64, "kernel_radius": 4}],
     "fixed": [{"block_size": 16, "group_size": 64, "num_summary": 16, "num_groups": 4}],
+    "fusion": [{"members": {"local": {"window_size": 64}, "linear": {}}}],
     "hybrid": [{"window_size": 64, "num_sinks": 4}],
     "learned_sparse": [{"block_size": 16, "reach": 4}],
     "linear": [{}, {"decay": "learned"}],

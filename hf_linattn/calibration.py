@@ -150,7 +150,7 @@ def what_is_fitted(mechanisms: Mapping[str, Mechanism]) -> dict[str, list[nn.Par
     return {
         path: owned.get(path, [])
         for path, mechanism in mechanisms.items()
-        if path in owned or type(mechanism).prepare is not Mechanism.prepare
+        if path in owned or mechanism.prepares
     }
 
 

@@ -96,8 +96,9 @@ class Mechanism(nn.Module):
         subquadratic: whether its cost grows slower than N^2.
         continuous: whether nearby inputs give nearby outputs; not where rounding may change which keys are chosen.
         averages: whether outputs are weighted means of values, and so never beyond their range.
+        prepares: whether `prepare` fits anything.
         growth: by how much its cost grows when 2,048 tokens become 4,096; 2 if it is linear.
-            An instance may say each of these five for itself.
+            An instance may say each of these six for itself.
         takes_exact: whether `forward` takes the layer's own sliding window, soft cap and dropout as keywords.
         backends: which of `hf_linattn.backends` can work through its causal form.
         limit: how it relates to softmax attention; an instance may state its own. citation: the paper it comes from.
@@ -109,6 +110,7 @@ class Mechanism(nn.Module):
     subquadratic: bool = True
     continuous: bool = True
     averages: bool = True
+    prepares: bool = False
     growth: float = 2.0
     takes_exact: ClassVar[bool] = False
     backends: ClassVar[tuple[str, ...]] = ("auto", "torch")

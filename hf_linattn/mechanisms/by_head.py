@@ -110,7 +110,7 @@ class ByHeadMechanism(CompositeMechanism):
     ) -> tuple[Tensor, Any]:
         """As the base, which each member does for itself; `exact` as for softmax, whose heads keep the given dtype."""
         self.count_call()
-        shared = [[self._share(x, runs) for x in (query, key, value)] for runs in self._runs.values()]
+        shared = self.heads_of_members(query, key, value)
         outputs, after = self.ask(shared, key_padding_mask, sequence_ids, state, **exact)
         return self._put_back(outputs), after
 
@@ -134,6 +134,9 @@ class ByHeadMechanism(CompositeMechanism):
                 for member, runs in zip(self.parts(), self._runs.values(), strict=True)
             ]
         )
+
+    def heads_of_members(self, *heads: Tensor) -> list[Sequence[Tensor]]:
+        return [[self._share(x, runs) for x in heads] for runs in self._runs.values()]
 
     def _share(self, x: Tensor, runs: Sequence[range]) -> Tensor:
         """Return a copy of the heads in `runs` of x [B, H or Hkv, ...]: a state of theirs is to hold no others."""

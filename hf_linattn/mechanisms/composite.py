@@ -84,12 +84,17 @@ class CompositeMechanism(Mechanism):
         self.constant_state = all(member.constant_state for member in members)
         self.subquadratic = all(member.subquadratic for member in members)
         self.continuous = all(member.continuous for member in members)
+        self.prepares = any(member.prepares for member in members)
         self.averages = all(member.averages for member in members)
         self.growth = max(member.growth for member in members)
 
     def parts(self) -> list[Any]:
         """Return the members, which are all mechanisms."""
         return list(self.members.values())
+
+    def heads_of_members(self, *heads: Tensor) -> list[Sequence[Tensor]]:
+        """Return what each member gets of the layer's heads: all of them, unless a subclass shares them out."""
+        return [heads] * len(self.members)
 
     def ask(
         self,
@@ -121,6 +126,10 @@ class CompositeMechanism(Mechanism):
             found.extend(other.parts() if isinstance(other, CompositeMechanism) else [other])
         for member in self.parts():
             member.join(found)
+
+    def prepare(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> None:
+        for member, heads in zip(self.parts(), self.heads_of_members(query, key, value), strict=True):
+            member.prepare(*heads, key_padding_mask)
 
     def before_forward(self) -> None:
         for member in self.parts():

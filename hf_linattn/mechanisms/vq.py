@@ -72,6 +72,7 @@ class VqMechanism(SequenceMechanism):
 
     config_class = VqConfig
     continuous = False
+    prepares = True
     limit = ExactnessLimit(
         "softmax attention with 2 block_size >= n, or with every far key among the codes",
         equal=lambda length: {"block_size": -(-length // 2)},

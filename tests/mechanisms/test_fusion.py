@@ -282,3 +282,22 @@ def test_a_layers_own_width_of_values_is_known():
 def test_bad_options_are_named(options, error, message):
     with pytest.raises(error, match=message):
         make_config("fusion", options)
+
+
+def test_members_prepare_themselves():
+    """A member finds its codes as it does alone, by_head's from its own heads."""
+    case = Case("fusion", "llama", True, {"members": {"vq": {}, "linear": {}}})
+    mechanism, alone = case.make(), Case("vq", "llama", True).make()
+    query, key, value = case.heads(200)
+    assert mechanism.prepares and not Case("fusion", "llama", True).make().prepares
+    for x in (mechanism, alone):
+        x.prepare(query, key, value, None)
+    torch.testing.assert_close(mechanism.members["vq"].codebook, alone.codebook)
+    loud = key * torch.tensor([1.0, 9.0])[:, None, None]
+    codes = []
+    for x in (key, loud):
+        mechanism = Case("by_head", "llama", True, {"plan": {"vq": 0, "linear": 1}}).make()
+        mechanism.prepare(query, x, value, None)
+        codes.append(mechanism.members["vq"].codebook)
+    torch.testing.assert_close(codes[0], codes[1])
+    assert len(codes[0]) == 1 and bool(mechanism.members["vq"].counts.any())
