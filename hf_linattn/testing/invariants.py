@@ -337,7 +337,7 @@ def check_cost(case: Case) -> None:
     # patterns that reach a thousand tokens back see less near the ends: at twice the length that is within 10 %
     measured = measure_growth(case.mechanism, case.causal, json.dumps(dict(case.options)), case.kv_heads, 2 * length)
     for what, ratio, least in (
-        ("FLOPs", measured[0], 1.8),
+        ("FLOPs", measured[0], 1.5),  # less than 2 where a part is fixed, as a pseudo-inverse beside heads this narrow
         ("what the backward pass writes", measured[1], 0.0),  # gradients of fewer keys, as full ends count less
     ):
         expect(least < ratio < 1.1 * made.growth, f"{what} grew by {ratio:.2f} when the length doubled")

@@ -47,6 +47,7 @@ VARIANTS = {
         {"num_buckets": 4, "bucket_size": 8, "num_rounds": 3, "shared_qk": True},
     ],
     "linformer": [{"num_slots": 7, "block_size": 16, "sharing": "none", "positions_per_slot": 3}],
+    "nystrom": [{"num_landmarks": 7, "block_size": 8, "kernel_size": 5}, {"num_landmarks": 5, "block_size": 16}],
     "performer": [{"kernel": "hyperbolic", "num_features": 19}, {"kernel": "relu", "decay": "learned"}],
     "radial": [{"block_size": 8, "window_blocks": 2}],
     "random": [{"block_size": 8, "num_random": 2}],
