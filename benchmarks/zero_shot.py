@@ -49,6 +49,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "local": [{"window_size": 64}],
     "longformer": [{"window_size": 64, "num_global": 4}],
     "lsh": [{"num_rounds": 4, "bucket_size": 16, "num_buckets": 8}],
+    "nystrom": [{"num_landmarks": 32, "block_size": 32}],
     "performer": [{}, {"decay": "learned"}],
     "radial": [{"block_size": 16, "window_blocks": 2}],
     "random": [{"block_size": 16, "num_random": 4}],
