@@ -117,7 +117,7 @@ def missing_forms() -> str:
     growing = ", ".join(f"[`{name}`](#{name})" for name, mechanism in known.items() if not mechanism.constant_state)
     return "\n\n".join(
         [
-            forms if rows else "None lacks a form: every mechanism of the table above is causal and bidirectional.",
+            forms,
             "A decoding state of constant size is missing where a later query may need any earlier key again:"
             f" {growing}. Their caches grow with the context.",
         ]
