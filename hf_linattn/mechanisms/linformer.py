@@ -133,7 +133,7 @@ class LinformerMechanism(SequenceMechanism):
         some_short = lengths is not None or key.shape[2] <= slots
         means = []
         for x, projection in zip(sums, self.projections(key), strict=True):
-            total = projection @ x
+            total = _project(projection, x)
             if some_short:
                 total = torch.where(short, x.unflatten(2, (slots, columns)).sum(3), total)
             means.append(total / counts.clamp(min=1).to(x.dtype)[:, None, :, None])
@@ -182,3 +182,10 @@ class LinformerMechanism(SequenceMechanism):
             else:
                 matrices.append((x[:, :, position * x.shape[2] // n] / counts[:, None]).expand(heads, -1, -1))
         return matrices[0], matrices[1], counts
+
+
+def _project(projection: Tensor, x: Tensor) -> Tensor:
+    """Return projection [Hkv or 1, k, P] times x [B, Hkv, P, D]: one product for all heads where they share it."""
+    if len(projection) > 1:
+        return projection @ x
+    return (projection @ x.transpose(1, 2).flatten(2)).unflatten(2, (x.shape[1], -1)).transpose(1, 2)
