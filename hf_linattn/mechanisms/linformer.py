@@ -137,7 +137,8 @@ class LinformerMechanism(SequenceMechanism):
             if some_short:
                 total = torch.where(short, x.unflatten(2, (slots, columns)).sum(3), total)
             means.append(total / counts.clamp(min=1).to(x.dtype)[:, None, :, None])
-        return slot_attention(query, means[0], means[1], counts, self.layer.scaling)
+        alike = lengths is None and key.shape[2] % slots == 0
+        return slot_attention(query, means[0], means[1], None if alike else counts, self.layer.scaling)
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         """Queries that see the same keys at a time: softmax(scaling q (E K)^T + log c) F with E, F [slots, keys]."""

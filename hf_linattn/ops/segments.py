@@ -45,18 +45,23 @@ def segment_sums(
     return counts, sums
 
 
-def slot_attention(query: Tensor, slot_key: Tensor, slot_value: Tensor, counts: Tensor, scaling: float) -> Tensor:
+def slot_attention(query: Tensor, slot_key: Tensor, slot_value: Tensor, counts: Tensor | None, scaling: float) -> Tensor:
     """Return softmax_s(scaling q . slot_key_s + log counts_s) slot_value_s, a slot that counts nothing left out.
 
     Args:
         query: [B, H, N, D]. slot_key: [B, Hkv, k, D]. slot_value: [B, Hkv, k, Dv]; H is a multiple of Hkv.
-        counts: [B or 1, k], tokens for which each slot stands.
+        counts: [B or 1, k], tokens for which each slot stands; None if all stand for as many.
     """
     batch, heads, length, _ = query.shape
-    bias = counts.clamp(min=1).to(query.dtype).log().masked_fill(counts == 0, LOWEST)[:, None, None]
+    bias = None
+    if counts is not None:
+        bias = counts.clamp(min=1).to(query.dtype).log().masked_fill(counts == 0, LOWEST)[:, None, None]
     # the queries of a group stand together, beside their one set of slots
     rows = query.reshape(batch, slot_key.shape[1], -1, query.shape[3])
     keys = slot_key.transpose(-1, -2) * scaling
     step = max(QUERIES // (batch * slot_key.shape[1]), 64)
-    parts = [(part @ keys + bias).softmax(-1) @ slot_value for part in rows.split(step, dim=2)]
+    parts = []
+    for part in rows.split(step, dim=2):
+        scores = part @ keys
+        parts.append((scores if bias is None else scores + bias).softmax(-1) @ slot_value)
     return torch.cat(parts, dim=2).reshape(batch, heads, length, -1)
