@@ -45,7 +45,9 @@ def segment_sums(
     return counts, sums
 
 
-def slot_attention(query: Tensor, slot_key: Tensor, slot_value: Tensor, counts: Tensor | None, scaling: float) -> Tensor:
+def slot_attention(
+    query: Tensor, slot_key: Tensor, slot_value: Tensor, counts: Tensor | None, scaling: float
+) -> Tensor:
     """Return softmax_s(scaling q . slot_key_s + log counts_s) slot_value_s, a slot that counts nothing left out.
 
     Args:
@@ -64,4 +66,5 @@ def slot_attention(query: Tensor, slot_key: Tensor, slot_value: Tensor, counts: 
     for part in rows.split(step, dim=2):
         scores = part @ keys
         parts.append((scores if bias is None else scores + bias).softmax(-1) @ slot_value)
-    return torch.cat(parts, dim=2).reshape(batch, heads, length, -1)
+    output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return output.reshape(batch, heads, length, -1)
