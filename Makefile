@@ -74,7 +74,7 @@ bench: install ## speed and memory beside softmax, and the tables: 10 minutes; B
 long-inputs: install ## memory of a training step, decoding and prompts of long inputs, and the tables: 15 minutes
 	$(BIN)/python -m benchmarks.long_inputs
 
-peers: install ## other libraries' mechanisms beside ours, and the table: 10 minutes
+peers: install ## other libraries' mechanisms beside ours, and the table: 2 minutes
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[peers]"
 	$(BIN)/python -m benchmarks.peers
 
