@@ -66,19 +66,43 @@ def layer_stacks(model: PreTrainedModel, paths: Iterable[str]) -> list[str]:
 
 def self_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return path -> self-attention module in order, or raise `UnsupportedModelError` saying what is missing."""
-    declared = set(_declared(model, "attentions"))
-    crossing = set(_declared(model, "cross_attentions"))
+    declared, crossing = set(_declared(model, "attentions")), set(_declared(model, "cross_attentions"))
+    family = type(model).__name__
     found = {
         path: module
         for path, module in model.named_modules()
         if _is_declared(path, module, declared) and not _is_cross_attention(path, module, crossing)
     }
-    family = type(model).__name__
     if not found:
         raise UnsupportedModelError(
             f"{family} declares no attention layers (_can_record_outputs['attentions']): either it has none, or its"
             " code predates transformers' attention interface; use a model that goes through that interface"
         )
+    _require_replaceable(model, found)
+    return found
+
+
+def cross_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return path -> module of the layers that attend to an encoder's tokens; raise as `self_attention_modules`."""
+    crossing = set(_declared(model, "cross_attentions"))
+    declared = crossing | set(_declared(model, "attentions"))
+    found = {
+        path: module
+        for path, module in model.named_modules()
+        if _is_declared(path, module, declared) and _is_cross_attention(path, module, crossing)
+    }
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} declares no cross-attention layers (_can_record_outputs['cross_attentions']):"
+            " cross_attention= is for these; leave it out"
+        )
+    _require_replaceable(model, found)
+    return found
+
+
+def _require_replaceable(model: PreTrainedModel, found: dict[str, nn.Module]) -> None:
+    """Raise `UnsupportedModelError` unless all go through transformers' interface and choose no keys themselves."""
+    family = type(model).__name__
     for path, module in found.items():
         code = inspect.unwrap(type(module).forward).__code__
         if "ALL_ATTENTION_FUNCTIONS" not in code.co_names or not isinstance(
@@ -100,7 +124,6 @@ def self_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
                 f"{family}: {path} ({type(module).__name__}) adds a position bias to every score, which has no"
                 " subquadratic form here; use a model with rotary or absolute positions"
             )
-    return found
 
 
 def _declared(model: PreTrainedModel, output: str) -> Iterator[tuple[Any, str | None]]:
@@ -128,8 +151,14 @@ def _position_bias_note(module: nn.Module) -> str:
     return " (it adds a learned position bias to every score)" if biased else ""
 
 
+def describe_cross_layers(attention: dict[str, nn.Module]) -> dict[str, AttentionLayer]:
+    """Describe the cross-attention modules of a model: no order of queries and keys, so no causality, no rotation."""
+    layers = {path: describe_layer(i, module) for i, (path, module) in enumerate(attention.items())}
+    return {path: replace(layer, causal=False, cross=True) for path, layer in layers.items()}
+
+
 def describe_layers(model: PreTrainedModel, attention: dict[str, nn.Module]) -> dict[str, AttentionLayer]:
-    """Describe all attention modules of a model, with their rotary positions."""
+    """Describe all self-attention modules of a model, with their rotary positions."""
     rotations = {path: find_rotation(model, path, module) for path, module in attention.items()}
     called = [path for path, part in model.named_modules() if type(part).__name__ in CALLED_CAUSAL]
     causal = tuple(f"{path}." if path else "" for path in called)

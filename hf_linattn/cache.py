@@ -31,11 +31,11 @@ class StateLayer(CacheLayerMixin):
         self.expected = False  # whether a mechanism announced that it will read what the next update hands out
         self.pending: tuple[Tensor, Tensor] | None = None
 
-    @staticmethod
-    def adopt(layer: CacheLayerMixin) -> StateLayer:
+    @classmethod
+    def adopt(cls, layer: CacheLayerMixin) -> StateLayer:
         """Return a state layer that continues what `layer` holds."""
         recurrent = isinstance(layer, LinearAttentionLayer)
-        adopted = RecurrentStateLayer.beside(layer) if recurrent else StateLayer()
+        adopted = RecurrentStateLayer.beside(layer) if recurrent else cls()
         seen = int(layer.get_seq_length())
         if seen:
             keys, values = layer.keys, layer.values
@@ -117,6 +117,51 @@ class StateLayer(CacheLayerMixin):
             self.state = type(self.state)(*map(function, self.state))
         if self.pending is not None:
             self.pending = (function(self.pending[0]), function(self.pending[1]))
+
+
+class EncoderStateLayer(StateLayer):
+    """The cache layer of a cross-attention module: what its mechanism keeps of the encoder's tokens, made once.
+
+    transformers hands the tokens to `update` in the first call and takes them from `keys` and `values` in later ones,
+    which are empty then: the mechanism reads its state.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.state, self.pending, self.seq_length = None, None, 0  # of tokens before these
+        handed = super().update(key_states, value_states, *args, **kwargs)
+        self.expected = True  # until the state is made of them
+        return handed
+
+    def keep(self, state: Any, key_states: Tensor, value_states: Tensor) -> None:
+        """Remember what was made of the tokens, and no longer themselves."""
+        self.state, self.pending, self.expected = state, None, False
+        self.keys, self.values = (x.new_empty((*x.shape[:-2], 0, x.shape[-1])) for x in (key_states, value_states))
+
+    @property
+    def keys(self) -> Any:
+        """What softmax cached before, once; then no keys."""
+        return self._kept(0)
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        self._keys = keys
+
+    @property
+    def values(self) -> Any:
+        """As `keys`."""
+        return self._kept(1)
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        self._values = values
+
+    def _kept(self, number: int) -> Any:
+        if self.is_initialized and not self.expected:
+            raise UnsupportedModeError(
+                "past_key_values holds what a patched layer keeps of the encoder's tokens, which softmax attention"
+                " cannot read; give it a cache of its own"
+            )
+        return (self._keys, self._values)[number] if self.pending is None else self.pending[number]
 
 
 class RecurrentStateLayer(LinearAttentionLayer, StateLayer):

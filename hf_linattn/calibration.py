@@ -88,7 +88,7 @@ class _Fit:
         target = call.by_softmax(self.mechanism)
 
         def measure() -> Tensor:
-            errors, sizes = squared_errors(call.by(self.mechanism), target, call.key_padding_mask)
+            errors, sizes = squared_errors(call.by(self.mechanism), target, call.real)
             return errors.sum() / sizes.sum()
 
         error = float(measure())
@@ -118,16 +118,15 @@ class _Fit:
         optimizer.step(evaluate)  # type: ignore[arg-type]  # a tensor is as good as a number
 
 
-def squared_errors(output: Tensor, target: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def squared_errors(output: Tensor, target: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return sum |output - target|^2 and sum |target|^2 over each row's real tokens [B], in float32 or wider.
 
-    Both are [B, H, N, Dv].
+    Both are [B, H, N, Dv]. real: [B, N], which tokens these are; None for all.
     """
     compute = torch.promote_types(target.dtype, torch.float32)
     output, target = output.to(compute), target.to(compute)
-    if key_padding_mask is not None:
-        real = key_padding_mask[:, None, -output.shape[2] :, None]
-        output, target = output * real, target * real
+    if real is not None:
+        output, target = (x * real[:, None, :, None] for x in (output, target))
     tiny = torch.finfo(compute).tiny
     return (output - target).square().sum((1, 2, 3)), target.square().sum((1, 2, 3)).clamp(min=tiny)
 

@@ -13,7 +13,7 @@ from .errors import CheckpointError, OptionError, UnknownNameError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # added cross_attention; what has none is written as 1, which older versions read
 LARGEST_COUNT = 2**24  # no option needs more; a checkpoint cannot ask for any amount of memory
 
 LayerSpec = str | int | Iterable[int] | None
@@ -97,10 +97,12 @@ class PatchConfig:
     Attributes:
         layers: layer index -> options. A layer that is not listed keeps the original softmax attention.
         num_layers: how many self-attention layers the model has.
+        cross: the same for the layers that attend to an encoder's tokens; None if all keep theirs.
     """
 
     layers: dict[int, MechanismConfig]
     num_layers: int
+    cross: PatchConfig | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form: layers with equal options are one group, and the format version is stamped."""
@@ -112,7 +114,10 @@ class PatchConfig:
                 groups.append({**entry, "layers": [index]})
             else:
                 group["layers"].append(index)
-        return {"format_version": FORMAT_VERSION, "num_layers": self.num_layers, "groups": groups}
+        own = {"num_layers": self.num_layers, "groups": groups}
+        if self.cross is None:
+            return {"format_version": 1, **own}
+        return {"format_version": FORMAT_VERSION, **own, "cross_attention": self.cross.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PatchConfig:
@@ -129,7 +134,8 @@ class PatchConfig:
             )
         num_layers = _read(data, "num_layers", int)
         layers: dict[int, MechanismConfig] = {}
-        _warn_of_unknown(data, ("format_version", "num_layers", "groups"))
+        across = version > 1 and "cross_attention" in data
+        _warn_of_unknown(data, ("format_version", "num_layers", "groups", *["cross_attention"] * across))
         for number, group in enumerate(_read(data, "groups", list)):
             place = f"groups[{number}]."
             config = make_config(_read(group, "mechanism", str, place), _read(group, "options", dict, place))
@@ -138,7 +144,7 @@ class PatchConfig:
                 if index in layers:
                     raise CheckpointError(f"hf_linattn.{place}layers names layer {index} again; save the model anew")
                 layers[index] = config
-        return cls(layers, num_layers)
+        return cls(layers, num_layers, cls.from_dict(_read(data, "cross_attention", dict)) if across else None)
 
     @classmethod
     def from_plan(

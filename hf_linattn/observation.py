@@ -19,7 +19,8 @@ class AttentionCall(NamedTuple):
     """One call of one layer, as its mechanism would get it.
 
     query [B, H, N, D], key [B, Hkv, N, D], value [B, Hkv, N, Dv], key_padding_mask [B, N] or None, sequence_ids [B, N]
-    or None. exact: the sliding window, the soft cap and the dropout of the model's own attention.
+    or None. exact: the sliding window, the soft cap and the dropout of the model's own attention. cross: whether the
+    keys are an encoder's tokens, as many as they may be, and the mask says nothing of queries.
     """
 
     query: Tensor
@@ -28,6 +29,13 @@ class AttentionCall(NamedTuple):
     key_padding_mask: Tensor | None
     sequence_ids: Tensor | None
     exact: dict[str, Any]
+    cross: bool = False
+
+    @property
+    def real(self) -> Tensor | None:
+        """[B, N], true for queries that are no pads; None if all count."""
+        mask = None if self.cross else self.key_padding_mask
+        return None if mask is None else mask[:, -self.query.shape[2] :]
 
     def by(self, mechanism: Mechanism) -> Tensor:
         """Return the mechanism's answer [B, H, N, Dv]."""
@@ -45,14 +53,15 @@ class AttentionCall(NamedTuple):
         """Yield the pairs of `block_size` queries at a time, in float32 or wider."""
         num_keys, compute = self.key.shape[2], torch.promote_types(self.query.dtype, torch.float32)
         query, key, position = self.query.to(compute), self.key.to(compute), self._positions()
-        real = torch.ones_like(position, dtype=torch.bool)
-        real = real if self.key_padding_mask is None else self.key_padding_mask.expand_as(position)
-        for first in range(0, num_keys, block_size):
-            end = min(first + block_size, num_keys)
+        num_queries = query.shape[2]
+        own = torch.arange(num_queries, device=query.device)[None] if self.cross else position
+        real = torch.ones_like(own, dtype=torch.bool) if self.real is None else self.real.expand_as(own)
+        for first in range(0, num_queries, block_size):
+            end = min(first + block_size, num_queries)
             seen = end if causal else num_keys
             mask, ids = (None if x is None else x[:, :seen] for x in (self.key_padding_mask, self.sequence_ids))
             allowed = allowed_pairs(end - first, seen, causal, mask, ids, query.device, first)
-            heads, places = (query[:, :, first:end], key[:, :, :seen]), (position[:, first:end], position[:, :seen])
+            heads, places = (query[:, :, first:end], key[:, :, :seen]), (own[:, first:end], position[:, :seen])
             yield Pairs(*heads, *places, allowed, real[:, None, first:end, None], first)
 
     def _positions(self) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -68,9 +68,11 @@ def patch_model(
     model: ModelT,
     mechanism: str | MechanismConfig | Mapping[str, Any] | PatchConfig,
     layers: LayerSpec = None,
+    *,
+    cross_attention: str | MechanismConfig | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ModelT:
-    """Replace the self-attention of a transformers model, in place, and return the model.
+    """Replace the attention of a transformers model, in place, and return the model.
 
     The model keeps its own attention modules: they project, rotate and cache as before and then call the mechanism in
     the place of softmax. Everything else stays ordinary transformers: forward, generate, Trainer, PEFT, saving.
@@ -83,6 +85,9 @@ def patch_model(
             `{"performer": {"layers": "0-5", "heads": "0-2"}}`: these layers become `by_head`, with softmax for the
             heads left out.
         layers: with a name or config: which layers, as `3`, `"0-5"`, `"0-2,7"` or `[6, 7]`; None is all.
+        cross_attention: the same as `mechanism` for the layers of a decoder that attend to an encoder's tokens,
+            counted by themselves, where options are given by a config or a plan; None keeps their softmax. What a
+            mechanism needs of the encoder's tokens is computed once and kept in the cache.
         **options: options of the named mechanism.
 
     Returns:
@@ -93,7 +98,7 @@ def patch_model(
         OptionError: no such option, a value out of range, a layer the model does not have.
         PatchError: the model is patched already.
         UnsupportedModelError: its attention cannot be reached; the message says why.
-        UnsupportedModeError: the mechanism lacks the causal or bidirectional form the model needs.
+        UnsupportedModeError: the mechanism lacks the causal, bidirectional or cross form the model needs.
         After any of them the model is as it was.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -111,6 +116,12 @@ def patch_model(
     attention = architecture.self_attention_modules(root)
     config = _resolve(mechanism, len(attention), layers, options)
     mechanisms = _build_all(config, architecture.describe_layers(root, attention))
+    if cross_attention is not None or config.cross is not None:
+        crossing = architecture.cross_attention_modules(root)
+        across = _resolve_cross(config.cross, cross_attention, len(crossing))
+        mechanisms |= _build_all(across, architecture.describe_cross_layers(crossing))
+        config = replace(config, cross=across)
+        attention |= crossing
     bridge.own_config(model)
     configs = {id(module.config): module.config for module in attention.values()}.values()
     patch = Patch(config, attention, [(c, bridge.get_implementation(c)) for c in configs])
@@ -120,7 +131,8 @@ def patch_model(
         undo.pop_all()
     setattr(root, PATCH, patch)
     _forget_compiled(model)
-    logger.info("patched %d of %d attention layers of %s", len(config.layers), len(attention), type(root).__name__)
+    count = len(config.layers) + (0 if config.cross is None else len(config.cross.layers))
+    logger.info("patched %d of %d attention layers of %s", count, len(attention), type(root).__name__)
     return model
 
 
@@ -190,6 +202,13 @@ def _resolve(mechanism: Any, num_layers: int, layers: LayerSpec, options: Mappin
             f"the patch config is for {mechanism.num_layers} attention layers, the model has {num_layers}"
         )
     return mechanism
+
+
+def _resolve_cross(given: PatchConfig | None, plan: Any, num_layers: int) -> PatchConfig:
+    """Return which mechanism serves which cross-attention layer: as a patch config or the argument says."""
+    if given is not None and plan is not None:
+        raise OptionError("a patch config names its cross-attention itself; remove the argument 'cross_attention'")
+    return _resolve(plan if given is None else given, num_layers, None, {})
 
 
 def _build_all(config: PatchConfig, layers: Mapping[str, AttentionLayer]) -> dict[str, Mechanism]:

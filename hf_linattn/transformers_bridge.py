@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 
 from .architecture import root_model
-from .cache import StateLayer
+from .cache import EncoderStateLayer, StateLayer
 from .errors import UnsupportedModeError, UnsupportedModelError
 from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
@@ -135,14 +135,18 @@ def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
     if cache is None:
         return
+    across = mechanism.layer.cross
     if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
+        cache = cache.cross_attention_cache if across else cache.self_attention_cache
+    elif across:
+        return  # a cache of the decoder alone: the encoder's tokens come with every call
     index: Any = module.layer_idx
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     if not isinstance(mechanism, SoftmaxMechanism):
         if not isinstance(cache.layers[index], StateLayer):
-            cache.layers[index] = StateLayer.adopt(cache.layers[index])
+            kind = EncoderStateLayer if across else StateLayer
+            cache.layers[index] = kind.adopt(cache.layers[index])
         cache.layers[index].expected = True
     mechanism.cache_layer = cache.layers[index]
 
@@ -251,13 +255,14 @@ def attention_forward(
             query, key, value, scaling=scaling, causal=causal, key_padding_mask=key_padding_mask, **exact
         )
         return output.transpose(1, 2).contiguous(), None
+    if mechanism.layer.cross:
+        return _attend_across(mechanism, layer, query, key, value, key_padding_mask, scaling, exact), None
     if causal != mechanism.layer.causal:
         raise UnsupportedModeError(
             f"is_causal={causal} was asked of layer {mechanism.layer.index}, which was patched with"
             f" is_causal={mechanism.layer.causal}; unpatch the model, change it, and patch it again"
         )
-    if scaling is not None and scaling != mechanism.layer.scaling:
-        query = query * (scaling / mechanism.layer.scaling)  # OPT scales its queries itself and passes 1
+    query = _scaled(query, scaling, mechanism)
     sequence_ids = _sequence_ids(position_ids, cu_seq_lens_q, key_padding_mask, num_queries, num_keys)
     if layer is not None and not isinstance(mechanism, SoftmaxMechanism):
         mechanism.cache_layer = CONSUMED
@@ -280,9 +285,41 @@ def attention_forward(
     return output.transpose(1, 2).contiguous(), None
 
 
+def _scaled(query: Tensor, scaling: float | None, mechanism: Mechanism) -> Tensor:
+    """Return queries for a mechanism that scales as its layer says: OPT scales its queries itself and passes 1."""
+    if scaling is None or scaling == mechanism.layer.scaling:
+        return query
+    return query * (scaling / mechanism.layer.scaling)
+
+
+def _attend_across(
+    mechanism: Mechanism,
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    scaling: float | None,
+    exact: dict[str, Any],
+) -> Tensor:
+    """Attend to an encoder's tokens [B, Hkv, Nk, D], or to what the cache layer keeps of them: [B, Nq, H, Dv]."""
+    call = AttentionCall(_scaled(query, scaling, mechanism), key, value, key_padding_mask, None, exact, cross=True)
+    if mechanism.observer is not None:
+        mechanism.count_call()
+        output = mechanism.observer(call)
+    elif not isinstance(layer, EncoderStateLayer):
+        output = call.by(mechanism)
+    else:
+        output, state = mechanism(*call[:5], layer.state)
+        layer.keep(state, key, value)
+    return output.transpose(1, 2).contiguous()
+
+
 def _cache_layer(module: nn.Module, mechanism: Mechanism) -> Any:
     """Return the cache layer of this call, None without a cache; refuse what would decode from a wrong state."""
     layer = mechanism.cache_layer
+    if mechanism.layer.cross:
+        return layer
     if isinstance(layer, StateLayer) and layer.expected:
         raise UnsupportedModeError(
             f"{type(module).__name__} keeps the keys of layer {mechanism.layer.index} in another place of the cache"

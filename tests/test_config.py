@@ -134,7 +134,7 @@ GROUP = {"mechanism": "linear", "options": {}, "layers": [0]}
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"format_version": FORMAT_VERSION + 1}, r"format_version 2 .*newer"),
+        ({"format_version": FORMAT_VERSION + 1}, r"format_version 3 .*newer"),
         ({"format_version": None}, "format_version in config.json must be of type int, got None"),
         ({"format_version": "1"}, "format_version in config.json must be of type int, got '1'"),
         ({"format_version": 0}, "format_version 0"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..config import MechanismConfig
 from ..errors import UnsupportedModeError
 from ..ops import naive
-from ..ops.sequences import find_sequences
+from ..ops.sequences import find_sequences, from_the_left
 from ..registry import Registry
 from ..rotation import Rotation
 
@@ -31,6 +31,7 @@ class AttentionLayer:
         head_dim: D. causal: whether a query may see only itself and earlier keys.
         scaling: what the layer multiplies q . k by. device, dtype: where its parameters live.
         rotation: how its rotary positions are turned; None if it has none. value_dim: Dv; None if it is D.
+        cross: whether its keys are an encoder's tokens; index then counts the cross-attention layers.
     """
 
     index: int
@@ -43,6 +44,12 @@ class AttentionLayer:
     dtype: torch.dtype
     rotation: Rotation | None = None
     value_dim: int | None = None
+    cross: bool = False
+
+    @property
+    def mode(self) -> str:
+        """`"cross"`, `"causal"` or `"bidirectional"`."""
+        return "cross" if self.cross else "causal" if self.causal else "bidirectional"
 
 
 @dataclass(frozen=True)
@@ -87,11 +94,11 @@ class Mechanism(nn.Module):
     """Attention of one layer: q [B, H, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] -> [B, H, Nq, Dv].
 
     A subclass sets the class attributes, builds its parameters in `__init__` and writes `causal_attention` and
-    `bidirectional_attention`, which receive float32 (or float64) tensors with autocast off. It must keep the
-    invariants of `hf_linattn.testing`.
+    `bidirectional_attention`, and for mode "cross" `cross_state` and `cross_attention`, which all receive float32 (or
+    float64) tensors with autocast off. It must keep the invariants of `hf_linattn.testing`.
 
     Class attributes:
-        config_class: dataclass of its options. modes: what it can do, of {"causal", "bidirectional"}.
+        config_class: dataclass of its options. modes: what it can do, of {"causal", "bidirectional", "cross"}.
         constant_state: whether its decoding state has a size that does not grow with the context.
         subquadratic: whether its cost grows slower than N^2.
         continuous: whether nearby inputs give nearby outputs; not where rounding may change which keys are chosen.
@@ -119,8 +126,7 @@ class Mechanism(nn.Module):
 
     def __init__(self, config: MechanismConfig, layer: AttentionLayer):
         super().__init__()
-        mode = "causal" if layer.causal else "bidirectional"
-        if mode not in self.modes:
+        if (mode := layer.mode) not in self.modes:
             able = sorted(name for name in MECHANISMS.names() if mode in MECHANISMS.get(name).modes)
             raise UnsupportedModeError(
                 f"mechanism {config.mechanism!r} has no {mode} form, which layer {layer.index} needs;"
@@ -146,7 +152,8 @@ class Mechanism(nn.Module):
         """Return the output in the dtype of `value`, and the state after the last key (None if bidirectional).
 
         Args:
-            query, key, value: as above, after position encoding. With Nk > Nq the queries are the last Nq positions.
+            query, key, value: as above, after position encoding. With Nk > Nq the queries are the last Nq positions,
+                except in cross-attention, where each sees all keys; with a state, which has these, they are not read.
             key_padding_mask: [B, Nk], true for real keys; None if all are.
             sequence_ids: [B, Nk], equal inside a packed sequence; None if nothing is packed.
             state: what an earlier call returned, if this one continues it.
@@ -155,6 +162,10 @@ class Mechanism(nn.Module):
         compute = torch.promote_types(query.dtype, torch.float32)
         with torch.autocast(query.device.type, enabled=False):
             query, key, wide_value = (x.to(compute) for x in (query, key, value))
+            if self.layer.cross:
+                state = self.cross_state(key, wide_value, key_padding_mask) if state is None else state
+                output, state = self.cross_attention(query, state)
+                return output.to(value.dtype), state
             if not self.layer.causal:
                 output = self.bidirectional_attention(query, key, wide_value, key_padding_mask, sequence_ids)
                 return output.to(value.dtype), None
@@ -177,6 +188,14 @@ class Mechanism(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None
     ) -> Tensor:
         """Return the output when every query sees every key of its sequence."""
+        raise NotImplementedError
+
+    def cross_state(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> Any:
+        """Return what is kept of an encoder's tokens for all queries to come: a named tuple, batch first."""
+        raise NotImplementedError
+
+    def cross_attention(self, query: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Return the output of queries that follow those that `state` has answered, and the state after them."""
         raise NotImplementedError
 
     def attention_matrix(
@@ -270,6 +289,13 @@ class SequenceMechanism(Mechanism):
         if key_padding_mask is None and sequence_ids is None:
             return self.bidirectional_sequences(query, key, value, None)
         return self._each_sequence(query, key, value, key_padding_mask, sequence_ids, None)[0]
+
+    def cross_sequences(self, key: Tensor, value: Tensor, lengths: Tensor | None) -> Any:
+        """Return `cross_state` of rows that start at position 0; `lengths` as in `causal_sequences`."""
+        raise NotImplementedError
+
+    def cross_state(self, key, value, key_padding_mask):
+        return self.cross_sequences(*from_the_left(key, value, key_padding_mask))
 
     @torch.compiler.disable  # where the sequences lie is data: compiled graphs end here and begin again
     def _each_sequence(self, query, key, value, key_padding_mask, sequence_ids, state):

@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from .base import ExactnessLimit, register_mechanism
-from .local import LocalConfig, LocalMechanism
+from .local import WindowConfig, WindowMechanism
 
 
-class CheckerboardConfig(LocalConfig):
+class CheckerboardConfig(WindowConfig):
     """Options of `checkerboard`: those of `local`."""
 
 
 @register_mechanism("checkerboard")
-class CheckerboardMechanism(LocalMechanism):
+class CheckerboardMechanism(WindowMechanism):
     """Query i of block I sees key j of block J if |i - j| < window_size and I + J is even.
 
     The same window costs half of `local`; blocks of different colour never meet, so it belongs beside other patterns

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..config import require
 from ..ops import naive
-from .base import AttentionLayer, ExactnessLimit, Pairs, register_mechanism
+from .base import AttentionLayer, ExactnessLimit, Mechanism, Pairs, register_mechanism
 from .linear import FeatureMapConfig, KernelConfig, LinearMechanism
 
 INITIAL_DECAY = 2.0**-8
@@ -67,6 +67,7 @@ class GlaMechanism(LinearMechanism):
     output; no output gate.
     """
 
+    modes = Mechanism.modes
     config_class = GlaConfig
     limit = ExactnessLimit("attention with the kernel phi(q) . phi(k) and its gates, computed naively", kernel=True)
     citation = "Yang et al. 2023, Gated Linear Attention Transformers, arXiv 2312.06635"

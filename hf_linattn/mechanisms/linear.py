@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..config import MechanismConfig, require, require_count
+from ..errors import UnsupportedModeError
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import naive
-from ..ops.causal_linear import causal_linear_attention, linear_attention
+from ..ops.causal_linear import causal_linear_attention, linear_attention, read_state, sum_keys
 from ..ops.chunk_sums import LinearState
 from .base import AttentionLayer, ExactnessLimit, Mechanism, Pairs, register_mechanism
 
@@ -111,11 +112,14 @@ class LinearMechanism(FeatureMapMechanism):
     (`query_map.weight` [Hkv, H / Hkv, D, m], `key_map.weight` [Hkv, D, m]), which start alike; any other map is one
     module for both, `feature_map`.
 
+    In cross-attention S and z are sums over the encoder's tokens, made once and read by every query.
+
     Deviations: no epsilon in the denominator (a row without any key is zero); keys and queries are used as the model
     made them, rotary positions included.
     """
 
     config_class: ClassVar[type[MechanismConfig]] = LinearConfig
+    modes = frozenset({"causal", "bidirectional", "cross"})
     backends = ("auto", "torch", "compile")
     limit = ExactnessLimit("attention with the kernel phi(q) . phi(k), computed naively", kernel=True)
     citation = "Katharopoulos et al. 2020, Transformers are RNNs, arXiv 2006.16236"
@@ -123,6 +127,11 @@ class LinearMechanism(FeatureMapMechanism):
 
     def __init__(self, config: KernelConfig, layer: AttentionLayer):
         super().__init__(config, layer)
+        if config.decay and layer.cross:
+            raise UnsupportedModeError(
+                f"decay={config.decay!r} counts how far a query is from a key, which cross-attention layer"
+                f" {layer.index} does not know; leave it out"
+            )
         if config.decay:
             steps = torch.linspace(0, 1, layer.num_key_value_heads)
             self.log_decay_rate = nn.Parameter(-math.log(SHORTEST) - steps * math.log(LONGEST / SHORTEST))
@@ -148,6 +157,12 @@ class LinearMechanism(FeatureMapMechanism):
         decay = self.log_decay(key, key_padding_mask)
         heads = (query, key, value, *self.maps, key_padding_mask, sequence_ids, decay)
         return linear_attention(*heads, use_native=self.backend != "torch")
+
+    def cross_state(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> LinearState:
+        return sum_keys(key, value, self.maps[1], key_padding_mask)
+
+    def cross_attention(self, query: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
+        return read_state(query, state, self.maps[0]), state
 
     def decay_rate(self, like: Tensor) -> Tensor | None:
         """Return r [Hkv] in the dtype and place of `like`; None without decay."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,14 @@ from .base import AttentionLayer, ExactnessLimit, Mechanism, SequenceMechanism, 
 
 # name -> (whether all heads share E and F, whether E = F)
 SHARING = {"none": (False, False), "heads": (True, False), "kv": (True, True), "layers": (True, True)}
+
+
+class Slots(NamedTuple):
+    """E K [B, Hkv, k, D], F V [B, Hkv, k, Dv], and how many tokens each slot stands for [B or 1, k]."""
+
+    key: Tensor
+    value: Tensor
+    counts: Tensor
 
 
 @dataclass
@@ -62,6 +70,8 @@ class LinformerMechanism(SequenceMechanism):
     n <= k tokens (causally: up to k completed ones) have a slot for every token, whatever was trained: E is the
     identity and attention exact.
 
+    In cross-attention the slots are those of the bidirectional form, made of the encoder's tokens once.
+
     Deviations: the paper's E is tied to one length and has no mask. Here its columns are relative positions, so that
     every length and every padded row is served, and log c_s makes segments of unequal size weigh what their tokens do
     (it cancels where k divides n). Peng et al. write every token into all slots; here into one of them, chosen by its
@@ -69,6 +79,7 @@ class LinformerMechanism(SequenceMechanism):
     """
 
     config_class: ClassVar[type[MechanismConfig]] = LinformerConfig
+    modes = frozenset({"causal", "bidirectional", "cross"})
     limit = ExactnessLimit("softmax attention with num_slots >= n", equal=lambda length: {"num_slots": length})
     citation = "Wang et al. 2020, Linformer, arXiv 2006.04768; causal: Peng et al. 2021, ABC, arXiv 2110.02488"
 
@@ -126,6 +137,18 @@ class LinformerMechanism(SequenceMechanism):
         )
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+        slots = self._make_slots(key, value, lengths)
+        alike = lengths is None and key.shape[2] % self.config.num_slots == 0
+        return slot_attention(query, slots.key, slots.value, None if alike else slots.counts, self.layer.scaling)
+
+    def cross_sequences(self, key: Tensor, value: Tensor, lengths: Tensor | None) -> Slots:
+        slots = self._make_slots(key, value, lengths)
+        return slots._replace(counts=slots.counts.expand(len(key), -1))
+
+    def cross_attention(self, query: Tensor, state: Slots) -> tuple[Tensor, Slots]:
+        return slot_attention(query, *state, self.layer.scaling), state
+
+    def _make_slots(self, key: Tensor, value: Tensor, lengths: Tensor | None) -> Slots:
         slots, columns = self.config.num_slots, self.config.positions_per_slot
         counts, sums = segment_sums((key, value), slots * columns, lengths)
         counts = counts.unflatten(1, (slots, columns)).sum(-1)  # [B or 1, k]
@@ -137,8 +160,7 @@ class LinformerMechanism(SequenceMechanism):
             if some_short:
                 total = torch.where(short, x.unflatten(2, (slots, columns)).sum(3), total)
             means.append(total / counts.clamp(min=1).to(x.dtype)[:, None, :, None])
-        alike = lengths is None and key.shape[2] % slots == 0
-        return slot_attention(query, means[0], means[1], None if alike else counts, self.layer.scaling)
+        return Slots(means[0], means[1], counts)
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         """Queries that see the same keys at a time: softmax(scaling q (E K)^T + log c) F with E, F [slots, keys]."""

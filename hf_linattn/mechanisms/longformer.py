@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .base import register_mechanism
-from .local import LocalConfig, LocalMechanism
+from .local import WindowConfig, WindowMechanism
 
 
 @dataclass
-class LongformerConfig(LocalConfig):
+class LongformerConfig(WindowConfig):
     """Options of `longformer`."""
 
     num_global: int = field(default=1, metadata={"help": "first tokens: seen by all, seeing all if bidirectional"})
@@ -20,7 +20,7 @@ class LongformerConfig(LocalConfig):
 
 
 @register_mechanism("longformer")
-class LongformerMechanism(LocalMechanism):
+class LongformerMechanism(WindowMechanism):
     """Window and global tokens (Beltagy et al. 2020).
 
     Query i sees key j if |i - j| < window_size or j < num_global; in a bidirectional layer queries i < num_global see

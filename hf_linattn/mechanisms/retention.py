@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..config import require
-from .base import ExactnessLimit, register_mechanism
+from .base import ExactnessLimit, Mechanism, register_mechanism
 from .linear import FeatureMapConfig, LinearMechanism
 
 
@@ -50,6 +50,7 @@ class RetentionMechanism(LinearMechanism):
     sum. Positions are the model's own in the place of xPos. Heads of a group of queries share their rate.
     """
 
+    modes = Mechanism.modes
     config_class = RetentionConfig
     limit = ExactnessLimit("attention with the kernel phi(q) . phi(k) gamma^|i - j|, computed naively", kernel=True)
     citation = "Sun et al. 2023, Retentive Network, arXiv 2307.08621"

@@ -13,13 +13,13 @@ from ..config import require
 from ..errors import UnsupportedModeError, UnsupportedModelError
 from ..ops import naive
 from .base import AttentionLayer, register_mechanism
-from .local import LocalConfig, LocalMechanism
+from .local import WindowConfig, WindowMechanism
 
 POSITIONS = ("model", "streaming")
 
 
 @dataclass
-class SinksConfig(LocalConfig):
+class SinksConfig(WindowConfig):
     """Options of `sinks`."""
 
     num_sinks: int = field(default=4, metadata={"help": "first tokens of a sequence, which every query sees"})
@@ -34,7 +34,7 @@ class SinksConfig(LocalConfig):
 
 
 @register_mechanism("sinks")
-class SinksMechanism(LocalMechanism):
+class SinksMechanism(WindowMechanism):
     """Window and attention sinks (Xiao et al. 2023): query i sees key j if |i - j| < window_size or j < num_sinks.
 
     Trained models put the attention they do not need on the first tokens; a window alone takes these away.

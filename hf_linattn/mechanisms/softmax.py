@@ -40,6 +40,7 @@ class SoftmaxMechanism(Mechanism):
     """
 
     config_class = SoftmaxConfig
+    modes = frozenset({"causal", "bidirectional", "cross"})
     constant_state = False
     subquadratic = False
     takes_exact = True

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .base import register_mechanism
 from .block_sparse import blocks_around
-from .local import LocalConfig, LocalMechanism
+from .local import WindowConfig, WindowMechanism
 
 
 @dataclass
-class SparseTransformerConfig(LocalConfig):
+class SparseTransformerConfig(WindowConfig):
     """Options of `sparse_transformer`."""
 
     window_size: int = field(default=128, metadata={"help": "a query sees keys less than so many tokens away"})
@@ -27,7 +27,7 @@ class SparseTransformerConfig(LocalConfig):
 
 
 @register_mechanism("sparse_transformer")
-class SparseTransformerMechanism(LocalMechanism):
+class SparseTransformerMechanism(WindowMechanism):
     """Strided pattern of the Sparse Transformer (Child et al. 2019), over blocks.
 
     Query i of block I sees key j of block J if |i - j| < window_size, or if I - J is a multiple of `stride` and

@@ -119,11 +119,22 @@ def linear_attention(
             query.unflatten(1, (key.shape[1], -1)), key, value, maps, *rest, bidirectional=True
         )
         return attended.flatten(1, 2)
+    return read_state(query, sum_keys(key, value, key_map, key_padding_mask), query_map)
+
+
+def sum_keys(key: Tensor, value: Tensor, key_map: FeatureMap, key_padding_mask: Tensor | None) -> LinearState:
+    """Return sum_j phi(k_j) [v_j, 1]^T over the real keys [B, Hkv, N, D]."""
     state: Any = None
     for key_part, value_part, mask in _split(SEGMENT_SIZE, (key, 2), (value, 2), (key_padding_mask, 1)):
         features, log_scale = _masked(key_map(dense(key_part)), mask)
         state = _fold(state, features, log_scale, with_ones(value_part))
-    query = query.unflatten(1, (key.shape[1], -1))
+    return state
+
+
+def read_state(query: Tensor, state: LinearState, query_map: FeatureMap) -> Tensor:
+    """Return phi(q_i) S / phi(q_i) . z [B, H, Nq, Dv] for all queries [B, H, Nq, D] alike."""
+    output = _output_for(query, state.kv[..., :-1])
+    query = query.unflatten(1, (state.kv.shape[1], -1))
     parts = [
         torch.div(*ratio(_read(query_map(part).values, state.kv)), out=place)
         for part, place in _split(SEGMENT_SIZE, (query, 3), (output, 3))

@@ -88,3 +88,21 @@ def _gather(places: Tensor, starts: Tensor, lengths: Tensor, rows: Tensor, last:
     order = torch.where(inside, starts[:, None] + steps, 0)
     index = places[order] if len(places) else torch.zeros_like(order)
     return Sequences(torch.where(inside, index, 0), lengths, rows, last)
+
+
+def from_the_left(
+    key: Tensor, value: Tensor, key_padding_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return key and value [B, Hkv, N, .] with the real tokens of each row first, in order, and their number [B].
+
+    What stands behind them is zero. Without a mask they are as they were, and the number is None.
+    """
+    if key_padding_mask is None:
+        return key, value, None
+    real = key_padding_mask.bool()
+    order = (~real).long().argsort(dim=1, stable=True)
+    lengths = real.sum(1)
+    present = (torch.arange(real.shape[1], device=real.device) < lengths[:, None])[:, None, :, None]
+    index = order[:, None, :, None]
+    key, value = (x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) * present for x in (key, value))
+    return key, value, lengths

@@ -14,11 +14,14 @@ from typing import Any
 from rich.table import Table
 
 from ..mechanisms import MECHANISMS, Mechanism
+from .cross import CROSS_INVARIANTS
 from .invariants import CAUSAL_ONLY, INVARIANTS, InvariantError
-from .models import ARCHITECTURES, MODES, Case, random_tokens, tiny_model
+from .models import ARCHITECTURES, CROSS_ARCHITECTURES, MODES, Case, random_tokens, tiny_model
 
 __all__ = [
     "ARCHITECTURES",
+    "CROSS_ARCHITECTURES",
+    "CROSS_INVARIANTS",
     "INVARIANTS",
     "MODES",
     "Case",
@@ -42,7 +45,7 @@ class Check:
 
     def run(self) -> None:
         """Raise `InvariantError` if the invariant does not hold."""
-        INVARIANTS[self.invariant](self.case)
+        (CROSS_INVARIANTS if self.case.mode == "cross" else INVARIANTS)[self.invariant](self.case)
 
 
 @dataclass
@@ -67,27 +70,38 @@ class Report:
         return table
 
 
-def checks_of(mechanism: str, architectures: Iterable[str] = ARCHITECTURES, **options: Any) -> list[Check]:
+def checks_of(
+    mechanism: str, architectures: Iterable[str] = (*ARCHITECTURES, *CROSS_ARCHITECTURES), **options: Any
+) -> list[Check]:
     """Return every check that can exist for a registered mechanism, not yet run."""
-    modes = MECHANISMS.get(mechanism).modes
-    return [
+    modes, architectures = MECHANISMS.get(mechanism).modes, list(architectures)
+    across = [
+        Check(Case(mechanism, architecture, False, options), name)
+        for architecture in architectures
+        if architecture in CROSS_ARCHITECTURES and "cross" in modes
+        for name in CROSS_INVARIANTS
+    ]
+    return across + [
         Check(Case(mechanism, architecture, mode == "causal", options), name)
         for architecture in architectures
         for mode in MODES
-        if mode in modes
+        if mode in modes and architecture not in CROSS_ARCHITECTURES
         for name in INVARIANTS
         if mode == "causal" or name not in CAUSAL_ONLY
     ]
 
 
 def check_mechanism(
-    mechanism: str | type[Mechanism], architectures: Iterable[str] = ARCHITECTURES, **options: Any
+    mechanism: str | type[Mechanism],
+    architectures: Iterable[str] = (*ARCHITECTURES, *CROSS_ARCHITECTURES),
+    **options: Any,
 ) -> Report:
     """Run the invariants on a mechanism, by its registered name or class, and report which hold.
 
     Args:
         mechanism: a name of `list_mechanisms()` or a class decorated with `register_mechanism`.
-        architectures: of "bert", "gpt2" and "llama" (grouped queries, rotary positions).
+        architectures: of "bert", "gpt2" and "llama" (grouped queries, rotary positions); "bart" and "whisper" for
+            the mechanisms that have a cross form.
         **options: options of the mechanism.
     """
     name = mechanism if isinstance(mechanism, str) else mechanism.config_class.mechanism

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
     BertLMHeadModel,
@@ -19,9 +21,11 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
-from ..architecture import describe_layers, self_attention_modules
+from ..architecture import cross_attention_modules, describe_cross_layers, describe_layers, self_attention_modules
 from ..config import make_config
 from ..errors import UnknownNameError
 from ..mechanisms import MECHANISMS, AttentionLayer, Mechanism
@@ -42,6 +46,13 @@ _GPT2 = {
     "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
 }  # fmt: skip
 _LLAMA = {**_SIZES, **_COMMON, "num_key_value_heads": 2}
+FRAMES, BANDS = 75, 8  # what Whisper's encoder hands on, and of how many mel bands: its inputs are of one length
+_CROSS = {
+    "vocab_size": VOCABULARY, "d_model": HEADS * HEAD_DIM, "encoder_layers": 1, "decoder_layers": 2,
+    "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 1, "dropout": 0.0,
+}  # fmt: skip
+_WHISPER = {"max_source_positions": FRAMES, "num_mel_bins": BANDS, "begin_suppress_tokens": None}
 _RECIPES = {
     ("bert", True): (BertLMHeadModel, lambda: BertConfig(**_BERT, is_decoder=True)),
     ("bert", False): (BertForMaskedLM, lambda: BertConfig(**_BERT)),
@@ -49,10 +60,17 @@ _RECIPES = {
     ("gpt2", False): (GPT2LMHeadModel, lambda: GPT2Config(**_GPT2)),
     ("llama", True): (LlamaForCausalLM, lambda: LlamaConfig(**_LLAMA)),
     ("llama", False): (LlamaForCausalLM, lambda: LlamaConfig(**_LLAMA)),
+    ("bart", False): (
+        BartForConditionalGeneration,
+        lambda: BartConfig(**_CROSS, max_position_embeddings=POSITIONS, forced_eos_token_id=None),
+    ),
+    ("whisper", False): (WhisperForConditionalGeneration, lambda: WhisperConfig(**_CROSS, **_WHISPER)),
 }
 ARCHITECTURES = ("bert", "gpt2", "llama")
+CROSS_ARCHITECTURES = ("bart", "whisper")
 MODES = ("bidirectional", "causal")
-KEY_VALUE_HEADS = {"bert": HEADS, "gpt2": HEADS, "llama": 2}
+# neither model that has cross-attention shares key/value heads: Whisper's bare mechanisms are given shared ones
+KEY_VALUE_HEADS = {"bert": HEADS, "gpt2": HEADS, "llama": 2, "bart": HEADS, "whisper": 2}
 
 
 def tiny_model(architecture: str, causal: bool, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
@@ -60,8 +78,8 @@ def tiny_model(architecture: str, causal: bool, dtype: torch.dtype = torch.float
 
     In float64 an invariant can be asked for to a billionth. The global random state is left as it was.
     """
-    if architecture not in ARCHITECTURES:
-        raise UnknownNameError("architecture", architecture, ARCHITECTURES)
+    if architecture not in KEY_VALUE_HEADS:
+        raise UnknownNameError("architecture", architecture, KEY_VALUE_HEADS)
     return copy.deepcopy(_make_model(architecture, causal, dtype, seed))
 
 
@@ -75,7 +93,7 @@ def _make_model(architecture: str, causal: bool, dtype: torch.dtype, seed: int) 
             for parameter in model.parameters():
                 noise = torch.randn(parameter.shape, generator=generator) * 0.2
                 parameter.copy_(noise + (1.0 if parameter.dim() == 1 and parameter.mean() > 0.5 else 0.0))
-    if not causal and architecture != "bert":
+    if not causal and architecture in ("gpt2", "llama"):
         model.config.is_causal = False
         for module in model.modules():
             if hasattr(module, "is_causal"):
@@ -86,6 +104,9 @@ def _make_model(architecture: str, causal: bool, dtype: torch.dtype, seed: int) 
 @functools.cache
 def _make_layer(architecture: str, causal: bool, dtype: torch.dtype) -> AttentionLayer:
     model = _make_model(architecture, causal, dtype, 0)
+    if architecture in CROSS_ARCHITECTURES:
+        layer = next(iter(describe_cross_layers(cross_attention_modules(model)).values()))
+        return replace(layer, num_key_value_heads=KEY_VALUE_HEADS[architecture])
     return next(iter(describe_layers(model, self_attention_modules(model)).values()))
 
 
@@ -100,7 +121,9 @@ class Case:
 
     @property
     def mode(self) -> str:
-        """`"causal"` or `"bidirectional"`."""
+        """`"causal"`, `"bidirectional"`, or `"cross"`: the cross-attention of an encoder-decoder model."""
+        if self.architecture in CROSS_ARCHITECTURES:
+            return "cross"
         return "causal" if self.causal else "bidirectional"
 
     @property
@@ -114,8 +137,11 @@ class Case:
         return MECHANISMS.get(self.mechanism)
 
     def model(self, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-        """Return the patched tiny model."""
-        return patch_model(tiny_model(self.architecture, self.causal, dtype), self.mechanism, **self.options)
+        """Return the patched tiny model; in mode "cross" its self-attention stays softmax."""
+        model = tiny_model(self.architecture, self.causal, dtype)
+        if self.mode == "cross":
+            return patch_model(model, "softmax", cross_attention=make_config(self.mechanism, self.options))
+        return patch_model(model, self.mechanism, **self.options)
 
     def make(self, dtype: torch.dtype = torch.float64, **options: Any) -> Mechanism:
         """Return the mechanism alone, for a layer with the architecture's heads."""
@@ -125,10 +151,13 @@ class Case:
     def heads(
         self, length: int, batch: int = 2, dtype: torch.dtype = torch.float64, size: float = 1.0, seed: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return random query [B, H, N, D], key and value [B, Hkv, N, D] with the architecture's head counts."""
+        """Return random query [B, H, N, D], key and value [B, Hkv, N, D] with the architecture's head counts.
+
+        In mode "cross" there are 3 N / 4 queries, at least one.
+        """
         generator = torch.Generator().manual_seed(seed)
-        kv = self.kv_heads
-        shapes = [(batch, heads, length, HEAD_DIM) for heads in (HEADS, kv, kv)]
+        kv, own = self.kv_heads, max(3 * length // 4, 1) if self.mode == "cross" else length
+        shapes = [(batch, heads, count, HEAD_DIM) for heads, count in ((HEADS, own), (kv, length), (kv, length))]
         query, key, value = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
         return (query * size).to(dtype), (key * size).to(dtype), value.to(dtype)
 
@@ -141,3 +170,12 @@ def random_tokens(batch: int, length: int, seed: int = 0) -> Tensor:
 def positions_of(mask: Tensor) -> Tensor:
     """Return the position ids [B, N] of real tokens under a 2-D mask, as generate makes them."""
     return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def source_of(architecture: str, batch: int, length: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """Return what the encoder of a tiny model is given: tokens, or the mel bands of all of Whisper's frames."""
+    if architecture == "bart":
+        return {"input_ids": random_tokens(batch, length, seed)}
+    generator = torch.Generator().manual_seed(seed)
+    sound = torch.randn(batch, BANDS, 2 * FRAMES, generator=generator, dtype=torch.float64)
+    return {"input_features": sound.to(dtype)}

@@ -152,7 +152,7 @@ class _Layer:
         error = divergence = target.new_zeros((), dtype=torch.promote_types(target.dtype, torch.float32))
         if self.weights[0]:
             got, want = (_projected(x, self.projection) for x in (call.by(self.mechanism), target))
-            errors, sizes = squared_errors(got, want, call.key_padding_mask)
+            errors, sizes = squared_errors(got, want, call.real)
             error = (errors / sizes).mean()  # of rows, so that processes and accumulated batches add up
         if self.weights[1] and self.mechanism.has_scores:
             divergence = attention_divergence(self.mechanism, call)

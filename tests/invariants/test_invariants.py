@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_linattn import list_mechanisms
-from hf_linattn.testing import ARCHITECTURES, Check, checks_of
+from hf_linattn.testing import ARCHITECTURES, CROSS_ARCHITECTURES, Check, checks_of
 from tests.helpers import is_plain_pattern
 
 # beside the defaults of each mechanism, which are tested on every architecture; these on grouped queries and RoPE
@@ -58,11 +58,21 @@ VARIANTS = {
     "vq": [{"num_codes": 7, "block_size": 8}],
 }
 CAUSAL_VARIANTS = {"sinks": [{"block_size": 8, "window_size": 9, "num_sinks": 2, "positions": "streaming"}]}
+CROSS_VARIANTS = {
+    "linformer": [{"num_slots": 7, "sharing": "none", "positions_per_slot": 3}, {"num_slots": 9, "sharing": "layers"}],
+    "local": [{"window_size": 5, "keys_per_query": 1.5}, {"window_size": 3, "keys_per_query": 0.3}],
+    "performer": [{"kernel": "hyperbolic", "num_features": 19}],
+}
 CHECKS = [
     check
     for mechanism in list_mechanisms()
     for options in [{}, *VARIANTS.get(mechanism, [])]
-    for check in checks_of(mechanism, ["llama"] if options else ARCHITECTURES, **options)
+    for check in checks_of(mechanism, ["llama"] if options else [*ARCHITECTURES, *CROSS_ARCHITECTURES], **options)
+] + [
+    check
+    for mechanism, variants in CROSS_VARIANTS.items()
+    for options in variants
+    for check in checks_of(mechanism, ["whisper"], **options)
 ] + [
     check
     for mechanism, variants in CAUSAL_VARIANTS.items()
