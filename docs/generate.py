@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.markdown import replace_section
@@ -29,7 +29,7 @@ from benchmarks.tables import (
 from docs.refusals import REFUSALS
 from hf_linattn.feature_maps import FEATURE_MAPS
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
-from hf_linattn.testing import INVARIANTS, MODES
+from hf_linattn.testing import CROSS_INVARIANTS, INVARIANTS, MODES
 
 STATUSES = ("patched", "partly", "not", "untried")
 FOLDER = Path(__file__).parent
@@ -136,7 +136,17 @@ def refusals() -> str:
 
 def invariants() -> str:
     """Return the table of the checks, numbered as they are."""
-    rows = [[name, escape(inspect.getdoc(check) or "")] for name, check in INVARIANTS.items()]
+    return _checks(INVARIANTS)
+
+
+def cross_invariants() -> str:
+    """The same for cross-attention."""
+    return _checks(CROSS_INVARIANTS)
+
+
+def _checks(checks: Mapping[str, Callable[..., None]]) -> str:
+    numbered = sorted(checks, key=lambda name: int(name.split()[0]))
+    rows = [[name, escape(inspect.getdoc(checks[name]) or "")] for name in numbered]
     return table(["invariant", "what holds"], rows)
 
 
@@ -168,7 +178,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "missing-forms": missing_forms,
         "refusals": refusals,
     },
-    "invariants.md": {"invariants": invariants},
+    "invariants.md": {"invariants": invariants, "cross": cross_invariants},
     "support.md": {"support": support},
 }
 

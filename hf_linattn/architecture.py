@@ -66,7 +66,7 @@ def layer_stacks(model: PreTrainedModel, paths: Iterable[str]) -> list[str]:
 
 def self_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return path -> self-attention module in order, or raise `UnsupportedModelError` saying what is missing."""
-    declared, crossing = set(_declared(model, "attentions")), set(_declared(model, "cross_attentions"))
+    declared, crossing = set(_declared(model, "attentions")), _crossing(model)
     family = type(model).__name__
     found = {
         path: module
@@ -84,7 +84,7 @@ def self_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def cross_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return path -> module of the layers that attend to an encoder's tokens; raise as `self_attention_modules`."""
-    crossing = set(_declared(model, "cross_attentions"))
+    crossing = _crossing(model)
     declared = crossing | set(_declared(model, "attentions"))
     found = {
         path: module
@@ -137,12 +137,18 @@ def _declared(model: PreTrainedModel, output: str) -> Iterator[tuple[Any, str | 
                     yield kind, getattr(entry, "layer_name", None)
 
 
+def _crossing(model: PreTrainedModel) -> set[tuple[Any, str | None]]:
+    """Return what the model names as cross-attention and, as it stands, nothing else."""
+    own = {kind for kind, _ in _declared(model, "attentions")}
+    return {(kind, name) for kind, name in _declared(model, "cross_attentions") if name or kind not in own}
+
+
 def _is_declared(path: str, module: nn.Module, declared: set[tuple[type[nn.Module], str | None]]) -> bool:
     return any(isinstance(module, kind) and (name is None or name in path) for kind, name in declared)
 
 
 def _is_cross_attention(path: str, module: nn.Module, crossing: set[tuple[type[nn.Module], str | None]]) -> bool:
-    named = any(isinstance(module, kind) and name is not None and name in path for kind, name in crossing)
+    named = any(isinstance(module, kind) and (name is None or name in path) for kind, name in crossing)
     return named or bool(getattr(module, "is_cross_attention", False)) or "crossattention" in path
 
 

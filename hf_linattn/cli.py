@@ -160,6 +160,9 @@ def convert(
     mechanism: Annotated[str, typer.Option(help="name of the mechanism")],
     options: Options = "{}",
     layers: Annotated[str | None, typer.Option(help="which layers, as 0-5 or 0-2,7; default: all")] = None,
+    cross_attention: Annotated[
+        str | None, typer.Option(help='mechanism of the layers across, or {"its name": {options}}; default: softmax')
+    ] = None,
     dtype: Annotated[str, typer.Option(help="of the weights; auto: as saved")] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="largest file of weights")] = "5GB",
     as_json: Json = False,
@@ -174,7 +177,10 @@ def convert(
         loaded = load_checkpoint(model, dtype=dtype)
         if is_patched(loaded):
             raise OptionError(f"model={model!r} is converted already; give the original")
-        patch_model(loaded, mechanism, layers, **json_object("options", options))
+        across: Any = cross_attention
+        if across is not None and across.lstrip().startswith("{"):
+            across = json_object("cross_attention", across)
+        patch_model(loaded, mechanism, layers, cross_attention=across, **json_object("options", options))
         beside = processors(model)  # before anything is written
         loaded.save_pretrained(output, max_shard_size=max_shard_size)
         for processor in beside.values():
@@ -185,6 +191,8 @@ def convert(
         "output": str(output), "model_class": type(loaded).__name__, "layers": plan.num_layers,
         "converted_layers": len(plan.layers), "parameters": parameters, "processors": list(beside),
     }  # fmt: skip
+    if plan.cross is not None:
+        document |= {"cross_layers": plan.cross.num_layers, "converted_cross_layers": len(plan.cross.layers)}
     show(document, as_json, f"{len(plan.layers)} of {plan.num_layers} attention layers converted, saved to {output}")
 
 

@@ -104,6 +104,11 @@ class PatchConfig:
     num_layers: int
     cross: PatchConfig | None = None
 
+    @property
+    def count(self) -> int:
+        """How many layers do not keep their softmax."""
+        return len(self.layers) + (0 if self.cross is None else self.cross.count)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form: layers with equal options are one group, and the format version is stamped."""
         groups: list[dict[str, Any]] = []

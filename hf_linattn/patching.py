@@ -36,6 +36,12 @@ class Patch:
     handles: list[RemovableHandle] = field(default_factory=list)
     owners: list[PreTrainedModel] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, config: PatchConfig, attention: dict[str, nn.Module]) -> Patch:
+        """Remember what attention modules compute now."""
+        configs = {id(module.config): module.config for module in attention.values()}.values()
+        return cls(config, attention, [(c, bridge.get_implementation(c)) for c in configs])
+
     def attach(self, mechanisms: Mapping[str, Mechanism], model: PreTrainedModel) -> None:
         """Put mechanisms, hooks and the attention implementation in place."""
         for path, module in self.attention.items():
@@ -85,9 +91,8 @@ def patch_model(
             `{"performer": {"layers": "0-5", "heads": "0-2"}}`: these layers become `by_head`, with softmax for the
             heads left out.
         layers: with a name or config: which layers, as `3`, `"0-5"`, `"0-2,7"` or `[6, 7]`; None is all.
-        cross_attention: the same as `mechanism` for the layers of a decoder that attend to an encoder's tokens,
-            counted by themselves, where options are given by a config or a plan; None keeps their softmax. What a
-            mechanism needs of the encoder's tokens is computed once and kept in the cache.
+        cross_attention: as `mechanism` for layers that attend to an encoder's tokens, counted by themselves; options
+            as in a plan. None keeps their softmax. What is needed of these tokens is computed once and cached.
         **options: options of the named mechanism.
 
     Returns:
@@ -108,31 +113,22 @@ def patch_model(
     torch.Size([32, 8])
     """
     root = architecture.root_model(model)
-    if is_patched(root):
-        done = sorted({config.mechanism for config in getattr(root, PATCH).config.layers.values()})
-        raise PatchError(
-            f"{type(root).__name__} is patched already ({', '.join(done)}); call unpatch_model(model) first"
-        )
+    _require_unpatched(root)
     attention = architecture.self_attention_modules(root)
     config = _resolve(mechanism, len(attention), layers, options)
     mechanisms = _build_all(config, architecture.describe_layers(root, attention))
     if cross_attention is not None or config.cross is not None:
-        crossing = architecture.cross_attention_modules(root)
-        across = _resolve_cross(config.cross, cross_attention, len(crossing))
-        mechanisms |= _build_all(across, architecture.describe_cross_layers(crossing))
-        config = replace(config, cross=across)
-        attention |= crossing
+        attention |= (crossing := architecture.cross_attention_modules(root))
+        config, mechanisms = _add_cross(config, mechanisms, cross_attention, crossing)
     bridge.own_config(model)
-    configs = {id(module.config): module.config for module in attention.values()}.values()
-    patch = Patch(config, attention, [(c, bridge.get_implementation(c)) for c in configs])
+    patch = Patch.of(config, attention)
     with ExitStack() as undo:
         undo.callback(patch.detach, root)
         patch.attach(mechanisms, root)
         undo.pop_all()
     setattr(root, PATCH, patch)
     _forget_compiled(model)
-    count = len(config.layers) + (0 if config.cross is None else len(config.cross.layers))
-    logger.info("patched %d of %d attention layers of %s", count, len(attention), type(root).__name__)
+    logger.info("patched %d of %d attention layers of %s", config.count, len(attention), type(root).__name__)
     return model
 
 
@@ -186,6 +182,14 @@ def get_mechanisms(model: nn.Module) -> dict[str, Mechanism]:
     return {path: bridge.mechanism_of(module) for path, module in patch.attention.items()}
 
 
+def _require_unpatched(root: PreTrainedModel) -> None:
+    if is_patched(root):
+        done = sorted({config.mechanism for config in getattr(root, PATCH).config.layers.values()})
+        raise PatchError(
+            f"{type(root).__name__} is patched already ({', '.join(done)}); call unpatch_model(model) first"
+        )
+
+
 def _patch_of(root: PreTrainedModel) -> Patch:
     if not is_patched(root):
         raise PatchError(f"{type(root).__name__} is not patched; call patch_model(model, ...) first")
@@ -204,11 +208,14 @@ def _resolve(mechanism: Any, num_layers: int, layers: LayerSpec, options: Mappin
     return mechanism
 
 
-def _resolve_cross(given: PatchConfig | None, plan: Any, num_layers: int) -> PatchConfig:
-    """Return which mechanism serves which cross-attention layer: as a patch config or the argument says."""
-    if given is not None and plan is not None:
+def _add_cross(
+    config: PatchConfig, mechanisms: dict[str, Mechanism], plan: Any, crossing: dict[str, nn.Module]
+) -> tuple[PatchConfig, dict[str, Mechanism]]:
+    """Return config and mechanisms with those of the cross-attention layers, as the config or the plan says."""
+    if config.cross is not None and plan is not None:
         raise OptionError("a patch config names its cross-attention itself; remove the argument 'cross_attention'")
-    return _resolve(plan if given is None else given, num_layers, None, {})
+    cross = _resolve(plan if config.cross is None else config.cross, len(crossing), None, {})
+    return replace(config, cross=cross), mechanisms | _build_all(cross, architecture.describe_cross_layers(crossing))
 
 
 def _build_all(config: PatchConfig, layers: Mapping[str, AttentionLayer]) -> dict[str, Mechanism]:

@@ -266,21 +266,20 @@ def attention_forward(
     sequence_ids = _sequence_ids(position_ids, cu_seq_lens_q, key_padding_mask, num_queries, num_keys)
     if layer is not None and not isinstance(mechanism, SoftmaxMechanism):
         mechanism.cache_layer = CONSUMED
+    call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact)
     if isinstance(mechanism, SoftmaxMechanism):
-        output, _ = mechanism(query, key, value, key_padding_mask, sequence_ids, **exact)
-        return output.transpose(1, 2).contiguous(), None
+        return call.by(mechanism).transpose(1, 2).contiguous(), None
     if mechanism.observer is not None:
         mechanism.count_call()
-        call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact)
         return mechanism.observer(call).transpose(1, 2).contiguous(), None
-    options = exact if mechanism.takes_exact else {}
     if layer is None:
         mechanism.keeps_state = False
         try:
-            output, _ = mechanism(query, key, value, key_padding_mask, sequence_ids, **options)
+            output = call.by(mechanism)
         finally:
             mechanism.keeps_state = True
     else:
+        options = exact if mechanism.takes_exact else {}
         output, layer.state = mechanism(query, key, value, key_padding_mask, sequence_ids, layer.state, **options)
     return output.transpose(1, 2).contiguous(), None
 

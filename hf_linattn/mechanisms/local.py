@@ -30,6 +30,7 @@ class WindowMechanism(BlockSparseMechanism):
     """Query i sees key j if |i - j| < window_size, and what a subclass adds to that."""
 
     limit = ExactnessLimit("window_size >= length", equal=lambda length: {"window_size": length})
+    citation = "Child et al. 2019, Generating Long Sequences with Sparse Transformers, arXiv 1904.10509"
 
     @property
     def capacity(self) -> int:
@@ -75,7 +76,6 @@ class LocalMechanism(WindowMechanism):
 
     config_class = LocalConfig
     modes = frozenset({"causal", "bidirectional", "cross"})
-    citation = "Child et al. 2019, Generating Long Sequences with Sparse Transformers, arXiv 1904.10509"
 
     def cross_sequences(self, key: Tensor, value: Tensor, lengths: Tensor | None) -> EncoderTokens:
         position = torch.zeros(len(key), dtype=torch.long, device=key.device)

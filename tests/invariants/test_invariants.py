@@ -90,7 +90,7 @@ def label(check: Check) -> str:
 
 # compiling takes half the time of all invariants: in `make test` with the defaults only, once in either mode
 COMPILES = "12 checkpointing and compile"
-ALWAYS = {("bert", "bidirectional"), ("llama", "causal")}
+ALWAYS = {("bert", "bidirectional"), ("llama", "causal"), ("bart", "cross")}
 COSTS = "11 linear cost"  # hardly an option changes how they grow
 
 

@@ -1,0 +1,264 @@
+"""Cross-attention of encoder-decoders in whole models; the invariants of `hf_linattn.testing.cross` test the rest."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+    EncoderDecoderCache,
+    MarianConfig,
+    MarianMTModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+)
+from typer.testing import CliRunner
+
+from hf_linattn import (
+    PatchConfig,
+    calibrate,
+    get_mechanisms,
+    get_patch_config,
+    is_patched,
+    list_mechanisms,
+    original_attention,
+    patch_model,
+    unpatch_model,
+)
+from hf_linattn.cli import app
+from hf_linattn.config import make_config
+from hf_linattn.errors import OptionError, UnsupportedModeError, UnsupportedModelError
+from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.ops.cross_window import EncoderTokens, moving_window_attention
+from hf_linattn.testing.models import random_tokens, source_of, tiny_model
+
+ACROSS = [name for name in list_mechanisms() if "cross" in MECHANISMS.get(name).modes and name != "softmax"]
+TWO = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 1}
+
+
+def bart(dtype: torch.dtype = torch.float64):
+    return tiny_model("bart", False, dtype)
+
+
+def logits(model, source=None, target=None, **options):
+    source = random_tokens(2, 41) if source is None else source
+    target = random_tokens(2, 17, seed=1) if target is None else target
+    with torch.no_grad():
+        return model(source, decoder_input_ids=target, **options).logits
+
+
+def t5gemma() -> T5GemmaForConditionalGeneration:
+    """Grouped queries, rotary positions and a soft cap on both sides."""
+    side = {
+        "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4096, "query_pre_attn_scalar": 8,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = T5GemmaConfig(encoder=side, decoder=side, **TWO, dropout_rate=0.0, attention_dropout=0.0)
+    return T5GemmaForConditionalGeneration(config).double().eval()
+
+
+def marian() -> MarianMTModel:
+    torch.manual_seed(0)
+    sizes = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 2), ("ffn_dim", 48))}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "d_model": 32, "max_position_embeddings": 64}
+    return MarianMTModel(MarianConfig(**TWO, **sizes, **heads, forced_eos_token_id=None)).double().eval()
+
+
+@pytest.mark.parametrize("make", [t5gemma, marian], ids=["t5gemma", "marian"])
+@pytest.mark.parametrize("mechanism", ["linear", "performer", "linformer", "local"])
+def test_generate_equals_uncached_in_other_families(make, mechanism):
+    model = make()
+    with torch.no_grad():  # attention far from uniform, which all mechanisms agree on
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape) + (parameter.dim() == 1 and parameter.mean() > 0.5))
+    ids, mask = random_tokens(2, 31), torch.ones(2, 31, dtype=torch.long)
+    mask[1, 20:] = 0
+    before = logits(model, ids, attention_mask=mask)
+    patch_model(model, "linear", cross_attention={mechanism: {"window_size": 3} if mechanism == "local" else {}})
+    assert len(get_mechanisms(model)) == 6  # two layers of each: encoder, decoder, across
+    cached, full = (
+        model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, num_beams=2, use_cache=use)
+        for use in (True, False)
+    )
+    assert torch.equal(cached, full)
+    assert (logits(model, ids, attention_mask=mask) - before).abs().max() > 1e-3
+    unpatch_model(model)
+    assert torch.equal(logits(model, ids, attention_mask=mask), before)
+
+
+@pytest.mark.parametrize("mechanism", ACROSS)
+def test_what_is_kept_of_the_encoder_is_made_once(mechanism, monkeypatch):
+    model = patch_model(bart(), "softmax", cross_attention=mechanism)
+    made = []
+    for path, found in get_mechanisms(model).items():
+        if found.layer.cross:
+            make = found.cross_state
+            monkeypatch.setattr(found, "cross_state", lambda *x, path=path, make=make: made.append(path) or make(*x))
+    model.generate(random_tokens(2, 40), max_new_tokens=8, do_sample=False, num_beams=3)
+    assert sorted(made) == sorted(path for path in get_mechanisms(model) if "encoder_attn" in path)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "linformer", "local"])
+def test_a_cache_that_softmax_filled_is_continued(mechanism):
+    """The encoder's keys are read from it; the decoder's own layers begin anew, so all is as without a cache."""
+    source, target = random_tokens(2, 41), random_tokens(2, 17, seed=1)
+    model, cache = bart(), EncoderDecoderCache(DynamicCache(), DynamicCache())
+    patch_model(model, "softmax", cross_attention=mechanism)
+    want = logits(model, source, target)
+    # the first token's cross-attention says nothing of its own keys and values in the first layer
+    only = patch_model(bart(), "softmax", cross_attention={mechanism: {"layers": 1}})
+    with original_attention(only):
+        logits(only, source, target[:, :0].new_ones(2, 1), past_key_values=cache)
+    cache.self_attention_cache = DynamicCache()
+    got = logits(model, source, target, past_key_values=cache)
+    assert torch.allclose(got, want, rtol=0, atol=1e-12)
+
+
+def test_softmax_refuses_what_a_mechanism_keeps():
+    model, cache = patch_model(bart(), "softmax", cross_attention="linear"), EncoderDecoderCache(
+        DynamicCache(), DynamicCache()
+    )
+    logits(model, past_key_values=cache)
+    with original_attention(model), pytest.raises(UnsupportedModeError, match="encoder's tokens"):
+        logits(model, past_key_values=cache)
+
+
+def test_a_static_cache_serves_whisper():
+    model = patch_model(tiny_model("whisper", False, torch.float32), "linear", cross_attention="performer")
+    options = {**source_of("whisper", 2, 0, torch.float32), "max_new_tokens": 7, "do_sample": False}
+    want = model.generate(**options, use_cache=False)
+    assert torch.equal(model.generate(**options, cache_implementation="static"), want)
+
+
+def test_a_moving_window_read_key_by_key():
+    """Against a loop over queries in float64, over several calls; one row has no tokens."""
+    generator = torch.Generator().manual_seed(0)
+    heads, shared, count, total, window, rate = 4, 2, 83, 61, 6, 0.7
+    query = torch.randn(3, heads, count, 5, generator=generator, dtype=torch.float64)
+    key, value = (torch.randn(3, shared, total, n, generator=generator, dtype=torch.float64) for n in (5, 7))
+    length = torch.tensor([61, 37, 0])
+    state, outputs = EncoderTokens(key, value, length, torch.zeros(3, dtype=torch.long)), []
+    for part in query.split([70, 1, 12], dim=2):
+        output, state = moving_window_attention(part, state, window_size=window, keys_per_query=rate, scaling=0.4)
+        outputs.append(output)
+    got = torch.cat(outputs, dim=2)
+    for b in range(2):
+        for h in range(heads):
+            for i in range(count):
+                centre = min(int(i * rate), int(length[b]) - 1)
+                seen = [j for j in range(int(length[b])) if abs(j - centre) < window]
+                weights = (key[b, h // 2, seen] @ query[b, h, i] * 0.4).softmax(0)
+                assert torch.allclose(got[b, h, i], weights @ value[b, h // 2, seen], rtol=0, atol=1e-12), (b, h, i)
+    assert not got[2].any()
+
+
+def test_calibration_brings_cross_attention_nearer_to_softmax():
+    model = patch_model(bart(torch.float32), "softmax", cross_attention="hedgehog")
+    with torch.no_grad():  # far from the uniform attention of random keys
+        for module in model.model.decoder.layers:
+            module.encoder_attn.q_proj.weight.mul_(2)
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, 25:] = 0
+    batch = {"input_ids": random_tokens(2, 40), "attention_mask": mask, "decoder_input_ids": random_tokens(2, 23, 9)}
+    errors = calibrate(model, [batch] * 3, steps=10)
+    assert sorted(errors) == [f"model.decoder.layers.{i}.encoder_attn" for i in range(2)]
+    assert all(history[-1] < 0.5 * history[0] for history in errors.values()), errors
+
+
+def test_pads_of_the_encoder_do_not_count_in_calibration():
+    """What pads hold changes no fit: their keys are masked, and the mask is not taken for the queries'."""
+    fits = []
+    for filling in (5, 17):
+        model = patch_model(bart(), "softmax", cross_attention="hedgehog")
+        ids, mask = random_tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
+        ids[1, 25:], mask[1, 25:] = filling, 0
+        batch = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": random_tokens(2, 40, 3)}
+        fits.append(calibrate(model, [batch, batch], steps=3))
+    for path, errors in fits[0].items():
+        assert errors == pytest.approx(fits[1][path], rel=1e-9)
+
+
+def test_a_plan_over_the_layers_across(tmp_path):
+    model = patch_model(
+        bart(torch.float32), {"performer": "0", "softmax": "1-2"},
+        cross_attention={"linformer": {"layers": 1, "num_slots": 5}},
+    )  # fmt: skip
+    config = get_patch_config(model)
+    assert (config.num_layers, config.cross.num_layers) == (3, 2)
+    assert config.cross.layers[1].num_slots == 5 and 0 not in config.cross.layers
+    kinds = [found.config.mechanism for found in get_mechanisms(model).values()]
+    assert kinds == ["performer", "softmax", "softmax", "softmax", "linformer"]
+    want = logits(model)
+    model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())["hf_linattn"]
+    assert stored["format_version"] == 2
+    reloaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(reloaded), want)
+    again = patch_model(bart(torch.float32), PatchConfig.from_dict(stored))
+    assert get_patch_config(again) == config
+
+
+def test_without_cross_attention_the_format_stays_what_older_versions_read(caplog):
+    plain = PatchConfig.from_plan("linear", num_layers=2)
+    assert plain.to_dict()["format_version"] == 1
+    with caplog.at_level(logging.WARNING):
+        read = PatchConfig.from_dict({**plain.to_dict(), "cross_attention": plain.to_dict()})
+    assert read == plain and "cross_attention" in caplog.text  # version 1 knows no such field
+
+
+@pytest.mark.parametrize(
+    ("make", "across", "error", "named"),
+    [
+        (bart, "lsh", UnsupportedModeError, "no cross form"),
+        (bart, "deltanet", UnsupportedModeError, "linformer"),
+        (bart, {"linear": {"decay": "learned"}}, UnsupportedModeError, "decay='learned'"),
+        (bart, {"linear": {"layers": 2}}, OptionError, "layer 2"),
+        (bart, {"local": {"keys_per_query": 0}}, OptionError, "keys_per_query"),
+        (lambda: tiny_model("llama", True), "linear", UnsupportedModelError, "no cross-attention layers"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_and_leaves_the_model_alone(make, across, error, named):
+    model = make()
+    keys, implementation = list(model.state_dict()), model.config._attn_implementation
+    with pytest.raises(error, match=named):
+        patch_model(model, "linear", cross_attention=across)
+    assert not is_patched(model)
+    assert list(model.state_dict()) == keys and model.config._attn_implementation == implementation
+
+
+def test_t5_is_refused_with_its_reason():
+    model = T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=50))
+    with pytest.raises(UnsupportedModelError, match="position bias"):
+        patch_model(model, "linear", cross_attention="linear")
+
+
+def test_a_patch_config_names_its_cross_attention_itself():
+    config = PatchConfig.from_plan("linear", num_layers=3)
+    model = patch_model(bart(), config, cross_attention=make_config("performer", {"num_features": 16}))
+    assert get_patch_config(model).cross.layers[0].num_features == 16
+    config = get_patch_config(unpatch_model(patch_model(bart(), "linear")) and model)
+    with pytest.raises(OptionError, match="cross_attention"):
+        patch_model(bart(), config, cross_attention="linear")
+
+
+def test_the_command_converts_it(tmp_path):
+    bart(torch.float32).save_pretrained(tmp_path / "original")
+    result = CliRunner().invoke(
+        app,
+        ["convert", str(tmp_path / "original"), str(tmp_path / "out"), "--mechanism", "linear", "--cross-attention",
+         '{"linformer": {"num_slots": 6}}', "--json"],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["converted_cross_layers"] == 2
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    assert get_patch_config(model).cross.layers[1].num_slots == 6
