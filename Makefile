@@ -19,7 +19,7 @@ PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_exten
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench long-inputs peers support zero-shot calibration mqar retrieval tables recovery board pretrain gpu docs clean
+.PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench long-inputs peers support zero-shot calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -125,7 +125,11 @@ gpu: ## with the current python: the CUDA tests, then benchmarks/results/gpu.jso
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -m gpu tests/gpu
 	$(PYTHON) -m benchmarks.run --device cuda
 
-docs: install ## rewrite the generated tables under docs/
+pictures: install ## draw what every mechanism makes of softmax's weights, for its page under docs/mechanisms: 3 minutes
+	$(BIN)/python -m docs.pictures
+	$(BIN)/python -m docs.generate
+
+docs: install ## rewrite the generated tables and pages under docs/
 	$(BIN)/python -m docs.generate
 
 clean: ## remove runs, build outputs and caches; environments and committed results stay

@@ -5,34 +5,37 @@ python -m docs.generate
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from benchmarks.markdown import replace_section
 from benchmarks.tables import (
     CALIBRATION_FILE,
+    MODEL_NAMES,
     RESULTS,
     SUPPORT_FILE,
     ZERO_SHOT_FILE,
     board_reports,
     calibration_table,
-    needs_recovery,
     read,
     recovery_reports,
     table,
     write_text,
     zero_shot_table,
 )
+from docs import mechanism_page
+from docs.mechanism_page import escape, modes, state
+from docs.pictures import DOCUMENT, HEADS, LAYER, LENGTH, MODEL, OWN_OPTIONS
 from docs.refusals import REFUSALS
 from hf_linattn.feature_maps import FEATURE_MAPS
-from hf_linattn.mechanisms import MECHANISMS, Mechanism
+from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing import CROSS_INVARIANTS, INVARIANTS, MODES
 
 STATUSES = ("patched", "partly", "not", "untried")
 FOLDER = Path(__file__).parent
+MECHANISM_PAGES = "mechanisms"  # below it
 
 
 def overview() -> str:
@@ -40,39 +43,25 @@ def overview() -> str:
     rows = []
     for name in MECHANISMS.names():
         mechanism = MECHANISMS.get(name)
-        state = "constant" if mechanism.constant_state else "grows with the context"
-        modes = ", ".join(sorted(mechanism.modes))
-        rows.append([f"[`{name}`](#{name})", modes, state, escape(mechanism.limit.text), mechanism.citation])
+        cells = [modes(mechanism), state(mechanism), escape(mechanism.limit.text), escape(mechanism.citation)]
+        rows.append([link(name), *cells])
     return table(["mechanism", "modes", "decoding state", "exactness limit", "source"], rows)
 
 
-def details() -> str:
-    """Return one section per mechanism: what its class says, whether it needs recovery, and its options."""
-    worse = needs_recovery(read(RESULTS / ZERO_SHOT_FILE))
-    return "\n\n".join(describe(name, MECHANISMS.get(name), worse.get(name, [])) for name in MECHANISMS.names())
+def link(name: str) -> str:
+    """Return a mechanism's name with a link to its page."""
+    return f"[`{name}`]({MECHANISM_PAGES}/{name}.md)"
 
 
-def describe(name: str, mechanism: type[Mechanism], worse: Sequence[str] = ()) -> str:
-    """Return the section of one mechanism; `worse` are the options with which it needs recovery."""
-    options = [
-        [f"`{option.name}`", f"`{option.default!r}`", option.metadata["help"]]
-        for option in dataclasses.fields(mechanism.config_class)
-    ]
-    source = f"`{mechanism.__module__.replace('.', '/')}.py`"
-    text = escape(inspect.getdoc(mechanism) or "")
-    parts = [f"### {name}", text]
-    if worse:
-        settings = " and ".join(f"`{options}`" if options else "its defaults" for options in worse)
-        parts.append(
-            f"Needs recovery: zero-shot, with {settings}, it does worse than the mean of the values"
-            " ([table](#before-any-training))."
-        )
-    return "\n\n".join([*parts, f"Source: {source}.", table(["option", "default", "meaning"], options)])
-
-
-def escape(text: str) -> str:
-    """Return docstring text as markdown: outside `code`, characters of formulas must not format."""
-    return re.sub(r"`[^`]*`|[*_|]", lambda match: match[0] if match[0].startswith("`") else "\\" + match[0], text)
+def pictures() -> str:
+    """Return what the pictures of the mechanisms' pages show."""
+    own = ", ".join(map(link, OWN_OPTIONS))
+    heads = " and ".join(map(str, HEADS))
+    return (
+        f"Layer {LAYER} of the bundled {MODEL_NAMES[MODEL]}, heads {heads}, counted from 0, on the first {LENGTH}"
+        f" tokens of the documentation of Python's `{DOCUMENT}`, a text of the test split. Options are those of the"
+        f" table below but for {own}, whose defaults look like others'."
+    )
 
 
 def feature_maps() -> str:
@@ -108,13 +97,13 @@ def missing_forms() -> str:
     """Return which mechanisms lack a causal or bidirectional form, or a decoding state of constant size."""
     known = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
     rows = [
-        [f"[`{name}`](#{name})", mode, ", ".join(f"`{other}`" for other in known if mode in known[other].modes)]
+        [link(name), mode, ", ".join(f"`{other}`" for other in known if mode in known[other].modes)]
         for name, mechanism in known.items()
         for mode in MODES
         if mode not in mechanism.modes
     ]
     forms = table(["mechanism", "form it lacks", "mechanisms that have it"], rows)
-    growing = ", ".join(f"[`{name}`](#{name})" for name, mechanism in known.items() if not mechanism.constant_state)
+    growing = ", ".join(link(name) for name, mechanism in known.items() if not mechanism.constant_state)
     return "\n\n".join(
         [
             forms,
@@ -173,7 +162,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "overview": overview,
         "zero-shot": zero_shot,
         "calibration": calibration,
-        "details": details,
+        "pictures": pictures,
         "feature-maps": feature_maps,
         "missing-forms": missing_forms,
         "refusals": refusals,
@@ -183,7 +172,13 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
 }
 
 
-def page(name: str) -> str:
+def pages() -> Mapping[str, Callable[[], str]]:
+    """Return the path of every generated page below this folder -> what makes its text."""
+    found = {name: partial(with_sections, name) for name in SECTIONS}
+    return found | {f"{MECHANISM_PAGES}/{name}.md": partial(mechanism_page.page, name) for name in MECHANISMS.names()}
+
+
+def with_sections(name: str) -> str:
     """Return a page with its generated sections as they should be."""
     text = (FOLDER / name).read_text(encoding="utf-8")
     for section, body in SECTIONS[name].items():
@@ -192,5 +187,5 @@ def page(name: str) -> str:
 
 
 if __name__ == "__main__":
-    for name in SECTIONS:
-        write_text(FOLDER / name, page(name))
+    for name, text in pages().items():
+        write_text(FOLDER / name, text())

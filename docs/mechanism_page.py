@@ -1,0 +1,147 @@
+"""One page per mechanism: what its class says, its picture, its options, and its rows of what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+
+from benchmarks.markdown import options_text, table
+from benchmarks.tables import (
+    CALIBRATION_FILE,
+    MEAN_OF_VALUES,
+    ORIGINAL,
+    PEERS_FILE,
+    RESULTS,
+    SPEED_FILES,
+    ZERO_SHOT_FILE,
+    Document,
+    board_reports,
+    board_table,
+    calibration_table,
+    peers_table,
+    read,
+    recovery_reports,
+    recovery_table,
+    summary_table,
+    zero_shot_table,
+)
+from docs import pictures
+from hf_linattn import UnsupportedModeError
+from hf_linattn.mechanisms import MECHANISMS, Mechanism
+from hf_linattn.testing import Case
+
+PICTURES = "../mechanisms.md#pictures"  # how to read what a page shows, as the others
+BEFORE, AFTER = "../mechanisms.md#before-any-training", "../mechanisms.md#after-calibration"
+RECOVERED, SPEED = "../../README.md#recover-the-quality", "../../benchmarks/README.md"
+ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
+
+
+def page(name: str) -> str:
+    """Return the page of one mechanism."""
+    mechanism = MECHANISMS.get(name)
+    parts = [
+        f"# {name}",
+        escape(inspect.getdoc(mechanism) or ""),
+        facts(mechanism),
+        f"## [Weights]({PICTURES})",
+        *weights(name),
+        "## Options",
+        options(mechanism),
+    ]
+    measured = list(results(name))
+    if measured:
+        parts += ["## Measured", *measured]
+    return "\n\n".join(parts) + "\n"
+
+
+def facts(mechanism: type[Mechanism]) -> str:
+    """Return what a mechanism declares of itself, as a list."""
+    file = f"{mechanism.__module__.replace('.', '/')}.py"
+    lines = {
+        "modes": modes(mechanism),
+        "decoding state": state(mechanism),
+        "exactness limit": escape(mechanism.limit.text),
+        "source": escape(mechanism.citation),
+        "code": f"[{file}](../../{file})",
+    }
+    return "\n".join(f"- {what}: {text}" for what, text in lines.items())
+
+
+def modes(mechanism: type[Mechanism]) -> str:
+    """Return the forms it has."""
+    return ", ".join(sorted(mechanism.modes))
+
+
+def state(mechanism: type[Mechanism]) -> str:
+    """Return how its decoding state grows."""
+    return "constant" if mechanism.constant_state else "grows with the context"
+
+
+def options(mechanism: type[Mechanism]) -> str:
+    """Return the table of its options."""
+    rows = [
+        [f"`{option.name}`", f"`{option.default!r}`", option.metadata["help"]]
+        for option in dataclasses.fields(mechanism.config_class)
+    ]
+    return table(["option", "default", "meaning"], rows)
+
+
+def weights(name: str) -> Iterator[str]:
+    """Yield its pictures, each with its options; without an attention matrix, why there is none."""
+    for file, given in pictures.settings(name).items():
+        try:
+            case = Case(name, pictures.MODEL, causal=True, options=given)
+            query, key, value = case.heads(length=2)
+            case.make().attention_matrix(query, key, value=value)
+        except UnsupportedModeError as error:
+            yield f"No picture: {escape(str(error))}."
+        else:
+            yield f"With `{options_text(given)}`:" if given else "With its defaults:"
+            yield f"![{pictures.caption(name, given)}]({file})"
+
+
+def results(name: str) -> Iterator[str]:
+    """Yield a heading and a table for every committed result file that has rows of a mechanism."""
+    reports = {"board": board_reports(), "recovery": recovery_reports()}
+    own = {
+        kind: {recipe: report for recipe, report in found.items() if report["mechanism"] == name}
+        for kind, found in reports.items()
+    }
+    zero_shot = only(read(RESULTS / ZERO_SHOT_FILE), name, ORIGINAL, MEAN_OF_VALUES)
+    calibrated = only(read(RESULTS / CALIBRATION_FILE), name)
+    peers = only(read(RESULTS / PEERS_FILE), name)
+    tables = [
+        ("Perplexity before any training", BEFORE, zero_shot_table(zero_shot)),
+        ("Perplexity after calibration", AFTER, calibration_table(calibrated, reports["recovery"] | reports["board"])),
+        ("Perplexity after recovery", RECOVERED, board_table(own["board"])),
+        ("Perplexity of BERT after recovery", RECOVERED, recovery_table(own["recovery"])),
+        *((f"Times faster than softmax: `{file}`", SPEED, summary_table(of)) for file, of in speeds(name).items()),
+        ("Times faster than other libraries", SPEED, peers_table(peers)),
+    ]
+    for heading, how, body in tables:
+        if body.count("\n") > 1:  # more than a head
+            yield f"### [{heading}]({how})"
+            yield body
+
+
+def speeds(name: str) -> dict[str, Document]:
+    """Return file -> the measurements of a mechanism's speed in it."""
+    found = {file: read(RESULTS / file) for file in SPEED_FILES if (RESULTS / file).exists()}
+    return {
+        file: {**document, "options": {name: document["options"][name]}}
+        for file, document in found.items()
+        if name in document["options"]
+    }
+
+
+def only(document: Document, *names: str) -> Document:
+    """Return results with the rows of these mechanisms alone."""
+    return {**document, "rows": [row for row in document["rows"] if row["mechanism"] in names]}
+
+
+def escape(text: str) -> str:
+    """Return text of a class as markdown: papers linked and, outside `code`, formulas without formatting."""
+    text = re.sub(r"`[^`]*`|[*_|]", lambda match: match[0] if match[0].startswith("`") else "\\" + match[0], text)
+    return ARXIV.sub(r"[\g<0>](https://arxiv.org/abs/\1)", text)
