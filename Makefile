@@ -86,7 +86,7 @@ zero-shot: install ## test perplexity of every mechanism before any training, an
 	$(BIN)/python -m benchmarks.zero_shot
 	$(BIN)/python -m docs.generate
 
-calibration: install ## test perplexity after `calibrate` alone, and its table: 6 minutes
+calibration: install ## test perplexity after `calibrate` alone, and its table: 20 to 45 minutes
 	$(BIN)/python -m benchmarks.calibration
 	$(BIN)/python -m docs.generate
 

@@ -32,6 +32,17 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("learned_exp", {"decay": "learned"}),
     ("hybrid", {"window_size": 32}),
     ("hybrid", {"window_size": 32, "linear": "learned_exp"}),
+    ("linear", {"decay": "learned"}),
+    ("retention", {}),
+    ("gla", {}),
+    ("deltanet", {}),
+    ("flash", {}),
+    ("fusion", {"members": {"local": {"window_size": 64}, "linear": {}}}),
+    ("linformer", {"num_slots": 64, "block_size": 32}),
+    ("nystrom", {"num_landmarks": 32, "block_size": 32}),
+    ("vq", {"num_codes": 64, "block_size": 32}),
+    ("conv", {"window_size": 64, "kernel_radius": 4}),
+    ("evo", {"window_size": 64, "kernel_radius": 4}),
 ]
 BATCHES, BATCH_SIZE = 6, 16  # rows of LENGTH tokens
 SHUFFLE_SEED = 0

@@ -325,7 +325,7 @@ def calibration_table(document: Document, reports: dict[str, Document]) -> str:
             perplexities = [f"{x:,.1f}" for x in (result["zero_shot"], result["calibrated"], best)]
             options = f"`{options_text(row['options'])}`" if row["options"] else ""
             name = [MODEL_NAMES.get(model, model), f"`{row['mechanism']}`", options]
-            rows.append([*name, *perplexities, f"{way:.0%}", f"{result['seconds']:.0f}"])
+            rows.append([*name, *perplexities, f"{way:z.0%}", f"{result['seconds']:.0f}"])
     return table(["model", "mechanism", "options", "converted", "calibrated", "best", "of the way", "seconds"], rows)
 
 

@@ -77,6 +77,8 @@ def test_the_way_of_a_calibration_is_measured_in_log_perplexity_to_the_better_of
     gpt2, llama = tables.calibration_table({"rows": [row]}, reports).splitlines()[2:]
     assert gpt2 == "| GPT-2 | `hedgehog` | `decay='learned'` | 400.0 | 80.0 | 16.0 | 50% | 7 |"  # 5-fold of 25-fold
     assert llama == "| Llama | `hedgehog` | `decay='learned'` | 400.0 | 80.0 | 25.0 | 58% | 7 |"
+    row["models"] = {"gpt2": result | {"calibrated": 400.1}}
+    assert "| 400.0 | 400.1 | 16.0 | 0% |" in tables.calibration_table({"rows": [row]}, reports)  # and not -0%
 
 
 def test_the_committed_calibrations_are_those_that_are_measured():
