@@ -31,6 +31,7 @@ from hf_linattn import AttentionLayer
 from hf_linattn.config import make_config
 from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.testing import MODES
 
 MEMORY_LENGTH = 16384
 SHORT, LONG, PROMPT = 1024, 65536, 32768  # tokens before the one that is decoded, and of the prompt
@@ -131,7 +132,7 @@ def main(
     """Measure, write the JSON, and rewrite the tables generated from it."""
     plan = dataclasses.replace(PLANS["cpu"], contexts=(SHORT, LONG))
     names: list[str] = list(mechanism or FASTER)
-    cases = [(name, mode) for name in names for mode in sorted(MECHANISMS.get(name).modes)]
+    cases = [(name, mode) for name in names for mode in MODES if mode in MECHANISMS.get(name).modes]
     memory = []
     for name, mode in tqdm(cases, desc="memory"):
         with multiprocessing.get_context("spawn").Pool(1) as alone:

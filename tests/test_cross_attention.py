@@ -35,6 +35,7 @@ from hf_linattn.cli import app
 from hf_linattn.config import make_config
 from hf_linattn.errors import OptionError, UnsupportedModeError, UnsupportedModelError
 from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.observation import AttentionCall
 from hf_linattn.ops.cross_window import EncoderTokens, moving_window_attention
 from hf_linattn.testing.models import random_tokens, source_of, tiny_model
 
@@ -185,6 +186,23 @@ def test_pads_of_the_encoder_do_not_count_in_calibration():
         fits.append(calibrate(model, [batch, batch], steps=3))
     for path, errors in fits[0].items():
         assert errors == pytest.approx(fits[1][path], rel=1e-9)
+
+
+def test_a_call_across_counts_queries_by_themselves():
+    """Five queries and nine keys, three of them pads: the mask says nothing of queries."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, 4, n, 8, generator=generator) for n in (5, 9))
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, 4:7] = False
+    call = AttentionCall(query, key, key, mask, None, {}, cross=True)
+    assert call.real is None
+    parts = list(call.pairs(causal=False, block_size=3))
+    assert torch.equal(torch.cat([part.query for part in parts], dim=2), query)
+    assert torch.cat([part.query_position for part in parts], dim=1).tolist() == [[0, 1, 2, 3, 4]]
+    for part in parts:
+        assert part.real.all() and torch.equal(part.key, key)
+        assert torch.equal(part.allowed, mask[:, None, None].expand(2, 1, part.query.shape[2], 9))
+        assert part.key_position[1].tolist() == [0, 1, 2, 3, 4, 4, 4, 4, 5]  # pads do not count
 
 
 def test_a_plan_over_the_layers_across(tmp_path):
