@@ -231,11 +231,13 @@ def attention_forward(
     cu_seq_lens_q: Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of patched models: [B, H, Nq, D] in, [B, Nq, H, Dv] out, as the interface asks.
 
     Keys and values have Hkv heads. A layer without a mechanism (cross-attention) gets exact attention.
+    s_aux: the learned sinks [H] in the denominator, as gpt-oss and others have them.
     """
     mechanism: Mechanism | None = mechanism_of(module)
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
@@ -244,7 +246,7 @@ def attention_forward(
         key, value = (x[:, :, : int(layer.get_seq_length())] for x in (key, value))  # a static cache is longer
     num_queries, num_keys = query.shape[2], key.shape[2]
     key_padding_mask = _key_padding_mask(attention_mask, num_keys)
-    exact: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "dropout": dropout}
+    exact: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "dropout": dropout, "sink": s_aux}
     if mechanism is None:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         output = softmax_attention(
@@ -261,14 +263,14 @@ def attention_forward(
     sequence_ids = _sequence_ids(position_ids, cu_seq_lens_q, key_padding_mask, num_queries, num_keys)
     if layer is not None and not isinstance(mechanism, SoftmaxMechanism):
         mechanism.cache_layer = CONSUMED
-    if isinstance(mechanism, SoftmaxMechanism):
-        output, _ = mechanism(query, key, value, key_padding_mask, sequence_ids, **exact)
-        return output.transpose(1, 2).contiguous(), None
     if mechanism.observer is not None:
         mechanism.count_call()
         call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact)
         return mechanism.observer(call).transpose(1, 2).contiguous(), None
-    options = exact if mechanism.takes_exact else {}
+    if isinstance(mechanism, SoftmaxMechanism):
+        output, _ = mechanism(query, key, value, key_padding_mask, sequence_ids, **exact)
+        return output.transpose(1, 2).contiguous(), None
+    options = mechanism.keywords(exact)
     if layer is None:
         mechanism.keeps_state = False
         try:

@@ -9,18 +9,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..config import MechanismConfig, require, require_known
+from ..config import require, require_known
 from ..ops import naive
 from ..ops.bounded_memory import MemoryState, bounded_memory_attention, segment_size
 from ..ops.segments import segment_sums, slot_attention
 from .base import AttentionLayer, ExactnessLimit, Mechanism, SequenceMechanism, register_mechanism
+from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 # name -> (whether all heads share E and F, whether E = F)
 SHARING = {"none": (False, False), "heads": (True, False), "kv": (True, True), "layers": (True, True)}
 
 
 @dataclass
-class LinformerConfig(MechanismConfig):
+class LinformerConfig(SoftmaxTypeConfig):
     """Options of `linformer`."""
 
     num_slots: int = field(default=256, metadata={"help": "slots k; sequences of up to k tokens are exact"})
@@ -42,7 +43,7 @@ class LinformerConfig(MechanismConfig):
 
 
 @register_mechanism("linformer")
-class LinformerMechanism(SequenceMechanism):
+class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """Linformer (Wang et al. 2020): o_i = softmax_s(scaling q_i . (E K)_s + log c_s) (F V)_s over k slots.
 
     Bidirectional: a sequence of any length n is cut into k segments, token j into segment floor(j k / n); c_s counts
@@ -68,7 +69,7 @@ class LinformerMechanism(SequenceMechanism):
     position, as averages over all of the past say little to a model that was pretrained with softmax.
     """
 
-    config_class: ClassVar[type[MechanismConfig]] = LinformerConfig
+    config_class: ClassVar[type[SoftmaxTypeConfig]] = LinformerConfig
     limit = ExactnessLimit("softmax attention with num_slots >= n", equal=lambda length: {"num_slots": length})
     citation = "Wang et al. 2020, Linformer, arXiv 2006.04768; causal: Peng et al. 2021, ABC, arXiv 2110.02488"
 
@@ -123,6 +124,7 @@ class LinformerMechanism(SequenceMechanism):
             use_native=self.backend != "torch",
             training=self.training,
             keep_state=self.keeps_state,
+            sink=self.log_sink(query),
         )
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
@@ -137,8 +139,9 @@ class LinformerMechanism(SequenceMechanism):
             if some_short:
                 total = torch.where(short, x.unflatten(2, (slots, columns)).sum(3), total)
             means.append(total / counts.clamp(min=1).to(x.dtype)[:, None, :, None])
-        alike = lengths is None and key.shape[2] % slots == 0
-        return slot_attention(query, means[0], means[1], None if alike else counts, self.layer.scaling)
+        sink = self.log_sink(query)
+        alike = lengths is None and key.shape[2] % slots == 0 and sink is None
+        return slot_attention(query, means[0], means[1], None if alike else counts, self.layer.scaling, sink)
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         """Queries that see the same keys at a time: softmax(scaling q (E K)^T + log c) F with E, F [slots, keys]."""
@@ -154,7 +157,7 @@ class LinformerMechanism(SequenceMechanism):
                 first, second, counts = self._slots_of(k[:, seen])
                 first, second, keys = (x.repeat_interleave(groups, 0) for x in (first, second, k[:, seen]))
                 scores = q[:, rows] @ (first @ keys).mT * self.layer.scaling
-                weights = (scores + counts.log()).softmax(-1) @ second
+                weights = naive.softmax(scores + counts.log(), self.log_sink(query)) @ second
                 line = matrix.new_zeros(*weights.shape[:2], k.shape[1]).index_copy(2, seen, weights)
                 matrix = matrix.index_copy(1, rows, line)
             matrices.append(matrix)
