@@ -221,7 +221,7 @@ def _divergence(mechanism: Mechanism, exact: Mapping[str, Any], pairs: Pairs) ->
     sink, target = mechanism.log_sink(wanted, exact["sink"]), exact["sink"]
     if sink is not None:  # one more key; where the mechanism has none, keys are compared among themselves
         sink = sink.clamp(min=lowest)
-        target = torch.where(sink > lowest, lowest if target is None else target.to(sink), lowest)
+        target = torch.full_like(sink, lowest) if target is None else target.to(sink).where(sink > lowest, lowest)
         got, wanted = (_with_column(x, score) for x, score in ((got, sink), (wanted, target)))
         visible = F.pad(visible, (0, 1), value=True)
     wanted, got = wanted.log_softmax(-1), got.log_softmax(-1)
