@@ -62,10 +62,7 @@ def learned(case: Case, dtype: torch.dtype, sink: Tensor = SINK) -> Any:
 
 
 def own_scores(name: str, causal: bool, query: Tensor, key: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Return the log of the weight, before any division, that each query gives to its own key [B, H, N].
-
-    Of `learned_sparse` it is in units of sigma(4), in which its sink is, too.
-    """
+    """Return the log of the weight, before any division, that each query gives to its own key [B, H, N]."""
     if name == "linformer" and not causal:  # to the mean key of its segment
         rows = []
         for keys, real in zip(key, mask, strict=True):
