@@ -267,11 +267,8 @@ def attention_forward(
         mechanism.count_call()
         call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact)
         return mechanism.observer(call).transpose(1, 2).contiguous(), None
-    if isinstance(mechanism, SoftmaxMechanism):
-        output, _ = mechanism(query, key, value, key_padding_mask, sequence_ids, **exact)
-        return output.transpose(1, 2).contiguous(), None
     options = mechanism.keywords(exact)
-    if layer is None:
+    if layer is None or isinstance(mechanism, SoftmaxMechanism):  # its cache holds the keys
         mechanism.keeps_state = False
         try:
             output, _ = mechanism(query, key, value, key_padding_mask, sequence_ids, **options)
