@@ -196,6 +196,7 @@ def describe_layer(index: int, module: nn.Module, rotation: Rotation | None = No
         dtype=parameter.dtype,
         rotation=rotation,
         value_dim=getattr(module, "v_head_dim", None),
+        has_sinks=getattr(module, "sinks", None) is not None,
     )
 
 

@@ -19,8 +19,8 @@ class AttentionCall(NamedTuple):
     """One call of one layer, as its mechanism would get it.
 
     query [B, H, N, D], key [B, Hkv, N, D], value [B, Hkv, N, Dv], key_padding_mask [B, N] or None, sequence_ids [B, N]
-    or None. exact: the sliding window, the soft cap and the dropout of the model's own attention. cross: whether the
-    keys are an encoder's tokens, as many as they may be, and the mask says nothing of queries.
+    or None. exact: the sliding window, the soft cap, the dropout and the sink of the model's own attention. cross:
+    whether the keys are an encoder's tokens, as many as they may be, and the mask says nothing of queries.
     """
 
     query: Tensor
@@ -39,7 +39,7 @@ class AttentionCall(NamedTuple):
 
     def by(self, mechanism: Mechanism) -> Tensor:
         """Return the mechanism's answer [B, H, N, Dv]."""
-        return mechanism(*self[:5], **(self.exact if mechanism.takes_exact else {}))[0]
+        return mechanism(*self[:5], **mechanism.keywords(self.exact))[0]
 
     def by_softmax(self, mechanism: Mechanism) -> Tensor:
         """Return the answer of the attention that the mechanism replaced [B, H, N, Dv]."""

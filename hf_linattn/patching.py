@@ -128,6 +128,7 @@ def patch_model(
         undo.pop_all()
     setattr(root, PATCH, patch)
     _forget_compiled(model)
+    _warn_of_sinks(mechanisms, type(root).__name__)
     logger.info("patched %d of %d attention layers of %s", config.count, len(attention), type(root).__name__)
     return model
 
@@ -233,6 +234,19 @@ def _build(config: MechanismConfig | None, layer: AttentionLayer) -> Mechanism:
     config = config if config is not None else make_config("softmax", {})
     mechanism = MECHANISMS.get(config.mechanism)(config, layer)
     return mechanism if layer.device.type == "meta" else mechanism.to(device=layer.device, dtype=layer.dtype)
+
+
+def _warn_of_sinks(mechanisms: Mapping[str, Mechanism], family: str) -> None:
+    """Say which layers lose their learned sinks."""
+    losing = {path: kind.without_sink() for path, kind in mechanisms.items() if kind.layer.has_sinks}
+    if lost := [path for path, names in losing.items() if names]:
+        logger.warning(
+            "%s: %s have learned sinks in the denominator of their softmax, which %s leaves out, as it has no such"
+            " denominator; to keep them use a mechanism there that has one, such as hybrid or local",
+            family,
+            ", ".join(lost),
+            " and ".join(sorted({name for path in lost for name in losing[path]})),
+        )
 
 
 def _forget_compiled(model: nn.Module) -> None:

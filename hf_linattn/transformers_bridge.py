@@ -235,11 +235,13 @@ def attention_forward(
     cu_seq_lens_q: Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of patched models: [B, H, Nq, D] in, [B, Nq, H, Dv] out, as the interface asks.
 
     Keys and values have Hkv heads. A layer without a mechanism (cross-attention) gets exact attention.
+    s_aux: the learned sinks [H] in the denominator, as gpt-oss and others have them.
     """
     mechanism: Mechanism | None = mechanism_of(module)
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
@@ -248,7 +250,7 @@ def attention_forward(
         key, value = (x[:, :, : int(layer.get_seq_length())] for x in (key, value))  # a static cache is longer
     num_queries, num_keys = query.shape[2], key.shape[2]
     key_padding_mask = _key_padding_mask(attention_mask, num_keys)
-    exact: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "dropout": dropout}
+    exact: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "dropout": dropout, "sink": s_aux}
     if mechanism is None:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         output = softmax_attention(
@@ -267,20 +269,17 @@ def attention_forward(
     if layer is not None and not isinstance(mechanism, SoftmaxMechanism):
         mechanism.cache_layer = CONSUMED
     call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact)
-    if isinstance(mechanism, SoftmaxMechanism):
-        return call.by(mechanism).transpose(1, 2).contiguous(), None
     if mechanism.observer is not None:
         mechanism.count_call()
         return mechanism.observer(call).transpose(1, 2).contiguous(), None
-    if layer is None:
+    if layer is None or isinstance(mechanism, SoftmaxMechanism):  # its cache holds the keys
         mechanism.keeps_state = False
         try:
             output = call.by(mechanism)
         finally:
             mechanism.keeps_state = True
     else:
-        options = exact if mechanism.takes_exact else {}
-        output, layer.state = mechanism(query, key, value, key_padding_mask, sequence_ids, layer.state, **options)
+        output, layer.state = mechanism(*call[:5], layer.state, **mechanism.keywords(exact))
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -309,7 +308,7 @@ def _attend_across(
     elif not isinstance(layer, EncoderStateLayer):
         output = call.by(mechanism)
     else:
-        output, state = mechanism(*call[:5], layer.state)
+        output, state = mechanism(*call[:5], layer.state, **mechanism.keywords(exact))
         layer.keep(state, key, value)
     return output.transpose(1, 2).contiguous()
 

@@ -32,6 +32,7 @@ class AttentionLayer:
         scaling: what the layer multiplies q . k by. device, dtype: where its parameters live.
         rotation: how its rotary positions are turned; None if it has none. value_dim: Dv; None if it is D.
         cross: whether its keys are an encoder's tokens; index then counts the cross-attention layers.
+        has_sinks: whether it has learned sinks in its softmax, which it hands over with every call.
     """
 
     index: int
@@ -45,6 +46,7 @@ class AttentionLayer:
     rotation: Rotation | None = None
     value_dim: int | None = None
     cross: bool = False
+    has_sinks: bool = False
 
     @property
     def mode(self) -> str:
@@ -102,11 +104,12 @@ class Mechanism(nn.Module):
         constant_state: whether its decoding state has a size that does not grow with the context.
         subquadratic: whether its cost grows slower than N^2.
         continuous: whether nearby inputs give nearby outputs; not where rounding may change which keys are chosen.
-        averages: whether outputs are weighted means of values, and so never beyond their range.
+        averages: whether outputs are weighted means of values (and of zero, with a sink), never beyond their range.
         prepares: whether `prepare` fits anything.
         growth: by how much its cost grows when 2,048 tokens become 4,096; 2 if it is linear.
             An instance may say each of these six for itself.
         takes_exact: whether `forward` takes the layer's own sliding window, soft cap and dropout as keywords.
+        takes_sink: whether it takes the layer's own learned sinks; an instance may say so for itself.
         backends: which of `hf_linattn.backends` can work through its causal form.
         limit: how it relates to softmax attention; an instance may state its own. citation: the paper it comes from.
     """
@@ -120,6 +123,7 @@ class Mechanism(nn.Module):
     prepares: bool = False
     growth: float = 2.0
     takes_exact: ClassVar[bool] = False
+    takes_sink: bool = False
     backends: ClassVar[tuple[str, ...]] = ("auto", "torch")
     limit: ExactnessLimit = ExactnessLimit("none stated")
     citation: ClassVar[str] = ""
@@ -225,8 +229,24 @@ class Mechanism(nn.Module):
         return False
 
     def scores(self, pairs: Pairs) -> Tensor:
-        """Return [B, H, C, N] whose softmax over the allowed keys are the weights; they may be anything elsewhere."""
+        """Return [B, H, C, N] whose softmax over the allowed keys, beside `log_sink` if there is one, are the weights;
+        they may be anything elsewhere."""
         raise UnsupportedModeError(f"mechanism {self.config.mechanism!r} has no scores whose softmax are its weights")
+
+    def log_sink(self, like: Tensor, given: Tensor | None = None) -> Tensor | None:
+        """Return the score [H] of the sink in every denominator, in the dtype and place of `like`; None without one.
+
+        given: the layer's own. -inf where only other heads have one.
+        """
+        return None
+
+    def without_sink(self) -> list[str]:
+        """Return the names of the mechanisms in it that leave a layer's own sinks out."""
+        return [] if self.takes_sink else [self.config.mechanism]
+
+    def keywords(self, exact: dict[str, Any]) -> dict[str, Any]:
+        """Return what `forward` takes of the layer's sliding window, soft cap, dropout and sink."""
+        return {name: x for name, x in exact.items() if (self.takes_sink if name == "sink" else self.takes_exact)}
 
     @property
     def infers_natively(self) -> bool:

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..config import MechanismConfig
 from ..ops import naive
 from ..ops.block_sparse import KeptKeys, block_sparse_attention, continued_attention, keep_keys
 from .base import SequenceMechanism
+from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 
 @dataclass
-class BlockSparseConfig(MechanismConfig):
+class BlockSparseConfig(SoftmaxTypeConfig):
     """Options of every mechanism on the block-sparse base."""
 
     block_size: int = field(default=64, metadata={"help": "tokens per block"})
@@ -26,7 +26,7 @@ class BlockSparseConfig(MechanismConfig):
         self.require_counts("block_size")
 
 
-class BlockSparseMechanism(SequenceMechanism):
+class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """o_i = sum_j softmax_j(scaling q_i . k_j) v_j over the keys j that the mechanism's pattern shows to query i.
 
     A subclass is itself the pattern (see `hf_linattn.ops.block_sparse.Pattern`): it writes `key_blocks` and `sees`,
@@ -35,7 +35,7 @@ class BlockSparseMechanism(SequenceMechanism):
     """
 
     config: Any  # of the subclass's own config class
-    config_class: ClassVar[type[MechanismConfig]] = BlockSparseConfig
+    config_class: ClassVar[type[SoftmaxTypeConfig]] = BlockSparseConfig
     whole_blocks: bool = False  # whether `sees` is what the table says, so that it need not be asked
     shifts: bool = True  # whether a pair, both moved by a block, is seen as before: its mask is made once for many
 
@@ -86,24 +86,25 @@ class BlockSparseMechanism(SequenceMechanism):
     @property
     def uses_native(self) -> bool:
         """Whether operations in C may be used: they have no gradients for parameters of a pattern."""
-        return self.infers_natively or (self.backend != "torch" and not any(True for _ in self.parameters()))
+        of_pattern = any(name != "sink_logit" for name, _ in self.named_parameters())
+        return self.infers_natively or (self.backend != "torch" and not of_pattern)
 
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: KeptKeys | None
     ) -> tuple[Tensor, KeptKeys | None]:
-        scaling = self.layer.scaling
+        scaling, sink = self.layer.scaling, self.log_sink(query)
         if state is not None:
-            return continued_attention(query, key, value, self, state, scaling=scaling, lengths=lengths)
+            return continued_attention(query, key, value, self, state, scaling=scaling, lengths=lengths, sink=sink)
         # behind its length a row has pads only, which no real query of a causal row sees
         output = block_sparse_attention(
-            query, key, value, self, scaling=scaling, causal=True, use_native=self.uses_native
+            query, key, value, self, scaling=scaling, causal=True, use_native=self.uses_native, sink=sink
         )
         return output, keep_keys(key, value, self, lengths) if self.keeps_state else None
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         return block_sparse_attention(
             query, key, value, self, scaling=self.layer.scaling, causal=False, lengths=lengths,
-            use_native=self.uses_native,
+            use_native=self.uses_native, sink=self.log_sink(query),
         )  # fmt: skip
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
@@ -113,7 +114,8 @@ class BlockSparseMechanism(SequenceMechanism):
         if not self.layer.causal and self.global_queries:
             seen = seen | (query_position < self.num_global)
         log_weight = self.log_weight(query_position, key_position)
-        return naive.softmax_matrix(query, key, self.layer.scaling, allowed & seen, log_weight)
+        sink = self.log_sink(query)
+        return naive.softmax_matrix(query, key, self.layer.scaling, allowed & seen, log_weight, sink)
 
 
 def blocks_around(block: int, window_size: int, block_size: int) -> range:

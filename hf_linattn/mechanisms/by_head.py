@@ -135,6 +135,17 @@ class ByHeadMechanism(CompositeMechanism):
             ]
         )
 
+    def log_sink(self, like: Tensor, given: Tensor | None = None) -> Tensor | None:
+        """Those of each member for its heads."""
+        sinks = [
+            member.log_sink(like, own) for member, own in zip(self.parts(), self.sinks_of_members(given), strict=True)
+        ]
+        if all(sink is None for sink in sinks):
+            return None
+        absent = [like.new_full((member.layer.num_heads,), float("-inf")) for member in self.parts()]
+        found = [none if sink is None else sink for sink, none in zip(sinks, absent, strict=True)]
+        return self._put_back([sink[None, :, None] for sink in found]).flatten()
+
     def heads_of_members(self, *heads: Tensor) -> list[Sequence[Tensor]]:
         return [[self._share(x, runs) for x in heads] for runs in self._runs.values()]
 

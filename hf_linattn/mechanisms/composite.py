@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ..config import MechanismConfig, make_config, require
 from .base import MECHANISMS, AttentionLayer, Mechanism
+from .softmax_type import SinkHolder
 
 
 @dataclass
@@ -67,7 +69,7 @@ def _rejoin(kinds: tuple[Any, ...], *tensors: Tensor) -> JoinedState:
     return joined_kind(kinds)(*tensors)
 
 
-class CompositeMechanism(Mechanism):
+class CompositeMechanism(SinkHolder):
     """A mechanism whose parts are mechanisms; `members` holds them by name, in alphabetical order.
 
     Configs of saved models are written in that order, so it must not matter in which one they were named.
@@ -87,6 +89,7 @@ class CompositeMechanism(Mechanism):
         self.prepares = any(member.prepares for member in members)
         self.averages = all(member.averages for member in members)
         self.growth = max(member.growth for member in members)
+        self.takes_sink = any(member.takes_sink for member in members)
 
     def parts(self) -> list[Any]:
         """Return the members, which are all mechanisms."""
@@ -106,19 +109,41 @@ class CompositeMechanism(Mechanism):
     ) -> tuple[list[Tensor], JoinedState | None]:
         """Return what each member makes of its query, key and value, and the state of all, None if none is kept.
 
-        `exact` are the sliding window, soft cap and dropout of the layer, for members that keep softmax.
+        `exact` are the sliding window, soft cap and dropout of the layer, for members that keep softmax, and its
+        sinks.
         """
         members = self.parts()
         outputs, states = [], []
         before = [None] * len(members) if state is None else state.split()
-        for member, own, earlier in zip(members, heads, before, strict=True):
+        sinks = self.sinks_of_members(exact.get("sink"))
+        for member, own, earlier, sink in zip(members, heads, before, sinks, strict=True):
             member.backend, member.keeps_state = self.backend, self.keeps_state
-            options = exact if member.takes_exact else {}
+            options = member.keywords({**exact, "sink": sink})
             output, after = member(*own, key_padding_mask, sequence_ids, earlier, **options)
             outputs.append(output)
             states.append(after)
         kept = self.keeps_state and self.layer.causal
         return outputs, join_states(states) if kept else None
+
+    def sinks_of_members(self, sink: Tensor | None) -> list[Tensor | None]:
+        """Return what each member gets of the layer's own sinks [H]."""
+        members = self.parts()
+        if sink is None:
+            return [None] * len(members)
+        shared = [own[0].flatten() for own in self.heads_of_members(sink[None, :, None])]
+        return [own if member.takes_sink else None for member, own in zip(members, shared, strict=True)]
+
+    @contextmanager
+    def holding(self, sink: Tensor | None) -> Iterator[None]:
+        with ExitStack() as held:
+            held.enter_context(super().holding(sink))
+            for member, own in zip(self.parts(), self.sinks_of_members(sink), strict=True):
+                if own is not None:
+                    held.enter_context(member.holding(own))
+            yield
+
+    def without_sink(self) -> list[str]:
+        return [name for member in self.parts() for name in member.without_sink()]
 
     def join(self, earlier: Sequence[Mechanism]) -> None:
         found: list[Mechanism] = []

@@ -8,16 +8,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..config import MechanismConfig, require, require_count, require_known
+from ..config import require, require_count, require_known
 from ..ops import naive
 from ..ops.banded import BandState, banded_attention, keep_ring
 from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
+from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 FORMS = ("softmax", "raw")
 
 
 @dataclass
-class ConvConfig(MechanismConfig):
+class ConvConfig(SoftmaxTypeConfig):
     """Options of `conv`."""
 
     window_size: int = field(default=64, metadata={"help": "a query sees keys less than so many tokens away"})
@@ -35,10 +36,12 @@ class ConvConfig(MechanismConfig):
         inside = self.kernel_radius is None or self.kernel_radius < self.window_size
         require("kernel_radius", self.kernel_radius, inside, f"less than window_size, which is {self.window_size}")
         require_known("form", self.form, FORMS)
+        none = self.sink is None or self.form == "softmax"
+        require("sink", self.sink, none, "None with form='raw', which has no denominator")
 
 
 @register_mechanism("conv")
-class ConvMechanism(SequenceMechanism):
+class ConvMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """o_i = sum_j softmax_j(s'_ij) v_j with s'_ij = sum_t w_t s_i,j+t, over the keys |i - j| < window_size.
 
     s_ij = scaling q_i . k_j for the keys that query i sees: those of its window, j <= i if causal; all other s_ij are
@@ -52,7 +55,7 @@ class ConvMechanism(SequenceMechanism):
     no group normalisation, for which a pretrained model has no weights.
     """
 
-    config_class: ClassVar[type[MechanismConfig]] = ConvConfig
+    config_class: ClassVar[type[SoftmaxTypeConfig]] = ConvConfig
     limit = ExactnessLimit("window_size >= length, taps untrained", equal=lambda length: {"window_size": length})
     citation = "Golovneva et al. 2025, Multi-Token Attention, arXiv 2504.00927"
 
@@ -64,7 +67,7 @@ class ConvMechanism(SequenceMechanism):
         kernel = torch.zeros(layer.num_heads, 2 * radius + 1)
         kernel[:, radius] = 1.0
         self.kernel = nn.Parameter(kernel)
-        self.averages = config.form == "softmax"
+        self.averages = self.takes_sink = config.form == "softmax"
         if not self.averages:
             self.limit = ExactnessLimit("attention with the convolved scores as weights", kernel=True)
 
@@ -93,6 +96,7 @@ class ConvMechanism(SequenceMechanism):
             normalised=self.averages,
             lengths=lengths,
             state=state,
+            sink=self.log_sink(query),
         )
 
     def causal_sequences(
@@ -122,6 +126,4 @@ class ConvMechanism(SequenceMechanism):
             scores = convolved.gather(-1, place)
         if not self.averages:
             return scores * seen
-        scores = scores.masked_fill(~seen, float("-inf"))
-        top = scores.amax(-1, keepdim=True)
-        return naive.normalise(torch.exp(scores - torch.where(top.isinf(), 0.0, top)))
+        return naive.softmax(scores.masked_fill(~seen, float("-inf")), self.log_sink(query))

@@ -14,6 +14,7 @@ from ..ops import naive
 from ..ops.source import Source
 from .base import ExactnessLimit, SequenceMechanism, register_mechanism
 from .block_sparse import BlockSparseConfig
+from .softmax_type import SoftmaxTypeMechanism
 
 
 @dataclass
@@ -36,7 +37,7 @@ class PastKeys(NamedTuple):
 
 
 @register_mechanism("dynamic_sparse")
-class DynamicSparseMechanism(SequenceMechanism):
+class DynamicSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """Mixture of block attention (Lu et al. 2025): softmax over the own block and the best `num_blocks` others.
 
     Block J's gate for query i is q_i . mean(k_j, j in J). Causal: only blocks completed before the query's own can be
@@ -103,9 +104,7 @@ class DynamicSparseMechanism(SequenceMechanism):
         if self.layer.causal:
             there = there & (place <= position[:, None, :, None, None])
         scores = (keys @ query[..., None]).squeeze(-1) * self.layer.scaling
-        scores = scores.masked_fill(~there.flatten(3), float("-inf"))
-        top = scores.detach().amax(-1, keepdim=True)
-        weights = naive.normalise((scores - torch.where(top.isinf(), 0.0, top)).exp())
+        weights = naive.softmax(scores.masked_fill(~there.flatten(3), float("-inf")), self.log_sink(query))
         return (weights[..., None, :] @ values).squeeze(-2)
 
     def _choose(
@@ -143,7 +142,7 @@ class DynamicSparseMechanism(SequenceMechanism):
             other = other & (block[..., None, :] < block[..., :, None])
         gates = gates.masked_fill(~other, float("-inf"))
         best = self._best_blocks(gates, block[..., None, :].expand_as(other))
-        return naive.softmax_matrix(query, key, self.layer.scaling, allowed & (own | best))
+        return naive.softmax_matrix(query, key, self.layer.scaling, allowed & (own | best), sink=self.log_sink(query))
 
     def _best_blocks(self, gates: Tensor, block: Tensor) -> Tensor:
         """Mark the keys whose gate [B, H, N, N] is among those of the best `num_blocks` different blocks."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..config import MechanismConfig
 from .base import register_mechanism
 from .conv import ConvConfig, ConvMechanism
+from .softmax_type import SoftmaxTypeConfig
 
 
 @dataclass
@@ -33,7 +33,7 @@ class EvoMechanism(ConvMechanism):
     queries, keys and heads; here they evolve inside a layer and a window, along the keys.
     """
 
-    config_class: ClassVar[type[MechanismConfig]] = EvoConfig
+    config_class: ClassVar[type[SoftmaxTypeConfig]] = EvoConfig
     citation = "after Wang et al. 2021, Evolving Attention with Residual Convolutions, arXiv 2102.12895"
 
     config: EvoConfig

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import MechanismConfig, require_known
+from ..config import require, require_known
 from ..ops import naive
 from ..ops.mixed_blocks import MixedState, MixedWeights, causal_mixed_attention, mixed_attention
 from .base import AttentionLayer, ExactnessLimit, Pairs, SequenceMechanism, register_mechanism
 from .hybrid import HybridConfig, HybridMechanism
+from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 INSIDE = ("softmax", "relu2")
 
 
 @dataclass
-class FlashConfig(MechanismConfig):
+class FlashConfig(SoftmaxTypeConfig):
     """Options of `flash`."""
 
     block_size: int = field(default=64, metadata={"help": "tokens per chunk, which see each other exactly"})
@@ -35,6 +36,8 @@ class FlashConfig(MechanismConfig):
         super().__post_init__()
         self.require_counts("block_size")
         require_known("inside", self.inside, INSIDE)
+        none = self.sink is None or self.inside == "softmax"
+        require("sink", self.sink, none, "None with inside='relu2', whose denominator is another")
         self.far_config()
 
     def far_config(self) -> HybridConfig:
@@ -43,7 +46,7 @@ class FlashConfig(MechanismConfig):
 
 
 @register_mechanism("flash")
-class FlashMechanism(SequenceMechanism):
+class FlashMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """Mixed chunk attention (Hua et al. 2022): quadratic inside chunks of C = `block_size` tokens, linear across them.
 
     o_i = sum_j w_ij v_j / sum_j w_ij with w_ij = exp(scaling q_i . k_j) for keys of the query's own chunk, causally
@@ -84,31 +87,33 @@ class FlashMechanism(SequenceMechanism):
         if config.inside == "relu2":
             self.bias = nn.Parameter(torch.ones(layer.num_heads, device="cpu"))
             self.averages = False  # its weights may sum up to less than one
+            self.takes_sink = False
             self.limit = ExactnessLimit("attention with the weights it states, computed naively", kernel=True)
 
     def _decay_rate(self, dtype: torch.dtype) -> Tensor | None:
         return self.linear.log_decay_rate.to(dtype).exp() if self.linear.config.decay else None
 
-    def _pair_weights(self, dtype: torch.dtype) -> MixedWeights:
+    def _pair_weights(self, like: Tensor) -> MixedWeights:
         query_map, key_map = self.linear.maps
         return MixedWeights(
             self.config.block_size,
             self.layer.scaling,
             query_map,
             key_map,
-            self.log_mix.to(dtype),
-            self._decay_rate(dtype),
-            None if self.bias is None else self.bias.to(dtype),
+            self.log_mix.to(like.dtype),
+            self._decay_rate(like.dtype),
+            None if self.bias is None else self.bias.to(like.dtype),
+            self.log_sink(like),
         )
 
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: MixedState | None
     ) -> tuple[Tensor, MixedState | None]:
-        weights = self._pair_weights(key.dtype)
+        weights = self._pair_weights(key)
         return causal_mixed_attention(query, key, value, weights, lengths, state, self.keeps_state)
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
-        return mixed_attention(query, key, value, self._pair_weights(key.dtype), lengths)
+        return mixed_attention(query, key, value, self._pair_weights(key), lengths)
 
     @property
     def has_scores(self) -> bool:
@@ -144,8 +149,13 @@ class FlashMechanism(SequenceMechanism):
         # a factor per query keeps exponentials finite, and cancels
         top = scores.detach().masked_fill(~(inside & allowed), -math.inf).amax(-1, keepdim=True)
         top = top.masked_fill(top.isinf(), 0.0)
+        sink = self.log_sink(key)
+        beside: Tensor | float = 0.0
+        if sink is not None:
+            top = torch.maximum(top, sink.detach()[:, None, None])
+            beside = (sink[:, None, None] - top).exp()
         exact = (scores - top).masked_fill(~(inside & allowed), -math.inf).exp()
-        return naive.normalise(exact + (kernel * torch.exp(-top)).masked_fill(inside | ~allowed, 0.0))
+        return naive.normalise(exact + (kernel * torch.exp(-top)).masked_fill(inside | ~allowed, 0.0), beside)
 
     def before_forward(self) -> None:
         self.linear.before_forward()

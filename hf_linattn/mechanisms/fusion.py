@@ -95,7 +95,8 @@ class FusionMechanism(CompositeMechanism):
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Any]:
-        outputs, after = self.ask(self.heads_of_members(query, key, value), key_padding_mask, sequence_ids, state)
+        heads = self.heads_of_members(query, key, value)
+        outputs, after = self.ask(heads, key_padding_mask, sequence_ids, state, sink=self.held[0])
         mixed = torch.zeros_like(outputs[0])
         for share, output in zip(self.shares(outputs), outputs, strict=True):
             mixed = torch.addcmul(mixed, share[..., None], output)

@@ -17,12 +17,13 @@ from ..ops.exponential import LOWEST
 from ..ops.hybrid import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
 from .base import MECHANISMS, AttentionLayer, ExactnessLimit, Pairs, SequenceMechanism, register_mechanism
 from .linear import FeatureMapConfig, LinearMechanism
+from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 FIRST_SHARE = -2.197  # LoLCATs' start: sigmoid of it is 0.1
 
 
 @dataclass
-class HybridConfig(MechanismConfig):
+class HybridConfig(SoftmaxTypeConfig):
     """Options of `hybrid`."""
 
     linear: str = field(default="hedgehog", metadata={"help": "the mechanism beyond the window, on the linear base"})
@@ -57,7 +58,7 @@ class HybridConfig(MechanismConfig):
 
 
 @register_mechanism("hybrid")
-class HybridMechanism(SequenceMechanism):
+class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """Softmax near, linear far: o_i = sum_j w_ij v_j / sum_j w_ij with one denominator for both.
 
     w_ij = exp(scaling q_i . k_j) for keys less than `window_size` tokens away (on both sides if bidirectional) and for
@@ -145,6 +146,7 @@ class HybridMechanism(SequenceMechanism):
             log_mix,
             self.linear.decay_rate(like),
             window_log,
+            self.log_sink(like),
         )
 
     def causal_sequences(
@@ -166,13 +168,16 @@ class HybridMechanism(SequenceMechanism):
         return self.linear.has_scores
 
     def scores(self, pairs: Pairs) -> Tensor:
-        """scaling q_i . k_j near and on sinks, g_h + log(phi(q_i) . phi(k_j)) - r |i - j| elsewhere."""
+        """scaling q_i . k_j near and on sinks, g_h + log(phi(q_i) . phi(k_j)) - r |i - j| elsewhere.
+
+        With a share s_h for the window m_i - log sigmoid(s_h) is added elsewhere, which comes to the same.
+        """
         near = pairs.query @ naive.repeat_heads(pairs.key, pairs.query).transpose(-1, -2) * self.layer.scaling
         log_mix, window_log = self._logs(near.dtype)
         far = self.linear.scores(pairs) + log_mix[:, None, None]
         exact = self.is_exact(pairs)
         if window_log is not None:
-            near = near - _largest(near, exact & pairs.allowed) + window_log[:, None, None]
+            far = far + _largest(near, exact & pairs.allowed, self.log_sink(near)) - window_log[:, None, None]
         return torch.where(exact, near, far)
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
@@ -183,8 +188,6 @@ class HybridMechanism(SequenceMechanism):
         scores = torch.einsum("bhid,bhjd->bhij", query, key.repeat_interleave(groups, dim=1)) * self.layer.scaling
 
         log_mix, window_log = self._logs(key.dtype)
-        if window_log is not None:
-            scores = scores - _largest(scores, exact & allowed) + window_log[:, None, None]
         query_map, key_map = self._maps()
         features = query_map.exact(query.unflatten(1, (-1, groups))).flatten(1, 2)
         kernel = torch.einsum("bhif,bhjf->bhij", features, key_map.exact(key).repeat_interleave(groups, dim=1))
@@ -192,19 +195,27 @@ class HybridMechanism(SequenceMechanism):
         log_factor = log_mix[:, None, None].expand_as(kernel)
         if rate is not None:
             log_factor = log_factor - rate.repeat_interleave(groups)[:, None, None] * distance
+        sink = self.log_sink(key)
+        if window_log is not None:  # for the exact weights to be divided by their largest and multiplied by a share
+            log_factor = log_factor + _largest(scores, exact & allowed, sink) - window_log[:, None, None]
 
         size = torch.where(exact, scores, log_factor + kernel.log()).detach().masked_fill(~allowed, -math.inf)
         top = size.amax(-1, keepdim=True)
         top = torch.where(top.isinf(), 0.0, top)
+        beside: Tensor | float = 0.0
+        if sink is not None:
+            top = torch.maximum(top, sink.detach()[:, None, None])
+            beside = (sink[:, None, None] - top).exp()
         near = (scores - top).masked_fill(~exact, -math.inf).exp()
         far = kernel * (log_factor - top).masked_fill(exact | ~allowed, -math.inf).exp()
-        return naive.normalise((near + far) * allowed)
+        return naive.normalise((near + far) * allowed, beside)
 
     def before_forward(self) -> None:
         self.linear.before_forward()
 
 
-def _largest(scores: Tensor, among: Tensor) -> Tensor:
-    """Return each row's largest score [..., 1] among some keys, zero where there are none; no gradient."""
+def _largest(scores: Tensor, among: Tensor, sink: Tensor | None) -> Tensor:
+    """Return each row's largest score [..., 1] of some keys and the sink, zero where there are none; no gradient."""
     top = scores.detach().masked_fill(~among, -math.inf).amax(-1, keepdim=True)
+    top = top if sink is None else torch.maximum(top, sink.detach()[:, None, None])
     return top.masked_fill(top.isinf(), 0.0)

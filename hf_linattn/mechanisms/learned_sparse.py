@@ -39,6 +39,9 @@ class LearnedSparseMechanism(BlockSparseMechanism):
     0 ... reach, or -reach ... reach if bidirectional). `harden(top_blocks)` keeps the distances with the largest P of
     each head, so that the others cost nothing; their weights stay sigma(P). Training can go on after it.
 
+    All are divided by sigma(4), which cancels but beside a sink: there the own block weighs at first what it does in
+    softmax.
+
     Deviation: P depends on the distance of two blocks and not on both places (Tay et al. 2020, Synthesizer, arXiv
     2005.00743, learns one number per pair of places), so that it holds at any length.
     """
@@ -88,7 +91,8 @@ class LearnedSparseMechanism(BlockSparseMechanism):
 
     def log_weight(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         pattern = self.pattern.to(torch.promote_types(self.pattern.dtype, torch.float32))
-        return self._look_up(F.logsigmoid(pattern), query_position, key_position, 0.0)
+        log_weight = F.logsigmoid(pattern) - F.logsigmoid(pattern.new_tensor(NEAR))
+        return self._look_up(log_weight, query_position, key_position, 0.0)
 
     def needed(self, key_position: Tensor, position: Tensor) -> Tensor:
         return position // self.block_size - key_position // self.block_size <= self.config.reach

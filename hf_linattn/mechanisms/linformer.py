@@ -9,11 +9,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..config import MechanismConfig, require, require_known
+from ..config import require, require_known
 from ..ops import naive
 from ..ops.bounded_memory import MemoryState, bounded_memory_attention, segment_size
 from ..ops.segments import segment_sums, slot_attention
 from .base import AttentionLayer, ExactnessLimit, Mechanism, SequenceMechanism, register_mechanism
+from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 # name -> (whether all heads share E and F, whether E = F)
 SHARING = {"none": (False, False), "heads": (True, False), "kv": (True, True), "layers": (True, True)}
@@ -28,7 +29,7 @@ class Slots(NamedTuple):
 
 
 @dataclass
-class LinformerConfig(MechanismConfig):
+class LinformerConfig(SoftmaxTypeConfig):
     """Options of `linformer`."""
 
     num_slots: int = field(default=256, metadata={"help": "slots k; sequences of up to k tokens are exact"})
@@ -50,7 +51,7 @@ class LinformerConfig(MechanismConfig):
 
 
 @register_mechanism("linformer")
-class LinformerMechanism(SequenceMechanism):
+class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """Linformer (Wang et al. 2020): o_i = softmax_s(scaling q_i . (E K)_s + log c_s) (F V)_s over k slots.
 
     Bidirectional: a sequence of any length n is cut into k segments, token j into segment floor(j k / n); c_s counts
@@ -78,7 +79,7 @@ class LinformerMechanism(SequenceMechanism):
     position, as averages over all of the past say little to a model that was pretrained with softmax.
     """
 
-    config_class: ClassVar[type[MechanismConfig]] = LinformerConfig
+    config_class: ClassVar[type[SoftmaxTypeConfig]] = LinformerConfig
     modes = frozenset({"causal", "bidirectional", "cross"})
     limit = ExactnessLimit("softmax attention with num_slots >= n", equal=lambda length: {"num_slots": length})
     citation = "Wang et al. 2020, Linformer, arXiv 2006.04768; causal: Peng et al. 2021, ABC, arXiv 2110.02488"
@@ -134,19 +135,21 @@ class LinformerMechanism(SequenceMechanism):
             use_native=self.backend != "torch",
             training=self.training,
             keep_state=self.keeps_state,
+            sink=self.log_sink(query),
         )
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         slots = self._make_slots(key, value, lengths)
-        alike = lengths is None and key.shape[2] % self.config.num_slots == 0
-        return slot_attention(query, slots.key, slots.value, None if alike else slots.counts, self.layer.scaling)
+        sink = self.log_sink(query)
+        alike = lengths is None and key.shape[2] % self.config.num_slots == 0 and sink is None
+        return slot_attention(query, slots.key, slots.value, None if alike else slots.counts, self.layer.scaling, sink)
 
     def cross_sequences(self, key: Tensor, value: Tensor, lengths: Tensor | None) -> Slots:
         slots = self._make_slots(key, value, lengths)
         return slots._replace(counts=slots.counts.expand(len(key), -1))
 
     def cross_attention(self, query: Tensor, state: Slots) -> tuple[Tensor, Slots]:
-        return slot_attention(query, *state, self.layer.scaling), state
+        return slot_attention(query, *state, self.layer.scaling, self.log_sink(query)), state
 
     def _make_slots(self, key: Tensor, value: Tensor, lengths: Tensor | None) -> Slots:
         slots, columns = self.config.num_slots, self.config.positions_per_slot
@@ -176,7 +179,7 @@ class LinformerMechanism(SequenceMechanism):
                 first, second, counts = self._slots_of(k[:, seen])
                 first, second, keys = (x.repeat_interleave(groups, 0) for x in (first, second, k[:, seen]))
                 scores = q[:, rows] @ (first @ keys).mT * self.layer.scaling
-                weights = (scores + counts.log()).softmax(-1) @ second
+                weights = naive.softmax(scores + counts.log(), self.log_sink(query)) @ second
                 line = matrix.new_zeros(*weights.shape[:2], k.shape[1]).index_copy(2, seen, weights)
                 matrix = matrix.index_copy(1, rows, line)
             matrices.append(matrix)

@@ -84,7 +84,7 @@ class LocalMechanism(WindowMechanism):
     def cross_attention(self, query: Tensor, state: EncoderTokens) -> tuple[Tensor, EncoderTokens]:
         return moving_window_attention(
             query, state, window_size=self.config.window_size, keys_per_query=self.config.keys_per_query,
-            scaling=self.layer.scaling,
+            scaling=self.layer.scaling, sink=self.log_sink(query),
         )  # fmt: skip
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
@@ -93,4 +93,5 @@ class LocalMechanism(WindowMechanism):
         length, rank = allowed.long().sum(-1), allowed.long().cumsum(-1) - 1  # [B or 1, 1, Nq], [B or 1, 1, Nq, Nk]
         centre = window_centre(torch.arange(query.shape[2], device=query.device), length, self.config.keys_per_query)
         seen = (rank - centre[..., None]).abs() < self.config.window_size
-        return naive.softmax_matrix(query, key, self.layer.scaling, allowed & seen)
+        sink = self.log_sink(query)
+        return naive.softmax_matrix(query, key, self.layer.scaling, allowed & seen, sink=sink)

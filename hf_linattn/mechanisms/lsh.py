@@ -8,19 +8,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import MechanismConfig, require
+from ..config import require
 from ..ops import naive
 from ..ops.exponential import LOWEST
 from ..ops.lsh import Lists, find_runs, hash_buckets, pick, run_attention, sort_keys
 from ..ops.native.bucket_softmax import attend_buckets
 from ..ops.native.library import suits
+from ..ops.sink import attenuate
 from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
+from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 EPSILON = 1e-6  # added to the mean square of a key that is brought to unit length, as in transformers
 
 
 @dataclass
-class LshConfig(MechanismConfig):
+class LshConfig(SoftmaxTypeConfig):
     """Options of `lsh`."""
 
     num_rounds: int = field(default=4, metadata={"help": "rounds of hashing; a key found in any of them is seen"})
@@ -57,7 +59,7 @@ class LshState(NamedTuple):
 
 
 @register_mechanism("lsh")
-class LshMechanism(SequenceMechanism):
+class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """LSH attention (Kitaev et al. 2020): o_i = sum_j w_ij v_j, w_i = softmax_j(scaling q_i . k_j) over j in S_i.
 
     Round r puts x into the bucket h_r(x) = argmax [x R_r, -x R_r]; R_r is drawn once from `seed` and the layer and
@@ -176,7 +178,8 @@ class LshMechanism(SequenceMechanism):
         if self.config.shared_qk:
             chosen = chosen & ~itself
             itself = itself & ~chosen.any(-1, keepdim=True)
-        return naive.softmax_matrix(query, key, self.layer.scaling, (chosen | itself) & allowed)
+        seen = (chosen | itself) & allowed
+        return naive.softmax_matrix(query, key, self.layer.scaling, seen, sink=self.log_sink(query))
 
     def _hash(self, query, key, value, largest, count, begin, lengths) -> _Tokens:
         of_query, of_key = self.buckets(query, key, largest, count)
@@ -196,11 +199,11 @@ class LshMechanism(SequenceMechanism):
         key, value = new.key, new.value
         heads = new.query, key, value
         if state is None and self.backend != "torch" and suits(*heads):
-            output, member, bounds = attend_buckets(
+            output, log_sum, member, bounds = attend_buckets(
                 *heads, new.query_bucket, new.key_bucket, num_buckets=buckets + 1, behind=size, ahead=ahead,
                 shared=self.config.shared_qk, scaling=self.layer.scaling,
             )  # fmt: skip
-            member = member.long()
+            output, member = self._beside_sink(output, log_sum, new), member.long()
             lists = Lists(key_code.gather(-1, member), member, bounds)
             return output, self._last(key, value, key_code, lists, span, ahead)
         if state is None:
@@ -303,11 +306,23 @@ class LshMechanism(SequenceMechanism):
         query, output, log_sum = (x.unflatten(1, (-1, groups)) for x in (new.query, output, log_sum))
         key, value = (x[:, :, None] for x in (new.key, new.value))
         if self.config.shared_qk:
-            return torch.where((log_sum == LOWEST)[..., None], value, output).flatten(1, 2)
+            output = torch.where((log_sum == LOWEST)[..., None], value, output)
+            return self._beside_sink(output.flatten(1, 2), log_sum.flatten(1, 2), new)
         seen = (new.query_bucket.unflatten(2, (-1, groups)) == new.key_bucket[:, :, :, None]).any(0)
         score = ((query * key).sum(-1) * self.layer.scaling).masked_fill(seen, LOWEST)
         share = torch.sigmoid(score - log_sum)[..., None]  # of the query's own key in the joint denominator
-        return torch.lerp(output, value.expand_as(output), share).flatten(1, 2)
+        output = torch.lerp(output, value.expand_as(output), share)
+        return self._beside_sink(output.flatten(1, 2), torch.logaddexp(score, log_sum).flatten(1, 2), new)
+
+    def _beside_sink(self, output: Tensor, log_sum: Tensor, new: _Tokens) -> Tensor:
+        """Return the output as it is beside a sink; `log_sum` is `LOWEST` for a query that sees its own key alone."""
+        sink = self.log_sink(output)
+        if sink is None:
+            return output
+        if self.config.shared_qk:
+            own = (new.query * naive.repeat_heads(new.key, new.query)).sum(-1) * self.layer.scaling
+            log_sum = torch.where(log_sum == LOWEST, own, log_sum)
+        return attenuate(output, log_sum, sink[:, None])
 
 
 class _Tokens(NamedTuple):

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import MechanismConfig
 from ..ops import naive
 from ..ops.softmax import softmax_attention
-from .base import ExactnessLimit, Mechanism, Pairs, register_mechanism
+from .base import ExactnessLimit, Pairs, register_mechanism
+from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 
 @dataclass
-class SoftmaxConfig(MechanismConfig):
-    """No options beside the common ones."""
+class SoftmaxConfig(SoftmaxTypeConfig):
+    """Options of `softmax`: a sink."""
 
 
 class SoftmaxState(NamedTuple):
@@ -32,11 +32,11 @@ class SoftmaxState(NamedTuple):
 
 
 @register_mechanism("softmax")
-class SoftmaxMechanism(Mechanism):
+class SoftmaxMechanism(SoftmaxTypeMechanism):
     """o_i = sum_j softmax_j(scaling q_i . k_j) v_j, exactly; quadratic in time, its decoding state grows.
 
     Beyond what transformers does, packed sequences are kept apart in bidirectional models too. Attention dropout,
-    sliding windows and soft caps of the layer stay in force: its calls pass them as keywords.
+    sliding windows, soft caps and learned sinks of the layer stay in force: its calls pass them as keywords.
     """
 
     config_class = SoftmaxConfig
@@ -55,6 +55,8 @@ class SoftmaxMechanism(Mechanism):
         key_padding_mask: Tensor | None = None,
         sequence_ids: Tensor | None = None,
         state: Any = None,
+        *,
+        sink: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
         """As the base; `options` are `sliding_window`, `softcap` and `dropout` of `softmax_attention`.
@@ -78,6 +80,7 @@ class SoftmaxMechanism(Mechanism):
             causal=self.layer.causal,
             key_padding_mask=key_padding_mask,
             sequence_ids=sequence_ids,
+            sink=self.log_sink(query.new_empty((), dtype=torch.promote_types(query.dtype, torch.float32)), sink),
             **options,
         )
         if not (self.layer.causal and self.keeps_state):
@@ -95,4 +98,4 @@ class SoftmaxMechanism(Mechanism):
         return pairs.query @ naive.repeat_heads(pairs.key, pairs.query).mT * self.layer.scaling
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
-        return naive.softmax_matrix(query, key, self.layer.scaling, allowed)
+        return naive.softmax_matrix(query, key, self.layer.scaling, allowed, sink=self.log_sink(query))

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import MechanismConfig, require, require_known
+from ..config import require, require_known
 from ..errors import UnsupportedModeError
 from ..ops import naive
 from ..ops.bounded_memory import take
 from ..ops.exponential import LOWEST
+from ..ops.sink import softmax_beside
 from ..ops.source import Source
 from .base import AttentionLayer, ExactnessLimit, Pairs, SequenceMechanism, register_mechanism
+from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 AT_ONCE = {"cpu": 1 << 22}  # scores of all rows and heads for some queries: 16 MiB in float32
 AT_ONCE_ELSEWHERE = 1 << 28
@@ -27,7 +29,7 @@ Reader = Callable[[Tensor, Tensor, int], Tensor]
 
 
 @dataclass
-class SynthesizerConfig(MechanismConfig):
+class SynthesizerConfig(SoftmaxTypeConfig):
     """Options of `synthesizer`."""
 
     form: str = field(
@@ -183,7 +185,7 @@ FORMS: dict[str, type[SyntheticScores]] = {
 
 
 @register_mechanism("synthesizer")
-class SynthesizerMechanism(SequenceMechanism):
+class SynthesizerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """Mixture of synthesizers (Tay et al. 2021): o_i = sum_j softmax_j((1 - a_h) scaling q_i . k_j + a_h s_ij) v_j.
 
     s_ij is made by the submodule `synthetic` from the query and the key's position (`dense`: a network of two layers
@@ -264,6 +266,8 @@ class SynthesizerMechanism(SequenceMechanism):
         share, read = self.share(query), self.synthetic.reader(query.dtype)
         position = position.clamp(max=num_keys - 1)  # behind the end of a row
         keys, values, place = Source(key), Source(value), torch.arange(num_keys, device=key.device)
+        sink = self.log_sink(query)
+        sink = None if sink is None else sink[:, None, None]
         step = max(AT_ONCE.get(key.device.type, AT_ONCE_ELSEWHERE) // (batch * heads * num_keys), 1)
         parts: list[Tensor] = []
         first = 0
@@ -275,7 +279,8 @@ class SynthesizerMechanism(SequenceMechanism):
             # no fused kernel: those with and those without gradients for the scores differ in the last bits
             scores = (grouped @ keys.narrow(2, 0, seen).mT).view(batch, heads, -1, seen)
             scores = torch.addcmul(scores, share, read(rows, at, seen)).masked_fill_(hidden[:, None], LOWEST)
-            output = scores.softmax(-1).view(batch, kv_heads, -1, seen) @ values.narrow(2, 0, seen)
+            shares = softmax_beside(scores, sink).reshape(batch, kv_heads, -1, seen)
+            output = shares @ values.narrow(2, 0, seen)
             parts.append(output.view(batch, heads, -1, value.shape[3]))
         return torch.cat(parts, dim=2)
 
@@ -305,7 +310,8 @@ class SynthesizerMechanism(SequenceMechanism):
         self._check_length(int(key_position.max()) + 1)
         share = self.share(query)
         synthetic = share * self.synthetic.pairs(query, query_position, key_position)
-        return naive.softmax_matrix(query * (1 - share), key, self.layer.scaling, allowed, synthetic)
+        heads = query * (1 - share), key
+        return naive.softmax_matrix(*heads, self.layer.scaling, allowed, synthetic, self.log_sink(query))
 
 
 def _gaussian(shape: tuple[int, ...], size: float, generator: torch.Generator) -> nn.Parameter:

@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..config import MechanismConfig, require
+from ..config import require
 from ..ops import naive
 from ..ops.vq import NONE, CodeState, causal_code_attention, code_attention, code_means, fit_codes, nearest_codes
 from .base import AttentionLayer, ExactnessLimit, Pairs, SequenceMechanism, register_mechanism
+from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 ITERATIONS = 10  # of Lloyd's algorithm for each batch
 
 
 @dataclass
-class VqConfig(MechanismConfig):
+class VqConfig(SoftmaxTypeConfig):
     """Options of `vq`."""
 
     num_codes: int = field(default=128, metadata={"help": "codes S per key/value head, which stand for far keys"})
@@ -38,7 +39,7 @@ class VqConfig(MechanismConfig):
 
 
 @register_mechanism("vq")
-class VqMechanism(SequenceMechanism):
+class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """Transformer-VQ (Lingle 2023): o_i = sum_j w_ij v_j, w_i = softmax_j(scaling q_i . k'_j).
 
     k'_j = k_j for tokens in the query's block of `block_size` and in the one before it (bidirectional: also in the one
@@ -107,12 +108,15 @@ class VqMechanism(SequenceMechanism):
         return causal_code_attention(
             query, key, value, self.codebook.to(key.dtype), block_size=self.config.block_size,
             scaling=self.layer.scaling, lengths=lengths, state=state, keep_state=self.keeps_state,
+            sink=self.log_sink(query),
         )  # fmt: skip
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
-        size, scaling = self.config.block_size, self.layer.scaling
-        codebook = self.codebook.to(key.dtype)
-        return code_attention(query, key, value, codebook, block_size=size, scaling=scaling, lengths=lengths)
+        codebook, size = self.codebook.to(key.dtype), self.config.block_size
+        return code_attention(
+            query, key, value, codebook, block_size=size, scaling=self.layer.scaling, lengths=lengths,
+            sink=self.log_sink(query),
+        )  # fmt: skip
 
     # -- the codebook -------------------------------------------------------------------------------------------------
 
@@ -185,8 +189,7 @@ class VqMechanism(SequenceMechanism):
         whole = naive.repeat_heads(key, query), naive.repeat_heads(coded, query)
         exact, far = (torch.einsum("bhid,bhjd->bhij", query, x) for x in whole)
         scores = (torch.where(near, exact, far) * self.layer.scaling).masked_fill(~allowed, float("-inf"))
-        top = scores.detach().amax(-1, keepdim=True)
-        return naive.normalise(torch.exp(scores - torch.where(top.isinf(), 0.0, top)))
+        return naive.softmax(scores, self.log_sink(query))
 
 
 def _by_head(x: Tensor) -> Tensor:

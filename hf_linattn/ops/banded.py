@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from .bounded_memory import take
 from .exponential import LOWEST
+from .sink import softmax_beside
 from .source import Source
 
 BLOCK = 64  # queries per block, four times as many where they see so many keys each
@@ -71,6 +72,7 @@ def banded_attention(
     normalised: bool,
     lengths: Tensor | None = None,
     state: BandState | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Return the output [B, H, N, Dv] of rows that follow `state` (None: that begin).
 
@@ -79,6 +81,7 @@ def banded_attention(
         kernel: [H, 2 t + 1], taps w_-t ... w_t. reach: how far a query sees, to both sides or (causal) to the left.
         rounds: how often the scores are convolved. normalised: whether p is a softmax.
         lengths: [B], real tokens at the start of each row; None if all are. What comes out behind them means nothing.
+        sink: [H], beside which p is a softmax (`hf_linattn.ops.sink`).
 
     Time O(N W (D + Dv + rounds min(W, 128 + 2 t))) for W = reach + 1 keys (bidirectional: 2 reach + 1), memory O(N W).
     """
@@ -101,10 +104,12 @@ def banded_attention(
     step = max(1, AT_ONCE.get(query.device.type, AT_ONCE_ELSEWHERE) // (batch * heads * size * band.columns))
     spans = list(_spans(band, left, count, length, lengths is not None, step))
     taps, outputs = _Taps(kernel, band.width), []
+    beside = None if sink is None else sink.view(-1, 1, 1, 1, 1)
     for (first, last, masked), rows in zip(spans, query.split([b - a for a, b, _ in spans], dim=2), strict=True):
         keys, values = (_windows(source, band, first, last) for source in sources)
         scores = _to_band(rows @ keys.mT, band, heads // kv_heads)
-        weights = _weigh(scores, taps, _seen(band, first, last, rows) if masked else None, rounds, normalised)
+        seen = _seen(band, first, last, rows) if masked else None
+        weights = _weigh(scores, taps, seen, rounds, normalised, beside)
         outputs.append(_from_band(weights, band, heads // kv_heads) @ values)
     output = torch.cat(outputs, dim=2).unflatten(3, (-1, size)).permute(1, 0, 3, 2, 4, 5)
     return output.reshape(batch, heads, count * size, -1)[:, :, :length]
@@ -172,7 +177,9 @@ def _from_band(weights: Tensor, band: _Band, groups: int) -> Tensor:
     return lines.unflatten(-1, (band.size, -1)).unflatten(0, (-1, groups)).movedim(1, 3).flatten(3, 4)
 
 
-def _weigh(band: Tensor, taps: _Taps, seen: Tensor | None, rounds: int, normalised: bool) -> Tensor:
+def _weigh(
+    band: Tensor, taps: _Taps, seen: Tensor | None, rounds: int, normalised: bool, sink: Tensor | None
+) -> Tensor:
     """Return the weights [H, B, T, C, W] of a band of scores; `seen` is None where all of it is."""
     hidden = None if seen is None else ~seen
     for _ in range(rounds):
@@ -180,7 +187,7 @@ def _weigh(band: Tensor, taps: _Taps, seen: Tensor | None, rounds: int, normalis
         band = taps.convolve(band)
     if hidden is not None:
         band = band.masked_fill(hidden, LOWEST if normalised else 0.0)
-    return band.softmax(-1) if normalised else band
+    return softmax_beside(band, sink) if normalised else band
 
 
 class _Taps:

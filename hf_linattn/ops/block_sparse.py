@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from .exponential import LOWEST
 from .native.block_softmax import Keys, attend_blocks
 from .native.library import suits
+from .sink import attenuate, with_sink_key
 from .source import Source
 
 AT_ONCE = {"cpu": 1 << 21}  # elements of keys and masks for a few query blocks: 8 MiB in float32
@@ -99,6 +100,7 @@ def block_sparse_attention(
     causal: bool,
     lengths: Tensor | None = None,
     use_native: bool = False,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Return softmax attention over what `pattern` shows, for rows that start at position 0: [B, H, N, Dv].
 
@@ -106,6 +108,7 @@ def block_sparse_attention(
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv.
         lengths: [B], real tokens of each row; None if all are. A query without keys gets zero.
         use_native: whether `native` may do it where it can, which is where the pattern itself needs no gradients.
+        sink: [H], the score of one more key without value, which all queries see (`hf_linattn.ops.sink`).
     """
     length, count = query.shape[2], min(pattern.num_global, query.shape[2])
     parts = _make_parts(query, key, pattern, min(pattern.block_size, length), causal)
@@ -113,20 +116,20 @@ def block_sparse_attention(
     limits = [None if causal or (lengths is None and part.end <= length) else real for part in parts]
     trained = torch.is_grad_enabled() and _is_weighted(pattern, query)
     if use_native and not trained and suits(query, key, value):
-        output = _attend_native(query, key, value, pattern, parts, scaling, causal, limits)
+        output = _attend_native(query, key, value, pattern, parts, scaling, causal, limits, sink)
     else:
-        output = _attend_copies(query, key, value, pattern, parts, scaling, causal, limits)
+        output = _attend_copies(query, key, value, pattern, parts, scaling, causal, limits, sink)
     if causal or not count or not pattern.global_queries:
         return output
     bias = query.new_zeros(1, 1, 1, length)
     if lengths is not None:
         behind = torch.arange(length, device=query.device) >= lengths[:, None, None, None]
         bias = bias.masked_fill(behind, LOWEST)
-    top = biased_attention(query[:, :, :count], key, value, bias, scaling, lengths is not None)
+    top = biased_attention(query[:, :, :count], key, value, bias, scaling, lengths is not None, sink)
     return torch.cat([top, output[:, :, count:]], dim=2)
 
 
-def _attend_native(query, key, value, pattern, parts: list[_Part], scaling, causal, limits) -> Tensor:
+def _attend_native(query, key, value, pattern, parts: list[_Part], scaling, causal, limits, sink) -> Tensor:
     """Return the output [B, H, N, Dv] of all parts, each of whose queries finds its keys where they are."""
     plain, seen = pattern.whole_blocks and not _is_weighted(pattern, query), []
     for part, lengths in zip(parts, limits, strict=True):
@@ -136,11 +139,11 @@ def _attend_native(query, key, value, pattern, parts: list[_Part], scaling, caus
             bias = _make_bias(pattern, part._replace(window=None), causal, lengths, query)
         seen.append(Keys(part.first, part.table, bias, part.shared))
     grouped = query.unflatten(1, (key.shape[1], -1))
-    output, _ = attend_blocks(grouped, key, value, seen, block_size=parts[0].size, scaling=scaling, causal=causal)
-    return output.flatten(1, 2)
+    output, log = attend_blocks(grouped, key, value, seen, block_size=parts[0].size, scaling=scaling, causal=causal)
+    return attenuate(output.flatten(1, 2), log.flatten(1, 2), None if sink is None else sink[:, None])
 
 
-def _attend_copies(query, key, value, pattern, parts: list[_Part], scaling, causal, limits) -> Tensor:
+def _attend_copies(query, key, value, pattern, parts: list[_Part], scaling, causal, limits, sink) -> Tensor:
     """Return the output [B, H, N, Dv] of all parts, for whose queries the keys are brought together."""
     length, size = query.shape[2], parts[0].size
     missing = -length % size
@@ -150,7 +153,7 @@ def _attend_copies(query, key, value, pattern, parts: list[_Part], scaling, caus
     outputs = []
     queries = blocks[0].split([len(part.table) for part in parts], dim=2)
     for part, rows, lengths in zip(parts, queries, limits, strict=True):
-        outputs.append(_attend_blocks(rows, sources, pattern, part, scaling, causal, lengths))
+        outputs.append(_attend_blocks(rows, sources, pattern, part, scaling, causal, lengths, sink))
     return torch.cat(outputs, dim=2).flatten(2, 3)[:, :, :length]
 
 
@@ -224,7 +227,7 @@ def _make_table(pattern: Pattern, num_blocks: int, causal: bool, first: int = 0)
     return table.masked_fill(table == num_blocks, -1)
 
 
-def _attend_blocks(query: Tensor, sources: list[Source], pattern, part: _Part, scaling, causal, lengths) -> Tensor:
+def _attend_blocks(query, sources: list[Source], pattern, part: _Part, scaling, causal, lengths, sink) -> Tensor:
     """Return the output [B, H, T, C, Dv] of one part, each of its T blocks [B, H, T, C, D] a row of a larger batch."""
     batch, heads, chunks = query.shape[:3]
     bias = _make_bias(pattern, part, causal, lengths, query)
@@ -233,7 +236,7 @@ def _attend_blocks(query: Tensor, sources: list[Source], pattern, part: _Part, s
     bias = bias.flatten(0, 1) if bias.dim() == 5 else bias
     keys, values = (_bring(source, part, heads) for source in sources)
     queries = query.transpose(1, 2).flatten(0, 1)
-    output = biased_attention(queries, keys, values, bias, scaling, lengths is not None)
+    output = biased_attention(queries, keys, values, bias, scaling, lengths is not None, sink)
     return output.unflatten(0, (batch, chunks)).transpose(1, 2)
 
 
@@ -300,6 +303,7 @@ def continued_attention(
     *,
     scaling: float,
     lengths: Tensor | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, KeptKeys]:
     """Return causal output and state for rows that go on after `state`, a block at a time; arguments as above."""
     outputs = []
@@ -314,7 +318,7 @@ def continued_attention(
         allowed = allowed & (columns >= 0) & (columns <= rows)
         bias = torch.where(allowed, query.new_zeros(()), query.new_full((), LOWEST))
         bias = _add(bias, pattern.log_weight(rows, columns))
-        outputs.append(biased_attention(query[:, :, span], seen.key, seen.value, bias, scaling, empty_rows=True))
+        outputs.append(biased_attention(query[:, :, span], seen.key, seen.value, bias, scaling, True, sink))
         state = _forget(seen, pattern)
     return torch.cat(outputs, dim=2), state
 
@@ -330,14 +334,20 @@ def keep_keys(key: Tensor, value: Tensor, pattern: Pattern, lengths: Tensor | No
 
 
 def biased_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float, empty_rows: bool
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float, empty_rows: bool,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Return softmax attention with scores + bias [B or 1, H or 1, Nq or 1, Nk], which is `LOWEST` for hidden pairs.
 
     A row without any other is zero; `empty_rows=False` promises that there is none.
     """
+    width = value.shape[3]
+    if sink is not None:
+        query, key, value = with_sink_key(query, key, value, sink, scaling)
+        bias, empty_rows = F.pad(bias, (1, 0)), False
     whole = bias.expand(-1, -1, query.shape[2], -1)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=whole, scale=scaling, enable_gqa=True)
+    output = output if sink is None else output[..., :width]
     return output.masked_fill(bias.amax(-1, keepdim=True) <= LOWEST / 2, 0.0) if empty_rows else output
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 
 from .exponential import LOWEST
 from .native import bounded_memory as native
+from .sink import softmax_beside
 from .summaries import Summary, find_runs, open_segments, pool, segment_size
 
 QUERIES = {"cpu": 1024}  # at a time: large enough for the products, small enough for the cache
@@ -62,6 +64,7 @@ def bounded_memory_attention(
     use_native: bool = False,
     training: bool = False,
     keep_state: bool = True,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, MemoryState | None]:
     """Return the causal attention output and the state after the last token.
 
@@ -73,19 +76,20 @@ def bounded_memory_attention(
         use_native: whether `native` may do it where it can, which is for rows that begin.
         training: whether the same bits must come with and without gradients.
         keep_state: whether rows that begin need a state; None else.
+        sink: [H], the score of one more key without value (`hf_linattn.ops.sink`).
 
     Returns:
         output [B, H, N, Dv], the state. Time O(N (k + C) (D + Dv)).
     """
     if state is not None:
-        return _continue(query, key, value, writer, num_slots, block_size, scaling, lengths, state)
+        return _continue(query, key, value, writer, num_slots, block_size, scaling, lengths, state, sink)
     tokens = Summary(key, value, *writer(key))
     inference = not training and not torch.is_grad_enabled()
     use_native = use_native and native.can_attend((query, key, value), num_slots, block_size, inference)
     if use_native:
-        output = native.whole_rows(query, tokens, num_slots, block_size, scaling)
+        output = native.whole_rows(query, tokens, num_slots, block_size, scaling, sink)
     else:
-        output = _whole_rows(query, tokens, num_slots, block_size, scaling)
+        output = _whole_rows(query, tokens, num_slots, block_size, scaling, sink)
     return output, _state_after(tokens, lengths, num_slots, block_size, use_native) if keep_state else None
 
 
@@ -95,6 +99,7 @@ class _Run(NamedTuple):
     slots: the segments of u tokens that are completed before the last block, with keys [R, D, S] that are scaled.
     partial: key and value [R, M, .] of the segment that is open before each block; None if there is none, as blocks
     are as long as segments or longer. own: [G C, C], what is added to a block's scores for its own keys.
+    sink: [R, 1, G C, 1], its score; None if there is none.
     """
 
     first: int
@@ -102,9 +107,12 @@ class _Run(NamedTuple):
     slots: Summary
     partial: tuple[Tensor, Tensor] | None
     own: Tensor
+    sink: Tensor | None
 
 
-def _whole_rows(query: Tensor, tokens: Summary, num_slots: int, block_size: int, scaling: float) -> Tensor:
+def _whole_rows(
+    query: Tensor, tokens: Summary, num_slots: int, block_size: int, scaling: float, sink: Tensor | None
+) -> Tensor:
     """Attention of rows that begin: all blocks whose slots have one size at a time, in pieces that fit the cache."""
     batch, heads, length, _ = query.shape
     kv_heads = tokens.key.shape[1]
@@ -123,12 +131,16 @@ def _whole_rows(query: Tensor, tokens: Summary, num_slots: int, block_size: int,
     step = max(queries // query.shape[2], 1)
     runs = list(find_runs(count, size, num_slots))
     outputs: list[Tensor] = []
+    if sink is not None:
+        sink = sink.view(kv_heads, 1, -1, 1).repeat_interleave(size, dim=2).repeat(batch, 1, 1, 1)
+    beside: Any = repeat(None) if sink is None else sink.split(together)
     # split and not sliced, so that the gradients of all parts are put together once
-    for summary, *rows in zip(tokens.split(together), *(x.split(together) for x in (query, key, value)), strict=True):
+    of_rows = zip(tokens.split(together), *(x.split(together) for x in (query, key, value)), strict=True)
+    for (summary, *rows), score in zip(of_rows, beside, strict=False):
         parts = []
         of_runs = (x.split([last - first for first, last, _ in runs], 1) for x in rows)
         for (first, last, unit), *blocks in zip(runs, *of_runs, strict=True):
-            run = _run(summary, first, last, unit, size, query.shape[2], scaling)
+            run = _run(summary, first, last, unit, size, query.shape[2], scaling, score)
             for number, (q, k, v) in enumerate(zip(*(x.split(step, 1) for x in blocks), strict=True)):
                 parts.append(_read_blocks(q, k, v, run, first + number * step, scaling))
         outputs += parts if together == 1 else [torch.cat(parts, dim=1)]
@@ -136,7 +148,9 @@ def _whole_rows(query: Tensor, tokens: Summary, num_slots: int, block_size: int,
     return joined.transpose(2, 3).reshape(batch, heads, count * size, -1)[:, :, :length]
 
 
-def _run(tokens: Summary, first: int, last: int, unit: int, size: int, queries: int, scaling: float) -> _Run:
+def _run(
+    tokens: Summary, first: int, last: int, unit: int, size: int, queries: int, scaling: float, sink: Tensor | None
+) -> _Run:
     """Sum up what the blocks `first` to `last` - 1 see of the past."""
     full = (last - 1) * size // unit  # segments that the last block sees completed
     slots = pool(tokens.map(lambda x: x[:, : full * unit]), unit)
@@ -144,7 +158,8 @@ def _run(tokens: Summary, first: int, last: int, unit: int, size: int, queries: 
     partial = open_segments(tokens, first, last, unit // size, size) if unit > size else None
     # what a completed segment gains by its u tokens is taken from all others instead: they are fewer
     own = torch.full((size, size), LOWEST, dtype=tokens.key.dtype, device=tokens.key.device).triu(1) - math.log(unit)
-    return _Run(first, unit, slots, partial, own.repeat(queries // size, 1))
+    sink = None if sink is None else sink - math.log(unit)
+    return _Run(first, unit, slots, partial, own.repeat(queries // size, 1), sink)
 
 
 def _read_blocks(
@@ -166,7 +181,7 @@ def _read_blocks(
     own = run.own.expand(len(query) * count, -1, -1)
     mine = torch.baddbmm(own, query.flatten(0, 1), key.flatten(0, 1).transpose(-1, -2), alpha=scaling)
     scores.append(mine.unflatten(0, (-1, count)))
-    weights = torch.cat(scores, dim=-1).softmax(-1)
+    weights = softmax_beside(torch.cat(scores, dim=-1), run.sink)
     output = (weights[..., :seen].flatten(1, 2) @ run.slots.value[:, :seen]).unflatten(1, shape)
     output = output + weights[..., -size:] @ value
     if run.partial is not None:
@@ -224,7 +239,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
-def _continue(query, key, value, writer, num_slots, block_size, scaling, lengths, state):
+def _continue(query, key, value, writer, num_slots, block_size, scaling, lengths, state, sink):
     """Read on from a state, block by block: every row stands at a place of its own in its block."""
     batch, _, length, _ = query.shape
     device = query.device
@@ -248,7 +263,7 @@ def _continue(query, key, value, writer, num_slots, block_size, scaling, lengths
         at = (span.start - opened).clamp(min=0)[:, None] + torch.arange(width, device=device)
         rows = take(query, at.clamp(max=length - 1))
         within = at + opened[:, None] - span.start
-        outputs.append(_read_state(rows, within, slots, block, done, num_slots))
+        outputs.append(_read_state(rows, within, slots, block, done, num_slots, sink))
         complete = end >= span.stop
         if bool(complete.any()):
             slots = _write(slots, block, done, complete, num_slots)
@@ -261,7 +276,9 @@ def _continue(query, key, value, writer, num_slots, block_size, scaling, lengths
     return output, MemoryState(*slots, key, value, state.length + lengths)
 
 
-def _read_state(query: Tensor, within: Tensor, slots: Summary, block: Summary, done: Tensor, num_slots: int) -> Tensor:
+def _read_state(
+    query: Tensor, within: Tensor, slots: Summary, block: Summary, done: Tensor, num_slots: int, sink: Tensor | None
+) -> Tensor:
     """Attention of query [B, H, W, D] at the positions `within` [B, W] its block, `done` [B] tokens before it."""
     batch, heads, width, _ = query.shape
     rows = query.reshape(batch, slots.key.shape[1], -1, query.shape[3])
@@ -273,7 +290,9 @@ def _read_state(query: Tensor, within: Tensor, slots: Summary, block: Summary, d
     future = torch.arange(size, device=query.device) > within.repeat(1, rows.shape[2] // width)[:, None, :, None]
     past = rows @ slots.key.transpose(-1, -2) + weight[:, None, None]
     own = (rows @ block.key.transpose(-1, -2)).masked_fill(future, LOWEST)
-    weights = torch.cat([past, own], dim=-1).softmax(-1)
+    if sink is not None:
+        sink = sink.view(slots.key.shape[1], -1, 1).repeat_interleave(width, dim=1)
+    weights = softmax_beside(torch.cat([past, own], dim=-1), sink)
     output = weights[..., :num_slots] @ slots.value + weights[..., num_slots:] @ block.value
     return output.reshape(batch, heads, width, -1)
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .softmax import masked_attention
+
 BLOCK = 64  # queries whose keys are fetched together, at least
 
 
@@ -31,12 +33,19 @@ def window_centre(position: Tensor, length: Tensor, keys_per_query: float) -> Te
 
 
 def moving_window_attention(
-    query: Tensor, state: EncoderTokens, *, window_size: int, keys_per_query: float, scaling: float
+    query: Tensor,
+    state: EncoderTokens,
+    *,
+    window_size: int,
+    keys_per_query: float,
+    scaling: float,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, EncoderTokens]:
     """Return softmax attention to the keys less than `window_size` from each query's centre, and the state after it.
 
     Args:
         query: [B, H, Nq, D], the queries from `state.position` on; their centres are those of `window_centre`.
+        sink: [H], see `hf_linattn.ops.sink`.
 
     Returns:
         [B, H, Nq, Dv], zero in rows without tokens. Time O(Nq (window_size + keys_per_query) (D + Dv)).
@@ -54,12 +63,9 @@ def moving_window_attention(
     key, value = (_take(x, place) for x in (state.key, state.value))
     seen = ((centre[..., None] - place[:, :, None]).abs() < window_size) & (place < length)[:, :, None]
     seen = seen.flatten(0, 1)[:, None]
-    some = seen.any(-1, keepdim=True)  # kernels differ on rows without a key: let those see all, then zero them
     query = F.pad(query, (0, 0, 0, blocks * size - count)).unflatten(2, (blocks, size)).transpose(1, 2).flatten(0, 1)
-    output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen | ~some, scale=scaling, enable_gqa=True
-    )
-    output = (output * some).unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :count]
+    output = masked_attention(query, key, value, seen, scaling, sink=sink)
+    output = output.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :count]
     return output, state._replace(position=state.position + count)
 
 

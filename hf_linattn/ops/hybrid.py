@@ -35,7 +35,8 @@ class HybridWeights(NamedTuple):
 
     log_mix: [H], g above. decay_rate: [Hkv], r above; None is no decay. query_map sees [B, Hkv, G, N, D] and key_map
     [B, Hkv, N, D]; their log scales count. window_log [H]: the exact weights of a query are divided by their largest
-    and multiplied by exp(window_log); None leaves them as they are.
+    and multiplied by exp(window_log); None leaves them as they are. sink: [H], the score of one more exact
+    weight, of no value (`hf_linattn.ops.sink`).
     """
 
     window_size: int
@@ -46,6 +47,7 @@ class HybridWeights(NamedTuple):
     log_mix: Tensor
     decay_rate: Tensor | None = None
     window_log: Tensor | None = None
+    sink: Tensor | None = None
 
     @property
     def reach(self) -> int:
@@ -250,13 +252,16 @@ def _near(
     if first - left < weights.num_sinks or not whole:
         scores.masked_fill_(_hidden_at_ends(rows, weights.num_sinks, first, (chunks, size), sides, causal), LOWEST)
     top = scores.detach().amax(-1).clamp(min=LOWEST / 2)
+    beside = None if weights.sink is None else (weights.sink / LN_2).view(top.shape[1], 1, -1, 1)
+    top = top if beside is None else torch.maximum(top, beside.detach())
     shares = scores.sub_(top[..., None]).exp2_()
     total = shares.flatten(3, 4) @ seen(rows.value, rows.sink_value, rows.ring_value)
     if weights.window_log is None:
         log = top * LN_2
     else:
         log = weights.window_log.view(top.shape[1], 1, -1, 1).expand(top.shape)
-    return _Sums(total.unflatten(3, (-1, size)), shares.sum(-1), log)
+    weight = shares.sum(-1) if beside is None else shares.sum(-1) + (beside - top).exp2()
+    return _Sums(total.unflatten(3, (-1, size)), weight, log)
 
 
 def _hidden_at_ends(rows: _Rows, sinks: int, first: int, chunks: tuple[int, int], sides, causal: bool) -> Tensor:

@@ -25,6 +25,7 @@ from .bounded_memory import take
 from .causal_linear import FeatureMap
 from .chunk_sums import LEAST_WEIGHT, LinearState, chunks_at_once, with_ones
 from .exponential import LOWEST, dense, fast_exp
+from .sink import softmax_beside
 
 
 class MixedWeights(NamedTuple):
@@ -33,7 +34,7 @@ class MixedWeights(NamedTuple):
     block_size: C. scaling: s above. query_map sees [B, Hkv, G, N, D] and key_map [B, Hkv, N, D]; their log scales
     count. log_mix: [H], g above. decay_rate: [Hkv], r above; None is no decay. bias: [H]; inside a block it is then
     w_ij = relu(s q_i . k_j / 2 + bias)^2, and the denominator is at least the number of keys that i sees; None: as
-    above.
+    above. sink: [H], the score of one more key without value (`hf_linattn.ops.sink`), not with a bias.
     """
 
     block_size: int
@@ -43,6 +44,7 @@ class MixedWeights(NamedTuple):
     log_mix: Tensor
     decay_rate: Tensor | None = None
     bias: Tensor | None = None
+    sink: Tensor | None = None
 
 
 class MixedState(NamedTuple):
@@ -253,17 +255,18 @@ def _attend(part: _Rows, far: list[_Far], hidden: Tensor, weights: MixedWeights,
     scores = (query.flatten(3, 4) @ key.mT).unflatten(3, query.shape[3:5]) * weights.scaling
     scores = scores.masked_fill(hidden, LOWEST)
     if weights.bias is None:
-        output = _softmax(scores, value, far)
+        sink = None if weights.sink is None else weights.sink.view(key.shape[1], 1, -1, 1, 1)
+        output = _softmax(scores, value, far, sink)
     else:
         bias = weights.bias.view(key.shape[1], 1, -1, 1, 1)
         output = _squares(scores / 2 + bias, value, far, part.seen.unflatten(1, (key.shape[2], -1)))
     return output.transpose(2, 3).flatten(3, 4)
 
 
-def _softmax(scores: Tensor, value: Tensor, far: list[_Far]) -> Tensor:
-    """Return one softmax [B, Hkv, T, G, W, Dv] over the scores [..., W, C] and those of the other blocks."""
+def _softmax(scores: Tensor, value: Tensor, far: list[_Far], sink: Tensor | None) -> Tensor:
+    """Return one softmax [B, Hkv, T, G, W, Dv] over the scores [..., W, C], those of the other blocks and the sink."""
     own = scores.shape[-1]
-    shares = torch.cat([scores, *(x.log_weight[..., None] for x in far)], dim=-1).softmax(-1)
+    shares = softmax_beside(torch.cat([scores, *(x.log_weight[..., None] for x in far)], dim=-1), sink)
     output = (shares[..., :own].flatten(3, 4) @ value).unflatten(3, scores.shape[3:5])
     for number, (mean, _) in enumerate(far):
         output = torch.addcmul(output, shares[..., own + number, None], mean)

@@ -40,21 +40,34 @@ def positions(allowed: Tensor) -> Tensor:
     return allowed.long().cumsum(-1).diagonal(dim1=-2, dim2=-1) - 1
 
 
-def normalise(weights: Tensor) -> Tensor:
-    """Divide non-negative weights [..., Nk] by their sum; a row without weight stays zero."""
-    total = weights.sum(-1, keepdim=True)
+def normalise(weights: Tensor, beside: Tensor | float = 0.0) -> Tensor:
+    """Divide non-negative weights [..., Nk] by their sum and what stands `beside` them; without any they stay zero."""
+    total = weights.sum(-1, keepdim=True) + beside
     return weights / torch.where(total == 0, 1.0, total)
 
 
 def softmax_matrix(
-    query: Tensor, key: Tensor, scaling: float, allowed: Tensor, log_weight: Tensor | None = None
+    query: Tensor, key: Tensor, scaling: float, allowed: Tensor, log_weight: Tensor | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """Return softmax_j(scaling q_i . k_j + log_weight_ij) over the allowed keys [B, H, Nq, Nk]; an empty row is 0."""
+    """Return softmax_j(scaling q_i . k_j + log_weight_ij) over the allowed keys [B, H, Nq, Nk]; an empty row is 0.
+
+    With `sink` [H] the sum of exponentials that it is divided by has exp(sink_h), too.
+    """
     scores = torch.einsum("bhid,bhjd->bhij", query, repeat_heads(key, query)) * scaling
     scores = scores if log_weight is None else scores + log_weight
-    scores = scores.masked_fill(~allowed, float("-inf"))
-    top = scores.amax(-1, keepdim=True)
-    return normalise(torch.exp(scores - torch.where(top.isinf(), 0.0, top)))
+    return softmax(scores.masked_fill(~allowed, float("-inf")), sink)
+
+
+def softmax(scores: Tensor, sink: Tensor | None = None) -> Tensor:
+    """Return softmax over scores [B, H, Nq, Nk], -inf where there is no key, and beside them sink [H]."""
+    top = scores.detach().amax(-1, keepdim=True)
+    top = torch.where(top.isinf(), 0.0, top)
+    if sink is None:
+        return normalise(torch.exp(scores - top))
+    beside = sink[:, None, None]
+    top = torch.maximum(top, beside.detach())
+    return normalise(torch.exp(scores - top), torch.exp(beside - top))
 
 
 def kernel_matrix(

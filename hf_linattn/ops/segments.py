@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .exponential import LOWEST
+from .sink import softmax_beside
 
 QUERIES = 8192  # of all heads at a time: large enough for the products, small enough for the cache
 
@@ -46,13 +49,15 @@ def segment_sums(
 
 
 def slot_attention(
-    query: Tensor, slot_key: Tensor, slot_value: Tensor, counts: Tensor | None, scaling: float
+    query: Tensor, slot_key: Tensor, slot_value: Tensor, counts: Tensor | None, scaling: float,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Return softmax_s(scaling q . slot_key_s + log counts_s) slot_value_s, a slot that counts nothing left out.
 
     Args:
         query: [B, H, N, D]. slot_key: [B, Hkv, k, D]. slot_value: [B, Hkv, k, Dv]; H is a multiple of Hkv.
-        counts: [B or 1, k], tokens for which each slot stands; None if all stand for as many.
+        counts: [B or 1, k], tokens for which each slot stands; None if all stand for as many (beside a sink: for one).
+        sink: [H], the score of one more slot without value (`hf_linattn.ops.sink`).
     """
     batch, heads, length, _ = query.shape
     bias = None
@@ -62,9 +67,12 @@ def slot_attention(
     rows = query.reshape(batch, slot_key.shape[1], -1, query.shape[3])
     keys = slot_key.transpose(-1, -2) * scaling
     step = max(QUERIES // (batch * slot_key.shape[1]), 64)
+    beside: Any = repeat(None)
+    if sink is not None:
+        beside = sink.view(slot_key.shape[1], -1, 1, 1).expand(-1, -1, length, -1).flatten(1, 2).split(step, dim=1)
     parts = []
-    for part in rows.split(step, dim=2):
+    for part, score in zip(rows.split(step, dim=2), beside, strict=False):
         scores = part @ keys
-        parts.append((scores if bias is None else scores + bias).softmax(-1) @ slot_value)
+        parts.append(softmax_beside(scores if bias is None else scores + bias, score) @ slot_value)
     output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return output.reshape(batch, heads, length, -1)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .naive import allowed_pairs
+from .sink import softmax_beside, with_sink_key
 
 BLOCK = 1024  # queries for which a mask is held at a time
 
@@ -23,6 +24,7 @@ def softmax_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(scaling q k^T) v over the allowed keys, by PyTorch's scaled_dot_product_attention.
 
@@ -36,6 +38,7 @@ def softmax_attention(
             bidirectional).
         softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
         dropout: probability of dropping an attention weight.
+        sink: [H], the score of one more key without value (`hf_linattn.ops.sink`), which no mask hides.
 
     Returns:
         [B, H, Nq, Dv] in the dtype of `value`.
@@ -44,9 +47,7 @@ def softmax_attention(
     window = sliding_window if sliding_window is not None and sliding_window < num_keys else None
     plain = key_padding_mask is None and sequence_ids is None and window is None
     if plain and softcap is None and (not causal or num_queries in (1, num_keys)):
-        return F.scaled_dot_product_attention(
-            query, key, value, scale=scaling, dropout_p=dropout, is_causal=causal and num_queries > 1, enable_gqa=True
-        )
+        return _unmasked(query, key, value, causal and num_queries > 1, scaling, dropout, sink)
     outputs = []
     for start in range(0, num_queries, BLOCK):
         rows = query[:, :, start : start + BLOCK]
@@ -56,7 +57,7 @@ def softmax_attention(
         )
         if window is not None:
             allowed = allowed & in_window(rows.shape[2], num_keys, window, first, query.device)
-        outputs.append(_masked(rows, key, value, allowed, scaling, softcap, dropout))
+        outputs.append(masked_attention(rows, key, value, allowed, scaling, softcap, dropout, sink))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
@@ -66,11 +67,34 @@ def in_window(num_queries: int, num_keys: int, window: int, first: int, device: 
     return distance.abs() < window
 
 
-def _masked(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float, softcap: float | None, dropout: float
+def _unmasked(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scaling: float, dropout: float, sink: Tensor | None
 ) -> Tensor:
+    width = value.shape[3]
+    if sink is not None:
+        query, key, value = with_sink_key(query, key, value, sink, scaling)
+        query = F.pad(query, (0, 0, 1, 0)) if causal else query  # the first query stands beside the sink
+    output = F.scaled_dot_product_attention(
+        query, key, value, scale=scaling, dropout_p=dropout, is_causal=causal, enable_gqa=True
+    )
+    return output if sink is None else output[:, :, int(causal) :, :width]
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float, softcap: float | None = None,
+    dropout: float = 0.0, sink: Tensor | None = None,
+) -> Tensor:
+    """Return `softmax_attention` over the allowed pairs [B or 1, 1, Nq, Nk]; rows without one are zero."""
     if softcap is not None:
-        return _softcapped(query, key, value, allowed, scaling, softcap, dropout)
+        return _softcapped(query, key, value, allowed, scaling, softcap, dropout, sink)
+    if sink is not None:
+        width = value.shape[3]
+        query, key, value = with_sink_key(query, key, value, sink, scaling)
+        allowed = F.pad(allowed, (1, 0), value=True)
+        output = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=allowed, scale=scaling, dropout_p=dropout, enable_gqa=True
+        )
+        return output[..., :width]
     some = allowed.any(-1, keepdim=True)  # the kernels differ on rows without a key: let those see all, then zero them
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask=allowed | ~some, scale=scaling, dropout_p=dropout, enable_gqa=True
@@ -79,12 +103,14 @@ def _masked(
 
 
 def _softcapped(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float, softcap: float, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float, softcap: float, dropout: float,
+    sink: Tensor | None,
 ) -> Tensor:
     """Exact attention with capped scores, which the fused kernels do not offer."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * scaling / softcap)
     scores = scores.float().masked_fill(~allowed, torch.finfo(torch.float32).min)
-    weights = F.dropout(torch.softmax(scores, dim=-1) * allowed, dropout)
+    beside = None if sink is None else sink.to(scores.dtype)[:, None, None]
+    weights = F.dropout(softmax_beside(scores, beside) * allowed, dropout)
     return weights.to(value.dtype) @ value

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from .chunk_sums import with_ones
 from .exponential import LOWEST
+from .sink import softmax_beside
 
 QUERIES = {"cpu": 2048}  # at a time: large enough for the products, small enough for the cache
 MANY_QUERIES = 65536  # on other devices
@@ -63,13 +64,13 @@ class _Rows(NamedTuple):
 
 def code_attention(
     query: Tensor, key: Tensor, value: Tensor, codebook: Tensor, *, block_size: int, scaling: float,
-    lengths: Tensor | None = None,
+    lengths: Tensor | None = None, sink: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the bidirectional attention output [B, H, N, Dv]; arguments as in `causal_code_attention`."""
     length, end = key.shape[2], _ends(key, lengths)
     size = min(block_size, length)
     rows = _make_rows(query, key, value, codebook, size, end, coded=length > 2 * size)
-    return _attend(rows, codebook, scaling, None, causal=False)[:, :, :length]
+    return _attend(rows, codebook, scaling, None, sink, causal=False)[:, :, :length]
 
 
 def causal_code_attention(
@@ -83,6 +84,7 @@ def causal_code_attention(
     lengths: Tensor | None = None,
     state: CodeState | None = None,
     keep_state: bool = True,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, CodeState | None]:
     """Return the causal attention output and the state after the last real token.
 
@@ -92,6 +94,7 @@ def causal_code_attention(
         scaling: s, what q . k is multiplied by.
         lengths: [B], real tokens at the start of each row; None if all are. Outputs behind them mean nothing.
         state: what was read before. keep_state: whether rows that begin need a state; None else.
+        sink: [H], the score of one more key without value (`hf_linattn.ops.sink`).
 
     Returns:
         output [B, H, N, Dv]; the state. Time O(N (S + C) (D + Dv)).
@@ -100,10 +103,10 @@ def causal_code_attention(
     if state is None:
         size = min(block_size, length)
         rows = _make_rows(query, key, value, codebook, size, end, coded=length >= 2 * block_size)
-        output = _attend(rows, codebook, scaling, None, causal=True)[:, :, :length]
+        output = _attend(rows, codebook, scaling, None, sink, causal=True)[:, :, :length]
         return output, _state_after(rows, codebook.shape[1], block_size, None) if keep_state else None
     if length == 1 and lengths is None:
-        return _step(query, key, value, codebook, scaling, state)
+        return _step(query, key, value, codebook, scaling, state, sink)
     # rows that begin with what the state holds, so that all blocks lie alike
     held = _held(state)[:, None]
     steps = torch.arange(2 * block_size - 1 + length, device=key.device)
@@ -111,7 +114,7 @@ def causal_code_attention(
     key, value = (_take(torch.cat(pair, 2), index) for pair in ((state.key, key), (state.value, value)))
     query = _take(query, (steps - held).clamp(0, length - 1))
     rows = _make_rows(query, key, value, codebook, block_size, held[:, 0] + end, coded=True)
-    output = _attend(rows, codebook, scaling, _joined(state), causal=True)
+    output = _attend(rows, codebook, scaling, _joined(state), sink, causal=True)
     output = _take(output, held + torch.arange(length, device=key.device))
     return output, _state_after(rows, codebook.shape[1], block_size, state)
 
@@ -238,7 +241,9 @@ def _make_rows(query, key, value, codebook: Tensor, size: int, end: Tensor, code
     return _Rows(query, key, value, code, end)
 
 
-def _attend(rows: _Rows, codebook: Tensor, scaling: float, carried: Tensor | None, causal: bool) -> Tensor:
+def _attend(
+    rows: _Rows, codebook: Tensor, scaling: float, carried: Tensor | None, sink: Tensor | None, causal: bool
+) -> Tensor:
     """Return the output [B, H, M C, Dv]; `carried`: sums and counts of what stands before the rows."""
     batch, kv_heads, count, size, _ = rows.key.shape
     codes, num_codes = codebook * scaling, codebook.shape[1]  # a copy: the codebook may change before a backward pass
@@ -247,6 +252,7 @@ def _attend(rows: _Rows, codebook: Tensor, scaling: float, carried: Tensor | Non
     step = max(queries // (batch * kv_heads * rows.query.shape[3]), 1)
     far = carried is not None or count > 2
     tables = _far_tables(rows, num_codes, step, carried, causal) if far else iter(())
+    sink = None if sink is None else sink.view(kv_heads, 1, -1, 1).repeat_interleave(size, dim=2)
     # split and not sliced, so that the gradients of all parts are put together once
     near = (_shifted(x, -offset).split(step, 2) for x in (rows.key, rows.value) for offset in beside)
     outputs = []
@@ -255,11 +261,11 @@ def _attend(rows: _Rows, codebook: Tensor, scaling: float, carried: Tensor | Non
         hidden = _hidden(rows, number * step, query.shape[2], beside, causal)
         scores = (query @ key.mT * scaling).unflatten(3, (-1, size)).masked_fill(hidden, LOWEST).flatten(3, 4)
         if not far:
-            outputs.append(scores.softmax(-1) @ value)
+            outputs.append(softmax_beside(scores, sink) @ value)
             continue
         means, counts = _parted(next(tables))
         of_codes = (query.flatten(2, 3) @ codes.mT).view(*query.shape[:-1], -1) + _log(counts)[:, :, :, None]
-        weights = torch.cat([of_codes, scores], -1).softmax(-1).split([num_codes, scores.shape[-1]], -1)
+        weights = softmax_beside(torch.cat([of_codes, scores], -1), sink).split([num_codes, scores.shape[-1]], -1)
         outputs.append(weights[0] @ means + weights[1] @ value)
     output = torch.cat(outputs, 2).unflatten(3, (-1, size))  # [B, Hkv, M, G, C, Dv]
     return output.transpose(2, 3).flatten(3, 4).flatten(1, 2)
@@ -322,7 +328,7 @@ def _state_after(rows: _Rows, num_codes: int, size: int, state: CodeState | None
 
 
 def _step(
-    query: Tensor, key: Tensor, value: Tensor, codebook: Tensor, scaling: float, state: CodeState
+    query: Tensor, key: Tensor, value: Tensor, codebook: Tensor, scaling: float, state: CodeState, sink: Tensor | None
 ) -> tuple[Tensor, CodeState]:
     """Read one token more: `causal_code_attention` where N = 1."""
     num_codes, size = codebook.shape[1], state.key.shape[2] // 2
@@ -334,7 +340,8 @@ def _step(
     rows = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [B, Hkv, G, D]
     hidden = torch.arange(2 * size, device=key.device) > place
     of_codes = rows @ (codebook * scaling).mT + _log(state.counts)[:, :, None]
-    weights = torch.cat([of_codes, (rows @ key.mT * scaling).masked_fill(hidden, LOWEST)], -1).softmax(-1)
+    scores = torch.cat([of_codes, (rows @ key.mT * scaling).masked_fill(hidden, LOWEST)], -1)
+    weights = softmax_beside(scores, None if sink is None else sink.view(*rows.shape[1:3], 1))
     output = weights[..., :num_codes] @ state.means + weights[..., num_codes:] @ value
     state = state._replace(key=key, value=value, length=state.length + 1)
     leaves = held + 1 == 2 * size  # as the next query is in a new block

@@ -237,12 +237,12 @@ def check_save_and_undo(case: Case) -> None:
 
 @invariant("8 exactness limit")
 def check_exactness_limit(case: Case) -> None:
-    """At its stated limit the mechanism is softmax attention; where it only converges, the error falls as stated."""
+    """At its stated limit it is softmax attention, beside its sink if it has one; else its error falls as stated."""
     length = 37
     query, key, value = case.heads(length, size=0.3)  # small logits: the regime in which errors fall as stated
-    allowed = naive.allowed_pairs(query.shape[2], length, case.causal)
-    want = naive.attend(naive.softmax_matrix(query, key, case.make().layer.scaling, allowed), value)
-    limit = case.make().limit
+    allowed, made = naive.allowed_pairs(query.shape[2], length, case.causal), case.make()
+    matrix = naive.softmax_matrix(query, key, made.layer.scaling, allowed, sink=made.log_sink(query))
+    want, limit = naive.attend(matrix, value), made.limit
     if limit.equal is not None:
         got, _ = case.make(torch.float32, **limit.equal(length))(query.float(), key.float(), value.float())
         expect_close(got, want, "output at the exactness limit", 1e-5)

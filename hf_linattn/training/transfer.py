@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hf_linattn import get_mechanisms
@@ -202,6 +203,11 @@ def attention_divergence(mechanism: Mechanism, call: AttentionCall, block_size: 
     return total / (count * call.query.shape[1])
 
 
+def _with_column(scores: Tensor, sink: Tensor) -> Tensor:
+    """Return scores [B, H, C, N + 1] with a sink [H] behind them."""
+    return torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+
+
 def _divergence(mechanism: Mechanism, exact: Mapping[str, Any], pairs: Pairs) -> Tensor:
     """Sum the divergences of some queries."""
     lowest, allowed = torch.finfo(pairs.query.dtype).min, pairs.allowed
@@ -211,6 +217,12 @@ def _divergence(mechanism: Mechanism, exact: Mapping[str, Any], pairs: Pairs) ->
     visible = allowed
     if (window := exact["sliding_window"]) is not None:
         visible = allowed & in_window(allowed.shape[2], allowed.shape[3], window, pairs.first, allowed.device)
-    wanted = wanted.masked_fill(~visible, lowest).log_softmax(-1)
-    got = mechanism.scores(pairs).masked_fill(~allowed, lowest).log_softmax(-1)
+    got, wanted = mechanism.scores(pairs).masked_fill(~allowed, lowest), wanted.masked_fill(~visible, lowest)
+    sink, target = mechanism.log_sink(wanted, exact["sink"]), exact["sink"]
+    if sink is not None:  # one more key; where the mechanism has none, keys are compared among themselves
+        sink = sink.clamp(min=lowest)
+        target = torch.full_like(sink, lowest) if target is None else target.to(sink).where(sink > lowest, lowest)
+        got, wanted = (_with_column(x, score) for x, score in ((got, sink), (wanted, target)))
+        visible = F.pad(visible, (0, 1), value=True)
+    wanted, got = wanted.log_softmax(-1), got.log_softmax(-1)
     return (wanted.exp() * (wanted - got).masked_fill(~(visible & pairs.real), 0.0)).sum()

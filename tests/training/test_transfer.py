@@ -50,7 +50,8 @@ def make_call(case: Case, **exact: Any) -> AttentionCall:
     mask[0, :2] = False
     ids = torch.zeros(2, LENGTH, dtype=torch.long)
     ids[0, 20:], ids[1, 9:] = 1, 1
-    return AttentionCall(query, key, value, mask, ids, {"sliding_window": None, "softcap": None, **exact})
+    own = {"sliding_window": None, "softcap": None, "sink": None, **exact}
+    return AttentionCall(query, key, value, mask, ids, own)
 
 
 @each_architecture

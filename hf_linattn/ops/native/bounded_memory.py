@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..exponential import LOWEST
+from ..sink import attenuate
 from ..source import Source
 from ..summaries import Summary, find_runs, open_segments, pool, segment_size
 from .block_softmax import Keys, attend_blocks, continue_blocks
@@ -25,8 +26,10 @@ def can_attend(heads: tuple[Tensor, ...], num_slots: int, block_size: int, infer
     return suits(*heads) and (inference or unit <= block_size)
 
 
-def whole_rows(query: Tensor, tokens: Summary, num_slots: int, block_size: int, scaling: float) -> Tensor:
-    """Return the output [B, H, N, Dv] for queries [B, H, N, D]."""
+def whole_rows(
+    query: Tensor, tokens: Summary, num_slots: int, block_size: int, scaling: float, sink: Tensor | None
+) -> Tensor:
+    """Return the output [B, H, N, Dv] for queries [B, H, N, D], beside the sink [H] if there is one."""
     query = query.unflatten(1, (tokens.key.shape[1], -1))
     sources = [Source(x) for x in tokens]
     tokens = Summary(*(source.whole for source in sources))
@@ -49,17 +52,18 @@ def whole_rows(query: Tensor, tokens: Summary, num_slots: int, block_size: int, 
             whole.append(part)
     heads = query, tokens.key, tokens.value
     how: Any = {"block_size": block_size, "scaling": scaling, "causal": True}
-    output, _ = attend_blocks(*heads, whole, **how)
+    output, logs = attend_blocks(*heads, whole, **how)
     for part, run in opened:
-        log = _begin(query, tokens, output, run, block_size, scaling)
+        place, log = _begin(query, tokens, output, run, block_size, scaling)
         continue_blocks(*heads, part, output, log, **how)
-    return output.flatten(1, 2)
+        logs[..., place] = log[..., place]
+    return attenuate(output.flatten(1, 2), logs.flatten(1, 2), None if sink is None else sink[:, None])
 
 
 def _begin(
     query: Tensor, tokens: Summary, output: Tensor, run: tuple[int, int, int], size: int, scaling: float
-) -> Tensor:
-    """Write what stands for the open segment before each block of a run as output; return its log weight."""
+) -> tuple[slice, Tensor]:
+    """Write what stands for the open segment before each block of a run as output; return where, and log weights."""
     first, last, unit = run
     whole = tokens.padded(-(-query.shape[3] // size) * size).map(lambda x: x.flatten(0, 1))
     key, value = (
@@ -72,4 +76,4 @@ def _begin(
     weight = count.clamp(min=1).to(query.dtype).log().masked_fill(count == 0, LOWEST)
     log = query.new_full(query.shape[:4], LOWEST)
     log[..., place] = (query[:, :, :, place] * key[:, :, None, block]).sum(-1) * scaling + weight
-    return log
+    return slice(int(place[0]), int(place[-1]) + 1), log

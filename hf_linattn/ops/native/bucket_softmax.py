@@ -86,7 +86,7 @@ def bucket_softmax_backward(
 
     Args:
         log: as it was left by `bucket_softmax`. grad: [B, Hkv, G, N, Dv], of its output. weight_grad: [B, Hkv, G, N],
-            the sum of grad x output. The others as above.
+            the sum of grad x output, less the gradient of `log`. The others as above.
     """
     operands = {
         "query": query, "key": key, "value": value, "log": log, "grad": grad, "weight_grad": weight_grad,
@@ -123,13 +123,15 @@ def _backward_flops(
 def attend_buckets(
     query: Tensor, key: Tensor, value: Tensor, query_bucket: Tensor, key_bucket: Tensor, *, num_buckets: int,
     behind: int, ahead: int, shared: bool, scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the output [B, H, N, Dv] for heads and buckets in any layout, and `member` and `bounds` of `Buckets`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the output [B, H, N, Dv] and the log of its weights [B, H, N], for heads and buckets in any layout, and
+    `member` and `bounds` of `Buckets`."""
     query, key, value = (dense_rows(x) for x in (query.unflatten(1, (key.shape[1], -1)), key, value))
     of_query, of_key = (x.to(torch.int32).contiguous() for x in (query_bucket, key_bucket))
     member, bounds = torch.empty_like(of_key), of_key.new_empty(*of_key.shape[:3], num_buckets + 1)
     buckets = Buckets(of_query, of_key, member, bounds, behind, ahead, shared)
-    return _AttendBuckets.apply(query, key, value, buckets, scaling).flatten(1, 2), member, bounds
+    output, log = _AttendBuckets.apply(query, key, value, buckets, scaling)
+    return output.flatten(1, 2), log.flatten(1, 2), member, bounds
 
 
 class _AttendBuckets(torch.autograd.Function):
@@ -141,13 +143,13 @@ class _AttendBuckets(torch.autograd.Function):
         bucket_softmax(query, key, value, output, log, *buckets, scaling)
         ctx.save_for_backward(query, key, value, output, log)
         ctx.how = *buckets, scaling
-        return output
+        return output, log
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, grad, log_grad):
         query, key, value, output, log = ctx.saved_tensors
-        grad, weight_grad = dense_rows(grad), (grad * output).sum(-1)
+        grad, weight_grad = dense_rows(grad), (grad * output).sum(-1) - log_grad
         gradients = [torch.zeros_like(x) for x in (query, key, value)]
         bucket_softmax_backward(query, key, value, log, grad, weight_grad, *gradients, *ctx.how)
         return *gradients, None, None

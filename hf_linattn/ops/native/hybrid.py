@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ..chunk_sums import LinearState
 from ..exponential import LOWEST
+from ..sink import attenuate
 from ..source import Source
 from .block_softmax import Keys, attend_blocks, continue_blocks
 from .causal_step import strict_step
@@ -57,8 +58,8 @@ def trained_causal_hybrid_attention(
     far_key, far_value = (source.narrow(2, sinks, length - start + 1) for source in sources[1:])
     far, far_log, state = _trained_far((rows, far_key, far_value), weights)
     near, near_log = _trained_near(sources, weights, causal=True)
-    output, _ = _join(near, near_log, far[:, :, :, :-1], far_log[..., :-1], start)
-    return output.flatten(1, 2), state
+    joint = _join(near, near_log, far[:, :, :, :-1], far_log[..., :-1], start)
+    return _beside_sink(*joint, weights), state
 
 
 def trained_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> Tensor:
@@ -73,8 +74,7 @@ def trained_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights:
     far, far_log, _ = _trained_far(before, weights)
     output, log = _join(output, log, far, far_log, window + sinks)
     far, far_log, _ = _trained_far(after, weights, reverse=True)
-    output, _ = _join(output, log, far, far_log, 0)
-    return output.flatten(1, 2)
+    return _beside_sink(*_join(output, log, far, far_log, 0), weights)
 
 
 def _trained_far(
@@ -130,7 +130,7 @@ def causal_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: 
     left, nowhere = slice(length - window, length - window + 1), torch.empty_like(output[..., :1, :])
     state, _ = _far(heads[0][:, :, :, :1], key[:, :, left], value[:, :, left], weights, state, nowhere)
     _read_near(*heads, weights, output, log, causal=True)
-    return output.flatten(1, 2), state
+    return _beside_sink(output, log, weights), state
 
 
 def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> Tensor:
@@ -149,7 +149,7 @@ def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) ->
     output[:, :, :, both:end].lerp_(after[:, :, :, both:], share)
     log[..., :end] = torch.logaddexp(log[..., :end], log_after)
     _read_near(*heads, weights, output, log, causal=False)
-    return output.flatten(1, 2)
+    return _beside_sink(output, log, weights)
 
 
 def hybrid_step(
@@ -172,9 +172,10 @@ def hybrid_step(
     scores = (grouped.squeeze(3) @ keys.mT).mul_(weights.scaling)
     near_log = scores.logsumexp(-1, keepdim=True)
     near = scores.sub_(near_log).exp_() @ values
-    output = near.lerp_(far.squeeze(3), torch.sigmoid(far_log - near_log))
+    output = near.lerp_(far.squeeze(3), torch.sigmoid(far_log - near_log))[..., None, :]
+    output = _beside_sink(output, torch.logaddexp(near_log, far_log), weights)
     rings = (x[:, :, sinks + 1 :].clone() for x in (keys, values))
-    return output.flatten(1, 2)[:, :, None], (*rings, state.sink_key, state.sink_value, *sums, state.length + 1)
+    return output, (*rings, state.sink_key, state.sink_value, *sums, state.length + 1)
 
 
 def _before(query: Tensor, key: Tensor, value: Tensor, weights: Any, output: Tensor) -> tuple[Tensor, LinearState]:
@@ -201,8 +202,14 @@ def _distant(log: Tensor, weights: Any) -> Tensor:
     return log if rate is None else log - (rate * weights.window_size).view(-1, 1, 1)
 
 
+def _beside_sink(output: Tensor, log: Tensor, weights: Any) -> Tensor:
+    """Return the joint output [B, H, N, Dv], beside the sink if there is one."""
+    sink = None if weights.sink is None else weights.sink.view(log.shape[1], -1, 1)
+    return attenuate(output, log, sink).flatten(1, 2)
+
+
 def _read_near(query, key, value, weights: Any, output: Tensor, log: Tensor, causal: bool) -> None:
-    """Go on from the far output with the window and the sinks."""
+    """Go on from the far output with the window and the sinks; `log` becomes that of all weights."""
     window, sinks = weights.window_size, weights.num_sinks
     for part in _near(key.shape[2], window, sinks, query, causal):
         continue_blocks(
