@@ -78,25 +78,21 @@ def patch_model(
     cross_attention: str | MechanismConfig | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ModelT:
-    """Replace the attention of a transformers model, in place, and return the model.
+    """Replace the attention of a transformers model, in place, and return it.
 
-    The model keeps its own attention modules: they project, rotate and cache as before and then call the mechanism in
-    the place of softmax. Everything else stays ordinary transformers: forward, generate, Trainer, PEFT, saving.
+    Its attention modules project, rotate and cache as before and then call the mechanism in the place of softmax.
+    Everything else stays ordinary transformers: forward, generate, Trainer, PEFT, saving.
 
     Args:
         model: a model that uses transformers' attention interface; plain, PEFT-wrapped, compiled or device-mapped.
         mechanism: a name (`list_mechanisms()`), a mechanism config, or a plan such as
             `{"performer": "0-5", "softmax": [6, 7]}` or `{"performer": {"layers": "0-5", "num_features": 128}}`.
-            Layers that a plan leaves out keep softmax. A plan can also name key/value heads of the layers, as in
-            `{"performer": {"layers": "0-5", "heads": "0-2"}}`: these layers become `by_head`, with softmax for the
-            heads left out.
+            Layers that a plan leaves out keep softmax. A plan can name key/value heads, too, as in `{"performer":
+            {"layers": "0-5", "heads": "0-2"}}`: these layers become `by_head`, with softmax for the heads left out.
         layers: with a name or config: which layers, as `3`, `"0-5"`, `"0-2,7"` or `[6, 7]`; None is all.
         cross_attention: as `mechanism` for layers that attend to an encoder's tokens, counted by themselves; options
             as in a plan. None keeps their softmax. What is needed of these tokens is computed once and cached.
         **options: options of the named mechanism.
-
-    Returns:
-        The same object.
 
     Raises:
         UnknownNameError: no such mechanism; the message has the nearest names.
@@ -118,8 +114,8 @@ def patch_model(
     config = _resolve(mechanism, len(attention), layers, options)
     mechanisms = _build_all(config, architecture.describe_layers(root, attention))
     if cross_attention is not None or config.cross is not None:
-        attention |= (crossing := architecture.cross_attention_modules(root))
-        config, mechanisms = _add_cross(config, mechanisms, cross_attention, crossing)
+        config, crossing, across = _resolve_cross(root, config, cross_attention)
+        attention, mechanisms = attention | crossing, mechanisms | across
     bridge.own_config(model)
     patch = Patch.of(config, attention)
     with ExitStack() as undo:
@@ -209,14 +205,15 @@ def _resolve(mechanism: Any, num_layers: int, layers: LayerSpec, options: Mappin
     return mechanism
 
 
-def _add_cross(
-    config: PatchConfig, mechanisms: dict[str, Mechanism], plan: Any, crossing: dict[str, nn.Module]
-) -> tuple[PatchConfig, dict[str, Mechanism]]:
-    """Return config and mechanisms with those of the cross-attention layers, as the config or the plan says."""
+def _resolve_cross(
+    root: PreTrainedModel, config: PatchConfig, plan: Any
+) -> tuple[PatchConfig, dict[str, nn.Module], dict[str, Mechanism]]:
+    """Return the config with what serves the cross-attention layers, as it or the plan says, these and theirs."""
     if config.cross is not None and plan is not None:
         raise OptionError("a patch config names its cross-attention itself; remove the argument 'cross_attention'")
+    crossing = architecture.cross_attention_modules(root)
     cross = _resolve(plan if config.cross is None else config.cross, len(crossing), None, {})
-    return replace(config, cross=cross), mechanisms | _build_all(cross, architecture.describe_cross_layers(crossing))
+    return replace(config, cross=cross), crossing, _build_all(cross, architecture.describe_cross_layers(crossing))
 
 
 def _build_all(config: PatchConfig, layers: Mapping[str, AttentionLayer]) -> dict[str, Mechanism]:
