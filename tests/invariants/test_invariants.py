@@ -70,8 +70,8 @@ VARIANTS = {
 }
 CAUSAL_VARIANTS = {"sinks": [{"block_size": 8, "window_size": 9, "num_sinks": 2, "positions": "streaming"}]}
 CROSS_VARIANTS = {
-    "linformer": [{"num_slots": 7, "sharing": "none", "positions_per_slot": 3}, {"num_slots": 9, "sharing": "layers"}],
-    "local": [{"window_size": 5, "keys_per_query": 1.5}, {"window_size": 3, "keys_per_query": 0.3}],
+    "linformer": [{"num_slots": 7, "sharing": "none", "positions_per_slot": 3}, {"num_slots": 9, "sink": "learned"}],
+    "local": [{"window_size": 5, "keys_per_query": 1.5, "sink": "one"}, {"window_size": 3, "keys_per_query": 0.3}],
     "performer": [{"kernel": "hyperbolic", "num_features": 19}],
 }
 CHECKS = [
