@@ -32,7 +32,7 @@ from hf_linattn.report.plots import CONTROL, ORIGINAL, PATCHED, blank_figure, sa
 from hf_linattn.training.saved_tensors import save_on_disk
 
 LENGTH = 4096
-DEPTHS = (2, 4, 8, 16)
+DEPTHS = (2, 4, 8, 16, 32)
 MECHANISMS = ("linear", SOFTMAX)
 PLAN = dataclasses.replace(PLANS["cpu"], num_heads=2, contexts=(LENGTH,))
 CHUNK_SIZE = 512
