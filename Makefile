@@ -74,7 +74,7 @@ bench: install ## speed and memory beside softmax, and the tables: 10 minutes; B
 long-inputs: install ## memory of a training step, decoding and prompts of long inputs, and the tables: 15 minutes
 	$(BIN)/python -m benchmarks.long_inputs
 
-depth: install ## memory of a training step against the number of layers, its table and its plot: 4 minutes
+depth: install ## memory of a training step against the number of layers, its table and its plot: 5 minutes
 	$(BIN)/python -m benchmarks.depth
 
 peers: install ## other libraries' mechanisms beside ours, and the table: 2 minutes

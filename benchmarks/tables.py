@@ -352,6 +352,8 @@ def write_tables(root: Path = ROOT) -> None:
     text = replace_section(text, "board", board_table(board) if board else "")
     retrieved = results / RETRIEVAL_FILE
     text = replace_section(text, "retrieval", retrieval_table(read(retrieved)) if retrieved.exists() else "")
+    depth = others[-1]
+    text = replace_section(text, "depth", "\n\n".join(depth_parts(depth)) if depth else "")
     write_text(root / "README.md", text)
 
 

@@ -68,7 +68,7 @@ def find_feed_forwards(model: PreTrainedModel, attention: Collection[str]) -> li
 
     Raises:
         UnsupportedModelError: a layer has none that could be split, as those of OPT and BART, which compute it between
-            other things in their own forward, and mixtures of experts, whose router is told how many tokens there are.
+            other things in their own forward, and mixtures of experts, whose routers' choices are recorded for a loss.
 
     >>> from transformers import GPT2Config, GPT2Model
     >>> model = GPT2Model(GPT2Config(n_layer=2, n_head=2, n_embd=8))
@@ -91,8 +91,8 @@ def _of_layer(family: str, path: str, layer: nn.Module) -> list[FeedForward]:
     if not methods and not modules:
         children = ", ".join(name for name, _ in layer.named_children())
         raise UnsupportedModelError(
-            f"{family}: the feed-forward of {path} ({type(layer).__name__}: {children}) is no module of its own, so it"
-            f" cannot be split into chunks; {remedy}"
+            f"{family}: no child of {path} ({type(layer).__name__}: {children}) is known to be its feed-forward, which"
+            f" cannot be split into chunks therefore; {remedy}"
         )
     for name, module in modules.items() if not methods else ():
         if reason := _not_position_wise(module):
@@ -109,7 +109,7 @@ def _not_position_wise(module: nn.Module) -> str:
         kind = type(part)
         known = isinstance(part, POSITION_WISE) or kind.__name__.endswith(POSITION_WISE_NAME)
         if isinstance(part, nn.ModuleList) or (part._parameters and not known):
-            return f"it has a {kind.__name__}, which may look at several tokens, or choose among them"
+            return f"it has a {kind.__name__}, which is not known to treat every token alone"
     parameters = inspect.signature(module.forward).parameters.values()
     named = [x.name for x in parameters if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
     return "" if len(named) == 1 else f"its forward takes {', '.join(named)}"

@@ -118,11 +118,7 @@ def patch_model(
     torch.Size([32, 8])
     """
     root = architecture.root_model(model)
-    if is_patched(root):
-        done = sorted({config.mechanism for config in getattr(root, PATCH).config.layers.values()})
-        raise PatchError(
-            f"{type(root).__name__} is patched already ({', '.join(done)}); call unpatch_model(model) first"
-        )
+    _require_unpatched(root)
     attention = architecture.self_attention_modules(root)
     config = _resolve(mechanism, len(attention), layers, options)
     feed_forwards = _feed_forwards(root, attention, chunk_feed_forward)
@@ -229,6 +225,14 @@ def _patch_of(root: PreTrainedModel) -> Patch:
     if not is_patched(root):
         raise PatchError(f"{type(root).__name__} is not patched; call patch_model(model, ...) first")
     return getattr(root, PATCH)
+
+
+def _require_unpatched(root: PreTrainedModel) -> None:
+    if is_patched(root):
+        done = sorted({config.mechanism for config in getattr(root, PATCH).config.layers.values()})
+        raise PatchError(
+            f"{type(root).__name__} is patched already ({', '.join(done)}); call unpatch_model(model) first"
+        )
 
 
 def _resolve(mechanism: Any, num_layers: int, layers: LayerSpec, options: Mapping[str, Any]) -> PatchConfig:

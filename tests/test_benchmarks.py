@@ -185,10 +185,10 @@ def test_tables_are_written_between_the_markers_and_nowhere_else(document: table
     (results / "gpu.json").write_text(json.dumps(document))
     perplexity = {"original": 10.0, "control": 8.0, "converted": 90.0, "recovered": 8.4}
     (results / "recovery" / "gpt2-linear.json").write_text(json.dumps({"perplexity": perplexity, "ratio": 1.05}))
-    sections = ("benchmarks", "recovery", "board", "retrieval")
+    sections = ("benchmarks", "recovery", "board", "retrieval", "depth")
     markers = [f"<!-- {name}:{edge} -->" for name in sections for edge in ("begin", "end")]
     readme = tmp_path / "README.md"
-    readme.write_text("before\n{}\nold\n{}\nbetween\n{}\nold\n{}\n{}\nold\n{}\n{}\nold\n{}\nafter\n".format(*markers))
+    readme.write_text("before\n{}\nold\n{}\nbetween\n{}\nold\n{}\n{}\nold\n{}\n{}\nold\n{}\n{}\nold\n{}\nafter\n".format(*markers))
 
     tables.write_tables(tmp_path)
     first = readme.read_text()

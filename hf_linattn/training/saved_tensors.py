@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hf_linattn.config import require
+
 LEAST_BYTES = 2**16  # smaller tensors stay in memory
 
 
@@ -31,6 +33,9 @@ def save_on_disk(folder: str | os.PathLike[str] | None = None, least_bytes: int 
         folder: where the files go; None is the system's folder for temporary files. Each is removed with its graph.
         least_bytes: tensors that are smaller, and parameters, stay where they are.
 
+    Raises:
+        OptionError: `folder` is none.
+
     >>> x = torch.ones(300, 300, requires_grad=True)
     >>> with save_on_disk():
     ...     y = (2 * x).square().sum()
@@ -38,10 +43,12 @@ def save_on_disk(folder: str | os.PathLike[str] | None = None, least_bytes: int 
     True
     """
 
+    require("folder", folder, folder is None or Path(folder).is_dir(), "an existing folder, or None")
+
     def pack(tensor: Tensor) -> Tensor | StoredTensor:
         owner = tensor if tensor._base is None else tensor._base
         parameter = owner.is_leaf and owner.requires_grad
-        return tensor if parameter or tensor.nbytes < least_bytes else StoredTensor(tensor, folder)
+        return tensor if parameter or tensor.nbytes < max(1, least_bytes) else StoredTensor(tensor, folder)
 
     def unpack(packed: Tensor | StoredTensor) -> Tensor:
         return packed.read() if isinstance(packed, StoredTensor) else packed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linattn import patch_model
+from hf_linattn import OptionError, patch_model
 from hf_linattn.evaluation.memory import LiveBytes
 from hf_linattn.training.saved_tensors import save_on_disk
 from tests.helpers import gradients, make_tokens
@@ -13,7 +13,6 @@ from tests.models import SPINE, make_model
 
 
 def step(model, ids, folder=None, least_bytes=0):
-    model.zero_grad()
     with save_on_disk(folder, least_bytes):
         loss = model(input_ids=ids, labels=ids).loss
     return loss
@@ -28,6 +27,7 @@ def test_gradients_keep_their_bits_and_files_go_with_the_graph(name, dtype, chec
         model.gradient_checkpointing_enable(checkpointing)
     model(input_ids=ids, labels=ids).loss.backward()
     want = gradients(model)
+    model.zero_grad()
     loss = step(model, ids, tmp_path)
     assert len(list(tmp_path.iterdir())) > 4
     loss.backward()
@@ -54,6 +54,11 @@ def test_parameters_and_small_tensors_stay_in_memory(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
     z.sum().backward()
     assert torch.equal(weight.grad, x.T @ y.detach().cos())
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path):
+    with pytest.raises(OptionError, match=r"folder must be an existing folder, or None, got .*absent"):
+        step(None, None, tmp_path / "absent")
 
 
 def test_memory_between_the_passes_does_not_grow_with_the_layers(tmp_path):
