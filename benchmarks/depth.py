@@ -111,7 +111,7 @@ def draw(document: Document, path: Path) -> None:
 def main(output: Annotated[Path, typer.Option(help="where the results go")] = RESULTS / DEPTH_FILE) -> None:
     """Measure, write the JSON and the plot beside it, and rewrite the tables generated from it."""
     cases = [(mechanism, depth) for mechanism in MECHANISMS for depth in DEPTHS]
-    rows = [row for case in tqdm(cases, desc="depth") for row in measure(*case, LENGTH)]
+    rows = [row for mechanism, depth in tqdm(cases, desc="depth") for row in measure(mechanism, depth, LENGTH)]
     results: dict[str, Any] = {
         "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.depth"),
         "length": LENGTH,

@@ -168,7 +168,7 @@ def ends(tokens: int, chunk_size: int) -> list[int]:
     chunks but the last have a multiple of 64 tokens, and that one more than 64; of less, where chunks are below 128.
 
     >>> ends(1000, 256), ends(1000, 300), ends(129, 128), ends(37, 17)
-    ([192, 448, 704], [256, 512, 704], [64], [8, 24])
+    ([256, 512, 768], [256, 512, 768], [64], [8, 24])
     """
     tile = min(LARGEST_TILE, 1 << max(0, chunk_size.bit_length() - 2))
     tiles = -(-tokens // tile)
