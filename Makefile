@@ -19,7 +19,7 @@ PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_exten
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench long-inputs peers support zero-shot calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
+.PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench long-inputs depth peers support zero-shot calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -73,6 +73,9 @@ bench: install ## speed and memory beside softmax, and the tables: 10 minutes; B
 
 long-inputs: install ## memory of a training step, decoding and prompts of long inputs, and the tables: 15 minutes
 	$(BIN)/python -m benchmarks.long_inputs
+
+depth: install ## memory of a training step against the number of layers, its table and its plot: 5 minutes
+	$(BIN)/python -m benchmarks.depth
 
 peers: install ## other libraries' mechanisms beside ours, and the table: 2 minutes
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[peers]"

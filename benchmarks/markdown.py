@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+Document = dict[str, Any]  # of a result file
+
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a markdown table."""

@@ -72,6 +72,12 @@ REFUSALS: dict[str, Refusal] = {
         "attention is not the limit, the table is",
         "a shorter input, or a model with a longer table",
     ),
+    "unsplit feed-forward": Refusal(
+        "`chunk_feed_forward` of a feed-forward that is no module of its own (OPT, BART) or chooses experts (Mixtral)",
+        UnsupportedModelError,
+        "the layer's forward computes it between other things; a router's choices are recorded for a loss",
+        "gradient checkpointing alone",
+    ),
     "crop": Refusal(
         "cropping a decoding state, as assisted generation does",
         UnsupportedModeError,

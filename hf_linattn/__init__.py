@@ -20,7 +20,15 @@ from .errors import (
     UnsupportedModelError,
 )
 from .mechanisms import AttentionLayer, Mechanism, list_mechanisms, register_mechanism
-from .patching import get_mechanisms, get_patch_config, is_patched, original_attention, patch_model, unpatch_model
+from .patching import (
+    chunk_feed_forward,
+    get_mechanisms,
+    get_patch_config,
+    is_patched,
+    original_attention,
+    patch_model,
+    unpatch_model,
+)
 from .sensitivity import choose_layers, layer_sensitivity
 
 __version__ = "0.1.0"
@@ -40,6 +48,7 @@ __all__ = [
     "UnsupportedModelError",
     "calibrate",
     "choose_layers",
+    "chunk_feed_forward",
     "get_mechanisms",
     "get_patch_config",
     "is_patched",

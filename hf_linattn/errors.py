@@ -26,7 +26,7 @@ class PatchError(HfLinattnError, RuntimeError):
 
 
 class UnsupportedModelError(HfLinattnError, TypeError):
-    """A model whose attention cannot be reached; the message says why."""
+    """A model whose attention cannot be reached, or its feed-forward not be split; the message says why."""
 
 
 class UnsupportedModeError(HfLinattnError, ValueError):

@@ -15,8 +15,9 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from . import architecture, hub
 from . import transformers_bridge as bridge
-from .config import LayerSpec, MechanismConfig, PatchConfig, make_config
+from .config import LayerSpec, MechanismConfig, PatchConfig, make_config, require_count
 from .errors import OptionError, PatchError
+from .feed_forward import FeedForward, find_feed_forwards
 from .mechanisms import MECHANISMS, AttentionLayer, Mechanism
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Patch:
     implementations: list[tuple[PreTrainedConfig, str]]
     handles: list[RemovableHandle] = field(default_factory=list)
     owners: list[PreTrainedModel] = field(default_factory=list)
+    feed_forwards: list[FeedForward] = field(default_factory=list)
 
     @classmethod
     def of(cls, config: PatchConfig, attention: dict[str, nn.Module]) -> Patch:
@@ -56,8 +58,17 @@ class Patch:
             bridge.set_implementation(config, bridge.IMPLEMENTATION)
         hub.mark_config(model.config, self.config)
 
+    def chunk(self, feed_forwards: list[FeedForward], chunk_size: int) -> None:
+        """Split these feed-forwards into chunks of tokens, and no others."""
+        for feed_forward in self.feed_forwards:
+            feed_forward.detach()
+        self.feed_forwards = feed_forwards
+        for feed_forward in feed_forwards:
+            feed_forward.attach(chunk_size)
+
     def detach(self, model: PreTrainedModel) -> None:
-        """Undo `attach`, also one that stopped half-way."""
+        """Undo `attach` and `chunk`, also one that stopped half-way."""
+        self.chunk([], 0)
         hub.unmark_config(model.config)
         for config, original in self.implementations:
             bridge.set_implementation(config, original)
@@ -76,6 +87,7 @@ def patch_model(
     layers: LayerSpec = None,
     *,
     cross_attention: str | MechanismConfig | Mapping[str, Any] | None = None,
+    chunk_feed_forward: int | None = None,
     **options: Any,
 ) -> ModelT:
     """Replace the attention of a transformers model, in place, and return it.
@@ -90,15 +102,17 @@ def patch_model(
             Layers that a plan leaves out keep softmax. A plan can name key/value heads, too, as in `{"performer":
             {"layers": "0-5", "heads": "0-2"}}`: these layers become `by_head`, with softmax for the heads left out.
         layers: with a name or config: which layers, as `3`, `"0-5"`, `"0-2,7"` or `[6, 7]`; None is all.
-        cross_attention: as `mechanism` for layers that attend to an encoder's tokens, counted by themselves; options
-            as in a plan. None keeps their softmax. What is needed of these tokens is computed once and cached.
+        cross_attention: as `mechanism`, with options as in a plan, for layers that attend to an encoder's tokens,
+            counted by themselves; what is needed of these is computed once and cached. None keeps softmax.
+        chunk_feed_forward: the feed-forward of every layer takes at most so many tokens at a time, see
+            `hf_linattn.chunk_feed_forward`; None is all at once. It is not saved with the model.
         **options: options of the named mechanism.
 
     Raises:
         UnknownNameError: no such mechanism; the message has the nearest names.
         OptionError: no such option, a value out of range, a layer the model does not have.
         PatchError: the model is patched already.
-        UnsupportedModelError: its attention cannot be reached; the message says why.
+        UnsupportedModelError: its attention cannot be reached, or its feed-forward not be split; the message says why.
         UnsupportedModeError: the mechanism lacks the causal, bidirectional or cross form the model needs.
         After any of them the model is as it was.
 
@@ -108,8 +122,7 @@ def patch_model(
     >>> model.transformer.h[0].attn.hf_linattn.feature_map.projection.shape
     torch.Size([32, 8])
     """
-    root = architecture.root_model(model)
-    _require_unpatched(root)
+    root = _unpatched_root(model)
     attention = architecture.self_attention_modules(root)
     config = _resolve(mechanism, len(attention), layers, options)
     mechanisms = _build_all(config, architecture.describe_layers(root, attention))
@@ -121,6 +134,7 @@ def patch_model(
     with ExitStack() as undo:
         undo.callback(patch.detach, root)
         patch.attach(mechanisms, root)
+        patch.chunk(_feed_forwards(root, attention, chunk_feed_forward), chunk_feed_forward or 0)
         undo.pop_all()
     setattr(root, PATCH, patch)
     _forget_compiled(model)
@@ -140,6 +154,40 @@ def unpatch_model(model: ModelT) -> ModelT:
     delattr(root, PATCH)
     _forget_compiled(model)
     return model
+
+
+def chunk_feed_forward(model: nn.Module, chunk_size: int | None) -> None:
+    """Have the feed-forward of every layer of a patched model take at most `chunk_size` tokens at a time; None: all.
+
+    Its activations, several times as wide as the hidden states, then exist for `chunk_size` tokens and not for all
+    B x N; the tokens of a batch count together. Where gradients are recorded they are made again in the backward pass,
+    a chunk at a time: a third more work in the feed-forward. With gradient checkpointing a layer's backward pass holds
+    the same few. These are Reformer's chunks (Kitaev et al. 2020, section 3); `feed_forward.py` says what is split.
+
+    On one CPU thread outputs are bit-equal to those of all tokens at once, for chunks of 8 tokens and more. Several
+    threads and GPUs share an operation out by its size, and round in other places: there outputs agree within
+    rounding, and so do, everywhere, the gradients of weights, which are sums over chunks. Dropout draws other numbers
+    than for all tokens at once, from the same distribution; those that a chunk is made again with are the same.
+
+    It is a choice for this process: it is not saved with the model, and `unpatch_model` undoes it.
+
+    Raises:
+        PatchError: the model is not patched.
+        OptionError: `chunk_size` is no integer of at least 1.
+        UnsupportedModelError: the feed-forward of a layer cannot be split: it is no module of its own (OPT, BART), or
+            chooses among experts (Mixtral).
+        After any of them the model is as it was.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from hf_linattn import chunk_feed_forward, patch_model
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    >>> model = patch_model(LlamaForCausalLM(config), "linear", chunk_feed_forward=512)
+    >>> chunk_feed_forward(model, 256)
+    """
+    root = architecture.root_model(model)
+    patch = _patch_of(root)
+    patch.chunk(_feed_forwards(root, patch.attention, chunk_size), chunk_size or 0)
+    _forget_compiled(model)
 
 
 @contextmanager
@@ -179,12 +227,14 @@ def get_mechanisms(model: nn.Module) -> dict[str, Mechanism]:
     return {path: bridge.mechanism_of(module) for path, module in patch.attention.items()}
 
 
-def _require_unpatched(root: PreTrainedModel) -> None:
+def _unpatched_root(model: nn.Module) -> PreTrainedModel:
+    root = architecture.root_model(model)
     if is_patched(root):
         done = sorted({config.mechanism for config in getattr(root, PATCH).config.layers.values()})
         raise PatchError(
             f"{type(root).__name__} is patched already ({', '.join(done)}); call unpatch_model(model) first"
         )
+    return root
 
 
 def _patch_of(root: PreTrainedModel) -> Patch:
@@ -214,6 +264,14 @@ def _resolve_cross(
     crossing = architecture.cross_attention_modules(root)
     cross = _resolve(plan if config.cross is None else config.cross, len(crossing), None, {})
     return replace(config, cross=cross), crossing, _build_all(cross, architecture.describe_cross_layers(crossing))
+
+
+def _feed_forwards(
+    root: PreTrainedModel, attention: Mapping[str, nn.Module], chunk_size: int | None
+) -> list[FeedForward]:
+    """Return what a chunk size is for; nothing without one."""
+    require_count("chunk_feed_forward", chunk_size, optional=True)
+    return [] if chunk_size is None else find_feed_forwards(root, attention)
 
 
 def _build_all(config: PatchConfig, layers: Mapping[str, AttentionLayer]) -> dict[str, Mechanism]:

@@ -11,7 +11,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import long_inputs, markdown, peers, retrieval, run, tables
+from benchmarks import depth, long_inputs, markdown, memory_tables, peers, retrieval, run, tables
 from hf_linattn import DataError, UnknownNameError
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing import MODES
@@ -88,7 +88,29 @@ def test_what_long_inputs_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert set(results["lengths"][0]["milliseconds_per_token"]) == {"16", "48"}
     dense = 2 * 32 * (4 * 128 * 128 + 3 * 128 * 512)
     assert results["prompt_limit"] == pytest.approx(1 + 4 * 32 * 33 / 2 * 128 / dense)
-    assert "`linear`" in tables.long_inputs_tables(results)[1]
+    assert "`linear`" in memory_tables.long_inputs_tables(results)[1]
+
+
+def test_what_depth_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is one hidden state per layer, on disk none; without, what a layer makes, counted by hand."""
+    shape = run.Plan(lengths=(), backward_lengths=(), contexts=(), budget=0.0, num_heads=2, head_dim=16)
+    for name, value in {"PLAN": shape, "LENGTH": 1024, "DEPTHS": (2, 3, 5), "CHUNK_SIZE": 64}.items():
+        monkeypatch.setattr(depth, name, value)
+    chunked = {way: dataclasses.replace(x, chunk_size=x.chunk_size and 64) for way, x in depth.WAYS.items()}
+    monkeypatch.setattr(depth, "WAYS", chunked)
+    depth.main(tmp_path / "depth.json")
+    results = json.loads((tmp_path / "depth.json").read_text())
+    assert (tmp_path / tables.DEPTH_PLOT).stat().st_size > 10_000
+    hidden_state, wide = 1024 * 32 * 4, 256 // 32  # bytes; of the feed-forward, in hidden states
+    for mechanism in ("linear", "softmax"):
+        rows = [row for row in results["rows"] if row["mechanism"] == mechanism]
+        held = [{row["depth"]: row["peak_bytes"] for row in rows if row["way"] == way} for way in depth.WAYS]
+        plain, checkpointing, chunks, disk = held
+        for curve, least, most in ((plain, 4 * wide + 6, 4 * wide + 12), (checkpointing, 1, 1.01), (chunks, 1, 1.01)):
+            assert least <= (curve[5] - curve[3]) / hidden_state / 2 <= most
+        assert disk[2] == disk[3] == disk[5] < chunks[2] < checkpointing[2] < plain[2]
+    text = "\n".join(memory_tables.depth_parts(results))
+    assert "| `linear` | checkpointing, chunks, inputs on disk |" in text and "1.00 |" in text
 
 
 def test_peers_are_timed_beside_ours() -> None:
@@ -164,10 +186,10 @@ def test_tables_are_written_between_the_markers_and_nowhere_else(document: table
     (results / "gpu.json").write_text(json.dumps(document))
     perplexity = {"original": 10.0, "control": 8.0, "converted": 90.0, "recovered": 8.4}
     (results / "recovery" / "gpt2-linear.json").write_text(json.dumps({"perplexity": perplexity, "ratio": 1.05}))
-    sections = ("benchmarks", "recovery", "board", "retrieval")
+    sections = ("benchmarks", "recovery", "board", "retrieval", "depth")
     markers = [f"<!-- {name}:{edge} -->" for name in sections for edge in ("begin", "end")]
     readme = tmp_path / "README.md"
-    readme.write_text("before\n{}\nold\n{}\nbetween\n{}\nold\n{}\n{}\nold\n{}\n{}\nold\n{}\nafter\n".format(*markers))
+    readme.write_text("before\n{}\nold\n{}\nbetween\n{}\nold\n{}\n{}\nold\n{}\n{}\nold\n{}\n{}\nold\n{}\nafter\n".format(*markers))
 
     tables.write_tables(tmp_path)
     first = readme.read_text()

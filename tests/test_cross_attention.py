@@ -243,7 +243,7 @@ def test_without_cross_attention_the_format_stays_what_older_versions_read(caplo
         (bart, {"local": {"keys_per_query": 0}}, OptionError, "keys_per_query"),
         (lambda: tiny_model("llama", True), "linear", UnsupportedModelError, "no cross-attention layers"),
     ],
-    ids=str,
+    ids=["no form", "others", "decay", "no layer", "rate", "no encoder"],
 )
 def test_what_cannot_be_is_refused_and_leaves_the_model_alone(make, across, error, named):
     model = make()

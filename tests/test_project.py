@@ -53,6 +53,7 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
     "option": lambda model: patch_model(model, "performer", num_feature=3),
     "value": lambda model: patch_model(model, "performer", num_features=0),
     "layer": lambda model: patch_model(model, "performer", layers=[7]),
+    "chunks": lambda model: patch_model(make_model("opt"), "performer", chunk_feed_forward=512),
     "not patched": unpatch_model,
     "checkpoint": lambda model: HfLinattnConfig.from_dict({}),
     "data": lambda model: load_text_splits(train_file="missing.txt"),

@@ -113,6 +113,7 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "attentions": lambda: make_patched("gpt2")(TOKENS, output_attentions=True),
     "no matrix": no_matrix,
     "too long": lambda: make_patched("gpt2")(make_tokens(1, 65)),
+    "unsplit feed-forward": lambda: patch_model(make_model("opt"), "linear", chunk_feed_forward=8),
     "crop": lambda: make_patched("gpt2")(TOKENS, use_cache=True).past_key_values.crop(2),
     "state to softmax": state_to_softmax,
     "unreadable keys": unreadable_keys,

@@ -45,7 +45,7 @@ def save_plots(report: Report, directory: str | os.PathLike[str]) -> list[Path]:
         figures["state"] = state_figure
     if report.sensitivity:
         figures["layers"] = layers_figure
-    return [_save(draw(report), Path(directory) / PLOTS[name]) for name, draw in figures.items()]
+    return [save_figure(draw(report), Path(directory) / PLOTS[name]) for name, draw in figures.items()]
 
 
 def perplexity_figure(report: Report) -> Figure:
@@ -131,10 +131,14 @@ def layers_figure(report: Report) -> Figure:
 
 def _figure(report: Report, title: str, panels: int) -> tuple[Figure, Sequence[Axes]]:
     """Return a figure with a row of panels, titled with the model and its mechanism."""
+    return blank_figure(f"{title}: {_short(report.base_model)}, {report.mechanism}", panels)
+
+
+def blank_figure(title: str, panels: int) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure with a row of empty panels."""
     figure = Figure(figsize=(5.6 * panels if panels > 1 else 6.4, 4.2), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
-    subject = f"{_short(report.base_model)}, {report.mechanism}"
-    figure.suptitle(f"{title}: {subject}", fontsize=12, fontweight="bold", color=INK)
+    figure.suptitle(title, fontsize=12, fontweight="bold", color=INK)
     axes = figure.subplots(1, panels, squeeze=False)[0]
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
@@ -195,5 +199,6 @@ def _apart(lengths: Sequence[int]) -> list[int]:
     return shown
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write a figure as PNG, whole or not at all."""
     return write_whole(path, lambda temporary: figure.savefig(temporary, format="png"))

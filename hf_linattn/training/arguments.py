@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from hf_linattn.config import json_object, require
+from hf_linattn.config import json_object, require, require_count
 from hf_linattn.errors import OptionError
 from hf_linattn.training.finetuning_arguments import FinetuningArguments
 
@@ -48,6 +48,10 @@ class ModelArguments:
         default=None,
         metadata={"help": 'In the place of `mechanism`: JSON like `{"performer": "0-5", "linear": [6]}`.'},
     )
+    chunk_feed_forward: int | None = field(
+        default=None,
+        metadata={"help": "Feed-forwards take so many tokens at a time, with less memory; default: all of a batch."},
+    )
 
     def __post_init__(self) -> None:
         require("model_name_or_path", self.model_name_or_path, bool(self.model_name_or_path), "a folder or Hub name")
@@ -55,6 +59,7 @@ class ModelArguments:
         for name in ("mechanism_options", "plan"):
             given = getattr(self, name)
             setattr(self, name, None if given is None else json_object(name, given))
+        require_count("chunk_feed_forward", self.chunk_feed_forward, optional=True)
         require("softmax_share", self.softmax_share, 0 <= self.softmax_share < 1, "at least 0 and below 1")
         if self.layers == AUTO:
             require("plan", self.plan, not self.plan, "absent where layers is 'auto'")
@@ -68,7 +73,8 @@ class ModelArguments:
         """Return the keyword arguments for `hf_linattn.patch_model`."""
         options: Any = self.mechanism_options or {}
         layers = None if self.layers == AUTO else self.layers
-        return {"mechanism": self.plan or self.mechanism, "layers": layers, **options}
+        chosen = {"mechanism": self.plan or self.mechanism, "layers": layers}
+        return {**chosen, "chunk_feed_forward": self.chunk_feed_forward, **options}
 
 
 @dataclass

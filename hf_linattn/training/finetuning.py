@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback
 
+from hf_linattn import chunk_feed_forward, is_patched
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.running import accepted, evaluation_mode
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
@@ -186,6 +187,8 @@ def verify_saved(model: PreTrainedModel, path: Path, input_ids: Tensor) -> None:
     """
     device: Any = model.device
     loaded, input_ids = load_model(str(path), dtype=model.dtype).to(device), input_ids.to(device)
+    if is_patched(model):
+        chunk_feed_forward(model, None)  # the loaded one has no chunks; on several threads they would be rounded apart
     with evaluation_mode(model), evaluation_mode(loaded), torch.no_grad():
         equal = torch.equal(model(input_ids=input_ids).logits, loaded(input_ids=input_ids).logits)
     if not equal:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from hf_linattn import get_mechanisms, is_patched, patch_model
+from hf_linattn import chunk_feed_forward, get_mechanisms, is_patched, patch_model
 from hf_linattn.calibration import own_parameters, what_is_fitted
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.evaluation import (
@@ -115,10 +115,10 @@ class Recipe:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """What determines the result."""
+        """What determines the result; chunks of the feed-forward only save memory."""
         model, data, recipe, training, distillation = self.arguments
         named = asdict(model) | asdict(data) | asdict(recipe) | asdict(distillation)
-        del named["overwrite_output_dir"]
+        del named["overwrite_output_dir"], named["chunk_feed_forward"]
         return named | {name: _plain(getattr(training, name)) for name in RESULT_OPTIONS}
 
     @cached_property
@@ -151,6 +151,8 @@ class Recipe:
         """Load the original, or a model this run saved, onto the device of the run."""
         options = self.arguments.model
         model = load_model(str(path or options.model_name_or_path), options.dtype)
+        if is_patched(model):
+            chunk_feed_forward(model, options.chunk_feed_forward)
         return model.to(self.arguments.training.device)
 
     def convert(self, mechanisms: Path | None = None) -> PreTrainedModel:
@@ -167,7 +169,7 @@ class Recipe:
 
     def exact(self) -> PreTrainedModel:
         """Load the original with our exact attention, which keeps packed rows apart in BERT too."""
-        return patch_model(self.load(), "softmax")
+        return patch_model(self.load(), "softmax", chunk_feed_forward=self.arguments.model.chunk_feed_forward)
 
     def transfer(self, model: PreTrainedModel) -> Transfer:
         """Return what attention transfer trains of a converted model."""

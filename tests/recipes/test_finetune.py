@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 import hf_linattn
 from hf_linattn.errors import CheckpointError, DataError, OptionError, UnknownNameError
@@ -157,6 +158,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(material, tmp_path, monkey
         ({"block_size": 65, "lr_search_tokens": 512}, OptionError, "block_size=65 is beyond the 64 positions"),
         ({"mechanism": "perfomer"}, UnknownNameError, "did you mean performer"),
         ({"mechanism_options": '{"features": 3}'}, OptionError, "no option 'features'"),
+        ({"chunk_feed_forward": 0}, OptionError, "chunk_feed_forward must be None or an integer >= 1, got 0"),
         ({"layers": "0-2"}, OptionError, "layer 2, but the model has layers 0 to 1"),
         ({"text_column": "words"}, DataError, "text_column='words'"),
         ({"resume_from_checkpoint": "out"}, CheckpointError, "no run of this recipe"),
@@ -168,6 +170,25 @@ def test_bad_input_is_refused_before_anything_is_written(material, tmp_path, mon
     with pytest.raises(error, match=message):
         run(command(material, tmp_path / "out", **changes))
     assert [entry.name for entry in tmp_path.iterdir()] == ["empty.txt"]
+
+
+def test_control_and_recovered_train_with_chunks(material, tmp_path, monkeypatch):
+    """Every step and every score, of control and conversion; a run goes on with chunks of another size."""
+    seen: dict[bool, set[int]] = {True: set(), False: set()}
+
+    def watch(module, hidden_states):
+        seen[module.training].add(hidden_states.shape[:-1].numel())
+        return forward(module, hidden_states)
+
+    forward = GPT2MLP.forward
+    monkeypatch.setattr(GPT2MLP, "forward", watch)
+    run(command(material, tmp_path / "out", learning_rates="1e-3", chunk_feed_forward=48))
+    assert seen[True] == {32, 48}  # of 4 x 32 tokens, in whole tiles of 16
+    for stage in ("recovered_training", "report"):
+        (tmp_path / "out" / "stages" / f"{stage}.json").unlink()
+    seen[True].clear()
+    run(command(material, tmp_path / "out", learning_rates="1e-3", chunk_feed_forward=32))
+    assert seen[True] == {32}
 
 
 def test_an_output_folder_in_use_is_refused_and_left_alone(material, tmp_path):

@@ -58,7 +58,8 @@ def test_flags_override_the_yaml_file(tmp_path):
     config.write_text(yaml.safe_dump(options))
     model, data, recipe, training, _ = parse_arguments([str(config), "--seed", "7", "--block_size", "128"])
     assert (training.seed, data.block_size, data.test_file, training.bf16) == (7, 128, None, False)
-    assert model.patch_arguments() == {"mechanism": "performer", "layers": None, "num_features": 32}
+    performer = {"mechanism": "performer", "num_features": 32}
+    assert model.patch_arguments() == {**performer, "layers": None, "chunk_feed_forward": None}
     assert recipe.learning_rates == [1e-4, 1e-3]
 
 
@@ -69,7 +70,7 @@ def test_one_learning_rate_is_a_grid_of_one():
 def test_a_plan_takes_the_place_of_a_mechanism():
     plan = {"performer": "0", "softmax": [1]}
     arguments = parse_arguments(["--model_name_or_path", "m", "--plan", json.dumps(plan), "--output_dir", "out"])
-    assert arguments[0].patch_arguments() == {"mechanism": plan, "layers": None}
+    assert arguments[0].patch_arguments() == {"mechanism": plan, "layers": None, "chunk_feed_forward": None}
 
 
 def test_tokens_per_step_counts_accumulation():
