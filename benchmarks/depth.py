@@ -4,7 +4,8 @@
 
 Counted are the bytes of all tensors that are alive at once in a forward and a backward pass, beyond the weights and
 their gradients, which are there before and grow with the depth however one trains. The loss is of the last hidden
-states: what the predictions over a vocabulary take, no layer changes. A count depends on no clock and no allocator.
+states: what the predictions over a vocabulary take, no layer changes. A count depends on no clock, and sees
+neither scratch memory inside one operation nor what an allocator keeps of what was freed.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ def save_on_disk(folder: str | os.PathLike[str] | None = None, least_bytes: int 
 
     With gradient checkpointing that is the input of every layer, [B, N, d] for each, all that still grows with the
     depth: memory is then that of one layer however many there are, as with Reformer's reversible layers (Kitaev et al.
-    2020), which make their inputs again and have to be trained so. Without it every activation would go to disk.
+    2020), which make their inputs again and have to be trained so. Without it every activation would go to disk. On a
+    CPU set `MALLOC_MMAP_THRESHOLD_=65536` as well, or the C library keeps what was freed.
 
         with save_on_disk():
             loss = model(**batch).loss

@@ -8,7 +8,7 @@ import torch
 from hf_linattn import OptionError, patch_model
 from hf_linattn.evaluation.memory import LiveBytes
 from hf_linattn.training.saved_tensors import save_on_disk
-from tests.helpers import gradients, make_tokens
+from tests.helpers import assert_close, gradients, make_tokens
 from tests.models import SPINE, make_model
 
 
@@ -46,14 +46,18 @@ def test_a_graph_that_is_never_used_leaves_no_file(tmp_path):
 
 
 def test_parameters_and_small_tensors_stay_in_memory(tmp_path):
-    weight = torch.randn(40, 30, requires_grad=True)
-    x = torch.randn(50, 40)
-    with save_on_disk(tmp_path, least_bytes=x.nbytes):
-        y = x @ weight
-        z = y.sin()  # 50 x 30: smaller
-    assert len(list(tmp_path.iterdir())) == 1
-    z.sum().backward()
-    assert torch.equal(weight.grad, x.T @ y.detach().cos())
+    """Of the input of a product, its weight, its output's sine and a few rows' exponentials, two go to disk."""
+    linear, leaf = torch.nn.Linear(40, 300), torch.randn(50, 40, requires_grad=True)
+    with save_on_disk(tmp_path, least_bytes=leaf.nbytes):
+        hidden = 2 * leaf
+        output = linear(hidden)
+        loss = output.sin()[:2].exp().sum()
+    assert sorted(file.stat().st_size for file in tmp_path.iterdir()) == [hidden.nbytes, output.nbytes]
+    loss.backward()
+    wanted = torch.zeros_like(output)
+    wanted[:2] = output[:2].sin().exp() * output[:2].cos()
+    assert_close(linear.weight.grad, wanted.T @ hidden)
+    assert_close(leaf.grad, 2 * wanted @ linear.weight)
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
