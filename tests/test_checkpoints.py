@@ -36,7 +36,7 @@ def load(folder: Path):
 # -- the config -------------------------------------------------------------------------------------------------------
 
 DAMAGES = [
-    (lambda d: d["hf_linattn"].update(format_version=2), CheckpointError, "format_version 2 .*newer"),
+    (lambda d: d["hf_linattn"].update(format_version=3), CheckpointError, "format_version 3 .*newer"),
     (lambda d: d["hf_linattn"].pop("groups"), CheckpointError, "groups"),
     (lambda d: d["hf_linattn"].update(num_layers=5), PatchError, "for 5 attention layers, the model has 2"),
     (lambda d: d["hf_linattn"]["groups"][0].update(mechanism="hedgehg"), HfLinattnError, "did you mean hedgehog"),
