@@ -122,7 +122,9 @@ class PatchConfig:
         own = {"num_layers": self.num_layers, "groups": groups}
         if self.cross is None:
             return {"format_version": 1, **own}
-        return {"format_version": FORMAT_VERSION, **own, "cross_attention": self.cross.to_dict()}
+        across = self.cross.to_dict()
+        del across["format_version"]
+        return {"format_version": FORMAT_VERSION, **own, "cross_attention": across}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PatchConfig:
@@ -137,19 +139,27 @@ class PatchConfig:
                 f"format_version {version} is not one of 1 to {FORMAT_VERSION}, which this version reads; a larger one"
                 " was written by a newer hf_linattn: run `pip install -U hf_linattn`"
             )
-        num_layers = _read(data, "num_layers", int)
+        if version == 1 or "cross_attention" not in data:
+            return cls._read_layers(data, ("format_version",))
+        config = cls._read_layers(data, ("format_version", "cross_attention"))
+        across = cls._read_layers(_read(data, "cross_attention", dict), (), "cross_attention.")
+        return dataclasses.replace(config, cross=across)
+
+    @classmethod
+    def _read_layers(cls, data: Mapping[str, Any], others: Collection[str], within: str = "") -> PatchConfig:
+        """Read the fields that every kind of attention has; `others` are read elsewhere."""
+        num_layers = _read(data, "num_layers", int, within)
         layers: dict[int, MechanismConfig] = {}
-        across = version > 1 and "cross_attention" in data
-        _warn_of_unknown(data, ("format_version", "num_layers", "groups", *["cross_attention"] * across))
-        for number, group in enumerate(_read(data, "groups", list)):
-            place = f"groups[{number}]."
+        _warn_of_unknown(data, (*others, "num_layers", "groups"), within)
+        for number, group in enumerate(_read(data, "groups", list, within)):
+            place = f"{within}groups[{number}]."
             config = make_config(_read(group, "mechanism", str, place), _read(group, "options", dict, place))
             _warn_of_unknown(group, ("mechanism", "options", "layers"), place)
             for index in parse_layers(_read(group, "layers", list, place), num_layers):
                 if index in layers:
                     raise CheckpointError(f"hf_linattn.{place}layers names layer {index} again; save the model anew")
                 layers[index] = config
-        return cls(layers, num_layers, cls.from_dict(_read(data, "cross_attention", dict)) if across else None)
+        return cls(layers, num_layers)
 
     @classmethod
     def from_plan(

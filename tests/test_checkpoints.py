@@ -12,7 +12,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BartConfig,
+    BartForConditionalGeneration,
+)
 
 from hf_linattn import CheckpointError, HfLinattnError, PatchConfig, PatchError, get_mechanisms, patch_model
 from hf_linattn.mechanisms import MECHANISMS
@@ -205,8 +210,13 @@ def groups(draw):
 def documents(draw):
     """What may stand under `hf_linattn` in a config.json: mostly well formed, sometimes with any field replaced."""
     document = {**SPACE, "groups": draw(st.lists(groups(), max_size=2))}
+    parts = [document, *document["groups"]]
+    if draw(st.booleans()):
+        across = {"num_layers": 1, "groups": draw(st.lists(groups(), max_size=2))}
+        document.update(format_version=2, cross_attention=across)
+        parts += [across, *across["groups"]]
     if draw(st.integers(0, 4)) == 0:
-        place = draw(st.sampled_from([document, *document["groups"]]))
+        place = draw(st.sampled_from(parts))
         name = draw(st.sampled_from(sorted(place)))
         if draw(st.booleans()):
             place[name] = draw(VALUES)
@@ -217,17 +227,22 @@ def documents(draw):
 
 def works_or_is_refused(document, models) -> None:
     """Read a document as loading does, patch with it, and compute with what came of it."""
+    patched = []
     try:
         config = PatchConfig.from_dict(json.loads(json.dumps(document)))
-        models = {name: patch_model(copy.deepcopy(model), config) for name, model in models.items()}
+        for model in models:
+            if (config.cross is not None) == isinstance(model, BartForConditionalGeneration):
+                patched.append(patch_model(copy.deepcopy(model), config))
     except HfLinattnError:
         return
-    for model in models.values():
+    for model in patched:
         assert logits_of(model, make_tokens(2, 13)).isfinite().all()
 
 
 def random_configs(count: int, **options) -> None:
-    models = {name: make_model(name) for name in ("bert", "gpt2")}
+    sizes = {f"{side}_{what}": 1 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    bart = BartConfig(vocab_size=96, d_model=8, max_position_embeddings=64, pad_token_id=0, **sizes)
+    models = [make_model("bert"), make_model("gpt2"), BartForConditionalGeneration(bart).eval()]
 
     @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck), **options)
     @given(documents())

@@ -33,7 +33,7 @@ from hf_linattn import (
 )
 from hf_linattn.cli import app
 from hf_linattn.config import make_config
-from hf_linattn.errors import OptionError, UnsupportedModeError, UnsupportedModelError
+from hf_linattn.errors import HfLinattnError, OptionError, UnsupportedModeError, UnsupportedModelError
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.observation import AttentionCall
 from hf_linattn.ops.cross_window import EncoderTokens, moving_window_attention
@@ -252,6 +252,25 @@ def test_what_cannot_be_is_refused_and_leaves_the_model_alone(make, across, erro
         patch_model(model, "linear", cross_attention=across)
     assert not is_patched(model)
     assert list(model.state_dict()) == keys and model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda d: d.update(cross_attention=3), "hf_linattn.cross_attention in config.json"),
+        (lambda d: d["cross_attention"].update(num_layers=None), "cross_attention.num_layers"),
+        (lambda d: d["cross_attention"]["groups"][0].pop("options"), r"cross_attention.groups\[0\].options"),
+        (lambda d: d["cross_attention"]["groups"][0].update(mechanism="lineer"), "lineer"),
+        (lambda d: d["cross_attention"]["groups"].append(d["cross_attention"]["groups"][0]), "layer 1 again"),
+    ],
+    ids=["kind", "number", "options", "name", "twice"],
+)
+def test_a_damaged_form_names_the_field(change, named):
+    model = patch_model(bart(), "linear", cross_attention={"linear": {"layers": 1}})
+    document = get_patch_config(model).to_dict()
+    change(document)
+    with pytest.raises(HfLinattnError, match=named):
+        PatchConfig.from_dict(document)
 
 
 def test_t5_is_refused_with_its_reason():
