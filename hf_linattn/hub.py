@@ -32,7 +32,6 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from .architecture import self_attention_modules
 from .config import PatchConfig
 from .errors import CheckpointError
 from .files import write_text
@@ -230,7 +229,9 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], name: Any, ign
             f"the weights in {str(name)!r} have {tensor!r} of shape {list(found)}, config.json asks for"
             f" {list(expected)}; they belong to another model, or pass ignore_mismatched_sizes=True to start it anew"
         )
-    attention = tuple(f"{path}." for path in self_attention_modules(model))
+    from .patching import get_mechanisms  # here, as above
+
+    attention = tuple(f"{path}." for path in get_mechanisms(model))
     whole = type(model).__name__ in (model.config.architectures or ())
     missing = sorted(tensor for tensor in info["missing_keys"] if whole or tensor.startswith(attention))
     if missing:

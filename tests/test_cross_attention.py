@@ -7,7 +7,9 @@ import logging
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModel,
     AutoModelForSeq2SeqLM,
     DynamicCache,
     EncoderDecoderCache,
@@ -33,7 +35,7 @@ from hf_linattn import (
 )
 from hf_linattn.cli import app
 from hf_linattn.config import make_config
-from hf_linattn.errors import HfLinattnError, OptionError, UnsupportedModeError, UnsupportedModelError
+from hf_linattn.errors import CheckpointError, HfLinattnError, OptionError, UnsupportedModeError, UnsupportedModelError
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.observation import AttentionCall
 from hf_linattn.ops.cross_window import EncoderTokens, moving_window_attention
@@ -223,6 +225,17 @@ def test_a_plan_over_the_layers_across(tmp_path):
     assert torch.equal(logits(reloaded), want)
     again = patch_model(bart(torch.float32), PatchConfig.from_dict(stored))
     assert get_patch_config(again) == config
+
+
+def test_a_missing_tensor_across_is_missed(tmp_path):
+    """Also by a class without the head, which may lack what it does not have."""
+    patch_model(bart(torch.float32), "softmax", cross_attention="hedgehog").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    lost = "model.decoder.layers.1.encoder_attn.hf_linattn.query_map.weight"
+    kept = {name: x for name, x in tensors.items() if name != lost}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=lost.removeprefix("model.")):
+        AutoModel.from_pretrained(tmp_path)
 
 
 def test_without_cross_attention_the_format_stays_what_older_versions_read(caplog):
