@@ -66,17 +66,12 @@ def layer_stacks(model: PreTrainedModel, paths: Iterable[str]) -> list[str]:
 
 def self_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return path -> self-attention module in order, or raise `UnsupportedModelError` saying what is missing."""
-    declared, crossing = set(_declared(model, "attentions")), _crossing(model)
-    family = type(model).__name__
-    found = {
-        path: module
-        for path, module in model.named_modules()
-        if _is_declared(path, module, declared) and not _is_cross_attention(path, module, crossing)
-    }
+    found = _find_attention(model, across=False)
     if not found:
         raise UnsupportedModelError(
-            f"{family} declares no attention layers (_can_record_outputs['attentions']): either it has none, or its"
-            " code predates transformers' attention interface; use a model that goes through that interface"
+            f"{type(model).__name__} declares no attention layers (_can_record_outputs['attentions']): either it has"
+            " none, or its code predates transformers' attention interface; use a model that goes through that"
+            " interface"
         )
     _require_replaceable(model, found)
     return found
@@ -84,13 +79,7 @@ def self_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def cross_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return path -> module of the layers that attend to an encoder's tokens; raise as `self_attention_modules`."""
-    crossing = _crossing(model)
-    declared = crossing | set(_declared(model, "attentions"))
-    found = {
-        path: module
-        for path, module in model.named_modules()
-        if _is_declared(path, module, declared) and _is_cross_attention(path, module, crossing)
-    }
+    found = _find_attention(model, across=True)
     if not found:
         raise UnsupportedModelError(
             f"{type(model).__name__} declares no cross-attention layers (_can_record_outputs['cross_attentions']):"
@@ -98,6 +87,16 @@ def cross_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
         )
     _require_replaceable(model, found)
     return found
+
+
+def _find_attention(model: PreTrainedModel, across: bool) -> dict[str, nn.Module]:
+    crossing = _crossing(model)
+    declared = crossing | set(_declared(model, "attentions"))
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if _is_declared(path, module, declared) and _is_cross_attention(path, module, crossing) == across
+    }
 
 
 def _require_replaceable(model: PreTrainedModel, found: dict[str, nn.Module]) -> None:

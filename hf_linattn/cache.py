@@ -61,8 +61,7 @@ class StateLayer(CacheLayerMixin):
             )
         self.expected = False
         self.is_initialized = True
-        # some models ask how many are kept; an empty slice would keep the memory of all the others
-        self.keys, self.values = (x.new_empty((*x.shape[:-2], 0, x.shape[-1])) for x in (key_states, value_states))
+        self._keep_none(key_states, value_states)
         self.seq_length += key_states.shape[-2]
         if self.pending is not None:
             key_states, value_states = (
@@ -71,6 +70,10 @@ class StateLayer(CacheLayerMixin):
             )
             self.pending = None
         return key_states, value_states
+
+    def _keep_none(self, *states: Tensor) -> None:
+        # some models ask how many are kept; an empty slice would keep the memory of all the others
+        self.keys, self.values = (x.new_empty((*x.shape[:-2], 0, x.shape[-1])) for x in states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seq_length + query_length, 0
@@ -135,7 +138,7 @@ class EncoderStateLayer(StateLayer):
     def keep(self, state: Any, key_states: Tensor, value_states: Tensor) -> None:
         """Remember what was made of the tokens, and no longer themselves."""
         self.state, self.pending, self.expected = state, None, False
-        self.keys, self.values = (x.new_empty((*x.shape[:-2], 0, x.shape[-1])) for x in (key_states, value_states))
+        self._keep_none(key_states, value_states)
 
     @property
     def keys(self) -> Any:

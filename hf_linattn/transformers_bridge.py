@@ -240,7 +240,8 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function of patched models: [B, H, Nq, D] in, [B, Nq, H, Dv] out, as the interface asks.
 
-    Keys and values have Hkv heads. A layer without a mechanism (cross-attention) gets exact attention.
+    Keys and values have Hkv heads. A layer without a mechanism (cross-attention, unless it was asked for) gets
+    exact attention.
     s_aux: the learned sinks [H] in the denominator, as gpt-oss and others have them.
     """
     mechanism: Mechanism | None = mechanism_of(module)
@@ -317,7 +318,7 @@ def _cache_layer(module: nn.Module, mechanism: Mechanism) -> Any:
     """Return the cache layer of this call, None without a cache; refuse what would decode from a wrong state."""
     layer = mechanism.cache_layer
     if mechanism.layer.cross:
-        return layer
+        return layer  # what it has of the tokens came in one call and is only read
     if isinstance(layer, StateLayer) and layer.expected:
         raise UnsupportedModeError(
             f"{type(module).__name__} keeps the keys of layer {mechanism.layer.index} in another place of the cache"

@@ -87,19 +87,15 @@ def masked_attention(
     """Return `softmax_attention` over the allowed pairs [B or 1, 1, Nq, Nk]; rows without one are zero."""
     if softcap is not None:
         return _softcapped(query, key, value, allowed, scaling, softcap, dropout, sink)
+    width = value.shape[3]
     if sink is not None:
-        width = value.shape[3]
         query, key, value = with_sink_key(query, key, value, sink, scaling)
         allowed = F.pad(allowed, (1, 0), value=True)
-        output = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=allowed, scale=scaling, dropout_p=dropout, enable_gqa=True
-        )
-        return output[..., :width]
     some = allowed.any(-1, keepdim=True)  # the kernels differ on rows without a key: let those see all, then zero them
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask=allowed | ~some, scale=scaling, dropout_p=dropout, enable_gqa=True
     )
-    return output * some
+    return (output * some)[..., :width]
 
 
 def _softcapped(
