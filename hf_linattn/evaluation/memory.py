@@ -54,7 +54,7 @@ def measure_memory(model: nn.Module, lengths: Iterable[int], *, seed: int = 0) -
 
     Raises:
         PatchError: the model is not patched.
-        OptionError: a length below 1 or beyond the model's learned position table.
+        OptionError: a length below 1 or beyond the positions of model or mechanisms.
     """
     lengths = check_lengths(model, lengths)
     peaks: dict[str, list[int]] = {}
@@ -79,7 +79,7 @@ def state_bytes_by_length(model: nn.Module, lengths: Iterable[int], *, seed: int
     Raises:
         PatchError: the model is not patched.
         UnsupportedModelError: the model does not decode.
-        OptionError: a length below 1 or beyond the model's learned position table.
+        OptionError: a length below 1 or beyond the positions of model or mechanisms.
     """
     lengths = check_lengths(model, lengths)
     root = architecture.root_model(model)

@@ -31,6 +31,7 @@ from .. import architecture
 from .. import transformers_bridge as bridge
 from ..config import require
 from ..errors import DataError, OptionError, UnsupportedModelError
+from ..mechanisms.base import Mechanism
 from ..running import evaluation_mode
 
 IGNORED_LABEL = -100
@@ -122,7 +123,7 @@ def perplexity(
         progress: show a progress bar.
 
     Raises:
-        OptionError: an option out of range, or `max_length` beyond the model's learned position table.
+        OptionError: an option out of range, or `max_length` beyond the positions of model or mechanisms.
         DataError: `texts` is one string, holds no token to score, or a masked model's tokenizer has no mask token.
         UnsupportedModelError: the model has no language-modelling head.
     """
@@ -170,14 +171,17 @@ def is_masked_language_model(model: nn.Module) -> bool:
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Return how many positions the model's learned position table holds; None if it has none (RoPE, for example).
+    """Return how many positions a sequence may have: those of the learned position table, or fewer if mechanisms do.
+
+    None if neither sets a limit (RoPE, for example).
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> position_limit(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=64, vocab_size=10)))
     64
     """
     tables = bridge.PatchedModel.of(architecture.root_model(model), {}).position_tables
-    return min((end - first for first, end in tables.values()), default=None)
+    own = (module.position_limit for module in model.modules() if isinstance(module, Mechanism))
+    return min([*(end - first for first, end in tables.values()), *(limit for limit in own if limit)], default=None)
 
 
 def _check_options(
@@ -185,7 +189,7 @@ def _check_options(
 ) -> None:
     """Raise `OptionError` for the first option that is out of range."""
     limit = position_limit(model)
-    expected = "at least 2" if limit is None else f"2 to {limit}, the positions that the model's table holds"
+    expected = "at least 2" if limit is None else f"2 to {limit}, the positions that the model has"
     require("max_length", max_length, 2 <= max_length <= (limit or math.inf), expected)
     if masked and stride is not None:
         raise OptionError(f"stride={stride}: windows of a masked model do not overlap; leave stride out")

@@ -114,7 +114,7 @@ def measure_speed(
 
     Raises:
         PatchError: the model is not patched.
-        OptionError: an option out of range, or a length beyond the model's learned position table. It is raised
+        OptionError: an option out of range, or a length beyond the positions of model or mechanisms. It is raised
             before anything runs; clamp the lengths with `position_limit(model)`.
     """
     lengths = check_lengths(model, lengths, margin=decode_tokens)
@@ -170,8 +170,8 @@ def check_lengths(model: nn.Module, lengths: Iterable[int], margin: int = 0) -> 
         raise OptionError(f"lengths must be at least one length of 1 token or more, got {ordered}")
     if limit is not None and ordered[-1] > limit:
         raise OptionError(
-            f"lengths reaches {ordered[-1]} tokens, but the model's learned position table holds {limit};"
-            f" leave out lengths above {limit}"
+            f"lengths reaches {ordered[-1]} tokens, but the model has {limit} positions; leave out lengths"
+            f" above {limit}"
         )
     require("decode_tokens", margin, 0 <= margin < (limit or margin + 1), f"0 to {(limit or margin + 1) - 1}")
     return ordered

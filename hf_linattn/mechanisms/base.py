@@ -107,7 +107,8 @@ class Mechanism(nn.Module):
         averages: whether outputs are weighted means of values (and of zero, with a sink), never beyond their range.
         prepares: whether `prepare` fits anything.
         growth: by how much its cost grows when 2,048 tokens become 4,096; 2 if it is linear.
-            An instance may say each of these six for itself.
+        position_limit: how many tokens a sequence may have at most; None if it does not matter.
+            An instance may say each of these seven for itself.
         takes_exact: whether `forward` takes the layer's own sliding window, soft cap and dropout as keywords.
         takes_sink: whether it takes the layer's own learned sinks; an instance may say so for itself.
         backends: which of `hf_linattn.backends` can work through its causal form.
@@ -122,6 +123,7 @@ class Mechanism(nn.Module):
     averages: bool = True
     prepares: bool = False
     growth: float = 2.0
+    position_limit: int | None = None
     takes_exact: ClassVar[bool] = False
     takes_sink: bool = False
     backends: ClassVar[tuple[str, ...]] = ("auto", "torch")

@@ -15,7 +15,7 @@ from ..errors import OptionError
 from ..ops import naive
 from ..ops.causal_linear import Features, causal_linear_attention, linear_attention
 from ..ops.chunk_sums import LinearState
-from .base import ExactnessLimit, SequenceMechanism, register_mechanism
+from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
 
 CAUSAL_LENGTH = 2**14  # M of causal layers unless told
 
@@ -66,13 +66,17 @@ class CosformerMechanism(SequenceMechanism):
 
     config: CosformerConfig
 
+    def __init__(self, config: CosformerConfig, layer: AttentionLayer):
+        super().__init__(config, layer)
+        self.position_limit = config.max_length or (CAUSAL_LENGTH if layer.causal else None)
+
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: CosformerState | None
     ) -> tuple[Tensor, CosformerState]:
         batch, num_keys, steps = key.shape[0], key.shape[2], torch.arange(key.shape[2], device=key.device)
         before = steps.new_zeros(batch) if state is None else state.length
         after = before + (num_keys if lengths is None else lengths)
-        longest = self.config.max_length or CAUSAL_LENGTH
+        longest = self.position_limit or CAUSAL_LENGTH
         if state is not None or num_keys > longest:
             self._require_length(after, longest)
         position = before[:, None] + steps
@@ -86,7 +90,7 @@ class CosformerMechanism(SequenceMechanism):
         return output, CosformerState(*sums, after)
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
-        steps, longest = torch.arange(key.shape[2], device=key.device), self.config.max_length
+        steps, longest = torch.arange(key.shape[2], device=key.device), self.position_limit
         sizes = steps.new_tensor([key.shape[2]]) if lengths is None else lengths
         if longest is not None and key.shape[2] > longest:
             self._require_length(sizes, longest)
@@ -108,7 +112,7 @@ class CosformerMechanism(SequenceMechanism):
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         count = allowed.cumsum(-1)
         distance = naive.positions(allowed)[..., None] + 1 - count
-        longest = self.config.max_length or (CAUSAL_LENGTH if self.layer.causal else count[..., -1:].clamp(min=1))
+        longest = self.position_limit or count[..., -1:].clamp(min=1)
         kernel = F.relu(query) @ naive.repeat_heads(F.relu(key), query).mT
         return naive.normalise(kernel * torch.cos(math.pi / 2 * distance.to(key.dtype) / longest) * allowed)
 

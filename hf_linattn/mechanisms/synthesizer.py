@@ -218,6 +218,7 @@ class SynthesizerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     def __init__(self, config: SynthesizerConfig, layer: AttentionLayer):
         super().__init__(config, layer)
+        self.position_limit = config.max_length
         self.synthetic = FORMS[config.form](config, layer, self.generator())
         if config.mix:
             share = torch.full((layer.num_heads,), config.initial_mix, dtype=torch.float64, device="cpu")

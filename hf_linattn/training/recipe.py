@@ -71,17 +71,17 @@ class Recipe:
             raise OptionError(
                 f"model_name_or_path={model_options.model_name_or_path!r} is converted already; give the original"
             )
+        task = task_of(model)
+        task.check(model, data_options, recipe_options)
+        patch_model(model, **model_options.patch_arguments())
         limit = position_limit(model)
         lengths = {"block_size": data_options.block_size, "long_block_size": distillation.long_block_size or 0}
         for name, length in lengths.items():
             if limit is not None and length > limit:
                 raise OptionError(
-                    f"{name}={length} is beyond the {limit} positions of {model_options.model_name_or_path!r}; give at"
-                    f" most {limit}"
+                    f"{name}={length} is beyond the {limit} positions of {model_options.model_name_or_path!r} with its"
+                    f" mechanism; give at most {limit}"
                 )
-        task = task_of(model)
-        task.check(model, data_options, recipe_options)
-        patch_model(model, **model_options.patch_arguments())
         for name, tokens, found in (
             ("calibration_tokens", recipe_options.calibration_tokens, what_is_fitted),
             ("transfer_tokens", distillation.transfer_tokens, own_parameters),

@@ -119,7 +119,7 @@ def test_lengths_out_of_range():
     with pytest.raises(PatchError, match="not patched"):
         measure_memory(gpt2, [8])
     patch_model(gpt2, "linear")
-    with pytest.raises(OptionError, match=f"holds {POSITIONS}"):
+    with pytest.raises(OptionError, match=f"has {POSITIONS} positions"):
         measure_memory(gpt2, [8, POSITIONS + 1])
     with pytest.raises(OptionError, match="length"):
         peak_forward_bytes(gpt2, 0)

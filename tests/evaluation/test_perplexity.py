@@ -20,7 +20,7 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
-from hf_linattn import original_attention, patch_model
+from hf_linattn import original_attention, patch_model, unpatch_model
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
 from hf_linattn.evaluation import Perplexity, is_masked_language_model, perplexity, position_limit
 
@@ -279,6 +279,16 @@ def test_position_limit():
         )
     )
     assert position_limit(roberta) == POSITIONS - 2  # its first two positions belong to padding
+
+
+@pytest.mark.parametrize(("name", "mechanism", "limit"), [
+    ("llama", "synthesizer", 40), ("gpt2", "synthesizer", 24), ("llama", "cosformer", 40), ("llama", "linear", None),
+])  # fmt: skip
+def test_position_limit_of_mechanisms(name, mechanism, limit):
+    model = make_model(name)
+    patch_model(model, mechanism, **({} if limit is None else {"max_length": limit}))
+    assert position_limit(model) == limit
+    assert position_limit(unpatch_model(model)) == (POSITIONS if name == "gpt2" else None)
 
 
 def test_metric_equals_function_and_survives_an_error(tokenizer, texts, tmp_path):

@@ -141,7 +141,7 @@ def test_model_is_as_before(patched_llama):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"lengths": [8, POSITIONS + 1]}, f"{POSITIONS + 1} tokens.*holds {POSITIONS}"),
+        ({"lengths": [8, POSITIONS + 1]}, f"{POSITIONS + 1} tokens.*has {POSITIONS} positions"),
         ({"lengths": [0, 8]}, "lengths"),
         ({"lengths": []}, "lengths"),
         ({"lengths": [8], "repeats": 0}, "repeats"),

@@ -156,6 +156,11 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(material, tmp_path, monkey
         ({"calibration_tokens": 512}, OptionError, "calibration_tokens=512: 'performer' has no parameters of its own"),
         ({"validation_file": "empty.txt"}, DataError, "validation_file=.* is empty"),
         ({"block_size": 65, "lr_search_tokens": 512}, OptionError, "block_size=65 is beyond the 64 positions"),
+        (
+            {"mechanism": "synthesizer", "mechanism_options": '{"max_length": 20}'},
+            OptionError,
+            "block_size=32 is beyond the 20 positions",
+        ),
         ({"mechanism": "perfomer"}, UnknownNameError, "did you mean performer"),
         ({"mechanism_options": '{"features": 3}'}, OptionError, "no option 'features'"),
         ({"chunk_feed_forward": 0}, OptionError, "chunk_feed_forward must be None or an integer >= 1, got 0"),
