@@ -139,7 +139,7 @@ class RecipeArguments:
         default=None, metadata={"help": "A grid of its own for the control."}
     )
     control_dir: str | None = field(
-        default=None, metadata={"help": "Output folder of a run on the same tokens, whose control serves here too."}
+        default=None, metadata={"help": "Output folder of a run on the same tokens, whose control serves here too; empty: none."}
     )
     lr_search_tokens: int | None = field(
         default=None, metadata={"help": "Tokens of each search run; default: 15 % of max_train_tokens."}
@@ -168,6 +168,7 @@ class RecipeArguments:
 
     def __post_init__(self) -> None:
         self.lr_search_tokens = self.lr_search_tokens or int(0.15 * self.max_train_tokens)
+        self.control_dir = self.control_dir or None  # a flag that takes back what a file says
         for name in ("learning_rates", "control_learning_rates"):
             rates = getattr(self, name)
             require(name, rates, rates is None or all(rate > 0 for rate in rates), "positive numbers")

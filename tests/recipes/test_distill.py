@@ -173,6 +173,13 @@ def test_two_processes_have_the_loss_curves_of_one_with_the_same_batch(material,
     assert {m.config.mechanism for m in hf_linattn.get_mechanisms(model).values()} == {"hybrid"}
 
 
+def test_a_flag_takes_a_lent_control_back(tmp_path):
+    lent = tmp_path / "recipe.yaml"
+    lent.write_text("{model_name_or_path: gpt2, mechanism: linear, output_dir: out, use_cpu: true, control_dir: other}")
+    assert parse_arguments([str(lent)]).recipe.control_dir == "other"
+    assert parse_arguments([str(lent), "--control_dir", ""]).recipe.control_dir is None
+
+
 def test_another_runs_control_serves_if_it_saw_the_same(material, whole, tmp_path):
     changes = {"control_dir": whole, "mechanism": "linear", "mechanism_options": None, "lora_rank": None}
     without = {"calibration_tokens": 0, "transfer_tokens": 0, "window_dropout": 0}
