@@ -139,7 +139,8 @@ class RecipeArguments:
         default=None, metadata={"help": "A grid of its own for the control."}
     )
     control_dir: str | None = field(
-        default=None, metadata={"help": "Output folder of a run on the same tokens, whose control serves here too; empty: none."}
+        default=None,
+        metadata={"help": "Output folder of a run on the same tokens, whose control serves here too; empty: none."},
     )
     lr_search_tokens: int | None = field(
         default=None, metadata={"help": "Tokens of each search run; default: 15 % of max_train_tokens."}

@@ -175,7 +175,7 @@ def test_two_processes_have_the_loss_curves_of_one_with_the_same_batch(material,
 
 def test_a_flag_takes_a_lent_control_back(tmp_path):
     lent = tmp_path / "recipe.yaml"
-    lent.write_text("{model_name_or_path: gpt2, mechanism: linear, output_dir: out, use_cpu: true, control_dir: other}")
+    lent.write_text("{model_name_or_path: gpt2, mechanism: linear, output_dir: out, control_dir: other, bf16: false}")
     assert parse_arguments([str(lent)]).recipe.control_dir == "other"
     assert parse_arguments([str(lent), "--control_dir", ""]).recipe.control_dir is None
 
