@@ -20,8 +20,8 @@ from transformers import AutoModel, AutoTokenizer
 
 from benchmarks.provenance import collect_provenance
 from benchmarks.tables import RESULTS
+from benchmarks.wikitext import FILES, is_heading, read_articles
 from hf_linattn import calibrate, patch_model
-from hf_linattn.errors import DataError
 from hf_linattn.evaluation import retrieval
 from hf_linattn.files import write_text
 from hf_linattn.training.data import TrainingData, tokenize_and_pack
@@ -33,20 +33,14 @@ from hf_linattn.training.transfer import AttentionTransfer
 LEAST_WORDS = 20  # of a paragraph
 BLOCK, BATCH = 256, 8
 CALIBRATED = 2  # batches
-FILES = {"train": "wiki.train.tokens", "validation": "wiki.valid.tokens", "test": "wiki.test.tokens"}
 
 
-def read_articles(file: Path) -> list[list[str]]:
-    """Return the paragraphs of each article; a line ` = Title = ` begins one, ` = = Section = = ` does not."""
-    if not file.is_file():
-        raise DataError(f"{str(file)!r} does not exist; give the folder with {', '.join(FILES.values())}")
-    articles: list[list[str]] = []
-    for line in map(str.strip, file.read_text(encoding="utf-8").splitlines()):
-        heading = line.startswith("= ") and line.endswith(" =")
-        if heading and not line.startswith("= = "):
-            articles.append([])
-        elif not heading and articles and len(line.split()) >= LEAST_WORDS:
-            articles[-1].append(line)
+def read_paragraphs(file: Path) -> list[list[str]]:
+    """Return the paragraphs of each article that are of some length."""
+    articles = (
+        [line for line in lines if not is_heading(line) and len(line.split()) >= LEAST_WORDS]
+        for lines in read_articles(file)
+    )
     return [article for article in articles if article]
 
 
@@ -55,7 +49,7 @@ def run(
 ) -> dict[str, Any]:
     """Score the original, convert and recover, and score again."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    articles = {split: read_articles(wikitext / name) for split, name in FILES.items()}
+    articles = {split: read_paragraphs(wikitext / name) for split, name in FILES.items()}
     texts = {split: Dataset.from_dict({"text": [p for a in articles[split] for p in a]}) for split in FILES}
     rows = {split: tokenize_and_pack(texts[split].shuffle(seed=0), tokenizer, BLOCK, tokens) for split in FILES}
     data = TrainingData(rows["train"], rows["validation"].select(range(min(128, len(rows["validation"])))))

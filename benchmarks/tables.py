@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -30,6 +31,8 @@ LONG_INPUTS_FILE = "cpu_long_inputs.json"
 PEERS_FILE = "cpu_peers.json"
 DEPTH_FILE, DEPTH_PLOT = "depth.json", "depth.png"
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
+RECIPE = re.compile(r"recipes/\S+\.yaml")  # in a command
+RECIPE_NAME = re.compile(r"((?:\w+-)?(?:bert|gpt2|llama))-(.+?)(?:-seed\d+)?$")  # of a report of the board
 MODEL_NAMES = {"gpt2": "GPT-2", "llama": "Llama"}
 
 LENGTH = 16384  # tokens, of the targets
@@ -50,6 +53,7 @@ BOARD_TARGETS = {  # recovered / best perplexity, at most
     "hybrid": 1.005,
     "learned_exp": 1.05,
     "deltanet": 1.05,
+    "local": 1.05,
     "sinks": 1.05,
     "longformer": 1.05,
     "lsh": 1.05,
@@ -209,8 +213,8 @@ def board_table(reports: dict[str, Document]) -> str:
     """
     seeds: dict[tuple[str, str], list[Document]] = {}
     for name, report in reports.items():
-        model, _, recipe = name.partition("-")
-        seeds.setdefault((model, recipe.partition("-seed")[0]), []).append(report)
+        model, recipe = RECIPE_NAME.findall(name)[0]
+        seeds.setdefault((model, recipe), []).append(report)
     rows = []
     for (model, recipe), several in sorted(seeds.items()):
         first, ratios = several[0], [report["ratio"] for report in several]
@@ -222,7 +226,7 @@ def board_table(reports: dict[str, Document]) -> str:
         best = fmean(min(p["original"], p["control"]) for p in kinds)
         numbers = [f"{x:.2f}" for x in (best, *(fmean(p[kind] for p in kinds) for kind in ("converted", "recovered")))]
         spread = f" ({min(ratios):.3f} to {max(ratios):.3f})" if len(ratios) > 1 else ""
-        command = f"`recipes/bundled-{model}/{recipe}.yaml`"
+        command = f"`{RECIPE.findall(first['provenance']['command'])[0]}`"
         tokens = f"{first['training']['tokens'] / 1e6:.1f} M"
         figures = [tokens, str(len(several)), *numbers, f"**{ratio:.3f}**{spread}"]
         rows.append([model, recipe, what, *figures, verdict, command])

@@ -2,10 +2,11 @@
 
     python recipes/pretrain.py --architecture gpt2 --output_dir recipes/pretrained/gpt2
 
-The checkpoints under ``recipes/pretrained`` were made by this file; each holds its ``training_log.json``. The three
-share one byte-level BPE tokenizer, trained on the training split. The log compares the test perplexity with that of
-the same model with its queries set to zero, when every query attends to all its keys alike: a model on which linear
-attention can be judged must lose a lot by that.
+Other text is given by ``--train_file`` and its like, as to the other recipes. The checkpoints under
+``recipes/pretrained`` were made by this file; each holds its ``training_log.json``. The three share one byte-level BPE
+tokenizer, trained on the training split. The log compares the test perplexity with that of the same model with its
+queries set to zero, when every query attends to all its keys alike: a model on which linear attention can be judged
+must lose a lot by that.
 """
 
 from __future__ import annotations
@@ -47,8 +48,7 @@ from transformers import (
 
 from hf_linattn import patch_model, unpatch_model
 from hf_linattn.evaluation import perplexity
-from hf_linattn.training.corpus import standard_library_corpus
-from hf_linattn.training.data import PackedMaskingCollator, tokenize_and_pack
+from hf_linattn.training.data import PackedMaskingCollator, load_text_splits, tokenize_and_pack
 
 logger = logging.getLogger("pretrain")
 
@@ -163,6 +163,11 @@ class PretrainArguments:
 
     architecture: str = field(metadata={"help": "Which model to train.", "choices": sorted(ARCHITECTURES)})
     output_dir: str = field(metadata={"help": "Where the checkpoint goes; replaced as a whole, at the end."})
+    train_file: str | None = field(
+        default=None, metadata={"help": "Training text; default: the documentation of Python's standard library."}
+    )
+    validation_file: str | None = field(default=None, metadata={"help": "Default: cut from the training text."})
+    test_file: str | None = field(default=None, metadata={"help": "Default: cut from the training text."})
     train_tokens: int | None = field(default=None, metadata={"help": "Over all epochs; default: the architecture's."})
     batch_tokens: int = field(default=2048, metadata={"help": "Tokens per step."})
     learning_rate: float | None = field(
@@ -282,7 +287,9 @@ def training_arguments(options: PretrainArguments, folder: Path, block_size: int
 def train(options: PretrainArguments, folder: Path) -> dict[str, Any]:
     """Train, measure and write the checkpoint into ``folder``; return the training log."""
     architecture = ARCHITECTURES[options.architecture]
-    corpus = standard_library_corpus()
+    corpus = load_text_splits(
+        train_file=options.train_file, validation_file=options.validation_file, test_file=options.test_file
+    )
     tokenizer = wrap_tokenizer(train_tokenizer(corpus["train"]["text"]), architecture.special_tokens)
     model = build_model(architecture, tokenizer)
     start = time.perf_counter()

@@ -205,20 +205,25 @@ def test_tables_are_written_between_the_markers_and_nowhere_else(document: table
 
 
 def test_the_board_says_what_was_reached_and_what_was_missed() -> None:
-    def report(ratio: float) -> dict:
+    def report(name: str, ratio: float) -> dict:
         perplexity = {"original": 10.0, "control": 8.0, "converted": 90.0, "recovered": 8 * ratio}
         options, training = {"window_size": 32}, {"tokens": 999_424}
+        command = f"accelerate launch recipes/distill.py recipes/of/{name}.yaml --seed 3"
         return {
-            "perplexity": perplexity, "ratio": ratio, "mechanism": "hybrid", "options": options, "training": training
+            "perplexity": perplexity, "ratio": ratio, "mechanism": "hybrid", "options": options, "training": training,
+            "provenance": {"command": command},
         }  # fmt: skip
 
     ratios = {"gpt2-hybrid": 1.05, "gpt2-lolcats": 1.05, "llama-hybrid": 1.0, "llama-hybrid-seed1": 1.006}
-    text = tables.board_table({name: report(ratio) for name, ratio in {**ratios, "llama-sinks": 1.05}.items()})
+    ratios |= {"llama-sinks": 1.05, "wikitext-llama-lolcats-linear-seed2": 1.1}
+    text = tables.board_table({name: report(name, ratio) for name, ratio in ratios.items()})
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
-    assert [row[9] for row in rows] == ["1.005 missed", "", "1.005 reached", "1.050 reached"]
+    assert [row[9] for row in rows] == ["1.005 missed", "", "1.005 reached", "1.050 reached", ""]
     assert rows[0][3:9] == ["1.0 M", "1", "8.00", "90.00", "8.40", "**1.050**"]
     assert rows[2][3:9] == ["1.0 M", "2", "8.00", "90.00", "8.02", "**1.003** (1.000 to 1.006)"]
-    assert rows[2][2] == "`hybrid` `window_size=32`" and rows[2][10] == "`recipes/bundled-llama/hybrid.yaml`"
+    assert rows[2][2] == "`hybrid` `window_size=32`" and rows[2][10] == "`recipes/of/llama-hybrid.yaml`"
+    names = [["llama", "hybrid"], ["llama", "sinks"], ["wikitext-llama", "lolcats-linear"]]
+    assert [row[:2] for row in rows[2:]] == names
 
 
 def test_retrieval_is_shown_beside_the_share_that_was_kept() -> None:
@@ -273,9 +278,9 @@ def test_articles_are_told_apart_by_their_titles(tmp_path: Path) -> None:
     lines = ["", " = First = ", "", f" {long} one ", " = = Section = = ", f" {long} two ", " too short ", ""]
     file = tmp_path / "wiki"
     file.write_text("\n".join([*lines, " = Empty = ", " = Second = ", f" {long} = three "]))
-    assert retrieval.read_articles(file) == [[f"{long} one", f"{long} two"], [f"{long} = three"]]
+    assert retrieval.read_paragraphs(file) == [[f"{long} one", f"{long} two"], [f"{long} = three"]]
     with pytest.raises(DataError, match="does not exist; give the folder"):
-        retrieval.read_articles(tmp_path / "absent")
+        retrieval.read_paragraphs(tmp_path / "absent")
 
 
 def test_an_embedding_model_is_converted_taught_and_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
