@@ -11,7 +11,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import depth, long_inputs, markdown, memory_tables, peers, retrieval, run, tables
+from benchmarks import depth, long_inputs, markdown, memory_tables, peers, retrieval, run, tables, wikitext
 from hf_linattn import DataError, UnknownNameError
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing import MODES
@@ -281,6 +281,15 @@ def test_articles_are_told_apart_by_their_titles(tmp_path: Path) -> None:
     assert retrieval.read_paragraphs(file) == [[f"{long} one", f"{long} two"], [f"{long} = three"]]
     with pytest.raises(DataError, match="does not exist; give the folder"):
         retrieval.read_paragraphs(tmp_path / "absent")
+
+
+def test_articles_become_json_lines(tmp_path: Path) -> None:
+    for split, name in wikitext.FILES.items():
+        (tmp_path / name).write_text(f" = {split} = \n \n One . \n = = Part = = \n Two . \n\n = Other = \n Three . \n")
+    wikitext.main(tmp_path, tmp_path / "out")
+    for split in wikitext.FILES:
+        texts = [json.loads(line)["text"] for line in (tmp_path / "out" / f"{split}.jsonl").read_text().splitlines()]
+        assert texts == [f"= {split} =\nOne .\n= = Part = =\nTwo .\n", "= Other =\nThree .\n"]
 
 
 def test_an_embedding_model_is_converted_taught_and_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
