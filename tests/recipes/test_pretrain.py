@@ -63,6 +63,6 @@ def test_what_was_there_stays_if_the_text_is_missing(tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").touch()
-    with pytest.raises(DataError, match="train_file='absent.txt' does not exist"):
+    with pytest.raises(DataError, match=r"train_file='absent\.txt' does not exist"):
         run(monkeypatch, architecture="llama", output_dir=str(out), train_file="absent.txt")
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and (out / "old").exists()
