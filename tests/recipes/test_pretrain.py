@@ -19,18 +19,18 @@ WORDS = [f"{first}{last}" for first in ("re", "un", "over", "out") for last in (
 
 
 def write_splits(folder: Path, counts: dict[str, int]) -> dict[str, str]:
-    """Write documents of 600 words each, in another order per document; return the flags that name the files."""
-    flags = {}
+    """Write documents of 600 words each, in another order per document; return the arguments that name the files."""
+    files = {}
     for split, count in counts.items():
         texts = [" ".join(WORDS[(i * (document + 3)) % 20] for i in range(600)) for document in range(count)]
         file = folder / f"{split}.jsonl"
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        flags[f"--{split}_file"] = str(file)
-    return flags
+        files[f"{split}_file"] = str(file)
+    return files
 
 
-def run(monkeypatch, **flags: str) -> None:
-    words = [word for name, value in flags.items() for word in (f"--{name.removeprefix('--')}", value)]
+def run(monkeypatch, **arguments: str) -> None:
+    words = [word for name, value in arguments.items() for word in (f"--{name}", value)]
     monkeypatch.setattr(sys, "argv", ["pretrain.py", *words])
     runpy.run_path(str(ROOT / "recipes" / "pretrain.py"), run_name="__main__")
 
@@ -46,7 +46,7 @@ def test_a_model_of_ones_own_text(tmp_path, monkeypatch, architecture):
     for split, characters in log["characters"].items():
         documents = (tmp_path / f"{split}.jsonl").read_text().splitlines()
         assert characters == sum(len(json.loads(document)["text"]) for document in documents)
-    assert log["arguments"]["train_file"] == files["--train_file"]
+    assert log["arguments"]["train_file"] == files["train_file"]
     losses = [entry["loss"] for entry in log["history"] if "loss" in entry]
     assert losses[-1] < losses[0] and log["test_perplexity"] < 2048 / 2
     tokenizer, model = AutoTokenizer.from_pretrained(out), load_model(str(out), "float32")
