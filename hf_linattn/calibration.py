@@ -146,11 +146,13 @@ def own_parameters(mechanisms: Mapping[str, Mechanism]) -> dict[str, list[nn.Par
 def what_is_fitted(mechanisms: Mapping[str, Mechanism]) -> dict[str, list[nn.Parameter]]:
     """Return path -> own parameters of each mechanism that `calibrate` fits: none where it only prepares itself."""
     owned = own_parameters(mechanisms)
-    return {
-        path: owned.get(path, [])
-        for path, mechanism in mechanisms.items()
-        if path in owned or mechanism.prepares
-    }
+    fitted: dict[str, list[nn.Parameter]] = {}
+    for path, mechanism in mechanisms.items():
+        wanted = set(mechanism.fitted_parameters())
+        parameters = [parameter for parameter in owned.get(path, []) if parameter in wanted]
+        if parameters or mechanism.prepares:
+            fitted[path] = parameters
+    return fitted
 
 
 @torch.no_grad()

@@ -270,6 +270,10 @@ class Mechanism(nn.Module):
     def prepare(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> None:
         """Called by `calibrate` for each batch before parameters are fitted to it: to fit what gradients cannot."""
 
+    def fitted_parameters(self) -> list[nn.Parameter]:
+        """Return what `calibrate` fits: all parameters, unless some are to stay as the options say."""
+        return list(self.parameters())
+
     def generator(self, purpose: str = "") -> torch.Generator:
         """Return a CPU generator for this layer and purpose, seeded from the config; the global one is not touched."""
         text = f"{self.config.seed}/{self.layer.index}/{purpose}"

@@ -76,7 +76,7 @@ class CosformerMechanism(SequenceMechanism):
         batch, num_keys, steps = key.shape[0], key.shape[2], torch.arange(key.shape[2], device=key.device)
         before = steps.new_zeros(batch) if state is None else state.length
         after = before + (num_keys if lengths is None else lengths)
-        longest = self.position_limit
+        longest = self.position_limit or CAUSAL_LENGTH
         if state is not None or num_keys > longest:
             self._require_length(after, longest)
         position = before[:, None] + steps

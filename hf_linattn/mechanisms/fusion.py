@@ -28,7 +28,7 @@ class FusionConfig(CompositeConfig):
         default=None, metadata={"help": "mechanism -> its options, for each that takes part; None: local and linear"}
     )
     shares: dict[str, float] | None = field(
-        default=None, metadata={"help": "mechanism -> the weight it starts with beside the others'; None: all alike"}
+        default=None, metadata={"help": "mechanism -> the weight it starts with and `calibrate` keeps; None: equal"}
     )
     pool_size: int = field(default=16, metadata={"help": "hidden units m that judge an output, per query head"})
 
@@ -58,8 +58,8 @@ class FusionMechanism(CompositeMechanism):
 
     For every token and query head; W [H, m, Dv], b, c [H, m] (the parameters `pool_weight`, `pool_bias`, `pool_score`)
     and d [P, H] (`member_bias`) differ by head. W starts random, b and c at zero and d at the log of `shares`, so that
-    every token begins with the same mix. Training moves all of them, and so does `calibrate`, which leaves most weight
-    to the member whose output is nearest to softmax's where one of them is.
+    every token begins with the same mix. Training moves all of them. `calibrate` does, too, and leaves most weight to
+    the member whose output is nearest to softmax's where one of them is; `shares` that are given it keeps.
 
     The pooling is that of Xiao et al. 2017 over interactions of features, here over answers to one query: unlike a
     gate on the query it sees what each member found. Each member is a mechanism of its own, with its own state and
@@ -90,6 +90,9 @@ class FusionMechanism(CompositeMechanism):
         self.pool_score = nn.Parameter(torch.zeros(heads, size, device="cpu"))
         shares = torch.tensor([float((config.shares or {}).get(name, 1)) for name in self.members], device="cpu")
         self.member_bias = nn.Parameter(shares.log()[:, None].repeat(1, heads))
+
+    def fitted_parameters(self) -> list[nn.Parameter]:
+        return list((self if self.config.shares is None else self.members).parameters())
 
     def causal_attention(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None,

@@ -184,6 +184,21 @@ def test_members_begin_with_the_shares_they_are_given():
     torch.testing.assert_close(shares, torch.full_like(shares, 1 / 3))
 
 
+def test_calibration_keeps_shares_that_were_given_and_fits_the_members():
+    members, batches = {"local": {"window_size": 4}, "hedgehog": {}}, [{"input_ids": random_tokens(2, 33)}]
+    model = tiny_model("gpt2", True, torch.float32)
+    patch_model(model, "fusion", members=members, shares={"local": 1, "hedgehog": 9})
+    before = copy.deepcopy(get_mechanisms(model))
+    assert set(calibrate(model, batches, steps=3)) == set(before)
+    for path, mechanism in get_mechanisms(model).items():
+        for name, parameter in mechanism.named_parameters():
+            kept = torch.equal(parameter, before[path].get_parameter(name))
+            assert kept != name.startswith("members."), f"{path}.{name}"
+    model = tiny_model("gpt2", True, torch.float32)
+    patch_model(model, "fusion", members={"local": {}, "linear": {}}, shares={"local": 1, "linear": 1})
+    assert calibrate(model, batches) == {}, "there is nothing to fit"
+
+
 def test_the_order_of_members_in_a_file_does_not_matter(tmp_path):
     """config.json is written with sorted keys."""
     members = {"sinks": {"window_size": 4}, "linear": {}, "hedgehog": {"seed": 5}}
