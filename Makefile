@@ -93,8 +93,9 @@ calibration: install ## test perplexity after `calibrate` alone, and its table: 
 	$(BIN)/python -m benchmarks.calibration
 	$(BIN)/python -m docs.generate
 
-mqar: install ## associative recall of every mechanism of constant state, trained from scratch
+mqar: install ## associative recall of a small model converted to every mechanism of constant state: 40 minutes
 	$(BIN)/python -m benchmarks.mqar
+	$(BIN)/python -m docs.generate
 
 retrieval: install ## an embedding model before and after: make retrieval MODEL=all-MiniLM-L6-v2 WIKITEXT=wikitext-2
 	$(BIN)/python -m benchmarks.retrieval $(MODEL) $(WIKITEXT)

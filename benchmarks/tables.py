@@ -30,6 +30,7 @@ CALIBRATION_FILE = "calibration.json"
 LONG_INPUTS_FILE = "cpu_long_inputs.json"
 PEERS_FILE = "cpu_peers.json"
 DEPTH_FILE, DEPTH_PLOT = "depth.json", "depth.png"
+MQAR_FILE, MQAR_PLOT = "mqar.json", "mqar.png"
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
 RECIPE = re.compile(r"recipes/\S+\.yaml")  # in a command
 RECIPE_NAME = re.compile(r"((?:\w+-)?(?:bert|gpt2|llama))-(.+?)(?:-seed\d+)?$")  # of a report of the board
