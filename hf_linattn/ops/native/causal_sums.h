@@ -42,18 +42,23 @@ static inline int has_scales(const struct problem *p)
 /* z = e^(sign z - max sign z) for the first `count` numbers; return the maximum, and in `sum` the sum of z. */
 static float exponentials(float *to, const float *z, float sign, int64_t count, float *sum)
 {
+    const int64_t whole = count / LANES * LANES;
+    const mask counts = (mask)LANE_NUMBERS < (int32_t)(count - whole);
     lanes largest = sign * z[0] + (lanes){0}, total = {0};
-    for (int64_t key = 0; key < count; key += LANES) {
-        const lanes part = sign * load(z + key);
-        const mask counts = (mask)LANE_NUMBERS < (int32_t)(count - key);
-        largest = choose(counts & (part > largest), part, largest);
-    }
+    for (int64_t key = 0; key < whole; key += LANES)
+        largest = larger_of(sign * load(z + key), largest);
+    if (whole < count)
+        largest = larger_of(choose(counts, sign * load(z + whole), largest), largest);
     const float top = max_of(largest);
-    for (int64_t key = 0; key < count; key += LANES) {
-        const mask counts = (mask)LANE_NUMBERS < (int32_t)(count - key);
-        const lanes part = choose(counts, exp_of(sign * load(z + key) - top), (lanes){0});
+    for (int64_t key = 0; key < whole; key += LANES) {
+        const lanes part = exp_of(sign * load(z + key) - top);
         total += part;
         store(to + key, part);
+    }
+    if (whole < count) {
+        const lanes part = choose(counts, exp_of(sign * load(z + whole) - top), (lanes){0});
+        total += part;
+        store(to + whole, part);
     }
     *sum = sum_of(total);
     return top;
@@ -83,10 +88,12 @@ static float activate(float *z, float *spare, const struct problem *p, int64_t p
     case SOFTMAX_PAIR:
         exponentials(spare, z, -1.0f, half, &opposite);
         exponentials(z, z, 1.0f, half, &sum);
+        sum = 1.0f / sum;
+        opposite = 1.0f / opposite;
         for (int64_t key = 0; key < half; key++)
-            z[key] /= sum;
+            z[key] *= sum;
         for (int64_t key = 0; key < half; key++)
-            z[half + key] = spare[key] / opposite;
+            z[half + key] = spare[key] * opposite;
     }
     memset(z + p->key_size, 0, (padded - p->key_size) * sizeof(float));
     return log_scale;

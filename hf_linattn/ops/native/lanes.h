@@ -183,10 +183,15 @@ static inline void pack(float *to, int64_t rows, const float *from, int64_t toke
         memset(to + count * padded, 0, (rows - count) * padded * sizeof(float));
 }
 
+/* In lanes by hand: to a compiler the order of a sum is part of its result. */
 static inline float dot(const float *one, const float *other, int64_t size)
 {
-    float sum = 0.0f;
-    for (int64_t column = 0; column < size; column++)
+    const int64_t whole = size / LANES * LANES;
+    lanes sums = {0};
+    for (int64_t column = 0; column < whole; column += LANES)
+        sums += load(one + column) * load(other + column);
+    float sum = sum_of(sums);
+    for (int64_t column = whole; column < size; column++)
         sum += one[column] * other[column];
     return sum;
 }
