@@ -72,14 +72,13 @@ static float activate(float *z, float *spare, const struct problem *p, int64_t p
     switch (p->activation) {
     case ELU:
         for (int64_t key = 0; key < p->key_size; key += LANES) {
-            const lanes part = load(z + key), low = choose(part < (lanes){0}, part, (lanes){0});
-            store(z + key, part - low + exp_of(low));
+            const lanes part = load(z + key), high = larger_of((lanes){0}, part);
+            store(z + key, high + exp_of(part - high));
         }
         break;
     case RELU:
         for (int64_t key = 0; key < p->key_size; key += LANES) {
-            const lanes part = load(z + key);
-            store(z + key, choose(part < (lanes){0}, (lanes){0}, part));
+            store(z + key, larger_of((lanes){0}, load(z + key)));
         }
         break;
     case EXPONENTIAL:
