@@ -26,6 +26,11 @@ class Summary(NamedTuple):
         """Return the function of each part."""
         return Summary(*map(function, self))
 
+    def joined(self, others: Summary) -> Summary:
+        """Return these and behind them the others."""
+        keys, values, *logs = zip(self, others, strict=True)
+        return Summary(torch.cat(keys, -2), torch.cat(values, -2), *(torch.cat(pair, -1) for pair in logs))
+
     def split(self, size: int) -> list[Summary]:
         """Return the parts of so many rows each."""
         return [Summary(*parts) for parts in zip(*(x.split(size) for x in self), strict=True)]

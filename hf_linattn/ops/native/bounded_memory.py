@@ -7,6 +7,7 @@ a slot, are a bias. Where segments are longer than blocks, the softmax begins wi
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from ..exponential import LOWEST
 from ..sink import attenuate
-from ..source import Source
 from ..summaries import Summary, find_runs, open_segments, pool, segment_size
 from .block_softmax import Keys, attend_blocks, continue_blocks
 from .library import suits
@@ -31,18 +31,18 @@ def whole_rows(
 ) -> Tensor:
     """Return the output [B, H, N, Dv] for queries [B, H, N, D], beside the sink [H] if there is one."""
     query = query.unflatten(1, (tokens.key.shape[1], -1))
-    sources = [Source(x) for x in tokens]
-    tokens = Summary(*(source.whole for source in sources))
+    runs, spans, end = list(find_runs(-(-query.shape[3] // block_size), block_size, num_slots)), [], 0
+    for _, last, unit in runs:  # what a run sums up beside the segments of the one before, of which one may be left
+        start, end = end // unit * unit, (last - 1) * block_size // unit * unit
+        spans.append((start, end))
     slots, before = tokens.map(lambda x: x[:, :, :0]), 1  # the segments of the last run, and their size
     whole, opened = [], []  # what is read of runs with and without open segments
-    for first, last, unit in find_runs(-(-query.shape[3] // block_size), block_size, num_slots):
+    for (first, last, unit), more in zip(runs, _cut(tokens, spans), strict=True):
         blocks = torch.arange(first, last)
         full = blocks * block_size // unit  # segments that are completed before each block
         most = int(full[-1])
-        slots, before = pool(slots, unit // before, use_native=True), unit
-        read = slots.key.shape[2] * unit
-        more = pool(Summary(*(x.narrow(2, read, most * unit - read) for x in sources)), unit, use_native=True)
-        slots = Summary(*(torch.cat(pair, 2) for pair in zip(slots, more, strict=True)))
+        slots = pool(slots, unit // before, use_native=True)
+        slots, before = slots.joined(pool(more, unit, use_native=True)), unit
         bias = query.new_full((len(blocks), most), math.log(unit))
         bias.masked_fill_(torch.arange(most) >= full[:, None], LOWEST)
         part = Keys(first, blocks[:, None, None], bias[:, None, None], (slots.key, slots.value))
@@ -58,6 +58,16 @@ def whole_rows(
         continue_blocks(*heads, part, output, log, **how)
         logs[..., place] = log[..., place]
     return attenuate(output.flatten(1, 2), logs.flatten(1, 2), None if sink is None else sink[:, None])
+
+
+def _cut(tokens: Summary, spans: list[tuple[int, int]]) -> list[Summary]:
+    """Return the tokens from the start to the end of each span. No two overlap where there are gradients, which are
+    then put together once, as those of `split` are."""
+    if any(end > start for (_, end), (start, _) in pairwise(spans)):
+        return [tokens.map(lambda x: x[:, :, start:end]) for start, end in spans]  # noqa: B023 - called at once
+    sizes = [end - start for start, end in spans]
+    rest = tokens.key.shape[2] - sum(sizes)
+    return [Summary(*x) for x in zip(*(x.split([*sizes, rest], 2)[:-1] for x in tokens), strict=True)]
 
 
 def _begin(
