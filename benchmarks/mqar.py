@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -39,6 +40,7 @@ VOCABULARY, PAIRS, LENGTH = 64, 24, 96  # half of the tokens are keys, the other
 WIDTH, LAYERS = 64, 2
 BATCH_SIZE, TEST_BATCHES = 64, 8
 IGNORED = -100
+LABEL_WIDTH, LABEL_HEIGHT = 0.6, 0.016  # of the plot: in e-folds of bytes, in accuracy
 
 
 class Stage(NamedTuple):
@@ -196,17 +198,27 @@ def run(rows: list[tuple[str, dict[str, Any]]], stages: Sequence[Stage], steps: 
 def draw(document: Document, path: Path) -> None:
     """Write the plot: a point for every row."""
     figure, (panel,) = blank_figure(f"Recall of {PAIRS} pairs from {LENGTH} tokens", 1)
-    for row in document["rows"]:
+    labels: list[tuple[float, float]] = []
+    for row in sorted(document["rows"], key=lambda row: -row["trained"]):
         exact = row["mechanism"] == "softmax"
         place = row["state_bytes"], row["trained"]
         panel.plot(*place, color=ORIGINAL if exact else PATCHED, marker="o", markersize=5)
-        panel.annotate(row["mechanism"], place, xytext=(4, 2), textcoords="offset points", fontsize=6, color=INK)
+        labels.append(_below_others(*place, labels))
+        panel.text(*labels[-1], "  " + row["mechanism"], fontsize=5, color=INK, va="center")
     panel.set_xscale("log")
     panel.set_xlabel("bytes of decoding state")
     panel.set_ylabel("right answers")
     panel.xaxis.set_major_formatter(EngFormatter(unit="B"))
     panel.yaxis.set_major_formatter(PercentFormatter(1))
     save_figure(figure, path)
+
+
+def _below_others(size: float, score: float, labels: list[tuple[float, float]]) -> tuple[float, float]:
+    """Return where a point's label stands: beside the point, or below the labels that are there."""
+    beside = [height for other, height in labels if abs(math.log(size / other)) < LABEL_WIDTH]
+    while any(abs(score - height) < LABEL_HEIGHT for height in beside):
+        score -= LABEL_HEIGHT / 4
+    return size, score
 
 
 def main(

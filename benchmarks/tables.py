@@ -20,8 +20,8 @@ from hf_linattn.mechanisms import MECHANISMS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-KINDS = ("", "_torch", "_compiled")
-SPEED_FILES = tuple(f"{device}{kind}.json" for device in ("cpu", "gpu") for kind in KINDS)
+MACHINES = ("cpu", "cpu_xeon", "gpu")  # one of AMD, one of Intel
+SPEED_FILES = tuple(f"{machine}{kind}.json" for machine in MACHINES for kind in ("", "_torch", "_compiled"))
 QUALITY = ("original", "control", "converted", "recovered")
 ZERO_SHOT_FILE = "zero_shot.json"
 SUPPORT_FILE = "support.json"
@@ -38,21 +38,22 @@ MODEL_NAMES = {"gpt2": "GPT-2", "llama": "Llama"}
 
 LENGTH = 16384  # tokens, of the targets
 FASTER = {  # times faster than softmax at that length, at least, causal and bidirectional alike
-    "linear": 20,
-    "performer": 5,
+    "linear": 35,
+    "performer": 10,
     "hedgehog": 15,
-    "local": 15,
-    "sinks": 15,
-    "linformer": 15,
-    "longformer": 6,
-    "bigbird": 6,
+    "local": 20,
+    "sinks": 20,
+    "linformer": 25,
+    "longformer": 10,
+    "bigbird": 10,
     "sparse_transformer": 6,
-    "hybrid": 10,
-    "lsh": 3,
+    "hybrid": 15,
+    "lsh": 4,
 }
 BOARD_TARGETS = {  # recovered / best perplexity, at most
     "hybrid": 1.005,
     "hybrid-delta": 1.005,
+    "hybrid-lsh": 1.005,
     "learned_exp": 1.05,
     "deltanet": 1.05,
     "local": 1.05,
@@ -307,6 +308,20 @@ def calibration_table(document: Document, reports: dict[str, Document]) -> str:
             name = [MODEL_NAMES.get(model, model), f"`{row['mechanism']}`", options]
             rows.append([*name, *perplexities, f"{way:z.0%}", f"{result['seconds']:.0f}"])
     return table(["model", "mechanism", "options", "converted", "calibrated", "best", "of the way", "seconds"], rows)
+
+
+def recall_table(document: Document) -> str:
+    """Return the share of right answers of every converted model beside the bytes of its state, smallest first."""
+    rows = [
+        [
+            f"`{row['mechanism']}`",
+            f"`{options_text(row['options'])}`" if row["options"] else "",
+            f"{row['state_bytes']:,}",
+            *(f"{row[stage]:.1%}" for stage in ("converted", "calibrated", "trained")),
+        ]
+        for row in sorted(document["rows"], key=lambda row: row["state_bytes"])
+    ]
+    return table(["mechanism", "options", "bytes of state", "converted", "calibrated", "trained"], rows)
 
 
 def speed_section(documents: dict[str, Document]) -> str:

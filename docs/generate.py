@@ -14,12 +14,14 @@ from benchmarks.markdown import replace_section
 from benchmarks.tables import (
     CALIBRATION_FILE,
     MODEL_NAMES,
+    MQAR_FILE,
     RESULTS,
     SUPPORT_FILE,
     ZERO_SHOT_FILE,
     board_reports,
     calibration_table,
     read,
+    recall_table,
     recovery_reports,
     table,
     write_text,
@@ -93,6 +95,17 @@ def calibration() -> str:
     return f"{text}\n\n{calibration_table(document, recovery_reports() | board_reports())}"
 
 
+def recall() -> str:
+    """Return the table of associative recall, with what the models were asked and how they were trained."""
+    document = read(RESULTS / MQAR_FILE)
+    task, training = document["task"], document["training"]
+    text = (
+        f"{task['pairs']} pairs in {task['length']} tokens of {task['vocabulary']} kinds, chance {task['chance']:.1%};"
+        f" {training['steps']} steps of {training['batch_size']} sequences after the conversion."
+    )
+    return f"{text}\n\n{recall_table(document)}"
+
+
 def missing_forms() -> str:
     """Return which mechanisms lack a causal or bidirectional form, or a decoding state of constant size."""
     known = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
@@ -162,6 +175,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "overview": overview,
         "zero-shot": zero_shot,
         "calibration": calibration,
+        "recall": recall,
         "pictures": pictures,
         "feature-maps": feature_maps,
         "missing-forms": missing_forms,

@@ -11,6 +11,7 @@ from benchmarks.markdown import options_text, table
 from benchmarks.tables import (
     CALIBRATION_FILE,
     MEAN_OF_VALUES,
+    MQAR_FILE,
     ORIGINAL,
     PEERS_FILE,
     RESULTS,
@@ -22,6 +23,7 @@ from benchmarks.tables import (
     calibration_table,
     peers_table,
     read,
+    recall_table,
     recovery_reports,
     recovery_table,
     summary_table,
@@ -34,6 +36,7 @@ from hf_linattn.testing import Case
 
 PICTURES = "../mechanisms.md#pictures"  # how to read what a page shows, as the others
 BEFORE, AFTER = "../mechanisms.md#before-any-training", "../mechanisms.md#after-calibration"
+RECALL = "../mechanisms.md#associative-recall"
 RECOVERED, SPEED = "../../README.md#recover-the-quality", "../../benchmarks/README.md"
 ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
 
@@ -117,6 +120,7 @@ def results(name: str) -> Iterator[str]:
         ("Perplexity after calibration", AFTER, calibration_table(calibrated, reports["recovery"] | reports["board"])),
         ("Perplexity after recovery", RECOVERED, board_table(own["board"])),
         ("Perplexity of BERT after recovery", RECOVERED, recovery_table(own["recovery"])),
+        ("Associative recall", RECALL, recall_table(only(read(RESULTS / MQAR_FILE), name))),
         *((f"Times faster than softmax: `{file}`", SPEED, summary_table(of)) for file, of in speeds(name).items()),
         ("Times faster than other libraries", SPEED, peers_table(peers)),
     ]
