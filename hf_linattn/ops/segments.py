@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .exponential import LOWEST
 from .sink import softmax_beside
@@ -65,6 +66,9 @@ def slot_attention(
         bias = counts.clamp(min=1).to(query.dtype).log().masked_fill(counts == 0, LOWEST)[:, None, None]
     # the queries of a group stand together, beside their one set of slots
     rows = query.reshape(batch, slot_key.shape[1], -1, query.shape[3])
+    if sink is None and slot_key.shape[3] == slot_value.shape[3]:  # of other widths it would keep all scores
+        output = F.scaled_dot_product_attention(rows, slot_key, slot_value, attn_mask=bias, scale=scaling)
+        return output.reshape(batch, heads, length, -1)
     keys = slot_key.transpose(-1, -2) * scaling
     step = max(QUERIES // (batch * slot_key.shape[1]), 64)
     beside: Any = repeat(None)
