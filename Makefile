@@ -93,7 +93,7 @@ calibration: install ## test perplexity after `calibrate` alone, and its table: 
 	$(BIN)/python -m benchmarks.calibration
 	$(BIN)/python -m docs.generate
 
-mqar: install ## associative recall of a small model converted to every mechanism of constant state: 40 minutes
+mqar: install ## associative recall of a small model converted to every mechanism of constant state: 40 to 65 minutes
 	$(BIN)/python -m benchmarks.mqar
 	$(BIN)/python -m docs.generate
 
