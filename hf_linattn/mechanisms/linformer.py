@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..config import require, require_known
 from ..ops import naive
 from ..ops.bounded_memory import MemoryState, bounded_memory_attention, segment_size
+from ..ops.pooled_blocks import pooled_block_attention
 from ..ops.segments import segment_sums, slot_attention
 from .base import AttentionLayer, ExactnessLimit, Mechanism, SequenceMechanism, register_mechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
@@ -40,7 +41,10 @@ class LinformerConfig(SoftmaxTypeConfig):
     positions_per_slot: int = field(
         default=1, metadata={"help": "bidirectional: E has this many columns per slot, each a share of the length"}
     )
-    block_size: int = field(default=64, metadata={"help": "causal: tokens seen exactly at a time; a power of two"})
+    block_size: int = field(default=64, metadata={"help": "tokens seen exactly at a time; a power of two"})
+    exact_block: bool = field(
+        default=False, metadata={"help": "bidirectional: see the own block exactly, as causal layers always do"}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,6 +52,9 @@ class LinformerConfig(SoftmaxTypeConfig):
         size = self.block_size
         require("block_size", size, size & (size - 1) == 0, "a power of two")
         require_known("sharing", self.sharing, SHARING)
+        require("exact_block", self.exact_block, isinstance(self.exact_block, bool), "True or False")
+        both = self.exact_block and self.positions_per_slot > 1
+        require("positions_per_slot", self.positions_per_slot, not both, "1 with exact_block=True, which has no E")
 
 
 @register_mechanism("linformer")
@@ -71,6 +78,10 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     n <= k tokens (causally: up to k completed ones) have a slot for every token, whatever was trained: E is the
     identity and attention exact.
 
+    With `exact_block=True` bidirectional layers do the same: token i sees the tokens of its own block exactly and all
+    others, before and behind it, through the segments floor(j / u(n)), written with e and f. Long-Short Transformer
+    (Zhu et al. 2021, arXiv 2107.02192) has a window beside its slots, too. See `hf_linattn.ops.pooled_blocks`.
+
     In cross-attention the slots are those of the bidirectional form, made of the encoder's tokens once.
 
     Deviations: the paper's E is tied to one length and has no mask. Here its columns are relative positions, so that
@@ -90,9 +101,10 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         super().__init__(config, layer)
         shared, equal = SHARING[config.sharing]
         heads = 1 if shared else layer.num_key_value_heads
-        # causal: every token weighs the same; bidirectional: a slot adds up its own segment
+        self.in_blocks = layer.causal or (config.exact_block and not layer.cross)
+        # in blocks: every token weighs the same; else a slot adds up its own segment
         segments = torch.eye(config.num_slots).repeat_interleave(config.positions_per_slot, dim=1)
-        initial = torch.zeros(layer.head_dim) if layer.causal else segments
+        initial = torch.zeros(layer.head_dim) if self.in_blocks else segments
         self.key_projection: Any = nn.Parameter(initial.repeat(heads, *[1] * initial.dim()))
         self.value_projection = None if equal else nn.Parameter(self.key_projection.detach().clone())
         self._holder: tuple[LinformerMechanism, ...] = ()  # in a tuple, so that it is no submodule and is saved once
@@ -109,7 +121,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
                 return
 
     def projections(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return E and F [Hkv or 1, k, P], causally e and f [Hkv or 1, D], in the dtype and place of `like`."""
+        """Return E and F [Hkv or 1, k, P], in blocks e and f [Hkv or 1, D], in the dtype and place of `like`."""
         first: Any = self._holder[0].key_projection if self._holder else self.key_projection
         second = first if self.value_projection is None else self.value_projection
         return first.to(like), second.to(like)
@@ -139,8 +151,13 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         )
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
-        slots = self._make_slots(key, value, lengths)
         sink = self.log_sink(query)
+        if self.in_blocks:
+            return pooled_block_attention(
+                query, key, value, self.log_weights, num_slots=self.config.num_slots,
+                block_size=self.config.block_size, scaling=self.layer.scaling, lengths=lengths, sink=sink,
+            )  # fmt: skip
+        slots = self._make_slots(key, value, lengths)
         alike = lengths is None and key.shape[2] % self.config.num_slots == 0 and sink is None
         return slot_attention(query, slots.key, slots.value, None if alike else slots.counts, self.layer.scaling, sink)
 
@@ -176,17 +193,20 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
                 seen, rows = views[number].nonzero()[:, 0], (view == number).nonzero()[:, 0]
                 if not len(seen):
                     continue
-                first, second, counts = self._slots_of(k[:, seen])
-                first, second, keys = (x.repeat_interleave(groups, 0) for x in (first, second, k[:, seen]))
-                scores = q[:, rows] @ (first @ keys).mT * self.layer.scaling
-                weights = naive.softmax(scores + counts.log(), self.log_sink(query)) @ second
-                line = matrix.new_zeros(*weights.shape[:2], k.shape[1]).index_copy(2, seen, weights)
-                matrix = matrix.index_copy(1, rows, line)
+                own = torch.searchsorted(seen, rows) // self.config.block_size
+                for block in own.unique() if self.in_blocks else own[:1]:
+                    chosen = rows[own == block] if self.in_blocks else rows
+                    first, second, counts = self._slots_of(k[:, seen], int(block))
+                    first, second, keys = (x.repeat_interleave(groups, 0) for x in (first, second, k[:, seen]))
+                    scores = q[:, chosen] @ (first @ keys).mT * self.layer.scaling
+                    weights = naive.softmax(scores + counts.log(), self.log_sink(query)) @ second
+                    line = matrix.new_zeros(*weights.shape[:2], k.shape[1]).index_copy(2, seen, weights)
+                    matrix = matrix.index_copy(1, chosen, line)
             matrices.append(matrix)
         return torch.stack(matrices)
 
-    def _slots_of(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return E and F [Hkv, slots, n] of the n keys [Hkv, n, D] that a query sees, and the slots' counts."""
+    def _slots_of(self, keys: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return E and F [Hkv, slots, n] of the n keys [Hkv, n, D] that a query of a block sees, and their counts."""
         heads, n, _ = keys.shape
         position = torch.arange(n, device=keys.device)
         k, size = self.config.num_slots, self.config.block_size
@@ -194,13 +214,17 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             done = (n - 1) // size * size
             unit = segment_size(done, k)
             slot = torch.where(position < done, position // unit, -(-done // unit) + position - done)
+        elif self.in_blocks:  # on which side of the block, in which segment, or which token
+            side, unit = (position // size - block).sign(), segment_size(n, k)
+            code = torch.where(side == 0, position, position // unit) * 3 + side + 1
+            slot = code.unique(return_inverse=True)[1]
         else:
             slot = position if n <= k else position * k // n
-        member = (slot == torch.arange(int(slot[-1]) + 1, device=keys.device)[:, None]).to(keys.dtype)
+        member = (slot == torch.arange(int(slot.max()) + 1, device=keys.device)[:, None]).to(keys.dtype)
         counts = member.sum(1)
         matrices = []
         for x in self.projections(keys):
-            if self.layer.causal:
+            if self.in_blocks:
                 matrix = member * torch.exp(torch.einsum("hjd,hd->hj", keys, x.expand(heads, -1)))[:, None]
                 matrices.append(naive.normalise(matrix))
             elif n <= k:

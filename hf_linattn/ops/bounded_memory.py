@@ -114,16 +114,13 @@ def _whole_rows(
     query: Tensor, tokens: Summary, num_slots: int, block_size: int, scaling: float, sink: Tensor | None
 ) -> Tensor:
     """Attention of rows that begin: all blocks whose slots have one size at a time, in pieces that fit the cache."""
-    batch, heads, length, _ = query.shape
+    batch, _, length, _ = query.shape
     kv_heads = tokens.key.shape[1]
     size = min(block_size, length)
     count = -(-length // size)
     if missing := count * size - length:
         query, tokens = F.pad(query, (0, 0, 0, missing)), tokens.padded(count * size)
-    # [R = B Hkv, M, G C, D]: the queries of a group stand together in each of M blocks, beside their one block of keys
-    query = query.reshape(batch, kv_heads, heads // kv_heads, count, size, -1).transpose(2, 3)
-    query = query.reshape(batch * kv_heads, count, -1, query.shape[-1])
-    tokens = tokens.map(lambda x: x.flatten(0, 1))
+    query, tokens = query_blocks(query, kv_heads, size), tokens.map(lambda x: x.flatten(0, 1))
     key, value = (x.unflatten(1, (count, size)) for x in tokens[:2])
     # whole rows as far as they fit; parts of one row else, which are contiguous
     queries = QUERIES.get(query.device.type, MANY_QUERIES)
@@ -131,9 +128,7 @@ def _whole_rows(
     step = max(queries // query.shape[2], 1)
     runs = list(find_runs(count, size, num_slots))
     outputs: list[Tensor] = []
-    if sink is not None:
-        sink = sink.view(kv_heads, 1, -1, 1).repeat_interleave(size, dim=2).repeat(batch, 1, 1, 1)
-    beside: Any = repeat(None) if sink is None else sink.split(together)
+    beside: Any = repeat(None) if sink is None else sink_of_blocks(sink, batch, kv_heads, size).split(together)
     # split and not sliced, so that the gradients of all parts are put together once
     of_rows = zip(tokens.split(together), *(x.split(together) for x in (query, key, value)), strict=True)
     for (summary, *rows), score in zip(of_rows, beside, strict=False):
@@ -144,8 +139,25 @@ def _whole_rows(
             for number, (q, k, v) in enumerate(zip(*(x.split(step, 1) for x in blocks), strict=True)):
                 parts.append(_read_blocks(q, k, v, run, first + number * step, scaling))
         outputs += parts if together == 1 else [torch.cat(parts, dim=1)]
-    joined = torch.cat([x.flatten(0, 1) for x in outputs]).reshape(batch, kv_heads, count, -1, size, value.shape[-1])
-    return joined.transpose(2, 3).reshape(batch, heads, count * size, -1)[:, :, :length]
+    joined = torch.cat([x.flatten(0, 1) for x in outputs])
+    return blocks_in_order(joined, (batch, kv_heads, count), size)[:, :, :length]
+
+
+def query_blocks(query: Tensor, kv_heads: int, size: int) -> Tensor:
+    """Return query [B, H, M C, D] as [R = B Hkv, M, G C, D]: a group's queries, beside their one block of keys."""
+    rows = query.reshape(query.shape[0], kv_heads, query.shape[1] // kv_heads, -1, size, query.shape[3])
+    return rows.transpose(2, 3).reshape(rows.shape[0] * kv_heads, rows.shape[3], -1, query.shape[3])
+
+
+def sink_of_blocks(sink: Tensor, batch: int, kv_heads: int, size: int) -> Tensor:
+    """Return sink [H] as [R, 1, G C, 1], for what `query_blocks` returns."""
+    return sink.view(kv_heads, 1, -1, 1).repeat_interleave(size, dim=2).repeat(batch, 1, 1, 1)
+
+
+def blocks_in_order(output: Tensor, shape: tuple[int, int, int], size: int) -> Tensor:
+    """Return the output for `query_blocks`, of `shape` B, Hkv, M, as [B, H, M C, Dv]."""
+    output = output.reshape(*shape, -1, size, output.shape[-1]).transpose(2, 3)
+    return output.flatten(3, 4).flatten(1, 2)
 
 
 def _run(

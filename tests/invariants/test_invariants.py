@@ -56,6 +56,8 @@ VARIANTS = {
     "linformer": [
         {"num_slots": 7, "block_size": 16, "sharing": "none", "positions_per_slot": 3},
         {"num_slots": 7, "block_size": 16, "sink": "learned", "initial_sink": 0.5},
+        {"num_slots": 7, "block_size": 4, "sharing": "none", "exact_block": True},
+        {"num_slots": 9, "block_size": 16, "sink": "one", "exact_block": True},
     ],
     "nystrom": [{"num_landmarks": 7, "block_size": 8, "kernel_size": 5}, {"num_landmarks": 5, "block_size": 16}],
     "performer": [{"kernel": "hyperbolic", "num_features": 19}, {"kernel": "relu", "decay": "learned"}],

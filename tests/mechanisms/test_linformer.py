@@ -57,6 +57,62 @@ def loop_over_tokens(mechanism, query, key, value, num_slots, block_size) -> tor
     return output
 
 
+def loop_over_blocks(mechanism, query, key, value, num_slots, block_size) -> torch.Tensor:
+    """The bidirectional form with exact blocks, one query at a time, every token written down with its slot."""
+    output, n = torch.zeros_like(query), key.shape[2]
+    e, f = mechanism.projections(key)
+    size = 1
+    while size * num_slots < n:
+        size *= 2
+    for b, h, i in itertools.product(*map(range, query.shape[:3])):
+        shared = h * key.shape[1] // query.shape[1]
+        keys, values = key[b, shared], value[b, shared]
+        first = i // block_size * block_size
+        members: dict[tuple[str, int], list[int]] = {}
+        for j in range(n):
+            side = "before" if j < first else "own" if j < first + block_size else "behind"
+            members.setdefault((side, j if side == "own" else j // size), []).append(j)
+        slots = []
+        for part in members.values():
+            write_key, write_value = ((keys[part] @ x[shared if len(x) > 1 else 0]).exp() for x in (e, f))
+            mean_key = write_key @ keys[part] / write_key.sum()
+            weight = (SCALING * query[b, h, i] @ mean_key).exp() * len(part)
+            slots.append((weight, write_value @ values[part] / write_value.sum()))
+        output[b, h, i] = sum(w * v for w, v in slots) / sum(w for w, _ in slots)
+    return output
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "block_size", "sharing"),
+    [(7, 16, "none"), (7, 4, "none"), (3, 4, "none"), (1, 2, "heads"), (8, 1, "kv"), (40, 8, "heads"), (5, 64, "kv")],
+)
+def test_exact_blocks_in_both_directions_are_the_loop_over_slots(num_slots, block_size, sharing):
+    """Segments shorter than a block, as long and longer; trained weights; rows of several lengths, two sequences."""
+    options = {"num_slots": num_slots, "block_size": block_size, "sharing": sharing, "exact_block": True}
+    case = Case("linformer", "llama", False)
+    mechanism = trained(case, **options)
+    heads = case.heads(61, batch=3)
+    mask = torch.ones(3, 61, dtype=torch.bool)
+    mask[1, :40], mask[2, 5:] = False, False
+    want = torch.zeros_like(heads[0])
+    for row, real in enumerate(mask):
+        alone = [x[row : row + 1, :, real] for x in heads]
+        want[row, :, real] = loop_over_blocks(mechanism, *alone, num_slots, block_size)[0]
+    got, _ = mechanism(*heads, mask)
+    torch.testing.assert_close(got * mask[:, None, :, None], want, rtol=1e-10, atol=1e-10)
+    ids = (torch.arange(61) >= 23).long().expand(3, -1)
+    got, _ = mechanism(*heads, None, ids)
+    for part in (slice(0, 23), slice(23, 61)):
+        alone = [x[:, :, part] for x in heads]
+        want = loop_over_blocks(mechanism, *alone, num_slots, block_size)
+        torch.testing.assert_close(got[:, :, part], want, rtol=1e-10, atol=1e-10)
+
+
+def test_exact_blocks_take_no_columns():
+    with pytest.raises(OptionError, match=r"positions_per_slot must be 1 with exact_block=True"):
+        make_config("linformer", {"exact_block": True, "positions_per_slot": 2})
+
+
 @pytest.mark.parametrize(
     ("num_slots", "block_size", "sharing"),
     [(7, 16, "none"), (3, 4, "none"), (1, 2, "heads"), (8, 1, "kv"), (40, 8, "heads"), (5, 64, "kv")],
