@@ -19,7 +19,7 @@ PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_exten
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-slow test-all test-floor lint bench long-inputs depth peers support zero-shot calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
+.PHONY: help install quickstart test test-fast test-slow test-zero3 test-all test-floor lint bench long-inputs depth peers support zero-shot calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -51,8 +51,12 @@ test-fast: install ## without the invariants and what starts processes or trains
 test-slow: install ## the tests that take more than a minute each
 	$(PYTEST) -m slow
 
-test-all: install ## everything a machine without a GPU can test
-	$(PYTEST) -m "not gpu"
+test-zero3: install ## two CPU processes under DeepSpeed, which it installs: 3 minutes
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-build-isolation -c constraints.txt deepspeed
+	DS_ACCELERATOR=cpu $(PYTEST) -n 0 -m zero3
+
+test-all: install test-zero3 ## everything a machine without a GPU can test
+	$(PYTEST) -m "not gpu and not zero3"
 
 test-floor: $(FLOOR)/.installed ## the tests with the oldest transformers this library supports
 	HF_HUB_OFFLINE=1 $(FLOOR)/bin/python -m pytest $(PARALLEL)

@@ -15,6 +15,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hf_linattn import chunk_feed_forward, is_patched
 from hf_linattn.errors import CheckpointError, OptionError
@@ -76,6 +77,7 @@ def fine_tune(
         config.use_cache = use_cache  # the Trainer switched it off, and it would be saved so
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
+    unset_hf_deepspeed_config()  # the Trainer set it, see `FinetuningArguments`
     result = {
         "learning_rate": learning_rate,
         "eval_loss": loss if loss is not None and math.isfinite(loss) else None,

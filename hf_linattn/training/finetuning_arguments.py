@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hf_linattn.config import require
 
@@ -54,3 +55,5 @@ class FinetuningArguments(TrainingArguments):
         if self.save_strategy == "no":
             self.load_best_model_at_end = False
         super().__post_init__()
+        # with it, every model loaded from now on would be an empty shard, which nothing but a Trainer can use
+        unset_hf_deepspeed_config()

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, set_hf_deepspeed_config
 
 import hf_linattn
 from benchmarks.tables import BOARD_TARGETS
@@ -164,13 +166,29 @@ def one_process(material, tmp_path_factory) -> list[float]:
     return launched(material, out, "cpu", **EVEN)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", ["ddp_cpu", "fsdp2_cpu"])
-def test_two_processes_have_the_loss_curves_of_one_with_the_same_batch(material, tmp_path, one_process, config):
-    curve = launched(material, tmp_path / "out", config, **EVEN, per_device_train_batch_size=2)
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        pytest.param("ddp_cpu", {}, marks=pytest.mark.slow),
+        pytest.param("fsdp2_cpu", {}, marks=pytest.mark.slow),
+        pytest.param("zero3_cpu", {"ddp_backend": "gloo"}, marks=pytest.mark.zero3),
+    ],
+)
+def test_two_processes_have_the_loss_curves_of_one_with_the_same_batch(
+    material, tmp_path, one_process, config, changes
+):
+    curve = launched(material, tmp_path / "out", config, **EVEN, per_device_train_batch_size=2, **changes)
     assert len(curve) == 14 + 6 + 5 and curve == pytest.approx(one_process, rel=2e-4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # in one piece, whatever training did to it
     assert {m.config.mechanism for m in hf_linattn.get_mechanisms(model).values()} == {"hybrid"}
+
+
+def test_models_are_loaded_whole_where_zero3_shards_them(material, tmp_path):
+    sharding = Mock(is_zero3=lambda: True)  # as DeepSpeed's launcher has transformers know of it
+    set_hf_deepspeed_config(sharding)
+    assert is_deepspeed_zero3_enabled()
+    parse_arguments(flags(material, tmp_path / "out"), DISTILLATION)
+    assert not is_deepspeed_zero3_enabled()
 
 
 def test_a_flag_takes_a_lent_control_back(tmp_path):
