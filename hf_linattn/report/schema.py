@@ -156,7 +156,7 @@ class Report:
     Attributes:
         base_model: name or path of the pretrained model.
         mechanism: name of the mechanism, or names joined by "+" for a mixed plan.
-        options: its options as they were given.
+        options: its options as they were given; the plan, if there was one.
         data: the data set, or the files, that it was trained and tested on.
         dataset_name, dataset_config_name: the names of the data set and its configuration on the Hub; None for files.
         accuracy: of classifiers, whose perplexity is that of the right class; None for language models.

@@ -215,6 +215,7 @@ def build_report(
     model_options, data_options, options, training, _ = recipe.arguments
     step = tokens_per_step(data_options, training)
     mechanisms = {config.mechanism for config in get_patch_config(model).layers.values()}
+    given: Any = model_options.plan or model_options.mechanism_options or {}  # dicts by now
     layers = {"layers": model_options.layers} if model_options.layers else {}
     files = [getattr(data_options, f"{split}_file") for split in recipe.splits]
     sources = [data_options.dataset_name, data_options.dataset_config_name, *files]
@@ -224,7 +225,7 @@ def build_report(
     return Report(
         base_model=model_options.model_name_or_path or "",
         mechanism="+".join(sorted(mechanisms)),
-        options=(model_options.mechanism_options or {}) | layers,  # type: ignore[operator]  # a dict by now
+        options=given | layers,
         data=", ".join(filter(None, sources)) or "documentation of Python's standard library",
         dataset_name=data_options.dataset_name,
         dataset_config_name=data_options.dataset_config_name,

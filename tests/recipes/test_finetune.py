@@ -65,6 +65,13 @@ def recorded(output_dir, stage: str) -> dict:
     return json.loads((Path(output_dir) / "stages" / f"{stage}.json").read_text())
 
 
+def test_a_plan_is_reported_as_it_was_given(material, tmp_path):
+    plan = {"performer": {"layers": [0], "num_features": 16}, "linear": [1]}
+    changes = {"mechanism": None, "mechanism_options": None, "plan": json.dumps(plan), "learning_rates": "1e-3"}
+    report = run(command(material, tmp_path / "out", **changes))
+    assert (report.mechanism, report.options) == ("linear+performer", plan)
+
+
 def test_a_run_from_end_to_end(material, tmp_path, capsys):
     out = tmp_path / "out"
     report = run(command(material, out))
