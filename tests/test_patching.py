@@ -371,10 +371,36 @@ def test_a_dispatched_model_is_patched(name, place, tmp_path):
     assert torch.equal(logits_of(unpatch_model(model), ids), softmax)
 
 
-@each_family
-def test_a_patched_model_is_offloaded(name):
+@each_patch
+def test_a_patched_model_is_offloaded(name, mechanism):
     ids = make_tokens(2, 9)
-    model = make_patched(name)
-    expected = logits_of(model, ids)
+    model = make_patched(name, mechanism)
+    expected = logits_of(model, ids), *(generate(model, ids) if model.can_generate() else ())
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    assert torch.equal(logits_of(model, ids), expected)
+    got = logits_of(model, ids), *(generate(model, ids) if model.can_generate() else ())
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    assert all(p.is_meta for p in model.parameters()), "what was loaded for a call is put away after it"
+
+
+HYBRID = {"window_size": 3, "linear": "learned_exp"}
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "options"),
+    [("hybrid", HYBRID), ("flash", {"linear": "learned_exp"}), ("fusion", {"members": {"hybrid": HYBRID, "gla": {}}})],
+    ids=["hybrid", "flash", "fusion"],
+)
+def test_what_consists_of_mechanisms_is_offloaded_with_theirs(mechanism, options):
+    ids = make_tokens(2, 9)
+    model = patch_model(make_model("llama"), mechanism, **options)
+    expected = generate(model, ids)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert all(torch.equal(x, y) for x, y in zip(generate(model, ids), expected, strict=True))
+
+
+def test_weights_that_are_nowhere_are_an_error_and_no_numbers():
+    model = make_patched("llama", "hedgehog")
+    for mechanism in get_mechanisms(model).values():
+        mechanism.to("meta")
+    with pytest.raises(UnsupportedModelError, match="weights on the device 'meta', where they have no values"):
+        logits_of(model, make_tokens(2, 9))

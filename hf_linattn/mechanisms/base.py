@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..config import MechanismConfig
 from ..errors import UnsupportedModeError
+from ..offloading import loaded
 from ..ops import naive
 from ..ops.sequences import find_sequences, from_the_left
 from ..registry import Registry
@@ -166,7 +167,7 @@ class Mechanism(nn.Module):
         """
         self.count_call()
         compute = torch.promote_types(query.dtype, torch.float32)
-        with torch.autocast(query.device.type, enabled=False):
+        with loaded(self), torch.autocast(query.device.type, enabled=False):
             query, key, wide_value = (x.to(compute) for x in (query, key, value))
             if self.layer.cross:
                 state = self.cross_state(key, wide_value, key_padding_mask) if state is None else state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,13 +37,11 @@ class CompositeConfig(MechanismConfig):
 class JoinedState(tuple[Tensor, ...]):
     """The tensors of several states in a row; `kinds` are the types of these.
 
-    Every combination of types has a subclass, so that `type(state)(*tensors)` is what can be split again.
+    Every combination of types has a subclass, so that `type(state)(*tensors)` is what can be split again: a named
+    tuple, as all states are, which is what accelerate and others that move tensors make anew in this way.
     """
 
     kinds: ClassVar[tuple[Any, ...]] = ()
-
-    def __new__(cls, *tensors: Tensor) -> JoinedState:
-        return super().__new__(cls, tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rejoin, (self.kinds, *self)  # the class is made while running, where pickle cannot find it
@@ -57,7 +56,9 @@ class JoinedState(tuple[Tensor, ...]):
 @functools.cache
 def joined_kind(kinds: tuple[Any, ...]) -> type[JoinedState]:
     """Return the type of states of these types, joined."""
-    return type(JoinedState.__name__, (JoinedState,), {"kinds": kinds, "__module__": __name__})
+    names = [f"{name}_{number}" for number, kind in enumerate(kinds) for name in kind._fields]
+    fields = namedtuple(JoinedState.__name__, names)  # type: ignore[misc]  # as many as the states have
+    return type(JoinedState.__name__, (JoinedState, fields), {"kinds": kinds, "__module__": __name__})
 
 
 def join_states(states: Sequence[Any]) -> JoinedState:

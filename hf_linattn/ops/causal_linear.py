@@ -112,8 +112,9 @@ def linear_attention(
             query, key, value, query_map, key_map, key_padding_mask, sequence_ids, log_decay, chunk_size
         )
     output = _output_for(query, value)
-    maps = native_maps(query_map, key_map) if use_native else []
-    if maps and query.shape[2] == key.shape[2] and can_read(query, key, None):
+    reads = use_native and query.shape[2] == key.shape[2] and can_read(query, key, None)
+    maps = native_maps(query_map, key_map) if reads else []
+    if maps:
         rest = key_padding_mask, None, None, output
         attended, *_ = mapped_attention(
             query.unflatten(1, (key.shape[1], -1)), key, value, maps, *rest, bidirectional=True

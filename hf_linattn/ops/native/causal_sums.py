@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
+from ...errors import UnsupportedModelError
 from ..chunk_sums import CHUNK_SIZE, LEAST_WEIGHT, LinearState
 from ..exponential import LOWEST
 from .library import Operand, call, dense_rows, empty_output, operation, suits
@@ -98,10 +99,21 @@ def can_read(query: Tensor, key: Tensor, sequence_ids: Tensor | None) -> bool:
 
 
 def native_maps(query_map: Any, key_map: Any) -> list[NativeMap]:
-    """Return the two maps as the C knows them, nothing where it does not know them."""
+    """Return the two maps as the C knows them, nothing where it does not know them.
+
+    Raises:
+        UnsupportedModelError: they have no weights, which an operation would not notice.
+    """
     both = (query_map,) if query_map is key_map else (query_map, key_map)
     maps: list[Any] = [getattr(x, "native", lambda: None)() for x in both]
-    return [maps[0], maps[-1]] if all(maps) else []
+    if not all(maps):
+        return []
+    if any(x.is_meta for own in maps for x in (own.weight, own.bias) if x is not None):
+        raise UnsupportedModelError(
+            "a feature map has its weights on the device 'meta', where they have no values, and its inputs on 'cpu';"
+            " load them with from_pretrained, or move the model with to_empty and load_state_dict"
+        )
+    return [maps[0], maps[-1]]
 
 
 def describe(
