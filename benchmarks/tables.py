@@ -34,7 +34,7 @@ MQAR_FILE, MQAR_PLOT = "mqar.json", "mqar.png"
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
 RECIPE = re.compile(r"recipes/\S+\.yaml")  # in a command
 RECIPE_NAME = re.compile(r"((?:\w+-)?(?:bert|gpt2|llama))-(.+?)(?:-seed\d+)?$")  # of a report of the board
-MODEL_NAMES = {"gpt2": "GPT-2", "llama": "Llama"}
+MODEL_NAMES = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama"}
 
 LENGTH = 16384  # tokens, of the targets
 FASTER = {  # times faster than softmax at that length, at least, causal and bidirectional alike
@@ -282,7 +282,7 @@ def zero_shot_table(document: Document) -> str:
         name, options = row["mechanism"], options_text(row["options"])
         baseline = name in (ORIGINAL, MEAN_OF_VALUES)
         verdict = "" if baseline else "yes" if options in worse.get(name, []) else "no"
-        cells = [f"{row['perplexity'][model]:,.1f}" for model in models]
+        cells = [f"{row['perplexity'][x]:,.1f}" if x in row["perplexity"] else "" for x in models]
         rows.append([name if baseline else f"`{name}`", f"`{options}`" if options else "", *cells, verdict])
     columns = [MODEL_NAMES.get(model, model) for model in models]
     return table(["mechanism", "options", *columns, "worse than the mean: needs recovery"], rows)

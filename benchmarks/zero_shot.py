@@ -22,13 +22,15 @@ from transformers import AutoTokenizer, PreTrainedModel
 from benchmarks.provenance import collect_provenance
 from benchmarks.tables import MEAN_OF_VALUES, ORIGINAL, RESULTS, ROOT, Document
 from hf_linattn import get_mechanisms, list_mechanisms, patch_model, unpatch_model
-from hf_linattn.evaluation import perplexity
+from hf_linattn.evaluation import is_masked_language_model, perplexity
 from hf_linattn.files import write_text
+from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.training.data import load_text_splits
 from hf_linattn.training.task import load_model
 
-MODELS = {"gpt2": "recipes/pretrained/gpt2", "llama": "recipes/pretrained/llama"}
-LENGTH = 256  # tokens per window; windows advance by half of it, so a token is scored with 128 to 255 before it
+MODELS = {name: f"recipes/pretrained/{name}" for name in ("bert", "gpt2", "llama")}
+LENGTH = 256  # tokens per window; those of causal models advance by half of it: 128 to 255 stand before a scored token
+MASK_PROBABILITY = 0.15  # of the tokens that a masked model predicts
 
 # Many defaults are exact at 256 tokens. Under these options a query of a sparse mechanism sees 40 to 75 keys on
 # average. A mechanism that is not named here is measured with its defaults.
@@ -45,10 +47,13 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "hybrid": [{"window_size": 64, "num_sinks": 4}],
     "learned_sparse": [{"block_size": 16, "reach": 4}],
     "linear": [{}, {"decay": "learned"}],
-    "linformer": [{"num_slots": 64, "block_size": 32}],
+    "linformer": [{"num_slots": 64, "block_size": 32}, {"num_slots": 64, "block_size": 32, "exact_block": True}],
     "local": [{"window_size": 64}],
     "longformer": [{"window_size": 64, "num_global": 4}],
-    "lsh": [{"num_rounds": 4, "bucket_size": 16, "num_buckets": 8}],
+    "lsh": [
+        {"num_rounds": 4, "bucket_size": 16, "num_buckets": 8},
+        {"num_rounds": 8, "bucket_size": 8, "num_buckets": 8},
+    ],
     "nystrom": [{"num_landmarks": 32, "block_size": 32}],
     "performer": [{}, {"decay": "learned"}],
     "radial": [{"block_size": 16, "window_blocks": 2}],
@@ -92,14 +97,21 @@ def candidates(names: Sequence[str]) -> list[dict[str, Any]]:
     return [{"mechanism": name, "options": options} for name, options in [*baselines, *entries]]
 
 
+def serves(mechanism: str, model: PreTrainedModel) -> bool:
+    """Return whether a mechanism, or a baseline, has the form that a model needs: bidirectional if it is masked."""
+    mode = "bidirectional" if is_masked_language_model(model) else "causal"
+    return mechanism in (ORIGINAL, MEAN_OF_VALUES) or mode in MECHANISMS.get(mechanism).modes
+
+
 def measure(models: Mapping[str, tuple[PreTrainedModel, Score]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return one row per candidate, with the perplexity of each model; the models are left as they were."""
+    """Return one row per candidate, with the perplexity of each model it serves; the models are left as they were."""
     rows = candidates(names)
     for row in tqdm(rows, desc="zero-shot"):
         row["perplexity"] = {}
         for name, (model, score) in models.items():
-            with patched(model, row["mechanism"], row["options"]):
-                row["perplexity"][name] = score(model)
+            if serves(row["mechanism"], model):
+                with patched(model, row["mechanism"], row["options"]):
+                    row["perplexity"][name] = score(model)
     return rows
 
 
@@ -108,7 +120,10 @@ def load(path: str, texts: Sequence[str], scored: dict[str, int]) -> tuple[PreTr
     model, tokenizer = load_model(str(ROOT / path), torch.float32), AutoTokenizer.from_pretrained(ROOT / path)
 
     def score(model: PreTrainedModel) -> float:
-        result = perplexity(model, tokenizer, texts, max_length=LENGTH, batch_size=16, progress=False)
+        result = perplexity(
+            model, tokenizer, texts, max_length=LENGTH, batch_size=16, mask_probability=MASK_PROBABILITY,
+            progress=False,
+        )  # fmt: skip
         scored[path] = result["num_tokens"]
         return result["perplexity"]
 
@@ -121,10 +136,10 @@ def run(names: Sequence[str], documents: int | None) -> Document:
     models = {name: load(path, texts, scored) for name, path in MODELS.items()}
     rows = measure(models, names)
     evaluation = {"data": "test split of the documentation of Python's standard library", "documents": len(texts)}
-    windows = {"max_length": LENGTH, "stride": LENGTH // 2, "num_tokens": scored}
+    windows = {"max_length": LENGTH, "stride": LENGTH // 2, "mask_probability": MASK_PROBABILITY}
     return {
         "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.zero_shot"),
-        "evaluation": {**evaluation, **windows},
+        "evaluation": {**evaluation, **windows, "num_tokens": scored},
         "rows": rows,
     }
 

@@ -82,7 +82,8 @@ def zero_shot() -> str:
     tokens = " and ".join(f"{count:,}" for count in dict.fromkeys(evaluation["num_tokens"].values()))
     text = (
         f"The bundled models on the {evaluation['data']}: {evaluation['documents']} documents, {tokens} scored tokens,"
-        f" windows of {evaluation['max_length']} tokens that advance by {evaluation['stride']}."
+        f" windows of {evaluation['max_length']} tokens. Causal models' advance by {evaluation['stride']};"
+        f" BERT predicts the {evaluation['mask_probability']:.0%} of its tokens that are masked."
     )
     return f"{text}\n\n{zero_shot_table(document)}"
 
