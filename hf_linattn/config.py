@@ -34,6 +34,9 @@ class MechanismConfig:
 
     def __post_init__(self) -> None:
         require("seed", self.seed, isinstance(self.seed, int) and self.seed >= 0, "an integer >= 0")
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            require(f.name, value, f.type not in (bool, "bool") or isinstance(value, bool), "True or False")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> MechanismConfig:

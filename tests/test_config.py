@@ -109,11 +109,20 @@ def test_a_config_takes_no_further_options():
         PatchConfig.from_plan(make_config("linear", {}), num_layers=4, options={"seed": 1})
 
 
+FLAGS = [
+    (name, field.name)
+    for name in list_mechanisms()
+    for field in dataclasses.fields(make_config(name, {}))
+    if isinstance(field.default, bool)
+]
+
+
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [(name, "seed", value) for name in list_mechanisms() for value in (-1, 1.5, "0", None)]
     + [("performer", "num_features", value) for value in (0, -3, 1.5, True, "8", None)]
-    + [("performer", "redraw_interval", value) for value in (0, -1, 2.5, True)],
+    + [("performer", "redraw_interval", value) for value in (0, -1, 2.5, True)]
+    + [(name, option, value) for name, option in FLAGS for value in (1, None, "no", {})],
 )
 def test_a_value_out_of_range_names_the_option_and_the_value(name, option, value):
     with pytest.raises(OptionError, match=f"{option} must be .*got {value!r}"):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import require
 from ..ops.chunk_sums import LEAST_WEIGHT
 from ..ops.delta_rule import delta_rule
 from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
@@ -33,10 +32,6 @@ class DeltanetConfig(FeatureMapConfig):
         default="t2r", metadata={"help": "name in hf_linattn.feature_maps"}
     )
     gate: bool = field(default=False, metadata={"help": "the state forgets besides, as much as the key says"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require("gate", self.gate, isinstance(self.gate, bool), "True or False")
 
 
 @register_mechanism("deltanet")

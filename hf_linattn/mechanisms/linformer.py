@@ -52,7 +52,6 @@ class LinformerConfig(SoftmaxTypeConfig):
         size = self.block_size
         require("block_size", size, size & (size - 1) == 0, "a power of two")
         require_known("sharing", self.sharing, SHARING)
-        require("exact_block", self.exact_block, isinstance(self.exact_block, bool), "True or False")
         both = self.exact_block and self.positions_per_slot > 1
         require("positions_per_slot", self.positions_per_slot, not both, "1 with exact_block=True, which has no E")
 

@@ -49,7 +49,6 @@ class SynthesizerConfig(SoftmaxTypeConfig):
         super().__post_init__()
         require_known("form", self.form, FORMS)
         self.require_counts("max_length", "rank")
-        require("mix", self.mix, isinstance(self.mix, bool), "true or false")
         share = self.initial_mix
         number = isinstance(share, (int, float)) and not isinstance(share, bool)
         require("initial_mix", share, number and 0 <= share < 1, "a number from 0 to less than 1")

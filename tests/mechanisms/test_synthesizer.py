@@ -229,7 +229,7 @@ def test_the_seed_and_the_layer_decide_what_is_drawn():
         ({"form": "factorized"}, UnknownNameError, "unknown form 'factorized'; did you mean factorised"),
         ({"max_length": 0}, OptionError, "max_length must be an integer >= 1, got 0"),
         ({"rank": 0}, OptionError, "rank must be an integer >= 1, got 0"),
-        ({"mix": "no"}, OptionError, "mix must be true or false, got 'no'"),
+        ({"mix": "no"}, OptionError, "mix must be True or False, got 'no'"),
         ({"initial_mix": 1}, OptionError, "initial_mix must be a number from 0 to less than 1, got 1"),
         ({"initial_mix": True}, OptionError, "initial_mix must be a number from 0 to less than 1, got True"),
     ],
