@@ -65,15 +65,15 @@ static void read_block(struct scratch *s, const struct problem *p, int64_t batch
                        int64_t block)
 {
     const int64_t start = (p->first + block) * p->block_size, end = smaller(start + p->block_size, p->length);
+    const int large = is_large(p->batches * p->heads * p->groups * p->length * p->value_size);
     for (int64_t at = start; at < end; at += PIECE) {
         struct work work = {s, p, batch, head, smaller(end - at, PIECE)};
         begin(s, p, batch, head, group, at, work.rows);
         for_keys(p, batch, head * p->groups + group, block, at, read_keys, &work);
         for (int64_t i = 0; i < work.rows; i++) {
-            float *out = place(&p->out, batch, head, group, at + i);
             const float weight = s->weight[i], factor = weight > 0.0f ? 1.0f / weight : 0.0f;
-            for (int64_t column = 0; column < p->value_size; column++)
-                out[column] = factor * s->out[i * s->values + column];
+            write_row(place(&p->out, batch, head, group, at + i), factor, s->out + i * s->values, p->value_size,
+                      large);
             *place(&p->log, batch, head, group, at + i) = weight > 0.0f ? s->top[i] + logf(weight) : LOWEST;
         }
     }

@@ -36,6 +36,7 @@ static void read_block(struct work *w, const struct problem *p, int64_t group, i
 {
     struct pairs *s = &w->pairs;
     const int64_t start = (p->first + block) * p->block_size, end = smaller(start + p->block_size, p->length);
+    const int large = is_large(p->batches * p->heads * p->groups * p->length * p->key_size);
     for (int64_t at = start; at < end; at += PIECE) {
         w->rows = smaller(end - at, PIECE);
         pack(s->query, PIECE, place(&p->query, w->batch, w->head, group, at), p->query.token, w->rows, p->key_size,
@@ -47,11 +48,9 @@ static void read_block(struct work *w, const struct problem *p, int64_t group, i
             note_sums(s, i, *place(&p->log, w->batch, w->head, group, at + i),
                       *place(&p->weight_grad, w->batch, w->head, group, at + i));
         for_keys(p, w->batch, w->head * p->groups + group, block, at, read_keys, w);
-        for (int64_t i = 0; i < w->rows; i++) {
-            float *out = place(&p->d_query, w->batch, w->head, group, at + i);
-            for (int64_t column = 0; column < p->key_size; column++)
-                out[column] = p->scaling * s->d_query[i * s->keys + column];
-        }
+        for (int64_t i = 0; i < w->rows; i++)
+            write_row(place(&p->d_query, w->batch, w->head, group, at + i), p->scaling, s->d_query + i * s->keys,
+                      p->key_size, large);
     }
 }
 

@@ -5,16 +5,32 @@
 #include "causal_sums.h"
 
 #define CHUNK 64
+#define AHEAD 8 /* operands of a chunk at most */
 
-/* out [rows, columns] += left right, rows and columns being whole numbers of tiles */
-static void add_product(float *out, int64_t out_row, const float *left, int64_t left_row, int64_t left_step,
-                        const float *right, int64_t right_step, int64_t rows, int64_t columns, int64_t steps)
+/* out [rows, columns] = left right, more what is there if `adds`, rows and columns being whole numbers of tiles; a
+ * function of its own, as its tiles need all registers */
+static __attribute__((noinline)) void
+make_product(float *out, int64_t out_row, const float *left, int64_t left_row, int64_t left_step, const float *right,
+             int64_t right_step, int64_t rows, int64_t columns, int64_t steps, int adds)
 {
     for (int64_t column = 0; column < columns; column += TILE_COLUMNS)
         for (int64_t row = 0; row < rows; row += TILE_ROWS)
-            add_tile(out + row * out_row + column, out_row, left + row * left_row, left_row, left_step,
-                     right + column, right_step, steps);
+            make_tile(out + row * out_row + column, out_row, left + row * left_row, left_row, left_step,
+                      right + column, right_step, steps, adds);
 }
+
+/* out += left right */
+static inline void add_product(float *out, int64_t out_row, const float *left, int64_t left_row, int64_t left_step,
+                               const float *right, int64_t right_step, int64_t rows, int64_t columns, int64_t steps)
+{
+    make_product(out, out_row, left, left_row, left_step, right, right_step, rows, columns, steps, 1);
+}
+
+/* Rows that will be read soon. */
+struct ahead {
+    const float *row;
+    int64_t token, size, left;
+};
 
 /* All that belongs to one chunk of one head. */
 struct scratch {
@@ -23,10 +39,13 @@ struct scratch {
     float scale[CHUNK], query_scale[CHUNK], exponent[CHUNK], passed[CHUNK], top[CHUNK], kept[CHUNK], weight[CHUNK];
     int64_t chunk;                /* tokens read at a time: fewer where there are no more */
     int64_t inputs, keys, values; /* sizes, padded */
+    struct ahead ahead[AHEAD];
+    int64_t operands_ahead;
 };
 
 static inline int64_t arrange(struct scratch *s, const struct problem *p, float *memory)
 {
+    s->operands_ahead = 0;
     s->chunk = smaller(CHUNK, round_up(p->length, TILE_COLUMNS));
     s->inputs = round_up(p->input_size, TILE_COLUMNS);
     s->keys = round_up(p->key_size, TILE_COLUMNS);
@@ -46,6 +65,35 @@ static inline int64_t arrange(struct scratch *s, const struct problem *p, float 
     return used;
 }
 
+/* Remember the rows of one operand, from token `at` on if there is one, that the chunk after this one works on. */
+static inline void look_ahead(struct scratch *s, const operand *x, int64_t batch, int64_t head, int64_t group,
+                              int64_t at, int64_t length, int64_t size)
+{
+    if (at >= 0 && at < length && s->operands_ahead < AHEAD)
+        s->ahead[s->operands_ahead++] =
+            (struct ahead){place(x, batch, head, group, at), x->token, size, smaller(s->chunk, length - at)};
+}
+
+/* Ask for the next few of these rows: memory answers while tiles are multiplied. */
+static inline void fetch_ahead(struct scratch *s)
+{
+    for (struct ahead *x = s->ahead; x < s->ahead + s->operands_ahead; x++)
+        for (int64_t row = 0; row < TILE_ROWS && x->left; row++, x->left--, x->row += x->token)
+            fetch_row(x->row, x->size);
+}
+
+/* `add_product` while memory is asked for what comes next. */
+static inline void add_product_ahead(struct scratch *s, float *out, int64_t out_row, const float *left,
+                                     int64_t left_row, int64_t left_step, const float *right, int64_t right_step,
+                                     int64_t rows, int64_t columns, int64_t steps)
+{
+    for (int64_t row = 0; row < rows; row += TILE_ROWS) {
+        fetch_ahead(s);
+        add_product(out + row * out_row, out_row, left + row * left_row, left_row, left_step, right, right_step,
+                    TILE_ROWS, columns, steps);
+    }
+}
+
 /* Features [chunk, keys] of `count` tokens from `x`; log scales, where wanted, are added to `scale`. */
 static void load_features(float *to, struct scratch *s, const struct problem *p, const operand *x,
                           const feature_map *map, float *scale, int64_t batch, int64_t head, int64_t group, int64_t at,
@@ -58,14 +106,13 @@ static void load_features(float *to, struct scratch *s, const struct problem *p,
     }
     if (map->weight.data) {
         pack(s->input, s->chunk, from, x->token, count, p->input_size, s->inputs);
-        for (int64_t row = 0; row < s->chunk; row++) {
-            memset(to + row * s->keys, 0, s->keys * sizeof(float));
-            if (map->bias.data)
-                memcpy(to + row * s->keys, place(&map->bias, 0, head, group, 0), p->key_size * sizeof(float));
+        for (int64_t row = 0; row < s->chunk && map->bias.data; row++) {
+            memcpy(to + row * s->keys, place(&map->bias, 0, head, group, 0), p->key_size * sizeof(float));
+            memset(to + row * s->keys + p->key_size, 0, (s->keys - p->key_size) * sizeof(float));
         }
         const int64_t columns = p->activation == SOFTMAX_PAIR ? round_up(p->key_size / 2, TILE_COLUMNS) : s->keys;
-        add_product(to, s->keys, s->input, s->inputs, 1, place(&map->weight, 0, head, group, 0), map->weight.token,
-                    s->chunk, columns, p->input_size);
+        make_product(to, s->keys, s->input, s->inputs, 1, place(&map->weight, 0, head, group, 0), map->weight.token,
+                     s->chunk, columns, p->input_size, map->bias.data != NULL);
     } else
         pack(to, s->chunk, from, x->token, count, p->key_size, s->keys);
     for (int64_t row = 0; row < count; row++) {
@@ -117,22 +164,30 @@ static float load_keys(struct scratch *s, const struct problem *p, int64_t batch
     return weigh(s, decay, p->log_decay.token, count, before, left);
 }
 
-/* scores [chunk, chunk]: start_i + row_i . column_j for pairs of a chunk, weighted, those of the future zero */
-static void form_pairs(float *scores, const struct scratch *s, const float *rows, int64_t row_size,
-                       const float *columns, int64_t steps, const float *start, int scaled)
+/* scores [chunk, chunk]: start_i + row_i . column_j for pairs of a chunk, weighted, those of the future zero; of these
+ * a tile of rows from `first` on */
+static void form_rows(float *scores, struct scratch *s, int64_t first, const float *rows, int64_t row_size,
+                      const float *columns, int64_t steps, const float *start, int scaled)
 {
-    for (int64_t i = 0; i < s->chunk; i++)
-        for (int64_t j = 0; j < s->chunk; j++)
-            scores[i * s->chunk + j] = start ? start[i] : 0.0f;
-    for (int64_t row = 0; row < s->chunk; row += TILE_ROWS)
-        for (int64_t column = 0; column < row + TILE_ROWS; column += TILE_COLUMNS)
-            add_tile(scores + row * s->chunk + column, s->chunk, rows + row * row_size, row_size, 1, columns + column,
-                     s->chunk, steps);
-    for (int64_t i = 0; i < s->chunk; i++) {
+    const int64_t size = round_up(first + TILE_ROWS, TILE_COLUMNS);
+    for (int64_t i = first; i < first + TILE_ROWS && start; i++)
+        for (int64_t j = 0; j < size; j += LANES)
+            store(scores + i * s->chunk + j, (lanes){0} + start[i]);
+    make_product(scores + first * s->chunk, s->chunk, rows + first * row_size, row_size, 1, columns, s->chunk,
+                 TILE_ROWS, size, steps, start != NULL);
+    for (int64_t i = first; i < first + TILE_ROWS; i++) {
         float *own = scores + i * s->chunk;
         if (scaled)
             for (int64_t j = 0; j <= i; j += LANES)
                 store(own + j, load(own + j) * exp_of(load(s->exponent + j) - s->top[i]));
         memset(own + i + 1, 0, (s->chunk - 1 - i) * sizeof(float));
     }
+}
+
+/* All rows of them. */
+static void form_pairs(float *scores, struct scratch *s, const float *rows, int64_t row_size, const float *columns,
+                       int64_t steps, const float *start, int scaled)
+{
+    for (int64_t first = 0; first < s->chunk; first += TILE_ROWS)
+        form_rows(scores, s, first, rows, row_size, columns, steps, start, scaled);
 }

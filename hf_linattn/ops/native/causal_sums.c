@@ -40,24 +40,29 @@ static void read_chunk(struct scratch *s, const struct problem *p, int64_t batch
     memset(s->query_scale, 0, sizeof(s->query_scale));
     load_features(s->query, s, p, &p->query, &p->query_map, p->activation == EXPONENTIAL ? s->query_scale : NULL,
                   batch, head, group, at, count);
-    if (!p->bidirectional)
-        form_pairs(s->scores, s, s->query, s->keys, s->turned, p->key_size, NULL, scaled);
-    memset(s->out, 0, s->chunk * s->values * sizeof(float));
-    add_product(s->out, s->values, s->query, s->keys, 1, s->state, s->values, s->chunk, s->values, p->key_size);
-    if (scaled)
-        for (int64_t i = 0; i < s->chunk; i++)
-            for (int64_t column = 0; column < s->values; column++)
-                s->out[i * s->values + column] *= s->kept[i];
-    for (int64_t column = 0; column < s->values && !p->bidirectional; column += TILE_COLUMNS)
-        for (int64_t row = 0; row < s->chunk; row += TILE_ROWS)
-            add_tile(s->out + row * s->values + column, s->values, s->scores + row * s->chunk, s->chunk, 1,
-                     s->value + column, s->values, row + TILE_ROWS);
+    const int large = is_large(p->batches * p->heads * p->groups * p->length * p->value_size);
+    const int64_t others = s->operands_ahead, last = group == p->groups - 1;
+    look_ahead(s, &p->query, batch, head, last ? 0 : group + 1, last ? at + s->chunk : at, p->length, p->input_size);
+    for (int64_t row = 0; row < s->chunk; row += TILE_ROWS) {
+        float *out = s->out + row * s->values;
+        fetch_ahead(s);
+        make_product(out, s->values, s->query + row * s->keys, s->keys, 1, s->state, s->values, TILE_ROWS, s->values,
+                     p->key_size, 0);
+        if (scaled)
+            for (int64_t i = 0; i < TILE_ROWS; i++)
+                for (int64_t column = 0; column < s->values; column++)
+                    out[i * s->values + column] *= s->kept[row + i];
+        if (p->bidirectional)
+            continue;
+        form_rows(s->scores, s, row, s->query, s->keys, s->turned, p->key_size, NULL, scaled);
+        add_product(out, s->values, s->scores + row * s->chunk, s->chunk, 1, s->value, s->values, TILE_ROWS, s->values,
+                    row + TILE_ROWS);
+    }
+    s->operands_ahead = others;
     for (int64_t i = 0; i < count; i++) {
         const float *row_scale = p->row_scale.data ? place(&p->row_scale, batch, head, group, at + i) : NULL;
         const float factor = last_factor(s, p, i, scaled, row_scale);
-        float *sums = place(&p->sums, batch, head, group, at + i);
-        for (int64_t column = 0; column < p->value_size; column++)
-            sums[column] = factor * s->out[i * s->values + column];
+        write_row(place(&p->sums, batch, head, group, at + i), factor, s->out + i * s->values, p->value_size, large);
         *place(&p->factor, batch, head, group, at + i) = factor;
         *place(&p->top, batch, head, group, at + i) = (scaled ? s->top[i] + s->passed[i] : 0.0f) + s->query_scale[i];
     }
@@ -75,8 +80,8 @@ static void fold_chunk(struct scratch *s, const struct problem *p, int scaled, f
         for (int64_t number = 0; number < s->keys * s->values; number++)
             s->state[number] *= left;
     }
-    add_product(s->state, s->values, s->key, 1, s->keys, weighted, s->values, round_up(p->key_size, TILE_ROWS),
-                s->values, s->chunk);
+    add_product_ahead(s, s->state, s->values, s->key, 1, s->keys, weighted, s->values,
+                      round_up(p->key_size, TILE_ROWS), s->values, s->chunk);
     if (!p->normalise)
         return;
     for (int64_t key = 0; key < s->keys; key++)
@@ -102,15 +107,19 @@ static void read_sequence(struct scratch *s, const struct problem *p, int64_t ba
         /* no pairs: all keys are in the state before any query */
         memset(s->scores, 0, s->chunk * s->chunk * sizeof(float));
     for (int64_t at = 0; at < p->length; at += s->chunk) {
-        const int64_t count = p->length - at < s->chunk ? p->length - at : s->chunk;
+        const int64_t count = smaller(s->chunk, p->length - at);
+        s->operands_ahead = 0;
+        look_ahead(s, &p->key, batch, head, 0, at + s->chunk, p->length, p->input_size);
+        look_ahead(s, &p->value, batch, head, 0, at + s->chunk, p->length, p->value_size);
         before = load_keys(s, p, batch, head, at, count, scaled, before, &left);
         for (int64_t group = 0; group < p->groups && !p->bidirectional; group++)
             read_chunk(s, p, batch, head, group, at, count, scaled);
         fold_chunk(s, p, scaled, left);
     }
+    s->operands_ahead = 0;
     for (int64_t at = 0; at < p->length && p->bidirectional; at += s->chunk)
         for (int64_t group = 0; group < p->groups; group++)
-            read_chunk(s, p, batch, head, group, at, p->length - at < s->chunk ? p->length - at : s->chunk, 0);
+            read_chunk(s, p, batch, head, group, at, smaller(s->chunk, p->length - at), 0);
     for (int64_t key = 0; key < p->key_size; key++) {
         memcpy(after + key * width, s->state + key * s->values, p->value_size * sizeof(float));
         if (p->normalise)

@@ -64,6 +64,38 @@ static float exponentials(float *to, const float *z, float sign, int64_t count, 
     return top;
 }
 
+/* z = e^(z - max z) and opposite = e^(min z - z) for the first `count` numbers, side by side; return their sums. */
+static void exponential_pair(float *z, float *opposite, int64_t count, float *sum, float *opposite_sum)
+{
+    const int64_t whole = count / LANES * LANES;
+    const mask counts = (mask)LANE_NUMBERS < (int32_t)(count - whole);
+    lanes largest = z[0] + (lanes){0}, least = -largest, total = {0}, opposite_total = {0};
+    for (int64_t key = 0; key < count; key += LANES) {
+        const lanes part = choose(key < whole ? (mask){0} - 1 : counts, load(z + key), z[0] + (lanes){0});
+        largest = larger_of(part, largest);
+        least = larger_of(-part, least);
+    }
+    const float top = max_of(largest), bottom = max_of(least);
+    for (int64_t key = 0; key < whole; key += LANES) {
+        const lanes part = load(z + key), one = exp_of(part - top), other = exp_of(-part - bottom);
+        total += one;
+        opposite_total += other;
+        store(z + key, one);
+        store(opposite + key, other);
+    }
+    if (whole < count) {
+        const lanes part = load(z + whole);
+        const lanes one = choose(counts, exp_of(part - top), (lanes){0});
+        const lanes other = choose(counts, exp_of(-part - bottom), (lanes){0});
+        total += one;
+        opposite_total += other;
+        store(z + whole, one);
+        store(opposite + whole, other);
+    }
+    *sum = sum_of(total);
+    *opposite_sum = sum_of(opposite_total);
+}
+
 /* Apply the activation to one row of z; return the log scale without what x adds. `spare` is memory for a row. */
 static float activate(float *z, float *spare, const struct problem *p, int64_t padded)
 {
@@ -85,8 +117,7 @@ static float activate(float *z, float *spare, const struct problem *p, int64_t p
         log_scale = exponentials(z, z, 1.0f, p->key_size, &sum);
         break;
     case SOFTMAX_PAIR:
-        exponentials(spare, z, -1.0f, half, &opposite);
-        exponentials(z, z, 1.0f, half, &sum);
+        exponential_pair(z, spare, half, &sum, &opposite);
         sum = 1.0f / sum;
         opposite = 1.0f / opposite;
         for (int64_t key = 0; key < half; key++)

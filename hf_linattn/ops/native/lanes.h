@@ -28,6 +28,7 @@
 #define TILE_ROWS 4
 #endif
 #define TILE_COLUMNS (2 * LANES)
+#define LINE 16 /* numbers of a cache line */
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef float lanes_anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -130,16 +131,16 @@ static inline int64_t smaller(int64_t one, int64_t other) { return one < other ?
 
 static int64_t round_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
-/* out [TILE_ROWS, TILE_COLUMNS] += left [TILE_ROWS, steps] right [steps, TILE_COLUMNS] */
+/* out [TILE_ROWS, TILE_COLUMNS] = left [TILE_ROWS, steps] right [steps, TILE_COLUMNS], more what is there if `adds` */
 static inline __attribute__((always_inline)) void
-add_tile(float *restrict out, int64_t out_row, const float *restrict left, int64_t left_row, int64_t left_step,
-         const float *restrict right, int64_t right_step, int64_t steps)
+make_tile(float *restrict out, int64_t out_row, const float *restrict left, int64_t left_row, int64_t left_step,
+          const float *restrict right, int64_t right_step, int64_t steps, int adds)
 {
     lanes sums[TILE_ROWS][2];
 #pragma GCC unroll 8
     for (int row = 0; row < TILE_ROWS; row++) {
-        sums[row][0] = load(out + row * out_row);
-        sums[row][1] = load(out + row * out_row + LANES);
+        sums[row][0] = adds ? load(out + row * out_row) : (lanes){0};
+        sums[row][1] = adds ? load(out + row * out_row + LANES) : (lanes){0};
     }
     for (int64_t step = 0; step < steps; step++) {
         const lanes first = load(right + step * right_step), second = load(right + step * right_step + LANES);
@@ -155,6 +156,14 @@ add_tile(float *restrict out, int64_t out_row, const float *restrict left, int64
         store(out + row * out_row, sums[row][0]);
         store(out + row * out_row + LANES, sums[row][1]);
     }
+}
+
+/* out += left right */
+static inline __attribute__((always_inline)) void
+add_tile(float *restrict out, int64_t out_row, const float *restrict left, int64_t left_row, int64_t left_step,
+         const float *restrict right, int64_t right_step, int64_t steps)
+{
+    make_tile(out, out_row, left, left_row, left_step, right, right_step, steps, 1);
 }
 
 /* One operand: numbers between its sequences, its heads, the queries of a key/value head, and its tokens. */
@@ -196,6 +205,33 @@ static inline float dot(const float *one, const float *other, int64_t size)
     return sum;
 }
 
+/* Ask for a row that will be read soon, so that memory answers meanwhile. */
+static inline void fetch_row(const float *row, int64_t size)
+{
+    for (int64_t column = 0; column < size; column += LINE)
+        __builtin_prefetch(row + column, 0, 2);
+}
+
+/* Whether memory of so many numbers is more than caches hold. */
+static inline int is_large(int64_t numbers) { return numbers >= 1 << 21; }
+
+/* to = factor from. What is `large` goes past the caches, which need not read first what is overwritten. */
+static inline void write_row(float *to, float factor, const float *from, int64_t size, int large)
+{
+    int64_t column = 0;
+    if (large && !((uintptr_t)to % sizeof(lanes)))
+        for (; column + LANES <= size; column += LANES) {
+            const lanes row = factor * load(from + column);
+#if LANES == 16
+            _mm512_stream_ps(to + column, (__m512)row);
+#else
+            _mm256_stream_ps(to + column, (__m256)row);
+#endif
+        }
+    for (; column < size; column++)
+        to[column] = factor * from[column];
+}
+
 /* to += factor from */
 static inline void add_scaled(float *to, float factor, const float *from, int64_t size)
 {
@@ -230,6 +266,7 @@ static int run_tasks(void (*work)(const void *problem, float *memory, int64_t ta
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < tasks; task++)
             work(problem, own, task);
+        _mm_sfence(); /* other threads read what went past the caches */
     }
     free(memory);
     return 0;

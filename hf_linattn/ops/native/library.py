@@ -117,5 +117,6 @@ def zeros(like: Tensor, shape: torch.Size) -> Tensor:
 
 def _in_large_pages(x: Tensor) -> Tensor:
     if x.nbytes >= LARGE_BYTES and suits(x):
-        build().large_pages(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.nbytes))
+        size, threads = ctypes.c_int64(x.nbytes), ctypes.c_int64(torch.get_num_threads())
+        build().large_pages(ctypes.c_void_p(x.data_ptr()), size, threads)
     return x
