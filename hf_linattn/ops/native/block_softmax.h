@@ -9,7 +9,7 @@ struct problem {
     operand query, key, value, out; /* float32, contiguous in their last dimension */
     operand log;                    /* of the queries: what begins them if `continued`; what they come to */
     operand shared_key, shared_value;
-    operand grad, weight_grad;      /* of what the backward pass begins with: of out, and as log */
+    operand grad, log_grad;         /* what the backward pass begins with: of out, and of log */
     operand d_query, d_key, d_value, d_shared_key, d_shared_value;
     operand bias;                   /* "head": of query heads, "group": of query blocks, "token": of queries */
     const int64_t *table;           /* [blocks, table_heads, width], -1 for none; table_heads is 1 or heads * groups */

@@ -15,9 +15,9 @@ from .library import Operand, call, dense_rows, empty_like, empty_output, operat
 
 OPERANDS = (
     "query", "key", "value", "out", "log", "shared_key", "shared_value",
-    "grad", "weight_grad", "d_query", "d_key", "d_value", "d_shared_key", "d_shared_value",
+    "grad", "log_grad", "d_query", "d_key", "d_value", "d_shared_key", "d_shared_value",
 )  # fmt: skip
-GROUPED = ("query", "out", "log", "grad", "weight_grad", "d_query")
+GROUPED = ("query", "out", "log", "grad", "log_grad", "d_query")
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size")
 PLACES = (
     "first", "blocks", "block_size", "table_heads", "width", "shared", "columns", "continued", "causal", "threads"
@@ -92,19 +92,19 @@ def block_softmax(
 
 @operation("d_query", "d_key", "d_value", "d_shared_key", "d_shared_value")
 def block_softmax_backward(
-    query: Tensor, key: Tensor, value: Tensor, log: Tensor, grad: Tensor, weight_grad: Tensor, d_query: Tensor,
-    d_key: Tensor, d_value: Tensor, shared_key: Tensor, shared_value: Tensor, d_shared_key: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, log: Tensor, grad: Tensor, log_grad: Tensor,
+    d_query: Tensor, d_key: Tensor, d_value: Tensor, shared_key: Tensor, shared_value: Tensor, d_shared_key: Tensor,
     d_shared_value: Tensor, bias: Tensor | None, table: Tensor, first: int, block_size: int, scaling: float,
     causal: bool,
 ) -> None:  # fmt: skip
     """Write the gradients of these queries and add to those of keys and values, which are shaped as they are.
 
     Args:
-        log: as it was left by `block_softmax`. grad: [B, Hkv, G, N, Dv], of its output. weight_grad: [B, Hkv, G, N],
-            the sum of grad x output, less the gradient of `log`. The others as above.
+        out, log: as they were left by `block_softmax`. grad: [B, Hkv, G, N, Dv], of `out`. log_grad: [B, Hkv, G, N], of
+            `log`. The others as above.
     """
     operands = {
-        "query": query, "key": key, "value": value, "log": log, "grad": grad, "weight_grad": weight_grad,
+        "query": query, "key": key, "value": value, "out": out, "log": log, "grad": grad, "log_grad": log_grad,
         "d_query": d_query, "d_key": d_key, "d_value": d_value, "shared_key": shared_key,
         "shared_value": shared_value, "d_shared_key": d_shared_key, "d_shared_value": d_shared_value,
     }  # fmt: skip
@@ -128,9 +128,9 @@ def _flops(
 
 @register_flop_formula(torch.ops.hf_linattn.block_softmax_backward)
 def _backward_flops(
-    query: Any, key: Any, value: Any, log: Any, grad: Any, weight_grad: Any, d_query: Any, d_key: Any, d_value: Any,
-    shared_key: Any, shared_value: Any, d_shared_key: Any, d_shared_value: Any, bias: Any, table: Any, first: int,
-    block_size: int, *rest: Any, **__: Any,
+    query: Any, key: Any, value: Any, out: Any, log: Any, grad: Any, log_grad: Any, d_query: Any, d_key: Any,
+    d_value: Any, shared_key: Any, shared_value: Any, d_shared_key: Any, d_shared_value: Any, bias: Any, table: Any,
+    first: int, block_size: int, *rest: Any, **__: Any,
 ) -> int:  # fmt: skip
     """Scores once more, and one product each for the gradients of weights, queries, keys and values."""
     return 2 * _count_pairs(query, shared_key, table, block_size) * (3 * query[-1] + 2 * value[-1])
@@ -201,14 +201,14 @@ class _AttendBlocks(torch.autograd.Function):
     def backward(ctx, grad, log_grad):
         query, key, value, output, log, *shared = ctx.saved_tensors
         known, block_size, scaling, causal = ctx.known
-        grad, weight_grad = dense_rows(grad), (grad * output).sum(-1) - log_grad
+        grad = dense_rows(grad)
         d_query, (d_key, d_value) = empty_like(query), map(zeros_like, (key, value))
         d_shared = [zeros_like(x) for x in shared]
         for (first, table, bias, _), before, d_before in _with_shared(
             known, (key, value), shared, (d_key, d_value), d_shared
         ):
             block_softmax_backward(
-                query, key, value, log, grad, weight_grad, d_query, d_key, d_value, *before, *d_before, bias, table,
-                first, block_size, scaling, causal,
+                query, key, value, output, log, grad, log_grad, d_query, d_key, d_value, *before, *d_before, bias,
+                table, first, block_size, scaling, causal,
             )  # fmt: skip
         return None, None, None, None, d_query, d_key, d_value, *d_shared

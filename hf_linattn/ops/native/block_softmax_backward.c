@@ -44,9 +44,12 @@ static void read_block(struct work *w, const struct problem *p, int64_t group, i
         pack(s->grad, PIECE, place(&p->grad, w->batch, w->head, group, at), p->grad.token, w->rows, p->value_size,
              s->values);
         begin_pairs(s, p->scaling);
-        for (int64_t i = 0; i < w->rows; i++)
+        for (int64_t i = 0; i < w->rows; i++) {
+            const float *out = place(&p->out, w->batch, w->head, group, at + i);
             note_sums(s, i, *place(&p->log, w->batch, w->head, group, at + i),
-                      *place(&p->weight_grad, w->batch, w->head, group, at + i));
+                      dot(s->grad + i * s->values, out, p->value_size)
+                      - *place(&p->log_grad, w->batch, w->head, group, at + i));
+        }
         for_keys(p, w->batch, w->head * p->groups + group, block, at, read_keys, w);
         for (int64_t i = 0; i < w->rows; i++)
             write_row(place(&p->d_query, w->batch, w->head, group, at + i), p->scaling, s->d_query + i * s->keys,

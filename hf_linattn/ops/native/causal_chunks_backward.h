@@ -134,9 +134,8 @@ static void reverse_features(struct work *w, const struct problem *p, struct rev
     int64_t size = s->keys;
     if (has_weight) {
         clear(w->d_features + count * s->keys, (s->chunk - count) * s->keys);
-        clear(w->d_input, s->chunk * s->inputs);
-        add_product(w->d_input, s->inputs, w->d_features, s->keys, 1, map->turned, s->inputs, s->chunk, s->inputs,
-                    p->activation == SOFTMAX_PAIR ? p->key_size / 2 : p->key_size);
+        make_product(w->d_input, s->inputs, w->d_features, s->keys, 1, map->turned, s->inputs, s->chunk, s->inputs,
+                     p->activation == SOFTMAX_PAIR ? p->key_size / 2 : p->key_size, 0);
         if (learned) {
             add_product(map->d_weight, w->columns, s->input, 1, s->inputs, w->d_features, s->keys,
                         round_up(p->input_size, TILE_ROWS), w->columns, s->chunk);

@@ -168,13 +168,12 @@ static float read_chunk(struct work *w, const struct backward *p, int64_t batch,
     load_keys(s, f, batch, head, at, count, scaled, pairs ? w->before[at / s->chunk] : LOWEST, &left);
     turn(w->turned_value, s->chunk, s->value, s->values, s->chunk, s->values);
     turn(w->turned_state, s->keys, s->state, s->values, s->keys, s->values);
-    clear(d_value, s->chunk * s->values);
     for (int64_t j = 0; j < s->chunk; j++)
         memcpy(w->d_features + j * s->keys, s->weights, s->keys * sizeof(float));
     look_ahead_of_chunk(s, p, batch, head, at - s->chunk, 1, pairs);
     add_product_ahead(s, w->d_features, s->keys, s->value, s->values, 1, w->turned_state, s->keys, s->chunk, s->keys,
                       f->value_size);
-    add_product(d_value, s->values, s->key, s->keys, 1, s->state, s->values, s->chunk, s->values, f->key_size);
+    make_product(d_value, s->values, s->key, s->keys, 1, s->state, s->values, s->chunk, s->values, f->key_size, 0);
     if (scaled) {
         later += s->passed[s->chunk - 1];
         for (int64_t j = 0; j < s->chunk; j++)
