@@ -100,8 +100,8 @@ def block_softmax_backward(
     """Write the gradients of these queries and add to those of keys and values, which are shaped as they are.
 
     Args:
-        out, log: as they were left by `block_softmax`. grad: [B, Hkv, G, N, Dv], of `out`. log_grad: [B, Hkv, G, N], of
-            `log`. The others as above.
+        out, log: as they were left by `block_softmax`. grad: [B, Hkv, G, N, Dv], of `out`.
+        log_grad: [B, Hkv, G, N], of `log`. The others as above.
     """
     operands = {
         "query": query, "key": key, "value": value, "out": out, "log": log, "grad": grad, "log_grad": log_grad,
