@@ -5,7 +5,7 @@
 #include "causal_sums.h"
 
 #define CHUNK 64
-#define AHEAD 8 /* operands of a chunk at most */
+#define AHEAD 5 /* operands of a chunk at most */
 
 /* out [rows, columns] = left right, more what is there if `adds`, rows and columns being whole numbers of tiles; a
  * function of its own, as its tiles need all registers */
@@ -69,7 +69,7 @@ static inline int64_t arrange(struct scratch *s, const struct problem *p, float 
 static inline void look_ahead(struct scratch *s, const operand *x, int64_t batch, int64_t head, int64_t group,
                               int64_t at, int64_t length, int64_t size)
 {
-    if (at >= 0 && at < length && s->operands_ahead < AHEAD)
+    if (at >= 0 && at < length)
         s->ahead[s->operands_ahead++] =
             (struct ahead){place(x, batch, head, group, at), x->token, size, smaller(s->chunk, length - at)};
 }

@@ -39,58 +39,40 @@ static inline int has_scales(const struct problem *p)
     return p->log_scale.data || p->log_decay.data || p->activation == EXPONENTIAL;
 }
 
-/* z = e^(sign z - max sign z) for the first `count` numbers; return the maximum, and in `sum` the sum of z. */
-static float exponentials(float *to, const float *z, float sign, int64_t count, float *sum)
+/* The first `count` lanes. */
+static inline mask first_lanes(int64_t count) { return (mask)LANE_NUMBERS < (int32_t)count; }
+
+/* z = e^(z - max z) for the first `count` numbers; return the maximum. */
+static float exponentials(float *z, int64_t count)
 {
-    const int64_t whole = count / LANES * LANES;
-    const mask counts = (mask)LANE_NUMBERS < (int32_t)(count - whole);
-    lanes largest = sign * z[0] + (lanes){0}, total = {0};
-    for (int64_t key = 0; key < whole; key += LANES)
-        largest = larger_of(sign * load(z + key), largest);
-    if (whole < count)
-        largest = larger_of(choose(counts, sign * load(z + whole), largest), largest);
+    lanes largest = z[0] + (lanes){0};
+    for (int64_t key = 0; key < count; key += LANES)
+        largest = larger_of(choose(first_lanes(count - key), load(z + key), largest), largest);
     const float top = max_of(largest);
-    for (int64_t key = 0; key < whole; key += LANES) {
-        const lanes part = exp_of(sign * load(z + key) - top);
-        total += part;
-        store(to + key, part);
-    }
-    if (whole < count) {
-        const lanes part = choose(counts, exp_of(sign * load(z + whole) - top), (lanes){0});
-        total += part;
-        store(to + whole, part);
-    }
-    *sum = sum_of(total);
+    for (int64_t key = 0; key < count; key += LANES)
+        store(z + key, choose(first_lanes(count - key), exp_of(load(z + key) - top), (lanes){0}));
     return top;
 }
 
 /* z = e^(z - max z) and opposite = e^(min z - z) for the first `count` numbers, side by side; return their sums. */
 static void exponential_pair(float *z, float *opposite, int64_t count, float *sum, float *opposite_sum)
 {
-    const int64_t whole = count / LANES * LANES;
-    const mask counts = (mask)LANE_NUMBERS < (int32_t)(count - whole);
-    lanes largest = z[0] + (lanes){0}, least = -largest, total = {0}, opposite_total = {0};
+    const lanes zero = {0}, first = z[0] + zero;
+    lanes largest = first, least = -first, total = zero, opposite_total = zero;
     for (int64_t key = 0; key < count; key += LANES) {
-        const lanes part = choose(key < whole ? (mask){0} - 1 : counts, load(z + key), z[0] + (lanes){0});
+        const lanes part = choose(first_lanes(count - key), load(z + key), first);
         largest = larger_of(part, largest);
         least = larger_of(-part, least);
     }
     const float top = max_of(largest), bottom = max_of(least);
-    for (int64_t key = 0; key < whole; key += LANES) {
-        const lanes part = load(z + key), one = exp_of(part - top), other = exp_of(-part - bottom);
+    for (int64_t key = 0; key < count; key += LANES) {
+        const lanes part = load(z + key);
+        const lanes one = choose(first_lanes(count - key), exp_of(part - top), zero);
+        const lanes other = choose(first_lanes(count - key), exp_of(-part - bottom), zero);
         total += one;
         opposite_total += other;
         store(z + key, one);
         store(opposite + key, other);
-    }
-    if (whole < count) {
-        const lanes part = load(z + whole);
-        const lanes one = choose(counts, exp_of(part - top), (lanes){0});
-        const lanes other = choose(counts, exp_of(-part - bottom), (lanes){0});
-        total += one;
-        opposite_total += other;
-        store(z + whole, one);
-        store(opposite + whole, other);
     }
     *sum = sum_of(total);
     *opposite_sum = sum_of(opposite_total);
@@ -114,7 +96,7 @@ static float activate(float *z, float *spare, const struct problem *p, int64_t p
         }
         break;
     case EXPONENTIAL:
-        log_scale = exponentials(z, z, 1.0f, p->key_size, &sum);
+        log_scale = exponentials(z, p->key_size);
         break;
     case SOFTMAX_PAIR:
         exponential_pair(z, spare, half, &sum, &opposite);

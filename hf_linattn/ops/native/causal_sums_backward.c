@@ -163,6 +163,7 @@ static float read_chunk(struct work *w, const struct backward *p, int64_t batch,
     const struct problem *f = &p->forward;
     struct scratch *s = &w->s;
     const int scaled = has_scales(f), pairs = !f->bidirectional;
+    const int large = is_large(f->batches * f->heads * f->length * f->value_size);
     const int64_t count = smaller(s->chunk, f->length - at);
     float left, *d_value = s->out;
     load_keys(s, f, batch, head, at, count, scaled, pairs ? w->before[at / s->chunk] : LOWEST, &left);
@@ -195,8 +196,7 @@ static float read_chunk(struct work *w, const struct backward *p, int64_t batch,
         add_queries(w, f, d_value, batch, head, group, at, count, scaled, later);
     }
     for (int64_t j = 0; j < count; j++) {
-        write_row(place(&p->d_value, batch, head, 0, at + j), 1.0f, d_value + j * s->values, f->value_size,
-                  is_large(f->batches * f->heads * f->length * f->value_size));
+        write_row(place(&p->d_value, batch, head, 0, at + j), 1.0f, d_value + j * s->values, f->value_size, large);
         w->slope[j] = dot(w->d_features + j * s->keys, s->key + j * s->keys, f->key_size);
         if (p->d_scale.data)
             *place(&p->d_scale, batch, head, 0, at + j) = w->slope[j];

@@ -212,7 +212,7 @@ static inline void fetch_row(const float *row, int64_t size)
         __builtin_prefetch(row + column, 0, 2);
 }
 
-/* Whether memory of so many numbers is more than caches hold. */
+/* Whether memory of so many numbers is more than caches hold; LARGE_BYTES of library.py. */
 static inline int is_large(int64_t numbers) { return numbers >= 1 << 21; }
 
 /* to = factor from. What is `large` goes past the caches, which need not read first what is overwritten. */
