@@ -17,7 +17,7 @@ from hf_linattn.cache import state_bytes
 from hf_linattn.mechanisms import MECHANISMS
 
 TURN_SECONDS = 0.1  # a turn decodes tokens for about so long,
-FEWEST_TOKENS, MOST_TOKENS = 2, 8  # but not fewer or more of them than this
+FEWEST_TOKENS, MOST_TOKENS = 2, 4  # but not fewer or more of them than this
 
 
 @dataclass(frozen=True)

@@ -84,15 +84,18 @@ class Stopwatch:
         return time.perf_counter() - start
 
     def compare(self, competitors: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
-        """Return the seconds of every call: one turn each per repeat, after one turn that warms up."""
-        for run in competitors.values():
-            run()
+        """Return the seconds of every timed call: one turn each per repeat, of a call that warms up and a timed one.
+
+        What ran before leaves its own data in the caches and, if it took seconds, may have let the system take back the
+        pages of this one's last output: the call that warms up pays for both, as the first of many calls in a row does.
+        """
         seconds: dict[str, list[float]] = {name: [] for name in competitors}
         started = time.perf_counter()
         for repeat in range(self.plan.max_repeats):
             if repeat >= self.plan.min_repeats and time.perf_counter() - started > self.plan.budget:
                 break
             for name, run in competitors.items():
+                run()
                 seconds[name].append(self.once(run))
         return seconds
 
