@@ -86,8 +86,8 @@ class Stopwatch:
     def compare(self, competitors: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
         """Return the seconds of every timed call: one turn each per repeat, of a call that warms up and a timed one.
 
-        What ran before leaves its own data in the caches and, if it took seconds, may have let the system take back the
-        pages of this one's last output: the call that warms up pays for both, as the first of many calls in a row does.
+        What ran before leaves its own data in the caches, and if it took seconds the system may have taken back pages
+        that this one's last output was in: the call that warms up pays for both, as the first of many in a row does.
         """
         seconds: dict[str, list[float]] = {name: [] for name in competitors}
         started = time.perf_counter()

@@ -21,12 +21,13 @@ class Source:
 
     Attributes:
         whole: the tensor, which may be used as it is, too.
+        gradient: where its gradient is added up; None if none is needed.
     """
 
     def __init__(self, tensor: Tensor):
         needed = tensor.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        self._gradient = _Gradient(tensor.shape) if needed else None
-        self.whole: Tensor = _Whole.apply(tensor, self._gradient) if needed else tensor
+        self.gradient = _Gradient(tensor.shape) if needed else None
+        self.whole: Tensor = _Whole.apply(tensor, self.gradient) if needed else tensor
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor:
         """Return `length` entries from `start` on."""
@@ -37,9 +38,9 @@ class Source:
         return self._take(_select, first_dim, last_dim, index)
 
     def _take(self, how: Any, *place: Any) -> Tensor:
-        if self._gradient is None:
+        if self.gradient is None:
             return how(self.whole, *place)
-        return _Part.apply(self.whole, self._gradient, how, place)
+        return _Part.apply(self.whole, self.gradient, how, place)
 
 
 class _Gradient:
@@ -53,6 +54,10 @@ class _Gradient:
         if self.total is None:
             self.total = zeros(gradient, self.shape)
         how(self.total, *place, add=gradient)
+
+    def take_over(self, gradient: Tensor) -> None:
+        """Add a gradient of the whole, which from now on is nobody else's: the first is what the others add to."""
+        self.total = gradient if self.total is None else self.total.add_(gradient)
 
     def pop(self) -> Tensor | None:
         total, self.total = self.total, None

@@ -4,8 +4,8 @@
  *
  * over `shared` keys that stand by themselves and those of the blocks in the query block's row of the table; column c
  * of the bias belongs to the c-th of all these. What has no bias is seen, in a query block's own block and if `causal`
- * only those that come no later. `continued` rows begin with what stands in `out`, as if it had been read with the
- * weight exp(log_i). A query without keys gets zero, and a log of LOWEST.
+ * only those that come no later. What stands in `before` counts as one more value, read with the weight
+ * exp(before_log_i); it may lie where `out` does. A query without keys gets zero, and a log of LOWEST.
  */
 
 #include <math.h>
@@ -19,7 +19,7 @@ struct work {
     int64_t batch, head, rows;
 };
 
-/* What is there of the queries before any key: nothing, or what stands in `out`. */
+/* What is there of the queries before any key: nothing, or what stands in `before`. */
 static void begin(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t group, int64_t at,
                   int64_t count)
 {
@@ -29,12 +29,12 @@ static void begin(struct scratch *s, const struct problem *p, int64_t batch, int
         s->query[number] *= p->scaling;
     memset(s->out, 0, PIECE * s->values * sizeof(float));
     for (int64_t i = 0; i < PIECE; i++) {
-        const float log = p->continued && i < count ? *place(&p->log, batch, head, group, at + i) : LOWEST;
-        const int begun = log > LOWEST / 2;
+        const int begun = i < count && has_before(p, batch, head, group, at + i);
+        const int64_t row = at + i - p->begun;
         s->weight[i] = begun;
-        s->top[i] = begun ? log : LOWEST / 2;
+        s->top[i] = begun ? *place(&p->before_log, batch, head, group, row) : LOWEST / 2;
         if (begun)
-            memcpy(s->out + i * s->values, place(&p->out, batch, head, group, at + i), p->value_size * sizeof(float));
+            memcpy(s->out + i * s->values, place(&p->before, batch, head, group, row), p->value_size * sizeof(float));
     }
 }
 

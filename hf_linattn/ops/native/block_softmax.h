@@ -7,17 +7,24 @@
 
 struct problem {
     operand query, key, value, out; /* float32, contiguous in their last dimension */
-    operand log;                    /* of the queries: what begins them if `continued`; what they come to */
+    operand log;                    /* of the queries: what all their weights come to */
+    operand before, before_log;     /* what queries from `begun` on begin with; without data, nothing */
     operand shared_key, shared_value;
     operand grad, log_grad;         /* what the backward pass begins with: of out, and of log */
-    operand d_query, d_key, d_value, d_shared_key, d_shared_value;
+    operand d_query, d_key, d_value, d_shared_key, d_shared_value, d_before, d_before_log;
     operand bias;                   /* "head": of query heads, "group": of query blocks, "token": of queries */
     const int64_t *table;           /* [blocks, table_heads, width], -1 for none; table_heads is 1 or heads * groups */
     int64_t batches, heads, groups, length, key_size, value_size;
     int64_t first, blocks; /* of the query blocks */
-    int64_t block_size, table_heads, width, shared, columns, continued, causal, threads; /* columns: of the bias */
+    int64_t block_size, table_heads, width, shared, columns, begun, causal, threads; /* columns: of the bias */
     float scaling;
 };
+
+/* Whether a query begins with something of any weight. */
+static inline int has_before(const struct problem *p, int64_t batch, int64_t head, int64_t group, int64_t at)
+{
+    return p->before.data && at >= p->begun && *place(&p->before_log, batch, head, group, at - p->begun) > LOWEST / 2;
+}
 
 /* Up to PIECE keys that some queries meet: `count` shared ones or of the sequence, from place `at`, with the bias of
  * the queries, or the first query seeing `ahead` + 1 of them, the next one another one, and so on. */

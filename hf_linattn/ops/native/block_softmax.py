@@ -11,16 +11,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
+from ..source import Source
 from .library import Operand, call, dense_rows, empty_like, empty_output, operation, zeros_like
 
 OPERANDS = (
-    "query", "key", "value", "out", "log", "shared_key", "shared_value",
-    "grad", "log_grad", "d_query", "d_key", "d_value", "d_shared_key", "d_shared_value",
+    "query", "key", "value", "out", "log", "before", "before_log", "shared_key", "shared_value",
+    "grad", "log_grad", "d_query", "d_key", "d_value", "d_shared_key", "d_shared_value", "d_before", "d_before_log",
 )  # fmt: skip
-GROUPED = ("query", "out", "log", "grad", "log_grad", "d_query")
+GROUPED = (
+    "query", "out", "log", "before", "before_log", "grad", "log_grad", "d_query", "d_before", "d_before_log"
+)  # fmt: skip
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size")
 PLACES = (
-    "first", "blocks", "block_size", "table_heads", "width", "shared", "columns", "continued", "causal", "threads"
+    "first", "blocks", "block_size", "table_heads", "width", "shared", "columns", "begun", "causal", "threads"
 )  # fmt: skip
 
 
@@ -50,9 +53,20 @@ class Keys(NamedTuple):
     shared: tuple[Tensor, Tensor] | int = 0
 
 
+class Before(NamedTuple):
+    """What queries from `first` on begin with, one more value of the weight exp(log).
+
+    output: [B, Hkv, G, M, Dv]. log: [B, Hkv, G, M]; `LOWEST` is nothing. Rows behind the last query mean nothing.
+    """
+
+    output: Tensor
+    log: Tensor
+    first: int = 0
+
+
 def _run(
-    function: str, operands: dict[str, Tensor], bias: Tensor | None, table: Tensor, first: int, size: int,
-    scaling: float, continued: bool, causal: bool,
+    function: str, operands: dict[str, Any], bias: Tensor | None, table: Tensor, first: int, size: int,
+    scaling: float, begun: int, causal: bool,
 ) -> None:  # fmt: skip
     (blocks, table_heads, width), shown, columns = table.shape, Operand(), 0
     if bias is not None:
@@ -60,8 +74,8 @@ def _run(
         batch, block, head, row = (0 if count == 1 else step for count, step in steps)
         shown, columns = Operand(bias.data_ptr(), batch, head, block, row), bias.shape[-1]
     places = (
-        first, blocks, size, table_heads, width, operands["shared_key"].shape[2], columns, continued,
-        causal, torch.get_num_threads(),
+        first, blocks, size, table_heads, width, operands["shared_key"].shape[2], columns, begun, causal,
+        torch.get_num_threads(),
     )  # fmt: skip
     problem = Problem(
         **{name: Operand.of(x, name in GROUPED, False) for name, x in operands.items()},
@@ -75,29 +89,32 @@ def _run(
 
 @operation("out", "log")
 def block_softmax(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, log: Tensor, shared_key: Tensor, shared_value: Tensor,
-    bias: Tensor | None, table: Tensor, first: int, block_size: int, scaling: float, continued: bool, causal: bool,
-) -> None:
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, log: Tensor, before: Tensor | None,
+    before_log: Tensor | None, begun: int, shared_key: Tensor, shared_value: Tensor, bias: Tensor | None,
+    table: Tensor, first: int, block_size: int, scaling: float, causal: bool,
+) -> None:  # fmt: skip
     """Attend with some blocks of queries to `Keys`; without gradients.
 
     Args:
         query: [B, Hkv, G, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv].
         out: [B, Hkv, G, N, Dv], of which the rows of blocks `first` ... `first` + T - 1 are written.
         log: [B, Hkv, G, N], the logs of what all weights add up to, `LOWEST` for a query without keys.
-        continued: whether what stands in `out` counts as one more key with the weight exp(log).
+        before, before_log, begun: a `Before`, which may be `out` and `log` themselves, or None.
     """
-    operands = dict(zip(OPERANDS, (query, key, value, out, log, shared_key, shared_value), strict=False))
-    _run("block_softmax", operands, bias, table, first, block_size, scaling, continued, causal)
+    operands = (query, key, value, out, log, before, before_log, shared_key, shared_value)
+    named = dict(zip(OPERANDS, operands, strict=False))
+    _run("block_softmax", named, bias, table, first, block_size, scaling, begun, causal)
 
 
-@operation("d_query", "d_key", "d_value", "d_shared_key", "d_shared_value")
+@operation("d_query", "d_key", "d_value", "d_before", "d_before_log", "d_shared_key", "d_shared_value")
 def block_softmax_backward(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, log: Tensor, grad: Tensor, log_grad: Tensor,
-    d_query: Tensor, d_key: Tensor, d_value: Tensor, shared_key: Tensor, shared_value: Tensor, d_shared_key: Tensor,
-    d_shared_value: Tensor, bias: Tensor | None, table: Tensor, first: int, block_size: int, scaling: float,
-    causal: bool,
+    d_query: Tensor, d_key: Tensor, d_value: Tensor, before: Tensor | None, before_log: Tensor | None,
+    d_before: Tensor | None, d_before_log: Tensor | None, begun: int, shared_key: Tensor, shared_value: Tensor,
+    d_shared_key: Tensor, d_shared_value: Tensor, bias: Tensor | None, table: Tensor, first: int, block_size: int,
+    scaling: float, causal: bool,
 ) -> None:  # fmt: skip
-    """Write the gradients of these queries and add to those of keys and values, which are shaped as they are.
+    """Write the gradients of these queries and of what they begin with, and add to those of keys and values.
 
     Args:
         out, log: as they were left by `block_softmax`. grad: [B, Hkv, G, N, Dv], of `out`.
@@ -105,10 +122,11 @@ def block_softmax_backward(
     """
     operands = {
         "query": query, "key": key, "value": value, "out": out, "log": log, "grad": grad, "log_grad": log_grad,
-        "d_query": d_query, "d_key": d_key, "d_value": d_value, "shared_key": shared_key,
-        "shared_value": shared_value, "d_shared_key": d_shared_key, "d_shared_value": d_shared_value,
+        "d_query": d_query, "d_key": d_key, "d_value": d_value, "before": before, "before_log": before_log,
+        "d_before": d_before, "d_before_log": d_before_log, "shared_key": shared_key, "shared_value": shared_value,
+        "d_shared_key": d_shared_key, "d_shared_value": d_shared_value,
     }  # fmt: skip
-    _run("block_softmax_backward", operands, bias, table, first, block_size, scaling, False, causal)
+    _run("block_softmax_backward", operands, bias, table, first, block_size, scaling, begun, causal)
 
 
 def _count_pairs(query: Any, shared_key: Any, table: Any, block_size: int) -> int:
@@ -119,8 +137,8 @@ def _count_pairs(query: Any, shared_key: Any, table: Any, block_size: int) -> in
 
 @register_flop_formula(torch.ops.hf_linattn.block_softmax)
 def _flops(
-    query: Any, key: Any, value: Any, out: Any, log: Any, shared_key: Any, shared_value: Any, bias: Any, table: Any,
-    first: int, block_size: int, *rest: Any, **__: Any,
+    query: Any, key: Any, value: Any, out: Any, log: Any, before: Any, before_log: Any, begun: int, shared_key: Any,
+    shared_value: Any, bias: Any, table: Any, first: int, block_size: int, *rest: Any, **__: Any,
 ) -> int:  # fmt: skip
     """Scores and their product with the values."""
     return 2 * _count_pairs(query, shared_key, table, block_size) * (query[-1] + value[-1])
@@ -129,25 +147,35 @@ def _flops(
 @register_flop_formula(torch.ops.hf_linattn.block_softmax_backward)
 def _backward_flops(
     query: Any, key: Any, value: Any, out: Any, log: Any, grad: Any, log_grad: Any, d_query: Any, d_key: Any,
-    d_value: Any, shared_key: Any, shared_value: Any, d_shared_key: Any, d_shared_value: Any, bias: Any, table: Any,
-    first: int, block_size: int, *rest: Any, **__: Any,
+    d_value: Any, before: Any, before_log: Any, d_before: Any, d_before_log: Any, begun: int, shared_key: Any,
+    shared_value: Any, d_shared_key: Any, d_shared_value: Any, bias: Any, table: Any, first: int, block_size: int,
+    *rest: Any, **__: Any,
 ) -> int:  # fmt: skip
     """Scores once more, and one product each for the gradients of weights, queries, keys and values."""
     return 2 * _count_pairs(query, shared_key, table, block_size) * (3 * query[-1] + 2 * value[-1])
 
 
 def attend_blocks(
-    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Keys], *, block_size: int, scaling: float, causal: bool
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Keys], *, block_size: int, scaling: float,
+    causal: bool, before: Before | None = None, sources: Sequence[Source] = (),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return output [B, Hkv, G, N, Dv] and log weights [B, Hkv, G, N] of operands in any layout.
 
-    `parts`: what each query block sees; together they have all query blocks.
+    Args:
+        parts: what each query block sees; together they have all query blocks.
+        before: what queries begin with.
+        sources: what query, key and value are the whole of, if parts of them are used elsewhere: these take over the
+            gradients.
     """
     shared = [x for part in parts if not isinstance(part.shared, int) for x in part.shared]
     heads = [dense_rows(x) for x in (query, key, value, *shared)]
     counts = [part.shared if isinstance(part.shared, int) else -1 for part in parts]
     known = [(x.first, x.table.contiguous(), _with_rows(x.bias), n) for x, n in zip(parts, counts, strict=True)]
-    return _AttendBlocks.apply(known, block_size, scaling, causal, *heads)
+    output, log, first = before or (None, None, 0)
+    output = None if output is None else dense_rows(output)
+    gradients = [source.gradient for source in sources] or [None] * 3
+    what = known, block_size, scaling, causal, first
+    return _AttendBlocks.apply(what, gradients, output, log, *heads)
 
 
 def continue_blocks(
@@ -156,10 +184,10 @@ def continue_blocks(
 ) -> None:  # fmt: skip
     """Go on from what stands in `out`, one more key with the weight exp(log); without gradients."""
     count = part.shared
-    before = (key[:, :, :count], value[:, :, :count]) if isinstance(count, int) else count
-    query, key, value, *shared = (dense_rows(x) for x in (query, key, value, *before))
-    known = _with_rows(part.bias), part.table.contiguous(), part.first, block_size, scaling
-    block_softmax(query, key, value, out, log, *shared, *known, True, causal)  # type: ignore[misc]
+    alone = (key[:, :, :count], value[:, :, :count]) if isinstance(count, int) else count
+    query, key, value, *shared = (dense_rows(x) for x in (query, key, value, *alone))
+    known = _with_rows(part.bias), part.table.contiguous(), part.first, block_size, scaling, causal
+    block_softmax(query, key, value, out, log, out, log, 0, *shared, *known)  # type: ignore[misc]
 
 
 def _with_rows(bias: Tensor | None) -> Tensor | None:
@@ -186,29 +214,37 @@ class _AttendBlocks(torch.autograd.Function):
     """Keeps no pair for the backward pass, which makes the weights again."""
 
     @staticmethod
-    def forward(ctx, known, block_size, scaling, causal, query, key, value, *shared):
+    def forward(ctx, what, gradients, before, before_log, query, key, value, *shared):
+        known, block_size, scaling, causal, begun = what
         output, log = empty_output(query, value), query.new_empty(query.shape[:4])
-        for (first, table, bias, _), *before in _with_shared(known, (key, value), shared):
+        for (first, table, bias, _), *alone in _with_shared(known, (key, value), shared):
             block_softmax(
-                query, key, value, output, log, *before[0], bias, table, first, block_size, scaling, False, causal
-            )
-        ctx.save_for_backward(query, key, value, output, log, *shared)
-        ctx.known = known, block_size, scaling, causal
+                query, key, value, output, log, before, before_log, begun, *alone[0], bias, table, first, block_size,
+                scaling, causal,
+            )  # fmt: skip
+        ctx.save_for_backward(query, key, value, output, log, before, before_log, *shared)
+        ctx.what, ctx.gradients = what, gradients
         return output, log
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, log_grad):
-        query, key, value, output, log, *shared = ctx.saved_tensors
-        known, block_size, scaling, causal = ctx.known
+        query, key, value, output, log, before, before_log, *shared = ctx.saved_tensors
+        known, block_size, scaling, causal, begun = ctx.what
         grad = dense_rows(grad)
         d_query, (d_key, d_value) = empty_like(query), map(zeros_like, (key, value))
-        d_shared = [zeros_like(x) for x in shared]
-        for (first, table, bias, _), before, d_before in _with_shared(
+        d_shared, d_before = [zeros_like(x) for x in shared], (None, None)
+        if before is not None:
+            d_before = empty_like(before), torch.empty_like(before_log)
+            for x in d_before:
+                x[:, :, :, query.shape[3] - begun :] = 0  # rows that no query has
+        for (first, table, bias, _), alone, d_alone in _with_shared(
             known, (key, value), shared, (d_key, d_value), d_shared
         ):
             block_softmax_backward(
-                query, key, value, output, log, grad, log_grad, d_query, d_key, d_value, *before, *d_before, bias,
-                table, first, block_size, scaling, causal,
+                query, key, value, output, log, grad, log_grad, d_query, d_key, d_value, before, before_log, *d_before,
+                begun, *alone, *d_alone, bias, table, first, block_size, scaling, causal,
             )  # fmt: skip
-        return None, None, None, None, d_query, d_key, d_value, *d_shared
+        made = zip(ctx.gradients, (d_query, d_key, d_value), strict=True)
+        heads = (d if gradient is None else gradient.take_over(d) for gradient, d in made)
+        return None, None, *d_before, *heads, *d_shared

@@ -31,6 +31,26 @@ static void read_keys(void *work, const struct keys *met)
     }
 }
 
+/* The gradient of what a query begins with: its share of the one of the output, as every value's; grad_out is
+ * grad . out, without the gradient of the log. */
+static void read_before(const struct work *w, int64_t group, int64_t at, const float *grad, float grad_out)
+{
+    const struct problem *p = w->problem;
+    const int64_t row = at - p->begun;
+    if (!p->before.data || row < 0)
+        return;
+    float *d_before = place(&p->d_before, w->batch, w->head, group, row);
+    float *d_log = place(&p->d_before_log, w->batch, w->head, group, row), share = 0.0f;
+    *d_log = 0.0f;
+    if (has_before(p, w->batch, w->head, group, at)) {
+        const float log = *place(&p->log, w->batch, w->head, group, at);
+        share = exp_of_one(*place(&p->before_log, w->batch, w->head, group, row) - log);
+        *d_log = share * (dot(grad, place(&p->before, w->batch, w->head, group, row), p->value_size) - grad_out);
+    }
+    const int large = is_large(p->batches * p->heads * p->groups * p->length * p->value_size);
+    write_row(d_before, share, grad, p->value_size, large);
+}
+
 /* One query block of one head. */
 static void read_block(struct work *w, const struct problem *p, int64_t group, int64_t block)
 {
@@ -45,10 +65,11 @@ static void read_block(struct work *w, const struct problem *p, int64_t group, i
              s->values);
         begin_pairs(s, p->scaling);
         for (int64_t i = 0; i < w->rows; i++) {
-            const float *out = place(&p->out, w->batch, w->head, group, at + i);
-            note_sums(s, i, *place(&p->log, w->batch, w->head, group, at + i),
-                      dot(s->grad + i * s->values, out, p->value_size)
-                      - *place(&p->log_grad, w->batch, w->head, group, at + i));
+            const float *out = place(&p->out, w->batch, w->head, group, at + i), *grad = s->grad + i * s->values;
+            const float log_grad = *place(&p->log_grad, w->batch, w->head, group, at + i);
+            const float grad_out = dot(grad, out, p->value_size) - log_grad;
+            note_sums(s, i, *place(&p->log, w->batch, w->head, group, at + i), grad_out);
+            read_before(w, group, at + i, grad, grad_out);
         }
         for_keys(p, w->batch, w->head * p->groups + group, block, at, read_keys, w);
         for (int64_t i = 0; i < w->rows; i++)

@@ -3,7 +3,7 @@
 The far part is kernel attention of query i with keys up to i - window_size, and if bidirectional from i + window_size
 on: the C reads them as if they stood side by side, and what the distance between them costs is added to the log of the
 far weights afterwards. Window and sinks are softmax attention over blocks that begins with the far output as if it
-were one more key of that weight; where gradients may be needed, both are made apart and joined by their log weights.
+were one more key of that weight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..chunk_sums import LinearState
 from ..exponential import LOWEST
 from ..sink import attenuate
 from ..source import Source
-from .block_softmax import Keys, attend_blocks, continue_blocks
+from .block_softmax import Before, Keys, attend_blocks, continue_blocks
 from .causal_step import strict_step
 from .causal_sums import can_read, native_maps, weighed_attention
 from .library import empty_output, suits
@@ -50,16 +50,14 @@ def knows_maps(weights: Any) -> bool:
 def trained_causal_hybrid_attention(
     query: Tensor, key: Tensor, value: Tensor, weights: Any
 ) -> tuple[Tensor, LinearState]:
-    """`causal_hybrid_attention` with gradients, and with any maps: near and far apart, then joined."""
+    """`causal_hybrid_attention` with gradients, and with any maps."""
     length, window, sinks = query.shape[2], weights.window_size, weights.num_sinks
     start, sources = window + sinks, [Source(x) for x in (query.unflatten(1, (key.shape[1], -1)), key, value)]
     # one more key, which has left the window of the token that will come, with a query that is dropped
     rows = F.pad(sources[0].narrow(3, start, length - start), (0, 0, 0, 1))
     far_key, far_value = (source.narrow(2, sinks, length - start + 1) for source in sources[1:])
     far, far_log, state = _trained_far((rows, far_key, far_value), weights)
-    near, near_log = _trained_near(sources, weights, causal=True)
-    joint = _join(near, near_log, far[:, :, :, :-1], far_log[..., :-1], start)
-    return _beside_sink(*joint, weights), state
+    return _beside_sink(*_trained_near(sources, weights, Before(far, far_log, start), causal=True), weights), state
 
 
 def trained_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> Tensor:
@@ -70,9 +68,8 @@ def trained_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights:
     first, last = (window + sinks, sinks, sinks), (0, window, window)  # of the queries, and of their far keys
     before = [x.narrow(-2, at, length - window - sinks) for x, at in zip(sources, first, strict=True)]
     after = [x.narrow(-2, at, length - window) for x, at in zip(sources, last, strict=True)]
-    output, log = _trained_near(sources, weights, causal=False)
     far, far_log, _ = _trained_far(before, weights)
-    output, log = _join(output, log, far, far_log, window + sinks)
+    output, log = _trained_near(sources, weights, Before(far, far_log, window + sinks), causal=False)
     far, far_log, _ = _trained_far(after, weights, reverse=True)
     return _beside_sink(*_join(output, log, far, far_log, 0), weights)
 
@@ -98,11 +95,16 @@ def _trained_far(
     return far, _distant(log, weights), state
 
 
-def _trained_near(sources: list[Source], weights: Any, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return the attention to the window and the sinks, and its log."""
+def _trained_near(
+    sources: list[Source], weights: Any, before: Before, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the attention to what queries begin with, the window and the sinks, and its log."""
     query, key, value = (source.whole for source in sources)
     parts = list(_near(key.shape[2], weights.window_size, weights.num_sinks, query, causal))
-    return attend_blocks(query, key, value, parts, block_size=BLOCK_SIZE, scaling=weights.scaling, causal=causal)
+    return attend_blocks(
+        query, key, value, parts, block_size=BLOCK_SIZE, scaling=weights.scaling, causal=causal, before=before,
+        sources=sources,
+    )  # fmt: skip
 
 
 def _join(output: Tensor, log: Tensor, far: Tensor, far_log: Tensor, first: int) -> tuple[Tensor, Tensor]:
