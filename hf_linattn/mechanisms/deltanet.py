@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops.chunk_sums import LEAST_WEIGHT
 from ..ops.delta_rule import delta_rule
+from ..ops.ridge import unit_length
 from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
 from .gla import ForgetGate
 from .linear import FeatureMapConfig, FeatureMapMechanism
@@ -28,6 +28,7 @@ class DeltanetConfig(FeatureMapConfig):
     """Options of `deltanet`."""
 
     decay: ClassVar[str | None] = None  # type: ignore[misc]  # no option: what it forgets is in its rule
+    ridge: ClassVar[str | None] = None  # type: ignore[misc]  # no option: its rule goes the same way, token by token
     feature_map: str = field(  # type: ignore[misc]  # here it is an option
         default="t2r", metadata={"help": "name in hf_linattn.feature_maps"}
     )
@@ -76,7 +77,7 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
         if state is None:
             state = DeltaState(value.new_zeros(*value.shape[:2], key_map.feature_dim, value.shape[3]))
         output, memory = delta_rule(
-            query, key, value, lambda x: _unit(query_map(x).values), lambda x: _unit(key_map(x).values),
+            query, key, value, lambda x: unit_length(query_map(x).values), lambda x: unit_length(key_map(x).values),
             self._beta(key, mask), self.gate(key, mask) if self.config.gate else None, state.memory,
         )  # fmt: skip
         return output * self.output_scale.to(output.dtype)[:, None, None], DeltaState(memory)
@@ -90,8 +91,8 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         """A_ij = s q_i . p_j with p_i = beta_i k_i, which loses beta_l k_l (k_l . p_i) to every later token l."""
         query_map, key_map = self.maps
-        queries = _unit(query_map.exact(query.unflatten(1, (key.shape[1], -1))))
-        keys = _unit(key_map.exact(key))
+        queries = unit_length(query_map.exact(query.unflatten(1, (key.shape[1], -1))))
+        keys = unit_length(key_map.exact(key))
         real = allowed[:, 0].diagonal(dim1=-2, dim2=-1)[:, None]
         beta, kept = self._beta(key, real[:, 0]), self.gate(key, real[:, 0]).exp() if self.config.gate else None
         held, rows = keys[:, :, :0], []  # p_j of the keys so far
@@ -101,9 +102,3 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
             held = torch.cat([held if kept is None else held * kept[:, :, i, None, None], written], dim=2)
             rows.append(F.pad((queries[:, :, :, i] @ held.mT).flatten(1, 2), (0, key.shape[2] - i - 1)))
         return torch.stack(rows, dim=2) * allowed * self.output_scale.to(key.dtype)[:, None, None]
-
-
-def _unit(features: Tensor) -> Tensor:
-    """Divide features by their length; all but vanishing ones are zero."""
-    size = torch.linalg.vector_norm(features, dim=-1, keepdim=True)
-    return features / torch.threshold(size, LEAST_WEIGHT[size.dtype], math.inf)

@@ -38,6 +38,7 @@ class GlaConfig(FeatureMapConfig):
     """Options of `gla`."""
 
     decay: ClassVar[str | None] = None  # type: ignore[misc]  # no option: the gate is its decay
+    ridge: ClassVar[str | None] = None  # type: ignore[misc]  # no option: it has no gates
     feature_map: str = field(  # type: ignore[misc]  # here it is an option
         default="hedgehog", metadata={"help": "name in hf_linattn.feature_maps"}
     )

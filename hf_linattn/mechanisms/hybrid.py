@@ -46,6 +46,8 @@ class HybridConfig(SoftmaxTypeConfig):
         require("linear", self.linear, self.linear in linear, f"one of {', '.join(linear)}")
         options = self.linear_options
         require("linear_options", options, options is None or isinstance(options, dict), "None or a dict of options")
+        alone = "options without 'ridge', which has no weights to share a denominator with"
+        require("linear_options", options, not (options or {}).get("ridge"), alone)
         self.require_counts("window_size")
         self.require_counts("num_sinks", least=0)
         scale = self.window_scale

@@ -16,6 +16,7 @@ from ..ops import naive
 from ..ops.causal_linear import causal_linear_attention, linear_attention, read_state, sum_keys
 from ..ops.chunk_sums import LinearState
 from .base import AttentionLayer, ExactnessLimit, Mechanism, Pairs, register_mechanism
+from .ridge import RidgeReading
 
 SHORTEST, LONGEST = 0.5, 16.0  # tokens over which the weights of the fastest and the slowest head fall by a factor e
 
@@ -27,10 +28,15 @@ class KernelConfig(MechanismConfig):
     decay: str | None = field(
         default=None, metadata={"help": "`learned`: weights fall with the distance, at a rate per key/value head"}
     )
+    ridge: str | None = field(
+        default=None,
+        metadata={"help": "`learned`: a ridge regression of the values is read besides; bidirectional layers only"},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require("decay", self.decay, self.decay in (None, "learned"), "None or 'learned'")
+        require("ridge", self.ridge, self.ridge in (None, "learned"), "None or 'learned'")
 
 
 @dataclass
@@ -108,6 +114,9 @@ class LinearMechanism(FeatureMapMechanism):
     more. Models that attended to neighbouring positions find them again with it; elu + 1 alone has too few features
     to tell positions apart (Sun et al. 2023, Retentive Network, arXiv 2307.08621, with fixed rates).
 
+    With `ridge="learned"` bidirectional layers read, beside these averages, a ridge regression of the values on the
+    keys' features, which averages with positive weights cannot imitate: the submodule `ridge`, a `RidgeReading`.
+
     A learned map has weights of its own for queries, one per query head, and for keys, one per key/value head
     (`query_map.weight` [Hkv, H / Hkv, D, m], `key_map.weight` [Hkv, D, m]), which start alike; any other map is one
     module for both, `feature_map`.
@@ -135,6 +144,16 @@ class LinearMechanism(FeatureMapMechanism):
         if config.decay:
             steps = torch.linspace(0, 1, layer.num_key_value_heads)
             self.log_decay_rate = nn.Parameter(-math.log(SHORTEST) - steps * math.log(LONGEST / SHORTEST))
+        self.ridge = None
+        if config.ridge:
+            if layer.mode != "bidirectional":
+                raise UnsupportedModeError(
+                    f"ridge={config.ridge!r} solves for all keys of a sequence at once, which {layer.mode} layer"
+                    f" {layer.index} has no form of; leave it out, or use deltanet, which goes there token by token"
+                )
+            self.ridge = RidgeReading(layer)
+            self.averages = False  # what is solved for may have negative weights
+            self.limit = RidgeReading.limit
 
     def causal_attention(
         self,
@@ -156,7 +175,10 @@ class LinearMechanism(FeatureMapMechanism):
     ) -> Tensor:
         decay = self.log_decay(key, key_padding_mask)
         heads = (query, key, value, *self.maps, key_padding_mask, sequence_ids, decay)
-        return linear_attention(*heads, use_native=self.backend != "torch")
+        output = linear_attention(*heads, use_native=self.backend != "torch")
+        if self.ridge is None:
+            return output
+        return self.ridge(output, query, key, value, self.maps, key_padding_mask, sequence_ids)
 
     def cross_state(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> LinearState:
         return sum_keys(key, value, self.maps[1], key_padding_mask)
@@ -178,7 +200,7 @@ class LinearMechanism(FeatureMapMechanism):
 
     @property
     def has_scores(self) -> bool:
-        return self.maps[0].positive
+        return self.ridge is None and self.maps[0].positive
 
     def scores(self, pairs: Pairs) -> Tensor:
         """log(phi(q_i) . phi(k_j)) - r |i - j|."""
@@ -197,4 +219,5 @@ class LinearMechanism(FeatureMapMechanism):
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         query_map, key_map = self.maps
         features = query_map.exact(query.unflatten(1, (key.shape[1], -1))).flatten(1, 2)
-        return naive.kernel_matrix(features, key_map.exact(key), allowed, self.decay_rate(key))
+        matrix = naive.kernel_matrix(features, key_map.exact(key), allowed, self.decay_rate(key))
+        return matrix if self.ridge is None else self.ridge.weights(matrix, query, key, self.maps, allowed)

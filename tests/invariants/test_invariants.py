@@ -71,6 +71,11 @@ VARIANTS = {
     "vq": [{"num_codes": 7, "block_size": 8}],
 }
 CAUSAL_VARIANTS = {"sinks": [{"block_size": 8, "window_size": 9, "num_sinks": 2, "positions": "streaming"}]}
+BIDIRECTIONAL_VARIANTS = {
+    "hedgehog": [{"feature_dim": 6, "decay": "learned", "ridge": "learned"}],
+    "performer": [{"num_features": 16, "ridge": "learned"}],
+    "linear": [{"feature_map": "relu", "ridge": "learned"}],
+}
 CROSS_VARIANTS = {
     "linformer": [{"num_slots": 7, "sharing": "none", "positions_per_slot": 3}, {"num_slots": 9, "sink": "learned"}],
     "local": [{"window_size": 5, "keys_per_query": 1.5, "sink": "one"}, {"window_size": 3, "keys_per_query": 0.3}],
@@ -88,10 +93,11 @@ CHECKS = [
     for check in checks_of(mechanism, ["whisper"], **options)
 ] + [
     check
-    for mechanism, variants in CAUSAL_VARIANTS.items()
+    for causal, chosen in ((True, CAUSAL_VARIANTS), (False, BIDIRECTIONAL_VARIANTS))
+    for mechanism, variants in chosen.items()
     for options in variants
     for check in checks_of(mechanism, ["llama"], **options)
-    if check.case.causal
+    if check.case.causal == causal
 ]
 
 

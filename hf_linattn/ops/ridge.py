@@ -1,0 +1,80 @@
+"""Attention that solves for what the keys' features say about the values: a ridge regression per sequence and head."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .causal_linear import SEGMENT_SIZE
+from .chunk_sums import LEAST_WEIGHT
+from .sequences import find_sequences
+
+if TYPE_CHECKING:
+    from ..feature_maps import FeatureMap
+
+
+def ridge_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_map: FeatureMap,
+    key_map: FeatureMap,
+    penalty: Tensor,
+    key_padding_mask: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
+) -> Tensor:
+    """Return o_i = W^T a_i [B, H, Nq, Dv], W [F, Dv] the least of sum_j |W^T b_j - v_j|^2 + penalty |W|^2.
+
+    a_i and b_j are the features of query i [B, H, Nq, D] and of key j [B, Hkv, Nk, D] divided by their length, and
+    W = (sum_j b_j b_j^T + penalty I)^-1 sum_j b_j v_j^T, j over the keys of the query's sequence; zero for pads.
+    `penalty` [Hkv] is above zero: it takes so many keys like the query for half of what they say to be believed. To it
+    the rounding error of the sums is added, 4 eps times the number of keys, so that there always is a solution.
+    Time O(N F (F + Dv) + S F^3) for S sequences.
+
+    >>> from hf_linattn.ops.causal_linear import Features
+    >>> key, value = torch.eye(3).expand(1, 1, 3, 3), torch.arange(6.0).view(1, 1, 3, 2)
+    >>> ridge_attention(key, key, value, Features, Features, torch.tensor([1.0]))[0, 0].tolist()
+    [[0.0, 0.5], [1.0, 1.5], [2.0, 2.5]]
+    """
+    if sequence_ids is not None:
+        return _each_sequence(query, key, value, query_map, key_map, penalty, key_padding_mask, sequence_ids)
+    solution = _solve(key, value, key_map, penalty, key_padding_mask)[:, :, None]
+    groups = query.unflatten(1, (key.shape[1], -1))
+    outputs = [unit_length(query_map(part).values) @ solution for part in groups.split(SEGMENT_SIZE, dim=3)]
+    output = torch.cat(outputs, dim=3).flatten(1, 2)
+    return output if key_padding_mask is None else output * key_padding_mask[:, None, :, None]
+
+
+def _solve(key, value, key_map, penalty, key_padding_mask):
+    """Return W [B, Hkv, F, Dv]."""
+    gram = moment = value.new_zeros(())
+    mask = value.new_ones(1, key.shape[2]) if key_padding_mask is None else key_padding_mask.to(value)
+    parts = (x.split(SEGMENT_SIZE, dim=-2) for x in (key, value, mask[:, None, :, None]))
+    for keys, values, real in zip(*parts, strict=True):
+        features = unit_length(key_map(keys).values) * real
+        gram, moment = gram + features.mT @ features, moment + features.mT @ values
+    rounding = 4 * torch.finfo(gram.dtype).eps * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    gram = gram + torch.diag_embed((penalty + rounding)[..., None].expand(gram.shape[:3]))
+    with torch.no_grad():
+        factor = torch.linalg.cholesky(gram)
+        solution = torch.cholesky_solve(moment, factor)
+    # a step of refinement: it has the gradients of the solution, without any through the factor, which cost F^3 more
+    return solution + torch.cholesky_solve(moment - gram @ solution, factor)
+
+
+@torch.compiler.disable  # where the sequences lie is data: compiled graphs end here and begin again
+def _each_sequence(query, key, value, query_map, key_map, penalty, key_padding_mask, sequence_ids):
+    output = value.new_zeros(*query.shape[:3], value.shape[3])
+    for group in find_sequences(query.shape[0], query.shape[2], key_padding_mask, sequence_ids, query.device):
+        heads = [group.take(x) for x in (query, key, value)]
+        output = group.put(ridge_attention(*heads, query_map, key_map, penalty, group.present), output)
+    return output
+
+
+def unit_length(features: Tensor) -> Tensor:
+    """Divide features [..., F] by their length; all but vanishing ones are zero."""
+    size = torch.linalg.vector_norm(features, dim=-1, keepdim=True)
+    return features / torch.threshold(size, LEAST_WEIGHT[size.dtype], math.inf)

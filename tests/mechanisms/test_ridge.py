@@ -1,0 +1,90 @@
+"""What `ridge="learned"` adds to linear attention: a regression of the values on the keys' features."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_linattn import OptionError, UnsupportedModeError, patch_model
+from hf_linattn.config import make_config
+from hf_linattn.ops.causal_linear import Features
+from hf_linattn.ops.ridge import ridge_attention, unit_length
+from hf_linattn.testing import Case, tiny_model
+
+
+def features(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.mark.parametrize("length", [5, 37, 1030])  # fewer keys than features, more, and more than are read at a time
+def test_it_is_the_least_squares_solution_with_a_penalty(length):
+    """Least squares on the keys, and sqrt(penalty) times every axis, for which the value is zero."""
+    query, key = features(2, 4, length, 9), features(2, 2, length, 9, seed=1)
+    value, penalty = torch.randn(2, 2, length, 3, dtype=torch.float64), torch.tensor([0.3, 2.0], dtype=torch.float64)
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[0, :2] = mask[1, 3:] = False
+    got = ridge_attention(query, key, value, Features, Features, penalty, mask)
+    for row in range(2):
+        for head in range(4):
+            shared = head // 2
+            a, b = unit_length(query[row, head]), unit_length(key[row, shared][mask[row]])
+            left = torch.cat([b, penalty[shared].sqrt() * torch.eye(9, dtype=torch.float64)])
+            right = torch.cat([value[row, shared][mask[row]], torch.zeros(9, 3, dtype=torch.float64)])
+            want = (a @ torch.linalg.lstsq(left, right).solution) * mask[row][:, None]
+            torch.testing.assert_close(got[row, head], want, rtol=1e-10, atol=1e-10)
+
+
+def test_it_finds_a_key_among_many_that_are_alike():
+    """Where averages blur, as every weight is positive: 30 keys, all within 35 degrees of each other."""
+    key, value = features(1, 1, 30, 40) + 0.5, torch.randn(1, 1, 30, 4, dtype=torch.float64)
+    unit = unit_length(key[0, 0])
+    assert (unit @ unit.T).min() > 0.8
+    got = ridge_attention(key, key, value, Features, Features, torch.tensor([1e-6], dtype=torch.float64))
+    average = torch.softmax((unit @ unit.T).log(), -1) @ value[0, 0]
+    assert (got - value).abs().max() < 1e-3 < 1 < (average - value).abs().max()
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1e-9])
+def test_there_is_a_solution_for_many_keys_that_are_equal(penalty):
+    """float32 rounds a sum of 20,000 equal keys by far more than such a penalty."""
+    key, value = features(1, 1, 1, 64, dtype=torch.float32).expand(1, 1, 20_000, 64), torch.ones(1, 1, 20_000, 2)
+    got = ridge_attention(key, key, value, Features, Features, torch.tensor([penalty]))
+    torch.testing.assert_close(got, value, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["hedgehog", "performer", "retention"])
+def test_the_average_beside_it_is_the_mechanism_without_it(name):
+    cases = [Case(name, "llama", False, options) for options in ({}, {"ridge": "learned"})]
+    plain, both = (case.make() for case in cases)
+    heads = cases[0].heads(70)
+    with torch.no_grad():
+        both.ridge.average_scale.fill_(1)
+        both.ridge.ridge_scale.zero_()
+        torch.testing.assert_close(both(*heads)[0], plain(*heads)[0], rtol=0, atol=0)
+        both.ridge.ridge_scale.fill_(1)
+        assert (both(*heads)[0] - plain(*heads)[0]).abs().max() > 0.1
+
+
+def test_every_parameter_of_it_learns():
+    mechanism, case = Case("hedgehog", "llama", False, {"ridge": "learned"}).make(), Case("hedgehog", "llama", False)
+    mechanism(*case.heads(70))[0].sin().sum().backward()
+    for name, parameter in mechanism.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().min(0).values.max() > 0, name
+
+
+@pytest.mark.parametrize(("architecture", "mode"), [("gpt2", "causal"), ("bart", "causal")])
+def test_layers_that_may_not_see_all_keys_refuse_it(architecture, mode):
+    model = tiny_model(architecture, architecture == "gpt2")
+    with pytest.raises(UnsupportedModeError, match=rf"ridge='learned' .* {mode} layer \d+ .* deltanet"):
+        patch_model(model, "hedgehog", ridge="learned")
+
+
+@pytest.mark.parametrize("name", ["hybrid", "flash"])
+def test_mechanisms_with_a_joint_denominator_refuse_it(name):
+    with pytest.raises(OptionError, match=r"linear_options must be options without 'ridge', .* got \{'ridge'"):
+        make_config(name, {"linear_options": {"ridge": "learned"}})
+
+
+def test_bad_values_are_named():
+    with pytest.raises(OptionError, match=r"ridge must be None or 'learned', got 0\.1"):
+        make_config("hedgehog", {"ridge": 0.1})
