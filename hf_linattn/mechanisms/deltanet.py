@@ -28,6 +28,7 @@ class DeltanetConfig(FeatureMapConfig):
     """Options of `deltanet`."""
 
     decay: ClassVar[str | None] = None  # type: ignore[misc]  # no option: what it forgets is in its rule
+    self_weight: ClassVar[str | None] = None  # type: ignore[misc]  # no option: it has no average to share with
     ridge: ClassVar[str | None] = None  # type: ignore[misc]  # no option: its rule goes the same way, token by token
     feature_map: str = field(  # type: ignore[misc]  # here it is an option
         default="t2r", metadata={"help": "name in hf_linattn.feature_maps"}

@@ -81,13 +81,13 @@ class GlaMechanism(LinearMechanism):
     def log_decay(self, key: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         return self.gate(key, key_padding_mask)
 
-    def scores(self, pairs: Pairs) -> Tensor:
+    def kernel_scores(self, pairs: Pairs) -> Tensor:
         """log(phi(q_i) . phi(k_j)) - |G_i - G_j|."""
-        kernel = super().scores(pairs)
+        kernel = super().kernel_scores(pairs)
         return kernel - naive.repeat_heads(self._forgotten(pairs.key, pairs.allowed, pairs.first), kernel)
 
-    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
-        kernel = super().weights(query, key, allowed)
+    def kernel_weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+        kernel = super().kernel_weights(query, key, allowed)
         return naive.normalise(kernel * torch.exp(-naive.repeat_heads(self._forgotten(key, allowed, 0), kernel)))
 
     def _forgotten(self, key: Tensor, allowed: Tensor, first: int) -> Tensor:

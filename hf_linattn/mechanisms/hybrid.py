@@ -46,13 +46,15 @@ class HybridConfig(SoftmaxTypeConfig):
         require("linear", self.linear, self.linear in linear, f"one of {', '.join(linear)}")
         options = self.linear_options
         require("linear_options", options, options is None or isinstance(options, dict), "None or a dict of options")
-        alone = "options without 'ridge', which has no weights to share a denominator with"
-        require("linear_options", options, not (options or {}).get("ridge"), alone)
         self.require_counts("window_size")
         self.require_counts("num_sinks", least=0)
         scale = self.window_scale
         require("window_scale", scale, scale in ("exact", "maximum"), "'exact' or 'maximum'")
-        self.linear_config()
+        given = self.linear_config()
+        for name in ("self_weight", "ridge"):  # neither has weights that could share a denominator
+            require("linear_options", options, getattr(given, name, None) is None, f"options without {name}")
+        fixed = getattr(given, "decay", None) != "measured"  # attention beyond a window looks as far as that lets it
+        require("linear_options", options, fixed, "options without decay='measured': 'learned' is the one here")
 
     def linear_config(self) -> MechanismConfig:
         """Return the config of the mechanism beyond the window; its seed is this one's unless it names its own."""

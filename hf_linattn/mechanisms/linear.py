@@ -15,8 +15,10 @@ from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import naive
 from ..ops.causal_linear import causal_linear_attention, linear_attention, read_state, sum_keys
 from ..ops.chunk_sums import LinearState
+from ..ops.distances import matching_decay_rate
 from .base import AttentionLayer, ExactnessLimit, Mechanism, Pairs, register_mechanism
 from .ridge import RidgeReading
+from .self_weight import SelfWeight
 
 SHORTEST, LONGEST = 0.5, 16.0  # tokens over which the weights of the fastest and the slowest head fall by a factor e
 
@@ -26,8 +28,16 @@ class KernelConfig(MechanismConfig):
     """Options of every mechanism on the linear base."""
 
     decay: str | None = field(
-        default=None, metadata={"help": "`learned`: weights fall with the distance, at a rate per key/value head"}
+        default=None,
+        metadata={
+            "help": "`learned`: weights fall with the distance, at a rate per key/value head; `measured`: `calibrate`"
+            " besides lets it begin where softmax attention looks as far"
+        },
     )
+    self_weight: str | None = field(
+        default=None, metadata={"help": "`learned`: a query's own token gets a share that no other weight has to make"}
+    )
+
     ridge: str | None = field(
         default=None,
         metadata={"help": "`learned`: a ridge regression of the values is read besides; bidirectional layers only"},
@@ -35,8 +45,11 @@ class KernelConfig(MechanismConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("decay", self.decay, self.decay in (None, "learned"), "None or 'learned'")
-        require("ridge", self.ridge, self.ridge in (None, "learned"), "None or 'learned'")
+        known = (None, "learned", "measured")
+        require("decay", self.decay, self.decay in known, "None, 'learned' or 'measured'")
+        for name in ("self_weight", "ridge"):
+            value = getattr(self, name)
+            require(name, value, value in (None, "learned"), "None or 'learned'")
 
 
 @dataclass
@@ -114,6 +127,14 @@ class LinearMechanism(FeatureMapMechanism):
     more. Models that attended to neighbouring positions find them again with it; elu + 1 alone has too few features
     to tell positions apart (Sun et al. 2023, Retentive Network, arXiv 2307.08621, with fixed rates).
 
+    With `decay="measured"` `calibrate` begins the rates where exp(-r |i - j|) alone looks as far as softmax attention
+    does (`hf_linattn.ops.distances`), which gradients take long to come to from elsewhere.
+
+    With `self_weight="learned"` o_i = g_i v_i + (1 - g_i) average_i, average the o above and g_i = sigmoid(a q_i . k_i
+    + b) with one a and b per query head (the submodule `self_weight`). Softmax attention that gives half of its weight
+    to a query's own token has a matrix of full rank, which no F < N features can have; what is beside the diagonal is
+    often of low rank. RWKV has a bonus for the current token in that place (Peng et al. 2023, arXiv 2305.13048).
+
     With `ridge="learned"` bidirectional layers read, beside these averages, a ridge regression of the values on the
     keys' features, which averages with positive weights cannot imitate: the submodule `ridge`, a `RidgeReading`.
 
@@ -136,14 +157,16 @@ class LinearMechanism(FeatureMapMechanism):
 
     def __init__(self, config: KernelConfig, layer: AttentionLayer):
         super().__init__(config, layer)
-        if config.decay and layer.cross:
-            raise UnsupportedModeError(
-                f"decay={config.decay!r} counts how far a query is from a key, which cross-attention layer"
-                f" {layer.index} does not know; leave it out"
-            )
+        for name in ("decay", "self_weight"):
+            if getattr(config, name) and layer.cross:
+                raise UnsupportedModeError(
+                    f"{name}={getattr(config, name)!r} needs to know how far a query is from a key, which"
+                    f" cross-attention layer {layer.index} does not; leave it out"
+                )
         if config.decay:
-            steps = torch.linspace(0, 1, layer.num_key_value_heads)
-            self.log_decay_rate = nn.Parameter(-math.log(SHORTEST) - steps * math.log(LONGEST / SHORTEST))
+            self.log_decay_rate = nn.Parameter(self._first_log_rates())
+            self.prepares = config.decay == "measured"
+        self.self_weight = SelfWeight(layer) if config.self_weight else None
         self.ridge = None
         if config.ridge:
             if layer.mode != "bidirectional":
@@ -155,6 +178,19 @@ class LinearMechanism(FeatureMapMechanism):
             self.averages = False  # what is solved for may have negative weights
             self.limit = RidgeReading.limit
 
+    def _first_log_rates(self) -> Tensor:
+        steps = torch.linspace(0, 1, self.layer.num_key_value_heads)
+        return -math.log(SHORTEST) - steps * math.log(LONGEST / SHORTEST)
+
+    @torch.no_grad()
+    def prepare(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> None:
+        """Let rates that are as they were made begin where `matching_decay_rate` says."""
+        if not self.prepares or not torch.equal(self.log_decay_rate, self._first_log_rates().to(self.log_decay_rate)):
+            return
+        alone, causal = self.self_weight is None, self.layer.causal
+        rate = matching_decay_rate(query, key, self.layer.scaling, causal, key_padding_mask, itself=alone)
+        self.log_decay_rate.copy_(rate.log())
+
     def causal_attention(
         self,
         query: Tensor,
@@ -165,10 +201,11 @@ class LinearMechanism(FeatureMapMechanism):
         state: LinearState | None,
     ) -> tuple[Tensor, LinearState]:
         decay = self.log_decay(key, key_padding_mask)
-        return causal_linear_attention(
+        output, state = causal_linear_attention(
             query, key, value, *self.maps, key_padding_mask, sequence_ids, state, decay,
             use_native=self.backend != "torch", training=self.training,
         )  # fmt: skip
+        return self._beside_itself(output, query, key, value, key_padding_mask), state
 
     def bidirectional_attention(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None
@@ -176,9 +213,12 @@ class LinearMechanism(FeatureMapMechanism):
         decay = self.log_decay(key, key_padding_mask)
         heads = (query, key, value, *self.maps, key_padding_mask, sequence_ids, decay)
         output = linear_attention(*heads, use_native=self.backend != "torch")
-        if self.ridge is None:
-            return output
-        return self.ridge(output, query, key, value, self.maps, key_padding_mask, sequence_ids)
+        if self.ridge is not None:
+            output = self.ridge(output, query, key, value, self.maps, key_padding_mask, sequence_ids)
+        return self._beside_itself(output, query, key, value, key_padding_mask)
+
+    def _beside_itself(self, average: Tensor, *heads: Any) -> Tensor:
+        return average if self.self_weight is None else self.self_weight(average, *heads)
 
     def cross_state(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> LinearState:
         return sum_keys(key, value, self.maps[1], key_padding_mask)
@@ -203,7 +243,12 @@ class LinearMechanism(FeatureMapMechanism):
         return self.ridge is None and self.maps[0].positive
 
     def scores(self, pairs: Pairs) -> Tensor:
-        """log(phi(q_i) . phi(k_j)) - r |i - j|."""
+        """log(phi(q_i) . phi(k_j)) - r |i - j|; with its own token's share, of the weights these make and that."""
+        scores = self.kernel_scores(pairs)
+        return scores if self.self_weight is None else self.self_weight.add_to_scores(scores, pairs)
+
+    def kernel_scores(self, pairs: Pairs) -> Tensor:
+        """Return `scores` without the share of a query's own token."""
         query_map, key_map = self.maps
         query, query_log = query_map(pairs.query.unflatten(1, (pairs.key.shape[1], -1)))
         key, key_log = key_map(pairs.key)
@@ -217,7 +262,13 @@ class LinearMechanism(FeatureMapMechanism):
         return scores - naive.repeat_heads(rate[None, :, None, None], scores) * pairs.distance
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+        weights = self.kernel_weights(query, key, allowed)
+        if self.ridge is not None:
+            weights = self.ridge.weights(weights, query, key, self.maps, allowed)
+        return weights if self.self_weight is None else self.self_weight.add_to_weights(weights, query, key, allowed)
+
+    def kernel_weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+        """Return `weights` without the share of a query's own token."""
         query_map, key_map = self.maps
         features = query_map.exact(query.unflatten(1, (key.shape[1], -1))).flatten(1, 2)
-        matrix = naive.kernel_matrix(features, key_map.exact(key), allowed, self.decay_rate(key))
-        return matrix if self.ridge is None else self.ridge.weights(matrix, query, key, self.maps, allowed)
+        return naive.kernel_matrix(features, key_map.exact(key), allowed, self.decay_rate(key))

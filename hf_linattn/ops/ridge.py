@@ -36,7 +36,7 @@ def ridge_attention(
 
     >>> from hf_linattn.ops.causal_linear import Features
     >>> key, value = torch.eye(3).expand(1, 1, 3, 3), torch.arange(6.0).view(1, 1, 3, 2)
-    >>> ridge_attention(key, key, value, Features, Features, torch.tensor([1.0]))[0, 0].tolist()
+    >>> ridge_attention(key, key, value, Features, Features, torch.tensor([1.0]))[0, 0].round(decimals=3).tolist()
     [[0.0, 0.5], [1.0, 1.5], [2.0, 2.5]]
     """
     if sequence_ids is not None:

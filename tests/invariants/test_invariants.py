@@ -31,8 +31,8 @@ VARIANTS = {
         {"members": {"local": {"window_size": 9, "block_size": 8}, "lsh": {"num_buckets": 4, "bucket_size": 8}}},
         {"members": {"sinks": {"window_size": 7, "block_size": 8}, "hedgehog": {}, "linformer": {"num_slots": 7}}},
     ],
-    "gla": [{"feature_map": "favor_softmax"}],
-    "hedgehog": [{"feature_dim": 6, "decay": "learned"}],
+    "gla": [{"feature_map": "favor_softmax"}, {"self_weight": "learned"}],
+    "hedgehog": [{"feature_dim": 6, "decay": "learned", "self_weight": "learned"}],
     "learned_sparse": [{"block_size": 8, "reach": 3}, {"block_size": 8, "reach": 4, "top_blocks": 2}],
     "hybrid": [
         {"linear": "performer", "linear_options": {"num_features": 16}, "window_size": 9, "num_sinks": 2},
@@ -60,7 +60,11 @@ VARIANTS = {
         {"num_slots": 9, "block_size": 16, "sink": "one", "exact_block": True},
     ],
     "nystrom": [{"num_landmarks": 7, "block_size": 8, "kernel_size": 5}, {"num_landmarks": 5, "block_size": 16}],
-    "performer": [{"kernel": "hyperbolic", "num_features": 19}, {"kernel": "relu", "decay": "learned"}],
+    "performer": [
+        {"kernel": "hyperbolic", "num_features": 19, "self_weight": "learned"},
+        {"kernel": "relu"},
+        {"decay": "learned"},
+    ],
     "radial": [{"block_size": 8, "window_blocks": 2}],
     "random": [{"block_size": 8, "num_random": 2}],
     "retention": [{"feature_map": "elu", "fastest": 0.5, "slowest": 0.1}],
@@ -72,9 +76,9 @@ VARIANTS = {
 }
 CAUSAL_VARIANTS = {"sinks": [{"block_size": 8, "window_size": 9, "num_sinks": 2, "positions": "streaming"}]}
 BIDIRECTIONAL_VARIANTS = {
-    "hedgehog": [{"feature_dim": 6, "decay": "learned", "ridge": "learned"}],
-    "performer": [{"num_features": 16, "ridge": "learned"}],
+    "hedgehog": [{"feature_dim": 6, "decay": "measured", "ridge": "learned"}],
     "linear": [{"feature_map": "relu", "ridge": "learned"}],
+    "performer": [{"num_features": 16, "self_weight": "learned", "ridge": "learned"}],
 }
 CROSS_VARIANTS = {
     "linformer": [{"num_slots": 7, "sharing": "none", "positions_per_slot": 3}, {"num_slots": 9, "sink": "learned"}],

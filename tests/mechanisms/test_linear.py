@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from hf_linattn import OptionError, UnknownNameError, get_mechanisms, patch_model
 from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config
+from hf_linattn.ops.distances import matching_decay_rate
 from hf_linattn.testing import Case, random_tokens, tiny_model
 
 
@@ -120,7 +121,12 @@ def test_feature_dim_is_the_width_of_the_state(options, width):
         ("t2r", {"feature_dim": 0}, "feature_dim must be None or an integer >= 1, got 0"),
         ("t2r", {"feature_dim": 8.0}, "feature_dim must be None or an integer >= 1, got 8.0"),
         ("learned_exp", {"feature_dim": True}, "feature_dim must be None or an integer >= 1, got True"),
-        ("hedgehog", {"decay": "fixed"}, "decay must be None or 'learned', got 'fixed'"),
+        ("hedgehog", {"decay": "fixed"}, "decay must be None, 'learned' or 'measured', got 'fixed'"),
+        ("linear", {"self_weight": True}, "self_weight must be None or 'learned', got True"),
+        ("deltanet", {"self_weight": "learned"}, "mechanism 'deltanet' has no option 'self_weight'"),
+        ("hybrid", {"linear_options": {"self_weight": "learned"}}, "options without self_weight"),
+        ("hybrid", {"linear_options": {"decay": "measured"}}, "options without decay='measured'"),
+        ("flash", {"linear_options": {"self_weight": "learned"}}, "options without self_weight"),
     ],
 )
 def test_bad_options_are_named(name, options, message):
@@ -140,3 +146,53 @@ def test_queries_start_with_the_weights_of_their_keys_and_layers_with_their_own(
     for query_weight, key_weight in zip(first.query_map.parameters(), first.key_map.parameters(), strict=True):
         assert torch.equal(query_weight, key_weight[:, None].expand_as(query_weight))
     assert not torch.equal(first.key_map.weight, second.key_map.weight)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["linear", "performer", "retention", "gla"])
+def test_a_querys_own_token_has_the_share_its_formula_says(name, causal):
+    """o_i = g_i v_i + (1 - g_i) average_i with g_i = sigmoid(a_h q_i . k_i + b_h); pads have none."""
+    case = Case(name, "llama", causal, {"self_weight": "learned"})
+    mechanism, plain = case.make(), Case(name, "llama", causal).make()
+    query, key, value = case.heads(33)
+    mask = torch.ones(2, 33, dtype=torch.bool)
+    mask[0, :5] = False
+    slope, bias = torch.tensor([[0.4, -0.3, 1.0, 0.0], [-1.0, 0.5, 2.0, 1.0]], dtype=torch.float64)
+    with torch.no_grad():
+        mechanism.self_weight.slope.copy_(slope)
+        mechanism.self_weight.bias.copy_(bias)
+        got, average = (m(query, key, value, mask)[0] for m in (mechanism, plain))
+    for row in range(2):
+        for head in range(4):
+            own = (query[row, head] * key[row, head // 2]).sum(-1)
+            share = mask[row] / (1 + torch.exp(-slope[head] * own - bias[head]))
+            want = share[:, None] * value[row, head // 2] + (1 - share[:, None]) * average[row, head]
+            torch.testing.assert_close(got[row, head], want)
+
+
+def test_a_share_that_no_features_could_make_is_found():
+    """Half of every query's weight on its own token: a matrix of full rank, for 40 keys and 8 features."""
+    case, plain = Case("linear", "llama", False, {"self_weight": "learned"}), Case("linear", "llama", False).make()
+    mechanism, heads = case.make(), [x.requires_grad_() for x in case.heads(40, batch=1)]
+    with torch.no_grad():
+        mechanism.self_weight.slope.zero_()
+        mechanism.self_weight.bias.zero_()
+    ranks = [torch.linalg.matrix_rank(m.attention_matrix(*heads[:2])) for m in (mechanism, plain)]
+    assert ranks[0].unique().tolist() == [40] and ranks[1].max() <= 8
+    mechanism(*heads)[0].sin().sum().backward()
+    assert all(p.grad.abs().min() > 0 for p in mechanism.parameters())
+
+
+def test_measured_rates_begin_where_softmax_attention_looks_as_far_and_are_then_left_alone():
+    query, key, value = Case("linear", "llama", True).heads(50)
+    for decay, itself in (("learned", True), ("measured", True), ("measured", False)):
+        options = {"decay": decay} if itself else {"decay": decay, "self_weight": "learned"}
+        mechanism = Case("linear", "llama", True, options).make()
+        first = mechanism.log_decay_rate.detach().exp()
+        mechanism.prepare(query, key, value, None)
+        prepared = mechanism.log_decay_rate.detach().exp()
+        want = matching_decay_rate(query, key, mechanism.layer.scaling, True, None, itself)
+        torch.testing.assert_close(prepared, first if decay == "learned" else want)
+        mechanism.prepare(3 * query, key, value, None)
+        assert torch.equal(mechanism.log_decay_rate.detach().exp(), prepared)
+    assert mechanism.prepares and not Case("linear", "llama", True, {"decay": "learned"}).make().prepares

@@ -29,6 +29,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in list_mechanisms()),
     ("linear", {"decay": "learned"}),
     ("learned_exp", {"decay": "learned"}),
+    ("hedgehog", {"decay": "learned", "self_weight": "learned"}),
+    ("gla", {"self_weight": "learned"}),
     ("hybrid", {"window_size": 5, "num_sinks": 1, "window_scale": "maximum"}),
     ("hybrid", {"window_size": 5, "num_sinks": 2, "linear": "learned_exp", "linear_options": {"decay": "learned"}}),
 ]
