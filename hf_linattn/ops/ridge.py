@@ -32,7 +32,7 @@ def ridge_attention(
     W = (sum_j b_j b_j^T + penalty I)^-1 sum_j b_j v_j^T, j over the keys of the query's sequence; zero for pads.
     `penalty` [Hkv] is above zero: it takes so many keys like the query for half of what they say to be believed. To it
     the rounding error of the sums is added, 4 eps times the number of keys, so that there always is a solution.
-    Time O(N F (F + Dv) + S F^3) for S sequences.
+    Time O(N F (F + Dv) + S F^3) for S sequences, N in the place of one F where that is less.
 
     >>> from hf_linattn.ops.causal_linear import Features
     >>> key, value = torch.eye(3).expand(1, 1, 3, 3), torch.arange(6.0).view(1, 1, 3, 2)
@@ -55,14 +55,21 @@ def _solve(key, value, key_map, penalty, key_padding_mask):
     parts = (x.split(SEGMENT_SIZE, dim=-2) for x in (key, value, mask[:, None, :, None]))
     for keys, values, real in zip(*parts, strict=True):
         features = unit_length(key_map(keys).values) * real
+        if key.shape[2] < min(features.shape[-1], SEGMENT_SIZE):  # B^T (B B^T + penalty I)^-1 V is the same, and less
+            return features.mT @ _solve_system(features @ features.mT, values * real, penalty)
         gram, moment = gram + features.mT @ features, moment + features.mT @ values
+    return _solve_system(gram, moment, penalty)
+
+
+def _solve_system(gram: Tensor, right: Tensor, penalty: Tensor) -> Tensor:
+    """Return (gram + penalty I)^-1 right; gram [B, Hkv, F, F] is no less than 0 but for rounding."""
     rounding = 4 * torch.finfo(gram.dtype).eps * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     gram = gram + torch.diag_embed((penalty + rounding)[..., None].expand(gram.shape[:3]))
     with torch.no_grad():
         factor = torch.linalg.cholesky(gram)
-        solution = torch.cholesky_solve(moment, factor)
+        solution = torch.cholesky_solve(right, factor)
     # a step of refinement: it has the gradients of the solution, without any through the factor, which cost F^3 more
-    return solution + torch.cholesky_solve(moment - gram @ solution, factor)
+    return solution + torch.cholesky_solve(right - gram @ solution, factor)
 
 
 @torch.compiler.disable  # where the sequences lie is data: compiled graphs end here and begin again
