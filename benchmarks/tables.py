@@ -62,9 +62,7 @@ BOARD_TARGETS = {  # recovered / best perplexity, at most
     "lsh": 1.05,
     "linformer": 1.10,
     "hedgehog": 1.15,
-    "hedgehog-wide": 1.15,
     "performer": 1.25,
-    "performer-wide": 1.25,
     "linear": 1.25,
 }
 FASTER_DECODING = {"linear": 20, "performer": 20}
