@@ -253,11 +253,12 @@ def test_without_cross_attention_the_format_stays_what_older_versions_read(caplo
         (bart, "deltanet", UnsupportedModeError, "linformer"),
         (bart, {"linear": {"decay": "learned"}}, UnsupportedModeError, "decay='learned'"),
         (bart, {"linear": {"self_weight": "learned"}}, UnsupportedModeError, "self_weight='learned'"),
+        (bart, {"linear": {"ridge": "learned"}}, UnsupportedModeError, "ridge='learned' .* cross layer"),
         (bart, {"linear": {"layers": 2}}, OptionError, "layer 2"),
         (bart, {"local": {"keys_per_query": 0}}, OptionError, "keys_per_query"),
         (lambda: tiny_model("llama", True), "linear", UnsupportedModelError, "no cross-attention layers"),
     ],
-    ids=["no form", "others", "decay", "self weight", "no layer", "rate", "no encoder"],
+    ids=["no form", "others", "decay", "self weight", "ridge", "no layer", "rate", "no encoder"],
 )
 def test_what_cannot_be_is_refused_and_leaves_the_model_alone(make, across, error, named):
     model = make()

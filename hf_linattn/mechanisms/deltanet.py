@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..ops.chunk_sums import unit_length
 from ..ops.delta_rule import delta_rule
-from ..ops.ridge import unit_length
 from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
 from .gla import ForgetGate
 from .linear import FeatureMapConfig, FeatureMapMechanism

@@ -53,7 +53,7 @@ class HybridConfig(SoftmaxTypeConfig):
         given = self.linear_config()
         for name in ("self_weight", "ridge"):  # neither has weights that could share a denominator
             require("linear_options", options, getattr(given, name, None) is None, f"options without {name}")
-        fixed = getattr(given, "decay", None) != "measured"  # attention beyond a window looks as far as that lets it
+        fixed = getattr(given, "decay", None) != "measured"  # by attention that looks at what is near, too
         require("linear_options", options, fixed, "options without decay='measured': 'learned' is the one here")
 
     def linear_config(self) -> MechanismConfig:

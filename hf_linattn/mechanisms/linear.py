@@ -37,7 +37,6 @@ class KernelConfig(MechanismConfig):
     self_weight: str | None = field(
         default=None, metadata={"help": "`learned`: a query's own token gets a share that no other weight has to make"}
     )
-
     ridge: str | None = field(
         default=None,
         metadata={"help": "`learned`: a ridge regression of the values is read besides; bidirectional layers only"},
@@ -132,8 +131,8 @@ class LinearMechanism(FeatureMapMechanism):
 
     With `self_weight="learned"` o_i = g_i v_i + (1 - g_i) average_i, average the o above and g_i = sigmoid(a q_i . k_i
     + b) with one a and b per query head (the submodule `self_weight`). Softmax attention that gives half of its weight
-    to a query's own token has a matrix of full rank, which no F < N features can have; what is beside the diagonal is
-    often of low rank. RWKV has a bonus for the current token in that place (Peng et al. 2023, arXiv 2305.13048).
+    to a query's own token has a matrix of full rank, which no F < N features can have; what is beside the diagonal can
+    be of low rank. RWKV has a bonus for the current token in that place (Peng et al. 2023, arXiv 2305.13048).
 
     With `ridge="learned"` bidirectional layers read, beside these averages, a ridge regression of the values on the
     keys' features, which averages with positive weights cannot imitate: the submodule `ridge`, a `RidgeReading`.
@@ -185,10 +184,13 @@ class LinearMechanism(FeatureMapMechanism):
     @torch.no_grad()
     def prepare(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> None:
         """Let rates that are as they were made begin where `matching_decay_rate` says."""
-        if not self.prepares or not torch.equal(self.log_decay_rate, self._first_log_rates().to(self.log_decay_rate)):
+        if not self.prepares:
             return
-        alone, causal = self.self_weight is None, self.layer.causal
-        rate = matching_decay_rate(query, key, self.layer.scaling, causal, key_padding_mask, itself=alone)
+        first = self._first_log_rates().to(self.log_decay_rate)
+        if not torch.allclose(self.log_decay_rate, first, rtol=1e-2, atol=1e-2):  # half precision rounds them
+            return
+        scaling, causal, itself = self.layer.scaling, self.layer.causal, self.self_weight is None
+        rate = matching_decay_rate(query, key, scaling, causal, key_padding_mask, itself)
         self.log_decay_rate.copy_(rate.log())
 
     def causal_attention(

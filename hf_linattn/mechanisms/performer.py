@@ -58,7 +58,7 @@ class PerformerMechanism(LinearMechanism):
 
     def __init__(self, config: PerformerConfig, layer: AttentionLayer):
         super().__init__(config, layer)
-        if config.decay or config.self_weight or not self.feature_map.estimates_softmax:
+        if self.ridge is None and (config.decay or config.self_weight or not self.feature_map.estimates_softmax):
             self.limit = LinearMechanism.limit
         if config.redraw_interval is not None:
             # training forwards made so far; saved, so that a resumed run draws what an unbroken one would

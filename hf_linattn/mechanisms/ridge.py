@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ..feature_maps import FeatureMap
 from ..ops import naive
-from ..ops.ridge import ridge_attention, unit_length
+from ..ops.chunk_sums import unit_length
+from ..ops.ridge import ridge_attention
 from .base import AttentionLayer, ExactnessLimit
 
 FIRST_PENALTY, FIRST_SCALE = 0.1, 0.5

@@ -190,3 +190,9 @@ def ratio(sums: Tensor) -> tuple[Tensor, Tensor]:
     """
     summed, weight = sums.split([sums.shape[-1] - 1, 1], -1)
     return summed, torch.threshold(weight, LEAST_WEIGHT[weight.dtype], math.inf)
+
+
+def unit_length(features: Tensor) -> Tensor:
+    """Divide features [..., F] by their length; all but vanishing ones are zero."""
+    size = torch.linalg.vector_norm(features, dim=-1, keepdim=True)
+    return features / torch.threshold(size, LEAST_WEIGHT[size.dtype], math.inf)

@@ -195,4 +195,8 @@ def test_measured_rates_begin_where_softmax_attention_looks_as_far_and_are_then_
         torch.testing.assert_close(prepared, first if decay == "learned" else want)
         mechanism.prepare(3 * query, key, value, None)
         assert torch.equal(mechanism.log_decay_rate.detach().exp(), prepared)
+    half = Case("linear", "llama", True, {"decay": "measured"}).make(torch.bfloat16).float()  # as calibrate has it
+    half.prepare(query, key, value, None)
+    want = matching_decay_rate(query, key, half.layer.scaling, True).float()
+    torch.testing.assert_close(half.log_decay_rate.detach().exp(), want, rtol=1e-4, atol=0)
     assert mechanism.prepares and not Case("linear", "llama", True, {"decay": "learned"}).make().prepares

@@ -8,7 +8,8 @@ import torch
 from hf_linattn import OptionError, UnsupportedModeError, patch_model
 from hf_linattn.config import make_config
 from hf_linattn.ops.causal_linear import Features
-from hf_linattn.ops.ridge import ridge_attention, unit_length
+from hf_linattn.ops.chunk_sums import unit_length
+from hf_linattn.ops.ridge import ridge_attention
 from hf_linattn.testing import Case, tiny_model
 
 
@@ -35,7 +36,7 @@ def test_it_is_the_least_squares_solution_with_a_penalty(length):
 
 
 def test_it_finds_a_key_among_many_that_are_alike():
-    """Where averages blur, as every weight is positive: 30 keys, all within 35 degrees of each other."""
+    """Where averages blur, as every weight is positive: 30 keys, all within 37 degrees of each other."""
     key, value = features(1, 1, 30, 40) + 0.5, torch.randn(1, 1, 30, 4, dtype=torch.float64)
     unit = unit_length(key[0, 0])
     assert (unit @ unit.T).min() > 0.8
@@ -44,10 +45,11 @@ def test_it_finds_a_key_among_many_that_are_alike():
     assert (got - value).abs().max() < 1e-3 < 1 < (average - value).abs().max()
 
 
-@pytest.mark.parametrize("penalty", [0.0, 1e-9])
-def test_there_is_a_solution_for_many_keys_that_are_equal(penalty):
+@pytest.mark.parametrize(("penalty", "width"), [(0.0, 64), (1e-9, 64), (0.0, 16)])
+def test_there_is_a_solution_for_many_keys_that_are_equal(penalty, width):
     """float32 rounds a sum of 20,000 equal keys by far more than such a penalty."""
-    key, value = features(1, 1, 1, 64, dtype=torch.float32).expand(1, 1, 20_000, 64), torch.ones(1, 1, 20_000, 2)
+    key = features(1, 1, 1, width, dtype=torch.float32).expand(1, 1, 20_000, width)
+    value = torch.ones(1, 1, 20_000, 2)
     got = ridge_attention(key, key, value, Features, Features, torch.tensor([penalty]))
     torch.testing.assert_close(got, value, rtol=1e-2, atol=1e-2)
 
@@ -72,10 +74,10 @@ def test_every_parameter_of_it_learns():
         assert parameter.grad is not None and parameter.grad.abs().min(0).values.max() > 0, name
 
 
-@pytest.mark.parametrize(("architecture", "mode"), [("gpt2", "causal"), ("bart", "causal")])
-def test_layers_that_may_not_see_all_keys_refuse_it(architecture, mode):
+@pytest.mark.parametrize("architecture", ["gpt2", "bart"])
+def test_layers_that_may_not_see_all_keys_refuse_it(architecture):
     model = tiny_model(architecture, architecture == "gpt2")
-    with pytest.raises(UnsupportedModeError, match=rf"ridge='learned' .* {mode} layer \d+ .* deltanet"):
+    with pytest.raises(UnsupportedModeError, match=r"ridge='learned' .* causal layer \d+ .* deltanet"):
         patch_model(model, "hedgehog", ridge="learned")
 
 

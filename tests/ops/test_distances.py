@@ -23,6 +23,18 @@ def test_the_rate_of_attention_that_decays_is_found(length, itself):
     torch.testing.assert_close(matching_decay_rate(query, key, 1.0, True, None, itself), RATES, rtol=1e-4, atol=0)
 
 
+def test_half_precision_counts_as_far():
+    """bfloat16 has no whole numbers above 256 in steps of one; attention to the first token alone needs them."""
+    first = torch.eye(1000, dtype=torch.bfloat16)[:1].expand(1, 1, 1000, 1000) * 60
+    key = torch.eye(1000, dtype=torch.bfloat16)[None, None]
+    rates = [matching_decay_rate(first.to(d), key.to(d), 1.0, True) for d in (torch.bfloat16, torch.float64)]
+    torch.testing.assert_close(rates[0].double(), rates[1], rtol=1e-3, atol=0)
+    query, key = decaying_heads(torch.arange(90)[None])
+    query, key = query.bfloat16(), key.bfloat16()  # keys are rounded, positions must not be
+    want = matching_decay_rate(query.double(), key.double(), 1.0, True)
+    torch.testing.assert_close(matching_decay_rate(query, key, 1.0, True).double(), want, rtol=1e-3, atol=0)
+
+
 def test_pads_do_not_count_whatever_they_hold():
     mask = torch.ones(2, 120, dtype=torch.bool)
     mask[0, :30] = mask[1, 50:70] = False
