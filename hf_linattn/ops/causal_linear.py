@@ -28,7 +28,7 @@ from .exponential import LOWEST, dense, fast_exp
 from .native.causal_step import step_attention
 from .native.causal_sums import can_read, causal_attention, native_maps
 from .native.library import empty_output, suits
-from .native.mapped_attention import mapped_attention
+from .native.mapped_attention import mapped_attention, two_way_attention
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
 NATIVE_SIZE = 2048  # the same where `native` forms them
@@ -107,19 +107,18 @@ def linear_attention(
     use_native: bool = False,
 ) -> Tensor:
     """Return the bidirectional attention output [B, H, Nq, Dv]; arguments as in `causal_linear_attention`."""
+    reads = use_native and query.shape[2] == key.shape[2] and can_read(query, key, sequence_ids)
+    maps = native_maps(query_map, key_map) if reads else []
+    heads = query.unflatten(1, (key.shape[1], -1)), key, value, maps, key_padding_mask
+    if maps and log_decay is not None:
+        return two_way_attention(*heads, log_decay).flatten(1, 2)
+    if maps:
+        output = _output_for(query, value)
+        return mapped_attention(*heads, None, None, output, bidirectional=True)[0].flatten(1, 2)
     if sequence_ids is not None or log_decay is not None:
         return _two_way_linear_attention(
             query, key, value, query_map, key_map, key_padding_mask, sequence_ids, log_decay, chunk_size
         )
-    output = _output_for(query, value)
-    reads = use_native and query.shape[2] == key.shape[2] and can_read(query, key, None)
-    maps = native_maps(query_map, key_map) if reads else []
-    if maps:
-        rest = key_padding_mask, None, None, output
-        attended, *_ = mapped_attention(
-            query.unflatten(1, (key.shape[1], -1)), key, value, maps, *rest, bidirectional=True
-        )
-        return attended.flatten(1, 2)
     return read_state(query, sum_keys(key, value, key_map, key_padding_mask), query_map)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from ..chunk_sums import CHUNK_SIZE, LinearState
@@ -123,6 +124,25 @@ def mapped_attention(
     operands = (*heads, hidden, log_decay, *state)
     attended, *after, factor, top = read(operands, reverse=reverse, sums=output, rest=(*rest, bidirectional))
     return attended, log_weight(factor, top), LinearState(*after)
+
+
+def two_way_attention(
+    query: Tensor, key: Tensor, value: Tensor, maps: list[NativeMap], key_padding_mask: Tensor | None, log_decay: Tensor
+) -> Tensor:
+    """Return the bidirectional output [B, Hkv, G, N, Dv] of weights that decay; arguments as in `mapped_attention`.
+
+    Keys up to a query are read forwards; those after it backwards, each beside the query before it, so that no query
+    meets its own key twice. The decay between these two multiplies all that the query reads there.
+    """
+    output, log, _ = mapped_attention(query, key, value, maps, key_padding_mask, log_decay, None)
+    if key.shape[2] == 1:
+        return output
+    mask = None if key_padding_mask is None else key_padding_mask[:, 1:]
+    # read backwards, what comes between two tokens is the decay of the later one
+    later = query[..., :-1, :], key[:, :, 1:], value[:, :, 1:], maps, mask, F.pad(log_decay[:, :, 2:], (0, 1)), None
+    after, after_log, _ = mapped_attention(*later, reverse=True)
+    share = torch.sigmoid(after_log + log_decay[:, :, None, 1:] - log[..., :-1])
+    return torch.cat([torch.lerp(output[..., :-1, :], after, share[..., None]), output[..., -1:, :]], dim=3)
 
 
 class _MappedAttention(torch.autograd.Function):
