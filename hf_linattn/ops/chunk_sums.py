@@ -192,7 +192,12 @@ def ratio(sums: Tensor) -> tuple[Tensor, Tensor]:
     return summed, torch.threshold(weight, LEAST_WEIGHT[weight.dtype], math.inf)
 
 
+def inverse_length(features: Tensor) -> Tensor:
+    """Return 1 / |features| [..., 1] of features [..., F], zero where all but nothing is there."""
+    size = torch.linalg.vector_norm(features, dim=-1, keepdim=True)
+    return torch.threshold(size, LEAST_WEIGHT[size.dtype], math.inf).reciprocal()
+
+
 def unit_length(features: Tensor) -> Tensor:
     """Divide features [..., F] by their length; all but vanishing ones are zero."""
-    size = torch.linalg.vector_norm(features, dim=-1, keepdim=True)
-    return features / torch.threshold(size, LEAST_WEIGHT[size.dtype], math.inf)
+    return features * inverse_length(features)

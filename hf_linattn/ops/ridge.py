@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .causal_linear import SEGMENT_SIZE
-from .chunk_sums import unit_length
+from .chunk_sums import inverse_length
 from .sequences import find_sequences
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ def ridge_attention(
     a_i and b_j are the features of query i [B, H, Nq, D] and of key j [B, Hkv, Nk, D] divided by their length, and
     W = (sum_j b_j b_j^T + penalty I)^-1 sum_j b_j v_j^T, j over the keys of the query's sequence; zero for pads.
     `penalty` [Hkv] is above zero: it takes so many keys like the query for half of what they say to be believed. To it
-    the rounding error of the sums is added, 32 eps times the number of keys, so that there always is a solution.
+    the rounding error of the sums is added, 32 eps times the number of keys, so that there always is a solution; a step
+    of refinement takes most of it out again.
     Time O(N F (F + Dv) + S F^3) for S sequences, N in the place of one F where that is less.
 
     >>> from hf_linattn.ops.causal_linear import Features
@@ -44,33 +46,52 @@ def ridge_attention(
         return _each_sequence(query, key, value, query_map, key_map, penalty, key_padding_mask, sequence_ids)
     solution = _solve(key, value, key_map, penalty, key_padding_mask)[:, :, None]
     groups = query.unflatten(1, (key.shape[1], -1))
-    outputs = [unit_length(query_map(part).values) @ solution for part in groups.split(SEGMENT_SIZE, dim=3)]
-    output = torch.cat(outputs, dim=3).flatten(1, 2)
+    features = (query_map(part).values for part in groups.split(SEGMENT_SIZE, dim=3))
+    output = torch.cat([(part @ solution) * inverse_length(part) for part in features], dim=3).flatten(1, 2)
     return output if key_padding_mask is None else output * key_padding_mask[:, None, :, None]
 
 
 def _solve(key, value, key_map, penalty, key_padding_mask):
-    """Return W [B, Hkv, F, Dv]."""
-    gram = moment = value.new_zeros(())
+    """Return W [B, Hkv, F, Dv], found without gradients and then refined by a step that has those of the solution."""
     mask = value.new_ones(1, key.shape[2]) if key_padding_mask is None else key_padding_mask.to(value)
-    parts = (x.split(SEGMENT_SIZE, dim=-2) for x in (key, value, mask[:, None, :, None]))
-    for keys, values, real in zip(*parts, strict=True):
-        features = unit_length(key_map(keys).values) * real
-        if key.shape[2] < min(features.shape[-1], SEGMENT_SIZE):  # B^T (B B^T + penalty I)^-1 V is the same, and less
-            return features.mT @ _solve_system(features @ features.mT, values, penalty)
-        gram, moment = gram + features.mT @ features, moment + features.mT @ values
-    return _solve_system(gram, moment, penalty)
+    split = [x.split(SEGMENT_SIZE, dim=2) for x in (key, value, mask[:, None, :, None])]
 
+    def parts():
+        for keys, values, real in zip(*split, strict=True):
+            features = key_map(keys).values
+            yield features, inverse_length(features) * real, values
 
-def _solve_system(gram: Tensor, right: Tensor, penalty: Tensor) -> Tensor:
-    """Return (gram + penalty I)^-1 right; gram [B, Hkv, F, F] is no less than 0 but for rounding."""
-    rounding = ROUNDING * torch.finfo(gram.dtype).eps * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    gram = gram + torch.diag_embed((penalty + rounding)[..., None].expand(gram.shape[:3]))
+    # of many keys only what autograd keeps
+    kept = list(parts()) if torch.is_grad_enabled() or len(split[0]) == 1 else None
+    if kept and key.shape[2] < min(kept[0][0].shape[-1], SEGMENT_SIZE):
+        return _solve_for_keys(*kept[0], penalty)
     with torch.no_grad():
-        factor = torch.linalg.cholesky(gram)
-        solution = torch.cholesky_solve(right, factor)
-    # a step of refinement: it has the gradients of the solution, without any through the factor, which cost F^3 more
-    return solution + torch.cholesky_solve(right - gram @ solution, factor)
+        sums = (((x * c.square()).mT @ x, x.mT @ (c * values)) for x, c, values in kept or parts())
+        gram, moment = functools.reduce(lambda one, other: (one[0].add_(other[0]), one[1].add_(other[1])), sums)
+        factor = _factor(gram, penalty)
+        solution = torch.cholesky_solve(moment, factor)
+    left = -penalty[:, None, None] * solution
+    for features, scale, values in kept or parts():
+        left = left + features.mT @ (scale * (values - scale * (features @ solution)))
+    return solution + torch.cholesky_solve(left, factor)
+
+
+def _solve_for_keys(features, scale, values, penalty):
+    """Return W = B^T (B B^T + penalty I)^-1 V, which is the same: less where there are fewer keys than features."""
+    values = scale.sign() * values
+    with torch.no_grad():
+        unit = features * scale
+        factor = _factor(unit @ unit.mT, penalty)
+        added = torch.cholesky_solve(values, factor)
+    left = values - penalty[:, None, None] * added - scale * (features @ (features.mT @ (scale * added)))
+    return features.mT @ (scale * (added + torch.cholesky_solve(left, factor)))
+
+
+def _factor(gram: Tensor, penalty: Tensor) -> Tensor:
+    """Return the Cholesky factor of gram + penalty I; gram [B, Hkv, F, F] is no less than 0 but for rounding."""
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    diagonal += penalty[:, None] + ROUNDING * torch.finfo(gram.dtype).eps * diagonal.sum(-1, keepdim=True)
+    return torch.linalg.cholesky(gram)
 
 
 @torch.compiler.disable  # where the sequences lie is data: compiled graphs end here and begin again

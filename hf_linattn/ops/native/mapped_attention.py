@@ -127,7 +127,12 @@ def mapped_attention(
 
 
 def two_way_attention(
-    query: Tensor, key: Tensor, value: Tensor, maps: list[NativeMap], key_padding_mask: Tensor | None, log_decay: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    maps: list[NativeMap],
+    key_padding_mask: Tensor | None,
+    log_decay: Tensor,
 ) -> Tensor:
     """Return the bidirectional output [B, Hkv, G, N, Dv] of weights that decay; arguments as in `mapped_attention`.
 
