@@ -19,20 +19,26 @@ def features(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> 
 
 @pytest.mark.parametrize("length", [5, 37, 1030])  # fewer keys than features, more, and more than are read at a time
 def test_it_is_the_least_squares_solution_with_a_penalty(length):
-    """Least squares on the keys, and sqrt(penalty) times every axis, for which the value is zero."""
+    """Least squares on the keys, and sqrt(penalty) times every axis, where the value is zero; with its gradients."""
     query, key = features(2, 4, length, 9), features(2, 2, length, 9, seed=1)
     value, penalty = torch.randn(2, 2, length, 3, dtype=torch.float64), torch.tensor([0.3, 2.0], dtype=torch.float64)
+    operands = [x.requires_grad_() for x in (query, key, value, penalty)]
     mask = torch.ones(2, length, dtype=torch.bool)
     mask[0, :2] = mask[1, 3:] = False
-    got = ridge_attention(query, key, value, Features, Features, penalty, mask)
+    got, want = ridge_attention(query, key, value, Features, Features, penalty, mask), []
     for row in range(2):
         for head in range(4):
             shared = head // 2
             a, b = unit_length(query[row, head]), unit_length(key[row, shared][mask[row]])
             left = torch.cat([b, penalty[shared].sqrt() * torch.eye(9, dtype=torch.float64)])
             right = torch.cat([value[row, shared][mask[row]], torch.zeros(9, 3, dtype=torch.float64)])
-            want = (a @ torch.linalg.lstsq(left, right).solution) * mask[row][:, None]
-            torch.testing.assert_close(got[row, head], want, rtol=1e-10, atol=1e-10)
+            want.append((a @ torch.linalg.lstsq(left, right).solution) * mask[row][:, None])
+    want = torch.stack(want).view_as(got)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    gradients = [torch.autograd.grad(output.sin().sum(), operands) for output in (got, want)]
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-8)
+    with torch.no_grad():
+        assert torch.equal(ridge_attention(query, key, value, Features, Features, penalty, mask), got)
 
 
 def test_it_finds_a_key_among_many_that_are_alike():
