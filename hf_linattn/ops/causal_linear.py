@@ -23,12 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .causal_sums import CausalSums, causal_attention
 from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, ratio, with_ones
 from .exponential import LOWEST, dense, fast_exp
 from .native.causal_step import step_attention
-from .native.causal_sums import can_read, causal_attention, native_maps
+from .native.causal_sums import can_read, causal_sums, native_maps
 from .native.library import empty_output, suits
 from .native.mapped_attention import mapped_attention, two_way_attention
+from .sequences import Packed
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
 NATIVE_SIZE = 2048  # the same where `native` forms them
@@ -57,6 +59,7 @@ def causal_linear_attention(
     chunk_size: int = CHUNK_SIZE,
     use_native: bool = False,
     training: bool = False,
+    operation: CausalSums | None = None,
 ) -> tuple[Tensor, LinearState]:
     """Return the causal attention output and the state after the last key.
 
@@ -68,6 +71,7 @@ def causal_linear_attention(
         log_decay: [B, Hkv, N], at most 0: log of what all earlier keys lose when this token comes; 0 where masked.
         use_native: whether `native` may do it where it can, in chunks of its own size.
         training: whether a call without gradients must give the same bits as one with them, which may recompute it.
+        operation: forms the sums instead, of all tokens at once, where nothing is packed: Triton's, in float32.
 
     Returns:
         output [B, H, N, Dv]; the state, which belongs to the last packed sequence. Time O(N (F + chunk_size) Dv).
@@ -80,8 +84,15 @@ def causal_linear_attention(
             attended, after = step_attention(query, key, value, maps, key_padding_mask, log_decay, state)
             return attended.flatten(1, 2), after
         return _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
-    if use_native and can_read(query, key, sequence_ids):
-        return _native(query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
+    heads = (query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
+    one_each = sequence_ids is None and not torch.compiler.is_compiling()
+    if operation is not None and one_each and key.dtype == torch.float32:
+        return _by_operation(operation, key.shape[2], *heads)
+    if use_native and can_read(query, key):
+        if maps := native_maps(query_map, key_map):
+            return _mapped(maps, query, key, value, key_padding_mask, sequence_ids, state, log_decay)
+        if one_each:
+            return _by_operation(causal_sums, NATIVE_SIZE, *heads)
     output = _output_for(query, value)
     parts: list[Tensor] = []
     start, after = 0, cast(LinearState, state)  # there is at least one segment
@@ -107,14 +118,15 @@ def linear_attention(
     use_native: bool = False,
 ) -> Tensor:
     """Return the bidirectional attention output [B, H, Nq, Dv]; arguments as in `causal_linear_attention`."""
-    reads = use_native and query.shape[2] == key.shape[2] and can_read(query, key, sequence_ids)
+    reads = use_native and query.shape[2] == key.shape[2] and can_read(query, key)
     maps = native_maps(query_map, key_map) if reads else []
     heads = query.unflatten(1, (key.shape[1], -1)), key, value, maps, key_padding_mask
-    if maps and log_decay is not None:
-        return two_way_attention(*heads, log_decay).flatten(1, 2)
     if maps:
+        packed = None if sequence_ids is None else Packed.of(sequence_ids, key.shape[0])
+        if log_decay is not None:
+            return two_way_attention(*heads, log_decay, packed).flatten(1, 2)
         output = _output_for(query, value)
-        return mapped_attention(*heads, None, None, output, bidirectional=True)[0].flatten(1, 2)
+        return mapped_attention(*heads, None, None, output, bidirectional=True, packed=packed)[0].flatten(1, 2)
     if sequence_ids is not None or log_decay is not None:
         return _two_way_linear_attention(
             query, key, value, query_map, key_map, key_padding_mask, sequence_ids, log_decay, chunk_size
@@ -217,17 +229,24 @@ def _split(sizes: int | list[int], *operands: tuple[Tensor | None, int]) -> Iter
     return zip(*(itertools.repeat(None) if x is None else x.split(sizes, dim) for x, dim in operands), strict=False)
 
 
-def _native(query, key, value, query_map, key_map, key_padding_mask, state, log_decay):
-    """`causal_linear_attention` by `native`, which makes the features itself or gets those of a part at a time."""
+def _mapped(maps, query, key, value, key_padding_mask, sequence_ids, state, log_decay):
+    """`causal_linear_attention` by `native`, which makes the features itself."""
+    output, query = _output_for(query, value), query.unflatten(1, (key.shape[1], -1))
+    packed = None if sequence_ids is None else Packed.of(sequence_ids, key.shape[0])
+    attended, _, state = mapped_attention(
+        query, key, value, maps, key_padding_mask, log_decay, state, output, packed=packed
+    )
+    return attended.flatten(1, 2), state
+
+
+def _by_operation(operation, size, query, key, value, query_map, key_map, key_padding_mask, state, log_decay):
+    """`causal_linear_attention` by an operation that gets the features of `size` tokens at a time."""
     output, parts = _output_for(query, value), []
     query = query.unflatten(1, (key.shape[1], -1))
-    if maps := native_maps(query_map, key_map):
-        attended, _, state = mapped_attention(query, key, value, maps, key_padding_mask, log_decay, state, output)
-        return attended.flatten(1, 2), state
     operands = ((query, 3), (key, 2), (value, 2), (key_padding_mask, 1))
-    for query, key, value, mask, decay, place in _split(NATIVE_SIZE, *operands, (log_decay, 2), (output, 3)):
+    for query, key, value, mask, decay, place in _split(size, *operands, (log_decay, 2), (output, 3)):
         features = _masked(key_map(key), mask, log_decay is not None)
-        part, state = causal_attention(query_map(query).values, *features, value, decay, state, place)
+        part, state = causal_attention(operation, query_map(query).values, *features, value, decay, state, place)
         parts.append(part)
     return (torch.cat(parts, dim=3) if output is None else output).flatten(1, 2), state
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +42,10 @@ def ridge_attention(
     [[0.0, 0.5], [1.0, 1.5], [2.0, 2.5]]
     """
     if sequence_ids is not None:
-        return _each_sequence(query, key, value, query_map, key_map, penalty, key_padding_mask, sequence_ids)
+        together = _together(key, key_map, sequence_ids)
+        read = _each_sequence if together is None else _all_sequences
+        apart = sequence_ids if together is None else together
+        return read(query, key, value, query_map, key_map, penalty, key_padding_mask, apart)
     solution = _solve(key, value, key_map, penalty, key_padding_mask)[:, :, None]
     groups = query.unflatten(1, (key.shape[1], -1))
     features = (query_map(part).values for part in groups.split(SEGMENT_SIZE, dim=3))
@@ -59,39 +61,66 @@ def _solve(key, value, key_map, penalty, key_padding_mask):
     def parts():
         for keys, values, real in zip(*split, strict=True):
             features = key_map(keys).values
-            yield features, inverse_length(features) * real, values
+            yield features * (inverse_length(features) * real), values
 
     # of many keys only what autograd keeps
     kept = list(parts()) if torch.is_grad_enabled() or len(split[0]) == 1 else None
     if kept and key.shape[2] < min(kept[0][0].shape[-1], SEGMENT_SIZE):
-        return _solve_for_keys(*kept[0], penalty)
+        features, values = kept[0]
+        return features.mT @ _solve_for_keys(features, values, penalty)
+    gram = moment = value.new_zeros(())
     with torch.no_grad():
-        sums = (((x * c.square()).mT @ x, x.mT @ (c * values)) for x, c, values in kept or parts())
-        gram, moment = functools.reduce(lambda one, other: (one[0].add_(other[0]), one[1].add_(other[1])), sums)
+        for features, values in kept or parts():
+            gram, moment = gram + features.mT @ features, moment + features.mT @ values
         factor = _factor(gram, penalty)
         solution = torch.cholesky_solve(moment, factor)
     left = -penalty[:, None, None] * solution
-    for features, scale, values in kept or parts():
-        left = left + features.mT @ (scale * (values - scale * (features @ solution)))
+    for features, values in kept or parts():
+        left = left + features.mT @ (values - features @ solution)
     return solution + torch.cholesky_solve(left, factor)
 
 
-def _solve_for_keys(features, scale, values, penalty):
-    """Return W = B^T (B B^T + penalty I)^-1 V, which is the same: less where there are fewer keys than features."""
-    values = scale.sign() * values
+def _solve_for_keys(features, value, penalty, together=None):
+    """Return (B B^T + penalty I)^-1 V, with which B^T gives the same W: less where there are fewer keys than features.
+
+    `together` [B, 1, N, N]: the pairs of B B^T that there are; None for all.
+    """
+    pairs = features.new_zeros(()) if together is None else (features @ features.mT) * together
     with torch.no_grad():
-        unit = features * scale
-        factor = _factor(unit @ unit.mT, penalty)
-        added = torch.cholesky_solve(values, factor)
-    left = values - penalty[:, None, None] * added - scale * (features @ (features.mT @ (scale * added)))
-    return features.mT @ (scale * (added + torch.cholesky_solve(left, factor)))
+        factor = _factor(features @ features.mT if together is None else pairs.clone(), penalty, together)
+        added = torch.cholesky_solve(value, factor)
+    said = features @ (features.mT @ added) if together is None else pairs @ added
+    left = value - penalty[:, None, None] * added - said
+    return added + torch.cholesky_solve(left, factor)
 
 
-def _factor(gram: Tensor, penalty: Tensor) -> Tensor:
+def _factor(gram: Tensor, penalty: Tensor, together: Tensor | None = None) -> Tensor:
     """Return the Cholesky factor of gram + penalty I; gram [B, Hkv, F, F] is no less than 0 but for rounding."""
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    diagonal += penalty[:, None] + ROUNDING * torch.finfo(gram.dtype).eps * diagonal.sum(-1, keepdim=True)
+    trace = diagonal.sum(-1, keepdim=True)
+    if together is not None:  # that of each sequence, for its own keys
+        trace = (together.to(gram) @ diagonal[..., None]).squeeze(-1)
+    diagonal += penalty[:, None] + ROUNDING * torch.finfo(gram.dtype).eps * trace
     return torch.linalg.cholesky(gram)
+
+
+def _together(key: Tensor, key_map: FeatureMap, sequence_ids: Tensor) -> Tensor | None:
+    """Return which tokens [B or 1, 1, N, N] belong to one sequence if there are no more of them than features."""
+    width = getattr(key_map, "feature_dim", 0)
+    if key.shape[2] > min(width, SEGMENT_SIZE):
+        return None
+    return (sequence_ids[:, :, None] == sequence_ids[:, None, :])[:, None]
+
+
+def _all_sequences(query, key, value, query_map, key_map, penalty, key_padding_mask, together):
+    """All at once, by the pairs of tokens: their kernel has a block for each sequence."""
+    real = 1.0 if key_padding_mask is None else key_padding_mask.to(value)[:, None, :, None]
+    features = key_map(key).values
+    features = features * (inverse_length(features) * real)
+    solution = _solve_for_keys(features, value, penalty, together)
+    queries = query_map(query.unflatten(1, (key.shape[1], -1))).values
+    pairs = (queries @ features.mT[:, :, None]) * (inverse_length(queries) * together[:, :, None])
+    return (pairs @ solution[:, :, None]).flatten(1, 2) * real
 
 
 @torch.compiler.disable  # where the sequences lie is data: compiled graphs end here and begin again

@@ -7,9 +7,11 @@ gives the sequence alone. Taking every sequence out into a row of its own makes 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,49 @@ def _gather(places: Tensor, starts: Tensor, lengths: Tensor, rows: Tensor, last:
     order = torch.where(inside, starts[:, None] + steps, 0)
     index = places[order] if len(places) else torch.zeros_like(order)
     return Sequences(torch.where(inside, index, 0), lengths, rows, last)
+
+
+class Packed(NamedTuple):
+    """Sequences that lie in rows of N tokens one after another, all tokens belonging to one.
+
+    places: int64 [S, 3] on the CPU, row, start and length of each, in order. first, last: [B], numbers of those at
+    either end of each row. length: N.
+    """
+
+    places: Tensor
+    first: Tensor
+    last: Tensor
+    length: int
+
+    @classmethod
+    def of(cls, sequence_ids: Tensor, batch: int) -> Packed:
+        """List the sequences of ids [B, N] or [1, N], equal inside each."""
+        ids = sequence_ids.expand(batch, -1)
+        begins = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+        rows, starts = begins.nonzero(as_tuple=True)
+        lengths = torch.diff(rows * ids.shape[1] + starts, append=rows.new_tensor([ids.numel()]))
+        counts = begins.sum(1).cumsum(0)
+        first = F.pad(counts[:-1], (1, 0))
+        return cls(torch.stack([rows, starts, lengths], dim=1), first, counts - 1, ids.shape[1])
+
+    @property
+    def begins(self) -> Tensor:
+        """[B, N], whether a token is the first of its sequence."""
+        rows, starts, _ = self.places.unbind(1)
+        begins = torch.zeros(len(self.first), self.length, dtype=torch.bool)
+        begins[rows, starts] = True
+        return begins
+
+    def backwards(self) -> Packed:
+        """The same, read from the last token of a row to the first."""
+        rows, starts, lengths = self.places.unbind(1)
+        return Packed(torch.stack([rows, self.length - starts - lengths, lengths], dim=1), *self[1:])
+
+    def shortened(self) -> Packed:
+        """What is left of them without the last token of every row."""
+        places = self.places.clone()
+        places[self.last, 2] -= 1
+        return Packed(places, self.first, self.last, self.length - 1)
 
 
 def from_the_left(

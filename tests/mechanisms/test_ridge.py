@@ -41,6 +41,23 @@ def test_it_is_the_least_squares_solution_with_a_penalty(length):
         assert torch.equal(ridge_attention(query, key, value, Features, Features, penalty, mask), got)
 
 
+@pytest.mark.parametrize("length", [64, 65])  # as many keys as features: the sequences of a row at once, or each
+def test_packed_sequences_are_what_they_are_alone(length):
+    """Outputs and gradients, one of the sequences without a key, one of a single token."""
+    case = Case("hedgehog", "llama", False, {"ridge": "learned", "feature_dim": 64})
+    mechanism = case.make()
+    heads = [x.requires_grad_() for x in case.heads(length)]
+    ids = (torch.arange(length) >= torch.tensor([[3], [20], [length - 1]])).sum(0).expand(len(heads[0]), -1)
+    mask = (torch.arange(length) >= 3).expand_as(ids)
+    parts = [mechanism(*(x[:, :, ids[0] == i] for x in heads))[0] for i in range(1, 4)]
+    want = torch.cat([torch.zeros_like(parts[0][:, :, :3]), *parts], dim=2)
+    got, _ = mechanism(*heads, mask, ids)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    wanted = [*heads, *mechanism.parameters()]
+    gradients = [torch.autograd.grad(output.sin().sum(), wanted) for output in (got, want)]
+    torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-9)
+
+
 def test_it_finds_a_key_among_many_that_are_alike():
     """Where averages blur, as every weight is positive: 30 keys, all within 37 degrees of each other."""
     key, value = features(1, 1, 30, 40) + 0.5, torch.randn(1, 1, 30, 4, dtype=torch.float64)

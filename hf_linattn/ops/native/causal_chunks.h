@@ -46,7 +46,7 @@ struct scratch {
 static inline int64_t arrange(struct scratch *s, const struct problem *p, float *memory)
 {
     s->operands_ahead = 0;
-    s->chunk = smaller(CHUNK, round_up(p->length, TILE_COLUMNS));
+    s->chunk = smaller(CHUNK, round_up(p->length ? p->length : 1, TILE_COLUMNS));
     s->inputs = round_up(p->input_size, TILE_COLUMNS);
     s->keys = round_up(p->key_size, TILE_COLUMNS);
     s->values = round_up(p->value_size, TILE_COLUMNS);

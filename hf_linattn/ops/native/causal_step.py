@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..causal_sums import log_weight
 from ..chunk_sums import LinearState
-from .causal_sums import OPERANDS, NativeMap, describe, log_weight, map_operands
+from .causal_sums import OPERANDS, NativeMap, describe, map_operands
 from .library import call, dense_rows, empty_output, operation
 
 

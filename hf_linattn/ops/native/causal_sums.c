@@ -131,14 +131,15 @@ static void read_sequence(struct scratch *s, const struct problem *p, int64_t ba
 static void read_task(const void *problem, float *memory, int64_t task)
 {
     const struct problem *p = problem;
+    const struct problem own = problem_of(p, task / p->heads);
     struct scratch s;
-    arrange(&s, p, memory);
-    read_sequence(&s, p, task / p->heads, task % p->heads);
+    arrange(&s, &own, memory);
+    read_sequence(&s, &own, task / p->heads, task % p->heads);
 }
 
 /* Work through all sequences of a problem; returns 0, or 1 where there was no memory to work in. */
 int causal_sums(const struct problem *p)
 {
     struct scratch s;
-    return run_tasks(read_task, p, p->batches * p->heads, p->threads, arrange(&s, p, NULL));
+    return run_tasks(read_task, p, count_sequences(p) * p->heads, p->threads, arrange(&s, p, NULL));
 }

@@ -18,12 +18,19 @@ enum activation {
     SOFTMAX_PAIR /* [softmax(z), softmax(-z)] */
 };
 
+/* One of the sequences that lie one after another in a row. */
+struct sequence {
+    int64_t row, start, length;
+};
+
 struct problem {
     operand query, key, value, sums; /* float32, contiguous in their last dimension */
     operand log_scale, log_decay;    /* of the keys; data is NULL where there are none */
     operand row_scale;               /* of the queries; the same */
     operand factor, top;             /* of the queries: what their sums were multiplied by; top_i, and what a
                                         feature map takes out of the query; for one token, data may be NULL */
+    const struct sequence *packed;   /* [sequences], which then stand for the batches of states; NULL: rows hold one */
+    int64_t sequences;
     const float *state, *log_max;    /* [batches, heads, key_size, value_size (+ 1)], [batches, heads] */
     float *state_after, *log_max_after;
     int64_t batches, heads, groups, length, key_size, value_size;
@@ -32,6 +39,28 @@ struct problem {
     int64_t activation, input_size, bidirectional, strict;
     float quadratic, offset, least_weight;
 };
+
+/* Let an operand begin at a sequence, for which its number then stands in the place of a batch's. */
+static inline void begin_at(operand *x, const struct problem *p, int64_t number)
+{
+    const struct sequence *found = p->packed + number;
+    if (p->packed && x->data)
+        x->data += (found->row - number) * x->batch + found->start * x->token;
+}
+
+/* The problem of one sequence. */
+static inline struct problem problem_of(const struct problem *p, int64_t number)
+{
+    struct problem own = *p;
+    operand *operands[] = {&own.query,     &own.key,       &own.value,  &own.sums, &own.log_scale,
+                           &own.log_decay, &own.row_scale, &own.factor, &own.top};
+    for (size_t i = 0; i < sizeof(operands) / sizeof(*operands); i++)
+        begin_at(operands[i], p, number);
+    own.length = p->packed ? p->packed[number].length : p->length;
+    return own;
+}
+
+static inline int64_t count_sequences(const struct problem *p) { return p->packed ? p->sequences : p->batches; }
 
 /* Whether keys weigh more than their features say. */
 static inline int has_scales(const struct problem *p)

@@ -1,33 +1,23 @@
 """Causal kernel attention by `causal_sums.c`: what `chunk_sums` computes, in one pass through the caches of a CPU.
 
-The backward pass keeps nothing of the size of the pairs and no state but the last: with the normalised gradients
-g_i = [dL/do_i, -dL/do_i . o_i] / weight_i and the values v_j = [v_j, 1],
-
-    dL/dphi(q_i) = sum_{j <= i} (g_i . v_j) phi(k_j)     dL/dphi(k_j) = sum_{i >= j} (v_j . g_i) phi(q_i)
-    dL/dv_j      = sum_{i >= j} (phi(k_j) . phi(q_i)) g_i
-
-are causal sums again, the last two read from the end, with the log scales of the forward pass.
-
 Feature maps that can say what they are (`NativeMap`) are computed by the C too, chunk by chunk: see
-`mapped_attention`.
+`mapped_attention`. Where it gets features, `ops.causal_sums` has the gradients.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from ...errors import UnsupportedModelError
 from ..chunk_sums import CHUNK_SIZE, LEAST_WEIGHT, LinearState
 from ..exponential import LOWEST
-from .library import Operand, call, dense_rows, empty_output, operation, suits
+from .library import Operand, call, operation, suits
 
 ACTIVATIONS = ("given", "elu", "relu", "exponential", "softmax_pair")  # `enum activation` of causal_sums.h
 COLUMNS = 32  # a multiple of the width of a tile
@@ -74,6 +64,7 @@ class MapOperands(ctypes.Structure):
 
 
 OPERANDS = ("query", "key", "value", "sums", "log_scale", "log_decay", "row_scale", "factor", "top")
+SEQUENCES = (("packed", ctypes.c_void_p), ("sequences", ctypes.c_int64))
 STATES = ("state", "log_max", "state_after", "log_max_after")
 GROUPED = {"query", "sums", "row_scale", "factor", "top"}
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "normalise", "threads")
@@ -84,6 +75,7 @@ class Problem(ctypes.Structure):
 
     _fields_ = (
         *((name, Operand) for name in OPERANDS),
+        *SEQUENCES,
         *((name, ctypes.c_void_p) for name in STATES),
         *((name, ctypes.c_int64) for name in SIZES),
         ("query_map", MapOperands),
@@ -93,9 +85,9 @@ class Problem(ctypes.Structure):
     )
 
 
-def can_read(query: Tensor, key: Tensor, sequence_ids: Tensor | None) -> bool:
-    """Whether nothing is packed, and there are sequences for half of the threads: each is read by one."""
-    return suits(query) and sequence_ids is None and 2 * key.shape[:2].numel() >= torch.get_num_threads()
+def can_read(query: Tensor, key: Tensor) -> bool:
+    """Whether there are sequences for half of the threads: each is read by one."""
+    return suits(query) and 2 * key.shape[:2].numel() >= torch.get_num_threads()
 
 
 def native_maps(query_map: Any, key_map: Any) -> list[NativeMap]:
@@ -119,9 +111,12 @@ def native_maps(query_map: Any, key_map: Any) -> list[NativeMap]:
 def describe(
     operands: dict[str, Any], states: tuple[Tensor, ...], maps: tuple[Tensor | None, ...], activation: int,
     quadratic: float, offset: float, normalise: bool = True, reverse: bool = False, bidirectional: bool = False,
-    strict: bool = False,
+    strict: bool = False, packed: Tensor | None = None,
 ) -> Problem:  # fmt: skip
-    """Describe a problem by the tensors named in `OPERANDS` and `STATES` and the operands of its maps."""
+    """Describe a problem by the tensors named in `OPERANDS` and `STATES` and the operands of its maps.
+
+    packed: places of the `sequences.Packed` of its rows, read from the last token to the first if `reverse`.
+    """
     query, value = operands["query"], operands["value"]
     state, query_weight, query_bias, key_weight, key_bias = states[0], *maps
     sizes = (*query.shape[:4], state.shape[2], value.shape[-1], normalise, torch.get_num_threads())
@@ -138,6 +133,8 @@ def describe(
         quadratic=quadratic,
         offset=offset,
         least_weight=LEAST_WEIGHT[torch.float32],
+        packed=None if packed is None else packed.data_ptr(),
+        sequences=0 if packed is None else len(packed),
     )
 
 
@@ -148,7 +145,8 @@ def causal_sums(
     state_after: Tensor, log_max_after: Tensor, normalise: bool, reverse: bool, query_weight: Tensor | None = None,
     query_bias: Tensor | None = None, key_weight: Tensor | None = None, key_bias: Tensor | None = None,
     activation: int = 0, quadratic: float = 0.0, offset: float = 0.0, bidirectional: bool = False,
-) -> None:
+    packed: Tensor | None = None,
+) -> None:  # fmt: skip
     """Work through one problem of causal_sums.c.
 
     Args:
@@ -161,11 +159,14 @@ def causal_sums(
         reverse: whether to read the tokens from the last to the first.
         query_weight ... offset: `NativeMap.operands` of the two maps, and what else is in a `NativeMap`.
         bidirectional: whether every query sees all keys of its sequence.
+        packed: int64 [S, 3], row, start and length of sequences that lie in the rows one after another, counted as
+            they are read; states are then [S, Hkv, ...].
     """
     operands = (query, key, value, sums, log_scale, log_decay, row_scale, factor, top)
     states, maps = (state, log_max, state_after, log_max_after), (query_weight, query_bias, key_weight, key_bias)
     named = dict(zip(OPERANDS, operands, strict=True))
-    problem = describe(named, states, maps, activation, quadratic, offset, normalise, reverse, bidirectional)
+    settings: dict[str, Any] = {"normalise": normalise, "reverse": reverse, "bidirectional": bidirectional}
+    problem = describe(named, states, maps, activation, quadratic, offset, packed=packed, **settings)
     call("causal_sums", problem)
 
 
@@ -177,42 +178,6 @@ def _flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
     maps = [2 * input_size * weight[-1] * number for weight, number in weights if weight]
     pairs = groups * CHUNK_SIZE * (key_size + value_size)
     return batch * heads * length * (pairs + 2 * (groups + 1) * key_size * value_size + sum(maps))
-
-
-def causal_attention(
-    query: Tensor,
-    key: Tensor,
-    log_scale: Tensor | None,
-    value: Tensor,
-    log_decay: Tensor | None,
-    state: LinearState | None,
-    output: Tensor | None = None,
-) -> tuple[Tensor, LinearState]:
-    """Return the causal attention output [B, Hkv, G, N, Dv], and the state after the last key.
-
-    Args:
-        query: [B, Hkv, G, N, F], after the feature map. key: [B, Hkv, N, F], also masked. log_scale: [B, Hkv, N].
-        value: [B, Hkv, N, Dv]. log_decay: [B, Hkv, N]; with it there is a scale. state: what was read before.
-        output: where to write it, if no gradients are needed.
-    """
-    if state is None:
-        state = LinearState.empty(key, F.pad(value[:, :, :1], (0, 1)), log_scale is not None)
-    heads: Any = (dense_rows(query), dense_rows(key), dense_rows(value), log_scale, log_decay, *state)
-    if output is not None:
-        _, *after, _, _ = read(heads, sums=output)
-        return output, LinearState(*after)
-    attended, _, *after = _CausalAttention.apply(*heads)
-    return attended, LinearState(*after)
-
-
-def weighed_attention(
-    query: Tensor, key: Tensor, log_scale: Tensor | None, value: Tensor, log_decay: Tensor | None
-) -> tuple[Tensor, Tensor, LinearState]:
-    """`causal_attention` from the start, with the log of what the weights of each query add up to [B, Hkv, G, N]."""
-    state = LinearState.empty(key, F.pad(value[:, :, :1], (0, 1)), log_scale is not None)
-    heads = (dense_rows(query), dense_rows(key), dense_rows(value), log_scale, log_decay, *state)
-    attended, log, *after = _CausalAttention.apply(*heads)
-    return attended, log, LinearState(*after)
 
 
 def map_operands(
@@ -234,79 +199,3 @@ def map_operands(
     of_key = of_query if query_map is key_map else key_map.operands(kv_heads, 1)
     activation = ACTIVATIONS.index(key_map.activation)
     return state, hidden, (*of_query, *of_key, activation, key_map.quadratic, key_map.offset)
-
-
-def log_weight(factor: Tensor, top: Tensor) -> Tensor:
-    """Return the log of what the weights of each query add up to, `LOWEST` where that is nothing."""
-    return torch.where(factor > 0, top - factor.log(), LOWEST)
-
-
-def read(heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, rest=()) -> tuple[Tensor, ...]:
-    """Return sums, state, log_max, factor and top of `causal_sums` for (query, ..., kv, log_max), which stay."""
-    query, key, value, log_scale, log_decay, kv, log_max = heads
-    sums = empty_output(query, value) if sums is None else sums
-    factor, top = query.new_empty(2, *query.shape[:4]).unbind()
-    before = kv.contiguous(), log_max.contiguous()
-    after = tuple(torch.empty_like(x) for x in before)
-    operands = (query, key, value, log_scale, log_decay, row_scale, sums, factor, top, *before, *after)
-    causal_sums(*operands, normalise, reverse, *rest)
-    return sums, *after, factor, top
-
-
-def decay_gradient(
-    d_scale: Tensor, d_log: Tensor | None, factor: Tensor, kv_after: Tensor, d_kv: Tensor | None, reverse: bool = False
-) -> Tensor:
-    """Return the gradient of log_decay [B, Hkv, N] from those of the keys' log scales, of the log and of the state.
-
-    A decay multiplies all weights of earlier keys in later queries, whose gradients add up to that of the query's log,
-    and in the last state; without those of the keys that come no earlier.
-    """
-    gradient = d_scale.double()
-    if d_log is not None:
-        gradient = gradient - torch.where(factor > 0, d_log, 0.0).double().sum(2)
-    later = -gradient.cumsum(-1) if reverse else -gradient.flip(-1).cumsum(-1).flip(-1)
-    of_state = 0.0 if d_kv is None else (kv_after * d_kv).double().sum((-1, -2))[..., None]
-    return (later + of_state).to(d_scale.dtype)
-
-
-class _CausalAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, value, log_scale, log_decay, kv, log_max):
-        output, *after, factor, top = read((query, key, value, log_scale, log_decay, kv, log_max))
-        ctx.save_for_backward(query, key, value, log_scale, log_decay, kv, log_max, output, *after, factor, top)
-        ctx.mark_non_differentiable(after[1])
-        return output, log_weight(factor, top), *after
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_output, d_log, d_kv, _):
-        query, key, value, log_scale, log_decay, kv, log_max, output, kv_after, max_after, factor, top = (
-            ctx.saved_tensors
-        )
-        weight_grad = d_log[..., None] - (d_output * output).sum(-1, keepdim=True)
-        grad = torch.cat([d_output, weight_grad], dim=-1).mul_(factor[..., None])
-        value = F.pad(value, (0, 1), value=1.0)
-        d_query = read((grad, value, key, log_scale, log_decay, kv.mT, log_max), normalise=False)[0]
-        scale, from_end = [None] * query.shape[2], {"normalise": False, "reverse": True}
-        if log_scale is not None:
-            # a query without weight has no gradient; as a key that is read from the end it must not be the largest
-            scale = torch.where(factor > 0, -top, LOWEST).unbind(2)
-            from_end["row_scale"] = log_scale[:, :, None]
-        # between two tokens that are read backwards comes the decay of the later one
-        decay = None if log_decay is None else F.pad(log_decay[:, :, 1:], (0, 1))
-        parts = []
-        left = d_kv  # gradient of the last state, part of the first group's only
-        for query_part, grad_part, scale_part in zip(query.unbind(2), grad.unbind(2), scale, strict=True):
-            values = (key[:, :, None], query_part, grad_part[..., :-1], scale_part, decay, left[..., :-1], -max_after)
-            keys = (value[:, :, None], grad_part, query_part, scale_part, decay, left.mT, -max_after)
-            d_value, *_ = read(values, **from_end)
-            d_key, before, before_max, *_ = read(keys, **from_end)
-            if log_scale is not None:
-                passed = 0 if log_decay is None else log_decay[:, :, 0]
-                before = before * (before_max + passed + log_max).exp()[..., None, None]
-            parts.append((d_key.squeeze(2), d_value.squeeze(2), before.mT))
-            left = torch.zeros_like(d_kv)
-        d_key, d_value, d_before = (functools.reduce(torch.add, groups) for groups in zip(*parts, strict=True))
-        d_scale = None if log_scale is None else (key * d_key).sum(-1)
-        d_decay = None if log_decay is None else decay_gradient(d_scale, d_log, factor, kv_after, d_kv)
-        return d_query, d_key, d_value, d_scale, d_decay, d_before, None

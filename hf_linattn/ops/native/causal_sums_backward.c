@@ -226,7 +226,7 @@ static void read_backwards(struct work *w, const struct backward *p, int64_t bat
             load_queries(w, p, batch, head, group, at, count);
             fold_queries(w, f, count);
         }
-    for (int64_t at = (f->length - 1) / s->chunk * s->chunk; at >= 0; at -= s->chunk)
+    for (int64_t at = round_up(f->length, s->chunk) - s->chunk; at >= 0; at -= s->chunk)
         later = read_chunk(w, p, batch, head, at, later);
     const float left = has_scales(f) ? exp_of_one(later + f->log_max[sequence]) : 1.0f;
     for (int64_t key = 0; key < f->key_size && p->d_before; key++) {
@@ -239,9 +239,14 @@ static void read_backwards(struct work *w, const struct backward *p, int64_t bat
 
 static void read_task(const void *problem, float *memory, int64_t task)
 {
-    const struct backward *p = problem;
+    struct backward own = *(const struct backward *)problem;
+    const struct backward *p = &own;
     const struct problem *f = &p->forward;
     const int64_t batch = task / f->heads, head = task % f->heads;
+    operand *gradients[] = {&own.d_sums, &own.d_log, &own.d_query, &own.d_key, &own.d_value, &own.d_scale};
+    for (size_t i = 0; i < sizeof(gradients) / sizeof(*gradients); i++)
+        begin_at(gradients[i], f, batch);
+    own.forward = problem_of(f, batch);
     struct work w;
     arrange_all(&w, p, memory);
     prepare_maps(&w, p, head);
@@ -256,6 +261,6 @@ static void read_task(const void *problem, float *memory, int64_t task)
 int causal_sums_backward(const struct backward *p)
 {
     struct work w;
-    return run_tasks(read_task, p, p->forward.batches * p->forward.heads, p->forward.threads,
+    return run_tasks(read_task, p, count_sequences(&p->forward) * p->forward.heads, p->forward.threads,
                      arrange_all(&w, p, NULL));
 }

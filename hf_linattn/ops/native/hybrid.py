@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..causal_sums import weighed_attention
 from ..chunk_sums import LinearState
 from ..exponential import LOWEST
 from ..sink import attenuate
 from ..source import Source
 from .block_softmax import Before, Keys, attend_blocks, continue_blocks
 from .causal_step import strict_step
-from .causal_sums import can_read, native_maps, weighed_attention
+from .causal_sums import can_read, causal_sums, native_maps
 from .library import empty_output, suits
-from .mapped_attention import mapped_attention
+from .mapped_attention import join, mapped_attention
 
 BLOCK_SIZE = 64
 
@@ -32,7 +33,7 @@ def can_attend(query: Tensor, key: Tensor, weights: Any) -> bool:
     """Whether the C knows these weights and something lies beyond the window."""
     window, sinks = weights.window_size, weights.num_sinks
     beyond = key.shape[2] > window + sinks and window >= sinks
-    return beyond and weights.window_log is None and can_read(query, key, None)
+    return beyond and weights.window_log is None and can_read(query, key)
 
 
 def can_step(query: Tensor, weights: Any, state: Any) -> bool:
@@ -71,7 +72,7 @@ def trained_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights:
     far, far_log, _ = _trained_far(before, weights)
     output, log = _trained_near(sources, weights, Before(far, far_log, window + sinks), causal=False)
     far, far_log, _ = _trained_far(after, weights, reverse=True)
-    return _beside_sink(*_join(output, log, far, far_log, 0), weights)
+    return _beside_sink(*join(output, log, far, far_log), weights)
 
 
 def _trained_far(
@@ -89,7 +90,7 @@ def _trained_far(
         keys, log_scale = weights.key_map(key)
         if decay is not None and log_scale is None:
             log_scale = keys.new_zeros(keys.shape[:3])
-        far, log, state = weighed_attention(features, keys, log_scale, value, decay)
+        far, log, state = weighed_attention(causal_sums, features, keys, log_scale, value, decay)
         log = log if query_log is None else log + query_log
         far, log = (far.flip(3), log.flip(3)) if reverse else (far, log)
     return far, _distant(log, weights), state
@@ -105,15 +106,6 @@ def _trained_near(
         query, key, value, parts, block_size=BLOCK_SIZE, scaling=weights.scaling, causal=causal, before=before,
         sources=sources,
     )  # fmt: skip
-
-
-def _join(output: Tensor, log: Tensor, far: Tensor, far_log: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Return what queries from `first` on come to with their far keys, too."""
-    last = first + far.shape[3]
-    own = log[..., first:last]
-    joint = torch.lerp(output[:, :, :, first:last], far, torch.sigmoid(far_log - own)[..., None])
-    logs = [log[..., :first], torch.logaddexp(own, far_log), log[..., last:]]
-    return torch.cat([output[:, :, :, :first], joint, output[:, :, :, last:]], dim=3), torch.cat(logs, dim=3)
 
 
 def causal_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> tuple[Tensor, LinearState]:

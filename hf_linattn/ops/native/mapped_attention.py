@@ -15,17 +15,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
+from ..causal_sums import decay_gradient, log_weight, read
 from ..chunk_sums import CHUNK_SIZE, LinearState
-from .causal_sums import (
-    OPERANDS,
-    NativeMap,
-    Problem,
-    decay_gradient,
-    describe,
-    log_weight,
-    map_operands,
-    read,
-)
+from ..exponential import LOWEST
+from ..sequences import Packed
+from .causal_sums import OPERANDS, NativeMap, Problem, causal_sums, describe, map_operands
 from .library import Operand, call, dense_rows, empty_like, operation
 
 GRADIENTS = ("d_sums", "d_log", "d_query", "d_key", "d_value", "d_scale")
@@ -48,10 +42,10 @@ def causal_sums_backward(
     query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None, sums: Tensor,
     factor: Tensor, state: Tensor, log_max: Tensor, state_after: Tensor, log_max_after: Tensor,
     query_weight: Tensor | None, query_bias: Tensor | None, key_weight: Tensor | None, key_bias: Tensor | None,
-    activation: int, quadratic: float, offset: float, bidirectional: bool, d_sums: Tensor, d_log: Tensor | None,
-    d_query: Tensor, d_key: Tensor, d_value: Tensor, d_scale: Tensor, d_query_weight: Tensor | None,
-    d_query_bias: Tensor | None, d_key_weight: Tensor | None, d_key_bias: Tensor | None, d_state: Tensor | None,
-    d_before: Tensor, reverse: bool,
+    activation: int, quadratic: float, offset: float, bidirectional: bool, packed: Tensor | None,
+    d_sums: Tensor, d_log: Tensor | None, d_query: Tensor, d_key: Tensor, d_value: Tensor, d_scale: Tensor,
+    d_query_weight: Tensor | None, d_query_bias: Tensor | None, d_key_weight: Tensor | None,
+    d_key_bias: Tensor | None, d_state: Tensor | None, d_before: Tensor, reverse: bool,
 ) -> None:  # fmt: skip
     """Write the gradients of a problem of `causal_sums`, each shaped as what it belongs to.
 
@@ -67,10 +61,9 @@ def causal_sums_backward(
     states, maps = (state, log_max, state_after, log_max_after), (query_weight, query_bias, key_weight, key_bias)
     gradients = zip(GRADIENTS, (d_sums, d_log, d_query, d_key, d_value, d_scale), strict=True)
     places = (d_query_weight, d_query_bias, d_key_weight, d_key_bias, d_state, d_before)
+    settings: dict[str, Any] = {"reverse": reverse, "bidirectional": bidirectional, "packed": packed}
     problem = BackwardProblem(
-        forward=describe(
-            forward, states, maps, activation, quadratic, offset, reverse=reverse, bidirectional=bidirectional
-        ),
+        forward=describe(forward, states, maps, activation, quadratic, offset, **settings),
         **{name: Operand.of(x, name in GROUPED_GRADIENTS, reverse) for name, x in gradients},
         **{name: None if x is None else x.data_ptr() for name, x in zip(PLACES, places, strict=True)},
     )
@@ -82,7 +75,7 @@ def _flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
     """Pairs inside a chunk six times; a state read once, another folded and read twice; if causal the first is folded
     too; the maps."""
     (batch, heads, groups, length, input_size), value_size, key_size = query, value[-1], rest[4][2]
-    bidirectional, learned = rest[15], 4 if rest[22] else 3  # features twice, what they are made of, the weight itself
+    bidirectional, learned = rest[15], 4 if rest[23] else 3  # features twice, what they are made of, the weight itself
     weights = zip((rest[8], rest[10]), (groups, 1), strict=True)
     maps = [2 * learned * input_size * weight[-1] * number for weight, number in weights if weight]
     pairs = 0 if bidirectional else groups * CHUNK_SIZE * (3 * key_size + 3 * value_size)
@@ -101,6 +94,7 @@ def mapped_attention(
     output: Tensor | None = None,
     bidirectional: bool = False,
     reverse: bool = False,
+    packed: Packed | None = None,
 ) -> tuple[Tensor, Tensor, LinearState]:
     """Return the attention output [B, Hkv, G, N, Dv], the log of its weights, and the state after the last key.
 
@@ -110,20 +104,34 @@ def mapped_attention(
         output: where to write it, if no gradients are needed.
         bidirectional: every query sees all keys; without decay and log.
         reverse: read from the last token to the first.
+        packed: the sequences of the rows, if these hold several; the state before belongs to the first of a row, the
+            state after to the last.
 
     The log of what the weights of a query add up to is [B, Hkv, G, N], `LOWEST` where that is nothing.
     """
     state, hidden, rest = map_operands(query, key, value, maps, key_padding_mask, log_decay, state)
     heads: Any = dense_rows(query), dense_rows(key), dense_rows(value)
+    places = None
+    if packed is not None:
+        places = (packed.backwards() if reverse else packed).places
+        state = _spread(state, packed, scaled=log_decay is not None or maps[1].activation == "exponential")
+    rest = (*rest, bidirectional, places)
     if torch.is_grad_enabled():
         weights = (x for native in maps for x in (native.weight, native.bias))
-        attended, log, *after = _MappedAttention.apply(
-            *heads, log_decay, *state, *weights, hidden, (*rest, bidirectional), reverse
-        )
-        return attended, log, LinearState(*after)
-    operands = (*heads, hidden, log_decay, *state)
-    attended, *after, factor, top = read(operands, reverse=reverse, sums=output, rest=(*rest, bidirectional))
-    return attended, log_weight(factor, top), LinearState(*after)
+        attended, log, *after = _MappedAttention.apply(*heads, log_decay, *state, *weights, hidden, rest, reverse)
+    else:
+        operands = (*heads, hidden, log_decay, *state)
+        attended, *after, factor, top = read(causal_sums, operands, reverse=reverse, sums=output, rest=rest)
+        log = log_weight(factor, top)
+    return attended, log, LinearState(*(x if packed is None else x[packed.last] for x in after))
+
+
+def _spread(state: LinearState, packed: Packed, scaled: bool) -> LinearState:
+    """Return a state for every sequence: empty ones but for the first of each row."""
+    number = len(packed.places)
+    kv = state.kv.new_zeros(number, *state.kv.shape[1:]).index_copy(0, packed.first, state.kv)
+    log_max = state.log_max.new_full((number, state.log_max.shape[1]), LOWEST / 2 if scaled else 0.0)
+    return LinearState(kv, log_max.index_copy(0, packed.first, state.log_max))
 
 
 def two_way_attention(
@@ -133,21 +141,33 @@ def two_way_attention(
     maps: list[NativeMap],
     key_padding_mask: Tensor | None,
     log_decay: Tensor,
+    packed: Packed | None = None,
 ) -> Tensor:
     """Return the bidirectional output [B, Hkv, G, N, Dv] of weights that decay; arguments as in `mapped_attention`.
 
     Keys up to a query are read forwards; those after it backwards, each beside the query before it, so that no query
     meets its own key twice. The decay between these two multiplies all that the query reads there.
     """
-    output, log, _ = mapped_attention(query, key, value, maps, key_padding_mask, log_decay, None)
+    output, log, _ = mapped_attention(query, key, value, maps, key_padding_mask, log_decay, None, packed=packed)
     if key.shape[2] == 1:
         return output
-    mask = None if key_padding_mask is None else key_padding_mask[:, 1:]
+    mask = None if key_padding_mask is None else key_padding_mask[:, 1:].bool()
+    if packed is not None:  # beside the last query of a sequence lies the first key of the next one
+        own = ~packed.begins[:, 1:]
+        mask, packed = own if mask is None else own & mask, packed.shortened()
     # read backwards, what comes between two tokens is the decay of the later one
     later = query[..., :-1, :], key[:, :, 1:], value[:, :, 1:], maps, mask, F.pad(log_decay[:, :, 2:], (0, 1)), None
-    after, after_log, _ = mapped_attention(*later, reverse=True)
-    share = torch.sigmoid(after_log + log_decay[:, :, None, 1:] - log[..., :-1])
-    return torch.cat([torch.lerp(output[..., :-1, :], after, share[..., None]), output[..., -1:, :]], dim=3)
+    after, after_log, _ = mapped_attention(*later, reverse=True, packed=packed)
+    return join(output, log, after, after_log + log_decay[:, :, None, 1:])[0]
+
+
+def join(output: Tensor, log: Tensor, other: Tensor, other_log: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention to both sets of keys and its log, from that to each; the last queries may lack the other."""
+    last = other.shape[3]
+    own = log[..., :last]
+    joint = torch.lerp(output[:, :, :, :last], other, torch.sigmoid(other_log - own)[..., None])
+    logs = torch.cat([torch.logaddexp(own, other_log), log[..., last:]], dim=3)
+    return torch.cat([joint, output[:, :, :, last:]], dim=3), logs
 
 
 class _MappedAttention(torch.autograd.Function):
@@ -155,7 +175,7 @@ class _MappedAttention(torch.autograd.Function):
     def forward(ctx, query, key, value, log_decay, kv, log_max, *rest):
         *parameters, hidden, operands, reverse = rest
         heads = query, key, value, hidden, log_decay, kv, log_max
-        output, *after, factor, top = read(heads, reverse=reverse, rest=operands)
+        output, *after, factor, top = read(causal_sums, heads, reverse=reverse, rest=operands)
         ctx.save_for_backward(query, key, value, hidden, log_decay, kv, log_max, output, *after, factor, *parameters)
         ctx.operands, ctx.reverse = operands, reverse
         ctx.set_materialize_grads(False)
@@ -172,10 +192,11 @@ class _MappedAttention(torch.autograd.Function):
         d_kv = None if d_kv is None else d_kv.contiguous()
         d_query, d_key, d_value = (empty_like(x) for x in (query, key, value))
         d_scale, d_before = key.new_empty(key.shape[:3]), torch.empty_like(kv, memory_format=torch.contiguous_format)
+        of_query, of_key = (len(kv), *query.shape[1:3]), (len(kv), key.shape[1])  # one for each sequence
         d_parameters = [
             _room(parameter, heads) if needed else None
             for parameter, heads, needed in zip(
-                parameters, (query.shape[:3],) * 2 + (key.shape[:2],) * 2, ctx.needs_input_grad[6:10], strict=True
+                parameters, (of_query, of_query, of_key, of_key), ctx.needs_input_grad[6:10], strict=True
             )
         ]
         causal_sums_backward(
@@ -189,10 +210,12 @@ class _MappedAttention(torch.autograd.Function):
         ]
         d_decay = None
         if ctx.needs_input_grad[3]:
-            d_decay = decay_gradient(d_scale, d_log, factor, kv_after, d_kv, ctx.reverse)
+            places = ctx.operands[-1]
+            rows = None if places is None else places[:, 0]
+            d_decay = decay_gradient(d_scale, d_log, factor, kv_after, d_kv, ctx.reverse, rows)
         return d_query, d_key, d_value, d_decay, d_before, None, *d_parameters, None, None, None
 
 
-def _room(parameter: Tensor, heads: torch.Size) -> Tensor:
+def _room(parameter: Tensor, heads: tuple[int, ...]) -> Tensor:
     """Memory for the gradient of a map's weight [*heads, D, m] or bias [*heads, m] in every sequence."""
     return parameter.new_empty(*heads, *parameter.shape[len(heads) - 1 :], dtype=torch.float32)

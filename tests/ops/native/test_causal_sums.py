@@ -28,6 +28,18 @@ MAPS = [
 ]  # fmt: skip
 
 
+def _layouts() -> dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """Masks and sequence ids [2, 203]: sequences of many lengths, some in several chunks, a token at each end."""
+    mask = torch.ones(2, 203, dtype=torch.bool)
+    mask[0, :80], mask[1, 150:] = False, False
+    lengths = torch.tensor([1, 64, 30, 2, 105, 1])
+    ids = torch.stack([torch.arange(6).repeat_interleave(lengths), torch.arange(203) // 90])
+    return {"plain": (None, None), "masked": (mask, None), "packed": (None, ids), "packed and masked": (mask, ids)}
+
+
+LAYOUTS = _layouts()
+
+
 def elu_map(x: torch.Tensor) -> Features:
     return Features(F.elu(x) + 1)
 
@@ -103,13 +115,12 @@ def test_feature_maps(variant, name, options, decay, masked):
         assert_close(got.double(), want, 2e-5 * max(1.0, float(want.abs().max())))
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("decay", [None, "learned"])
 @pytest.mark.parametrize(("name", "options"), MAPS)
-def test_gradients_of_feature_maps(variant, name, options, decay, masked):
+def test_gradients_of_feature_maps(variant, name, options, decay, layout):
     """Of heads, maps and decays, through two calls and the state between them; the same bits without gradients."""
-    mask = torch.ones(2, 203, dtype=torch.bool)
-    mask[0, :80], mask[1, 150:] = False, False
+    mask, ids = LAYOUTS[layout]
     parts, generator = [slice(None, 70), slice(70, None)], torch.Generator().manual_seed(3)
     weight = torch.randn(2, HEADS, 203, 24, dtype=torch.float64, generator=generator)
     results = []
@@ -120,8 +131,8 @@ def test_gradients_of_feature_maps(variant, name, options, decay, masked):
         def read(mechanism=mechanism, heads=heads):
             state, outputs = None, []
             for part in parts:
-                real = mask[:, part] if masked else None
-                output, state = mechanism(*(x[:, :, part] for x in heads), real, state=state)
+                real, own = (None if x is None else x[:, part] for x in (mask, ids))
+                output, state = mechanism(*(x[:, :, part] for x in heads), real, own, state=state)
                 outputs.append(output)
             return torch.cat(outputs, dim=2), state
 
@@ -137,20 +148,19 @@ def test_gradients_of_feature_maps(variant, name, options, decay, masked):
         assert_close(results[1][place].double(), want, tolerance * max(1.0, float(want.abs().max())))
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("decay", [None, "learned"])
 @pytest.mark.parametrize(("name", "options"), MAPS)
-def test_gradients_where_every_query_sees_all_keys(variant, name, options, decay, masked):
+def test_gradients_where_every_query_sees_all_keys(variant, name, options, decay, layout):
     """Of heads, maps and decays; the same bits without gradients."""
-    mask = torch.ones(2, 203, dtype=torch.bool)
-    mask[0, :80], mask[1, 150:] = False, False
+    mask, ids = LAYOUTS[layout]
     results = []
     for dtype in (torch.float64, torch.float32):
         mechanism = make_mechanism(name, {**options, "decay": decay}, causal=False, moved=True).to(dtype).train()
         heads = [x.to(dtype).requires_grad_() for x in make_heads()]
-        output, _ = mechanism(*heads, mask if masked else None)
+        output, _ = mechanism(*heads, mask, ids)
         with torch.no_grad():
-            assert torch.equal(mechanism(*heads, mask if masked else None)[0], output)
+            assert torch.equal(mechanism(*heads, mask, ids)[0], output)
         weight = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
         wanted = {**dict(zip("qkv", heads, strict=True)), **dict(mechanism.named_parameters())}
         gradients = torch.autograd.grad((output * weight).sum(), wanted.values())
@@ -193,14 +203,13 @@ def test_a_row_without_keys_is_zero_and_has_no_gradient(variant):
 
 
 def test_what_it_cannot_do_is_left_to_others(variant):
-    query, ids = torch.randn(1, 2, 5, 3), torch.zeros(1, 5)
-    assert can_read(query, query, None)
-    assert not can_read(query, query, ids) and not can_read(query.double(), query.double(), None)
-    assert not can_read(query.to("meta"), query.to("meta"), None)
+    query = torch.randn(1, 2, 5, 3)
+    assert can_read(query, query)
+    assert not can_read(query.double(), query.double()) and not can_read(query.to("meta"), query.to("meta"))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(5)  # two sequences: three of the five would have nothing to do
-        assert not can_read(query, query, None)
+        assert not can_read(query, query)
     finally:
         torch.set_num_threads(threads)
 

@@ -1,0 +1,155 @@
+"""Causal kernel attention by an operation that forms causal sums over features, in C or in Triton, and its gradients.
+
+The backward pass keeps nothing of the size of the pairs and no state but the last: with the normalised gradients
+g_i = [dL/do_i, -dL/do_i . o_i] / weight_i and the values v_j = [v_j, 1],
+
+    dL/dphi(q_i) = sum_{j <= i} (g_i . v_j) phi(k_j)     dL/dphi(k_j) = sum_{i >= j} (v_j . g_i) phi(q_i)
+    dL/dv_j      = sum_{i >= j} (phi(k_j) . phi(q_i)) g_i
+
+are causal sums again, the last two read from the end, with the log scales of the forward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from .chunk_sums import LinearState
+from .exponential import LOWEST
+from .native.library import dense_rows, empty_output
+
+CausalSums = Callable[..., None]  # called as `native.causal_sums.causal_sums` is
+
+
+def causal_attention(
+    operation: CausalSums,
+    query: Tensor,
+    key: Tensor,
+    log_scale: Tensor | None,
+    value: Tensor,
+    log_decay: Tensor | None,
+    state: LinearState | None,
+    output: Tensor | None = None,
+) -> tuple[Tensor, LinearState]:
+    """Return the causal attention output [B, Hkv, G, N, Dv], and the state after the last key.
+
+    Args:
+        operation: forms the sums.
+        query: [B, Hkv, G, N, F], after the feature map. key: [B, Hkv, N, F], also masked. log_scale: [B, Hkv, N].
+        value: [B, Hkv, N, Dv]. log_decay: [B, Hkv, N]; with it there is a scale. state: what was read before.
+        output: where to write it, if no gradients are needed.
+    """
+    if state is None:
+        state = LinearState.empty(key, F.pad(value[:, :, :1], (0, 1)), log_scale is not None)
+    heads: Any = (dense_rows(query), dense_rows(key), dense_rows(value), log_scale, log_decay, *state)
+    if output is not None:
+        _, *after, _, _ = read(operation, heads, sums=output)
+        return output, LinearState(*after)
+    attended, _, *after = _CausalAttention.apply(operation, *heads)
+    return attended, LinearState(*after)
+
+
+def weighed_attention(
+    operation: CausalSums,
+    query: Tensor,
+    key: Tensor,
+    log_scale: Tensor | None,
+    value: Tensor,
+    log_decay: Tensor | None,
+) -> tuple[Tensor, Tensor, LinearState]:
+    """`causal_attention` from the start, with the log of what the weights of each query add up to [B, Hkv, G, N]."""
+    state = LinearState.empty(key, F.pad(value[:, :, :1], (0, 1)), log_scale is not None)
+    heads = (dense_rows(query), dense_rows(key), dense_rows(value), log_scale, log_decay, *state)
+    attended, log, *after = _CausalAttention.apply(operation, *heads)
+    return attended, log, LinearState(*after)
+
+
+def log_weight(factor: Tensor, top: Tensor) -> Tensor:
+    """Return the log of what the weights of each query add up to, `LOWEST` where that is nothing."""
+    return torch.where(factor > 0, top - factor.log(), LOWEST)
+
+
+def read(
+    operation: CausalSums, heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, rest=()
+) -> tuple[Tensor, ...]:
+    """Return sums, state, log_max, factor and top for (query, ..., kv, log_max), which stay as they are."""
+    query, key, value, log_scale, log_decay, kv, log_max = heads
+    sums = empty_output(query, value) if sums is None else sums
+    factor, top = query.new_empty(2, *query.shape[:4]).unbind()
+    before = kv.contiguous(), log_max.contiguous()
+    after = tuple(torch.empty_like(x) for x in before)
+    operands = (query, key, value, log_scale, log_decay, row_scale, sums, factor, top, *before, *after)
+    operation(*operands, normalise, reverse, *rest)
+    return sums, *after, factor, top
+
+
+def decay_gradient(
+    d_scale: Tensor, d_log: Tensor | None, factor: Tensor, kv_after: Tensor, d_kv: Tensor | None,
+    reverse: bool = False, rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of log_decay [B, Hkv, N] from those of the keys' log scales, of the log and of the state.
+
+    A decay multiplies all weights of earlier keys in later queries, whose gradients add up to that of the query's log,
+    and in the last state; without those of the keys that come no earlier. `rows` [S]: where the sequences lie that
+    states belong to, if several are packed: the gradients of one that ends before any state add up to zero.
+    """
+    gradient = d_scale.double()
+    if d_log is not None:
+        gradient = gradient - torch.where(factor > 0, d_log, 0.0).double().sum(2)
+    later = -gradient.cumsum(-1) if reverse else -gradient.flip(-1).cumsum(-1).flip(-1)
+    if d_kv is None:
+        return later.to(d_scale.dtype)
+    of_state = (kv_after * d_kv).double().sum((-1, -2))
+    if rows is not None:
+        of_state = later.new_zeros(later.shape[:2]).index_add(0, rows, of_state)
+    return (later + of_state[..., None]).to(d_scale.dtype)
+
+
+class _CausalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, operation, query, key, value, log_scale, log_decay, kv, log_max):
+        output, *after, factor, top = read(operation, (query, key, value, log_scale, log_decay, kv, log_max))
+        ctx.save_for_backward(query, key, value, log_scale, log_decay, kv, log_max, output, *after, factor, top)
+        ctx.operation = operation
+        ctx.mark_non_differentiable(after[1])
+        return output, log_weight(factor, top), *after
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_output, d_log, d_kv, _):
+        query, key, value, log_scale, log_decay, kv, log_max, output, kv_after, max_after, factor, top = (
+            ctx.saved_tensors
+        )
+        weight_grad = d_log[..., None] - (d_output * output).sum(-1, keepdim=True)
+        grad = torch.cat([d_output, weight_grad], dim=-1).mul_(factor[..., None])
+        value = F.pad(value, (0, 1), value=1.0)
+        d_query = read(ctx.operation, (grad, value, key, log_scale, log_decay, kv.mT, log_max), normalise=False)[0]
+        scale, from_end = [None] * query.shape[2], {"normalise": False, "reverse": True}
+        if log_scale is not None:
+            # a query without weight has no gradient; as a key that is read from the end it must not be the largest
+            scale = torch.where(factor > 0, -top, LOWEST).unbind(2)
+            from_end["row_scale"] = log_scale[:, :, None]
+        # between two tokens that are read backwards comes the decay of the later one
+        decay = None if log_decay is None else F.pad(log_decay[:, :, 1:], (0, 1))
+        parts = []
+        left = d_kv  # gradient of the last state, part of the first group's only
+        for query_part, grad_part, scale_part in zip(query.unbind(2), grad.unbind(2), scale, strict=True):
+            values = (key[:, :, None], query_part, grad_part[..., :-1], scale_part, decay, left[..., :-1], -max_after)
+            keys = (value[:, :, None], grad_part, query_part, scale_part, decay, left.mT, -max_after)
+            d_value, *_ = read(ctx.operation, values, **from_end)
+            d_key, before, before_max, *_ = read(ctx.operation, keys, **from_end)
+            if log_scale is not None:
+                passed = 0 if log_decay is None else log_decay[:, :, 0]
+                before = before * (before_max + passed + log_max).exp()[..., None, None]
+            parts.append((d_key.squeeze(2), d_value.squeeze(2), before.mT))
+            left = torch.zeros_like(d_kv)
+        d_key, d_value, d_before = (functools.reduce(torch.add, groups) for groups in zip(*parts, strict=True))
+        d_scale = None if log_scale is None else (key * d_key).sum(-1)
+        d_decay = None if log_decay is None else decay_gradient(d_scale, d_log, factor, kv_after, d_kv)
+        return None, d_query, d_key, d_value, d_scale, d_decay, d_before, None
