@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when PyTorch imports Triton; `make gpu` sets it to 0
 
 import pytest
 

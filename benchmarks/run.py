@@ -4,6 +4,7 @@
     python -m benchmarks.run --backend torch                       # benchmarks/results/cpu_torch.json
     python -m benchmarks.run --backend compile                     # benchmarks/results/cpu_compiled.json
     python -m benchmarks.run --device cuda                         # benchmarks/results/gpu.json
+    python -m benchmarks.run --device cuda --backend triton        # benchmarks/results/gpu_triton.json
     python -m benchmarks.run --tables-only                         # only rewrite the tables from the JSON files
 
 Three measurements: the operation alone (forward, and forward with backward, causal and bidirectional) against
@@ -31,14 +32,15 @@ from benchmarks.provenance import collect_provenance
 from benchmarks.stopwatch import PLANS, SOFTMAX, Plan, Stopwatch, Timing
 from benchmarks.tables import FASTER, RESULTS, write_tables
 from hf_linattn import AttentionLayer
-from hf_linattn.backends import BACKENDS
+from hf_linattn.backends import use_backend
 from hf_linattn.config import make_config, require_known
 from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops.native import library
 from hf_linattn.testing.counters import flops_of
 
-SUFFIXES = {"auto": ".json", "torch": "_torch.json", "compile": "_compiled.json"}  # of the result files
+# of the result files
+SUFFIXES = {"auto": ".json", "torch": "_torch.json", "compile": "_compiled.json", "triton": "_triton.json"}
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def operation_competitors(
     for name in names:
         if mode in MECHANISMS.get(name).modes:
             mechanism = MECHANISMS.get(name)(make_config(name, {}), layer).to(device, dtype).train(backward)
-            mechanism.backend, mechanism.causal_reader = stopwatch.backend, BACKENDS[stopwatch.backend]
+            use_backend(mechanism, stopwatch.backend)
             competitors[name] = Call(lambda q, k, v, mechanism=mechanism: mechanism(q, k, v)[0], heads, backward)
     return competitors
 
@@ -223,9 +225,9 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="by default float32 on a CPU, bfloat16 on a GPU")] = None,
     mechanism: Annotated[list[str] | None, typer.Option(help="repeatable; by default those with targets")] = None,
-    backend: Annotated[str, typer.Option(help="auto, torch or compile; times the mechanisms that know it")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, torch, compile, triton; times what knows it")] = "auto",
     output: Annotated[
-        Path | None, typer.Option(help="by default benchmarks/results/{cpu,gpu}[_torch,_compiled].json")
+        Path | None, typer.Option(help="by default benchmarks/results/{cpu,gpu}[_torch,_compiled,_triton].json")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes, to see that it runs")] = False,
     tables_only: Annotated[bool, typer.Option("--tables-only", help="measure nothing")] = False,

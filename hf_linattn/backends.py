@@ -1,15 +1,16 @@
 """Backends: how a mechanism works through a long causal input. What comes out is the same but for rounding.
 
 `auto` takes all tokens in one call, by the C of `ops.native` where that can do it, `torch` by PyTorch's operations
-alone. `compile` reads slabs of `SLAB_SIZE` tokens, each continuing the state of the one before as in chunked prefill,
-and torch.compile makes a program of one slab, which all others and all layers share.
+alone. `triton` has the sums over keys formed by the kernels of `ops.triton`, for all tokens at once. `compile` reads
+slabs of `SLAB_SIZE` tokens, each continuing the state of the one before as in chunked prefill, and torch.compile makes
+a program of one slab, which all others and all layers share.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from .config import require_known
 from .errors import OptionError
 from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
+from .ops.causal_sums import CausalSums
 from .patching import get_mechanisms
 
 SLAB_SIZE = 1024
@@ -28,18 +30,24 @@ def set_backend(model: nn.Module, backend: str) -> None:
 
     `"auto"`, the default, takes the fastest way that was installed: on a CPU in float32 the C of `ops.native` for what
     it knows, if it was built (`hf-linattn env` says so), and PyTorch's own operations for everything else. It knows
-    causal `linear` with its feature maps, causal `hybrid` and `linformer`, `lsh` and the block-sparse mechanisms, all
-    with their backward passes; in `eval()` mode without gradients bidirectional `linear` and `hybrid`, and patterns
-    with parameters, too. `"torch"` takes PyTorch's operations alone.
+    `linear` with its feature maps, packed rows included, `hybrid`, causal `linformer`, `lsh` and the block-sparse
+    mechanisms, all with their backward passes, and in `eval()` mode without gradients patterns with parameters, too.
+    `"torch"` takes PyTorch's operations alone.
 
     `"compile"` compiles (with the C++ compiler that `torch.compile` needs, half a minute at first) what `linear`, its
     feature maps and `hybrid` do with 1,024 tokens, for inputs of 2,048 and more: for devices and machines without the
     C. Every batch size has a program of its own, of which torch.compile makes eight. Padded or packed rows, shorter
     inputs, decoding and bidirectional layers take the same way as with `"auto"`, and so do layers that keep softmax.
 
+    `"triton"` is for GPUs: causal `linear` with all its feature maps, and what is built on it, has its sums over keys
+    made by Triton, forward and back. Features are made by PyTorch, for the whole input. In PyTorch's default
+    `float32_matmul_precision` a product is made of three of TF32. Packed rows, single tokens and bidirectional layers
+    take the same way as with `"auto"`. On a CPU it runs in Triton's interpreter, `TRITON_INTERPRET=1`, which is for
+    tests.
+
     Raises:
-        UnknownNameError: there is no such backend. OptionError: a mechanism of the model does not know it.
-        PatchError: the model is not patched.
+        UnknownNameError: there is no such backend. OptionError: a mechanism of the model does not know it, or Triton
+        is not installed. PatchError: the model is not patched.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from hf_linattn import patch_model, set_backend
@@ -55,8 +63,15 @@ def set_backend(model: nn.Module, backend: str) -> None:
                 f"mechanism {mechanism.config.mechanism!r} of layer {mechanism.layer.index} has no backend"
                 f" {backend!r}; use one of {', '.join(mechanism.backends)}"
             )
+    BACKENDS[backend].load()  # what is missing is missed before anything changes
     for mechanism in mechanisms:
-        mechanism.backend, mechanism.causal_reader = backend, BACKENDS[backend]
+        use_backend(mechanism, backend)
+
+
+def use_backend(mechanism: Mechanism, backend: str) -> None:
+    """Hand one of `BACKENDS` to a mechanism that knows it."""
+    found = BACKENDS[backend]
+    mechanism.backend, mechanism.causal_reader, mechanism.causal_sums = backend, found.reader, found.load()
 
 
 def read_slabs(
@@ -99,4 +114,25 @@ def compiled_slab(*heads: Any) -> tuple[Tensor, Any]:
     return _program()(*heads)
 
 
-BACKENDS: dict[str, Callable[..., tuple[Tensor, Any]] | None] = {"auto": None, "torch": None, "compile": read_slabs}
+def load_triton() -> CausalSums:
+    """Return the operation in Triton; `OptionError` where that is not installed."""
+    try:
+        from .ops.triton.causal_sums import causal_sums_triton  # here: nothing else needs Triton
+    except ImportError as error:
+        raise OptionError(f"backend 'triton' needs Triton ({error}): pip install triton") from error
+    return causal_sums_triton
+
+
+class Backend(NamedTuple):
+    """reader: takes the place of `causal_attention`. load: returns the operation that forms sums over keys."""
+
+    reader: Callable[..., tuple[Tensor, Any]] | None = None
+    load: Callable[[], CausalSums | None] = lambda: None
+
+
+BACKENDS = {
+    "auto": Backend(),
+    "torch": Backend(),
+    "compile": Backend(read_slabs),
+    "triton": Backend(load=load_triton),
+}

@@ -45,7 +45,7 @@ def run_both(mechanism, dtype=torch.float64, length=LENGTH):
     results = []
     heads = [torch.randn(2, h, length, 8, generator=generator, dtype=dtype).requires_grad_() for h in (4, 2, 2)]
     for backend in ("torch", "compile"):
-        mechanism.backend, mechanism.causal_reader = backend, backends.BACKENDS[backend]
+        backends.use_backend(mechanism, backend)
         output, state = mechanism(*heads)
         weights = torch.linspace(-1, 1, output.numel(), dtype=dtype).view_as(output)
         results.append([output, *state, *torch.autograd.grad((output * weights).sum(), heads)])

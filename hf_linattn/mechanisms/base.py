@@ -143,8 +143,9 @@ class Mechanism(nn.Module):
         self.calls = 0  # how often forward ran (outside compiled graphs): shows that the layer is really served
         self.cache_layer: Any = None  # set by the bridge for the time of one call, as is the next one
         self.keeps_state = True  # whether the state that causal attention comes to is of use to anyone
-        self.backend = "auto"  # set by hf_linattn.backends, as is the next one
+        self.backend = "auto"  # set by hf_linattn.backends, as are the next two
         self.causal_reader: Any = None  # calls causal_attention for it, in parts
+        self.causal_sums: Any = None  # forms sums over keys for it
         self.observer: Any = None  # set by hf_linattn.observation: answers in this mechanism's place
 
     def forward(

@@ -60,6 +60,7 @@ class CosformerMechanism(SequenceMechanism):
     """
 
     config_class = CosformerConfig
+    backends = ("auto", "torch", "triton")
     continuous = False  # where the last weight of a query vanishes it goes from the value to zero
     limit = ExactnessLimit("attention with the kernel relu(q) . relu(k) cos(pi / 2 (i - j) / M)", kernel=True)
     citation = "Qin et al. 2022, cosFormer: Rethinking Softmax in Attention, arXiv 2202.08791"
@@ -85,7 +86,7 @@ class CosformerMechanism(SequenceMechanism):
         sums = None if state is None else LinearState(state.kv, state.log_max)
         output, sums = causal_linear_attention(
             query, key, value, Features, Features, mask, None, sums,
-            use_native=self.backend != "torch", training=self.training,
+            use_native=self.backend != "torch", training=self.training, operation=self.causal_sums,
         )  # fmt: skip
         return output, CosformerState(*sums, after)
 

@@ -149,7 +149,7 @@ class LinearMechanism(FeatureMapMechanism):
 
     config_class: ClassVar[type[MechanismConfig]] = LinearConfig
     modes = frozenset({"causal", "bidirectional", "cross"})
-    backends = ("auto", "torch", "compile")
+    backends = ("auto", "torch", "compile", "triton")
     limit = ExactnessLimit("attention with the kernel phi(q) . phi(k), computed naively", kernel=True)
     citation = "Katharopoulos et al. 2020, Transformers are RNNs, arXiv 2006.16236"
     decays_by_distance: ClassVar[bool] = True  # or not at all: nothing but q, k and |i - j| makes a weight
@@ -205,7 +205,7 @@ class LinearMechanism(FeatureMapMechanism):
         decay = self.log_decay(key, key_padding_mask)
         output, state = causal_linear_attention(
             query, key, value, *self.maps, key_padding_mask, sequence_ids, state, decay,
-            use_native=self.backend != "torch", training=self.training,
+            use_native=self.backend != "torch", training=self.training, operation=self.causal_sums,
         )  # fmt: skip
         return self._beside_itself(output, query, key, value, key_padding_mask), state
 
