@@ -129,9 +129,10 @@ pretrain: install ## train the three bundled models anew: hours
 	  $(BIN)/python recipes/pretrain.py --architecture $$model --output_dir recipes/pretrained/$$model || exit 1; \
 	done
 
-gpu: ## with the current python: the CUDA tests, then benchmarks/results/gpu.json, 9 minutes
-	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -m gpu tests/gpu
+gpu: ## with the current python: the CUDA tests, then benchmarks/results/gpu.json and gpu_triton.json, 9 minutes
+	HF_HUB_OFFLINE=1 TRITON_INTERPRET=0 $(PYTHON) -m pytest -m gpu tests/gpu
 	$(PYTHON) -m benchmarks.run --device cuda
+	$(PYTHON) -m benchmarks.run --device cuda --backend triton
 
 pictures: install ## draw what every mechanism makes of softmax's weights, for its page under docs/mechanisms: 3 minutes
 	$(BIN)/python -m docs.pictures

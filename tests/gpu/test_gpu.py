@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn import AttentionLayer, Mechanism, list_mechanisms, patch_model
+from hf_linattn.backends import use_backend
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops import naive
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
 CASES = [(name, mode) for name in list_mechanisms() for mode in sorted(MECHANISMS.get(name).modes)]
+ON_TRITON = [name for name in list_mechanisms() if "triton" in MECHANISMS.get(name).backends]
 # the reference sees the rounded inputs and parameters; what counts is the rounding of the output and softmax's own
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BATCH, HEADS, KEY_VALUE_HEADS, LENGTH, HEAD_DIM = 2, 4, 2, 173, 32
@@ -80,6 +82,26 @@ def test_gradients_match_the_reference(name: str, mode: str) -> None:
     for measured, expected in zip(on_gpu, exact, strict=True):
         scale = expected.grad.abs().max()
         assert (measured.grad.cpu() - expected.grad).abs().max() < 1e-4 * scale
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", ON_TRITON)
+def test_triton_computes_what_pytorch_does(name: str, dtype: torch.dtype) -> None:
+    """Outputs, and the gradients of heads and parameters, over several segments, a rest and padding."""
+    mechanism = make_mechanism(name, "causal", dtype)
+    exact = copy.deepcopy(mechanism).double()
+    use_backend(mechanism, "triton")
+    *heads, mask = make_heads(length=600)
+    rounded, results = [x.to(DEVICE, dtype) for x in heads], []
+    for module, precision in ((mechanism, dtype), (exact, torch.float64)):
+        given = [x.to(precision, copy=True).requires_grad_() for x in rounded]
+        output, _ = module(*given, mask.to(DEVICE))
+        weight = torch.arange(output.numel(), device=DEVICE).cos().view_as(output)
+        gradients = torch.autograd.grad((output * weight).sum(), [*given, *module.parameters()])
+        results.append([output.detach(), *gradients])
+    for measured, expected in zip(*results, strict=True):
+        scale = expected.abs().max()
+        assert (measured.double() - expected).abs().max() < 10 * TOLERANCES[dtype] * scale
 
 
 @pytest.mark.parametrize("name", list_mechanisms())

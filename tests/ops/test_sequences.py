@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_linattn.ops.sequences import find_sequences
+from hf_linattn.ops.sequences import Packed, find_sequences
 
 ROWS, LENGTH = 3, 17
 
@@ -39,6 +39,23 @@ def test_sequences_are_what_a_loop_over_tokens_finds(mask, steps):
     assert sorted(got) == sorted(want)
     assert size < 2 * ROWS * LENGTH
     assert [int(g.last.sum()) for g in groups] and sum(int(g.last.sum()) for g in groups) == ROWS
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 1), min_size=ROWS * LENGTH, max_size=ROWS * LENGTH))
+def test_packed_sequences_are_the_runs_of_equal_ids(steps):
+    ids = torch.tensor(steps).view(ROWS, LENGTH).cumsum(1)
+    found, places = Packed.of(ids, ROWS), []
+    for row in range(ROWS):
+        starts = [0, *(i for i in range(1, LENGTH) if ids[row, i] != ids[row, i - 1])]
+        places += [(row, at, end - at) for at, end in zip(starts, [*starts[1:], LENGTH], strict=True)]
+    assert found.places.tolist() == [list(place) for place in places]
+    assert [places[i] for i in found.first] == [place for place in places if place[1] == 0]
+    assert [places[i] for i in found.last] == [place for place in places if place[1] + place[2] == LENGTH]
+    assert found.begins.nonzero().tolist() == [[row, start] for row, start, _ in places]
+    turned = Packed.of(ids.flip(1), ROWS)
+    assert sorted(found.backwards().places.tolist()) == turned.places.tolist()
+    assert [x for x in found.shortened().places.tolist() if x[2]] == Packed.of(ids[:, :-1], ROWS).places.tolist()
 
 
 def test_taken_and_put_back():

@@ -105,6 +105,25 @@ def form_scores(
 
 
 @triton.jit
+def write_rows(
+    result, weight, sums, sums_token, factor, row_factor, row, length, columns, least_weight,
+    VALUE_SIZE: tl.constexpr, NORMALISE: tl.constexpr, WEIGHED: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Sums of the queries in rows, and what they are divided by; see `read_states`."""
+    token = length - 1 - row if REVERSE else row
+    if NORMALISE:
+        enough = weight >= least_weight
+        own = tl.where(enough, 1.0 / tl.where(enough, weight, 1.0), 0.0)
+        if tl.program_id(2) == 0:
+            tl.store(factor + token, own, mask=row < length)
+        result *= own[:, None]
+    if WEIGHED:
+        result *= tl.load(row_factor + token, mask=row < length, other=0.0)[:, None]
+    inside = (row < length)[:, None] & (columns < VALUE_SIZE)[None, :]
+    tl.store(sums + token.to(tl.int64)[:, None] * sums_token + columns[None, :], result, mask=inside)
+
+
+@triton.jit
 def read_states(
     query, key, value, states, totals, exponent, top, kept, row_factor, sums, factor,
     query_batch, query_head, query_group, query_token, key_batch, key_head, key_token,
@@ -153,16 +172,9 @@ def read_states(
         values = load_rows(value, value_token, token, length, columns, VALUE_SIZE, REVERSE)
         result = tl.dot(scores, values, result, input_precision=PRECISION)
         weight += tl.sum(scores, 1)
-    written = length - 1 - row if REVERSE else row
-    place = query_head_index * length + written
-    if NORMALISE:
-        enough = weight >= least_weight
-        own = tl.where(enough, 1.0 / tl.where(enough, weight, 1.0), 0.0)
-        if tl.program_id(2) == 0:
-            tl.store(factor + place, own, mask=row < length)
-        result *= own[:, None]
-    if WEIGHED:
-        result *= tl.load(row_factor + place, mask=row < length, other=0.0)[:, None]
     sums += batch * sums_batch + head * sums_head + group * sums_group
-    inside = (row < length)[:, None] & (columns < VALUE_SIZE)[None, :]
-    tl.store(sums + written.to(tl.int64)[:, None] * sums_token + columns[None, :], result, mask=inside)
+    numbers = query_head_index * length
+    write_rows(
+        result, weight, sums, sums_token, factor + numbers, row_factor + numbers, row, length, columns, least_weight,
+        VALUE_SIZE, NORMALISE, WEIGHED, REVERSE,
+    )  # fmt: skip
