@@ -299,8 +299,9 @@ class SequenceMechanism(Mechanism):
     ) -> tuple[Tensor, Any]:
         """Return output and state for rows that continue `state` (None: that begin).
 
-        `lengths` [B] counts the real tokens at the start of each row (maybe none); None if all are real. What comes
-        out behind them is dropped, and must not get into the state. The state may be None unless `self.keeps_state`.
+        `lengths` [B] counts the real tokens at the start of each row (maybe none); None if all are real, or no state is
+        kept, as no query sees what stands behind it. What comes out behind them is dropped, and must not get into the
+        state. The state may be None unless `self.keeps_state`.
         """
         raise NotImplementedError
 
@@ -338,8 +339,10 @@ class SequenceMechanism(Mechanism):
         for number, group in enumerate(groups):
             heads = [group.take(x) for x in (query, key, value)]
             if self.layer.causal:
-                rows, after = self.causal_sequences(*heads, group.lengths, None if number else state)
-                if after is not None:
+                # what stands behind a sequence cannot be seen in a causal output, and without a state nowhere
+                lengths = group.lengths if self.keeps_state else None
+                rows, after = self.causal_sequences(*heads, lengths, None if number else state)
+                if self.keeps_state:
                     states.append((group.rows[group.last], select_rows(after, group.last)))
             else:
                 rows = self.bidirectional_sequences(*heads, group.lengths)

@@ -106,7 +106,7 @@ def _factor(gram: Tensor, penalty: Tensor, together: Tensor | None = None) -> Te
 
 def _together(key: Tensor, key_map: FeatureMap, sequence_ids: Tensor) -> Tensor | None:
     """Return which tokens [B or 1, 1, N, N] belong to one sequence if there are no more of them than features."""
-    width = getattr(key_map, "feature_dim", 0)
+    width = key_map(key[:, :, :1]).values.shape[-1]
     if key.shape[2] > min(width, SEGMENT_SIZE):
         return None
     return (sequence_ids[:, :, None] == sequence_ids[:, None, :])[:, None]

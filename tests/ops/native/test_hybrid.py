@@ -133,6 +133,28 @@ def test_gradients(variant, calls, linear, decay, window_size, num_sinks):
         assert_close(got[name].double(), want[name], tolerance * max(1.0, float(want[name].abs().max())))
 
 
+def test_packed_and_padded_rows_of_which_no_state_is_kept(variant, calls):
+    """As in training: what stands behind a sequence is no matter of its outputs and gradients."""
+    mechanism, heads = make_hybrid(True, "hedgehog", "learned", 16, 4).train(), make_heads(2, LENGTH)
+    mechanism.keeps_state = False
+    places, mask = torch.arange(LENGTH), torch.ones(2, LENGTH, dtype=torch.bool)
+    ids, mask[1, :5] = torch.stack([places // 90, places // 120]), False
+    results = []
+    for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
+        mechanism.to(dtype).backend = backend
+        operands = [x.to(dtype).requires_grad_() for x in heads]
+        output, state = mechanism(*operands, mask, ids)
+        trained = {**dict(zip("qkv", operands, strict=True)), **dict(mechanism.named_parameters())}
+        gradients = torch.autograd.grad(output.sin().sum(), trained.values())
+        results.append({"output": output, **dict(zip(trained, gradients, strict=True))})
+        assert state is None
+    assert len(calls) == 3  # those that begin a row, and the others by size
+    got, want = results
+    for name in got:
+        tolerance = 1e-3 if "decay" in name else 5e-5
+        assert_close(got[name].double(), want[name], tolerance * max(1.0, float(want[name].abs().max())))
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_what_it_cannot_do_is_left_to_others(variant, calls, causal):
     mechanism, heads = make_hybrid(causal, "hedgehog", None, 16, 4), make_heads(2, LENGTH)
