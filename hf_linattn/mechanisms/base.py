@@ -299,9 +299,9 @@ class SequenceMechanism(Mechanism):
     ) -> tuple[Tensor, Any]:
         """Return output and state for rows that continue `state` (None: that begin).
 
-        `lengths` [B] counts the real tokens at the start of each row (maybe none); None if all are real, or no state is
-        kept, as no query sees what stands behind it. What comes out behind them is dropped, and must not get into the
-        state. The state may be None unless `self.keeps_state`.
+        `lengths` [B] counts the real tokens at the start of each row (maybe none); None if all are real, or no state
+        is kept, as no query sees what stands behind it. What comes out behind them is dropped, and must not get into
+        the state. The state may be None unless `self.keeps_state`.
         """
         raise NotImplementedError
 

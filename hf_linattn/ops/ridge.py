@@ -42,10 +42,9 @@ def ridge_attention(
     [[0.0, 0.5], [1.0, 1.5], [2.0, 2.5]]
     """
     if sequence_ids is not None:
-        together = _together(key, key_map, sequence_ids)
-        read = _each_sequence if together is None else _all_sequences
-        apart = sequence_ids if together is None else together
-        return read(query, key, value, query_map, key_map, penalty, key_padding_mask, apart)
+        width = key_map(key[:, :, :1]).values.shape[-1]
+        read = _all_sequences if key.shape[2] <= min(width, SEGMENT_SIZE) else _each_sequence
+        return read(query, key, value, query_map, key_map, penalty, key_padding_mask, sequence_ids)
     solution = _solve(key, value, key_map, penalty, key_padding_mask)[:, :, None]
     groups = query.unflatten(1, (key.shape[1], -1))
     features = (query_map(part).values for part in groups.split(SEGMENT_SIZE, dim=3))
@@ -85,11 +84,11 @@ def _solve_for_keys(features, value, penalty, together=None):
 
     `together` [B, 1, N, N]: the pairs of B B^T that there are; None for all.
     """
-    pairs = features.new_zeros(()) if together is None else (features @ features.mT) * together
+    pairs = None if together is None else (features @ features.mT) * together
     with torch.no_grad():
-        factor = _factor(features @ features.mT if together is None else pairs.clone(), penalty, together)
+        factor = _factor(features @ features.mT if pairs is None else pairs.clone(), penalty, together)
         added = torch.cholesky_solve(value, factor)
-    said = features @ (features.mT @ added) if together is None else pairs @ added
+    said = features @ (features.mT @ added) if pairs is None else pairs @ added
     left = value - penalty[:, None, None] * added - said
     return added + torch.cholesky_solve(left, factor)
 
@@ -104,16 +103,9 @@ def _factor(gram: Tensor, penalty: Tensor, together: Tensor | None = None) -> Te
     return torch.linalg.cholesky(gram)
 
 
-def _together(key: Tensor, key_map: FeatureMap, sequence_ids: Tensor) -> Tensor | None:
-    """Return which tokens [B or 1, 1, N, N] belong to one sequence if there are no more of them than features."""
-    width = key_map(key[:, :, :1]).values.shape[-1]
-    if key.shape[2] > min(width, SEGMENT_SIZE):
-        return None
-    return (sequence_ids[:, :, None] == sequence_ids[:, None, :])[:, None]
-
-
-def _all_sequences(query, key, value, query_map, key_map, penalty, key_padding_mask, together):
-    """All at once, by the pairs of tokens: their kernel has a block for each sequence."""
+def _all_sequences(query, key, value, query_map, key_map, penalty, key_padding_mask, sequence_ids):
+    """All at once, by the pairs of tokens, no more than a token has features: a block of them for each sequence."""
+    together = (sequence_ids[:, :, None] == sequence_ids[:, None, :])[:, None]
     real = 1.0 if key_padding_mask is None else key_padding_mask.to(value)[:, None, :, None]
     features = key_map(key).values
     features = features * (inverse_length(features) * real)
