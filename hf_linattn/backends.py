@@ -39,11 +39,11 @@ def set_backend(model: nn.Module, backend: str) -> None:
     C. Every batch size has a program of its own, of which torch.compile makes eight. Padded or packed rows, shorter
     inputs, decoding and bidirectional layers take the same way as with `"auto"`, and so do layers that keep softmax.
 
-    `"triton"` is for GPUs: causal `linear` with all its feature maps, and what is built on it, has its sums over keys
-    made by Triton, forward and back. Features are made by PyTorch, for the whole input. In PyTorch's default
-    `float32_matmul_precision` a product is made of three of TF32. Packed rows, single tokens and bidirectional layers
-    take the same way as with `"auto"`. On a CPU it runs in Triton's interpreter, `TRITON_INTERPRET=1`, which is for
-    tests.
+    `"triton"` is for GPUs: `linear` with all its feature maps, and what is built on it, has its sums over keys made by
+    Triton, forward and back, where they are causal or weights decay. Features are made by PyTorch, for the whole
+    input. In PyTorch's default `float32_matmul_precision` a product is made of three of TF32. Packed rows and single
+    tokens take the same way as with `"auto"`, and so do bidirectional layers without decay, which are large products.
+    On a CPU it runs in Triton's interpreter, `TRITON_INTERPRET=1`, which is for tests.
 
     Raises:
         UnknownNameError: there is no such backend. OptionError: a mechanism of the model does not know it, or Triton

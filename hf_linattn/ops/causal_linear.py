@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .causal_sums import CausalSums, causal_attention
+from .causal_sums import CausalSums, causal_attention, weighed_attention
 from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, ratio, with_ones
 from .exponential import LOWEST, dense, fast_exp
 from .native.causal_step import step_attention
 from .native.causal_sums import can_read, causal_sums, native_maps
 from .native.library import empty_output, suits
-from .native.mapped_attention import mapped_attention, two_way_attention
+from .native.mapped_attention import join, mapped_attention, two_way_attention
 from .sequences import Packed
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
@@ -116,10 +116,11 @@ def linear_attention(
     log_decay: Tensor | None = None,
     chunk_size: int = CHUNK_SIZE,
     use_native: bool = False,
+    operation: CausalSums | None = None,
 ) -> Tensor:
     """Return the bidirectional attention output [B, H, Nq, Dv]; arguments as in `causal_linear_attention`."""
     reads = use_native and query.shape[2] == key.shape[2] and can_read(query, key)
-    maps = native_maps(query_map, key_map) if reads else []
+    maps = native_maps(query_map, key_map) if reads and operation is None else []
     heads = query.unflatten(1, (key.shape[1], -1)), key, value, maps, key_padding_mask
     if maps:
         packed = None if sequence_ids is None else Packed.of(sequence_ids, key.shape[0])
@@ -127,6 +128,10 @@ def linear_attention(
             return two_way_attention(*heads, log_decay, packed).flatten(1, 2)
         output = _output_for(query, value)
         return mapped_attention(*heads, None, None, output, bidirectional=True, packed=packed)[0].flatten(1, 2)
+    operation = causal_sums if operation is None and reads else operation
+    one_each = sequence_ids is None and not torch.compiler.is_compiling()
+    if log_decay is not None and operation is not None and one_each and key.dtype == torch.float32:
+        return _two_way_by_operation(operation, query, key, value, query_map, key_map, key_padding_mask, log_decay)
     if sequence_ids is not None or log_decay is not None:
         return _two_way_linear_attention(
             query, key, value, query_map, key_map, key_padding_mask, sequence_ids, log_decay, chunk_size
@@ -249,6 +254,20 @@ def _by_operation(operation, size, query, key, value, query_map, key_map, key_pa
         part, state = causal_attention(operation, query_map(query).values, *features, value, decay, state, place)
         parts.append(part)
     return (torch.cat(parts, dim=3) if output is None else output).flatten(1, 2), state
+
+
+def _two_way_by_operation(operation, query, key, value, query_map, key_map, key_padding_mask, log_decay):
+    """Bidirectional attention of weights that decay, by an operation that gets features: see `two_way_attention`."""
+    query = query_map(query.unflatten(1, (key.shape[1], -1))).values
+    key, log_scale = _masked(key_map(key), key_padding_mask, True)
+    output, log, _ = weighed_attention(operation, query, key, log_scale, value, log_decay)
+    if key.shape[2] > 1:
+        later = query[..., :-1, :], key[:, :, 1:], log_scale[:, :, 1:, None], value[:, :, 1:]
+        query, key, log_scale, value = (x.flip(-2) for x in later)
+        decay = F.pad(log_decay[:, :, 2:].flip(2), (1, 0))
+        after, after_log, _ = weighed_attention(operation, query, key, log_scale.squeeze(-1), value, decay)
+        output, _ = join(output, log, after.flip(3), after_log.flip(3) + log_decay[:, :, None, 1:])
+    return output.flatten(1, 2)
 
 
 def _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay):

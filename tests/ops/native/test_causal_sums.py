@@ -12,7 +12,7 @@ from hf_linattn.config import make_config
 from hf_linattn.feature_maps import FEATURE_MAPS, FeatureMap
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
 from hf_linattn.ops import causal_linear
-from hf_linattn.ops.causal_linear import Features, causal_linear_attention
+from hf_linattn.ops.causal_linear import Features, causal_linear_attention, linear_attention
 from hf_linattn.ops.chunk_sums import CHUNK_SIZE, LinearState
 from hf_linattn.ops.native import library
 from hf_linattn.ops.native.causal_sums import can_read
@@ -169,6 +169,23 @@ def test_gradients_where_every_query_sees_all_keys(variant, name, options, decay
     for place, want in results[0].items():
         tolerance = 1e-3 if "decay" in place else 5e-5  # a small difference of large sums
         assert_close(results[1][place].double(), want, tolerance * max(1.0, float(want.abs().max())))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("feature_map", [elu_map, exp_map])
+def test_given_features_whose_weights_decay_both_ways(variant, feature_map, masked):
+    """Outputs and the gradients of heads and rates."""
+    mask = LAYOUTS["masked"][0] if masked else None
+    rates, results = torch.tensor([0.02, 3.0], dtype=torch.float64, requires_grad=True), []
+    for dtype in (torch.float64, torch.float32):
+        heads = [x.to(dtype).requires_grad_() for x in make_heads()]
+        decay = -rates.to(dtype)[None, :, None].expand(2, -1, 203)
+        decay = decay if mask is None else decay * mask[:, None]
+        output = linear_attention(*heads, feature_map, feature_map, mask, None, decay, use_native=True)
+        results.append([output, *torch.autograd.grad(output.sin().sum(), [*heads, rates])])
+    assert variant
+    for want, got in zip(*results, strict=True):
+        assert_close(got.double(), want, 2e-4 * max(1.0, float(want.detach().abs().max())))
 
 
 def test_every_map_is_tested():

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,24 @@ def test_every_mechanism_on_it(small_tiles, name):
     for place, want in results[0].items():
         tolerance = 1e-3 if "decay" in place else 5e-5  # a small difference of large sums
         assert_close(results[1][place].double(), want, tolerance * max(1.0, float(want.detach().abs().max())))
+
+
+@pytest.mark.parametrize("length", [1, 2, 37])
+def test_weights_that_decay_both_ways(small_tiles, length):
+    """Outputs and the gradients of heads and parameters, masked."""
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[0, length // 2 :] = False
+    given = [torch.randn(2, h, length, 8) for h in (2, 1, 1)]
+    results = []
+    for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
+        mechanism = make_mechanism("hedgehog", causal=False, decay="learned").to(dtype)
+        use_backend(mechanism, backend)
+        heads = [x.to(dtype).requires_grad_() for x in given]
+        output, _ = mechanism(*heads, mask)
+        gradients = torch.autograd.grad(output.sin().sum(), [*heads, *mechanism.parameters()])
+        results.append([output, *gradients])
+    for want, got in zip(*results, strict=True):
+        assert_close(got.double(), want, 5e-5 * max(1.0, float(want.detach().abs().max())))
 
 
 def test_the_future_does_not_come_through_and_nothing_overflows(small_tiles):
@@ -226,9 +245,9 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-def make_mechanism(name: str):
+def make_mechanism(name: str, causal: bool = True, **options: Any):
     layer = AttentionLayer(
-        index=0, num_heads=2, num_key_value_heads=1, head_dim=8, causal=True, scaling=8**-0.5,
+        index=0, num_heads=2, num_key_value_heads=1, head_dim=8, causal=causal, scaling=8**-0.5,
         device=torch.device("cpu"), dtype=torch.float32,
     )  # fmt: skip
-    return MECHANISMS.get(name)(make_config(name, OPTIONS.get(name, {})), layer)
+    return MECHANISMS.get(name)(make_config(name, {**OPTIONS.get(name, {}), **options}), layer)
