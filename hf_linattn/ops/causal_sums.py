@@ -76,39 +76,37 @@ def log_weight(factor: Tensor, top: Tensor) -> Tensor:
 
 
 def read(
-    operation: CausalSums, heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, rest=()
+    operation: CausalSums, heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, rest=(), states=None
 ) -> tuple[Tensor, ...]:
-    """Return sums, state, log_max, factor and top for (query, ..., kv, log_max), which stay as they are."""
+    """Return sums, state, log_max, factor and top for (query, ..., kv, log_max), which stay as they are.
+
+    states: how many there are afterwards; None: as many as before.
+    """
     query, key, value, log_scale, log_decay, kv, log_max = heads
     sums = empty_output(query, value) if sums is None else sums
     factor, top = query.new_empty(2, *query.shape[:4]).unbind()
     before = kv.contiguous(), log_max.contiguous()
-    after = tuple(torch.empty_like(x) for x in before)
+    after = tuple(x.new_empty(states or len(x), *x.shape[1:]) for x in before)
     operands = (query, key, value, log_scale, log_decay, row_scale, sums, factor, top, *before, *after)
     operation(*operands, normalise, reverse, *rest)
     return sums, *after, factor, top
 
 
 def decay_gradient(
-    d_scale: Tensor, d_log: Tensor | None, factor: Tensor, kv_after: Tensor, d_kv: Tensor | None,
-    reverse: bool = False, rows: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    d_scale: Tensor, d_log: Tensor | None, factor: Tensor, kv_after: Tensor, d_kv: Tensor | None, reverse: bool = False
+) -> Tensor:
     """Return the gradient of log_decay [B, Hkv, N] from those of the keys' log scales, of the log and of the state.
 
     A decay multiplies all weights of earlier keys in later queries, whose gradients add up to that of the query's log,
-    and in the last state; without those of the keys that come no earlier. `rows` [S]: where the sequences lie that
-    states belong to, if several are packed: the gradients of one that ends before any state add up to zero.
+    and in the last state; without those of the keys that come no earlier. Those of a packed sequence that leaves no
+    state add up to zero, so that the ones before it do not notice.
     """
     gradient = d_scale.double()
     if d_log is not None:
         gradient = gradient - torch.where(factor > 0, d_log, 0.0).double().sum(2)
     later = -gradient.cumsum(-1) if reverse else -gradient.flip(-1).cumsum(-1).flip(-1)
-    if d_kv is None:
-        return later.to(d_scale.dtype)
-    of_state = (kv_after * d_kv).double().sum((-1, -2))
-    if rows is not None:
-        of_state = later.new_zeros(later.shape[:2]).index_add(0, rows, of_state)
-    return (later + of_state[..., None]).to(d_scale.dtype)
+    of_state = 0.0 if d_kv is None else (kv_after * d_kv).double().sum((-1, -2))[..., None]
+    return (later + of_state).to(d_scale.dtype)
 
 
 class _CausalAttention(torch.autograd.Function):

@@ -43,10 +43,16 @@ struct scratch {
     int64_t operands_ahead;
 };
 
+/* How many tokens are read at a time. */
+static inline int64_t chunk_of(const struct problem *p)
+{
+    return smaller(CHUNK, round_up(p->length ? p->length : 1, TILE_COLUMNS));
+}
+
 static inline int64_t arrange(struct scratch *s, const struct problem *p, float *memory)
 {
     s->operands_ahead = 0;
-    s->chunk = smaller(CHUNK, round_up(p->length ? p->length : 1, TILE_COLUMNS));
+    s->chunk = chunk_of(p);
     s->inputs = round_up(p->input_size, TILE_COLUMNS);
     s->keys = round_up(p->key_size, TILE_COLUMNS);
     s->values = round_up(p->value_size, TILE_COLUMNS);

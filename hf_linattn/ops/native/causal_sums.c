@@ -96,10 +96,10 @@ static void read_sequence(struct scratch *s, const struct problem *p, int64_t ba
     const int scaled = has_scales(p);
     const int64_t sequence = batch * p->heads + head, width = p->value_size + (p->normalise ? 1 : 0);
     const float *given = p->state + sequence * p->key_size * width;
-    float *after = p->state_after + sequence * p->key_size * width, before = p->log_max[sequence], left = 1.0f;
+    float *after = p->state_after + sequence * p->key_size * width, before = first_top(p, sequence), left = 1.0f;
     memset(s->state, 0, s->keys * s->values * sizeof(float));
     memset(s->weights, 0, s->keys * sizeof(float));
-    for (int64_t key = 0; key < p->key_size; key++) {
+    for (int64_t key = 0; key < p->key_size && p->continues; key++) {
         memcpy(s->state + key * s->values, given + key * width, p->value_size * sizeof(float));
         s->weights[key] = p->normalise ? given[key * width + p->value_size] : 0.0f;
     }
@@ -120,6 +120,8 @@ static void read_sequence(struct scratch *s, const struct problem *p, int64_t ba
     for (int64_t at = 0; at < p->length && p->bidirectional; at += s->chunk)
         for (int64_t group = 0; group < p->groups; group++)
             read_chunk(s, p, batch, head, group, at, smaller(s->chunk, p->length - at), 0);
+    if (!p->leaves)
+        return;
     for (int64_t key = 0; key < p->key_size; key++) {
         memcpy(after + key * width, s->state + key * s->values, p->value_size * sizeof(float));
         if (p->normalise)
@@ -131,15 +133,18 @@ static void read_sequence(struct scratch *s, const struct problem *p, int64_t ba
 static void read_task(const void *problem, float *memory, int64_t task)
 {
     const struct problem *p = problem;
-    const struct problem own = problem_of(p, task / p->heads);
+    const int64_t row = task / p->heads, head = task % p->heads;
     struct scratch s;
-    arrange(&s, &own, memory);
-    read_sequence(&s, &own, task / p->heads, task % p->heads);
+    for (int64_t number = first_of(p, row); number < first_of(p, row + 1); number++) {
+        const struct problem own = problem_of(p, row, number);
+        arrange(&s, &own, memory);
+        read_sequence(&s, &own, row, head);
+    }
 }
 
-/* Work through all sequences of a problem; returns 0, or 1 where there was no memory to work in. */
+/* Work through all rows of a problem; returns 0, or 1 where there was no memory to work in. */
 int causal_sums(const struct problem *p)
 {
     struct scratch s;
-    return run_tasks(read_task, p, count_sequences(p) * p->heads, p->threads, arrange(&s, p, NULL));
+    return run_tasks(read_task, p, p->batches * p->heads, p->threads, arrange(&s, p, NULL));
 }

@@ -18,7 +18,7 @@ enum activation {
     SOFTMAX_PAIR /* [softmax(z), softmax(-z)] */
 };
 
-/* One of the sequences that lie one after another in a row. */
+/* One of the sequences that lie one after another in a row, counted as they are read. */
 struct sequence {
     int64_t row, start, length;
 };
@@ -29,43 +29,75 @@ struct problem {
     operand row_scale;               /* of the queries; the same */
     operand factor, top;             /* of the queries: what their sums were multiplied by; top_i, and what a
                                         feature map takes out of the query; for one token, data may be NULL */
-    const struct sequence *packed;   /* [sequences], which then stand for the batches of states; NULL: rows hold one */
+    const struct sequence *packed;   /* [sequences], row by row; NULL where every row is one */
     int64_t sequences;
-    const float *state, *log_max;    /* [batches, heads, key_size, value_size (+ 1)], [batches, heads] */
-    float *state_after, *log_max_after;
+    const float *state, *log_max;    /* [batches, heads, key_size, value_size (+ 1)], [batches, heads]: of the first
+                                        sequence of each row */
+    float *state_after, *log_max_after; /* of the last; if bidirectional of every sequence */
     int64_t batches, heads, groups, length, key_size, value_size;
     int64_t normalise, threads;
     feature_map query_map, key_map;
     int64_t activation, input_size, bidirectional, strict;
     float quadratic, offset, least_weight;
+    int64_t continues, leaves; /* of one sequence: whether it begins with the state, whether it leaves one */
 };
 
-/* Let an operand begin at a sequence, for which its number then stands in the place of a batch's. */
-static inline void begin_at(operand *x, const struct problem *p, int64_t number)
+/* The number of the first sequence of a row; of the row behind the last one, how many there are. */
+static inline int64_t first_of(const struct problem *p, int64_t row)
 {
-    const struct sequence *found = p->packed + number;
-    if (p->packed && x->data)
-        x->data += (found->row - number) * x->batch + found->start * x->token;
+    int64_t low = 0, high = p->sequences;
+    if (!p->packed)
+        return row;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (p->packed[middle].row < row)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
 }
 
-/* The problem of one sequence. */
-static inline struct problem problem_of(const struct problem *p, int64_t number)
+/* Let an operand begin at a token. */
+static inline void begin_at(operand *x, int64_t start)
+{
+    if (x->data)
+        x->data += start * x->token;
+}
+
+/* The problem of one sequence of a row. */
+static inline struct problem problem_of(const struct problem *p, int64_t row, int64_t number)
 {
     struct problem own = *p;
+    own.continues = own.leaves = 1;
+    if (!p->packed)
+        return own;
+    const int64_t start = p->packed[number].start;
     operand *operands[] = {&own.query,     &own.key,       &own.value,  &own.sums, &own.log_scale,
                            &own.log_decay, &own.row_scale, &own.factor, &own.top};
     for (size_t i = 0; i < sizeof(operands) / sizeof(*operands); i++)
-        begin_at(operands[i], p, number);
-    own.length = p->packed ? p->packed[number].length : p->length;
+        begin_at(operands[i], start);
+    own.length = p->packed[number].length;
+    own.continues = start == 0;
+    own.leaves = p->bidirectional || start + own.length == p->length;
+    if (p->bidirectional) {
+        const int64_t ahead = (number - row) * p->heads;
+        own.state_after += ahead * p->key_size * (p->value_size + (p->normalise ? 1 : 0));
+        own.log_max_after += ahead;
+    }
     return own;
 }
-
-static inline int64_t count_sequences(const struct problem *p) { return p->packed ? p->sequences : p->batches; }
 
 /* Whether keys weigh more than their features say. */
 static inline int has_scales(const struct problem *p)
 {
     return p->log_scale.data || p->log_decay.data || p->activation == EXPONENTIAL;
+}
+
+/* The largest exponent before the first key of a sequence. */
+static inline float first_top(const struct problem *p, int64_t task)
+{
+    return p->continues ? p->log_max[task] : has_scales(p) ? LOWEST / 2 : 0.0f;
 }
 
 /* The first `count` lanes. */

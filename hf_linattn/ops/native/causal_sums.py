@@ -82,6 +82,7 @@ class Problem(ctypes.Structure):
         ("key_map", MapOperands),
         *((name, ctypes.c_int64) for name in ("activation", "input_size", "bidirectional", "strict")),
         *((name, ctypes.c_float) for name in ("quadratic", "offset", "least_weight")),
+        *((name, ctypes.c_int64) for name in ("continues", "leaves")),  # for the C to set
     )
 
 
@@ -160,7 +161,8 @@ def causal_sums(
         query_weight ... offset: `NativeMap.operands` of the two maps, and what else is in a `NativeMap`.
         bidirectional: whether every query sees all keys of its sequence.
         packed: int64 [S, 3], row, start and length of sequences that lie in the rows one after another, counted as
-            they are read; states are then [S, Hkv, ...].
+            they are read, in the order of the rows. The state before belongs to the first of each row, that after to
+            the last; where every query sees all keys, those after are [S, Hkv, ...].
     """
     operands = (query, key, value, sums, log_scale, log_decay, row_scale, factor, top)
     states, maps = (state, log_max, state_after, log_max_after), (query_weight, query_bias, key_weight, key_bias)

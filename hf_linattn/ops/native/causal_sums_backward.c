@@ -61,10 +61,10 @@ static void read_forwards(struct work *w, const struct backward *p, int64_t batc
     const int scaled = has_scales(f), pairs = !f->bidirectional;
     const int64_t sequence = batch * f->heads + head, width = f->value_size + 1;
     const float *given = (f->bidirectional ? f->state_after : f->state) + sequence * f->key_size * width;
-    float top = f->log_max[sequence], left = 1.0f;
+    float top = first_top(f, sequence), left = 1.0f;
     clear(s->state, s->keys * s->values);
     clear(s->weights, s->keys);
-    for (int64_t key = 0; key < f->key_size; key++) {
+    for (int64_t key = 0; key < f->key_size && (f->continues || f->bidirectional); key++) {
         for (int64_t column = 0; column < f->value_size; column++)
             s->state[column * s->keys + key] = given[key * width + column];
         s->weights[key] = given[key * width + f->value_size];
@@ -212,10 +212,11 @@ static void read_backwards(struct work *w, const struct backward *p, int64_t bat
     const struct problem *f = &p->forward;
     struct scratch *s = &w->s;
     const int64_t sequence = batch * f->heads + head, width = f->value_size + 1, size = f->key_size * width;
-    float later = p->d_state || f->bidirectional ? -f->log_max_after[sequence] : LOWEST;
+    const int left_one = f->leaves && p->d_state;
+    float later = left_one || f->bidirectional ? -f->log_max_after[sequence] : LOWEST;
     clear(s->state, s->keys * s->values);
     clear(s->weights, s->keys);
-    for (int64_t key = 0; key < f->key_size && p->d_state; key++) {
+    for (int64_t key = 0; key < f->key_size && left_one; key++) {
         const float *row = p->d_state + sequence * size + key * width;
         memcpy(s->state + key * s->values, row, f->value_size * sizeof(float));
         s->weights[key] = row[f->value_size];
@@ -229,7 +230,7 @@ static void read_backwards(struct work *w, const struct backward *p, int64_t bat
     for (int64_t at = round_up(f->length, s->chunk) - s->chunk; at >= 0; at -= s->chunk)
         later = read_chunk(w, p, batch, head, at, later);
     const float left = has_scales(f) ? exp_of_one(later + f->log_max[sequence]) : 1.0f;
-    for (int64_t key = 0; key < f->key_size && p->d_before; key++) {
+    for (int64_t key = 0; key < f->key_size && f->continues && p->d_before; key++) {
         float *row = p->d_before + sequence * size + key * width;
         for (int64_t column = 0; column < f->value_size; column++)
             row[column] = left * s->state[key * s->values + column];
@@ -239,28 +240,31 @@ static void read_backwards(struct work *w, const struct backward *p, int64_t bat
 
 static void read_task(const void *problem, float *memory, int64_t task)
 {
-    struct backward own = *(const struct backward *)problem;
-    const struct backward *p = &own;
+    const struct backward *p = problem;
     const struct problem *f = &p->forward;
-    const int64_t batch = task / f->heads, head = task % f->heads;
-    operand *gradients[] = {&own.d_sums, &own.d_log, &own.d_query, &own.d_key, &own.d_value, &own.d_scale};
-    for (size_t i = 0; i < sizeof(gradients) / sizeof(*gradients); i++)
-        begin_at(gradients[i], f, batch);
-    own.forward = problem_of(f, batch);
+    const int64_t row = task / f->heads, head = task % f->heads;
     struct work w;
     arrange_all(&w, p, memory);
     prepare_maps(&w, p, head);
-    read_forwards(&w, p, batch, head);
-    read_backwards(&w, p, batch, head);
+    for (int64_t number = first_of(f, row); number < first_of(f, row + 1); number++) {
+        struct backward own = *p;
+        own.forward = problem_of(f, row, number);
+        operand *gradients[] = {&own.d_sums, &own.d_log, &own.d_query, &own.d_key, &own.d_value, &own.d_scale};
+        for (size_t i = 0; f->packed && i < sizeof(gradients) / sizeof(*gradients); i++)
+            begin_at(gradients[i], f->packed[number].start);
+        w.s.chunk = chunk_of(&own.forward); /* no more than there is memory for */
+        read_forwards(&w, &own, row, head);
+        read_backwards(&w, &own, row, head);
+    }
     for (int64_t group = 0; group < f->groups; group++)
         write_map(&w, f, &w.maps[group], p->d_query_weight, p->d_query_bias, task * f->groups + group);
     write_map(&w, f, &w.maps[f->groups], p->d_key_weight, p->d_key_bias, task);
 }
 
-/* Work through all sequences; returns 0, or 1 where there was no memory to work in. */
+/* Work through all rows; returns 0, or 1 where there was no memory to work in. */
 int causal_sums_backward(const struct backward *p)
 {
     struct work w;
-    return run_tasks(read_task, p, count_sequences(&p->forward) * p->forward.heads, p->forward.threads,
+    return run_tasks(read_task, p, p->forward.batches * p->forward.heads, p->forward.threads,
                      arrange_all(&w, p, NULL));
 }

@@ -17,7 +17,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..causal_sums import decay_gradient, log_weight, read
 from ..chunk_sums import CHUNK_SIZE, LinearState
-from ..exponential import LOWEST
 from ..sequences import Packed
 from .causal_sums import OPERANDS, NativeMap, Problem, causal_sums, describe, map_operands
 from .library import Operand, call, dense_rows, empty_like, operation
@@ -105,33 +104,28 @@ def mapped_attention(
         bidirectional: every query sees all keys; without decay and log.
         reverse: read from the last token to the first.
         packed: the sequences of the rows, if these hold several; the state before belongs to the first of a row, the
-            state after to the last.
+            state after to the last (if bidirectional, there is one after each).
 
     The log of what the weights of a query add up to is [B, Hkv, G, N], `LOWEST` where that is nothing.
     """
     state, hidden, rest = map_operands(query, key, value, maps, key_padding_mask, log_decay, state)
     heads: Any = dense_rows(query), dense_rows(key), dense_rows(value)
-    places = None
-    if packed is not None:
-        places = (packed.backwards() if reverse else packed).places
-        state = _spread(state, packed, scaled=log_decay is not None or maps[1].activation == "exponential")
+    places = None if packed is None else (packed.backwards() if reverse else packed).places
     rest = (*rest, bidirectional, places)
     if torch.is_grad_enabled():
         weights = (x for native in maps for x in (native.weight, native.bias))
         attended, log, *after = _MappedAttention.apply(*heads, log_decay, *state, *weights, hidden, rest, reverse)
     else:
-        operands = (*heads, hidden, log_decay, *state)
-        attended, *after, factor, top = read(causal_sums, operands, reverse=reverse, sums=output, rest=rest)
+        attended, *after, factor, top = _read((*heads, hidden, log_decay, *state), rest, reverse, output)
         log = log_weight(factor, top)
-    return attended, log, LinearState(*(x if packed is None else x[packed.last] for x in after))
+    return attended, log, LinearState(*after)
 
 
-def _spread(state: LinearState, packed: Packed, scaled: bool) -> LinearState:
-    """Return a state for every sequence: empty ones but for the first of each row."""
-    number = len(packed.places)
-    kv = state.kv.new_zeros(number, *state.kv.shape[1:]).index_copy(0, packed.first, state.kv)
-    log_max = state.log_max.new_full((number, state.log_max.shape[1]), LOWEST / 2 if scaled else 0.0)
-    return LinearState(kv, log_max.index_copy(0, packed.first, state.log_max))
+def _read(heads: Any, rest: Any, reverse: bool, output: Tensor | None = None) -> tuple[Tensor, ...]:
+    """`read` by the C; queries that see all keys need the state that each of their sequences leaves."""
+    *_, bidirectional, places = rest
+    states = len(places) if bidirectional and places is not None else None
+    return read(causal_sums, heads, reverse=reverse, sums=output, rest=rest, states=states)
 
 
 def two_way_attention(
@@ -175,7 +169,7 @@ class _MappedAttention(torch.autograd.Function):
     def forward(ctx, query, key, value, log_decay, kv, log_max, *rest):
         *parameters, hidden, operands, reverse = rest
         heads = query, key, value, hidden, log_decay, kv, log_max
-        output, *after, factor, top = read(causal_sums, heads, reverse=reverse, rest=operands)
+        output, *after, factor, top = _read(heads, operands, reverse)
         ctx.save_for_backward(query, key, value, hidden, log_decay, kv, log_max, output, *after, factor, *parameters)
         ctx.operands, ctx.reverse = operands, reverse
         ctx.set_materialize_grads(False)
@@ -192,11 +186,10 @@ class _MappedAttention(torch.autograd.Function):
         d_kv = None if d_kv is None else d_kv.contiguous()
         d_query, d_key, d_value = (empty_like(x) for x in (query, key, value))
         d_scale, d_before = key.new_empty(key.shape[:3]), torch.empty_like(kv, memory_format=torch.contiguous_format)
-        of_query, of_key = (len(kv), *query.shape[1:3]), (len(kv), key.shape[1])  # one for each sequence
         d_parameters = [
             _room(parameter, heads) if needed else None
             for parameter, heads, needed in zip(
-                parameters, (of_query, of_query, of_key, of_key), ctx.needs_input_grad[6:10], strict=True
+                parameters, (query.shape[:3],) * 2 + (key.shape[:2],) * 2, ctx.needs_input_grad[6:10], strict=True
             )
         ]
         causal_sums_backward(
@@ -210,12 +203,10 @@ class _MappedAttention(torch.autograd.Function):
         ]
         d_decay = None
         if ctx.needs_input_grad[3]:
-            places = ctx.operands[-1]
-            rows = None if places is None else places[:, 0]
-            d_decay = decay_gradient(d_scale, d_log, factor, kv_after, d_kv, ctx.reverse, rows)
+            d_decay = decay_gradient(d_scale, d_log, factor, kv_after, d_kv, ctx.reverse)
         return d_query, d_key, d_value, d_decay, d_before, None, *d_parameters, None, None, None
 
 
-def _room(parameter: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """Memory for the gradient of a map's weight [*heads, D, m] or bias [*heads, m] in every sequence."""
+def _room(parameter: Tensor, heads: torch.Size) -> Tensor:
+    """Memory for the gradient of a map's weight [*heads, D, m] or bias [*heads, m] in every row."""
     return parameter.new_empty(*heads, *parameter.shape[len(heads) - 1 :], dtype=torch.float32)
