@@ -95,12 +95,10 @@ def _gather(places: Tensor, starts: Tensor, lengths: Tensor, rows: Tensor, last:
 class Packed(NamedTuple):
     """Sequences that lie in rows of N tokens one after another, all tokens belonging to one.
 
-    places: int64 [S, 3] on the CPU, row, start and length of each, in order. first, last: [B], numbers of those at
-    either end of each row. length: N.
+    places: int64 [S, 3], row, start and length of each, in order. last: [B], number of the last of each row. length: N.
     """
 
     places: Tensor
-    first: Tensor
     last: Tensor
     length: int
 
@@ -111,15 +109,13 @@ class Packed(NamedTuple):
         begins = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
         rows, starts = begins.nonzero(as_tuple=True)
         lengths = torch.diff(rows * ids.shape[1] + starts, append=rows.new_tensor([ids.numel()]))
-        counts = begins.sum(1).cumsum(0)
-        first = F.pad(counts[:-1], (1, 0))
-        return cls(torch.stack([rows, starts, lengths], dim=1), first, counts - 1, ids.shape[1])
+        return cls(torch.stack([rows, starts, lengths], dim=1), begins.sum(1).cumsum(0) - 1, ids.shape[1])
 
     @property
     def begins(self) -> Tensor:
         """[B, N], whether a token is the first of its sequence."""
         rows, starts, _ = self.places.unbind(1)
-        begins = torch.zeros(len(self.first), self.length, dtype=torch.bool)
+        begins = torch.zeros(len(self.last), self.length, dtype=torch.bool, device=rows.device)
         begins[rows, starts] = True
         return begins
 
@@ -132,7 +128,7 @@ class Packed(NamedTuple):
         """What is left of them without the last token of every row."""
         places = self.places.clone()
         places[self.last, 2] -= 1
-        return Packed(places, self.first, self.last, self.length - 1)
+        return Packed(places, self.last, self.length - 1)
 
 
 def from_the_left(
