@@ -95,7 +95,8 @@ def _gather(places: Tensor, starts: Tensor, lengths: Tensor, rows: Tensor, last:
 class Packed(NamedTuple):
     """Sequences that lie in rows of N tokens one after another, all tokens belonging to one.
 
-    places: int64 [S, 3], row, start and length of each, in order. last: [B], number of the last of each row. length: N.
+    places: int64 [S, 3], row, start and length of each, in order. last: [B], number of the last of each row.
+    length: N.
     """
 
     places: Tensor
