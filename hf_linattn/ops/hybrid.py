@@ -157,12 +157,16 @@ def hybrid_attention(
 ) -> Tensor:
     """Return the bidirectional attention output [B, H, N, Dv]; arguments as in `causal_hybrid_attention`.
 
+    `native` takes rows with `lengths`, too, where it knows the maps.
+
     Far keys before and after a query are summed apart: all keys less the near ones would cancel.
     """
-    if use_native and lengths is None and hybrid.can_attend(query, key, weights):
-        inference = not training and not torch.is_grad_enabled() and hybrid.knows_maps(weights)
-        attend = hybrid.hybrid_attention if inference else hybrid.trained_hybrid_attention
-        return attend(query, key, value, weights)
+    if use_native and hybrid.can_attend(query, key, weights):
+        known = hybrid.knows_maps(weights)
+        if lengths is None and known and not training and not torch.is_grad_enabled():
+            return hybrid.hybrid_attention(query, key, value, weights)
+        if lengths is None or known:
+            return hybrid.trained_hybrid_attention(query, key, value, weights, lengths)
     length = key.shape[2]
     rows = _make_rows(query, key, value, weights, lengths, None)
     turned = rows._replace(

@@ -61,8 +61,10 @@ def trained_causal_hybrid_attention(
     return _beside_sink(*_trained_near(sources, weights, Before(far, far_log, start), causal=True), weights), state
 
 
-def trained_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> Tensor:
-    """`hybrid_attention` with gradients, and with any maps."""
+def trained_hybrid_attention(
+    query: Tensor, key: Tensor, value: Tensor, weights: Any, lengths: Tensor | None = None
+) -> Tensor:
+    """`hybrid_attention` with gradients, and with any maps; with `lengths` [B] of rows, with maps that the C knows."""
     length, window, sinks = query.shape[2], weights.window_size, weights.num_sinks
     heads = query.unflatten(1, (key.shape[1], -1)), key, value
     sources = [Source(x) for x in heads]
@@ -70,20 +72,21 @@ def trained_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights:
     before = [x.narrow(-2, at, length - window - sinks) for x, at in zip(sources, first, strict=True)]
     after = [x.narrow(-2, at, length - window) for x, at in zip(sources, last, strict=True)]
     far, far_log, _ = _trained_far(before, weights)
-    output, log = _trained_near(sources, weights, Before(far, far_log, window + sinks), causal=False)
-    far, far_log, _ = _trained_far(after, weights, reverse=True)
+    output, log = _trained_near(sources, weights, Before(far, far_log, window + sinks), False, lengths)
+    mask = None if lengths is None else torch.arange(window, length) < lengths[:, None]
+    far, far_log, _ = _trained_far(after, weights, reverse=True, mask=mask)
     return _beside_sink(*join(output, log, far, far_log), weights)
 
 
 def _trained_far(
-    heads: Sequence[Tensor], weights: Any, reverse: bool = False
+    heads: Sequence[Tensor], weights: Any, reverse: bool = False, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, LinearState]:
     """Return the attention of query i to key i and all before it, or if `reverse` after it, its log, and all sums."""
     query, key, value = heads
     maps, rate = native_maps(weights.query_map, weights.key_map), weights.decay_rate
     decay = None if rate is None else (-rate[:, None]).expand(key.shape[:3])
     if maps:
-        far, log, state = mapped_attention(query, key, value, maps, None, decay, None, reverse=reverse)
+        far, log, state = mapped_attention(query, key, value, maps, mask, decay, None, reverse=reverse)
     else:
         query, key, value = (x.flip(-2) if reverse else x for x in heads)
         features, query_log = weights.query_map(query)
@@ -97,11 +100,11 @@ def _trained_far(
 
 
 def _trained_near(
-    sources: list[Source], weights: Any, before: Before, causal: bool
+    sources: list[Source], weights: Any, before: Before, causal: bool, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the attention to what queries begin with, the window and the sinks, and its log."""
     query, key, value = (source.whole for source in sources)
-    parts = list(_near(key.shape[2], weights.window_size, weights.num_sinks, query, causal))
+    parts = list(_near(key.shape[2], weights.window_size, weights.num_sinks, query, causal, lengths))
     return attend_blocks(
         query, key, value, parts, block_size=BLOCK_SIZE, scaling=weights.scaling, causal=causal, before=before,
         sources=sources,
@@ -211,13 +214,18 @@ def _read_near(query, key, value, weights: Any, output: Tensor, log: Tensor, cau
         )
 
 
-def _near(length: int, window: int, sinks: int, like: Tensor, causal: bool) -> Iterator[Keys]:
-    """Yield what the query blocks see, with one bias for each of the first and one for all others."""
+def _near(
+    length: int, window: int, sinks: int, like: Tensor, causal: bool, lengths: Tensor | None = None
+) -> Iterator[Keys]:
+    """Yield what the query blocks see, with one bias for each of the first and one for all others.
+
+    With `lengths` [B] of rows every block has one of its own in every row.
+    """
     blocks = torch.arange(-(-length // BLOCK_SIZE))
     behind = -(-(window - 1) // BLOCK_SIZE)  # blocks that the window reaches back
     table = blocks[:, None] + torch.arange(-behind, 1 if causal else behind + 1)
     own = blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)
-    edge = behind + -(-sinks // BLOCK_SIZE) + 1  # behind these no window holds a sink
+    edge = behind + -(-sinks // BLOCK_SIZE) + 1 if lengths is None else len(blocks)  # behind these no window has sinks
     for part in (slice(0, edge), slice(edge, None)):
         if len(blocks[part]):
             rows, shown = own[part], table[part]
@@ -229,5 +237,8 @@ def _near(length: int, window: int, sinks: int, like: Tensor, causal: bool) -> I
             if causal:
                 seen, present = seen & (distance >= 0), present & (torch.arange(sinks) <= rows[..., None])
             seen = torch.cat([present, seen], dim=-1)[:, None]
+            if lengths is not None:
+                columns = torch.cat([torch.arange(sinks).expand(len(columns), -1), columns], dim=1)
+                seen = seen & (columns[:, None, None] < lengths.view(-1, 1, 1, 1, 1))
             bias = torch.where(seen, like.new_zeros(()), like.new_full((), LOWEST))
             yield Keys(int(part.start), shown[:, None], bias, sinks)
