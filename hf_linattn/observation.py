@@ -38,8 +38,12 @@ class AttentionCall(NamedTuple):
         return None if mask is None else mask[:, -self.query.shape[2] :]
 
     def by(self, mechanism: Mechanism) -> Tensor:
-        """Return the mechanism's answer [B, H, N, Dv]."""
-        return mechanism(*self[:5], **mechanism.keywords(self.exact))[0]
+        """Return the mechanism's answer [B, H, N, Dv]; nobody has any use for its state."""
+        mechanism.keeps_state = False
+        try:
+            return mechanism(*self[:5], **mechanism.keywords(self.exact))[0]
+        finally:
+            mechanism.keeps_state = True
 
     def by_softmax(self, mechanism: Mechanism) -> Tensor:
         """Return the answer of the attention that the mechanism replaced [B, H, N, Dv]."""

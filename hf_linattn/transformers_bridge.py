@@ -274,11 +274,7 @@ def attention_forward(
         mechanism.count_call()
         return mechanism.observer(call).transpose(1, 2).contiguous(), None
     if layer is None or isinstance(mechanism, SoftmaxMechanism):  # its cache holds the keys
-        mechanism.keeps_state = False
-        try:
-            output = call.by(mechanism)
-        finally:
-            mechanism.keeps_state = True
+        output = call.by(mechanism)
     else:
         output, layer.state = mechanism(*call[:5], layer.state, **mechanism.keywords(exact))
     return output.transpose(1, 2).contiguous(), None
