@@ -41,9 +41,9 @@ def set_backend(model: nn.Module, backend: str) -> None:
 
     `"triton"` is for GPUs: `linear` with all its feature maps, and what is built on it, has its sums over keys made by
     Triton, forward and back, where they are causal or weights decay. Features are made by PyTorch, for the whole
-    input. In PyTorch's default `float32_matmul_precision` a product is made of three of TF32. Packed rows and single
-    tokens take the same way as with `"auto"`, and so do bidirectional layers without decay, which are large products.
-    On a CPU it runs in Triton's interpreter, `TRITON_INTERPRET=1`, which is for tests.
+    input. In PyTorch's default `float32_matmul_precision` a product is made of three of TF32. Single tokens take the
+    same way as with `"auto"`, and so do bidirectional layers without decay, which are large products. On a CPU it runs
+    in Triton's interpreter, `TRITON_INTERPRET=1`, which is for tests.
 
     Raises:
         UnknownNameError: there is no such backend. OptionError: a mechanism of the model does not know it, or Triton
@@ -117,10 +117,10 @@ def compiled_slab(*heads: Any) -> tuple[Tensor, Any]:
 def load_triton() -> CausalSums:
     """Return the operation in Triton; `OptionError` where that is not installed."""
     try:
-        from .ops.triton.causal_sums import causal_sums_triton  # here: nothing else needs Triton
+        from .ops.triton.causal_sums import TRITON_SUMS  # here: nothing else needs Triton
     except ImportError as error:
         raise OptionError(f"backend 'triton' needs Triton ({error}): pip install triton") from error
-    return causal_sums_triton
+    return TRITON_SUMS
 
 
 class Backend(NamedTuple):

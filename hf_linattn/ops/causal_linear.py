@@ -27,7 +27,7 @@ from .causal_sums import CausalSums, causal_attention, weighed_attention
 from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, ratio, with_ones
 from .exponential import LOWEST, dense, fast_exp
 from .native.causal_step import step_attention
-from .native.causal_sums import can_read, causal_sums, native_maps
+from .native.causal_sums import NATIVE_SUMS, can_read, native_maps
 from .native.library import empty_output, suits
 from .native.mapped_attention import join, mapped_attention, two_way_attention
 from .sequences import Packed
@@ -59,7 +59,7 @@ def causal_linear_attention(
     chunk_size: int = CHUNK_SIZE,
     use_native: bool = False,
     training: bool = False,
-    operation: CausalSums | None = None,
+    causal_sums: CausalSums | None = None,
 ) -> tuple[Tensor, LinearState]:
     """Return the causal attention output and the state after the last key.
 
@@ -71,7 +71,7 @@ def causal_linear_attention(
         log_decay: [B, Hkv, N], at most 0: log of what all earlier keys lose when this token comes; 0 where masked.
         use_native: whether `native` may do it where it can, in chunks of its own size.
         training: whether a call without gradients must give the same bits as one with them, which may recompute it.
-        operation: forms the sums instead, of all tokens at once, where nothing is packed: Triton's, in float32.
+        causal_sums: forms the sums instead, of all tokens at once: Triton's, in float32.
 
     Returns:
         output [B, H, N, Dv]; the state, which belongs to the last packed sequence. Time O(N (F + chunk_size) Dv).
@@ -84,15 +84,12 @@ def causal_linear_attention(
             attended, after = step_attention(query, key, value, maps, key_padding_mask, log_decay, state)
             return attended.flatten(1, 2), after
         return _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
-    heads = (query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
-    one_each = sequence_ids is None and not torch.compiler.is_compiling()
-    if operation is not None and one_each and key.dtype == torch.float32:
-        return _by_operation(operation, key.shape[2], *heads)
+    heads = (query, key, value, query_map, key_map, key_padding_mask, sequence_ids, state, log_decay)
+    if _works(causal_sums, key):
+        return _by_operation(causal_sums, key.shape[2], *heads)
     if use_native and can_read(query, key):
-        if maps := native_maps(query_map, key_map):
-            return _mapped(maps, query, key, value, key_padding_mask, sequence_ids, state, log_decay)
-        if one_each:
-            return _by_operation(causal_sums, NATIVE_SIZE, *heads)
+        maps = native_maps(query_map, key_map)
+        return _mapped(maps, *heads) if maps else _by_operation(NATIVE_SUMS, NATIVE_SIZE, *heads)
     output = _output_for(query, value)
     parts: list[Tensor] = []
     start, after = 0, cast(LinearState, state)  # there is at least one segment
@@ -116,11 +113,11 @@ def linear_attention(
     log_decay: Tensor | None = None,
     chunk_size: int = CHUNK_SIZE,
     use_native: bool = False,
-    operation: CausalSums | None = None,
+    causal_sums: CausalSums | None = None,
 ) -> Tensor:
     """Return the bidirectional attention output [B, H, Nq, Dv]; arguments as in `causal_linear_attention`."""
     reads = use_native and query.shape[2] == key.shape[2] and can_read(query, key)
-    maps = native_maps(query_map, key_map) if reads and operation is None else []
+    maps = native_maps(query_map, key_map) if reads and causal_sums is None else []
     heads = query.unflatten(1, (key.shape[1], -1)), key, value, maps, key_padding_mask
     if maps:
         packed = None if sequence_ids is None else Packed.of(sequence_ids, key.shape[0])
@@ -128,10 +125,11 @@ def linear_attention(
             return two_way_attention(*heads, log_decay, packed).flatten(1, 2)
         output = _output_for(query, value)
         return mapped_attention(*heads, None, None, output, bidirectional=True, packed=packed)[0].flatten(1, 2)
-    operation = causal_sums if operation is None and reads else operation
-    one_each = sequence_ids is None and not torch.compiler.is_compiling()
-    if log_decay is not None and operation is not None and one_each and key.dtype == torch.float32:
-        return _two_way_by_operation(operation, query, key, value, query_map, key_map, key_padding_mask, log_decay)
+    causal_sums = NATIVE_SUMS if causal_sums is None and reads else causal_sums
+    if log_decay is not None and _works(causal_sums, key):
+        return _two_way_by_operation(
+            causal_sums, query, key, value, query_map, key_map, key_padding_mask, sequence_ids, log_decay
+        )
     if sequence_ids is not None or log_decay is not None:
         return _two_way_linear_attention(
             query, key, value, query_map, key_map, key_padding_mask, sequence_ids, log_decay, chunk_size
@@ -234,7 +232,11 @@ def _split(sizes: int | list[int], *operands: tuple[Tensor | None, int]) -> Iter
     return zip(*(itertools.repeat(None) if x is None else x.split(sizes, dim) for x, dim in operands), strict=False)
 
 
-def _mapped(maps, query, key, value, key_padding_mask, sequence_ids, state, log_decay):
+def _works(causal_sums: CausalSums | None, key: Tensor) -> bool:
+    return causal_sums is not None and key.dtype == torch.float32 and not torch.compiler.is_compiling()
+
+
+def _mapped(maps, query, key, value, query_map, key_map, key_padding_mask, sequence_ids, state, log_decay):
     """`causal_linear_attention` by `native`, which makes the features itself."""
     output, query = _output_for(query, value), query.unflatten(1, (key.shape[1], -1))
     packed = None if sequence_ids is None else Packed.of(sequence_ids, key.shape[0])
@@ -244,28 +246,48 @@ def _mapped(maps, query, key, value, key_padding_mask, sequence_ids, state, log_
     return attended.flatten(1, 2), state
 
 
-def _by_operation(operation, size, query, key, value, query_map, key_map, key_padding_mask, state, log_decay):
+def _by_operation(
+    causal_sums, size, query, key, value, query_map, key_map, key_padding_mask, sequence_ids, state, log_decay
+):
     """`causal_linear_attention` by an operation that gets the features of `size` tokens at a time."""
-    output, parts = _output_for(query, value), []
+    output, parts, last = _output_for(query, value), [], None
+    ids = None if sequence_ids is None else sequence_ids.expand(query.shape[0], -1)
     query = query.unflatten(1, (key.shape[1], -1))
-    operands = ((query, 3), (key, 2), (value, 2), (key_padding_mask, 1))
-    for query, key, value, mask, decay, place in _split(size, *operands, (log_decay, 2), (output, 3)):
-        features = _masked(key_map(key), mask, log_decay is not None)
-        part, state = causal_attention(operation, query_map(query).values, *features, value, decay, state, place)
+    operands = ((query, 3), (key, 2), (value, 2), (key_padding_mask, 1), (ids, 1), (log_decay, 2), (output, 3))
+    for query, key, value, mask, own, decay, place in _split(size, *operands):
+        if last is not None and own is not None:  # a sequence may end where a part does
+            state = _kept(state, last == own[:, 0])
+        features = _masked(key_map(key), mask, log_decay is not None or own is not None)
+        read = query_map(query).values, *features, value, decay, state, place, own
+        part, state = causal_attention(causal_sums, *read)
+        last = None if own is None else own[:, -1]
         parts.append(part)
     return (torch.cat(parts, dim=3) if output is None else output).flatten(1, 2), state
 
 
-def _two_way_by_operation(operation, query, key, value, query_map, key_map, key_padding_mask, log_decay):
+def _kept(state: LinearState, kept: Tensor) -> LinearState:
+    """The state of the rows [B] that keep theirs, an empty one in the others."""
+    kept = kept[:, None]
+    return LinearState(state.kv * kept[..., None, None], state.log_max.masked_fill(~kept, LOWEST / 2))
+
+
+def _two_way_by_operation(
+    causal_sums, query, key, value, query_map, key_map, key_padding_mask, sequence_ids, log_decay
+):
     """Bidirectional attention of weights that decay, by an operation that gets features: see `two_way_attention`."""
+    ids = None if sequence_ids is None else sequence_ids.expand(key.shape[0], -1)
     query = query_map(query.unflatten(1, (key.shape[1], -1))).values
     key, log_scale = _masked(key_map(key), key_padding_mask, True)
-    output, log, _ = weighed_attention(operation, query, key, log_scale, value, log_decay)
+    output, log, _ = weighed_attention(causal_sums, query, key, log_scale, value, log_decay, ids)
     if key.shape[2] > 1:
-        later = query[..., :-1, :], key[:, :, 1:], log_scale[:, :, 1:, None], value[:, :, 1:]
-        query, key, log_scale, value = (x.flip(-2) for x in later)
+        scale = log_scale[:, :, 1:]
+        if ids is not None:  # beside the last query of a sequence lies the first key of the next one
+            scale = scale.masked_fill((ids[:, 1:] != ids[:, :-1])[:, None], LOWEST)
+            ids = ids[:, :-1].flip(1)
+        later = query[..., :-1, :], key[:, :, 1:], scale[..., None], value[:, :, 1:]
+        query, key, scale, value = (x.flip(-2) for x in later)
         decay = F.pad(log_decay[:, :, 2:].flip(2), (1, 0))
-        after, after_log, _ = weighed_attention(operation, query, key, log_scale.squeeze(-1), value, decay)
+        after, after_log, _ = weighed_attention(causal_sums, query, key, scale.squeeze(-1), value, decay, ids)
         output, _ = join(output, log, after.flip(3), after_log.flip(3) + log_decay[:, :, None, 1:])
     return output.flatten(1, 2)
 

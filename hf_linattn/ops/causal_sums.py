@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +24,25 @@ from .chunk_sums import LinearState
 from .exponential import LOWEST
 from .native.library import dense_rows, empty_output
 
-CausalSums = Callable[..., None]  # called as `native.causal_sums.causal_sums` is
+
+class CausalSums(NamedTuple):
+    """An operation, called as `native.causal_sums.causal_sums` is, of features.
+
+    pack: what it is called with besides, for rows that hold several sequences; ids [B, N] as the tokens are read.
+    """
+
+    operation: Callable[..., None]
+    pack: Callable[[Tensor], tuple[Any, ...]]
+
+    def packing(self, sequence_ids: Tensor | None, reverse: bool = False) -> tuple[Any, ...]:
+        """Return `pack` of the ids as they are read, nothing for None."""
+        if sequence_ids is None:
+            return ()
+        return self.pack(sequence_ids.flip(1) if reverse else sequence_ids)
 
 
 def causal_attention(
-    operation: CausalSums,
+    causal_sums: CausalSums,
     query: Tensor,
     key: Tensor,
     log_scale: Tensor | None,
@@ -36,37 +50,41 @@ def causal_attention(
     log_decay: Tensor | None,
     state: LinearState | None,
     output: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, LinearState]:
     """Return the causal attention output [B, Hkv, G, N, Dv], and the state after the last key.
 
     Args:
-        operation: forms the sums.
+        causal_sums: forms the sums.
         query: [B, Hkv, G, N, F], after the feature map. key: [B, Hkv, N, F], also masked. log_scale: [B, Hkv, N].
         value: [B, Hkv, N, Dv]. log_decay: [B, Hkv, N]; with it there is a scale. state: what was read before.
         output: where to write it, if no gradients are needed.
+        sequence_ids: [B, N], equal inside a packed sequence; there are log scales then. The state before belongs to
+            the first sequence of each row, the state after to the last.
     """
     if state is None:
         state = LinearState.empty(key, F.pad(value[:, :, :1], (0, 1)), log_scale is not None)
     heads: Any = (dense_rows(query), dense_rows(key), dense_rows(value), log_scale, log_decay, *state)
     if output is not None:
-        _, *after, _, _ = read(operation, heads, sums=output)
+        _, *after, _, _ = read(causal_sums.operation, heads, sums=output, rest=causal_sums.packing(sequence_ids))
         return output, LinearState(*after)
-    attended, _, *after = _CausalAttention.apply(operation, *heads)
+    attended, _, *after = _CausalAttention.apply(causal_sums, sequence_ids, *heads)
     return attended, LinearState(*after)
 
 
 def weighed_attention(
-    operation: CausalSums,
+    causal_sums: CausalSums,
     query: Tensor,
     key: Tensor,
     log_scale: Tensor | None,
     value: Tensor,
     log_decay: Tensor | None,
+    sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, LinearState]:
     """`causal_attention` from the start, with the log of what the weights of each query add up to [B, Hkv, G, N]."""
     state = LinearState.empty(key, F.pad(value[:, :, :1], (0, 1)), log_scale is not None)
     heads = (dense_rows(query), dense_rows(key), dense_rows(value), log_scale, log_decay, *state)
-    attended, log, *after = _CausalAttention.apply(operation, *heads)
+    attended, log, *after = _CausalAttention.apply(causal_sums, sequence_ids, *heads)
     return attended, log, LinearState(*after)
 
 
@@ -76,8 +94,9 @@ def log_weight(factor: Tensor, top: Tensor) -> Tensor:
 
 
 def read(
-    operation: CausalSums, heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, rest=(), states=None
-) -> tuple[Tensor, ...]:
+    operation: Callable[..., None], heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, rest=(),
+    states=None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return sums, state, log_max, factor and top for (query, ..., kv, log_max), which stay as they are.
 
     states: how many there are afterwards; None: as many as before.
@@ -111,10 +130,11 @@ def decay_gradient(
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, operation, query, key, value, log_scale, log_decay, kv, log_max):
-        output, *after, factor, top = read(operation, (query, key, value, log_scale, log_decay, kv, log_max))
+    def forward(ctx, causal_sums, sequence_ids, query, key, value, log_scale, log_decay, kv, log_max):
+        heads = (query, key, value, log_scale, log_decay, kv, log_max)
+        output, *after, factor, top = read(causal_sums.operation, heads, rest=causal_sums.packing(sequence_ids))
         ctx.save_for_backward(query, key, value, log_scale, log_decay, kv, log_max, output, *after, factor, top)
-        ctx.operation = operation
+        ctx.causal_sums, ctx.sequence_ids = causal_sums, sequence_ids
         ctx.mark_non_differentiable(after[1])
         return output, log_weight(factor, top), *after
 
@@ -127,8 +147,10 @@ class _CausalAttention(torch.autograd.Function):
         weight_grad = d_log[..., None] - (d_output * output).sum(-1, keepdim=True)
         grad = torch.cat([d_output, weight_grad], dim=-1).mul_(factor[..., None])
         value = F.pad(value, (0, 1), value=1.0)
-        d_query = read(ctx.operation, (grad, value, key, log_scale, log_decay, kv.mT, log_max), normalise=False)[0]
-        scale, from_end = [None] * query.shape[2], {"normalise": False, "reverse": True}
+        operation, packing = ctx.causal_sums.operation, functools.partial(ctx.causal_sums.packing, ctx.sequence_ids)
+        heads = (grad, value, key, log_scale, log_decay, kv.mT, log_max)
+        d_query = read(operation, heads, normalise=False, rest=packing())[0]
+        scale, from_end = [None] * query.shape[2], {"normalise": False, "reverse": True, "rest": packing(reverse=True)}
         if log_scale is not None:
             # a query without weight has no gradient; as a key that is read from the end it must not be the largest
             scale = torch.where(factor > 0, -top, LOWEST).unbind(2)
@@ -140,8 +162,8 @@ class _CausalAttention(torch.autograd.Function):
         for query_part, grad_part, scale_part in zip(query.unbind(2), grad.unbind(2), scale, strict=True):
             values = (key[:, :, None], query_part, grad_part[..., :-1], scale_part, decay, left[..., :-1], -max_after)
             keys = (value[:, :, None], grad_part, query_part, scale_part, decay, left.mT, -max_after)
-            d_value, *_ = read(ctx.operation, values, **from_end)
-            d_key, before, before_max, *_ = read(ctx.operation, keys, **from_end)
+            d_value, *_ = read(operation, values, **from_end)
+            d_key, before, before_max, *_ = read(operation, keys, **from_end)
             if log_scale is not None:
                 passed = 0 if log_decay is None else log_decay[:, :, 0]
                 before = before * (before_max + passed + log_max).exp()[..., None, None]
@@ -150,4 +172,4 @@ class _CausalAttention(torch.autograd.Function):
         d_key, d_value, d_before = (functools.reduce(torch.add, groups) for groups in zip(*parts, strict=True))
         d_scale = None if log_scale is None else (key * d_key).sum(-1)
         d_decay = None if log_decay is None else decay_gradient(d_scale, d_log, factor, kv_after, d_kv)
-        return None, d_query, d_key, d_value, d_scale, d_decay, d_before, None
+        return None, None, d_query, d_key, d_value, d_scale, d_decay, d_before, None

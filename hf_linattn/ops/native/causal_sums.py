@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from ...errors import UnsupportedModelError
+from ..causal_sums import CausalSums
 from ..chunk_sums import CHUNK_SIZE, LEAST_WEIGHT, LinearState
 from ..exponential import LOWEST
+from ..sequences import Packed
 from .library import Operand, call, operation, suits
 
 ACTIVATIONS = ("given", "elu", "relu", "exponential", "softmax_pair")  # `enum activation` of causal_sums.h
@@ -170,6 +172,15 @@ def causal_sums(
     settings: dict[str, Any] = {"normalise": normalise, "reverse": reverse, "bidirectional": bidirectional}
     problem = describe(named, states, maps, activation, quadratic, offset, packed=packed, **settings)
     call("causal_sums", problem)
+
+
+def packed_rows(sequence_ids: Tensor) -> tuple[Any, ...]:
+    """Return what `causal_sums` of features is called with for rows that hold several sequences, ids [B, N]."""
+    maps = (None,) * 4
+    return (*maps, ACTIVATIONS.index("given"), 0.0, 0.0, False, Packed.of(sequence_ids, len(sequence_ids)).places)
+
+
+NATIVE_SUMS = CausalSums(causal_sums, packed_rows)
 
 
 @register_flop_formula(torch.ops.hf_linattn.causal_sums)

@@ -22,7 +22,7 @@ from ..sink import attenuate
 from ..source import Source
 from .block_softmax import Before, Keys, attend_blocks, continue_blocks
 from .causal_step import strict_step
-from .causal_sums import can_read, causal_sums, native_maps
+from .causal_sums import NATIVE_SUMS, can_read, native_maps
 from .library import empty_output, suits
 from .mapped_attention import join, mapped_attention
 
@@ -93,7 +93,7 @@ def _trained_far(
         keys, log_scale = weights.key_map(key)
         if decay is not None and log_scale is None:
             log_scale = keys.new_zeros(keys.shape[:3])
-        far, log, state = weighed_attention(causal_sums, features, keys, log_scale, value, decay)
+        far, log, state = weighed_attention(NATIVE_SUMS, features, keys, log_scale, value, decay)
         log = log if query_log is None else log + query_log
         far, log = (far.flip(3), log.flip(3)) if reverse else (far, log)
     return far, _distant(log, weights), state

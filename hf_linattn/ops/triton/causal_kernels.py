@@ -125,17 +125,18 @@ def write_rows(
 
 @triton.jit
 def read_states(
-    query, key, value, states, totals, exponent, top, kept, row_factor, sums, factor,
+    query, key, value, states, totals, exponent, top, kept, starts, row_factor, sums, factor,
     query_batch, query_head, query_group, query_token, key_batch, key_head, key_token,
     value_batch, value_head, value_token, sums_batch, sums_head, sums_group, sums_token,
     heads, groups, length, num_segments, least_weight,
     KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, SCALED: tl.constexpr, NORMALISE: tl.constexpr, WEIGHED: tl.constexpr,
-    REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums [ROWS, VALUES] of queries of one head; the program of the first columns writes what they are divided by.
 
     exponent, top, kept: where SCALED a pair weighs exp(exponent_j - top_i), the state before the segment kept_i.
+    starts: where a query's sequence starts, where PACKED.
     factor: 1 / weight, written where NORMALISE. row_factor: what sums are multiplied by instead, where WEIGHED.
     """
     query_head_index = tl.program_id(0).to(tl.int64)
@@ -165,6 +166,8 @@ def read_states(
             query, query_token, key, key_token, row, token, length, KEY_SIZE, ROWS, KEYS, REVERSE, PRECISION
         )
         visible = token[None, :] <= row[:, None]
+        if PACKED:
+            visible &= token[None, :] >= tl.load(starts + batch * num_segments * SEGMENT + row)[:, None]
         if SCALED:
             power = tl.load(exponent + numbers + token)[None, :] - row_top[:, None]
             scores *= tl.exp(tl.where(visible, power, HIDDEN))

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from ...errors import OptionError
+from ..causal_sums import CausalSums
 from ..chunk_sums import LEAST_WEIGHT
 from ..exponential import LOWEST
 from ..native.library import operation
@@ -18,6 +19,17 @@ from .causal_kernels import read_states, write_states
 
 SEGMENT, ROWS = 256, 64  # tokens that share a state, and queries or keys in a tile
 STATE_TILE, KEYS, VALUES = 64, 32, 128  # of a state; features at a time; columns of values at most
+
+
+def running_max(value: Tensor, gain: Tensor) -> Tensor:
+    """Return m_t = max(value_t, m_{t-1} + gain_t) along the last dimension, in steps of twice the distance each."""
+    distance = 1
+    while distance < value.shape[-1]:
+        earlier = F.pad(value[..., :-distance], (distance, 0), value=LOWEST)
+        value = torch.maximum(value, earlier + gain)
+        gain = gain + F.pad(gain[..., :-distance], (distance, 0))
+        distance *= 2
+    return value
 
 
 class Scales(NamedTuple):
@@ -38,24 +50,37 @@ class Scales(NamedTuple):
     passed: Tensor
 
     @classmethod
-    def of(cls, log_scale: Tensor, log_decay: Tensor, log_max: Tensor) -> Scales:
-        """Work them out for log_scale and log_decay [B, Hkv, N] after a state of the largest exponent `log_max`."""
+    def of(cls, log_scale: Tensor, log_decay: Tensor, log_max: Tensor, starts: Tensor | None = None) -> Scales:
+        """Work them out for log_scale and log_decay [B, Hkv, N] after a state of the largest exponent `log_max`.
+
+        starts: [B, T S], where the sequence of each place starts; None if rows hold one.
+        """
         missing = (0, -log_scale.shape[-1] % SEGMENT)
         log_scale = F.pad(log_scale, missing, value=LOWEST).unflatten(-1, (-1, SEGMENT))
         passed = F.pad(log_decay, missing).unflatten(-1, (-1, SEGMENT)).cumsum(-1)
         exponent, through = log_scale - passed, passed[..., -1]
-        own = (exponent.amax(-1) + through).clamp(min=LOWEST / 2)
-        # maxima over all segments so far, each less what passes until then: any number near the true one will do
-        elapsed = through.cumsum(-1)
-        after = elapsed + torch.maximum((own - elapsed).cummax(-1).values, log_max[..., None])
+        at_end, going_on, top, continues = exponent, through, exponent.cummax(-1).values, None
+        if starts is not None:
+            start = starts[:, None].unflatten(-1, (-1, SEGMENT))
+            last = start[..., -1:]
+            carried = torch.cat([start[:, :, :1, :1], last[:, :, :-1]], dim=2)  # the sequence of the state before
+            continues = start == carried
+            at_end = exponent.masked_fill(start != last, LOWEST)
+            going_on = through.masked_fill((last != carried)[..., 0], LOWEST)
+            begins = F.pad(start[..., 1:] != start[..., :-1], (1, 0))
+            top = running_max(exponent, torch.where(begins, LOWEST, 0.0).expand_as(exponent))
+        own = (at_end.amax(-1) + through).clamp(min=LOWEST / 2)
+        own = torch.cat([torch.maximum(own[..., :1], log_max[..., None] + going_on[..., :1]), own[..., 1:]], dim=-1)
+        after = running_max(own, going_on)
         before = torch.cat([log_max[..., None], after[..., :-1]], dim=-1)
-        top = torch.maximum(exponent.cummax(-1).values, before[..., None]).clamp(min=LOWEST / 2)
+        seen = before[..., None] if continues is None else torch.where(continues, before[..., None], LOWEST)
+        top = torch.maximum(top, seen).clamp(min=LOWEST / 2)
         return cls(
             exponent,
             top,
-            (before[..., None] - top).exp(),
-            (exponent + (through - after)[..., None]).exp(),
-            (before + through - after).exp(),
+            (seen - top).exp(),
+            (at_end + (through - after)[..., None]).exp(),
+            (before + going_on - after).exp(),
             after[..., -1],
             passed,
         )
@@ -70,9 +95,11 @@ class Scales(NamedTuple):
 def causal_sums_triton(
     query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None,
     row_scale: Tensor | None, sums: Tensor, factor: Tensor, top: Tensor, state: Tensor, log_max: Tensor,
-    state_after: Tensor, log_max_after: Tensor, normalise: bool, reverse: bool,
+    state_after: Tensor, log_max_after: Tensor, normalise: bool, reverse: bool, starts: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`native.causal_sums.causal_sums` of features; arguments and results as there.
+
+    starts: [B, N], where the sequence of each token starts, as they are read, if rows hold several; with log scales.
 
     The states before all segments take B Hkv N / 256 K Dv numbers while it runs. Products follow
     `torch.set_float32_matmul_precision`: three of TF32 each for "highest", else one.
@@ -86,11 +113,13 @@ def causal_sums_triton(
             " set_backend(model, 'auto')"
         )
     batch, heads, groups, length, key_size = query.shape
-    scales = None
+    num_segments, scales = -(-length // SEGMENT), None
+    if starts is not None:
+        starts = torch.cat([starts, starts[:, -1:].expand(-1, num_segments * SEGMENT - length)], dim=1)
     if log_scale is not None or log_decay is not None:
         zeros = key.new_zeros(key.shape[:3])
         scale, decay = (zeros if x is None else x.flip(-1) if reverse else x for x in (log_scale, log_decay))
-        scales = Scales.of(scale, decay, log_max)
+        scales = Scales.of(scale, decay, log_max, starts)
         top.copy_(scales.row_top(length, reverse)[:, :, None].expand_as(top))
         log_max_after.copy_(scales.after)
     else:
@@ -98,7 +127,6 @@ def causal_sums_triton(
         log_max_after.copy_(log_max)
     if not normalise:
         factor.copy_(torch.ones_like(top) if row_scale is None else (row_scale + top).exp())
-    num_segments = -(-length // SEGMENT)
     states = value.new_empty(batch, heads, num_segments, key_size, value.shape[-1])
     totals = value.new_empty(batch, heads, num_segments, key_size)
     unused = totals  # in the place of numbers that are not read
@@ -117,11 +145,22 @@ def causal_sums_triton(
     of_rows = (unused,) * 3 if scales is None else (scales.exponent, scales.top, scales.kept)
     grid = (batch * heads * groups, -(-length // ROWS), -(-value.shape[-1] // columns))
     read_states[grid](
-        query, key, value, states, totals, *(x.contiguous() for x in of_rows), factor, sums, factor,
+        query, key, value, states, totals, *(x.contiguous() for x in of_rows), unused if starts is None else starts,
+        factor, sums, factor,
         *query.stride()[:4], *key.stride()[:3], *value.stride()[:3], *sums.stride()[:4],
         heads, groups, length, num_segments, LEAST_WEIGHT[torch.float32], **sizes, KEYS=KEYS, VALUES=columns,
-        WEIGHED=row_scale is not None and not normalise,
+        WEIGHED=row_scale is not None and not normalise, PACKED=starts is not None,
     )  # fmt: skip
+
+
+def packed_rows(sequence_ids: Tensor) -> tuple[Tensor]:
+    """Return where the sequence of each token starts [B, N], int32."""
+    begins = F.pad(sequence_ids[:, 1:] != sequence_ids[:, :-1], (1, 0))
+    steps = torch.arange(begins.shape[1], device=begins.device, dtype=torch.int32)
+    return (torch.where(begins, steps, 0).cummax(1).values,)
+
+
+TRITON_SUMS = CausalSums(causal_sums_triton, packed_rows)
 
 
 @register_flop_formula(torch.ops.hf_linattn.causal_sums_triton)

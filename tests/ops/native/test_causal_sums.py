@@ -51,11 +51,15 @@ def exp_map(x: torch.Tensor) -> Features:
 
 
 @pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("feature_map", [elu_map, exp_map])
-def test_outputs_states_and_all_gradients(variant, monkeypatch, feature_map, decay, masked, continued):
-    """Two parts of an odd length, grouped queries; a slow and a fast rate; what came before, if anything."""
+def test_outputs_states_and_all_gradients(variant, monkeypatch, feature_map, decay, masked, packed, continued):
+    """Two parts of an odd length, grouped queries; a slow and a fast rate; what came before, if anything.
+
+    Of two rows with several sequences one has an end where the first part ends.
+    """
     monkeypatch.setattr(causal_linear, "NATIVE_SIZE", CHUNK_SIZE * 9)
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)  # noqa: E731
@@ -67,6 +71,8 @@ def test_outputs_states_and_all_gradients(variant, monkeypatch, feature_map, dec
     mask = torch.rand(2, length, generator=generator) > 0.3 if masked else None
     if masked:
         mask[0, :70], mask[1, -70:] = False, False
+    places = torch.arange(length)
+    ids = torch.stack([places // (CHUNK_SIZE * 3), places // 700]) if packed else None
     weights = draw(2, HEADS, length, VALUE_DIM), draw(*kv.shape)
     wanted = [*heads, *([rates] if decay else []), *([kv] if continued else [])]
     results = []
@@ -75,7 +81,7 @@ def test_outputs_states_and_all_gradients(variant, monkeypatch, feature_map, dec
         rate = rate if mask is None else rate * mask[:, None]
         state = LinearState(kv.to(dtype), log_max.to(dtype)) if continued else None
         rate = rate if decay else None
-        operands = [*(x.to(dtype) for x in heads), feature_map, feature_map, mask, None, state, rate]
+        operands = [*(x.to(dtype) for x in heads), feature_map, feature_map, mask, ids, state, rate]
         output, after = causal_linear_attention(*operands, use_native=True)
         with torch.no_grad():  # written in place
             inferred, _ = causal_linear_attention(*operands, use_native=True)
@@ -171,17 +177,17 @@ def test_gradients_where_every_query_sees_all_keys(variant, name, options, decay
         assert_close(results[1][place].double(), want, tolerance * max(1.0, float(want.abs().max())))
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("feature_map", [elu_map, exp_map])
-def test_given_features_whose_weights_decay_both_ways(variant, feature_map, masked):
+def test_given_features_whose_weights_decay_both_ways(variant, feature_map, layout):
     """Outputs and the gradients of heads and rates."""
-    mask = LAYOUTS["masked"][0] if masked else None
+    mask, ids = LAYOUTS[layout]
     rates, results = torch.tensor([0.02, 3.0], dtype=torch.float64, requires_grad=True), []
     for dtype in (torch.float64, torch.float32):
         heads = [x.to(dtype).requires_grad_() for x in make_heads()]
         decay = -rates.to(dtype)[None, :, None].expand(2, -1, 203)
         decay = decay if mask is None else decay * mask[:, None]
-        output = linear_attention(*heads, feature_map, feature_map, mask, None, decay, use_native=True)
+        output = linear_attention(*heads, feature_map, feature_map, mask, ids, decay, use_native=True)
         results.append([output, *torch.autograd.grad(output.sin().sum(), [*heads, rates])])
     assert variant
     for want, got in zip(*results, strict=True):

@@ -39,12 +39,15 @@ def exp_map(x: torch.Tensor) -> Features:
     return Features((3 * x - log_scale[..., None]).exp(), log_scale)
 
 
-@pytest.mark.parametrize("continued", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("decay", [False, True])
+# decay, masked, packed, continued
+KINDS = [(0, 0, 0, 0), (1, 1, 1, 1), (1, 1, 0, 1), (0, 1, 1, 0), (0, 0, 0, 1), (1, 0, 1, 0)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("feature_map", [elu_map, exp_map])
-def test_outputs_states_and_all_gradients(small_tiles, feature_map, decay, masked, continued):
+def test_outputs_states_and_all_gradients(small_tiles, feature_map, kind):
     """An odd length, grouped queries, a slow and a fast rate; what came before, if anything."""
+    decay, masked, packed, continued = kind
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)  # noqa: E731
     dim, scaled = 17, decay or feature_map is exp_map
@@ -55,17 +58,18 @@ def test_outputs_states_and_all_gradients(small_tiles, feature_map, decay, maske
     mask = torch.rand(2, LENGTH, generator=generator) > 0.3 if masked else None
     if masked:
         mask[0, :20], mask[1, -20:] = False, False
+    ids = torch.stack([torch.arange(LENGTH) // 7, torch.arange(LENGTH) // 39]) if packed else None
     weights = draw(2, HEADS, LENGTH, VALUE_DIM), draw(*kv.shape)
     wanted = [*heads, *([rates] if decay else []), *([kv] if continued else [])]
     results = []
-    for dtype, operation in ((torch.float64, None), (torch.float32, load_triton())):
+    for dtype, sums in ((torch.float64, None), (torch.float32, load_triton())):
         rate = -rates.to(dtype)[None, :, None].expand(2, -1, LENGTH)
         rate = (rate if mask is None else rate * mask[:, None]) if decay else None
         state = LinearState(kv.to(dtype), log_max.to(dtype)) if continued else None
-        operands = [*(x.to(dtype) for x in heads), feature_map, feature_map, mask, None, state, rate]
-        output, after = causal_linear_attention(*operands, operation=operation)
+        operands = [*(x.to(dtype) for x in heads), feature_map, feature_map, mask, ids, state, rate]
+        output, after = causal_linear_attention(*operands, causal_sums=sums)
         with torch.no_grad():  # written in place
-            inferred, _ = causal_linear_attention(*operands, operation=operation)
+            inferred, _ = causal_linear_attention(*operands, causal_sums=sums)
         loss = (output * weights[0]).sum() + (after.kv * weights[1]).sum()
         results.append([output, inferred, *after, *torch.autograd.grad(loss, wanted)])
     for want, got in zip(*results, strict=True):
@@ -98,9 +102,10 @@ def test_every_mechanism_on_it(small_tiles, name):
         assert_close(results[1][place].double(), want, tolerance * max(1.0, float(want.detach().abs().max())))
 
 
-@pytest.mark.parametrize("length", [1, 2, 37])
-def test_weights_that_decay_both_ways(small_tiles, length):
+@pytest.mark.parametrize(("length", "packed"), [(1, False), (2, True), (37, False), (37, True)])
+def test_weights_that_decay_both_ways(small_tiles, length, packed):
     """Outputs and the gradients of heads and parameters, masked."""
+    ids = torch.stack([torch.arange(length) // 9, torch.arange(length) // 36]) if packed else None
     mask = torch.ones(2, length, dtype=torch.bool)
     mask[0, length // 2 :] = False
     given = [torch.randn(2, h, length, 8) for h in (2, 1, 1)]
@@ -109,7 +114,7 @@ def test_weights_that_decay_both_ways(small_tiles, length):
         mechanism = make_mechanism("hedgehog", causal=False, decay="learned").to(dtype)
         use_backend(mechanism, backend)
         heads = [x.to(dtype).requires_grad_() for x in given]
-        output, _ = mechanism(*heads, mask)
+        output, _ = mechanism(*heads, mask, ids)
         gradients = torch.autograd.grad(output.sin().sum(), [*heads, *mechanism.parameters()])
         results.append([output, *gradients])
     for want, got in zip(*results, strict=True):
@@ -154,14 +159,15 @@ def test_a_model_prefills_by_it_and_decodes_pads_and_packs_as_before(small_tiles
         logits_of(model, batch, attention_mask=mask),
         logits_of(model, prompt, position_ids=packed),
     ]
-    lengths, operation = [], causal_sums.causal_sums_triton
-    monkeypatch.setattr(causal_sums, "causal_sums_triton", lambda *x: lengths.append(x[0].shape[3]) or operation(*x))
+    lengths, sums = [], causal_sums.TRITON_SUMS
+    counted = sums._replace(operation=lambda *x: lengths.append(x[0].shape[3]) or sums.operation(*x))
+    monkeypatch.setattr(causal_sums, "TRITON_SUMS", counted)
     set_backend(model, "triton")
     assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), want[0]) and lengths == [40]
     assert_close(logits_of(model, batch, attention_mask=mask), want[1], 1e-4)
     assert lengths == [40, 40]
     assert_close(logits_of(model, prompt, position_ids=packed), want[2], 1e-4)
-    assert lengths == [40, 40]
+    assert lengths == [40, 40, 40]
 
 
 def test_its_products_are_counted():
@@ -191,12 +197,13 @@ for kernel, tile, columns in (
     sizes = {
         "KEY_SIZE": 256, "VALUE_SIZE": 128, "SEGMENT": causal_sums.SEGMENT, "ROWS": causal_sums.ROWS, "KEYS": tile,
         "VALUES": columns, "SCALED": True, "NORMALISE": True, "WEIGHED": False, "REVERSE": False,
-        "PRECISION": "tf32x3",
+        "PACKED": True, "PRECISION": "tf32x3",
     }
     sizes = {name: sizes[name] for name in kernel.arg_names if name in sizes}
     numbers = ("batch", "head", "group", "token", "heads", "groups", "length", "segments")
+    kinds = {"least_weight": "fp32", "starts": "*i32"}
     def kind(name):
-        return "fp32" if name == "least_weight" else "i32" if name.endswith(numbers) else "*fp32"
+        return kinds.get(name, "i32" if name.endswith(numbers) else "*fp32")
     signature = {name: "constexpr" if name in sizes else kind(name) for name in kernel.arg_names}
     for capability in (80, 90):
         source = ASTSource(kernel, signature, constexprs=sizes)
