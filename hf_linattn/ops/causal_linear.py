@@ -257,9 +257,11 @@ def _by_operation(
     for query, key, value, mask, own, decay, place in _split(size, *operands):
         if last is not None and own is not None:  # a sequence may end where a part does
             state = _kept(state, last == own[:, 0])
-        features = _masked(key_map(key), mask, log_decay is not None or own is not None)
-        read = query_map(query).values, *features, value, decay, state, place, own
-        part, state = causal_attention(causal_sums, *read)
+        features = key_map(key)
+        keys = _masked(features, mask, decay is not None or own is not None)
+        part, state = causal_attention(causal_sums, query_map(query).values, *keys, value, decay, state, place, own)
+        if features.log_scale is None and decay is None:  # which no scale is, even where a row has no keys
+            state = state._replace(log_max=torch.zeros_like(state.log_max))
         last = None if own is None else own[:, -1]
         parts.append(part)
     return (torch.cat(parts, dim=3) if output is None else output).flatten(1, 2), state
