@@ -20,7 +20,7 @@ from hf_linattn.mechanisms import MECHANISMS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-MACHINES = ("cpu", "cpu_xeon", "cpu_emerald_rapids", "cpu_genoa", "gpu")  # AMD, Intel, Intel, AMD
+MACHINES = ("cpu", "cpu_xeon", "cpu_emerald_rapids", "cpu_genoa", "cpu_granite_rapids", "gpu")
 SPEED_FILES = tuple(f"{machine}{kind}.json" for machine in MACHINES for kind in ("", "_torch", "_compiled", "_triton"))
 QUALITY = ("original", "control", "converted", "recovered")
 ZERO_SHOT_FILE = "zero_shot.json"
