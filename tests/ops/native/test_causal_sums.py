@@ -6,18 +6,18 @@ import itertools
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from hf_linattn.config import make_config
 from hf_linattn.feature_maps import FEATURE_MAPS, FeatureMap
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
 from hf_linattn.ops import causal_linear
-from hf_linattn.ops.causal_linear import Features, causal_linear_attention, linear_attention
+from hf_linattn.ops.causal_linear import causal_linear_attention, linear_attention
 from hf_linattn.ops.chunk_sums import CHUNK_SIZE, LinearState
 from hf_linattn.ops.native import library
 from hf_linattn.ops.native.causal_sums import can_read
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
+from tests.ops.feature_maps import elu_map, exp_map
 
 HEADS, KV_HEADS, VALUE_DIM = 4, 2, 20
 MAPS = [
@@ -38,16 +38,6 @@ def _layouts() -> dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]:
 
 
 LAYOUTS = _layouts()
-
-
-def elu_map(x: torch.Tensor) -> Features:
-    return Features(F.elu(x) + 1)
-
-
-def exp_map(x: torch.Tensor) -> Features:
-    """exp(3 x), its largest exponent in the log scale."""
-    log_scale = 3 * x.amax(-1)
-    return Features((3 * x - log_scale[..., None]).exp(), log_scale)
 
 
 @pytest.mark.parametrize("continued", [False, True])

@@ -17,26 +17,17 @@ from hf_linattn import OptionError, patch_model, set_backend
 from hf_linattn.backends import load_triton, use_backend
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
-from hf_linattn.ops.causal_linear import Features, causal_linear_attention
+from hf_linattn.ops.causal_linear import causal_linear_attention
 from hf_linattn.ops.chunk_sums import LinearState
 from hf_linattn.ops.triton import causal_sums
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import OPTIONS, assert_close, logits_of, make_tokens, pad
 from tests.models import make_model
+from tests.ops.feature_maps import elu_map, exp_map
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADS, KV_HEADS, VALUE_DIM, LENGTH = 4, 2, 20, 41
 ON_TRITON = [name for name in MECHANISMS.names() if "triton" in MECHANISMS.get(name).backends]
-
-
-def elu_map(x: torch.Tensor) -> Features:
-    return Features(torch.nn.functional.elu(x) + 1)
-
-
-def exp_map(x: torch.Tensor) -> Features:
-    """exp(3 x), its largest exponent in the log scale."""
-    log_scale = 3 * x.amax(-1)
-    return Features((3 * x - log_scale[..., None]).exp(), log_scale)
 
 
 # decay, masked, packed, continued
