@@ -233,6 +233,7 @@ def _split(sizes: int | list[int], *operands: tuple[Tensor | None, int]) -> Iter
 
 
 def _works(causal_sums: CausalSums | None, key: Tensor) -> bool:
+    """Whether there is an operation for such keys, which compiled graphs cannot see into."""
     return causal_sums is not None and key.dtype == torch.float32 and not torch.compiler.is_compiling()
 
 

@@ -62,9 +62,7 @@ def causal_attention(
         sequence_ids: [B, N], equal inside a packed sequence; there are log scales then. The state before belongs to
             the first sequence of each row, the state after to the last.
     """
-    if state is None:
-        state = LinearState.empty(key, F.pad(value[:, :, :1], (0, 1)), log_scale is not None)
-    heads: Any = (dense_rows(query), dense_rows(key), dense_rows(value), log_scale, log_decay, *state)
+    heads = _heads(query, key, log_scale, value, log_decay, state)
     if output is not None:
         _, *after, _, _ = read(causal_sums.operation, heads, sums=output, rest=causal_sums.packing(sequence_ids))
         return output, LinearState(*after)
@@ -82,10 +80,16 @@ def weighed_attention(
     sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, LinearState]:
     """`causal_attention` from the start, with the log of what the weights of each query add up to [B, Hkv, G, N]."""
-    state = LinearState.empty(key, F.pad(value[:, :, :1], (0, 1)), log_scale is not None)
-    heads = (dense_rows(query), dense_rows(key), dense_rows(value), log_scale, log_decay, *state)
+    heads = _heads(query, key, log_scale, value, log_decay, None)
     attended, log, *after = _CausalAttention.apply(causal_sums, sequence_ids, *heads)
     return attended, log, LinearState(*after)
+
+
+def _heads(query, key, log_scale, value, log_decay, state: LinearState | None) -> tuple[Any, ...]:
+    """Return what an operation reads, with an empty state for None."""
+    if state is None:
+        state = LinearState.empty(key, F.pad(value[:, :, :1], (0, 1)), log_scale is not None)
+    return dense_rows(query), dense_rows(key), dense_rows(value), log_scale, log_decay, *state
 
 
 def log_weight(factor: Tensor, top: Tensor) -> Tensor:
