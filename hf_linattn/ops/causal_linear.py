@@ -28,8 +28,9 @@ from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_o
 from .exponential import LOWEST, dense, fast_exp
 from .native.causal_step import step_attention
 from .native.causal_sums import NATIVE_SUMS, can_read, native_maps
-from .native.library import empty_output, suits
+from .native.library import suits
 from .native.mapped_attention import join, mapped_attention, two_way_attention
+from .native.memory import empty_output
 from .sequences import Packed
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed

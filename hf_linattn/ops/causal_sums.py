@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from .chunk_sums import LinearState
 from .exponential import LOWEST
-from .native.library import dense_rows, empty_output
+from .native.library import dense_rows
+from .native.memory import empty_output
 
 
 class CausalSums(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .native.library import zeros
+from .native.memory import zeros
 
 
 class Source:

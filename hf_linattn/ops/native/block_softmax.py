@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from ..source import Source
-from .library import Operand, call, dense_rows, empty_like, empty_output, operation, zeros_like
+from .library import Operand, call, dense_rows, operation
+from .memory import empty_like, empty_output, zeros_like
 
 OPERANDS = (
     "query", "key", "value", "out", "log", "before", "before_log", "shared_key", "shared_value",

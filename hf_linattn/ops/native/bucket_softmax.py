@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from .library import Operand, call, dense_rows, empty_output, operation
+from .library import Operand, call, dense_rows, operation
+from .memory import empty_output
 
 OPERANDS = ("query", "key", "value", "out", "log", "grad", "weight_grad", "d_query", "d_key", "d_value")
 GROUPED = ("query", "out", "log", "grad", "weight_grad", "d_query")

@@ -11,7 +11,8 @@ from torch.utils.flop_counter import register_flop_formula
 from ..causal_sums import log_weight
 from ..chunk_sums import LinearState
 from .causal_sums import OPERANDS, NativeMap, describe, map_operands
-from .library import call, dense_rows, empty_output, operation
+from .library import call, dense_rows, operation
+from .memory import empty_output
 
 
 @operation("sums", "factor", "top", "state_after", "log_max_after")

@@ -23,8 +23,9 @@ from ..source import Source
 from .block_softmax import Before, Keys, attend_blocks, continue_blocks
 from .causal_step import strict_step
 from .causal_sums import NATIVE_SUMS, can_read, native_maps
-from .library import empty_output, suits
+from .library import suits
 from .mapped_attention import join, mapped_attention
+from .memory import empty_output
 
 BLOCK_SIZE = 64
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGE_BYTES = 8 << 20  # outputs of this size get large pages
 VARIANTS = {"AVX512": "_avx512", "AVX2": "_avx2"}  # PyTorch's names of what the CPU can do
 OPERATIONS = torch.library.Library("hf_linattn", "FRAGMENT")
 
@@ -93,33 +92,3 @@ def operation(
 def dense_rows(x: Tensor) -> Tensor:
     """x, its last dimension contiguous, as all operands have it."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def empty_output(query: Tensor, value: Tensor) -> Tensor:
-    """Memory [B, Hkv, G, N, Dv] for queries [B, Hkv, G, N, D], in the order [B, N, H, Dv], in which models go on."""
-    batch, heads, groups, length, _ = query.shape
-    output = _in_large_pages(value.new_empty(batch, length, heads, groups, value.shape[-1]))
-    return output.permute(0, 2, 3, 1, 4)
-
-
-def empty_like(x: Tensor) -> Tensor:
-    """Memory laid out as x is, its last dimension contiguous."""
-    empty = torch.empty_like(x)
-    return _in_large_pages(empty if empty.stride(-1) == 1 else x.new_empty(x.shape))
-
-
-def zeros_like(x: Tensor) -> Tensor:
-    """The same, of zeros."""
-    return empty_like(x).zero_()
-
-
-def zeros(like: Tensor, shape: torch.Size) -> Tensor:
-    """Zeros of this shape, for the rest as `like` is."""
-    return _in_large_pages(like.new_empty(shape)).zero_()
-
-
-def _in_large_pages(x: Tensor) -> Tensor:
-    if x.nbytes >= LARGE_BYTES and suits(x):
-        size, threads = ctypes.c_int64(x.nbytes), ctypes.c_int64(torch.get_num_threads())
-        build().large_pages(ctypes.c_void_p(x.data_ptr()), size, threads)
-    return x

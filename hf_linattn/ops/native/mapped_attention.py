@@ -19,7 +19,8 @@ from ..causal_sums import decay_gradient, log_weight, read
 from ..chunk_sums import CHUNK_SIZE, LinearState
 from ..sequences import Packed
 from .causal_sums import OPERANDS, NativeMap, Problem, causal_sums, describe, map_operands
-from .library import Operand, call, dense_rows, empty_like, operation
+from .library import Operand, call, dense_rows, operation
+from .memory import empty_like
 
 GRADIENTS = ("d_sums", "d_log", "d_query", "d_key", "d_value", "d_scale")
 GROUPED_GRADIENTS = {"d_sums", "d_log", "d_query"}

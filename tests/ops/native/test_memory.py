@@ -1,0 +1,111 @@
+"""Memory of large outputs is taken up again when nobody uses it any more, and never before."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from hf_linattn.ops.native import memory
+
+SHAPES = (torch.Size((1, 8, 1, 4111, 64)), torch.Size((1, 8, 4111, 64)))  # of query and value: 8.4 MB
+
+
+@pytest.fixture(autouse=True)
+def kept(variant, monkeypatch):
+    """None yet, and a PyTorch that counts."""
+    monkeypatch.setattr(memory, "KEPT", memory.Kept())
+    assert memory.can_keep()
+    return memory.KEPT
+
+
+def make_output() -> torch.Tensor:
+    return memory.empty_output(torch.empty(SHAPES[0], device="meta"), torch.empty(1).expand(SHAPES[1]))
+
+
+def test_what_is_free_is_taken_up_again():
+    output = make_output()
+    assert output.shape == SHAPES[0] and output.stride() == (8 * 4111 * 64, 64, 64, 512, 1)
+    place = output.data_ptr()
+    other = make_output()
+    assert other.data_ptr() != place
+    del output
+    assert make_output().data_ptr() == place
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda x: x,
+        lambda x: x[0, 3, :, 7:9],
+        lambda x: x.detach().numpy(),
+        lambda x: x.untyped_storage(),
+        lambda x: (x[..., 0] * torch.ones(1, requires_grad=True)).grad_fn,  # saved for a backward pass
+        lambda x: memoryview(x.detach().numpy()[0, 0, 0]),
+        lambda x: torch.utils.dlpack.to_dlpack(x),
+    ],
+    ids=["tensor", "view", "numpy", "storage", "autograd", "buffer", "dlpack"],
+)
+def test_what_anybody_holds_is_not(hold):
+    output = make_output()
+    place = output.data_ptr()
+    held = hold(output)
+    del output
+    assert make_output().data_ptr() != place
+    del held
+    assert make_output().data_ptr() == place
+
+
+def test_another_size_and_what_is_small_are_made_anew(kept):
+    place = make_output().data_ptr()
+    assert memory.zeros(torch.empty(1), torch.Size((4112, 512))).data_ptr() != place
+    assert len(kept.storages) == 2
+    memory.zeros(torch.empty(1), torch.Size((100,)))
+    assert len(kept.storages) == 2
+
+
+def test_zeros_are_zeros_and_layouts_are_kept():
+    make_output().fill_(3.0)
+    like = torch.empty(1, 4111, 8, 64).transpose(1, 2)
+    zeros = memory.zeros_like(like)
+    assert zeros.stride() == like.stride() and not zeros.any()
+    turned = memory.empty_like(torch.empty(1, 8, 64, 4111).mT)  # the last dimension is contiguous all the same
+    assert turned.shape == (1, 8, 4111, 64) and turned.stride(-1) == 1
+
+
+def test_no_more_is_kept_than_said(kept, monkeypatch):
+    monkeypatch.setattr(memory, "KEPT_BYTES", 20 << 20)
+    outputs = [make_output() for _ in range(5)]
+    assert [x.data_ptr() for x in kept.storages] == [x.data_ptr() for x in outputs[3:]]
+
+
+def test_a_storage_that_was_given_away_is_left_alone():
+    output = make_output()
+    output.untyped_storage().resize_(0)
+    del output
+    assert make_output().untyped_storage().nbytes() == 8 * 4111 * 64 * 4
+
+
+def test_tensors_without_memory_keep_none(kept):
+    with FakeTensorMode():
+        output = memory.zeros(torch.empty(1), torch.Size((4112, 512)))
+    assert isinstance(output, FakeTensor) and not kept.storages
+
+
+def test_threads_do_not_get_the_same():
+    outputs = [make_output() for _ in range(4)]
+    del outputs
+    found, start = [], threading.Barrier(4)
+
+    def take():
+        start.wait()
+        found.append(make_output())
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({x.data_ptr() for x in found}) == 4
