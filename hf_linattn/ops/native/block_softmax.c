@@ -16,8 +16,20 @@
 struct work {
     struct scratch *scratch;
     const struct problem *problem;
-    int64_t batch, head, rows;
+    int64_t batch, head, group, rows;
+    int64_t ahead, end; /* the next token that memory is asked for, and behind the last one */
 };
+
+/* Ask for some of the tokens that this head's next queries begin with, so that memory answers meanwhile. */
+static inline void fetch_ahead(struct work *w)
+{
+    const struct problem *p = w->problem;
+    for (int64_t row = 0; row < PIECE / 2 && w->ahead < w->end; row++, w->ahead++) {
+        fetch_row(place(&p->query, w->batch, w->head, w->group, w->ahead), p->key_size);
+        fetch_row(place(&p->key, w->batch, w->head, 0, w->ahead), p->key_size);
+        fetch_row(place(&p->value, w->batch, w->head, 0, w->ahead), p->value_size);
+    }
+}
 
 /* What is there of the queries before any key: nothing, or what stands in `before`. */
 static void begin(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t group, int64_t at,
@@ -41,9 +53,10 @@ static void begin(struct scratch *s, const struct problem *p, int64_t batch, int
 /* Take in some keys; they and their values are read where they lie if that will do. */
 static void read_keys(void *work, const struct keys *read)
 {
-    const struct work *w = work;
+    struct work *w = work;
     const struct problem *p = w->problem;
     struct scratch *s = w->scratch;
+    fetch_ahead(w);
     const operand *key = read->shared ? &p->shared_key : &p->key, *value = read->shared ? &p->shared_value : &p->value;
     const float *keys = place(key, w->batch, w->head, 0, read->at);
     const float *values = place(value, w->batch, w->head, 0, read->at);
@@ -67,7 +80,8 @@ static void read_block(struct scratch *s, const struct problem *p, int64_t batch
     const int64_t start = (p->first + block) * p->block_size, end = smaller(start + p->block_size, p->length);
     const int large = is_large(p->batches * p->heads * p->groups * p->length * p->value_size);
     for (int64_t at = start; at < end; at += PIECE) {
-        struct work work = {s, p, batch, head, smaller(end - at, PIECE)};
+        struct work work = {s, p, batch, head, group, smaller(end - at, PIECE), at + PIECE,
+                            smaller(at + 2 * PIECE, p->length)};
         begin(s, p, batch, head, group, at, work.rows);
         for_keys(p, batch, head * p->groups + group, block, at, read_keys, &work);
         for (int64_t i = 0; i < work.rows; i++) {

@@ -7,27 +7,58 @@
 struct work {
     const struct problem *problem;
     struct pairs pairs;
-    int64_t batch, head, rows;
+    int64_t batch, head, group, rows;
+    int64_t ahead, end; /* the next query that memory is asked for, and behind the last one */
 };
+
+/* Ask for some of the queries that come next, so that memory answers meanwhile. */
+static inline void fetch_ahead(struct work *w)
+{
+    const struct problem *p = w->problem;
+    for (int64_t row = 0; row < PIECE / 2 && w->ahead < w->end; row++, w->ahead++) {
+        fetch_row(place(&p->query, w->batch, w->head, w->group, w->ahead), p->key_size);
+        fetch_row(place(&p->grad, w->batch, w->head, w->group, w->ahead), p->value_size);
+        fetch_row(place(&p->out, w->batch, w->head, w->group, w->ahead), p->value_size);
+    }
+}
 
 static void read_keys(void *work, const struct keys *met)
 {
     struct work *w = work;
     struct pairs *s = &w->pairs;
     const struct problem *p = w->problem;
+    fetch_ahead(w);
     const operand *key = met->shared ? &p->shared_key : &p->key, *value = met->shared ? &p->shared_value : &p->value;
     const operand *d_key = met->shared ? &p->d_shared_key : &p->d_key;
     const operand *d_value = met->shared ? &p->d_shared_value : &p->d_value;
-    pack(s->key, PIECE, place(key, w->batch, w->head, 0, met->at), key->token, met->count, p->key_size, s->keys);
-    pack(s->value, PIECE, place(value, w->batch, w->head, 0, met->at), value->token, met->count, p->value_size,
-         s->values);
+    const float *keys = place(key, w->batch, w->head, 0, met->at), *values = place(value, w->batch, w->head, 0, met->at);
+    float *d_keys = place(d_key, w->batch, w->head, 0, met->at);
+    float *d_values = place(d_value, w->batch, w->head, 0, met->at);
+    for (int64_t j = 0; j < met->count; j++) { /* in the end gradients are added to these */
+        fetch_row(d_keys + j * d_key->token, p->key_size);
+        fetch_row(d_values + j * d_value->token, p->value_size);
+    }
     const int all = show(s->weights, met->bias, p->bias.token, w->rows, met->count, met->ahead);
-    if (!read_pairs(s, met->count, w->rows, all))
+    /* whole tiles are read and added to where they lie; rows that are far apart displace each other */
+    const int whole = met->count == PIECE && p->key_size == s->keys && p->value_size == s->values;
+    if (!whole || key->token != s->keys) {
+        pack(s->key, PIECE, keys, key->token, met->count, p->key_size, s->keys);
+        keys = s->key;
+    }
+    if (!whole || value->token != s->values) {
+        pack(s->value, PIECE, values, value->token, met->count, p->value_size, s->values);
+        values = s->value;
+    }
+    if (whole) {
+        read_pairs(s, &(struct met){keys, values, d_keys, d_values, d_key->token, d_value->token}, PIECE, w->rows, all);
+        return;
+    }
+    const struct met copies = meet_copies(s);
+    if (!read_pairs(s, &copies, met->count, w->rows, all))
         return;
     for (int64_t j = 0; j < met->count; j++) {
-        add_scaled(place(d_key, w->batch, w->head, 0, met->at + j), 1.0f, s->d_key + j * s->keys, p->key_size);
-        add_scaled(place(d_value, w->batch, w->head, 0, met->at + j), 1.0f, s->d_value + j * s->values,
-                   p->value_size);
+        add_scaled(d_keys + j * d_key->token, 1.0f, s->d_key + j * s->keys, p->key_size);
+        add_scaled(d_values + j * d_value->token, 1.0f, s->d_value + j * s->values, p->value_size);
     }
 }
 
@@ -59,6 +90,9 @@ static void read_block(struct work *w, const struct problem *p, int64_t group, i
     const int large = is_large(p->batches * p->heads * p->groups * p->length * p->key_size);
     for (int64_t at = start; at < end; at += PIECE) {
         w->rows = smaller(end - at, PIECE);
+        w->group = group;
+        w->ahead = at + PIECE;
+        w->end = smaller(at + 2 * PIECE, p->length);
         pack(s->query, PIECE, place(&p->query, w->batch, w->head, group, at), p->query.token, w->rows, p->key_size,
              s->keys);
         pack(s->grad, PIECE, place(&p->grad, w->batch, w->head, group, at), p->grad.token, w->rows, p->value_size,

@@ -59,7 +59,8 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
                  p->value_size, s->values);
         }
         hide_keys(s->weights, l, p, round, member, at, count);
-        if (!read_pairs(s, count, rows, 0))
+        const struct met met = meet_copies(s);
+        if (!read_pairs(s, &met, count, rows, 0))
             continue;
         for (int64_t j = 0; j < count; j++) {
             add_scaled(place(&p->d_key, w->batch, w->head, 0, member[at + j]), 1.0f, s->d_key + j * s->keys,

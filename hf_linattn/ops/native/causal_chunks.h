@@ -5,7 +5,9 @@
 #include "causal_sums.h"
 
 #define CHUNK 64
-#define AHEAD 5 /* operands of a chunk at most */
+#define AHEAD 5    /* operands of a chunk at most */
+#define FETCHED 4  /* rows of each at a time */
+#define SLAB 16    /* rows of a product at a time */
 
 /* out [rows, columns] = left right, more what is there if `adds`, rows and columns being whole numbers of tiles; a
  * function of its own, as its tiles need all registers */
@@ -81,23 +83,24 @@ static inline void look_ahead(struct scratch *s, const operand *x, int64_t batch
 }
 
 /* Ask for the next few of these rows: memory answers while tiles are multiplied. */
-static inline void fetch_ahead(struct scratch *s)
+static inline void fetch_ahead(struct scratch *s, int64_t rows)
 {
     for (struct ahead *x = s->ahead; x < s->ahead + s->operands_ahead; x++)
-        for (int64_t row = 0; row < TILE_ROWS && x->left; row++, x->left--, x->row += x->token)
+        for (int64_t row = 0; row < rows && x->left; row++, x->left--, x->row += x->token)
             fetch_row(x->row, x->size);
 }
 
-/* `add_product` while memory is asked for what comes next. */
-static inline void add_product_ahead(struct scratch *s, float *out, int64_t out_row, const float *left,
-                                     int64_t left_row, int64_t left_step, const float *right, int64_t right_step,
-                                     int64_t rows, int64_t columns, int64_t steps)
+/* `make_product` while memory is asked for what comes next. */
+static inline void make_product_ahead(struct scratch *s, float *out, int64_t out_row, const float *left,
+                                      int64_t left_row, int64_t left_step, const float *right, int64_t right_step,
+                                      int64_t rows, int64_t columns, int64_t steps, int adds)
 {
-    for (int64_t row = 0; row < rows; row += TILE_ROWS) {
-        fetch_ahead(s);
-        add_product(out + row * out_row, out_row, left + row * left_row, left_row, left_step, right, right_step,
-                    TILE_ROWS, columns, steps);
-    }
+    for (int64_t column = 0; column < columns; column += TILE_COLUMNS) /* as many of `right` as the first cache holds */
+        for (int64_t row = 0; row < rows; row += SLAB) {
+            fetch_ahead(s, FETCHED);
+            make_product(out + row * out_row + column, out_row, left + row * left_row, left_row, left_step,
+                         right + column, right_step, smaller(SLAB, rows - row), TILE_COLUMNS, steps, adds);
+        }
 }
 
 /* Features [chunk, keys] of `count` tokens from `x`; log scales, where wanted, are added to `scale`. */
@@ -170,30 +173,21 @@ static float load_keys(struct scratch *s, const struct problem *p, int64_t batch
     return weigh(s, decay, p->log_decay.token, count, before, left);
 }
 
-/* scores [chunk, chunk]: start_i + row_i . column_j for pairs of a chunk, weighted, those of the future zero; of these
- * a tile of rows from `first` on */
-static void form_rows(float *scores, struct scratch *s, int64_t first, const float *rows, int64_t row_size,
-                      const float *columns, int64_t steps, const float *start, int scaled)
+/* scores [chunk, chunk]: start_i + row_i . column_j for pairs of a chunk, weighted, those of the future zero */
+static void form_pairs(float *scores, struct scratch *s, const float *rows, int64_t row_size, const float *columns,
+                       int64_t steps, const float *start, int scaled)
 {
-    const int64_t size = round_up(first + TILE_ROWS, TILE_COLUMNS);
-    for (int64_t i = first; i < first + TILE_ROWS && start; i++)
-        for (int64_t j = 0; j < size; j += LANES)
+    for (int64_t i = 0; i < s->chunk && start; i++)
+        for (int64_t j = 0; j < s->chunk; j += LANES)
             store(scores + i * s->chunk + j, (lanes){0} + start[i]);
-    make_product(scores + first * s->chunk, s->chunk, rows + first * row_size, row_size, 1, columns, s->chunk,
-                 TILE_ROWS, size, steps, start != NULL);
-    for (int64_t i = first; i < first + TILE_ROWS; i++) {
+    for (int64_t column = 0; column < s->chunk; column += TILE_COLUMNS) /* which earlier rows do not see */
+        make_product_ahead(s, scores + column * s->chunk + column, s->chunk, rows + column * row_size, row_size, 1,
+                           columns + column, s->chunk, s->chunk - column, TILE_COLUMNS, steps, start != NULL);
+    for (int64_t i = 0; i < s->chunk; i++) {
         float *own = scores + i * s->chunk;
         if (scaled)
             for (int64_t j = 0; j <= i; j += LANES)
                 store(own + j, load(own + j) * exp_of(load(s->exponent + j) - s->top[i]));
         memset(own + i + 1, 0, (s->chunk - 1 - i) * sizeof(float));
     }
-}
-
-/* All rows of them. */
-static void form_pairs(float *scores, struct scratch *s, const float *rows, int64_t row_size, const float *columns,
-                       int64_t steps, const float *start, int scaled)
-{
-    for (int64_t first = 0; first < s->chunk; first += TILE_ROWS)
-        form_rows(scores, s, first, rows, row_size, columns, steps, start, scaled);
 }

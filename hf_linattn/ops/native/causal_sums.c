@@ -29,7 +29,7 @@ static float last_factor(const struct scratch *s, const struct problem *p, int64
         earlier += load(s->query + i * s->keys + key) * load(s->weights + key);
     for (int64_t j = 0; j < s->chunk; j += LANES)
         own += load(s->scores + i * s->chunk + j);
-    const float weight = sum_of(own) + (scaled ? s->kept[i] : 1.0f) * sum_of(earlier);
+    const float weight = sum_of(own + (scaled ? s->kept[i] : 1.0f) * earlier);
     return weight >= p->least_weight ? 1.0f / weight : 0.0f;
 }
 
@@ -43,20 +43,18 @@ static void read_chunk(struct scratch *s, const struct problem *p, int64_t batch
     const int large = is_large(p->batches * p->heads * p->groups * p->length * p->value_size);
     const int64_t others = s->operands_ahead, last = group == p->groups - 1;
     look_ahead(s, &p->query, batch, head, last ? 0 : group + 1, last ? at + s->chunk : at, p->length, p->input_size);
-    for (int64_t row = 0; row < s->chunk; row += TILE_ROWS) {
-        float *out = s->out + row * s->values;
-        fetch_ahead(s);
-        make_product(out, s->values, s->query + row * s->keys, s->keys, 1, s->state, s->values, TILE_ROWS, s->values,
-                     p->key_size, 0);
-        if (scaled)
-            for (int64_t i = 0; i < TILE_ROWS; i++)
-                for (int64_t column = 0; column < s->values; column++)
-                    out[i * s->values + column] *= s->kept[row + i];
-        if (p->bidirectional)
-            continue;
-        form_rows(s->scores, s, row, s->query, s->keys, s->turned, p->key_size, NULL, scaled);
-        add_product(out, s->values, s->scores + row * s->chunk, s->chunk, 1, s->value, s->values, TILE_ROWS, s->values,
-                    row + TILE_ROWS);
+    make_product_ahead(s, s->out, s->values, s->query, s->keys, 1, s->state, s->values, s->chunk, s->values, p->key_size,
+                       0);
+    for (int64_t i = 0; i < s->chunk && scaled; i++)
+        for (int64_t column = 0; column < s->values; column++)
+            s->out[i * s->values + column] *= s->kept[i];
+    if (!p->bidirectional) {
+        form_pairs(s->scores, s, s->query, s->keys, s->turned, p->key_size, NULL, scaled);
+        for (int64_t row = 0; row < s->chunk; row += TILE_ROWS) {
+            fetch_ahead(s, FETCHED / 2);
+            add_product(s->out + row * s->values, s->values, s->scores + row * s->chunk, s->chunk, 1, s->value,
+                        s->values, TILE_ROWS, s->values, row + TILE_ROWS);
+        }
     }
     s->operands_ahead = others;
     for (int64_t i = 0; i < count; i++) {
@@ -80,8 +78,8 @@ static void fold_chunk(struct scratch *s, const struct problem *p, int scaled, f
         for (int64_t number = 0; number < s->keys * s->values; number++)
             s->state[number] *= left;
     }
-    add_product_ahead(s, s->state, s->values, s->key, 1, s->keys, weighted, s->values,
-                      round_up(p->key_size, TILE_ROWS), s->values, s->chunk);
+    make_product_ahead(s, s->state, s->values, s->key, 1, s->keys, weighted, s->values,
+                       round_up(p->key_size, TILE_ROWS), s->values, s->chunk, 1);
     if (!p->normalise)
         return;
     for (int64_t key = 0; key < s->keys; key++)

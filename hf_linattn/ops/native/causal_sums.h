@@ -126,10 +126,13 @@ static void exponential_pair(float *z, float *opposite, int64_t count, float *su
         least = larger_of(-part, least);
     }
     const float top = max_of(largest), bottom = max_of(least);
+    const int close = top + bottom < 60.0f; /* then e^-x is the inverse of e^x, in a fourth of the time */
+    const float smallest = exp_of_one(-top - bottom);
     for (int64_t key = 0; key < count; key += LANES) {
-        const lanes part = load(z + key);
-        const lanes one = choose(first_lanes(count - key), exp_of(part - top), zero);
-        const lanes other = choose(first_lanes(count - key), exp_of(-part - bottom), zero);
+        const mask there = first_lanes(count - key);
+        const lanes part = load(z + key), power = exp_of(part - top);
+        const lanes one = choose(there, power, zero);
+        const lanes other = choose(there, close ? smallest * inverse_of(power) : exp_of(-part - bottom), zero);
         total += one;
         opposite_total += other;
         store(z + key, one);

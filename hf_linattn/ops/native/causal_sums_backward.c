@@ -82,8 +82,8 @@ static void read_forwards(struct work *w, const struct backward *p, int64_t batc
             for (int64_t i = 0; i < s->chunk; i++)
                 for (int64_t key = 0; key < s->keys; key++)
                     w->d_features[i * s->keys + key] = w->slope[i] * s->weights[key];
-            add_product_ahead(s, w->d_features, s->keys, w->grad, s->values, 1, s->state, s->keys, s->chunk, s->keys,
-                              f->value_size);
+            make_product_ahead(s, w->d_features, s->keys, w->grad, s->values, 1, s->state, s->keys, s->chunk, s->keys,
+                               f->value_size, 1);
             if (pairs && scaled)
                 scale_rows(w->d_features, s->kept, s->chunk, s->keys);
             if (pairs)
@@ -172,8 +172,8 @@ static float read_chunk(struct work *w, const struct backward *p, int64_t batch,
     for (int64_t j = 0; j < s->chunk; j++)
         memcpy(w->d_features + j * s->keys, s->weights, s->keys * sizeof(float));
     look_ahead_of_chunk(s, p, batch, head, at - s->chunk, 1, pairs);
-    add_product_ahead(s, w->d_features, s->keys, s->value, s->values, 1, w->turned_state, s->keys, s->chunk, s->keys,
-                      f->value_size);
+    make_product_ahead(s, w->d_features, s->keys, s->value, s->values, 1, w->turned_state, s->keys, s->chunk, s->keys,
+                               f->value_size, 1);
     make_product(d_value, s->values, s->key, s->keys, 1, s->state, s->values, s->chunk, s->values, f->key_size, 0);
     if (scaled) {
         later += s->passed[s->chunk - 1];

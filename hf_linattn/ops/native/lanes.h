@@ -66,14 +66,24 @@ static inline int any_of(mask condition)
 /* e^x for x <= 80 to the precision of float32, zero below e^-87 */
 static inline lanes exp_of(lanes x)
 {
-    const lanes zero = {0}, lowest = zero - 87.0f, clamped = larger_of(x, lowest);
-    const lanes shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the last bits are the nearest integer */
+    const lanes shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the last bits are the nearest integer */
     const lanes n = shifted - 12582912.0f;
-    const lanes rest = (clamped - n * 0.693359375f) + n * 2.12194440e-4f; /* ln 2 in two parts */
+    const lanes rest = (x - n * 0.693359375f) + n * 2.12194440e-4f; /* ln 2 in two parts */
     const lanes power = 1.0f + rest * (1.0f + rest * (0.5f + rest * (1.66666667e-1f + rest * (4.16666667e-2f
                         + rest * (8.33333333e-3f + rest * 1.38888889e-3f)))));
     const mask bits = (mask)power + ((mask)shifted << 23);
-    return choose(x < lowest, zero, (lanes)bits);
+    return choose(x < -87.0f, (lanes){0}, (lanes)bits);
+}
+
+/* 1 / x to the precision of float32, for x whose inverse float32 has, too */
+static inline lanes inverse_of(lanes x)
+{
+#if LANES == 16
+    const lanes guess = (lanes)_mm512_rcp14_ps((__m512)x);
+#else
+    const lanes guess = (lanes)_mm256_rcp_ps((__m256)x);
+#endif
+    return guess * (2.0f - x * guess);
 }
 
 static inline float exp_of_one(float x) { return exp_of(x + (lanes){0})[0]; }
@@ -252,6 +262,7 @@ static int run_tasks(void (*work)(const void *problem, float *memory, int64_t ta
                      int64_t tasks, int64_t threads, int64_t size)
 {
     threads = smaller(threads, tasks);
+    const int64_t share = tasks / (16 * threads + 1) + 1; /* neighbours often read the same, and what follows */
     if (!tasks)
         return 0;
     float *memory = aligned_alloc(64, threads * size * sizeof(float));
@@ -263,7 +274,7 @@ static int run_tasks(void (*work)(const void *problem, float *memory, int64_t ta
 #ifdef _OPENMP
         own += omp_get_thread_num() * size;
 #endif
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, share)
         for (int64_t task = 0; task < tasks; task++)
             work(problem, own, task);
         _mm_sfence(); /* other threads read what went past the caches */

@@ -20,6 +20,13 @@ struct pairs {
     int64_t key_size, value_size, keys, values;
 };
 
+/* Up to PIECE keys and values, in rows as above, and where their gradients are added up. */
+struct met {
+    const float *key, *value;
+    float *d_key, *d_value;
+    int64_t d_key_row, d_value_row;
+};
+
 static int64_t arrange_pairs(struct pairs *w, int64_t key_size, int64_t value_size, float *memory)
 {
     int64_t used = 0;
@@ -55,16 +62,24 @@ static void note_sums(struct pairs *w, int64_t row, float log, float weight_grad
     w->weight_grad[row] = weight_grad;
 }
 
+/* The keys and values that have been put into `key` and `value`, and gradients of zero. */
+static struct met meet_copies(struct pairs *w)
+{
+    memset(w->d_key, 0, PIECE * w->keys * sizeof(float));
+    memset(w->d_value, 0, PIECE * w->values * sizeof(float));
+    return (struct met){w->key, w->value, w->d_key, w->d_value, w->keys, w->values};
+}
+
 /* Go through the pairs of `rows` queries with `count` keys, with what weights begin with as scores do in `read_piece`;
- * returns whether there are any, and if so d_key and d_value hold their gradients. */
-static int read_pairs(struct pairs *w, int64_t count, int64_t rows, int all)
+ * returns whether there are any. */
+static int read_pairs(struct pairs *w, const struct met *met, int64_t count, int64_t rows, int all)
 {
     const struct seen seen = find_seen(w->weights, all);
     if (seen.start >= seen.end)
         return 0;
     memset(w->slopes, 0, PIECE * PIECE * sizeof(float));
-    add_scores(w->weights, &seen, w->key, w->keys, w->turned_query, w->key_size);
-    add_scores(w->slopes, &seen, w->value, w->values, w->turned_grad, w->value_size);
+    add_scores(w->weights, &seen, met->key, w->keys, w->turned_query, w->key_size);
+    add_scores(w->slopes, &seen, met->value, w->values, w->turned_grad, w->value_size);
     for (int64_t j = seen.start; j < seen.end; j++)
 #pragma GCC unroll 8
         for (int64_t i = 0; i < PIECE; i += LANES) {
@@ -72,21 +87,19 @@ static int read_pairs(struct pairs *w, int64_t count, int64_t rows, int all)
             store(w->weights + j * PIECE + i, weight);
             store(w->slopes + j * PIECE + i, weight * (load(w->slopes + j * PIECE + i) - load(w->weight_grad + i)));
         }
-    memset(w->d_key, 0, PIECE * w->keys * sizeof(float));
-    memset(w->d_value, 0, PIECE * w->values * sizeof(float));
     for (int64_t j = seen.start; j < seen.end; j += TILE_ROWS) {
         for (int64_t column = 0; column < w->values; column += TILE_COLUMNS)
-            add_tile(w->d_value + j * w->values + column, w->values, w->weights + j * PIECE, PIECE, 1,
+            add_tile(met->d_value + j * met->d_value_row + column, met->d_value_row, w->weights + j * PIECE, PIECE, 1,
                      w->grad + column, w->values, rows);
         for (int64_t column = 0; column < w->keys; column += TILE_COLUMNS)
-            add_tile(w->d_key + j * w->keys + column, w->keys, w->slopes + j * PIECE, PIECE, 1, w->query + column,
-                     w->keys, rows);
+            add_tile(met->d_key + j * met->d_key_row + column, met->d_key_row, w->slopes + j * PIECE, PIECE, 1,
+                     w->query + column, w->keys, rows);
     }
     for (int64_t i = 0; i < PIECE; i += TILE_ROWS) {
         const int64_t first = seen.first[i / LANES], last = smaller(seen.last[i / LANES], count);
         for (int64_t column = 0; first < last && column < w->keys; column += TILE_COLUMNS)
             add_tile(w->d_query + i * w->keys + column, w->keys, w->slopes + first * PIECE + i, 1, PIECE,
-                     w->key + first * w->keys + column, w->keys, last - first);
+                     met->key + first * w->keys + column, w->keys, last - first);
     }
     return 1;
 }

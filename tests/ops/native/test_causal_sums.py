@@ -111,6 +111,23 @@ def test_feature_maps(variant, name, options, decay, masked):
         assert_close(got.double(), want, 2e-5 * max(1.0, float(want.abs().max())))
 
 
+def test_softmax_pairs_of_any_spread(variant):
+    """Logits that lie close together and a hundred apart: e^-x is the inverse of e^x only where float32 has it."""
+    sizes = torch.logspace(-1, 1.5, 203, dtype=torch.float64)[
+        torch.randperm(203, generator=torch.Generator().manual_seed(5))
+    ]
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        mechanism = make_mechanism("hedgehog", {}, moved=True).to(dtype)
+        heads = [(x.double() * sizes[:, None]).to(dtype) for x in make_heads()[:2]] + [make_heads()[2].to(dtype)]
+        output, state = mechanism(*(x[:, :, :200] for x in heads))
+        step, state = mechanism(*(x[:, :, 200:201] for x in heads), state=state)
+        results.append([output, step, state.kv.double() * state.log_max.double().exp()[..., None, None]])
+    assert len(variant) > 1
+    for want, got in zip(*results, strict=True):
+        assert_close(got.double(), want, 1e-5 * max(1.0, float(want.abs().max())))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("decay", [None, "learned"])
 @pytest.mark.parametrize(("name", "options"), MAPS)
