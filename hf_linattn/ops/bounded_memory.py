@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from .exponential import LOWEST
 from .native import bounded_memory as native
 from .sink import softmax_beside
+from .source import Source
 from .summaries import Summary, find_runs, open_segments, pool, segment_size
 
 QUERIES = {"cpu": 1024}  # at a time: large enough for the products, small enough for the cache
@@ -83,14 +84,16 @@ def bounded_memory_attention(
     """
     if state is not None:
         return _continue(query, key, value, writer, num_slots, block_size, scaling, lengths, state, sink)
-    tokens = Summary(key, value, *writer(key))
     inference = not training and not torch.is_grad_enabled()
-    use_native = use_native and native.can_attend((query, key, value), num_slots, block_size, inference)
-    if use_native:
-        output = native.whole_rows(query, tokens, num_slots, block_size, scaling, sink)
+    if use_native and native.can_attend((query, key, value), num_slots, block_size, inference):
+        of_key, of_value = Source(key), Source(value)
+        sources = [of_key, of_value, *(Source(x) for x in writer(of_key.whole))]
+        tokens = Summary(*(source.whole for source in sources))
+        output, pooled = native.whole_rows(query, tokens, sources, num_slots, block_size, scaling, sink)
     else:
+        tokens, pooled = Summary(key, value, *writer(key)), None
         output = _whole_rows(query, tokens, num_slots, block_size, scaling, sink)
-    return output, _state_after(tokens, lengths, num_slots, block_size, use_native) if keep_state else None
+    return output, _state_after(tokens, lengths, num_slots, block_size, pooled) if keep_state else None
 
 
 class _Run(NamedTuple):
@@ -174,9 +177,7 @@ def _run(
     return _Run(first, unit, slots, partial, own.repeat(queries // size, 1), sink)
 
 
-def _read_blocks(
-    query: Tensor, key: Tensor, value: Tensor, run: _Run, start: int, scaling: float
-) -> Tensor:
+def _read_blocks(query: Tensor, key: Tensor, value: Tensor, run: _Run, start: int, scaling: float) -> Tensor:
     """Attention of the blocks of a run from `start` on: query [R, M, G C, D], key and value [R, M, C, .]."""
     count, size, unit, device = key.shape[1], key.shape[2], run.unit, key.device
     known, seen = start * size // unit, (start + count - 1) * size // unit  # segments before the first and last block
@@ -202,14 +203,18 @@ def _read_blocks(
 
 
 def _state_after(
-    tokens: Summary, lengths: Tensor | None, num_slots: int, block_size: int, pool_natively: bool
+    tokens: Summary, lengths: Tensor | None, num_slots: int, block_size: int, pooled: native.Pooled | None
 ) -> MemoryState:
-    """Return the state of rows that began and have been read to their ends."""
+    """Return the state of rows that began and have been read to their ends; `pooled`: what the C summed up of them."""
     batch, _, length, _ = tokens.key.shape
     device = tokens.key.device
     if lengths is None:
         done = length // block_size * block_size
-        slots = _completed(tokens, [done], num_slots, pool_natively)
+        slots = (
+            _completed(tokens, [done], num_slots, False)
+            if pooled is None
+            else _continued(tokens, done, num_slots, pooled)
+        )
         lengths = torch.full((batch,), length, device=device)
     else:
         ends = [end // block_size * block_size for end in lengths.tolist()]
@@ -218,11 +223,20 @@ def _state_after(
             chosen = [row for row, end in enumerate(ends) if segment_size(end, num_slots) == unit]
             rows = torch.tensor(chosen, device=device)
             own = tokens.map(lambda x: x[rows])  # noqa: B023 - called at once
-            part = _completed(own, [ends[row] for row in chosen], num_slots, pool_natively)
+            part = _completed(own, [ends[row] for row in chosen], num_slots, pooled is not None)
             slots = Summary(*(x.index_copy(0, rows, y) for x, y in zip(slots, part, strict=True)))
     start = lengths // block_size * block_size
     key, value = (_from(x, start, lengths, block_size) for x in tokens[:2])
     return MemoryState(*slots, key, value, lengths.to(torch.int64))
+
+
+def _continued(tokens: Summary, done: int, num_slots: int, pooled: native.Pooled) -> Summary:
+    """Sum up the first `done` tokens, most of which are in slots."""
+    unit = segment_size(done, num_slots)
+    start = pooled.end // unit * unit
+    rest = tokens.map(lambda x: x[:, :, start:done])
+    rest = pool(rest.padded(-(-(done - start) // unit) * unit), unit, use_native=True)
+    return pool(pooled.slots, unit // pooled.unit, use_native=True).joined(rest).padded(num_slots)
 
 
 def _completed(tokens: Summary, ends: list[int], num_slots: int, pool_natively: bool) -> Summary:
