@@ -125,7 +125,8 @@ def linear_attention(
         if log_decay is not None:
             return two_way_attention(*heads, log_decay, packed).flatten(1, 2)
         output = _output_for(query, value)
-        return mapped_attention(*heads, None, None, output, bidirectional=True, packed=packed)[0].flatten(1, 2)
+        how: Any = {"bidirectional": True, "packed": packed, "weighed": False}
+        return mapped_attention(*heads, None, None, output, **how)[0].flatten(1, 2)
     causal_sums = NATIVE_SUMS if causal_sums is None and reads else causal_sums
     if log_decay is not None and _works(causal_sums, key):
         return _two_way_by_operation(
@@ -243,7 +244,7 @@ def _mapped(maps, query, key, value, query_map, key_map, key_padding_mask, seque
     output, query = _output_for(query, value), query.unflatten(1, (key.shape[1], -1))
     packed = None if sequence_ids is None else Packed.of(sequence_ids, key.shape[0])
     attended, _, state = mapped_attention(
-        query, key, value, maps, key_padding_mask, log_decay, state, output, packed=packed
+        query, key, value, maps, key_padding_mask, log_decay, state, output, packed=packed, weighed=False
     )
     return attended.flatten(1, 2), state
 

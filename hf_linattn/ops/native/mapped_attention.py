@@ -95,6 +95,7 @@ def mapped_attention(
     bidirectional: bool = False,
     reverse: bool = False,
     packed: Packed | None = None,
+    weighed: bool = True,
 ) -> tuple[Tensor, Tensor, LinearState]:
     """Return the attention output [B, Hkv, G, N, Dv], the log of its weights, and the state after the last key.
 
@@ -106,6 +107,7 @@ def mapped_attention(
         reverse: read from the last token to the first.
         packed: the sequences of the rows, if these hold several; the state before belongs to the first of a row, the
             state after to the last (if bidirectional, there is one after each).
+        weighed: whether the log is wanted; None else.
 
     The log of what the weights of a query add up to is [B, Hkv, G, N], `LOWEST` where that is nothing.
     """
@@ -115,10 +117,11 @@ def mapped_attention(
     rest = (*rest, bidirectional, places)
     if torch.is_grad_enabled():
         weights = (x for native in maps for x in (native.weight, native.bias))
-        attended, log, *after = _MappedAttention.apply(*heads, log_decay, *state, *weights, hidden, rest, reverse)
+        how = rest, reverse, weighed
+        attended, log, *after = _MappedAttention.apply(*heads, log_decay, *state, *weights, hidden, how)
     else:
         attended, *after, factor, top = _read((*heads, hidden, log_decay, *state), rest, reverse, output)
-        log = log_weight(factor, top)
+        log = log_weight(factor, top) if weighed else None
     return attended, log, LinearState(*after)
 
 
@@ -168,14 +171,14 @@ def join(output: Tensor, log: Tensor, other: Tensor, other_log: Tensor) -> tuple
 class _MappedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, log_decay, kv, log_max, *rest):
-        *parameters, hidden, operands, reverse = rest
+        *parameters, hidden, (operands, reverse, weighed) = rest
         heads = query, key, value, hidden, log_decay, kv, log_max
         output, *after, factor, top = _read(heads, operands, reverse)
         ctx.save_for_backward(query, key, value, hidden, log_decay, kv, log_max, output, *after, factor, *parameters)
         ctx.operands, ctx.reverse = operands, reverse
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(after[1])
-        return output, log_weight(factor, top), *after
+        return output, log_weight(factor, top) if weighed else None, *after
 
     @staticmethod
     @once_differentiable
@@ -205,7 +208,7 @@ class _MappedAttention(torch.autograd.Function):
         d_decay = None
         if ctx.needs_input_grad[3]:
             d_decay = decay_gradient(d_scale, d_log, factor, kv_after, d_kv, ctx.reverse)
-        return d_query, d_key, d_value, d_decay, d_before, None, *d_parameters, None, None, None
+        return d_query, d_key, d_value, d_decay, d_before, None, *d_parameters, None, None
 
 
 def _room(parameter: Tensor, heads: torch.Size) -> Tensor:
