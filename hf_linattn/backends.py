@@ -19,7 +19,7 @@ from .config import require_known
 from .errors import OptionError
 from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
-from .ops.causal_sums import CausalSums
+from .ops.operations import Operations
 from .patching import get_mechanisms
 
 SLAB_SIZE = 1024
@@ -71,7 +71,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
 def use_backend(mechanism: Mechanism, backend: str) -> None:
     """Hand one of `BACKENDS` to a mechanism that knows it."""
     found = BACKENDS[backend]
-    mechanism.backend, mechanism.causal_reader, mechanism.causal_sums = backend, found.reader, found.load()
+    mechanism.backend, mechanism.causal_reader, mechanism.operations = backend, found.reader, found.load()
 
 
 def read_slabs(
@@ -114,20 +114,20 @@ def compiled_slab(*heads: Any) -> tuple[Tensor, Any]:
     return _program()(*heads)
 
 
-def load_triton() -> CausalSums:
-    """Return the operation in Triton; `OptionError` where that is not installed."""
+def load_triton() -> Operations:
+    """Return the operations in Triton; `OptionError` where that is not installed."""
     try:
-        from .ops.triton.causal_sums import TRITON_SUMS  # here: nothing else needs Triton
+        from .ops.triton.operations import TRITON  # here: nothing else needs Triton
     except ImportError as error:
         raise OptionError(f"backend 'triton' needs Triton ({error}): pip install triton") from error
-    return TRITON_SUMS
+    return TRITON
 
 
 class Backend(NamedTuple):
-    """reader: takes the place of `causal_attention`. load: returns the operation that forms sums over keys."""
+    """reader: takes the place of `causal_attention`. load: returns the operations that long inputs are read by."""
 
     reader: Callable[..., tuple[Tensor, Any]] | None = None
-    load: Callable[[], CausalSums | None] = lambda: None
+    load: Callable[[], Operations | None] = lambda: None
 
 
 BACKENDS = {

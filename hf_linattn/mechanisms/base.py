@@ -145,7 +145,7 @@ class Mechanism(nn.Module):
         self.keeps_state = True  # whether the state that causal attention comes to is of use to anyone
         self.backend = "auto"  # set by hf_linattn.backends, as are the next two
         self.causal_reader: Any = None  # calls causal_attention for it, in parts
-        self.causal_sums: Any = None  # forms sums over keys for it
+        self.operations: Any = None  # read long inputs for it, see hf_linattn.ops.operations
         self.observer: Any = None  # set by hf_linattn.observation: answers in this mechanism's place
 
     def forward(
@@ -257,6 +257,16 @@ class Mechanism(nn.Module):
         """Whether operations in C that have no gradients may be used: not in training, where without gradients the
         same bits must come as in a recomputation with them."""
         return self.backend != "torch" and not self.training
+
+    @property
+    def causal_sums(self) -> Any:
+        """What forms sums over keys, None to leave that to C or PyTorch."""
+        return None if self.operations is None else self.operations.causal_sums
+
+    @property
+    def block_softmax(self) -> Any:
+        """What attends to key blocks, None to leave that to C or PyTorch."""
+        return None if self.operations is None else self.operations.block_softmax
 
     def count_call(self) -> None:
         """Count a forward; a compiled graph does not, as a changing number would have it compiled anew."""

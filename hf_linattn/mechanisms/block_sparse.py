@@ -34,6 +34,7 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     token by token. Positions are counted from the start of each sequence, pads left out.
     """
 
+    backends = ("auto", "torch", "triton")
     config: Any  # of the subclass's own config class
     config_class: ClassVar[type[SoftmaxTypeConfig]] = BlockSparseConfig
     whole_blocks: bool = False  # whether `sees` is what the table says, so that it need not be asked
@@ -97,14 +98,15 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             return continued_attention(query, key, value, self, state, scaling=scaling, lengths=lengths, sink=sink)
         # behind its length a row has pads only, which no real query of a causal row sees
         output = block_sparse_attention(
-            query, key, value, self, scaling=scaling, causal=True, use_native=self.uses_native, sink=sink
-        )
+            query, key, value, self, scaling=scaling, causal=True, use_native=self.uses_native,
+            blocks=self.block_softmax, sink=sink,
+        )  # fmt: skip
         return output, keep_keys(key, value, self, lengths) if self.keeps_state else None
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         return block_sparse_attention(
             query, key, value, self, scaling=self.layer.scaling, causal=False, lengths=lengths,
-            use_native=self.uses_native, sink=self.log_sink(query),
+            use_native=self.uses_native, blocks=self.block_softmax, sink=self.log_sink(query),
         )  # fmt: skip
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:

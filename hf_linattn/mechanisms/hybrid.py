@@ -86,7 +86,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """
 
     config_class = HybridConfig
-    backends = ("auto", "torch", "compile")
+    backends = ("auto", "torch", "compile", "triton")
     limit = ExactnessLimit(
         "softmax attention if window_size is at least the length", equal=lambda length: {"window_size": length}
     )
@@ -158,14 +158,16 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     ) -> tuple[Tensor, HybridState]:
         weights = self._pair_weights(key)
         return causal_hybrid_attention(
-            query, key, value, weights, lengths, state, use_native=self.backend != "torch", training=self.training
-        )
+            query, key, value, weights, lengths, state, use_native=self.backend != "torch", training=self.training,
+            operations=self.operations,
+        )  # fmt: skip
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         weights = self._pair_weights(key)
         return hybrid_attention(
-            query, key, value, weights, lengths, use_native=self.backend != "torch", training=self.training
-        )
+            query, key, value, weights, lengths, use_native=self.backend != "torch", training=self.training,
+            operations=self.operations,
+        )  # fmt: skip
 
     @property
     def has_scores(self) -> bool:

@@ -8,14 +8,15 @@ Query blocks become rows of a larger batch for `scaled_dot_product_attention`, s
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .block_softmax import BlockSoftmax, Keys, attend_blocks
 from .exponential import LOWEST
-from .native.block_softmax import Keys, attend_blocks
+from .native.block_softmax import NATIVE_BLOCKS
 from .native.library import suits
 from .sink import attenuate, with_sink_key
 from .source import Source
@@ -100,6 +101,7 @@ def block_sparse_attention(
     causal: bool,
     lengths: Tensor | None = None,
     use_native: bool = False,
+    blocks: BlockSoftmax | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
     """Return softmax attention over what `pattern` shows, for rows that start at position 0: [B, H, N, Dv].
@@ -108,6 +110,7 @@ def block_sparse_attention(
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv.
         lengths: [B], real tokens of each row; None if all are. A query without keys gets zero.
         use_native: whether `native` may do it where it can, which is where the pattern itself needs no gradients.
+        blocks: what does it in the place of `native`; None leaves it to that.
         sink: [H], the score of one more key without value, which all queries see (`hf_linattn.ops.sink`).
     """
     length, count = query.shape[2], min(pattern.num_global, query.shape[2])
@@ -115,8 +118,10 @@ def block_sparse_attention(
     real = torch.full(query.shape[:1], length, device=query.device) if lengths is None else lengths
     limits = [None if causal or (lengths is None and part.end <= length) else real for part in parts]
     trained = torch.is_grad_enabled() and _is_weighted(pattern, query)
-    if use_native and not trained and suits(query, key, value):
-        output = _attend_native(query, key, value, pattern, parts, scaling, causal, limits, sink)
+    if blocks is None and use_native and not trained and suits(query, key, value):
+        blocks = NATIVE_BLOCKS
+    if blocks is not None and not trained and key.dtype == torch.float32 and not torch.compiler.is_compiling():
+        output = _attend_in_place(blocks, query, key, value, pattern, parts, scaling, causal, limits, sink)
     else:
         output = _attend_copies(query, key, value, pattern, parts, scaling, causal, limits, sink)
     if causal or not count or not pattern.global_queries:
@@ -129,7 +134,9 @@ def block_sparse_attention(
     return torch.cat([top, output[:, :, count:]], dim=2)
 
 
-def _attend_native(query, key, value, pattern, parts: list[_Part], scaling, causal, limits, sink) -> Tensor:
+def _attend_in_place(
+    blocks: BlockSoftmax, query, key, value, pattern, parts: list[_Part], scaling, causal, limits, sink
+) -> Tensor:
     """Return the output [B, H, N, Dv] of all parts, each of whose queries finds its keys where they are."""
     plain, seen = pattern.whole_blocks and not _is_weighted(pattern, query), []
     for part, lengths in zip(parts, limits, strict=True):
@@ -139,7 +146,8 @@ def _attend_native(query, key, value, pattern, parts: list[_Part], scaling, caus
             bias = _make_bias(pattern, part._replace(window=None), causal, lengths, query)
         seen.append(Keys(part.first, part.table, bias, part.shared))
     grouped = query.unflatten(1, (key.shape[1], -1))
-    output, log = attend_blocks(grouped, key, value, seen, block_size=parts[0].size, scaling=scaling, causal=causal)
+    how: Any = {"block_size": parts[0].size, "scaling": scaling, "causal": causal}
+    output, log = attend_blocks(blocks, grouped, key, value, seen, **how)
     return attenuate(output.flatten(1, 2), log.flatten(1, 2), None if sink is None else sink[:, None])
 
 

@@ -143,7 +143,7 @@ def sum_keys(key: Tensor, value: Tensor, key_map: FeatureMap, key_padding_mask: 
     """Return sum_j phi(k_j) [v_j, 1]^T over the real keys [B, Hkv, N, D]."""
     state: Any = None
     for key_part, value_part, mask in _split(SEGMENT_SIZE, (key, 2), (value, 2), (key_padding_mask, 1)):
-        features, log_scale = _masked(key_map(dense(key_part)), mask)
+        features, log_scale = masked(key_map(dense(key_part)), mask)
         state = _fold(state, features, log_scale, with_ones(value_part))
     return state
 
@@ -202,7 +202,7 @@ def _segments(
     operands = ((query, 3), (key, 2), (value, 2), (key_padding_mask, 1), (sequence_ids, 1), (log_decay, 2))
     carried_id = None if sequence_ids is None else sequence_ids[:, 0]
     for query, key, value, mask, ids, decay in _split(sizes, *operands):
-        features, log_scale = _masked(key_map(dense(key)), mask, log_decay is not None)
+        features, log_scale = masked(key_map(dense(key)), mask, log_decay is not None)
         shape = (-1, min(chunk_size, key.shape[2]))
         chunks = Chunks(
             query_map(dense(query)).values.unflatten(3, shape).transpose(2, 3),
@@ -261,7 +261,7 @@ def _by_operation(
         if last is not None and own is not None:  # a sequence may end where a part does
             state = _kept(state, last == own[:, 0])
         features = key_map(key)
-        keys = _masked(features, mask, decay is not None or own is not None)
+        keys = masked(features, mask, decay is not None or own is not None)
         part, state = causal_attention(causal_sums, query_map(query).values, *keys, value, decay, state, place, own)
         if features.log_scale is None and decay is None:  # which no scale is, even where a row has no keys
             state = state._replace(log_max=torch.zeros_like(state.log_max))
@@ -282,7 +282,7 @@ def _two_way_by_operation(
     """Bidirectional attention of weights that decay, by an operation that gets features: see `two_way_attention`."""
     ids = None if sequence_ids is None else sequence_ids.expand(key.shape[0], -1)
     query = query_map(query.unflatten(1, (key.shape[1], -1))).values
-    key, log_scale = _masked(key_map(key), key_padding_mask, True)
+    key, log_scale = masked(key_map(key), key_padding_mask, True)
     output, log, _ = weighed_attention(causal_sums, query, key, log_scale, value, log_decay, ids)
     if key.shape[2] > 1:
         scale = log_scale[:, :, 1:]
@@ -308,12 +308,12 @@ def _single_token(query, key, value, query_map, key_map, key_padding_mask, state
         features = Features(features.squeeze(2), None if log_scale is None else log_scale[:, :, -1])
     else:
         query, features = query_map(query).values, key_map(key)
-    features, log_scale = _masked(features, key_padding_mask, log_decay is not None)
+    features, log_scale = masked(features, key_padding_mask, log_decay is not None)
     state = _fold(state, features, log_scale, with_ones(value))
     return torch.div(*ratio(_read(query, state.kv))).flatten(1, 2), state
 
 
-def _masked(keys: Features, key_padding_mask: Tensor | None, scaled: bool = False) -> Features:
+def masked(keys: Features, key_padding_mask: Tensor | None, scaled: bool = False) -> Features:
     """Features of a part of the keys, `scaled` for sure; a masked key has no weight and no say in the maximum."""
     values, log_scale = keys
     if scaled and log_scale is None:

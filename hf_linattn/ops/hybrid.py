@@ -23,10 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import hybrid_parts
 from .causal_linear import FeatureMap
 from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, with_ones
 from .exponential import LN_2, LOWEST, dense, fast_exp
-from .native import hybrid
+from .native import hybrid as native
+from .native.operations import NATIVE
+from .operations import Operations
 from .source import Source
 
 
@@ -108,6 +111,7 @@ def causal_hybrid_attention(
     chunk_size: int = CHUNK_SIZE,
     use_native: bool = False,
     training: bool = False,
+    operations: Operations | None = None,
 ) -> tuple[Tensor, HybridState]:
     """Return the causal attention output and the state after the last real token.
 
@@ -117,20 +121,25 @@ def causal_hybrid_attention(
         state: what was read before.
         use_native: whether `native.hybrid` may do it where it can: unpadded rows from their start, and one token more.
         training: whether the same bits must come with and without gradients.
+        operations: what rows are read by from their start, in the place of the C; None leaves it to that.
 
     Returns:
         output [B, H, N, Dv]; the state. Time O(N (F + chunk_size + window_size) Dv).
     """
     use_native = use_native and lengths is None
     inference = not training and not torch.is_grad_enabled()
-    if use_native and inference and hybrid.can_step(query, weights, state):
-        output, after = hybrid.hybrid_step(query, key, value, weights, state)
+    if use_native and inference and native.can_step(query, weights, state):
+        output, after = native.hybrid_step(query, key, value, weights, state)
         return output, HybridState(*after)
     rows = _make_rows(query, key, value, weights, lengths, state)
-    if use_native and state is None and hybrid.can_attend(query, key, weights):
-        inference = inference and hybrid.knows_maps(weights)
-        attend = hybrid.causal_hybrid_attention if inference else hybrid.trained_causal_hybrid_attention
-        attended, far_sums = attend(query, key, value, weights)
+    if lengths is None and state is None and (operations := _able(operations, key, weights)):
+        attended, far_sums = hybrid_parts.causal_attention(operations, query, key, value, weights)
+        return attended, _remember(rows, weights, far_sums)
+    if use_native and state is None and native.can_attend(query, key, weights):
+        if inference and native.knows_maps(weights):
+            attended, far_sums = native.causal_hybrid_attention(query, key, value, weights)
+        else:
+            attended, far_sums = hybrid_parts.causal_attention(NATIVE, query, key, value, weights)
         return attended, _remember(rows, weights, far_sums)
     # without earlier keys a window wider than the call would only see zeros
     left = weights.reach if state is not None else min(weights.reach, key.shape[2] - 1)
@@ -154,19 +163,20 @@ def hybrid_attention(
     chunk_size: int = CHUNK_SIZE,
     use_native: bool = False,
     training: bool = False,
+    operations: Operations | None = None,
 ) -> Tensor:
     """Return the bidirectional attention output [B, H, N, Dv]; arguments as in `causal_hybrid_attention`.
 
-    `native` takes rows with `lengths`, too, where it knows the maps.
+    `native` and operations take rows with `lengths`, too.
 
     Far keys before and after a query are summed apart: all keys less the near ones would cancel.
     """
-    if use_native and hybrid.can_attend(query, key, weights):
-        known = hybrid.knows_maps(weights)
-        if lengths is None and known and not training and not torch.is_grad_enabled():
-            return hybrid.hybrid_attention(query, key, value, weights)
-        if lengths is None or known:
-            return hybrid.trained_hybrid_attention(query, key, value, weights, lengths)
+    if operations := _able(operations, key, weights):
+        return hybrid_parts.bidirectional_attention(operations, query, key, value, weights, lengths)
+    if use_native and native.can_attend(query, key, weights):
+        if lengths is None and native.knows_maps(weights) and not training and not torch.is_grad_enabled():
+            return native.hybrid_attention(query, key, value, weights)
+        return hybrid_parts.bidirectional_attention(NATIVE, query, key, value, weights, lengths)
     length = key.shape[2]
     rows = _make_rows(query, key, value, weights, lengths, None)
     turned = rows._replace(
@@ -188,6 +198,12 @@ def hybrid_attention(
         behind = _Sums(columns[..., :-2], columns[..., -2], columns[..., -1])
         outputs.append(_in_order(_join([near, before, behind])))
     return torch.cat(outputs, dim=3)[:, :, :, :length].flatten(1, 2)
+
+
+def _able(operations: Operations | None, key: Tensor, weights: HybridWeights) -> Operations | None:
+    """Return the operations if they are for such keys, and compiled graphs need not see into them."""
+    plain = key.dtype == torch.float32 and not torch.compiler.is_compiling()
+    return operations if plain and hybrid_parts.is_beyond(key, weights) else None
 
 
 def _make_rows(query, key, value, weights: HybridWeights, lengths, state: HybridState | None) -> _Rows:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from ..source import Source
-from .library import Operand, call, dense_rows, operation
-from .memory import empty_like, empty_output, zeros_like
+from ..block_softmax import BlockSoftmax, count_flops, count_reverse_flops
+from .library import Operand, call, operation
 
 OPERANDS = (
     "query", "key", "value", "out", "log", "before", "before_log", "shared_key", "shared_value",
@@ -37,32 +34,6 @@ class Problem(ctypes.Structure):
         *((name, ctypes.c_int64) for name in (*SIZES, *PLACES)),
         ("scaling", ctypes.c_float),
     )
-
-
-class Keys(NamedTuple):
-    """What some blocks of queries see: keys and values that stand by themselves, then those of blocks.
-
-    first: the number of the first query block. table: int64 [T, H or 1, c], blocks of keys, -1 for none.
-    bias: [T or 1, H or 1, C or 1, K], or one for each row, added to the scores; hidden keys have `LOWEST`. K is S, or
-    S + c block_size. What has none is seen, in a query's own block and if `causal` only what comes no later.
-    shared: what stands by itself, a key and a value [B, Hkv, S, D or Dv], or how many of the first tokens do.
-    """
-
-    first: int
-    table: Tensor
-    bias: Tensor | None
-    shared: tuple[Tensor, Tensor] | int = 0
-
-
-class Before(NamedTuple):
-    """What queries from `first` on begin with, one more value of the weight exp(log).
-
-    output: [B, Hkv, G, M, Dv]. log: [B, Hkv, G, M]; `LOWEST` is nothing. Rows behind the last query mean nothing.
-    """
-
-    output: Tensor
-    log: Tensor
-    first: int = 0
 
 
 def _run(
@@ -130,122 +101,6 @@ def block_softmax_backward(
     _run("block_softmax_backward", operands, bias, table, first, block_size, scaling, begun, causal)
 
 
-def _count_pairs(query: Any, shared_key: Any, table: Any, block_size: int) -> int:
-    """All queries of the table's blocks with all keys that have a column, seen or not."""
-    batch, heads, groups, _, _ = query
-    return batch * heads * groups * table[0] * block_size * (shared_key[2] + table[2] * block_size)
-
-
-@register_flop_formula(torch.ops.hf_linattn.block_softmax)
-def _flops(
-    query: Any, key: Any, value: Any, out: Any, log: Any, before: Any, before_log: Any, begun: int, shared_key: Any,
-    shared_value: Any, bias: Any, table: Any, first: int, block_size: int, *rest: Any, **__: Any,
-) -> int:  # fmt: skip
-    """Scores and their product with the values."""
-    return 2 * _count_pairs(query, shared_key, table, block_size) * (query[-1] + value[-1])
-
-
-@register_flop_formula(torch.ops.hf_linattn.block_softmax_backward)
-def _backward_flops(
-    query: Any, key: Any, value: Any, out: Any, log: Any, grad: Any, log_grad: Any, d_query: Any, d_key: Any,
-    d_value: Any, before: Any, before_log: Any, d_before: Any, d_before_log: Any, begun: int, shared_key: Any,
-    shared_value: Any, d_shared_key: Any, d_shared_value: Any, bias: Any, table: Any, first: int, block_size: int,
-    *rest: Any, **__: Any,
-) -> int:  # fmt: skip
-    """Scores once more, and one product each for the gradients of weights, queries, keys and values."""
-    return 2 * _count_pairs(query, shared_key, table, block_size) * (3 * query[-1] + 2 * value[-1])
-
-
-def attend_blocks(
-    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Keys], *, block_size: int, scaling: float,
-    causal: bool, before: Before | None = None, sources: Sequence[Source] = (),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return output [B, Hkv, G, N, Dv] and log weights [B, Hkv, G, N] of operands in any layout.
-
-    Args:
-        parts: what each query block sees; together they have all query blocks.
-        before: what queries begin with.
-        sources: what query, key and value are the whole of, if parts of them are used elsewhere: these take over the
-            gradients.
-    """
-    shared = [x for part in parts if not isinstance(part.shared, int) for x in part.shared]
-    heads = [dense_rows(x) for x in (query, key, value, *shared)]
-    counts = [part.shared if isinstance(part.shared, int) else -1 for part in parts]
-    known = [(x.first, x.table.contiguous(), _with_rows(x.bias), n) for x, n in zip(parts, counts, strict=True)]
-    output, log, first = before or (None, None, 0)
-    output = None if output is None else dense_rows(output)
-    gradients = [source.gradient for source in sources] or [None] * 3
-    what = known, block_size, scaling, causal, first
-    return _AttendBlocks.apply(what, gradients, output, log, *heads)
-
-
-def continue_blocks(
-    query: Tensor, key: Tensor, value: Tensor, part: Keys, out: Tensor, log: Tensor, *, block_size: int,
-    scaling: float, causal: bool,
-) -> None:  # fmt: skip
-    """Go on from what stands in `out`, one more key with the weight exp(log); without gradients."""
-    count = part.shared
-    alone = (key[:, :, :count], value[:, :, :count]) if isinstance(count, int) else count
-    query, key, value, *shared = (dense_rows(x) for x in (query, key, value, *alone))
-    known = _with_rows(part.bias), part.table.contiguous(), part.first, block_size, scaling, causal
-    block_softmax(query, key, value, out, log, out, log, 0, *shared, *known)  # type: ignore[misc]
-
-
-def _with_rows(bias: Tensor | None) -> Tensor | None:
-    """A bias [B or 1, T or 1, H or 1, C or 1, K]."""
-    return None if bias is None else dense_rows(bias if bias.dim() == 5 else bias[None])
-
-
-def _with_shared(known: list[Any], *sources: Sequence[Tensor]) -> Iterator[Any]:
-    """Yield each part with what stands before its blocks: first tokens, or the next two that stand by themselves.
-
-    sources: key and value, and the list of what stands by itself; their gradients in the same way.
-    """
-    taken = 0
-    for part in known:
-        count = part[-1]
-        if count < 0:
-            yield part, *(others[taken : taken + 2] for others in sources[1::2])
-            taken += 2
-        else:
-            yield part, *([x[:, :, :count] for x in tokens] for tokens in sources[::2])
-
-
-class _AttendBlocks(torch.autograd.Function):
-    """Keeps no pair for the backward pass, which makes the weights again."""
-
-    @staticmethod
-    def forward(ctx, what, gradients, before, before_log, query, key, value, *shared):
-        known, block_size, scaling, causal, begun = what
-        output, log = empty_output(query, value), query.new_empty(query.shape[:4])
-        for (first, table, bias, _), *alone in _with_shared(known, (key, value), shared):
-            block_softmax(
-                query, key, value, output, log, before, before_log, begun, *alone[0], bias, table, first, block_size,
-                scaling, causal,
-            )  # fmt: skip
-        ctx.save_for_backward(query, key, value, output, log, before, before_log, *shared)
-        ctx.what, ctx.gradients = what, gradients
-        return output, log
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, log_grad):
-        query, key, value, output, log, before, before_log, *shared = ctx.saved_tensors
-        known, block_size, scaling, causal, begun = ctx.what
-        grad = dense_rows(grad)
-        d_query, (d_key, d_value) = empty_like(query), map(zeros_like, (key, value))
-        d_shared, d_before = [zeros_like(x) for x in shared], (None, None)
-        if before is not None:
-            d_before = empty_like(before), torch.empty_like(before_log)
-            for x in d_before:
-                x[:, :, :, query.shape[3] - begun :] = 0  # rows that no query has
-        for (first, table, bias, _), alone, d_alone in _with_shared(
-            known, (key, value), shared, (d_key, d_value), d_shared
-        ):
-            block_softmax_backward(
-                query, key, value, output, log, grad, log_grad, d_query, d_key, d_value, before, before_log, *d_before,
-                begun, *alone, *d_alone, bias, table, first, block_size, scaling, causal,
-            )  # fmt: skip
-        made = zip(ctx.gradients, (d_query, d_key, d_value), strict=True)
-        heads = (d if gradient is None else gradient.take_over(d) for gradient, d in made)
-        return None, None, *d_before, *heads, *d_shared
+NATIVE_BLOCKS = BlockSoftmax(block_softmax, block_softmax_backward)
+register_flop_formula(torch.ops.hf_linattn.block_softmax)(count_flops)
+register_flop_formula(torch.ops.hf_linattn.block_softmax_backward)(count_reverse_flops)

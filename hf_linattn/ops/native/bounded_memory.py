@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..block_softmax import Keys, attend_blocks, continue_blocks
 from ..exponential import LOWEST
 from ..sink import attenuate
 from ..source import Source
 from ..summaries import Summary, find_runs, open_segments, pool, segment_size
-from .block_softmax import Keys, attend_blocks, continue_blocks
+from .block_softmax import NATIVE_BLOCKS
 from .library import suits
 
 
@@ -65,10 +66,10 @@ def whole_rows(
             whole.append(part)
     heads = query, tokens.key, tokens.value
     how: Any = {"block_size": block_size, "scaling": scaling, "causal": True}
-    output, logs = attend_blocks(*heads, whole, sources=[of_query, *sources[:2]], **how)
+    output, logs = attend_blocks(NATIVE_BLOCKS, *heads, whole, sources=[of_query, *sources[:2]], **how)
     for part, run in opened:
         place, log = _begin(query, tokens, output, run, block_size, scaling)
-        continue_blocks(*heads, part, output, log, **how)
+        continue_blocks(NATIVE_BLOCKS, *heads, part, output, log, **how)
         logs[..., place] = log[..., place]
     output = attenuate(output.flatten(1, 2), logs.flatten(1, 2), None if sink is None else sink[:, None])
     return output, Pooled(slots, before, end)

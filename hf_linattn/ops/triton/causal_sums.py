@@ -91,6 +91,20 @@ class Scales(NamedTuple):
         return top.flip(-1) if reverse else top
 
 
+def require_kernels(heads: Tensor) -> None:
+    """Raise `OptionError` if the heads are on a CPU, and Triton was not imported to interpret kernels there."""
+    if heads.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        raise OptionError(
+            "backend 'triton' got heads on 'cpu', where its kernels do not run; move the model to a GPU, or choose"
+            " set_backend(model, 'auto')"
+        )
+
+
+def precision() -> str:
+    """How products of float32 are made, by `torch.set_float32_matmul_precision`: "highest" is three of TF32."""
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
 @operation("sums", "factor", "top", "state_after", "log_max_after", devices=("CPU", "CUDA"))
 def causal_sums_triton(
     query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None,
@@ -107,11 +121,7 @@ def causal_sums_triton(
     Raises:
         OptionError: the heads are on a CPU, and Triton was not imported to interpret kernels there.
     """
-    if query.device.type == "cpu" and not triton.knobs.runtime.interpret:
-        raise OptionError(
-            "backend 'triton' got heads on 'cpu', where its kernels do not run; move the model to a GPU, or choose"
-            " set_backend(model, 'auto')"
-        )
+    require_kernels(query)
     batch, heads, groups, length, key_size = query.shape
     num_segments, scales = -(-length // SEGMENT), None
     if starts is not None:
@@ -133,7 +143,7 @@ def causal_sums_triton(
     sizes = {
         "KEY_SIZE": key_size, "VALUE_SIZE": value.shape[-1], "SEGMENT": SEGMENT, "ROWS": ROWS,
         "SCALED": scales is not None, "NORMALISE": normalise, "REVERSE": reverse,
-        "PRECISION": "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        "PRECISION": precision(),
     }  # fmt: skip
     weight, left = (unused, unused) if scales is None else (scales.weight.contiguous(), scales.left.contiguous())
     grid: tuple[int, ...] = (batch * heads, -(-key_size // STATE_TILE), -(-value.shape[-1] // STATE_TILE))

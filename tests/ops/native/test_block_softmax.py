@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
-from hf_linattn.ops.exponential import LOWEST
-from hf_linattn.ops.native.block_softmax import Before, Keys, attend_blocks, continue_blocks
-from hf_linattn.ops.source import Source
+from hf_linattn.ops.block_softmax import Keys, continue_blocks
+from hf_linattn.ops.native.block_softmax import NATIVE_BLOCKS
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
+from tests.ops.block_softmax import check_what_was_read_before
 from tests.ops.native.cases import HEADS, KV_HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism
 
 NAMES = [name for name in MECHANISMS.names() if issubclass(MECHANISMS.get(name), BlockSparseMechanism)]
@@ -58,7 +57,7 @@ def test_it_goes_on_from_what_was_read_before(variant):
     table = torch.arange(first // 64, count).expand(count, 1, -1)
     bias = torch.zeros(1, 1, 1, table.shape[2] * 64)
     part, after = Keys(0, table, bias), log.float()
-    continue_blocks(*operands, part, out, after, block_size=64, scaling=1.0, causal=False)
+    continue_blocks(NATIVE_BLOCKS, *operands, part, out, after, block_size=64, scaling=1.0, causal=False)
     assert_close(out.double(), want, 1e-5)
     assert_close(after.double(), scores.logsumexp(-1), 1e-5)
 
@@ -93,48 +92,8 @@ def test_gradients(variant, name, causal, block_size):
 
 
 def test_gradients_of_what_was_read_before(variant):
-    """Rows from the 70th on begin with a value, some of no weight, and two more rows are there than queries; parts of
-    the heads are used elsewhere, too."""
-    generator, first = torch.Generator().manual_seed(3), 70
-    rows = (3, KV_HEADS, HEADS // KV_HEADS, LENGTH - first + 2)
-    value_before = torch.randn(*rows, VALUE_DIM, generator=generator)
-    weightless = torch.rand(rows, generator=generator) < 0.3
-    log_before = torch.randn(rows, generator=generator).masked_fill(weightless, LOWEST)
-    query, *others = make_heads(3, LENGTH)
-    operands = [query.unflatten(1, (KV_HEADS, -1)), *others, value_before, log_before]
-    weights = [torch.randn(*operands[0].shape[:-1], size, generator=generator) for size in (VALUE_DIM, 1)]
-    table = torch.arange(-(-LENGTH // 64))[:, None, None]
-    parts = [Keys(0, table[:2], None), Keys(2, torch.cat([table[2:], table[:-2]], -1), None, 5)]
-
-    def in_blocks(query, key, value, output, log):
-        sources = [Source(x) for x in (query, key, value)]
-        before, whole = Before(output, log, first), (source.whole for source in sources)
-        attended = attend_blocks(
-            *whole, parts, block_size=64, scaling=0.3, causal=True, before=before, sources=sources
-        )
-        return *attended, *(source.narrow(2, 1, 1) for source in sources)
-
-    def by_formula(query, key, value, output, log):
-        place = torch.arange(LENGTH)
-        block, keys = place[:, None] // 64, place // 64
-        times = ((block == keys) & (place <= place[:, None])).double() + (block - keys == 2)
-        times += (block > 1) & (place < 5)  # stand by themselves
-        scores = 0.3 * query @ key[:, :, None].mT + times.log()
-        own = torch.full_like(scores[..., 0], -torch.inf)
-        own[..., first:] = log[..., :-2]
-        joint = torch.cat([own[..., None], scores], -1)
-        shares, begun = joint.softmax(-1), F.pad(output[:, :, :, :-2], (0, 0, first, 0))
-        attended = shares[..., :1] * begun + shares[..., 1:] @ value[:, :, None]
-        return attended, joint.logsumexp(-1), *(x.narrow(2, 1, 1) for x in (query, key, value))
-
-    gradients = []
-    for attend, dtype in ((in_blocks, torch.float32), (by_formula, torch.float64)):
-        heads = [x.to(dtype).detach().requires_grad_() for x in operands]
-        attended, log, *used = attend(*heads)
-        loss = (attended * weights[0]).sum() + (log[..., None] * weights[1]).sum() + sum(x.sum() for x in used)
-        gradients.append(torch.autograd.grad(loss, heads))
-    for got, want in zip(*gradients, strict=True):
-        assert_close(got.double(), want, 1e-5)
+    check_what_was_read_before(NATIVE_BLOCKS, 1e-5)
+    assert variant
 
 
 def test_those_of_a_pattern_are_left_to_others(variant):

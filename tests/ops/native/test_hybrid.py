@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from hf_linattn.ops import hybrid_parts
 from hf_linattn.ops.native import hybrid
 from tests.helpers import assert_close
 from tests.ops.native.cases import make_heads, make_mechanism
@@ -29,9 +30,10 @@ def calls(monkeypatch):
     def count(attend):
         return lambda *heads: (taken.append(1), attend(*heads))[1]
 
-    ways = [f"{kind}hybrid_attention" for kind in ("", "causal_", "trained_", "trained_causal_")]
-    for name in (*ways, "hybrid_step"):
+    for name in ("hybrid_attention", "causal_hybrid_attention", "hybrid_step"):
         monkeypatch.setattr(hybrid, name, count(getattr(hybrid, name)))
+    for name in ("causal_attention", "bidirectional_attention"):
+        monkeypatch.setattr(hybrid_parts, name, count(getattr(hybrid_parts, name)))
     return taken
 
 

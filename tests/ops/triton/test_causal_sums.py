@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from hf_linattn import OptionError, patch_model, set_backend
 from hf_linattn.backends import load_triton, use_backend
-from hf_linattn.config import make_config
-from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
+from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
+from hf_linattn.mechanisms.hybrid import HybridMechanism
 from hf_linattn.ops.causal_linear import causal_linear_attention
 from hf_linattn.ops.chunk_sums import LinearState
-from hf_linattn.ops.triton import causal_sums
+from hf_linattn.ops.triton import causal_sums, operations
 from hf_linattn.testing.counters import flops_of
-from tests.helpers import OPTIONS, assert_close, logits_of, make_tokens, pad
+from tests.helpers import assert_close, logits_of, make_tokens, pad
 from tests.models import make_model
 from tests.ops.feature_maps import elu_map, exp_map
+from tests.ops.triton.cases import ON_TRITON, make_mechanism, run
 
-ROOT = Path(__file__).resolve().parents[3]
 HEADS, KV_HEADS, VALUE_DIM, LENGTH = 4, 2, 20, 41
-ON_TRITON = [name for name in MECHANISMS.names() if "triton" in MECHANISMS.get(name).backends]
+SUMS = [name for name in ON_TRITON if not issubclass(MECHANISMS.get(name), (BlockSparseMechanism, HybridMechanism))]
 
 
 # decay, masked, packed, continued
@@ -53,7 +50,7 @@ def test_outputs_states_and_all_gradients(small_tiles, feature_map, kind):
     weights = draw(2, HEADS, LENGTH, VALUE_DIM), draw(*kv.shape)
     wanted = [*heads, *([rates] if decay else []), *([kv] if continued else [])]
     results = []
-    for dtype, sums in ((torch.float64, None), (torch.float32, load_triton())):
+    for dtype, sums in ((torch.float64, None), (torch.float32, load_triton().causal_sums)):
         rate = -rates.to(dtype)[None, :, None].expand(2, -1, LENGTH)
         rate = (rate if mask is None else rate * mask[:, None]) if decay else None
         state = LinearState(kv.to(dtype), log_max.to(dtype)) if continued else None
@@ -67,7 +64,7 @@ def test_outputs_states_and_all_gradients(small_tiles, feature_map, kind):
         assert_close(got.double(), want, 5e-5 * max(1.0, float(want.detach().abs().max())))
 
 
-@pytest.mark.parametrize("name", ON_TRITON)
+@pytest.mark.parametrize("name", SUMS)
 def test_every_mechanism_on_it(small_tiles, name):
     """Outputs, states and the gradients of heads and parameters, masked, in two calls."""
     mask = torch.ones(2, LENGTH, dtype=torch.bool)
@@ -152,7 +149,7 @@ def test_a_model_prefills_by_it_and_decodes_pads_and_packs_as_before(small_tiles
     ]
     lengths, sums = [], causal_sums.TRITON_SUMS
     counted = sums._replace(operation=lambda *x: lengths.append(x[0].shape[3]) or sums.operation(*x))
-    monkeypatch.setattr(causal_sums, "TRITON_SUMS", counted)
+    monkeypatch.setattr(operations, "TRITON", operations.TRITON._replace(causal_sums=counted))
     set_backend(model, "triton")
     assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), want[0]) and lengths == [40]
     assert_close(logits_of(model, batch, attention_mask=mask), want[1], 1e-4)
@@ -228,24 +225,9 @@ except hf_linattn.OptionError as error:
 
 
 def test_without_triton_nothing_changes(monkeypatch):
-    monkeypatch.setitem(sys.modules, "hf_linattn.ops.triton.causal_sums", None)
+    monkeypatch.setitem(sys.modules, "hf_linattn.ops.triton.operations", None)
     model = patch_model(make_model("llama"), "linear")
     before = copy.deepcopy([vars(x)["backend"] for x in model.modules() if "backend" in vars(x)])
     with pytest.raises(OptionError, match="pip install triton"):
         set_backend(model, "triton")
     assert [vars(x)["backend"] for x in model.modules() if "backend" in vars(x)] == before == ["auto", "auto"]
-
-
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process where kernels are not interpreted."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
-
-def make_mechanism(name: str, causal: bool = True, **options: Any):
-    layer = AttentionLayer(
-        index=0, num_heads=2, num_key_value_heads=1, head_dim=8, causal=causal, scaling=8**-0.5,
-        device=torch.device("cpu"), dtype=torch.float32,
-    )  # fmt: skip
-    return MECHANISMS.get(name)(make_config(name, {**OPTIONS.get(name, {}), **options}), layer)

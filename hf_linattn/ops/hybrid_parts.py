@@ -1,0 +1,149 @@
+"""Hybrid attention from two operations: what lies beyond the window, then the window on top of it.
+
+The far part is kernel attention of query i with keys up to i - window_size, and if bidirectional from i + window_size
+on: these are read as if they stood side by side, and what the distance between them costs is added to the log of the
+far weights afterwards. Window and sinks are softmax attention over blocks that begins with the far output as if it
+were one more key of that weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .block_softmax import Before, Keys, attend_blocks
+from .causal_linear import masked
+from .causal_sums import weighed_attention
+from .chunk_sums import LinearState
+from .exponential import LOWEST
+from .native.causal_sums import native_maps
+from .native.mapped_attention import join
+from .operations import Operations
+from .sink import attenuate
+from .source import Source
+
+BLOCK_SIZE = 64
+
+
+def is_beyond(key: Tensor, weights: Any) -> bool:
+    """Whether something lies beyond the window, and these are weights that operations know."""
+    window, sinks = weights.window_size, weights.num_sinks
+    return key.shape[2] > window + sinks and window >= sinks and weights.window_log is None
+
+
+def causal_attention(
+    operations: Operations, query: Tensor, key: Tensor, value: Tensor, weights: Any
+) -> tuple[Tensor, LinearState]:
+    """Return the output [B, H, N, Dv] of rows that start at position 0, and the sums over all that left the window.
+
+    Args:
+        query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]. weights: a `HybridWeights`.
+    """
+    length, window, sinks = query.shape[2], weights.window_size, weights.num_sinks
+    start, sources = window + sinks, [Source(x) for x in (query.unflatten(1, (key.shape[1], -1)), key, value)]
+    # one more key, which has left the window of the token that will come, with a query that is dropped
+    rows = F.pad(sources[0].narrow(3, start, length - start), (0, 0, 0, 1))
+    far_key, far_value = (source.narrow(2, sinks, length - start + 1) for source in sources[1:])
+    far, far_log, state = _far(operations, (rows, far_key, far_value), weights)
+    near = _near(operations, sources, weights, Before(far, far_log, start), causal=True)
+    return beside_sink(*near, weights), state
+
+
+def bidirectional_attention(
+    operations: Operations, query: Tensor, key: Tensor, value: Tensor, weights: Any, lengths: Tensor | None = None
+) -> Tensor:
+    """Return the bidirectional output [B, H, N, Dv]; lengths: [B], real tokens at the start of each row."""
+    length, window, sinks = query.shape[2], weights.window_size, weights.num_sinks
+    heads = query.unflatten(1, (key.shape[1], -1)), key, value
+    sources = [Source(x) for x in heads]
+    first, last = (window + sinks, sinks, sinks), (0, window, window)  # of the queries, and of their far keys
+    before = [x.narrow(-2, at, length - window - sinks) for x, at in zip(sources, first, strict=True)]
+    after = [x.narrow(-2, at, length - window) for x, at in zip(sources, last, strict=True)]
+    far, far_log, _ = _far(operations, before, weights)
+    before_window = Before(far, far_log, window + sinks)
+    output, log = _near(operations, sources, weights, before_window, False, lengths)
+    mask = None if lengths is None else torch.arange(window, length, device=key.device) < lengths[:, None]
+    far, far_log, _ = _far(operations, after, weights, reverse=True, mask=mask)
+    return beside_sink(*join(output, log, far, far_log), weights)
+
+
+def _far(
+    operations: Operations, heads: Sequence[Tensor], weights: Any, reverse: bool = False, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, LinearState]:
+    """Return the attention of query i to key i and all before it, or if `reverse` after it, its log, and all sums."""
+    query, key, value = heads
+    rate = weights.decay_rate
+    maps = native_maps(weights.query_map, weights.key_map) if operations.mapped_attention else []
+    decay = None if rate is None else (-rate[:, None]).expand(key.shape[:3])
+    if operations.mapped_attention and maps:
+        far, log, state = operations.mapped_attention(query, key, value, maps, mask, decay, None, reverse=reverse)
+    else:
+        query, key, value = (x.flip(-2) if reverse else x for x in heads)
+        mask = mask.flip(1) if reverse and mask is not None else mask
+        features, query_log = weights.query_map(query)
+        keys, log_scale = masked(weights.key_map(key), mask, decay is not None)
+        far, log, state = weighed_attention(operations.causal_sums, features, keys, log_scale, value, decay)
+        log = log if query_log is None else log + query_log
+        far, log = (far.flip(3), log.flip(3)) if reverse else (far, log)
+    return far, distant(log, weights), state
+
+
+def _near(
+    operations: Operations, sources: list[Source], weights: Any, before: Before, causal: bool,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the attention to what queries begin with, the window and the sinks, and its log."""
+    query, key, value = (source.whole for source in sources)
+    parts = list(near_parts(key.shape[2], weights.window_size, weights.num_sinks, query, causal, lengths))
+    return attend_blocks(
+        operations.block_softmax, query, key, value, parts, block_size=BLOCK_SIZE, scaling=weights.scaling,
+        causal=causal, before=before, sources=sources,
+    )  # fmt: skip
+
+
+def distant(log: Tensor, weights: Any) -> Tensor:
+    """Return the log weights [B, Hkv, G, N] of far keys with their mix, and what the distance costs."""
+    rate, log = weights.decay_rate, log + weights.log_mix.view(log.shape[1], -1, 1)
+    return log if rate is None else log - (rate * weights.window_size).view(-1, 1, 1)
+
+
+def beside_sink(output: Tensor, log: Tensor, weights: Any) -> Tensor:
+    """Return the joint output [B, H, N, Dv], beside the sink if there is one."""
+    sink = None if weights.sink is None else weights.sink.view(log.shape[1], -1, 1)
+    return attenuate(output, log, sink).flatten(1, 2)
+
+
+def near_parts(
+    length: int, window: int, sinks: int, like: Tensor, causal: bool, lengths: Tensor | None = None
+) -> Iterator[Keys]:
+    """Yield what the query blocks see, with one bias for each of the first and one for all others.
+
+    With `lengths` [B] of rows every block has one of its own in every row.
+    """
+    arange = functools.partial(torch.arange, device=like.device)
+    blocks = arange(-(-length // BLOCK_SIZE))
+    behind = -(-(window - 1) // BLOCK_SIZE)  # blocks that the window reaches back
+    table = blocks[:, None] + arange(-behind, 1 if causal else behind + 1)
+    own = blocks[:, None] * BLOCK_SIZE + arange(BLOCK_SIZE)
+    edge = behind + -(-sinks // BLOCK_SIZE) + 1 if lengths is None else len(blocks)  # behind these no window has sinks
+    for part in (slice(0, edge), slice(edge, None)):
+        if len(blocks[part]):
+            rows, shown = own[part], table[part]
+            rows, columns = (rows, shown) if part.start == 0 else (rows[:1], shown[:1])
+            columns = (columns[..., None] * BLOCK_SIZE + arange(BLOCK_SIZE)).flatten(1)
+            distance = rows[:, :, None] - columns[:, None]
+            seen = (distance.abs() < window) & (columns >= sinks)[:, None]
+            present = like.new_ones(*rows.shape, sinks, dtype=torch.bool)
+            if causal:
+                seen, present = seen & (distance >= 0), present & (arange(sinks) <= rows[..., None])
+            seen = torch.cat([present, seen], dim=-1)[:, None]
+            if lengths is not None:
+                columns = torch.cat([arange(sinks).expand(len(columns), -1), columns], dim=1)
+                seen = seen & (columns[:, None, None] < lengths.view(-1, 1, 1, 1, 1))
+            bias = torch.where(seen, like.new_zeros(()), like.new_full((), LOWEST))
+            yield Keys(int(part.start), shown[:, None], bias, sinks)

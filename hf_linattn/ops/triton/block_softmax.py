@@ -1,0 +1,149 @@
+"""Block softmax by Triton: what `native.block_softmax` computes, on a GPU, without copying keys together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ..block_softmax import BlockSoftmax, count_flops, count_reverse_flops
+from ..exponential import LN_2, LOWEST
+from ..native.library import operation
+from .block_kernels import attend_blocks, reverse_keys, reverse_queries
+from .causal_sums import precision, require_kernels
+
+TILE, WIDE_TILE = 32, 16  # queries, and keys, in a tile; of more than 128 numbers
+PARTS = 16  # programs that share the queries which meet the same keys that stand by themselves
+
+
+@operation("out", "log", devices=("CPU", "CUDA"))
+def block_softmax_triton(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, log: Tensor, before: Tensor | None,
+    before_log: Tensor | None, begun: int, shared_key: Tensor, shared_value: Tensor, bias: Tensor | None,
+    table: Tensor, first: int, block_size: int, scaling: float, causal: bool,
+) -> None:  # fmt: skip
+    """`native.block_softmax.block_softmax`; arguments and results as there.
+
+    Products follow `torch.set_float32_matmul_precision`, as those of `causal_sums_triton`.
+
+    Raises:
+        OptionError: the heads are on a CPU, and Triton was not imported to interpret kernels there.
+    """
+    require_kernels(query)
+    batch, heads, groups, length, _ = query.shape
+    begins = before is not None and before_log is not None
+    before, before_log = (out, log) if before is None or before_log is None else (before, before_log)
+    shown, strides, of_shared, of_blocks = _bias(bias, shared_key, query)
+    sizes = sizes_for(query, value)
+    grid = (batch * heads * groups, len(table) * -(-block_size // sizes["ROWS"]))
+    attend_blocks[grid](
+        query, key, value, out, log, before, before_log, shared_key, shared_value, shown, table,
+        *query.stride()[:4], *key.stride()[:3], *value.stride()[:3], *out.stride()[:4], *log.stride(),
+        *before.stride()[:4], *before_log.stride(), *shared_key.stride()[:3], *shared_value.stride()[:3], *strides,
+        heads, groups, length, first, block_size, *table.shape[1:], shared_key.shape[2], begun, scaling,
+        **sizes, CAUSAL=causal, BEGINS=begins, SHARED_BIAS=of_shared, BLOCK_BIAS=of_blocks,
+    )  # fmt: skip
+
+
+@operation("d_query", "d_key", "d_value", "d_before", "d_before_log", "d_shared_key", "d_shared_value",
+           devices=("CPU", "CUDA"))  # fmt: skip
+def block_softmax_backward_triton(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, log: Tensor, grad: Tensor, log_grad: Tensor,
+    d_query: Tensor, d_key: Tensor, d_value: Tensor, before: Tensor | None, before_log: Tensor | None,
+    d_before: Tensor | None, d_before_log: Tensor | None, begun: int, shared_key: Tensor, shared_value: Tensor,
+    d_shared_key: Tensor, d_shared_value: Tensor, bias: Tensor | None, table: Tensor, first: int, block_size: int,
+    scaling: float, causal: bool,
+) -> None:  # fmt: skip
+    """`native.block_softmax.block_softmax_backward`; arguments and results as there."""
+    batch, heads, groups, length, _ = query.shape
+    weight_grad = (grad * out).sum(-1) - log_grad
+    if before is not None:
+        rows = slice(first * block_size, min((first + len(table)) * block_size, length))
+        _reverse_before(before, before_log, d_before, d_before_log, grad, log, weight_grad, rows, begun)
+    shown, strides, of_shared, of_blocks = _bias(bias, shared_key, query)
+    sizes, shared = sizes_for(query, value), shared_key.shape[2]
+    # without keys all scores are LOWEST, and weights zero
+    sums = (torch.where(log > LOWEST / 2, log, 0.0) / LN_2).contiguous(), weight_grad.contiguous()
+    of_grad = *query.stride()[:4], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:4]
+    grid: tuple[int, ...] = (batch * heads * groups, len(table) * -(-block_size // sizes["ROWS"]))
+    reverse_queries[grid](
+        query, key, value, grad, *sums, d_query, shared_key, shared_value, shown, table, *of_grad,
+        *d_query.stride()[:4], *shared_key.stride()[:3], *shared_value.stride()[:3], *strides,
+        heads, groups, length, first, block_size, *table.shape[1:], shared, scaling,
+        **sizes, CAUSAL=causal, SHARED_BIAS=of_shared, BLOCK_BIAS=of_blocks,
+    )  # fmt: skip
+
+    def give(key: Tensor, value: Tensor, d_key: Tensor, d_value: Tensor, meetings: Any, size: int, before: int, **how):
+        met_by, met_from = meetings
+        parts, number = d_key.shape[0], met_from.shape[1] - 1
+        grid = (batch * heads, number * -(-size // sizes["COLUMNS"]), parts)
+        reverse_keys[grid](
+            query, key, value, grad, *sums, d_key, d_value, shown, met_by, met_from.contiguous(),
+            *query.stride()[:4], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:4], *d_key.stride()[:4],
+            *d_value.stride()[:4], *strides, heads, groups, length, first, block_size, len(met_from), before,
+            key.shape[2], size, number, scaling, **sizes, **how,
+        )  # fmt: skip
+
+    blocks = -(-key.shape[2] // block_size)
+    how = {"CAUSAL": causal, "BIASED": of_blocks}
+    give(key, value, d_key[None], d_value[None], meet(table, blocks), block_size, shared, **how)
+    if shared:
+        parts = [x.new_zeros(PARTS, *x.shape) for x in (d_shared_key, d_shared_value)]
+        everyone = torch.arange(len(table), device=table.device)
+        all_meet = torch.stack([everyone, 0 * everyone], 1), torch.tensor([[0, len(table)]], device=table.device)
+        give(shared_key, shared_value, parts[0], parts[1], all_meet, shared, 0, CAUSAL=False, BIASED=of_shared)
+        for gradient, part in zip((d_shared_key, d_shared_value), parts, strict=True):
+            gradient += part.sum(0)
+
+
+def _reverse_before(before, before_log, d_before, d_before_log, grad, log, weight_grad, rows, begun) -> None:
+    """Write the gradients of what queries in `rows` begin with: its share of the output's, as every value's."""
+    start = max(rows.start, begun)
+    if start >= rows.stop:
+        return
+    own, old = slice(start, rows.stop), slice(start - begun, rows.stop - begun)
+    begin, grad, log = before_log[..., old], grad[..., own, :], log[..., own]
+    share = torch.where(begin > LOWEST / 2, (begin - log).exp(), 0.0)
+    d_before[..., old, :] = share[..., None] * grad
+    d_before_log[..., old] = share * ((grad * before[..., old, :]).sum(-1) - weight_grad[..., own])
+
+
+def meet(table: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Return the table [T, H, c] as `reverse_keys` reads it: met_by [M, 2] and met_from [H, blocks + 1].
+
+    Blocks of keys come in order, and for each the query blocks and the entries that name it. Some rows name blocks
+    behind the last.
+    """
+    table = table.transpose(0, 1)
+    head, block, entry = ((table >= 0) & (table < blocks)).nonzero(as_tuple=True)
+    number = head * blocks + table[head, block, entry]
+    order = number.argsort(stable=True)
+    ends = torch.bincount(number, minlength=len(table) * blocks).cumsum(0).view(-1, blocks)
+    starts = torch.cat([ends.new_zeros(1), ends.flatten()[:-1]]).view_as(ends)
+    return torch.stack([block[order], entry[order]], 1), torch.cat([starts, ends[:, -1:]], 1)
+
+
+def _bias(bias: Tensor | None, shared_key: Tensor, like: Tensor) -> tuple[Tensor, tuple[int, ...], bool, bool]:
+    """Return a bias, or what stands for none, its strides, and whether it has columns of shared keys and of blocks."""
+    if bias is None:
+        return like, (0, 0, 0, 0), False, False
+    steps = (0 if size == 1 else step for size, step in zip(bias.shape[:-1], bias.stride(), strict=False))
+    return bias, tuple(steps), True, bias.shape[-1] > shared_key.shape[2]
+
+
+def sizes_for(query: Tensor, value: Tensor) -> dict[str, Any]:
+    """What kernels are compiled for."""
+    keys, values = (max(16, triton.next_power_of_2(x.shape[-1])) for x in (query, value))
+    tile = WIDE_TILE if max(keys, values) > 128 else TILE
+    return {
+        "KEY_SIZE": query.shape[-1], "VALUE_SIZE": value.shape[-1], "KEYS": keys, "VALUES": values, "ROWS": tile,
+        "COLUMNS": tile, "PRECISION": precision(), "num_stages": 1,  # more do not fit into shared memory
+    }  # fmt: skip
+
+
+TRITON_BLOCKS = BlockSoftmax(block_softmax_triton, block_softmax_backward_triton)
+register_flop_formula(torch.ops.hf_linattn.block_softmax_triton)(count_flops)
+register_flop_formula(torch.ops.hf_linattn.block_softmax_backward_triton)(count_reverse_flops)

@@ -1,0 +1,64 @@
+"""What every operation for block softmax is checked with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_linattn.ops.block_softmax import Before, BlockSoftmax, Keys, attend_blocks
+from hf_linattn.ops.exponential import LOWEST
+from hf_linattn.ops.source import Source
+from tests.helpers import assert_close
+from tests.ops.native.cases import HEADS, KV_HEADS, VALUE_DIM, make_heads
+
+
+def check_what_was_read_before(
+    blocks: BlockSoftmax, tolerance: float, block_size: int = 64, length: int = 333
+) -> None:
+    """Compare outputs, logs and all gradients with the formula in float64.
+
+    Rows from some place on begin with a value, some of no weight, and two more rows are there than queries. Blocks are
+    seen twice by the first two of them, and tokens that stand by themselves by the others. Parts of the heads are used
+    elsewhere, too.
+    """
+    generator, first = torch.Generator().manual_seed(3), block_size + 6
+    rows = (3, KV_HEADS, HEADS // KV_HEADS, length - first + 2)
+    value_before = torch.randn(*rows, VALUE_DIM, generator=generator)
+    weightless = torch.rand(rows, generator=generator) < 0.3
+    log_before = torch.randn(rows, generator=generator).masked_fill(weightless, LOWEST)
+    query, *others = make_heads(3, length)
+    operands = [query.unflatten(1, (KV_HEADS, -1)), *others, value_before, log_before]
+    weights = [torch.randn(*operands[0].shape[:-1], size, generator=generator) for size in (VALUE_DIM, 1)]
+    table = torch.arange(-(-length // block_size))[:, None, None]
+    parts = [Keys(0, table[:2], None), Keys(2, torch.cat([table[2:], table[:-2]], -1), None, 5)]
+
+    def in_blocks(query: Tensor, key: Tensor, value: Tensor, output: Tensor, log: Tensor) -> tuple[Tensor, ...]:
+        sources = [Source(x) for x in (query, key, value)]
+        before, whole = Before(output, log, first), (source.whole for source in sources)
+        attended = attend_blocks(
+            blocks, *whole, parts, block_size=block_size, scaling=0.3, causal=True, before=before, sources=sources
+        )
+        return *attended, *(source.narrow(2, 1, 1) for source in sources)
+
+    def by_formula(query: Tensor, key: Tensor, value: Tensor, output: Tensor, log: Tensor) -> tuple[Tensor, ...]:
+        place = torch.arange(length)
+        block, keys = place[:, None] // block_size, place // block_size
+        times = ((block == keys) & (place <= place[:, None])).double() + (block - keys == 2)
+        times += (block > 1) & (place < 5)  # stand by themselves
+        scores = 0.3 * query @ key[:, :, None].mT + times.log()
+        own = torch.full_like(scores[..., 0], -torch.inf)
+        own[..., first:] = log[..., :-2]
+        joint = torch.cat([own[..., None], scores], -1)
+        shares, begun = joint.softmax(-1), F.pad(output[:, :, :, :-2], (0, 0, first, 0))
+        attended = shares[..., :1] * begun + shares[..., 1:] @ value[:, :, None]
+        return attended, joint.logsumexp(-1), *(x.narrow(2, 1, 1) for x in (query, key, value))
+
+    results = []
+    for attend, dtype in ((in_blocks, torch.float32), (by_formula, torch.float64)):
+        heads = [x.to(dtype).detach().requires_grad_() for x in operands]
+        attended, log, *used = attend(*heads)
+        loss = (attended * weights[0]).sum() + (log[..., None] * weights[1]).sum() + sum(x.sum() for x in used)
+        results.append([attended, log, *torch.autograd.grad(loss, heads)])
+    for got, want in zip(*results, strict=True):
+        assert_close(got.double(), want, tolerance)

@@ -1,0 +1,212 @@
+"""Triton's block softmax against the formula, and the mechanisms on it against PyTorch's operations in float64."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from hf_linattn import patch_model, set_backend
+from hf_linattn.backends import use_backend
+from hf_linattn.config import make_config
+from hf_linattn.ops import hybrid_parts
+from hf_linattn.ops.block_softmax import Keys, attend_blocks
+from hf_linattn.ops.exponential import LOWEST
+from hf_linattn.ops.triton import operations
+from hf_linattn.ops.triton.block_softmax import TRITON_BLOCKS, meet
+from hf_linattn.testing.counters import flops_of
+from tests.helpers import assert_close, logits_of, make_tokens
+from tests.models import make_model
+from tests.ops.block_softmax import check_what_was_read_before
+from tests.ops.triton.cases import ON_TRITON, make_mechanism, run
+from tests.ops.triton.test_causal_sums import SUMS
+
+BLOCKS = [name for name in ON_TRITON if name not in SUMS]
+BOTH = [(name, mode) for name in BLOCKS for mode in ("causal", "bidirectional")]
+SMALL = {"block_size": 8, "window_size": 11, "num_sinks": 2}
+LENGTH = 43
+
+
+def make_small(name: str, causal: bool):
+    """Return a mechanism whose windows and blocks are SMALL, where it has such."""
+    options = vars(make_config(name, {}))
+    return make_mechanism(name, causal, **{field: size for field, size in SMALL.items() if field in options})
+
+
+@pytest.fixture
+def calls(small_tiles, monkeypatch):
+    """The lengths of calls of the operation, whose blocks for `hybrid` are small, too."""
+    lengths, blocks = [], TRITON_BLOCKS
+    counted = blocks._replace(forward=lambda *x: lengths.append(x[0].shape[3]) or blocks.forward(*x))
+    monkeypatch.setattr(operations, "TRITON", operations.TRITON._replace(block_softmax=counted))
+    monkeypatch.setattr(hybrid_parts, "BLOCK_SIZE", 8)
+    return lengths
+
+
+def test_outputs_logs_and_all_gradients(small_tiles):
+    check_what_was_read_before(TRITON_BLOCKS, 1e-5, block_size=20, length=107)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_tables_and_biases_of_their_own(small_tiles, heads):
+    """For every row, block and head, some pairs and queries hidden; a block that nobody names, one named twice."""
+    batch, kv_heads, groups, length, size, shared = 2, 2, 2, 37, 10, 3
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(kv_heads, groups, length, 12), (kv_heads, length, 12), (kv_heads, length, 9), (kv_heads, shared, 12)]
+    operands = [torch.randn(batch, *shape, generator=generator) for shape in (*shapes, (kv_heads, shared, 9))]
+    weight = torch.randn(batch, kv_heads, groups, length, 9, generator=generator)
+    table = torch.tensor([[3, -1, 0], [-1, 3, 1], [3, 0, 0], [0, 3, -1]])[:, None].repeat(1, heads, 1)
+    table[1::2, 0] = table[1::2, 0].flip(-1)
+    bias = torch.randn(batch, 4, heads, size, shared + 3 * size, generator=generator)
+    bias[torch.rand(bias.shape, generator=generator) < 0.4] = LOWEST
+    bias[0, :, :, 5] = LOWEST  # sees nothing
+
+    def in_blocks(query, key, value, *alone):
+        part = Keys(0, table, bias, alone)
+        return attend_blocks(TRITON_BLOCKS, query, key, value, [part], block_size=size, scaling=0.4, causal=False)
+
+    def by_formula(query, key, value, alone_key, alone_value):
+        outputs, logs = [], []
+        for row, head, group, place in itertools.product(*map(range, query.shape[:4])):
+            block, own = place // size, (head * groups + group) % heads
+            numbers = (table[block, own, :, None] * size + torch.arange(size)).flatten()
+            there = (table[block, own] >= 0).repeat_interleave(size) & (numbers < length)
+            keys, values = (
+                torch.cat([first[row, head], x[row, head, numbers.clamp(0, length - 1)]])
+                for first, x in ((alone_key, key), (alone_value, value))
+            )
+            shown = bias[row, block, own, place % size].double()
+            shown[shared:][~there] = LOWEST
+            seen = shown > LOWEST / 2
+            scores = 0.4 * keys[seen] @ query[row, head, group, place] + shown[seen]
+            outputs.append(scores.softmax(0) @ values[seen])
+            logs.append(scores.logsumexp(0).clamp(min=LOWEST))
+        return torch.stack(outputs).view(weight.shape), torch.stack(logs).view(weight.shape[:-1])
+
+    results = []
+    for attend, precision in ((in_blocks, torch.float32), (by_formula, torch.float64)):
+        given = [x.to(precision).requires_grad_() for x in operands]
+        output, log = attend(*given)
+        loss = (output * weight).sum() + log.clamp(min=-99).sin().sum()
+        results.append([output, log, *torch.autograd.grad(loss, given)])
+    for got, want in zip(*results, strict=True):
+        assert_close(got.double(), want, 1e-5)
+    assert not results[0][0][0, :, :, 5::10].any()
+
+
+def test_a_table_is_read_from_the_side_of_the_keys():
+    table = torch.tensor([[[0, -1], [1, 0]], [[1, 0], [-1, 1]]])  # two query blocks, two heads
+    met_by, met_from = meet(table, 3)
+    found = [
+        [[tuple(x) for x in met_by[start:end].tolist()] for start, end in itertools.pairwise(row)]
+        for row in met_from.tolist()
+    ]
+    assert found == [[[(0, 0), (1, 1)], [(1, 0)], []], [[(0, 1)], [(0, 0), (1, 1)], []]]
+
+
+@pytest.mark.parametrize(("name", "mode"), BOTH)
+def test_every_mechanism_on_it(calls, name, mode):
+    """Outputs, the gradients of heads and parameters, and the tokens that follow; rows padded on either side."""
+    generator, causal = torch.Generator().manual_seed(0), mode == "causal"
+    given = [torch.randn(2, h, LENGTH + 2, 8, generator=generator) for h in (2, 1, 1)]
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    mask[0, :9], mask[1, 30:] = False, False
+    results = []
+    for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
+        mechanism = make_small(name, causal).to(dtype)
+        use_backend(mechanism, backend)
+        heads, real = [x.to(dtype).requires_grad_() for x in given], mask[:, None, :, None]
+        output, state = mechanism(*(x[:, :, :LENGTH] for x in heads), mask)
+        outputs = [output * real]
+        if causal:
+            outputs.append(mechanism(*(x[:, :, LENGTH:] for x in heads), state=state)[0])
+        wanted = {**dict(zip("qkv", heads, strict=True)), **dict(mechanism.named_parameters())}
+        loss = sum((x * torch.arange(x.numel()).cos().view_as(x)).sum() for x in outputs)
+        gradients = torch.autograd.grad(loss, wanted.values(), allow_unused=True)
+        results.append([*outputs, *(x for x in gradients if x is not None)])
+    for want, got in zip(*results, strict=True):
+        assert_close(got.double(), want, 1e-4 * max(1.0, float(want.detach().abs().max())))
+    # a pattern with parameters has gradients, which the operation has not; rows of one length go beyond the window
+    assert calls or name in ("learned_sparse", "hybrid")
+    with torch.no_grad():
+        mechanism(*(x[:, :, :LENGTH] for x in heads))
+    assert calls
+
+
+def test_the_future_does_not_come_through(calls):
+    """Whatever follows, even a thousand times larger, the outputs before it are the same bits."""
+    heads = [torch.randn(1, h, 50, 8) for h in (2, 1, 1)]
+    for name in ("sinks", "hybrid"):
+        mechanism = make_small(name, causal=True)
+        use_backend(mechanism, "triton")
+        with torch.no_grad():
+            want, _ = mechanism(*heads)
+            for place in (1, 8, 29):
+                changed = [torch.cat([x[:, :, :place], 1000 * x[:, :, place:]], dim=2) for x in heads]
+                got, _ = mechanism(*changed)
+                assert torch.equal(got[:, :, :place], want[:, :, :place]) and got.isfinite().all()
+    assert calls
+
+
+def test_a_model_prefills_and_decodes_by_it(calls):
+    hybrid, local = {"window_size": 5, "num_sinks": 2}, {"window_size": 7, "block_size": 8}
+    plan = {"hybrid": {"layers": [0], **hybrid}, "local": {"layers": [1], **local}}
+    model = patch_model(make_model("llama"), plan).eval()
+    prompt = make_tokens(2, 30)
+    set_backend(model, "torch")  # the blocks of the C are not small
+    want = [model.generate(prompt, max_new_tokens=5, do_sample=False), logits_of(model, prompt)]
+    set_backend(model, "triton")
+    assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), want[0])
+    assert_close(logits_of(model, prompt), want[1], 1e-4)
+    assert calls
+
+
+def test_its_products_are_counted(calls):
+    counts = {}
+    for backend in ("torch", "triton"):
+        mechanism = make_small("local", causal=True)
+        use_backend(mechanism, backend)
+        heads = [torch.randn(1, h, LENGTH, 8) for h in (2, 1, 1)]
+        with torch.no_grad():
+            counts[backend] = flops_of(lambda mechanism=mechanism, heads=heads: mechanism(*heads))
+    assert 0.5 < counts["triton"] / counts["torch"] < 2
+
+
+# compiles the kernels, without a GPU, as they run on one, and says how much shared memory they take
+PROGRAM = """
+import json, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from hf_linattn.ops.triton import block_kernels
+from hf_linattn.ops.triton.block_softmax import sizes_for
+
+memory = {}
+kinds = {"table": "*i64", "met_by": "*i64", "met_from": "*i64", "scaling": "fp32"}
+flags = {"CAUSAL": True, "BEGINS": True, "SHARED_BIAS": True, "BLOCK_BIAS": True, "BIASED": True}
+numbers = ("batch", "head", "group", "token", "row", "block", "part", "heads", "groups", "length", "first", "size",
+           "width", "shared", "begun", "count", "blocks")
+for kernel in (block_kernels.attend_blocks, block_kernels.reverse_queries, block_kernels.reverse_keys):
+    for size in (128, 256):
+        heads = torch.empty(1, size)
+        sizes = {**sizes_for(heads, heads), **flags}
+        options = {"num_stages": sizes.pop("num_stages")}
+        sizes = {name: sizes[name] for name in kernel.arg_names if name in sizes}
+        def kind(name):
+            return kinds.get(name, "i32" if name.endswith(numbers) else "*fp32")
+        signature = {name: "constexpr" if name in sizes else kind(name) for name in kernel.arg_names}
+        for capability in (80, 90):
+            source = ASTSource(kernel, signature, constexprs=sizes)
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            memory[f"{kernel.__name__} {size} {capability}"] = compiled.metadata.shared
+print(json.dumps(memory))
+"""
+
+
+def test_kernels_compile_for_gpus_and_fit_their_shared_memory():
+    """99 KiB is what a program may have on the smallest of them, from Ampere on."""
+    done = run(PROGRAM)
+    assert done.returncode == 0, done.stderr
+    memory = json.loads(done.stdout)
+    assert len(memory) == 12 and all(0 < size <= 99 * 1024 for size in memory.values()), memory
