@@ -1,7 +1,7 @@
 """Backends: how a mechanism works through a long causal input. What comes out is the same but for rounding.
 
 `auto` takes all tokens in one call, by the C of `ops.native` where that can do it, `torch` by PyTorch's operations
-alone. `triton` has the sums over keys formed by the kernels of `ops.triton`, for all tokens at once. `compile` reads
+alone. `triton` has the operations of `ops.triton` in the place of the C's, for all tokens at once. `compile` reads
 slabs of `SLAB_SIZE` tokens, each continuing the state of the one before as in chunked prefill, and torch.compile makes
 a program of one slab, which all others and all layers share.
 """
@@ -19,7 +19,7 @@ from .config import require_known
 from .errors import OptionError
 from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
-from .ops.operations import Operations
+from .ops.operations import NOTHING, Operations
 from .patching import get_mechanisms
 
 SLAB_SIZE = 1024
@@ -39,11 +39,14 @@ def set_backend(model: nn.Module, backend: str) -> None:
     C. Every batch size has a program of its own, of which torch.compile makes eight. Padded or packed rows, shorter
     inputs, decoding and bidirectional layers take the same way as with `"auto"`, and so do layers that keep softmax.
 
-    `"triton"` is for GPUs: `linear` with all its feature maps, and what is built on it, has its sums over keys made by
-    Triton, forward and back, where they are causal or weights decay. Features are made by PyTorch, for the whole
-    input. In PyTorch's default `float32_matmul_precision` a product is made of three of TF32. Single tokens take the
-    same way as with `"auto"`, and so do bidirectional layers without decay, which are large products. On a CPU it runs
-    in Triton's interpreter, `TRITON_INTERPRET=1`, which is for tests.
+    `"triton"` is for GPUs. `linear` with all its feature maps, and what is built on it, has its sums over keys made by
+    Triton, forward and back, where they are causal or weights decay; features are made by PyTorch, for the whole
+    input. The block-sparse mechanisms, causal `linformer` and the window of `hybrid` have their softmax over blocks
+    made by it, forward and back, unless the pattern itself needs gradients; nothing is copied together first. In
+    PyTorch's default `float32_matmul_precision` a product is made of three of TF32. Single tokens and what continues a
+    state take the same way as with `"auto"`, and so do bidirectional layers of `linear` without decay and of
+    `linformer`, which are large products. On a CPU it runs in Triton's interpreter, `TRITON_INTERPRET=1`, which is for
+    tests.
 
     Raises:
         UnknownNameError: there is no such backend. OptionError: a mechanism of the model does not know it, or Triton
@@ -127,7 +130,7 @@ class Backend(NamedTuple):
     """reader: takes the place of `causal_attention`. load: returns the operations that long inputs are read by."""
 
     reader: Callable[..., tuple[Tensor, Any]] | None = None
-    load: Callable[[], Operations | None] = lambda: None
+    load: Callable[[], Operations] = lambda: NOTHING
 
 
 BACKENDS = {

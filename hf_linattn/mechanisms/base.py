@@ -14,6 +14,7 @@ from ..config import MechanismConfig
 from ..errors import UnsupportedModeError
 from ..offloading import loaded
 from ..ops import naive
+from ..ops.operations import NOTHING
 from ..ops.sequences import find_sequences, from_the_left
 from ..registry import Registry
 from ..rotation import Rotation
@@ -145,7 +146,7 @@ class Mechanism(nn.Module):
         self.keeps_state = True  # whether the state that causal attention comes to is of use to anyone
         self.backend = "auto"  # set by hf_linattn.backends, as are the next two
         self.causal_reader: Any = None  # calls causal_attention for it, in parts
-        self.operations: Any = None  # read long inputs for it, see hf_linattn.ops.operations
+        self.operations = NOTHING  # what long inputs are read by
         self.observer: Any = None  # set by hf_linattn.observation: answers in this mechanism's place
 
     def forward(
@@ -240,8 +241,7 @@ class Mechanism(nn.Module):
     def log_sink(self, like: Tensor, given: Tensor | None = None) -> Tensor | None:
         """Return the score [H] of the sink in every denominator, in the dtype and place of `like`; None without one.
 
-        given: the layer's own. -inf where only other heads have one.
-        """
+        given: the layer's own. -inf where only other heads have one."""
         return None
 
     def without_sink(self) -> list[str]:
@@ -257,16 +257,6 @@ class Mechanism(nn.Module):
         """Whether operations in C that have no gradients may be used: not in training, where without gradients the
         same bits must come as in a recomputation with them."""
         return self.backend != "torch" and not self.training
-
-    @property
-    def causal_sums(self) -> Any:
-        """What forms sums over keys, None to leave that to C or PyTorch."""
-        return None if self.operations is None else self.operations.causal_sums
-
-    @property
-    def block_softmax(self) -> Any:
-        """What attends to key blocks, None to leave that to C or PyTorch."""
-        return None if self.operations is None else self.operations.block_softmax
 
     def count_call(self) -> None:
         """Count a forward; a compiled graph does not, as a changing number would have it compiled anew."""

@@ -99,14 +99,14 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         # behind its length a row has pads only, which no real query of a causal row sees
         output = block_sparse_attention(
             query, key, value, self, scaling=scaling, causal=True, use_native=self.uses_native,
-            blocks=self.block_softmax, sink=sink,
+            blocks=self.operations.block_softmax, sink=sink,
         )  # fmt: skip
         return output, keep_keys(key, value, self, lengths) if self.keeps_state else None
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         return block_sparse_attention(
             query, key, value, self, scaling=self.layer.scaling, causal=False, lengths=lengths,
-            use_native=self.uses_native, blocks=self.block_softmax, sink=self.log_sink(query),
+            use_native=self.uses_native, blocks=self.operations.block_softmax, sink=self.log_sink(query),
         )  # fmt: skip
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:

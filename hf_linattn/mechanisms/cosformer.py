@@ -86,7 +86,7 @@ class CosformerMechanism(SequenceMechanism):
         sums = None if state is None else LinearState(state.kv, state.log_max)
         output, sums = causal_linear_attention(
             query, key, value, Features, Features, mask, None, sums,
-            use_native=self.backend != "torch", training=self.training, causal_sums=self.causal_sums,
+            use_native=self.backend != "torch", training=self.training, causal_sums=self.operations.causal_sums,
         )  # fmt: skip
         return output, CosformerState(*sums, after)
 

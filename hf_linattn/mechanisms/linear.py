@@ -205,7 +205,7 @@ class LinearMechanism(FeatureMapMechanism):
         decay = self.log_decay(key, key_padding_mask)
         output, state = causal_linear_attention(
             query, key, value, *self.maps, key_padding_mask, sequence_ids, state, decay,
-            use_native=self.backend != "torch", training=self.training, causal_sums=self.causal_sums,
+            use_native=self.backend != "torch", training=self.training, causal_sums=self.operations.causal_sums,
         )  # fmt: skip
         return self._beside_itself(output, query, key, value, key_padding_mask), state
 
@@ -214,7 +214,7 @@ class LinearMechanism(FeatureMapMechanism):
     ) -> Tensor:
         decay = self.log_decay(key, key_padding_mask)
         heads = (query, key, value, *self.maps, key_padding_mask, sequence_ids, decay)
-        output = linear_attention(*heads, use_native=self.backend != "torch", causal_sums=self.causal_sums)
+        output = linear_attention(*heads, use_native=self.backend != "torch", causal_sums=self.operations.causal_sums)
         if self.ridge is not None:
             output = self.ridge(output, query, key, value, self.maps, key_padding_mask, sequence_ids)
         return self._beside_itself(output, query, key, value, key_padding_mask)

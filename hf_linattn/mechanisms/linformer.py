@@ -91,6 +91,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     config_class: ClassVar[type[SoftmaxTypeConfig]] = LinformerConfig
     modes = frozenset({"causal", "bidirectional", "cross"})
+    backends = ("auto", "torch", "triton")
     limit = ExactnessLimit("softmax attention with num_slots >= n", equal=lambda length: {"num_slots": length})
     citation = "Wang et al. 2020, Linformer, arXiv 2006.04768; causal: Peng et al. 2021, ABC, arXiv 2110.02488"
 
@@ -147,6 +148,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             training=self.training,
             keep_state=self.keeps_state,
             sink=self.log_sink(query),
+            blocks=self.operations.block_softmax,
         )
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:

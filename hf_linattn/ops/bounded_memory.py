@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .block_softmax import BlockSoftmax
 from .exponential import LOWEST
-from .native import bounded_memory as native
+from .memory_blocks import Pooled, find_operation, whole_rows
 from .sink import softmax_beside
 from .source import Source
 from .summaries import Summary, find_runs, open_segments, pool, segment_size
@@ -66,6 +67,7 @@ def bounded_memory_attention(
     training: bool = False,
     keep_state: bool = True,
     sink: Tensor | None = None,
+    blocks: BlockSoftmax | None = None,
 ) -> tuple[Tensor, MemoryState | None]:
     """Return the causal attention output and the state after the last token.
 
@@ -74,10 +76,11 @@ def bounded_memory_attention(
         writer: the log weights of keys.
         num_slots: k. block_size: C, a power of two. scaling: what q . k is multiplied by.
         lengths: [B], real tokens of each row; None if all are. state: what was read before.
-        use_native: whether `native` may do it where it can, which is for rows that begin.
+        use_native: whether the C may do it where it can, which is for rows that begin.
         training: whether the same bits must come with and without gradients.
         keep_state: whether rows that begin need a state; None else.
         sink: [H], the score of one more key without value (`hf_linattn.ops.sink`).
+        blocks: what does it in the place of the C; None leaves it to that.
 
     Returns:
         output [B, H, N, Dv], the state. Time O(N (k + C) (D + Dv)).
@@ -85,11 +88,12 @@ def bounded_memory_attention(
     if state is not None:
         return _continue(query, key, value, writer, num_slots, block_size, scaling, lengths, state, sink)
     inference = not training and not torch.is_grad_enabled()
-    if use_native and native.can_attend((query, key, value), num_slots, block_size, inference):
+    blocks = find_operation(blocks, (query, key, value), num_slots, block_size, use_native, inference)
+    if blocks is not None:
         of_key, of_value = Source(key), Source(value)
         sources = [of_key, of_value, *(Source(x) for x in writer(of_key.whole))]
         tokens = Summary(*(source.whole for source in sources))
-        output, pooled = native.whole_rows(query, tokens, sources, num_slots, block_size, scaling, sink)
+        output, pooled = whole_rows(blocks, query, tokens, sources, num_slots, block_size, scaling, sink)
     else:
         tokens, pooled = Summary(key, value, *writer(key)), None
         output = _whole_rows(query, tokens, num_slots, block_size, scaling, sink)
@@ -203,7 +207,7 @@ def _read_blocks(query: Tensor, key: Tensor, value: Tensor, run: _Run, start: in
 
 
 def _state_after(
-    tokens: Summary, lengths: Tensor | None, num_slots: int, block_size: int, pooled: native.Pooled | None
+    tokens: Summary, lengths: Tensor | None, num_slots: int, block_size: int, pooled: Pooled | None
 ) -> MemoryState:
     """Return the state of rows that began and have been read to their ends; `pooled`: what the C summed up of them."""
     batch, _, length, _ = tokens.key.shape
@@ -223,20 +227,20 @@ def _state_after(
             chosen = [row for row, end in enumerate(ends) if segment_size(end, num_slots) == unit]
             rows = torch.tensor(chosen, device=device)
             own = tokens.map(lambda x: x[rows])  # noqa: B023 - called at once
-            part = _completed(own, [ends[row] for row in chosen], num_slots, pooled is not None)
+            part = _completed(own, [ends[row] for row in chosen], num_slots, pooled is not None and pooled.natively)
             slots = Summary(*(x.index_copy(0, rows, y) for x, y in zip(slots, part, strict=True)))
     start = lengths // block_size * block_size
     key, value = (_from(x, start, lengths, block_size) for x in tokens[:2])
     return MemoryState(*slots, key, value, lengths.to(torch.int64))
 
 
-def _continued(tokens: Summary, done: int, num_slots: int, pooled: native.Pooled) -> Summary:
+def _continued(tokens: Summary, done: int, num_slots: int, pooled: Pooled) -> Summary:
     """Sum up the first `done` tokens, most of which are in slots."""
     unit = segment_size(done, num_slots)
     start = pooled.end // unit * unit
     rest = tokens.map(lambda x: x[:, :, start:done])
-    rest = pool(rest.padded(-(-(done - start) // unit) * unit), unit, use_native=True)
-    return pool(pooled.slots, unit // pooled.unit, use_native=True).joined(rest).padded(num_slots)
+    rest = pool(rest.padded(-(-(done - start) // unit) * unit), unit, use_native=pooled.natively)
+    return pool(pooled.slots, unit // pooled.unit, use_native=pooled.natively).joined(rest).padded(num_slots)
 
 
 def _completed(tokens: Summary, ends: list[int], num_slots: int, pool_natively: bool) -> Summary:

@@ -29,7 +29,7 @@ from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_o
 from .exponential import LN_2, LOWEST, dense, fast_exp
 from .native import hybrid as native
 from .native.operations import NATIVE
-from .operations import Operations
+from .operations import NOTHING, Operations
 from .source import Source
 
 
@@ -111,7 +111,7 @@ def causal_hybrid_attention(
     chunk_size: int = CHUNK_SIZE,
     use_native: bool = False,
     training: bool = False,
-    operations: Operations | None = None,
+    operations: Operations = NOTHING,
 ) -> tuple[Tensor, HybridState]:
     """Return the causal attention output and the state after the last real token.
 
@@ -121,7 +121,7 @@ def causal_hybrid_attention(
         state: what was read before.
         use_native: whether `native.hybrid` may do it where it can: unpadded rows from their start, and one token more.
         training: whether the same bits must come with and without gradients.
-        operations: what rows are read by from their start, in the place of the C; None leaves it to that.
+        operations: what rows are read by from their start, in the place of the C.
 
     Returns:
         output [B, H, N, Dv]; the state. Time O(N (F + chunk_size + window_size) Dv).
@@ -132,14 +132,11 @@ def causal_hybrid_attention(
         output, after = native.hybrid_step(query, key, value, weights, state)
         return output, HybridState(*after)
     rows = _make_rows(query, key, value, weights, lengths, state)
-    if lengths is None and state is None and (operations := _able(operations, key, weights)):
-        attended, far_sums = hybrid_parts.causal_attention(operations, query, key, value, weights)
-        return attended, _remember(rows, weights, far_sums)
-    if use_native and state is None and native.can_attend(query, key, weights):
-        if inference and native.knows_maps(weights):
+    if lengths is None and state is None and (found := _find(operations, use_native, query, key, weights)):
+        if found is NATIVE and inference and native.knows_maps(weights):
             attended, far_sums = native.causal_hybrid_attention(query, key, value, weights)
         else:
-            attended, far_sums = hybrid_parts.causal_attention(NATIVE, query, key, value, weights)
+            attended, far_sums = hybrid_parts.causal_attention(found, query, key, value, weights)
         return attended, _remember(rows, weights, far_sums)
     # without earlier keys a window wider than the call would only see zeros
     left = weights.reach if state is not None else min(weights.reach, key.shape[2] - 1)
@@ -163,7 +160,7 @@ def hybrid_attention(
     chunk_size: int = CHUNK_SIZE,
     use_native: bool = False,
     training: bool = False,
-    operations: Operations | None = None,
+    operations: Operations = NOTHING,
 ) -> Tensor:
     """Return the bidirectional attention output [B, H, N, Dv]; arguments as in `causal_hybrid_attention`.
 
@@ -171,12 +168,11 @@ def hybrid_attention(
 
     Far keys before and after a query are summed apart: all keys less the near ones would cancel.
     """
-    if operations := _able(operations, key, weights):
-        return hybrid_parts.bidirectional_attention(operations, query, key, value, weights, lengths)
-    if use_native and native.can_attend(query, key, weights):
-        if lengths is None and native.knows_maps(weights) and not training and not torch.is_grad_enabled():
+    if found := _find(operations, use_native, query, key, weights):
+        inference = not training and not torch.is_grad_enabled()
+        if found is NATIVE and lengths is None and inference and native.knows_maps(weights):
             return native.hybrid_attention(query, key, value, weights)
-        return hybrid_parts.bidirectional_attention(NATIVE, query, key, value, weights, lengths)
+        return hybrid_parts.bidirectional_attention(found, query, key, value, weights, lengths)
     length = key.shape[2]
     rows = _make_rows(query, key, value, weights, lengths, None)
     turned = rows._replace(
@@ -200,8 +196,10 @@ def hybrid_attention(
     return torch.cat(outputs, dim=3)[:, :, :, :length].flatten(1, 2)
 
 
-def _able(operations: Operations | None, key: Tensor, weights: HybridWeights) -> Operations | None:
-    """Return the operations if they are for such keys, and compiled graphs need not see into them."""
+def _find(operations: Operations, use_native: bool, query: Tensor, key: Tensor, weights: HybridWeights) -> Any:
+    """Return operations that can do it, outside of compiled graphs, which cannot see into them; the C's if need be."""
+    if operations.block_softmax is None:
+        return NATIVE if use_native and native.can_attend(query, key, weights) else None
     plain = key.dtype == torch.float32 and not torch.compiler.is_compiling()
     return operations if plain and hybrid_parts.is_beyond(key, weights) else None
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
-
-from .block_softmax import BlockSoftmax
-from .causal_sums import CausalSums
 
 
 class Operations(NamedTuple):
-    """causal_sums: sums over keys, from features. block_softmax: softmax over key blocks.
+    """Each is None where there is nothing of the kind, which leaves it to the C, or to PyTorch.
 
-    mapped_attention: called as `native.mapped_attention.mapped_attention` is, from heads whose features it makes
-    itself; None if there is no such thing.
+    causal_sums: a `causal_sums.CausalSums`. block_softmax: a `block_softmax.BlockSoftmax`. mapped_attention: called as
+    `native.mapped_attention.mapped_attention` is, from heads whose features it makes itself.
     """
 
-    causal_sums: CausalSums
-    block_softmax: BlockSoftmax
-    mapped_attention: Callable[..., Any] | None = None
+    causal_sums: Any = None
+    block_softmax: Any = None
+    mapped_attention: Any = None
+
+
+NOTHING = Operations()

@@ -33,18 +33,17 @@ def block_softmax_triton(
         OptionError: the heads are on a CPU, and Triton was not imported to interpret kernels there.
     """
     require_kernels(query)
-    batch, heads, groups, length, _ = query.shape
-    begins = before is not None and before_log is not None
+    (batch, heads, groups, length, _), begins = query.shape, before is not None and before_log is not None
     before, before_log = (out, log) if before is None or before_log is None else (before, before_log)
-    shown, strides, of_shared, of_blocks = _bias(bias, shared_key, query)
+    shown, strides, columns = _bias(bias, query)
+    query, out, before = query.flatten(1, 2), _as_heads(out), before.flatten(1, 2)
     sizes = sizes_for(query, value)
     grid = (batch * heads * groups, len(table) * -(-block_size // sizes["ROWS"]))
     attend_blocks[grid](
-        query, key, value, out, log, before, before_log, shared_key, shared_value, shown, table,
-        *query.stride()[:4], *key.stride()[:3], *value.stride()[:3], *out.stride()[:4], *log.stride(),
-        *before.stride()[:4], *before_log.stride(), *shared_key.stride()[:3], *shared_value.stride()[:3], *strides,
-        heads, groups, length, first, block_size, *table.shape[1:], shared_key.shape[2], begun, scaling,
-        **sizes, CAUSAL=causal, BEGINS=begins, SHARED_BIAS=of_shared, BLOCK_BIAS=of_blocks,
+        query, key, value, out, log.view(-1), before, before_log.contiguous(), shared_key, shared_value, shown, table,
+        *_strides(query, key, value, out, before, shared_key, shared_value), *strides,
+        heads * groups, groups, length, first, block_size, *table.shape[1:], shared_key.shape[2], columns, begun,
+        before_log.shape[3], scaling, **sizes, CAUSAL=causal, BEGINS=begins, BIASED=bias is not None,
     )  # fmt: skip
 
 
@@ -63,38 +62,36 @@ def block_softmax_backward_triton(
     if before is not None:
         rows = slice(first * block_size, min((first + len(table)) * block_size, length))
         _reverse_before(before, before_log, d_before, d_before_log, grad, log, weight_grad, rows, begun)
-    shown, strides, of_shared, of_blocks = _bias(bias, shared_key, query)
-    sizes, shared = sizes_for(query, value), shared_key.shape[2]
     # without keys all scores are LOWEST, and weights zero
     sums = (torch.where(log > LOWEST / 2, log, 0.0) / LN_2).contiguous(), weight_grad.contiguous()
-    of_grad = *query.stride()[:4], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:4]
+    shown, strides, columns = _bias(bias, query)
+    query, grad, d_query = query.flatten(1, 2), grad.flatten(1, 2), _as_heads(d_query)
+    sizes, shared, biased = sizes_for(query, value), shared_key.shape[2], bias is not None
     grid: tuple[int, ...] = (batch * heads * groups, len(table) * -(-block_size // sizes["ROWS"]))
     reverse_queries[grid](
-        query, key, value, grad, *sums, d_query, shared_key, shared_value, shown, table, *of_grad,
-        *d_query.stride()[:4], *shared_key.stride()[:3], *shared_value.stride()[:3], *strides,
-        heads, groups, length, first, block_size, *table.shape[1:], shared, scaling,
-        **sizes, CAUSAL=causal, SHARED_BIAS=of_shared, BLOCK_BIAS=of_blocks,
+        query, key, value, grad, *sums, d_query, shared_key, shared_value, shown, table,
+        *_strides(query, key, value, grad, d_query, shared_key, shared_value), *strides,
+        heads * groups, groups, length, first, block_size, *table.shape[1:], shared, columns, scaling,
+        **sizes, CAUSAL=causal, BIASED=biased,
     )  # fmt: skip
 
-    def give(key: Tensor, value: Tensor, d_key: Tensor, d_value: Tensor, meetings: Any, size: int, before: int, **how):
+    def give(key: Tensor, value: Tensor, d_key: Tensor, d_value: Tensor, meetings, size: int, before: int, causal):
         met_by, met_from = meetings
         parts, number = d_key.shape[0], met_from.shape[1] - 1
         grid = (batch * heads, number * -(-size // sizes["COLUMNS"]), parts)
         reverse_keys[grid](
             query, key, value, grad, *sums, d_key, d_value, shown, met_by, met_from.contiguous(),
-            *query.stride()[:4], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:4], *d_key.stride()[:4],
-            *d_value.stride()[:4], *strides, heads, groups, length, first, block_size, len(met_from), before,
-            key.shape[2], size, number, scaling, **sizes, **how,
+            *_strides(query, key, value, grad), *d_key.stride()[:4], *d_value.stride()[:4], *strides,
+            heads * groups, groups, length, first, block_size, len(met_from), before, columns, key.shape[2], size,
+            number, scaling, **sizes, CAUSAL=causal, BIASED=biased,
         )  # fmt: skip
 
-    blocks = -(-key.shape[2] // block_size)
-    how = {"CAUSAL": causal, "BIASED": of_blocks}
-    give(key, value, d_key[None], d_value[None], meet(table, blocks), block_size, shared, **how)
+    give(key, value, d_key[None], d_value[None], meet(table, -(-length // block_size)), block_size, shared, causal)
     if shared:
         parts = [x.new_zeros(PARTS, *x.shape) for x in (d_shared_key, d_shared_value)]
         everyone = torch.arange(len(table), device=table.device)
         all_meet = torch.stack([everyone, 0 * everyone], 1), torch.tensor([[0, len(table)]], device=table.device)
-        give(shared_key, shared_value, parts[0], parts[1], all_meet, shared, 0, CAUSAL=False, BIASED=of_shared)
+        give(shared_key, shared_value, parts[0], parts[1], all_meet, shared, 0, False)
         for gradient, part in zip((d_shared_key, d_shared_value), parts, strict=True):
             gradient += part.sum(0)
 
@@ -126,12 +123,22 @@ def meet(table: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     return torch.stack([block[order], entry[order]], 1), torch.cat([starts, ends[:, -1:]], 1)
 
 
-def _bias(bias: Tensor | None, shared_key: Tensor, like: Tensor) -> tuple[Tensor, tuple[int, ...], bool, bool]:
-    """Return a bias, or what stands for none, its strides, and whether it has columns of shared keys and of blocks."""
+def _bias(bias: Tensor | None, like: Tensor) -> tuple[Tensor, tuple[int, ...], int]:
+    """Return a bias, or what stands for none, its strides, and how many columns it has."""
     if bias is None:
-        return like, (0, 0, 0, 0), False, False
+        return like, (0, 0, 0, 0), 0
     steps = (0 if size == 1 else step for size, step in zip(bias.shape[:-1], bias.stride(), strict=False))
-    return bias, tuple(steps), True, bias.shape[-1] > shared_key.shape[2]
+    return bias, tuple(steps), bias.shape[-1]
+
+
+def _as_heads(x: Tensor) -> Tensor:
+    """x [B, Hkv, G, N, D] as [B, H, N, D] in the same memory, to be written."""
+    return x.view(x.shape[0], -1, *x.shape[3:])
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Numbers from one batch, head and token of each to the next."""
+    return [step for x in tensors for step in x.stride()[:3]]
 
 
 def sizes_for(query: Tensor, value: Tensor) -> dict[str, Any]:

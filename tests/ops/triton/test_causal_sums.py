@@ -14,6 +14,7 @@ from hf_linattn.backends import load_triton, use_backend
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
 from hf_linattn.mechanisms.hybrid import HybridMechanism
+from hf_linattn.mechanisms.linformer import LinformerMechanism
 from hf_linattn.ops.causal_linear import causal_linear_attention
 from hf_linattn.ops.chunk_sums import LinearState
 from hf_linattn.ops.triton import causal_sums, operations
@@ -24,7 +25,8 @@ from tests.ops.feature_maps import elu_map, exp_map
 from tests.ops.triton.cases import ON_TRITON, make_mechanism, run
 
 HEADS, KV_HEADS, VALUE_DIM, LENGTH = 4, 2, 20, 41
-SUMS = [name for name in ON_TRITON if not issubclass(MECHANISMS.get(name), (BlockSparseMechanism, HybridMechanism))]
+OTHERS = (BlockSparseMechanism, HybridMechanism, LinformerMechanism)  # on block softmax
+SUMS = [name for name in ON_TRITON if not issubclass(MECHANISMS.get(name), OTHERS)]
 
 
 # decay, masked, packed, continued
