@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from .. import architecture
 from ..cache import state_bytes
 from ..config import require
 from ..errors import UnsupportedModelError
+from ..ops.native.memory import KEPT
 from ..running import evaluation_mode
 from .speed import VARIANTS, check_lengths, prefill_cache, prefill_logits, random_input_ids
 
@@ -126,6 +128,8 @@ def peak_forward_bytes(model: nn.Module, length: int, *, batch_size: int = 1, se
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the storages that operations create, from their creation to their release.
 
+    No memory of large outputs is kept for later ones meanwhile, as `ops.native.memory` does else.
+
     Attributes:
         live: bytes alive now.
         peak: the largest `live` so far.
@@ -141,6 +145,15 @@ class LiveBytes(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self._counted: set[int] = set()
+        self._contexts = ExitStack()
+
+    def __enter__(self) -> LiveBytes:
+        self._contexts.enter_context(KEPT.paused())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._contexts.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

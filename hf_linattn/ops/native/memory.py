@@ -11,6 +11,8 @@ import functools
 import math
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -73,11 +75,21 @@ class Kept:
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
         self.lock = threading.Lock()
+        self.pauses = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which all memory is made anew and none is kept: for counting what is alive."""
+        self.pauses += 1
+        try:
+            yield
+        finally:
+            self.pauses -= 1
 
     def take(self, count: int) -> torch.UntypedStorage | None:
         """Return a free one of `count` bytes, None if there is none."""
         with self.lock:
-            for number in range(len(self.storages)):
+            for number in range(0 if self.pauses else len(self.storages)):
                 if self.storages[number].nbytes() == count and self._is_free(number):
                     self.storages.append(self.storages.pop(number))
                     return self.storages[-1]
@@ -86,7 +98,7 @@ class Kept:
     def put(self, storage: torch.UntypedStorage) -> None:
         """Keep one, and the last ones before it as far as KEPT_BYTES go."""
         with self.lock:
-            self.storages.append(storage)
+            self.storages += [] if self.pauses else [storage]
             while sum(x.nbytes() for x in self.storages) > KEPT_BYTES:
                 self.storages.pop(0)
 

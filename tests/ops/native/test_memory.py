@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from hf_linattn.evaluation import memory as evaluation_memory
+from hf_linattn.evaluation.memory import LiveBytes
 from hf_linattn.ops.native import memory
 
 SHAPES = (torch.Size((1, 8, 1, 4111, 64)), torch.Size((1, 8, 4111, 64)))  # of query and value: 8.4 MB
@@ -92,6 +94,20 @@ def test_tensors_without_memory_keep_none(kept):
     with FakeTensorMode():
         output = memory.zeros(torch.empty(1), torch.Size((4112, 512)))
     assert isinstance(output, FakeTensor) and not kept.storages
+
+
+def test_what_is_alive_is_counted_as_if_nothing_were_kept(monkeypatch):
+    """Whatever was kept before, and no more afterwards."""
+    monkeypatch.setattr(memory, "KEPT", evaluation_memory.KEPT)
+    counts, like, shape = [], torch.empty(1), torch.Size((4112, 512))
+    for _ in range(2):
+        with LiveBytes() as count:
+            outputs = [memory.zeros(like, shape), memory.zeros(like, shape)]
+            del outputs
+            memory.zeros(like, shape)
+        counts.append((count.peak, count.live))
+        memory.zeros(like, shape)
+    assert counts == [(2 * shape.numel() * 4, 0)] * 2
 
 
 def test_threads_do_not_get_the_same():
