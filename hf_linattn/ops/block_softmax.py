@@ -18,10 +18,11 @@ from .source import Source
 
 
 class BlockSoftmax(NamedTuple):
-    """An operation, called as `native.block_softmax.block_softmax` is, and its backward pass."""
+    """An operation, called as `native.block_softmax.block_softmax` is, its backward pass, and what heads it suits."""
 
     forward: Callable[..., None]
     backward: Callable[..., None]
+    suits: Callable[..., bool]
 
 
 class Keys(NamedTuple):

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from .block_softmax import BlockSoftmax, Keys, attend_blocks
 from .exponential import LOWEST
 from .native.block_softmax import NATIVE_BLOCKS
-from .native.library import suits
 from .sink import attenuate, with_sink_key
 from .source import Source
 
@@ -118,9 +117,8 @@ def block_sparse_attention(
     real = torch.full(query.shape[:1], length, device=query.device) if lengths is None else lengths
     limits = [None if causal or (lengths is None and part.end <= length) else real for part in parts]
     trained = torch.is_grad_enabled() and _is_weighted(pattern, query)
-    if blocks is None and use_native and not trained and suits(query, key, value):
-        blocks = NATIVE_BLOCKS
-    if blocks is not None and not trained and key.dtype == torch.float32 and not torch.compiler.is_compiling():
+    blocks = NATIVE_BLOCKS if blocks is None and use_native else blocks
+    if blocks is not None and not trained and blocks.suits(query, key, value):
         output = _attend_in_place(blocks, query, key, value, pattern, parts, scaling, causal, limits, sink)
     else:
         output = _attend_copies(query, key, value, pattern, parts, scaling, causal, limits, sink)

@@ -197,11 +197,11 @@ def hybrid_attention(
 
 
 def _find(operations: Operations, use_native: bool, query: Tensor, key: Tensor, weights: HybridWeights) -> Any:
-    """Return operations that can do it, outside of compiled graphs, which cannot see into them; the C's if need be."""
+    """Return operations that can do it, or the C's; None if there are none."""
     if operations.block_softmax is None:
         return NATIVE if use_native and native.can_attend(query, key, weights) else None
-    plain = key.dtype == torch.float32 and not torch.compiler.is_compiling()
-    return operations if plain and hybrid_parts.is_beyond(key, weights) else None
+    able = hybrid_parts.is_beyond(key, weights) and operations.block_softmax.suits(query, key)
+    return operations if able else None
 
 
 def _make_rows(query, key, value, weights: HybridWeights, lengths, state: HybridState | None) -> _Rows:

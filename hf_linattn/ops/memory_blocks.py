@@ -16,7 +16,6 @@ from torch import Tensor
 from .block_softmax import BlockSoftmax, Keys, attend_blocks, continue_blocks
 from .exponential import LOWEST
 from .native.block_softmax import NATIVE_BLOCKS
-from .native.library import suits
 from .sink import attenuate
 from .source import Source
 from .summaries import Summary, find_runs, open_segments, pool, segment_size
@@ -40,10 +39,9 @@ def find_operation(
     Where segments stay open only in inference, as what goes on from what was read before has no gradients.
     """
     unit = segment_size((heads[0].shape[2] - 1) // block_size * block_size, num_slots)
-    plain = heads[0].dtype == torch.float32 and not torch.compiler.is_compiling() and (inference or unit <= block_size)
-    if blocks is None and use_native and plain and suits(*heads):
-        blocks = NATIVE_BLOCKS
-    return blocks if plain else None
+    blocks = NATIVE_BLOCKS if blocks is None and use_native else blocks
+    able = blocks is not None and blocks.suits(*heads) and (inference or unit <= block_size)
+    return blocks if able else None
 
 
 def whole_rows(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..block_softmax import BlockSoftmax, count_flops, count_reverse_flops
-from .library import Operand, call, operation
+from .library import Operand, call, operation, suits
 
 OPERANDS = (
     "query", "key", "value", "out", "log", "before", "before_log", "shared_key", "shared_value",
@@ -101,6 +101,6 @@ def block_softmax_backward(
     _run("block_softmax_backward", operands, bias, table, first, block_size, scaling, begun, causal)
 
 
-NATIVE_BLOCKS = BlockSoftmax(block_softmax, block_softmax_backward)
+NATIVE_BLOCKS = BlockSoftmax(block_softmax, block_softmax_backward, suits)
 register_flop_formula(torch.ops.hf_linattn.block_softmax)(count_flops)
 register_flop_formula(torch.ops.hf_linattn.block_softmax_backward)(count_reverse_flops)

@@ -16,6 +16,7 @@ from .block_kernels import attend_blocks, reverse_keys, reverse_queries
 from .causal_sums import precision, require_kernels
 
 TILE, WIDE_TILE = 32, 16  # queries, and keys, in a tile; of more than 128 numbers
+LARGEST = 256  # size of heads: more does not fit into shared memory
 PARTS = 16  # programs that share the queries which meet the same keys that stand by themselves
 
 
@@ -151,6 +152,12 @@ def sizes_for(query: Tensor, value: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-TRITON_BLOCKS = BlockSoftmax(block_softmax_triton, block_softmax_backward_triton)
+def suits(*heads: Tensor) -> bool:
+    """Whether there are kernels for such heads, which compiled graphs cannot see into."""
+    known = all(x.dtype == torch.float32 and x.shape[-1] <= LARGEST for x in heads)
+    return known and not torch.compiler.is_compiling()
+
+
+TRITON_BLOCKS = BlockSoftmax(block_softmax_triton, block_softmax_backward_triton, suits)
 register_flop_formula(torch.ops.hf_linattn.block_softmax_triton)(count_flops)
 register_flop_formula(torch.ops.hf_linattn.block_softmax_backward_triton)(count_reverse_flops)
