@@ -13,7 +13,7 @@ from ..block_softmax import BlockSoftmax, count_flops, count_reverse_flops
 from ..exponential import LN_2, LOWEST
 from ..native.library import operation
 from .block_kernels import attend_blocks, reverse_keys, reverse_queries
-from .causal_sums import precision, require_kernels
+from .causal_sums import launch, precision, require_kernels
 
 TILE, WIDE_TILE = 32, 16  # queries, and keys, in a tile; of more than 128 numbers
 LARGEST = 256  # size of heads: more does not fit into shared memory
@@ -40,7 +40,8 @@ def block_softmax_triton(
     query, out, before = query.flatten(1, 2), _as_heads(out), before.flatten(1, 2)
     sizes = sizes_for(query, value)
     grid = (batch * heads * groups, len(table) * -(-block_size // sizes["ROWS"]))
-    attend_blocks[grid](
+    launch(
+        attend_blocks, grid, query,
         query, key, value, out, log.view(-1), before, before_log.contiguous(), shared_key, shared_value, shown, table,
         *_strides(query, key, value, out, before, shared_key, shared_value), *strides,
         heads * groups, groups, length, first, block_size, *table.shape[1:], shared_key.shape[2], columns, begun,
@@ -69,7 +70,8 @@ def block_softmax_backward_triton(
     query, grad, d_query = query.flatten(1, 2), grad.flatten(1, 2), _as_heads(d_query)
     sizes, shared, biased = sizes_for(query, value), shared_key.shape[2], bias is not None
     grid: tuple[int, ...] = (batch * heads * groups, len(table) * -(-block_size // sizes["ROWS"]))
-    reverse_queries[grid](
+    launch(
+        reverse_queries, grid, query,
         query, key, value, grad, *sums, d_query, shared_key, shared_value, shown, table,
         *_strides(query, key, value, grad, d_query, shared_key, shared_value), *strides,
         heads * groups, groups, length, first, block_size, *table.shape[1:], shared, columns, scaling,
@@ -80,7 +82,8 @@ def block_softmax_backward_triton(
         met_by, met_from = meetings
         parts, number = d_key.shape[0], met_from.shape[1] - 1
         grid = (batch * heads, number * -(-size // sizes["COLUMNS"]), parts)
-        reverse_keys[grid](
+        launch(
+            reverse_keys, grid, query,
             query, key, value, grad, *sums, d_key, d_value, shown, met_by, met_from.contiguous(),
             *_strides(query, key, value, grad), *d_key.stride()[:4], *d_value.stride()[:4], *strides,
             heads * groups, groups, length, first, block_size, len(met_from), before, columns, key.shape[2], size,

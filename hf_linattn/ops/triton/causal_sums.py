@@ -100,6 +100,12 @@ def require_kernels(heads: Tensor) -> None:
         )
 
 
+def launch(kernel: Any, grid: tuple[int, ...], heads: Tensor, *operands: Any, **sizes: Any) -> None:
+    """Run a kernel on the GPU that has the heads, which need not be the current one."""
+    with torch.cuda.device_of(heads):
+        kernel[grid](*operands, **sizes)
+
+
 def precision() -> str:
     """How products of float32 are made, by `torch.set_float32_matmul_precision`: "highest" is three of TF32."""
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -147,14 +153,16 @@ def causal_sums_triton(
     }  # fmt: skip
     weight, left = (unused, unused) if scales is None else (scales.weight.contiguous(), scales.left.contiguous())
     grid: tuple[int, ...] = (batch * heads, -(-key_size // STATE_TILE), -(-value.shape[-1] // STATE_TILE))
-    write_states[grid](
+    launch(
+        write_states, grid, query,
         key, value, weight, left, state, state_after, states, totals, *key.stride()[:3], *value.stride()[:3],
         heads, length, num_segments, **sizes, KEYS=STATE_TILE, VALUES=STATE_TILE,
     )  # fmt: skip
     columns = min(VALUES, max(16, 1 << (value.shape[-1] - 1).bit_length()))
     of_rows = (unused,) * 3 if scales is None else (scales.exponent, scales.top, scales.kept)
     grid = (batch * heads * groups, -(-length // ROWS), -(-value.shape[-1] // columns))
-    read_states[grid](
+    launch(
+        read_states, grid, query,
         query, key, value, states, totals, *(x.contiguous() for x in of_rows), unused if starts is None else starts,
         factor, sums, factor,
         *query.stride()[:4], *key.stride()[:3], *value.stride()[:3], *sums.stride()[:4],
