@@ -54,6 +54,18 @@ def score(
 
 
 @triton.jit
+def meet(
+    query, row, here, key, key_token, value, value_token, place, there, bias, bias_row, column, columns, last, scaling,
+    keys, values, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The keys and values at some places, and the `score` of queries with these keys."""
+    tile = load_tile(key, key_token, place, there, keys, KEY_SIZE)
+    met = load_tile(value, value_token, place, there, values, VALUE_SIZE)
+    return tile, met, score(query, tile, row, here, place, there, bias, bias_row, column, columns, last, scaling,
+                            BIASED, PRECISION)  # fmt: skip
+
+
+@triton.jit
 def take_in(scores, value, top, weight, out, PRECISION: tl.constexpr):
     """Go on with some scores and their values: the largest score, the sum of weights and of weighted values."""
     largest = tl.maximum(top, tl.max(scores, 1))
@@ -97,11 +109,11 @@ def attend_blocks(
     shared_value += batch * other_value_batch + own // groups * other_value_head
     for start in range(0, shared, COLUMNS):
         place = start + tl.arange(0, COLUMNS)
-        tile = load_tile(shared_key, other_key_token, place, place < shared, keys, KEY_SIZE)
-        scores = score(rows, tile, row, here, place, place < shared, bias, bias_row, place, columns, anywhere, scaling,
-                       BIASED, PRECISION)  # fmt: skip
-        tile = load_tile(shared_value, other_value_token, place, place < shared, values, VALUE_SIZE)
-        top, weight, result = take_in(scores, tile, top, weight, result, PRECISION)
+        _, met, scores = meet(
+            rows, row, here, shared_key, other_key_token, shared_value, other_value_token, place, place < shared, bias,
+            bias_row, place, columns, anywhere, scaling, keys, values, KEY_SIZE, VALUE_SIZE, BIASED, PRECISION,
+        )  # fmt: skip
+        top, weight, result = take_in(scores, met, top, weight, result, PRECISION)
     key += batch * key_batch + own // groups * key_head
     value += batch * value_batch + own // groups * value_head
     for entry in range(0, width):
@@ -110,12 +122,12 @@ def attend_blocks(
         for start in range(0, tl.where(named < 0, 0, block_size), COLUMNS):
             column = start + tl.arange(0, COLUMNS)
             place = named * block_size + column
-            there = (column < block_size) & (place < length)
-            tile = load_tile(key, key_token, place, there, keys, KEY_SIZE)
-            scores = score(rows, tile, row, here, place, there, bias, bias_row, shared + entry * block_size + column,
-                           columns, last, scaling, BIASED, PRECISION)  # fmt: skip
-            tile = load_tile(value, value_token, place, there, values, VALUE_SIZE)
-            top, weight, result = take_in(scores, tile, top, weight, result, PRECISION)
+            _, met, scores = meet(
+                rows, row, here, key, key_token, value, value_token, place, (column < block_size) & (place < length),
+                bias, bias_row, shared + entry * block_size + column, columns, last, scaling, keys, values, KEY_SIZE,
+                VALUE_SIZE, BIASED, PRECISION,
+            )  # fmt: skip
+            top, weight, result = take_in(scores, met, top, weight, result, PRECISION)
     some, weight = weight > 0, tl.where(weight > 0, weight, 1.0)
     out += batch * out_batch + own * out_head + at.to(tl.int64)[:, None] * out_token + values[None, :]
     result = tl.where(some[:, None], result / weight[:, None], 0.0)
@@ -166,10 +178,10 @@ def reverse_queries(
     shared_value += batch * other_value_batch + own // groups * other_value_head
     for start in range(0, shared, COLUMNS):
         place = start + tl.arange(0, COLUMNS)
-        tile = load_tile(shared_key, other_key_token, place, place < shared, keys, KEY_SIZE)
-        scores = score(rows, tile, row, here, place, place < shared, bias, bias_row, place, columns, anywhere, scaling,
-                       BIASED, PRECISION)  # fmt: skip
-        met = load_tile(shared_value, other_value_token, place, place < shared, values, VALUE_SIZE)
+        tile, met, scores = meet(
+            rows, row, here, shared_key, other_key_token, shared_value, other_value_token, place, place < shared, bias,
+            bias_row, place, columns, anywhere, scaling, keys, values, KEY_SIZE, VALUE_SIZE, BIASED, PRECISION,
+        )  # fmt: skip
         _, slopes = reverse(scores, met, grads, total, of_weight, PRECISION)
         result = tl.dot(slopes, tile, result, input_precision=PRECISION)
     key += batch * key_batch + own // groups * key_head
@@ -180,11 +192,11 @@ def reverse_queries(
         for start in range(0, tl.where(named < 0, 0, block_size), COLUMNS):
             column = start + tl.arange(0, COLUMNS)
             place = named * block_size + column
-            there = (column < block_size) & (place < length)
-            tile = load_tile(key, key_token, place, there, keys, KEY_SIZE)
-            scores = score(rows, tile, row, here, place, there, bias, bias_row, shared + entry * block_size + column,
-                           columns, last, scaling, BIASED, PRECISION)  # fmt: skip
-            met = load_tile(value, value_token, place, there, values, VALUE_SIZE)
+            tile, met, scores = meet(
+                rows, row, here, key, key_token, value, value_token, place, (column < block_size) & (place < length),
+                bias, bias_row, shared + entry * block_size + column, columns, last, scaling, keys, values, KEY_SIZE,
+                VALUE_SIZE, BIASED, PRECISION,
+            )  # fmt: skip
             _, slopes = reverse(scores, met, grads, total, of_weight, PRECISION)
             result = tl.dot(slopes, tile, result, input_precision=PRECISION)
     d_query += batch * d_query_batch + own * d_query_head + at.to(tl.int64)[:, None] * d_query_token + keys[None, :]
