@@ -15,6 +15,7 @@ from ..errors import UnsupportedModeError
 from ..offloading import loaded
 from ..ops import naive
 from ..ops.operations import NOTHING
+from ..ops.precision import wide_dtype
 from ..ops.sequences import find_sequences, from_the_left
 from ..registry import Registry
 from ..rotation import Rotation
@@ -99,7 +100,7 @@ class Mechanism(nn.Module):
 
     A subclass sets the class attributes, builds its parameters in `__init__` and writes `causal_attention` and
     `bidirectional_attention`, and for mode "cross" `cross_state` and `cross_attention`, which all receive float32 (or
-    float64) tensors with autocast off. It must keep the invariants of `hf_linattn.testing`.
+    float64) tensors, unless `takes_half`, with autocast off. It must keep the invariants of `hf_linattn.testing`.
 
     Class attributes:
         config_class: dataclass of its options. modes: what it can do, of {"causal", "bidirectional", "cross"}.
@@ -110,8 +111,9 @@ class Mechanism(nn.Module):
         prepares: whether `prepare` fits anything.
         growth: by how much its cost grows when 2,048 tokens become 4,096; 2 if it is linear.
         position_limit: how many tokens a sequence may have at most; None if it does not matter.
-            An instance may say each of these seven for itself.
+            An instance may say each of these seven for itself, and `takes_half`.
         takes_exact: whether `forward` takes the layer's own sliding window, soft cap and dropout as keywords.
+        takes_half: whether it takes heads in half precision as they come; else they come in float32.
         takes_sink: whether it takes the layer's own learned sinks; an instance may say so for itself.
         backends: which of `hf_linattn.backends` can work through its causal form.
         limit: how it relates to softmax attention; an instance may state its own. citation: the paper it comes from.
@@ -127,6 +129,7 @@ class Mechanism(nn.Module):
     growth: float = 2.0
     position_limit: int | None = None
     takes_exact: ClassVar[bool] = False
+    takes_half: bool = False
     takes_sink: bool = False
     backends: ClassVar[tuple[str, ...]] = ("auto", "torch")
     limit: ExactnessLimit = ExactnessLimit("none stated")
@@ -168,7 +171,8 @@ class Mechanism(nn.Module):
             state: what an earlier call returned, if this one continues it.
         """
         self.count_call()
-        compute = torch.promote_types(query.dtype, torch.float32)
+        alike = query.dtype == key.dtype == value.dtype and not self.layer.cross
+        compute = query.dtype if self.takes_half and alike else wide_dtype(query)
         with loaded(self), torch.autocast(query.device.type, enabled=False):
             query, key, wide_value = (x.to(compute) for x in (query, key, value))
             if self.layer.cross:
@@ -346,7 +350,7 @@ class SequenceMechanism(Mechanism):
                     states.append((group.rows[group.last], select_rows(after, group.last)))
             else:
                 rows = self.bidirectional_sequences(*heads, group.lengths)
-            output = group.put(rows, output)
+            output = group.put(rows.to(output.dtype), output)
         return output, merge_rows(states) if states else None
 
 

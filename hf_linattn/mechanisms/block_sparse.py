@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..ops import naive
 from ..ops.block_sparse import KeptKeys, block_sparse_attention, continued_attention, keep_keys
+from ..ops.precision import wide_number
 from .base import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
@@ -34,6 +35,7 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     token by token. Positions are counted from the start of each sequence, pads left out.
     """
 
+    takes_half = True
     backends = ("auto", "torch", "triton")
     config: Any  # of the subclass's own config class
     config_class: ClassVar[type[SoftmaxTypeConfig]] = BlockSparseConfig
@@ -93,7 +95,7 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: KeptKeys | None
     ) -> tuple[Tensor, KeptKeys | None]:
-        scaling, sink = self.layer.scaling, self.log_sink(query)
+        scaling, sink = self.layer.scaling, self.log_sink(wide_number(query))
         if state is not None:
             return continued_attention(query, key, value, self, state, scaling=scaling, lengths=lengths, sink=sink)
         # behind its length a row has pads only, which no real query of a causal row sees
@@ -106,7 +108,7 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         return block_sparse_attention(
             query, key, value, self, scaling=self.layer.scaling, causal=False, lengths=lengths,
-            use_native=self.uses_native, blocks=self.operations.block_softmax, sink=self.log_sink(query),
+            use_native=self.uses_native, blocks=self.operations.block_softmax, sink=self.log_sink(wide_number(query)),
         )  # fmt: skip
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:

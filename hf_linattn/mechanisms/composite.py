@@ -77,6 +77,7 @@ class CompositeMechanism(SinkHolder):
     """
 
     config: Any  # of the subclass's own config class
+    takes_half = True  # each member for itself
 
     def add_members(self, configs: Mapping[str, MechanismConfig], layers: Mapping[str, AttentionLayer]) -> None:
         """Make the members, each for its own view of the layer, and take over what holds if it holds for all."""

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from ..config import require
 from ..errors import UnsupportedModeError, UnsupportedModelError
 from ..ops import naive
+from ..ops.precision import widened
 from .base import MECHANISMS, AttentionLayer, ExactnessLimit, register_mechanism
 from .composite import CompositeConfig, CompositeMechanism
 
@@ -100,8 +101,9 @@ class FusionMechanism(CompositeMechanism):
     ) -> tuple[Tensor, Any]:
         heads = self.heads_of_members(query, key, value)
         outputs, after = self.ask(heads, key_padding_mask, sequence_ids, state, sink=self.held[0])
-        mixed = torch.zeros_like(outputs[0])
-        for share, output in zip(self.shares(outputs), outputs, strict=True):
+        wide = widened(*outputs)
+        mixed = torch.zeros_like(wide[0])
+        for share, output in zip(self.shares(wide), wide, strict=True):
             mixed = torch.addcmul(mixed, share[..., None], output)
         return mixed, after
 

@@ -73,6 +73,7 @@ class GlaMechanism(LinearMechanism):
     limit = ExactnessLimit("attention with the kernel phi(q) . phi(k) and its gates, computed naively", kernel=True)
     citation = "Yang et al. 2023, Gated Linear Attention Transformers, arXiv 2312.06635"
     decays_by_distance = False
+    takes_half = False  # which the gate reads, too
 
     def __init__(self, config: KernelConfig, layer: AttentionLayer):
         super().__init__(config, layer)

@@ -15,6 +15,7 @@ from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import naive
 from ..ops.exponential import LOWEST
 from ..ops.hybrid import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
+from ..ops.precision import wide_number
 from .base import MECHANISMS, AttentionLayer, ExactnessLimit, Pairs, SequenceMechanism, register_mechanism
 from .linear import FeatureMapConfig, LinearMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
@@ -86,6 +87,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """
 
     config_class = HybridConfig
+    takes_half = True
     backends = ("auto", "torch", "compile", "triton")
     limit = ExactnessLimit(
         "softmax attention if window_size is at least the length", equal=lambda length: {"window_size": length}
@@ -156,14 +158,14 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: HybridState | None
     ) -> tuple[Tensor, HybridState]:
-        weights = self._pair_weights(key)
+        weights = self._pair_weights(wide_number(key))
         return causal_hybrid_attention(
             query, key, value, weights, lengths, state, use_native=self.backend != "torch", training=self.training,
             operations=self.operations,
         )  # fmt: skip
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
-        weights = self._pair_weights(key)
+        weights = self._pair_weights(wide_number(key))
         return hybrid_attention(
             query, key, value, weights, lengths, use_native=self.backend != "torch", training=self.training,
             operations=self.operations,

@@ -16,6 +16,7 @@ from ..ops import naive
 from ..ops.causal_linear import causal_linear_attention, linear_attention, read_state, sum_keys
 from ..ops.chunk_sums import LinearState
 from ..ops.distances import matching_decay_rate
+from ..ops.precision import wide_number
 from .base import AttentionLayer, ExactnessLimit, Mechanism, Pairs, register_mechanism
 from .ridge import RidgeReading
 from .self_weight import SelfWeight
@@ -152,6 +153,7 @@ class LinearMechanism(FeatureMapMechanism):
     backends = ("auto", "torch", "compile", "triton")
     limit = ExactnessLimit("attention with the kernel phi(q) . phi(k), computed naively", kernel=True)
     citation = "Katharopoulos et al. 2020, Transformers are RNNs, arXiv 2006.16236"
+    takes_half = True
     decays_by_distance: ClassVar[bool] = True  # or not at all: nothing but q, k and |i - j| makes a weight
 
     def __init__(self, config: KernelConfig, layer: AttentionLayer):
@@ -176,6 +178,7 @@ class LinearMechanism(FeatureMapMechanism):
             self.ridge = RidgeReading(layer)
             self.averages = False  # what is solved for may have negative weights
             self.limit = RidgeReading.limit
+        self.takes_half = self.takes_half and not (config.self_weight or config.ridge)  # which read the heads, too
 
     def _first_log_rates(self) -> Tensor:
         steps = torch.linspace(0, 1, self.layer.num_key_value_heads)
@@ -234,7 +237,7 @@ class LinearMechanism(FeatureMapMechanism):
 
     def log_decay(self, key: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
         """Return the log decay of every token [B, Hkv, N], zero where masked; None without decay."""
-        rate = self.decay_rate(key)
+        rate = self.decay_rate(wide_number(key))
         if rate is None:
             return None
         decay = -rate[None, :, None].expand(key.shape[:3])

@@ -54,6 +54,7 @@ class SinksMechanism(WindowMechanism):
         super().__init__(config, layer)
         if not self.streaming:
             return
+        self.takes_half = False  # queries and keys are turned anew
         if layer.rotation is None or not layer.causal:
             raise UnsupportedModeError(
                 f"positions='streaming' needs a causal layer with rotary positions, which layer {layer.index} is not;"

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from .native.library import dense_rows
 from .native.memory import empty_like, empty_output, zeros_like
+from .precision import wide_dtype
 from .source import Source
 
 
@@ -79,7 +80,7 @@ def attend_blocks(
     blocks: BlockSoftmax, query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Keys], *, block_size: int,
     scaling: float, causal: bool, before: Before | None = None, sources: Sequence[Source] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return output [B, Hkv, G, N, Dv] and log weights [B, Hkv, G, N] of operands in any layout.
+    """Return output [B, Hkv, G, N, Dv] and log weights [B, Hkv, G, N], at least float32, of operands in any layout.
 
     Args:
         blocks: does it.
@@ -137,7 +138,7 @@ class _AttendBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, what, gradients, before, before_log, query, key, value, *shared):
         blocks, known, block_size, scaling, causal, begun = what
-        output, log = empty_output(query, value), query.new_empty(query.shape[:4])
+        output, log = empty_output(query, value), query.new_empty(query.shape[:4], dtype=wide_dtype(query))
         for (first, table, bias, _), *alone in _with_shared(known, (key, value), shared):
             blocks.forward(
                 query, key, value, output, log, before, before_log, begun, *alone[0], bias, table, first, block_size,

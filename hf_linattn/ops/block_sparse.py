@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from .block_softmax import BlockSoftmax, Keys, attend_blocks
 from .exponential import LOWEST
 from .native.block_softmax import NATIVE_BLOCKS
+from .precision import wide, wide_number, widened
 from .sink import attenuate, with_sink_key
 from .source import Source
 
@@ -124,12 +125,13 @@ def block_sparse_attention(
         output = _attend_copies(query, key, value, pattern, parts, scaling, causal, limits, sink)
     if causal or not count or not pattern.global_queries:
         return output
-    bias = query.new_zeros(1, 1, 1, length)
+    rows, key, value = widened(query[:, :, :count], key, value)
+    bias = rows.new_zeros(1, 1, 1, length)
     if lengths is not None:
         behind = torch.arange(length, device=query.device) >= lengths[:, None, None, None]
         bias = bias.masked_fill(behind, LOWEST)
-    top = biased_attention(query[:, :, :count], key, value, bias, scaling, lengths is not None, sink)
-    return torch.cat([top, output[:, :, count:]], dim=2)
+    top = biased_attention(rows, key, value, bias, scaling, lengths is not None, sink)
+    return torch.cat([top.to(output.dtype), output[:, :, count:]], dim=2)
 
 
 def _attend_in_place(
@@ -141,7 +143,7 @@ def _attend_in_place(
         bias = None
         if not plain or part.shared or lengths is not None:
             # a window's global tokens stand before all of its blocks here, not before each
-            bias = _make_bias(pattern, part._replace(window=None), causal, lengths, query)
+            bias = _make_bias(pattern, part._replace(window=None), causal, lengths, wide_number(query))
         seen.append(Keys(part.first, part.table, bias, part.shared))
     grouped = query.unflatten(1, (key.shape[1], -1))
     how: Any = {"block_size": parts[0].size, "scaling": scaling, "causal": causal}
@@ -153,7 +155,7 @@ def _attend_copies(query, key, value, pattern, parts: list[_Part], scaling, caus
     """Return the output [B, H, N, Dv] of all parts, for whose queries the keys are brought together."""
     length, size = query.shape[2], parts[0].size
     missing = -length % size
-    padded = [F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous() for x in (query, key, value)]
+    padded = [F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous() for x in widened(query, key, value)]
     blocks = [x.unflatten(2, (-1, size)) for x in padded]
     sources = [Source(x) for x in blocks[1:]]
     outputs = []
@@ -312,7 +314,7 @@ def continued_attention(
     sink: Tensor | None = None,
 ) -> tuple[Tensor, KeptKeys]:
     """Return causal output and state for rows that go on after `state`, a block at a time; arguments as above."""
-    outputs = []
+    outputs, (query, key, value) = [], widened(query, key, value)
     for start in range(0, query.shape[2], pattern.block_size):
         span = slice(start, start + pattern.block_size)
         new_key, new_value = key[:, :, span], value[:, :, span]
@@ -336,7 +338,8 @@ def keep_keys(key: Tensor, value: Tensor, pattern: Pattern, lengths: Tensor | No
     position = torch.where(steps < count[:, None], steps + 1, 0)[:, None]
     if pattern.capacity is None:  # a state is never a view of what it was made from
         key, value = key.clone(), value.clone()
-    return _forget(KeptKeys(key, value, position, count), pattern)
+    kept = _forget(KeptKeys(key, value, position, count), pattern)
+    return kept._replace(key=wide(kept.key), value=wide(kept.value))
 
 
 def biased_attention(

@@ -31,6 +31,7 @@ from .native.causal_sums import NATIVE_SUMS, can_read, native_maps
 from .native.library import suits
 from .native.mapped_attention import join, mapped_attention, two_way_attention
 from .native.memory import empty_output
+from .precision import wide, widened
 from .sequences import Packed
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
@@ -65,7 +66,8 @@ def causal_linear_attention(
     """Return the causal attention output and the state after the last key.
 
     Args:
-        query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv.
+        query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv. All of one dtype, in
+            which the output is, unless that is widened.
         query_map, key_map: feature maps; the query's log scale cancels and is ignored.
         key_padding_mask: [B, N], true for real keys. sequence_ids: [B, N], equal inside a packed sequence.
         state: what was read before; it belongs to the first packed sequence.
@@ -77,6 +79,11 @@ def causal_linear_attention(
     Returns:
         output [B, H, N, Dv]; the state, which belongs to the last packed sequence. Time O(N (F + chunk_size) Dv).
     """
+    reads = use_native and causal_sums is None and key.shape[2] > 1 and can_read(query, key)
+    maps = native_maps(query_map, key_map) if reads else []
+    if not maps:
+        query, key = widened(query, key)
+    value = value if maps or (key.shape[2] > 1 and _works(causal_sums, key)) else wide(value)
     if key.shape[2] == 1:
         inference = use_native and not training and not torch.is_grad_enabled() and suits(query, key)
         maps = native_maps(query_map, key_map) if inference else []
@@ -86,11 +93,12 @@ def causal_linear_attention(
             return attended.flatten(1, 2), after
         return _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
     heads = (query, key, value, query_map, key_map, key_padding_mask, sequence_ids, state, log_decay)
+    if maps:
+        return _mapped(maps, *heads)
     if _works(causal_sums, key):
         return _by_operation(causal_sums, key.shape[2], *heads)
     if use_native and can_read(query, key):
-        maps = native_maps(query_map, key_map)
-        return _mapped(maps, *heads) if maps else _by_operation(NATIVE_SUMS, NATIVE_SIZE, *heads)
+        return _by_operation(NATIVE_SUMS, NATIVE_SIZE, *heads)
     output = _output_for(query, value)
     parts: list[Tensor] = []
     start, after = 0, cast(LinearState, state)  # there is at least one segment
@@ -119,6 +127,8 @@ def linear_attention(
     """Return the bidirectional attention output [B, H, Nq, Dv]; arguments as in `causal_linear_attention`."""
     reads = use_native and query.shape[2] == key.shape[2] and can_read(query, key)
     maps = native_maps(query_map, key_map) if reads and causal_sums is None else []
+    if not maps:
+        query, key, value = widened(query, key, value)
     heads = query.unflatten(1, (key.shape[1], -1)), key, value, maps, key_padding_mask
     if maps:
         packed = None if sequence_ids is None else Packed.of(sequence_ids, key.shape[0])

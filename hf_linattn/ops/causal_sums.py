@@ -12,7 +12,7 @@ are causal sums again, the last two read from the end, with the log scales of th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +24,19 @@ from .chunk_sums import LinearState
 from .exponential import LOWEST
 from .native.library import dense_rows
 from .native.memory import empty_output
+from .precision import wide, wide_dtype, widened
 
 
 class CausalSums(NamedTuple):
     """An operation, called as `native.causal_sums.causal_sums` is, of features.
 
     pack: what it is called with besides, for rows that hold several sequences; ids [B, N] as the tokens are read.
+    kinds: returns the dtypes that features may have, which are then rounded to that of the values.
     """
 
     operation: Callable[..., None]
     pack: Callable[[Tensor], tuple[Any, ...]]
+    kinds: Callable[[], Sequence[torch.dtype]] = lambda: (torch.float32,)
 
     def packing(self, sequence_ids: Tensor | None, reverse: bool = False) -> tuple[Any, ...]:
         """Return `pack` of the ids as they are read, nothing for None."""
@@ -58,12 +61,13 @@ def causal_attention(
     Args:
         causal_sums: forms the sums.
         query: [B, Hkv, G, N, F], after the feature map. key: [B, Hkv, N, F], also masked. log_scale: [B, Hkv, N].
-        value: [B, Hkv, N, Dv]. log_decay: [B, Hkv, N]; with it there is a scale. state: what was read before.
+        value: [B, Hkv, N, Dv], in the dtype of the output, which may be half precision.
+        log_decay: [B, Hkv, N]; with it there is a scale. state: what was read before.
         output: where to write it, if no gradients are needed.
         sequence_ids: [B, N], equal inside a packed sequence; there are log scales then. The state before belongs to
             the first sequence of each row, the state after to the last.
     """
-    heads = _heads(query, key, log_scale, value, log_decay, state)
+    heads = _heads(causal_sums, query, key, log_scale, value, log_decay, state)
     if output is not None:
         _, *after, _, _ = read(causal_sums.operation, heads, sums=output, rest=causal_sums.packing(sequence_ids))
         return output, LinearState(*after)
@@ -81,15 +85,19 @@ def weighed_attention(
     sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, LinearState]:
     """`causal_attention` from the start, with the log of what the weights of each query add up to [B, Hkv, G, N]."""
-    heads = _heads(query, key, log_scale, value, log_decay, None)
+    heads = _heads(causal_sums, query, key, log_scale, value, log_decay, None)
     attended, log, *after = _CausalAttention.apply(causal_sums, sequence_ids, *heads)
     return attended, log, LinearState(*after)
 
 
-def _heads(query, key, log_scale, value, log_decay, state: LinearState | None) -> tuple[Any, ...]:
+def _heads(
+    causal_sums: CausalSums, query, key, log_scale, value, log_decay, state: LinearState | None
+) -> tuple[Any, ...]:
     """Return what an operation reads, with an empty state for None."""
     if state is None:
-        state = LinearState.empty(key, F.pad(value[:, :, :1], (0, 1)), log_scale is not None)
+        state = LinearState.empty(key, F.pad(wide(value[:, :, :1]), (0, 1)), log_scale is not None)
+    kind = value.dtype if value.dtype in causal_sums.kinds() else wide_dtype(value)
+    query, key, value = (x.to(kind) for x in (query, key, value))
     return dense_rows(query), dense_rows(key), dense_rows(value), log_scale, log_decay, *state
 
 
@@ -108,7 +116,7 @@ def read(
     """
     query, key, value, log_scale, log_decay, kv, log_max = heads
     sums = empty_output(query, value) if sums is None else sums
-    factor, top = query.new_empty(2, *query.shape[:4]).unbind()
+    factor, top = query.new_empty(2, *query.shape[:4], dtype=wide_dtype(query)).unbind()
     before = kv.contiguous(), log_max.contiguous()
     after = tuple(x.new_empty(states or len(x), *x.shape[1:]) for x in before)
     operands = (query, key, value, log_scale, log_decay, row_scale, sums, factor, top, *before, *after)
@@ -149,6 +157,8 @@ class _CausalAttention(torch.autograd.Function):
         query, key, value, log_scale, log_decay, kv, log_max, output, kv_after, max_after, factor, top = (
             ctx.saved_tensors
         )
+        # what cancels in these sums, half precision does not have
+        query, key, value, output, d_output = widened(query, key, value, output, d_output)
         weight_grad = d_log[..., None] - (d_output * output).sum(-1, keepdim=True)
         grad = torch.cat([d_output, weight_grad], dim=-1).mul_(factor[..., None])
         value = F.pad(value, (0, 1), value=1.0)

@@ -30,6 +30,7 @@ from .exponential import LN_2, LOWEST, dense, fast_exp
 from .native import hybrid as native
 from .native.operations import NATIVE
 from .operations import NOTHING, Operations
+from .precision import wide, widened
 from .source import Source
 
 
@@ -126,17 +127,18 @@ def causal_hybrid_attention(
     Returns:
         output [B, H, N, Dv]; the state. Time O(N (F + chunk_size + window_size) Dv).
     """
-    use_native = use_native and lengths is None
     inference = not training and not torch.is_grad_enabled()
-    if use_native and inference and native.can_step(query, weights, state):
+    found = _find(operations, use_native, query, key, weights) if lengths is None and state is None else None
+    if found is None:
+        query, key, value = widened(query, key, value)
+    if use_native and lengths is None and inference and native.can_step(query, weights, state):
         output, after = native.hybrid_step(query, key, value, weights, state)
         return output, HybridState(*after)
     rows = _make_rows(query, key, value, weights, lengths, state)
-    if lengths is None and state is None and (found := _find(operations, use_native, query, key, weights)):
-        if found is NATIVE and inference and native.knows_maps(weights):
-            attended, far_sums = native.causal_hybrid_attention(query, key, value, weights)
-        else:
-            attended, far_sums = hybrid_parts.causal_attention(found, query, key, value, weights)
+    if found is not None:
+        alone = found is NATIVE and inference and native.knows_maps(weights)
+        attend = native.causal_hybrid_attention if alone else functools.partial(hybrid_parts.causal_attention, found)
+        attended, far_sums = attend(query, key, value, weights)
         return attended, _remember(rows, weights, far_sums)
     # without earlier keys a window wider than the call would only see zeros
     left = weights.reach if state is not None else min(weights.reach, key.shape[2] - 1)
@@ -173,6 +175,7 @@ def hybrid_attention(
         if found is NATIVE and lengths is None and inference and native.knows_maps(weights):
             return native.hybrid_attention(query, key, value, weights)
         return hybrid_parts.bidirectional_attention(found, query, key, value, weights, lengths)
+    query, key, value = widened(query, key, value)
     length = key.shape[2]
     rows = _make_rows(query, key, value, weights, lengths, None)
     turned = rows._replace(
@@ -183,8 +186,7 @@ def hybrid_attention(
         for _, far, _ in _far(turned, weights, None, chunk_size, backwards=True)
     ]
     after = Source(torch.cat(parts, dim=3)[:, :, :, :length].flip(3))
-    reach = min(weights.reach, length - 1)
-    size = min(chunk_size, length)
+    reach, size = min(weights.reach, length - 1), min(chunk_size, length)
     band = _band(key, weights.num_sinks, size, 2 * reach)
     outputs = []
     for first, before, _ in _far(rows, weights, None, chunk_size):
@@ -214,7 +216,7 @@ def _make_rows(query, key, value, weights: HybridWeights, lengths, state: Hybrid
     index = place.clamp(0, length - 1)[:, None, :, None].expand(batch, kv_heads, -1, -1)
 
     def fill(new: Tensor, old: Tensor | None) -> Tensor:
-        taken = new.gather(2, index.expand(-1, -1, -1, new.shape[3]))
+        taken = wide(new.gather(2, index.expand(-1, -1, -1, new.shape[3])))
         return torch.where(present, taken, torch.zeros_like(taken) if old is None else old)
 
     ring_key, ring_value, sink_key, sink_value = (None,) * 4 if state is None else state[:4]
@@ -231,16 +233,14 @@ def _remember(rows: _Rows, weights: HybridWeights, linear: Any) -> HybridState:
 
     def newest(new: Source, ring: Tensor | None) -> Tensor:
         if not rows.padded:
-            return _places(new, length - reach, length, 2, ring).clone()  # no view of a long prefill
+            return wide(_places(new, length - reach, length, 2, ring).clone())  # no view of a long prefill
         known = _places(new, -reach, length, 2, ring)
         index = (rows.end[:, None] + torch.arange(reach, device=known.device))[:, None, :, None]
         return known.gather(2, index.expand(-1, known.shape[1], -1, known.shape[3]))
 
     ring_key, ring_value = newest(rows.key, rows.ring_key), newest(rows.value, rows.ring_value)
     total = (rows.start + rows.end).expand(rows.key.whole.shape[0]).clone()
-    return HybridState(
-        ring_key, ring_value, rows.sink_key, rows.sink_value, linear.kv, linear.log_max, total
-    )
+    return HybridState(ring_key, ring_value, rows.sink_key, rows.sink_value, linear.kv, linear.log_max, total)
 
 
 def _band(like: Tensor, sinks: int, size: int, reach: int) -> Tensor:

@@ -24,6 +24,7 @@ from .exponential import LOWEST
 from .native.causal_sums import native_maps
 from .native.mapped_attention import join
 from .operations import Operations
+from .precision import wide_number, widened
 from .sink import attenuate
 from .source import Source
 
@@ -83,7 +84,7 @@ def _far(
     if operations.mapped_attention and maps:
         far, log, state = operations.mapped_attention(query, key, value, maps, mask, decay, None, reverse=reverse)
     else:
-        query, key, value = (x.flip(-2) if reverse else x for x in heads)
+        query, key, value = (x.flip(-2) if reverse else x for x in widened(*heads))
         mask = mask.flip(1) if reverse and mask is not None else mask
         features, query_log = weights.query_map(query)
         keys, log_scale = masked(weights.key_map(key), mask, decay is not None)
@@ -99,7 +100,8 @@ def _near(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention to what queries begin with, the window and the sinks, and its log."""
     query, key, value = (source.whole for source in sources)
-    parts = list(near_parts(key.shape[2], weights.window_size, weights.num_sinks, query, causal, lengths))
+    like = wide_number(query)
+    parts = list(near_parts(key.shape[2], weights.window_size, weights.num_sinks, like, causal, lengths))
     return attend_blocks(
         operations.block_softmax, query, key, value, parts, block_size=BLOCK_SIZE, scaling=weights.scaling,
         causal=causal, before=before, sources=sources,

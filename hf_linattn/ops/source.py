@@ -53,7 +53,7 @@ class _Gradient:
     def add(self, gradient: Tensor, how: Any, place: tuple[Any, ...]) -> None:
         if self.total is None:
             self.total = zeros(gradient, self.shape)
-        how(self.total, *place, add=gradient)
+        how(self.total, *place, add=gradient.to(self.total.dtype))
 
     def take_over(self, gradient: Tensor) -> None:
         """Add a gradient of the whole, which from now on is nobody else's: the first is what the others add to."""

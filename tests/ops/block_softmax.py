@@ -14,9 +14,10 @@ from tests.ops.native.cases import HEADS, KV_HEADS, VALUE_DIM, make_heads
 
 
 def check_what_was_read_before(
-    blocks: BlockSoftmax, tolerance: float, block_size: int = 64, length: int = 333
-) -> None:
-    """Compare outputs, logs and all gradients with the formula in float64.
+    blocks: BlockSoftmax, tolerance: float, block_size: int = 64, length: int = 333,
+    kind: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
+    """Compare outputs, logs and all gradients, of heads in dtype `kind`, with the formula in float64.
 
     Rows from some place on begin with a value, some of no weight, and two more rows are there than queries. Blocks are
     seen twice by the first two of them, and tokens that stand by themselves by the others. Parts of the heads are used
@@ -28,7 +29,7 @@ def check_what_was_read_before(
     weightless = torch.rand(rows, generator=generator) < 0.3
     log_before = torch.randn(rows, generator=generator).masked_fill(weightless, LOWEST)
     query, *others = make_heads(3, length)
-    operands = [query.unflatten(1, (KV_HEADS, -1)), *others, value_before, log_before]
+    operands = [*(x.to(kind) for x in (query.unflatten(1, (KV_HEADS, -1)), *others, value_before)), log_before]
     weights = [torch.randn(*operands[0].shape[:-1], size, generator=generator) for size in (VALUE_DIM, 1)]
     table = torch.arange(-(-length // block_size))[:, None, None]
     parts = [Keys(0, table[:2], None), Keys(2, torch.cat([table[2:], table[:-2]], -1), None, 5)]
@@ -55,10 +56,10 @@ def check_what_was_read_before(
         return attended, joint.logsumexp(-1), *(x.narrow(2, 1, 1) for x in (query, key, value))
 
     results = []
-    for attend, dtype in ((in_blocks, torch.float32), (by_formula, torch.float64)):
-        heads = [x.to(dtype).detach().requires_grad_() for x in operands]
+    for attend, dtype in ((in_blocks, None), (by_formula, torch.float64)):
+        heads = [x.to(dtype or x.dtype).detach().requires_grad_() for x in operands]
         attended, log, *used = attend(*heads)
         loss = (attended * weights[0]).sum() + (log[..., None] * weights[1]).sum() + sum(x.sum() for x in used)
         results.append([attended, log, *torch.autograd.grad(loss, heads)])
     for got, want in zip(*results, strict=True):
-        assert_close(got.double(), want, tolerance)
+        assert_close(got.double(), want, tolerance * (1 if kind == torch.float32 else float(want.abs().max())))

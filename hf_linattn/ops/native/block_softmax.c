@@ -25,9 +25,9 @@ static inline void fetch_ahead(struct work *w)
 {
     const struct problem *p = w->problem;
     for (int64_t row = 0; row < PIECE / 2 && w->ahead < w->end; row++, w->ahead++) {
-        fetch_row(place(&p->query, w->batch, w->head, w->group, w->ahead), p->key_size);
-        fetch_row(place(&p->key, w->batch, w->head, 0, w->ahead), p->key_size);
-        fetch_row(place(&p->value, w->batch, w->head, 0, w->ahead), p->value_size);
+        fetch_row(&p->query, w->batch, w->head, w->group, w->ahead, p->key_size);
+        fetch_row(&p->key, w->batch, w->head, 0, w->ahead, p->key_size);
+        fetch_row(&p->value, w->batch, w->head, 0, w->ahead, p->value_size);
     }
 }
 
@@ -35,10 +35,8 @@ static inline void fetch_ahead(struct work *w)
 static void begin(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t group, int64_t at,
                   int64_t count)
 {
-    pack(s->rows, PIECE, place(&p->query, batch, head, group, at), p->query.token, count, p->key_size, s->keys);
-    turn(s->query, PIECE, s->rows, s->keys, PIECE, s->keys);
-    for (int64_t number = 0; number < PIECE * s->keys; number++)
-        s->query[number] *= p->scaling;
+    pack(s->rows, PIECE, &p->query, batch, head, group, at, count, p->key_size, s->keys);
+    begin_queries(s, p->scaling);
     memset(s->out, 0, PIECE * s->values * sizeof(float));
     for (int64_t i = 0; i < PIECE; i++) {
         const int begun = i < count && has_before(p, batch, head, group, at + i);
@@ -46,7 +44,7 @@ static void begin(struct scratch *s, const struct problem *p, int64_t batch, int
         s->weight[i] = begun;
         s->top[i] = begun ? *place(&p->before_log, batch, head, group, row) : LOWEST / 2;
         if (begun)
-            memcpy(s->out + i * s->values, place(&p->before, batch, head, group, row), p->value_size * sizeof(float));
+            pack(s->out + i * s->values, 1, &p->before, batch, head, group, row, 1, p->value_size, s->values);
     }
 }
 
@@ -58,19 +56,19 @@ static void read_keys(void *work, const struct keys *read)
     struct scratch *s = w->scratch;
     fetch_ahead(w);
     const operand *key = read->shared ? &p->shared_key : &p->key, *value = read->shared ? &p->shared_value : &p->value;
-    const float *keys = place(key, w->batch, w->head, 0, read->at);
-    const float *values = place(value, w->batch, w->head, 0, read->at);
-    int64_t key_row = key->token, value_row = value->token;
-    if (read->count < PIECE) {
-        pack(s->rows, PIECE, keys, key_row, read->count, p->key_size, s->keys);
-        keys = s->rows, key_row = s->keys;
-    }
-    if (p->value_size < s->values || value_row != s->values) { /* rows that are far apart displace each other */
-        pack(s->value, read->count, values, value_row, read->count, p->value_size, s->values);
-        values = s->value, value_row = s->values;
-    }
+    struct rows keys = {s->rows, s->keys, FLOAT32}, values = {s->value, s->values, FLOAT32};
+    const int whole = p->key_size == s->keys && p->value_size == s->values, rounds = s->rounded.left != NULL;
+    if (read->count == PIECE && (rounds ? whole && key->kind != FLOAT16 : key->kind == FLOAT32))
+        keys = (struct rows){row_of(key, w->batch, w->head, 0, read->at), key->token, key->kind};
+    else
+        pack(s->rows, PIECE, key, w->batch, w->head, 0, read->at, read->count, p->key_size, s->keys);
+    /* rows of float32 that are far apart displace each other */
+    if (whole && (rounds ? value->kind != FLOAT16 : value->kind == FLOAT32 && value->token == s->values))
+        values = (struct rows){row_of(value, w->batch, w->head, 0, read->at), value->token, value->kind};
+    else
+        pack(s->value, read->count, value, w->batch, w->head, 0, read->at, read->count, p->value_size, s->values);
     const int all = show(s->scores, read->bias, p->bias.token, w->rows, read->count, read->ahead);
-    read_piece(s, keys, key_row, values, value_row, read->count, all);
+    read_piece(s, keys, values, read->count, all);
 }
 
 /* One query block of one head. */
@@ -86,8 +84,7 @@ static void read_block(struct scratch *s, const struct problem *p, int64_t batch
         for_keys(p, batch, head * p->groups + group, block, at, read_keys, &work);
         for (int64_t i = 0; i < work.rows; i++) {
             const float weight = s->weight[i], factor = weight > 0.0f ? 1.0f / weight : 0.0f;
-            write_row(place(&p->out, batch, head, group, at + i), factor, s->out + i * s->values, p->value_size,
-                      large);
+            write_row(&p->out, batch, head, group, at + i, factor, s->out + i * s->values, p->value_size, large);
             *place(&p->log, batch, head, group, at + i) = weight > 0.0f ? s->top[i] + logf(weight) : LOWEST;
         }
     }
@@ -98,14 +95,16 @@ static void read_task(const void *problem, float *memory, int64_t task)
     const struct problem *p = problem;
     const int64_t rows = task / p->blocks, sequence = rows / p->groups;
     struct scratch s;
-    arrange(&s, p->key_size, p->value_size, memory);
+    arrange(&s, p->key_size, p->value_size, p->bfloat16, memory);
+    begin_tiles(&s.rounded);
     read_block(&s, p, sequence / p->heads, sequence % p->heads, rows % p->groups, task % p->blocks);
+    end_tiles(&s.rounded);
 }
 
 /* Work through all query blocks of a problem; returns 0, or 1 where there was no memory to work in. */
 int block_softmax(const struct problem *p)
 {
     struct scratch s;
-    const int64_t size = arrange(&s, p->key_size, p->value_size, NULL);
+    const int64_t size = arrange(&s, p->key_size, p->value_size, p->bfloat16, NULL);
     return run_tasks(read_task, p, p->batches * p->heads * p->groups * p->blocks, p->threads, size);
 }

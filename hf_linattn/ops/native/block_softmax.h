@@ -6,7 +6,7 @@
 
 
 struct problem {
-    operand query, key, value, out; /* float32, contiguous in their last dimension */
+    operand query, key, value, out; /* contiguous in their last dimension, as all are; of any kind */
     operand log;                    /* of the queries: what all their weights come to */
     operand before, before_log;     /* what queries from `begun` on begin with; without data, nothing */
     operand shared_key, shared_value;
@@ -17,6 +17,7 @@ struct problem {
     int64_t batches, heads, groups, length, key_size, value_size;
     int64_t first, blocks; /* of the query blocks */
     int64_t block_size, table_heads, width, shared, columns, begun, causal, threads; /* columns: of the bias */
+    int64_t bfloat16; /* whether products are made of it */
     float scaling;
 };
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..block_softmax import BlockSoftmax, count_flops, count_reverse_flops
-from .library import Operand, call, operation, suits
+from .library import KINDS, Operand, call, operation, rounds_products, suits
 
 OPERANDS = (
     "query", "key", "value", "out", "log", "before", "before_log", "shared_key", "shared_value",
@@ -21,7 +21,8 @@ GROUPED = (
 )  # fmt: skip
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size")
 PLACES = (
-    "first", "blocks", "block_size", "table_heads", "width", "shared", "columns", "begun", "causal", "threads"
+    "first", "blocks", "block_size", "table_heads", "width", "shared", "columns", "begun", "causal", "threads",
+    "bfloat16",
 )  # fmt: skip
 
 
@@ -47,7 +48,7 @@ def _run(
         shown, columns = Operand(bias.data_ptr(), batch, head, block, row), bias.shape[-1]
     places = (
         first, blocks, size, table_heads, width, operands["shared_key"].shape[2], columns, begun, causal,
-        torch.get_num_threads(),
+        torch.get_num_threads(), rounds_products(operands["query"]),
     )  # fmt: skip
     problem = Problem(
         **{name: Operand.of(x, name in GROUPED, False) for name, x in operands.items()},
@@ -68,7 +69,8 @@ def block_softmax(
     """Attend with some blocks of queries to `Keys`; without gradients.
 
     Args:
-        query: [B, Hkv, G, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv].
+        query: [B, Hkv, G, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]. Half precision is read as it is, as is
+            what they begin with.
         out: [B, Hkv, G, N, Dv], of which the rows of blocks `first` ... `first` + T - 1 are written.
         log: [B, Hkv, G, N], the logs of what all weights add up to, `LOWEST` for a query without keys.
         before, before_log, begun: a `Before`, which may be `out` and `log` themselves, or None.
@@ -88,6 +90,8 @@ def block_softmax_backward(
 ) -> None:  # fmt: skip
     """Write the gradients of these queries and of what they begin with, and add to those of keys and values.
 
+    Gradients that are added to are float32.
+
     Args:
         out, log: as they were left by `block_softmax`. grad: [B, Hkv, G, N, Dv], of `out`.
         log_grad: [B, Hkv, G, N], of `log`. The others as above.
@@ -101,6 +105,11 @@ def block_softmax_backward(
     _run("block_softmax_backward", operands, bias, table, first, block_size, scaling, begun, causal)
 
 
-NATIVE_BLOCKS = BlockSoftmax(block_softmax, block_softmax_backward, suits)
+def suits_heads(*heads: Tensor) -> bool:
+    """Whether the C can read these, in half precision, too."""
+    return suits(*heads, kinds=KINDS)
+
+
+NATIVE_BLOCKS = BlockSoftmax(block_softmax, block_softmax_backward, suits_heads)
 register_flop_formula(torch.ops.hf_linattn.block_softmax)(count_flops)
 register_flop_formula(torch.ops.hf_linattn.block_softmax_backward)(count_reverse_flops)

@@ -49,29 +49,24 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
     const int32_t *start = l->start + round * p->length, *stop = l->stop + round * p->length;
     const int64_t first = start[queries[0]], end = stop[queries[rows - 1]];
     for (int64_t i = 0; i < rows; i++) {
-        pack(s->rows + i * s->keys, 1, place(&p->query, w->batch, w->head, w->group, queries[i]), 0, 1, p->key_size,
-             s->keys);
-        pack(s->out + i * s->values, 1, place(&p->out, w->batch, w->head, w->group, queries[i]), 0, 1, p->value_size,
-             s->values);
+        pack(s->rows + i * s->keys, 1, &p->query, w->batch, w->head, w->group, queries[i], 1, p->key_size, s->keys);
+        pack(s->out + i * s->values, 1, &p->out, w->batch, w->head, w->group, queries[i], 1, p->value_size, s->values);
         s->top[i] = l->top[queries[i]];
         s->weight[i] = l->weight[queries[i]];
     }
-    turn(s->query, PIECE, s->rows, s->keys, PIECE, s->keys);
-    for (int64_t number = 0; number < PIECE * s->keys; number++)
-        s->query[number] *= p->scaling;
+    begin_queries(s, p->scaling);
     note_runs(l, p, round, queries, rows);
     for (int64_t at = first; at < end; at += PIECE) {
         const int64_t count = smaller(end - at, PIECE);
         for (int64_t j = 0; j < count; j++) {
-            pack(s->rows + j * s->keys, 1, place(&p->key, w->batch, w->head, 0, member[at + j]), 0, 1, p->key_size,
-                 s->keys);
-            pack(s->value + j * s->values, 1, place(&p->value, w->batch, w->head, 0, member[at + j]), 0, 1,
-                 p->value_size, s->values);
+            pack(s->rows + j * s->keys, 1, &p->key, w->batch, w->head, 0, member[at + j], 1, p->key_size, s->keys);
+            pack(s->value + j * s->values, 1, &p->value, w->batch, w->head, 0, member[at + j], 1, p->value_size,
+                 s->values);
         }
         const int64_t left = round_up(count, TILE_ROWS) - count; /* in the last tile, of whatever is in the memory */
         memset(s->rows + count * s->keys, 0, left * s->keys * sizeof(float));
         hide_keys(s->scores, l, p, round, member, at, count);
-        read_piece(s, s->rows, s->keys, s->value, s->values, count, 0);
+        read_piece(s, (struct rows){s->rows, s->keys, FLOAT32}, (struct rows){s->value, s->values, FLOAT32}, count, 0);
     }
     for (int64_t i = 0; i < rows; i++) {
         memcpy(place(&p->out, w->batch, w->head, w->group, queries[i]), s->out + i * s->values,
@@ -101,10 +96,12 @@ static void read_task(const void *problem, float *memory, int64_t task)
 {
     const struct problem *p = problem;
     struct work work = {.problem = p, .sequence = task, .batch = task / p->heads, .head = task % p->heads};
-    arrange_lists(&work.lists, p, memory + arrange(&work.scratch, p->key_size, p->value_size, memory));
+    arrange_lists(&work.lists, p, memory + arrange(&work.scratch, p->key_size, p->value_size, p->bfloat16, memory));
     list_keys(&work.lists, p, task);
+    begin_tiles(&work.scratch.rounded);
     for (work.group = 0; work.group < p->groups; work.group++)
         read_head(&work, p);
+    end_tiles(&work.scratch.rounded);
 }
 
 /* Work through all key/value heads of a problem; returns 0, or 1 where there was no memory to work in. */
@@ -112,6 +109,6 @@ int bucket_softmax(const struct problem *p)
 {
     struct scratch s;
     struct lists l;
-    const int64_t size = arrange(&s, p->key_size, p->value_size, NULL) + arrange_lists(&l, p, NULL);
+    const int64_t size = arrange(&s, p->key_size, p->value_size, p->bfloat16, NULL) + arrange_lists(&l, p, NULL);
     return run_tasks(read_task, p, p->batches * p->heads, p->threads, size);
 }

@@ -43,20 +43,18 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
     for (int64_t i = 0; i < rows; i++) {
         note_sums(s, i, *place(&p->log, w->batch, w->head, w->group, queries[i]),
                   *place(&p->weight_grad, w->batch, w->head, w->group, queries[i]));
-        pack(s->query + i * s->keys, 1, place(&p->query, w->batch, w->head, w->group, queries[i]), 0, 1, p->key_size,
-             s->keys);
-        pack(s->grad + i * s->values, 1, place(&p->grad, w->batch, w->head, w->group, queries[i]), 0, 1,
-             p->value_size, s->values);
+        pack(s->query + i * s->keys, 1, &p->query, w->batch, w->head, w->group, queries[i], 1, p->key_size, s->keys);
+        pack(s->grad + i * s->values, 1, &p->grad, w->batch, w->head, w->group, queries[i], 1, p->value_size,
+             s->values);
     }
     begin_pairs(s, p->scaling);
     note_runs(l, p, round, queries, rows);
     for (int64_t at = first; at < end; at += PIECE) {
         const int64_t count = smaller(end - at, PIECE);
         for (int64_t j = 0; j < count; j++) {
-            pack(s->key + j * s->keys, 1, place(&p->key, w->batch, w->head, 0, member[at + j]), 0, 1, p->key_size,
-                 s->keys);
-            pack(s->value + j * s->values, 1, place(&p->value, w->batch, w->head, 0, member[at + j]), 0, 1,
-                 p->value_size, s->values);
+            pack(s->key + j * s->keys, 1, &p->key, w->batch, w->head, 0, member[at + j], 1, p->key_size, s->keys);
+            pack(s->value + j * s->values, 1, &p->value, w->batch, w->head, 0, member[at + j], 1, p->value_size,
+                 s->values);
         }
         hide_keys(s->weights, l, p, round, member, at, count);
         const struct met met = meet_copies(s);
@@ -78,12 +76,14 @@ static void read_task(const void *problem, float *memory, int64_t task)
 {
     const struct problem *p = problem;
     struct work work = {.problem = p, .sequence = task, .batch = task / p->heads, .head = task % p->heads};
-    arrange_lists(&work.lists, p, memory + arrange_pairs(&work.pairs, p->key_size, p->value_size, memory));
+    arrange_lists(&work.lists, p, memory + arrange_pairs(&work.pairs, p->key_size, p->value_size, p->bfloat16, memory));
     list_keys(&work.lists, p, task);
+    begin_tiles(&work.pairs.rounded);
     for (work.group = 0; work.group < p->groups; work.group++) {
         begin(&work);
         for_runs(&work.lists, p, task, work.group, read_runs, &work);
     }
+    end_tiles(&work.pairs.rounded);
 }
 
 /* Work through all key/value heads of a problem; returns 0, or 1 where there was no memory to work in. */
@@ -91,6 +91,6 @@ int bucket_softmax_backward(const struct problem *p)
 {
     struct pairs pairs;
     struct lists l;
-    const int64_t size = arrange_pairs(&pairs, p->key_size, p->value_size, NULL) + arrange_lists(&l, p, NULL);
+    const int64_t size = arrange_pairs(&pairs, p->key_size, p->value_size, p->bfloat16, NULL) + arrange_lists(&l, p, NULL);
     return run_tasks(read_task, p, p->batches * p->heads, p->threads, size);
 }

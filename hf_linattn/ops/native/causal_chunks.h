@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "bfloat16.h"
 #include "causal_sums.h"
 
 #define CHUNK 64
@@ -9,38 +10,21 @@
 #define FETCHED 4  /* rows of each at a time */
 #define SLAB 16    /* rows of a product at a time */
 
-/* out [rows, columns] = left right, more what is there if `adds`, rows and columns being whole numbers of tiles; a
- * function of its own, as its tiles need all registers */
-static __attribute__((noinline)) void
-make_product(float *out, int64_t out_row, const float *left, int64_t left_row, int64_t left_step, const float *right,
-             int64_t right_step, int64_t rows, int64_t columns, int64_t steps, int adds)
-{
-    for (int64_t column = 0; column < columns; column += TILE_COLUMNS)
-        for (int64_t row = 0; row < rows; row += TILE_ROWS)
-            make_tile(out + row * out_row + column, out_row, left + row * left_row, left_row, left_step,
-                      right + column, right_step, steps, adds);
-}
-
-/* out += left right */
-static inline void add_product(float *out, int64_t out_row, const float *left, int64_t left_row, int64_t left_step,
-                               const float *right, int64_t right_step, int64_t rows, int64_t columns, int64_t steps)
-{
-    make_product(out, out_row, left, left_row, left_step, right, right_step, rows, columns, steps, 1);
-}
-
 /* Rows that will be read soon. */
 struct ahead {
-    const float *row;
-    int64_t token, size, left;
+    const operand *of;
+    const char *row;
+    int64_t bytes, left;
 };
 
 /* All that belongs to one chunk of one head. */
 struct scratch {
-    float *input, *query, *key, *turned, *value, *weighted, *scores, *out, *state, *weights, *spare;
-    /* weights: the last column of a normalised state; spare: for one row of features */
+    float *input, *query, *key, *turned, *value, *weighted, *scores, *out, *state, *turned_state, *weights, *spare;
+    /* turned_state: in the backward pass; weights: the last column of a normalised state; spare: for one row of features */
     float scale[CHUNK], query_scale[CHUNK], exponent[CHUNK], passed[CHUNK], top[CHUNK], kept[CHUNK], weight[CHUNK];
     int64_t chunk;                /* tokens read at a time: fewer where there are no more */
     int64_t inputs, keys, values; /* sizes, padded */
+    struct rounded rounded;
     struct ahead ahead[AHEAD];
     int64_t operands_ahead;
 };
@@ -54,6 +38,7 @@ static inline int64_t chunk_of(const struct problem *p)
 static inline int64_t arrange(struct scratch *s, const struct problem *p, float *memory)
 {
     s->operands_ahead = 0;
+    s->turned_state = NULL;
     s->chunk = chunk_of(p);
     s->inputs = round_up(p->input_size, TILE_COLUMNS);
     s->keys = round_up(p->key_size, TILE_COLUMNS);
@@ -70,6 +55,9 @@ static inline int64_t arrange(struct scratch *s, const struct problem *p, float 
     s->state = take(memory, &used, s->keys * s->values);
     s->weights = take(memory, &used, s->keys);
     s->spare = take(memory, &used, s->keys);
+    const int64_t widest = larger(larger(s->inputs, s->keys), larger(s->values, s->chunk));
+    const int64_t largest = larger(widest * s->chunk, s->keys * larger(s->values, s->inputs));
+    s->rounded = take_rounded(memory, &used, widest * s->chunk, largest, p->bfloat16);
     return used;
 }
 
@@ -79,28 +67,73 @@ static inline void look_ahead(struct scratch *s, const operand *x, int64_t batch
 {
     if (at >= 0 && at < length)
         s->ahead[s->operands_ahead++] =
-            (struct ahead){place(x, batch, head, group, at), x->token, size, smaller(s->chunk, length - at)};
+            (struct ahead){x, row_of(x, batch, head, group, at), bytes_of(x, size), smaller(s->chunk, length - at)};
 }
 
 /* Ask for the next few of these rows: memory answers while tiles are multiplied. */
 static inline void fetch_ahead(struct scratch *s, int64_t rows)
 {
     for (struct ahead *x = s->ahead; x < s->ahead + s->operands_ahead; x++)
-        for (int64_t row = 0; row < rows && x->left; row++, x->left--, x->row += x->token)
-            fetch_row(x->row, x->size);
+        for (int64_t row = 0; row < rows && x->left; row++, x->left--, x->row = further(x->of, x->row, x->of->token))
+            fetch(x->row, x->bytes);
 }
 
-/* `make_product` while memory is asked for what comes next. */
-static inline void make_product_ahead(struct scratch *s, float *out, int64_t out_row, const float *left,
-                                      int64_t left_row, int64_t left_step, const float *right, int64_t right_step,
-                                      int64_t rows, int64_t columns, int64_t steps, int adds)
+/* out [rows, columns] = left right, more what is there if `adds`, rows and columns being whole numbers of tiles; a
+ * function of its own, as its tiles need all registers */
+static __attribute__((noinline)) void
+make_exact(float *out, int64_t out_row, const float *left, int64_t left_row, int64_t left_step, const float *right,
+           int64_t right_step, int64_t rows, int64_t columns, int64_t steps, int adds)
 {
+    for (int64_t column = 0; column < columns; column += TILE_COLUMNS)
+        for (int64_t row = 0; row < rows; row += TILE_ROWS)
+            make_tile(out + row * out_row + column, out_row, left + row * left_row, left_row, left_step,
+                      right + column, right_step, steps, adds);
+}
+
+/* The same while memory is asked for what comes next, if anything does. Rounded factors have whole blocks of rows; sums
+ * over all tokens so far, which are `right` then, are not to lose digits that cancel: that product is `fine`. */
+static inline void make_product(struct scratch *s, float *out, int64_t out_row, const float *left, int64_t left_row,
+                                int64_t left_step, const float *right, int64_t right_step, int64_t rows,
+                                int64_t columns, int64_t steps, int adds)
+{
+    if (s->rounded.left) {
+        fetch_ahead(s, s->chunk / 2);
+        make_rounded(&s->rounded, out, out_row, left, left_row, left_step, right, right_step, round_up(rows, BLOCK),
+                     columns, steps, adds, right == s->state || right == s->turned_state);
+        return;
+    }
     for (int64_t column = 0; column < columns; column += TILE_COLUMNS) /* as many of `right` as the first cache holds */
         for (int64_t row = 0; row < rows; row += SLAB) {
             fetch_ahead(s, FETCHED);
-            make_product(out + row * out_row + column, out_row, left + row * left_row, left_row, left_step,
-                         right + column, right_step, smaller(SLAB, rows - row), TILE_COLUMNS, steps, adds);
+            make_exact(out + row * out_row + column, out_row, left + row * left_row, left_row, left_step,
+                       right + column, right_step, smaller(SLAB, rows - row), TILE_COLUMNS, steps, adds);
         }
+}
+
+/* out [chunk, columns] += scores right, of pairs [chunk, chunk] whose column is no later than their row */
+static inline void add_earlier(struct scratch *s, float *out, const float *scores, const float *right, int64_t columns)
+{
+    if (s->rounded.left) {
+        make_product(s, out, columns, scores, s->chunk, 1, right, columns, s->chunk, columns, s->chunk, 1);
+        return;
+    }
+    for (int64_t row = 0; row < s->chunk; row += TILE_ROWS) {
+        fetch_ahead(s, FETCHED / 2);
+        make_exact(out + row * columns, columns, scores + row * s->chunk, s->chunk, 1, right, columns, TILE_ROWS,
+                   columns, row + TILE_ROWS, 1);
+    }
+}
+
+/* out [chunk, columns] += scores^T right, of the same */
+static inline void add_later(struct scratch *s, float *out, const float *scores, const float *right, int64_t columns)
+{
+    if (s->rounded.left) {
+        make_product(s, out, columns, scores, 1, s->chunk, right, columns, s->chunk, columns, s->chunk, 1);
+        return;
+    }
+    for (int64_t row = 0; row < s->chunk; row += TILE_ROWS)
+        make_exact(out + row * columns, columns, scores + row * s->chunk + row, 1, s->chunk, right + row * columns,
+                   columns, TILE_ROWS, columns, s->chunk - row, 1);
 }
 
 /* Features [chunk, keys] of `count` tokens from `x`; log scales, where wanted, are added to `scale`. */
@@ -108,22 +141,21 @@ static void load_features(float *to, struct scratch *s, const struct problem *p,
                           const feature_map *map, float *scale, int64_t batch, int64_t head, int64_t group, int64_t at,
                           int64_t count)
 {
-    const float *from = place(x, batch, head, group, at);
     if (p->activation == GIVEN) {
-        pack(to, s->chunk, from, x->token, count, p->key_size, s->keys);
+        pack(to, s->chunk, x, batch, head, group, at, count, p->key_size, s->keys);
         return;
     }
     if (map->weight.data) {
-        pack(s->input, s->chunk, from, x->token, count, p->input_size, s->inputs);
+        pack(s->input, s->chunk, x, batch, head, group, at, count, p->input_size, s->inputs);
         for (int64_t row = 0; row < s->chunk && map->bias.data; row++) {
             memcpy(to + row * s->keys, place(&map->bias, 0, head, group, 0), p->key_size * sizeof(float));
             memset(to + row * s->keys + p->key_size, 0, (s->keys - p->key_size) * sizeof(float));
         }
         const int64_t columns = p->activation == SOFTMAX_PAIR ? round_up(p->key_size / 2, TILE_COLUMNS) : s->keys;
-        make_product(to, s->keys, s->input, s->inputs, 1, place(&map->weight, 0, head, group, 0), map->weight.token,
+        make_product(s, to, s->keys, s->input, s->inputs, 1, place(&map->weight, 0, head, group, 0), map->weight.token,
                      s->chunk, columns, p->input_size, map->bias.data != NULL);
     } else
-        pack(to, s->chunk, from, x->token, count, p->key_size, s->keys);
+        pack(to, s->chunk, x, batch, head, group, at, count, p->key_size, s->keys);
     for (int64_t row = 0; row < count; row++) {
         const float top = activate(to + row * s->keys, s->spare, p, s->keys);
         if (scale) {
@@ -164,7 +196,7 @@ static float load_keys(struct scratch *s, const struct problem *p, int64_t batch
         s->scale[j] = p->log_scale.data ? *place(&p->log_scale, batch, head, 0, at + j) : 0.0f;
     load_features(s->key, s, p, &p->key, &p->key_map, p->activation == EXPONENTIAL ? s->scale : NULL, batch, head, 0,
                   at, count);
-    pack(s->value, s->chunk, place(&p->value, batch, head, 0, at), p->value.token, count, p->value_size, s->values);
+    pack(s->value, s->chunk, &p->value, batch, head, 0, at, count, p->value_size, s->values);
     if (!p->bidirectional)
         turn(s->turned, s->chunk, s->key, s->keys, s->chunk, s->keys);
     if (!scaled)
@@ -180,9 +212,10 @@ static void form_pairs(float *scores, struct scratch *s, const float *rows, int6
     for (int64_t i = 0; i < s->chunk && start; i++)
         for (int64_t j = 0; j < s->chunk; j += LANES)
             store(scores + i * s->chunk + j, (lanes){0} + start[i]);
-    for (int64_t column = 0; column < s->chunk; column += TILE_COLUMNS) /* which earlier rows do not see */
-        make_product_ahead(s, scores + column * s->chunk + column, s->chunk, rows + column * row_size, row_size, 1,
-                           columns + column, s->chunk, s->chunk - column, TILE_COLUMNS, steps, start != NULL);
+    const int64_t width = s->rounded.left ? s->chunk : TILE_COLUMNS; /* of what earlier rows do not see */
+    for (int64_t column = 0; column < s->chunk; column += width)
+        make_product(s, scores + column * s->chunk + column, s->chunk, rows + column * row_size, row_size, 1,
+                     columns + column, s->chunk, s->chunk - column, width, steps, start != NULL);
     for (int64_t i = 0; i < s->chunk; i++) {
         float *own = scores + i * s->chunk;
         if (scaled)

@@ -22,7 +22,7 @@ struct reverse_map {
 
 struct work {
     struct scratch s;
-    float *grad, *slope, *own_log, *grad_pairs, *d_features, *d_input, *turned_value, *turned_state, *before, *weights;
+    float *grad, *slope, *own_log, *grad_pairs, *d_features, *d_input, *turned_value, *before, *weights;
     /* grad [chunk, values] is g, slope [chunk] is h; before [chunks]: log_max at the start of each chunk */
     struct reverse_map *maps; /* of the queries of each group, then of the keys */
     int64_t columns;          /* of a weight, padded */
@@ -40,7 +40,7 @@ static int64_t arrange_all(struct work *w, const struct backward *p, float *memo
     w->d_features = take(memory, &used, s->chunk * s->keys);
     w->d_input = take(memory, &used, s->chunk * s->inputs);
     w->turned_value = take(memory, &used, s->chunk * s->values);
-    w->turned_state = take(memory, &used, s->keys * s->values);
+    s->turned_state = take(memory, &used, s->keys * s->values);
     w->weights = take(memory, &used, s->keys);
     w->before = take(memory, &used, p->forward.length / s->chunk + 1);
     w->maps = take(memory, &used, round_up(count * sizeof(struct reverse_map), sizeof(float)) / sizeof(float));
@@ -130,15 +130,15 @@ static void reverse_features(struct work *w, const struct problem *p, struct rev
     struct scratch *s = &w->s;
     for (int64_t row = 0; row < count; row++)
         reverse_activation(w->d_features + row * s->keys, features + row * s->keys, p);
-    const float *from = w->d_features;
+    float *from = w->d_features;
     int64_t size = s->keys;
     if (has_weight) {
         clear(w->d_features + count * s->keys, (s->chunk - count) * s->keys);
-        make_product(w->d_input, s->inputs, w->d_features, s->keys, 1, map->turned, s->inputs, s->chunk, s->inputs,
+        make_product(s, w->d_input, s->inputs, w->d_features, s->keys, 1, map->turned, s->inputs, s->chunk, s->inputs,
                      p->activation == SOFTMAX_PAIR ? p->key_size / 2 : p->key_size, 0);
         if (learned) {
-            add_product(map->d_weight, w->columns, s->input, 1, s->inputs, w->d_features, s->keys,
-                        round_up(p->input_size, TILE_ROWS), w->columns, s->chunk);
+            make_product(s, map->d_weight, w->columns, s->input, 1, s->inputs, w->d_features, s->keys,
+                         round_up(p->input_size, TILE_ROWS), w->columns, s->chunk, 1);
             for (int64_t row = 0; row < count; row++)
                 add_scaled(map->d_bias, 1.0f, w->d_features + row * s->keys, w->columns);
         }
@@ -146,11 +146,10 @@ static void reverse_features(struct work *w, const struct problem *p, struct rev
         size = s->inputs;
     }
     const int changes = p->quadratic && d_scale;
-    const int large = !changes && is_large(p->batches * p->heads * p->groups * p->length * p->input_size);
+    const int large = is_large(p->batches * p->heads * p->groups * p->length * p->input_size);
     for (int64_t row = 0; row < count; row++) {
-        float *d = place(to, batch, head, group, at + row);
-        write_row(d, 1.0f, from + row * size, p->input_size, large);
         if (changes)
-            add_scaled(d, 2 * p->quadratic * d_scale[row], s->input + row * s->inputs, p->input_size);
+            add_scaled(from + row * size, 2 * p->quadratic * d_scale[row], s->input + row * s->inputs, p->input_size);
+        write_row(to, batch, head, group, at + row, 1.0f, from + row * size, p->input_size, large);
     }
 }

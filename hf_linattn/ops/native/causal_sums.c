@@ -43,24 +43,19 @@ static void read_chunk(struct scratch *s, const struct problem *p, int64_t batch
     const int large = is_large(p->batches * p->heads * p->groups * p->length * p->value_size);
     const int64_t others = s->operands_ahead, last = group == p->groups - 1;
     look_ahead(s, &p->query, batch, head, last ? 0 : group + 1, last ? at + s->chunk : at, p->length, p->input_size);
-    make_product_ahead(s, s->out, s->values, s->query, s->keys, 1, s->state, s->values, s->chunk, s->values, p->key_size,
-                       0);
+    make_product(s, s->out, s->values, s->query, s->keys, 1, s->state, s->values, s->chunk, s->values, p->key_size, 0);
     for (int64_t i = 0; i < s->chunk && scaled; i++)
         for (int64_t column = 0; column < s->values; column++)
             s->out[i * s->values + column] *= s->kept[i];
     if (!p->bidirectional) {
         form_pairs(s->scores, s, s->query, s->keys, s->turned, p->key_size, NULL, scaled);
-        for (int64_t row = 0; row < s->chunk; row += TILE_ROWS) {
-            fetch_ahead(s, FETCHED / 2);
-            add_product(s->out + row * s->values, s->values, s->scores + row * s->chunk, s->chunk, 1, s->value,
-                        s->values, TILE_ROWS, s->values, row + TILE_ROWS);
-        }
+        add_earlier(s, s->out, s->scores, s->value, s->values);
     }
     s->operands_ahead = others;
     for (int64_t i = 0; i < count; i++) {
         const float *row_scale = p->row_scale.data ? place(&p->row_scale, batch, head, group, at + i) : NULL;
         const float factor = last_factor(s, p, i, scaled, row_scale);
-        write_row(place(&p->sums, batch, head, group, at + i), factor, s->out + i * s->values, p->value_size, large);
+        write_row(&p->sums, batch, head, group, at + i, factor, s->out + i * s->values, p->value_size, large);
         *place(&p->factor, batch, head, group, at + i) = factor;
         *place(&p->top, batch, head, group, at + i) = (scaled ? s->top[i] + s->passed[i] : 0.0f) + s->query_scale[i];
     }
@@ -78,8 +73,8 @@ static void fold_chunk(struct scratch *s, const struct problem *p, int scaled, f
         for (int64_t number = 0; number < s->keys * s->values; number++)
             s->state[number] *= left;
     }
-    make_product_ahead(s, s->state, s->values, s->key, 1, s->keys, weighted, s->values,
-                       round_up(p->key_size, TILE_ROWS), s->values, s->chunk, 1);
+    make_product(s, s->state, s->values, s->key, 1, s->keys, weighted, s->values, round_up(p->key_size, TILE_ROWS),
+                 s->values, s->chunk, 1);
     if (!p->normalise)
         return;
     for (int64_t key = 0; key < s->keys; key++)
@@ -136,7 +131,9 @@ static void read_task(const void *problem, float *memory, int64_t task)
     for (int64_t number = first_of(p, row); number < first_of(p, row + 1); number++) {
         const struct problem own = problem_of(p, row, number);
         arrange(&s, &own, memory);
+        begin_tiles(&s.rounded);
         read_sequence(&s, &own, row, head);
+        end_tiles(&s.rounded);
     }
 }
 

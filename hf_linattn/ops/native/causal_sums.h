@@ -24,8 +24,8 @@ struct sequence {
 };
 
 struct problem {
-    operand query, key, value, sums; /* float32, contiguous in their last dimension */
-    operand log_scale, log_decay;    /* of the keys; data is NULL where there are none */
+    operand query, key, value, sums; /* contiguous in their last dimension, as all are; of any kind */
+    operand log_scale, log_decay;    /* of the keys, float32, as all others; data is NULL where there are none */
     operand row_scale;               /* of the queries; the same */
     operand factor, top;             /* of the queries: what their sums were multiplied by; top_i, and what a
                                         feature map takes out of the query; for one token, data may be NULL */
@@ -36,6 +36,7 @@ struct problem {
     float *state_after, *log_max_after; /* of the last; if bidirectional of every sequence */
     int64_t batches, heads, groups, length, key_size, value_size;
     int64_t normalise, threads;
+    int64_t bfloat16; /* whether products are made of it */
     feature_map query_map, key_map;
     int64_t activation, input_size, bidirectional, strict;
     float quadratic, offset, least_weight;
@@ -62,7 +63,7 @@ static inline int64_t first_of(const struct problem *p, int64_t row)
 static inline void begin_at(operand *x, int64_t start)
 {
     if (x->data)
-        x->data += start * x->token;
+        x->data = further(x, x->data, start * x->token);
 }
 
 /* The problem of one sequence of a row. */

@@ -18,8 +18,9 @@ from ...errors import UnsupportedModelError
 from ..causal_sums import CausalSums
 from ..chunk_sums import CHUNK_SIZE, LEAST_WEIGHT, LinearState
 from ..exponential import LOWEST
+from ..precision import wide
 from ..sequences import Packed
-from .library import Operand, call, operation, suits
+from .library import KINDS, Operand, call, operation, rounds_products, suits
 
 ACTIVATIONS = ("given", "elu", "relu", "exponential", "softmax_pair")  # `enum activation` of causal_sums.h
 COLUMNS = 32  # a multiple of the width of a tile
@@ -69,7 +70,7 @@ OPERANDS = ("query", "key", "value", "sums", "log_scale", "log_decay", "row_scal
 SEQUENCES = (("packed", ctypes.c_void_p), ("sequences", ctypes.c_int64))
 STATES = ("state", "log_max", "state_after", "log_max_after")
 GROUPED = {"query", "sums", "row_scale", "factor", "top"}
-SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "normalise", "threads")
+SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "normalise", "threads", "bfloat16")
 
 
 class Problem(ctypes.Structure):
@@ -90,7 +91,7 @@ class Problem(ctypes.Structure):
 
 def can_read(query: Tensor, key: Tensor) -> bool:
     """Whether there are sequences for half of the threads: each is read by one."""
-    return suits(query) and 2 * key.shape[:2].numel() >= torch.get_num_threads()
+    return suits(query, kinds=KINDS) and 2 * key.shape[:2].numel() >= torch.get_num_threads()
 
 
 def native_maps(query_map: Any, key_map: Any) -> list[NativeMap]:
@@ -122,7 +123,8 @@ def describe(
     """
     query, value = operands["query"], operands["value"]
     state, query_weight, query_bias, key_weight, key_bias = states[0], *maps
-    sizes = (*query.shape[:4], state.shape[2], value.shape[-1], normalise, torch.get_num_threads())
+    how = normalise, torch.get_num_threads(), rounds_products(query)
+    sizes = (*query.shape[:4], state.shape[2], value.shape[-1], *how)
     return Problem(
         **{name: Operand.of(operand, name in GROUPED, reverse) for name, operand in operands.items()},
         **{name: x.data_ptr() for name, x in zip(STATES, states, strict=True)},
@@ -204,7 +206,7 @@ def map_operands(
         num_features = key.shape[-1] if key_map.weight is None else key_map.weight.shape[-1]
         num_features *= 2 if key_map.activation == "softmax_pair" else 1
         scaled = key_map.activation == "exponential" or log_decay is not None
-        state = LinearState.empty(key.new_empty(num_features), F.pad(value[:, :, :1], (0, 1)), scaled)
+        state = LinearState.empty(key.new_empty(num_features), F.pad(wide(value[:, :, :1]), (0, 1)), scaled)
     hidden = None
     if key_padding_mask is not None:
         hidden = torch.where(key_padding_mask.bool(), 0.0, LOWEST)[:, None].expand(key.shape[:3])

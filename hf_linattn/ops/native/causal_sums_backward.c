@@ -22,17 +22,18 @@ static void load_queries(struct work *w, const struct backward *p, int64_t batch
     const struct problem *f = &p->forward;
     struct scratch *s = &w->s;
     load_features(s->query, s, f, &f->query, &f->query_map, NULL, batch, head, group, at, count);
-    pack(w->grad, s->chunk, place(&p->d_sums, batch, head, group, at), p->d_sums.token, count, f->value_size,
-         s->values);
+    pack(w->grad, s->chunk, &p->d_sums, batch, head, group, at, count, f->value_size, s->values);
     clear(w->slope, s->chunk);
     for (int64_t i = 0; i < count; i++) {
         const float factor = *place(&f->factor, batch, head, group, at + i);
-        const float *sums = place(&f->sums, batch, head, group, at + i);
+        const float *sums = read_row(&f->sums, batch, head, group, at + i, f->value_size, s->weighted);
         w->own_log[i] = p->d_log.data && factor > 0.0f ? *place(&p->d_log, batch, head, group, at + i) : 0.0f;
         float *grad = w->grad + i * s->values;
-        w->slope[i] = factor * (w->own_log[i] - dot(grad, sums, f->value_size));
-        for (int64_t column = 0; column < s->values; column++)
-            grad[column] *= factor;
+        for (int64_t column = 0; column < s->values; column += LANES) {
+            const lanes scaled = factor * load(grad + column); /* rounded here, so that h is that of what is multiplied */
+            store(grad + column, s->rounded.left ? rounded_lanes(scaled) : scaled);
+        }
+        w->slope[i] = factor * w->own_log[i] - dot(grad, sums, f->value_size);
     }
 }
 
@@ -82,15 +83,14 @@ static void read_forwards(struct work *w, const struct backward *p, int64_t batc
             for (int64_t i = 0; i < s->chunk; i++)
                 for (int64_t key = 0; key < s->keys; key++)
                     w->d_features[i * s->keys + key] = w->slope[i] * s->weights[key];
-            make_product_ahead(s, w->d_features, s->keys, w->grad, s->values, 1, s->state, s->keys, s->chunk, s->keys,
-                               f->value_size, 1);
+            make_product(s, w->d_features, s->keys, w->grad, s->values, 1, s->state, s->keys, s->chunk, s->keys,
+                         f->value_size, 1);
             if (pairs && scaled)
                 scale_rows(w->d_features, s->kept, s->chunk, s->keys);
             if (pairs)
                 form_pairs(w->grad_pairs, s, w->grad, s->values, w->turned_value, f->value_size, w->slope, scaled);
-            for (int64_t row = 0; pairs && row < s->chunk; row += TILE_ROWS)
-                add_product(w->d_features + row * s->keys, s->keys, w->grad_pairs + row * s->chunk, s->chunk, 1,
-                            s->key, s->keys, TILE_ROWS, s->keys, row + TILE_ROWS);
+            if (pairs)
+                add_earlier(s, w->d_features, w->grad_pairs, s->key, s->keys);
             reverse_features(w, f, &w->maps[group], s->query, f->query_map.weight.data != NULL,
                              p->d_query_weight != NULL, w->own_log, &p->d_query, batch, head, group, at, count);
         }
@@ -103,8 +103,8 @@ static void read_forwards(struct work *w, const struct backward *p, int64_t batc
             for (int64_t key = 0; key < s->keys; key++)
                 s->weights[key] *= left;
         }
-        add_product(s->state, s->keys, s->value, 1, s->values, s->key, s->keys, round_up(f->value_size, TILE_ROWS),
-                    s->keys, s->chunk);
+        make_product(s, s->state, s->keys, s->value, 1, s->values, s->key, s->keys,
+                     round_up(f->value_size, TILE_ROWS), s->keys, s->chunk, 1);
         for (int64_t j = 0; j < count; j++)
             add_scaled(s->weights, scaled ? s->weight[j] : 1.0f, s->key + j * s->keys, s->keys);
     }
@@ -125,8 +125,8 @@ static float largest_exponent(const struct work *w, const struct backward *p, in
 static void fold_queries(struct work *w, const struct problem *f, int64_t count)
 {
     struct scratch *s = &w->s;
-    add_product(s->state, s->values, s->query, 1, s->keys, w->grad, s->values, round_up(f->key_size, TILE_ROWS),
-                s->values, s->chunk);
+    make_product(s, s->state, s->values, s->query, 1, s->keys, w->grad, s->values, round_up(f->key_size, TILE_ROWS),
+                 s->values, s->chunk, 1);
     for (int64_t i = 0; i < count; i++)
         add_scaled(s->weights, w->slope[i], s->query + i * s->keys, s->keys);
 }
@@ -138,13 +138,8 @@ static void add_queries(struct work *w, const struct problem *f, float *d_value,
     struct scratch *s = &w->s;
     form_pairs(w->grad_pairs, s, w->grad, s->values, w->turned_value, f->value_size, w->slope, scaled);
     form_pairs(s->scores, s, s->query, s->keys, s->turned, f->key_size, NULL, scaled);
-    for (int64_t row = 0; row < s->chunk; row += TILE_ROWS) {
-        const int64_t first = row * s->chunk + row; /* no earlier query sees these keys */
-        add_product(w->d_features + row * s->keys, s->keys, w->grad_pairs + first, 1, s->chunk,
-                    s->query + row * s->keys, s->keys, TILE_ROWS, s->keys, s->chunk - row);
-        add_product(d_value + row * s->values, s->values, s->scores + first, 1, s->chunk, w->grad + row * s->values,
-                    s->values, TILE_ROWS, s->values, s->chunk - row);
-    }
+    add_later(s, w->d_features, w->grad_pairs, s->query, s->keys);
+    add_later(s, d_value, s->scores, w->grad, s->values);
     if (scaled)
         for (int64_t i = 0; i < count; i++) {
             const float seen = *place(&f->factor, batch, head, group, at + i);
@@ -168,13 +163,13 @@ static float read_chunk(struct work *w, const struct backward *p, int64_t batch,
     float left, *d_value = s->out;
     load_keys(s, f, batch, head, at, count, scaled, pairs ? w->before[at / s->chunk] : LOWEST, &left);
     turn(w->turned_value, s->chunk, s->value, s->values, s->chunk, s->values);
-    turn(w->turned_state, s->keys, s->state, s->values, s->keys, s->values);
+    turn(s->turned_state, s->keys, s->state, s->values, s->keys, s->values);
     for (int64_t j = 0; j < s->chunk; j++)
         memcpy(w->d_features + j * s->keys, s->weights, s->keys * sizeof(float));
     look_ahead_of_chunk(s, p, batch, head, at - s->chunk, 1, pairs);
-    make_product_ahead(s, w->d_features, s->keys, s->value, s->values, 1, w->turned_state, s->keys, s->chunk, s->keys,
-                               f->value_size, 1);
-    make_product(d_value, s->values, s->key, s->keys, 1, s->state, s->values, s->chunk, s->values, f->key_size, 0);
+    make_product(s, w->d_features, s->keys, s->value, s->values, 1, s->turned_state, s->keys, s->chunk, s->keys,
+                 f->value_size, 1);
+    make_product(s, d_value, s->values, s->key, s->keys, 1, s->state, s->values, s->chunk, s->values, f->key_size, 0);
     if (scaled) {
         later += s->passed[s->chunk - 1];
         for (int64_t j = 0; j < s->chunk; j++)
@@ -196,12 +191,12 @@ static float read_chunk(struct work *w, const struct backward *p, int64_t batch,
         add_queries(w, f, d_value, batch, head, group, at, count, scaled, later);
     }
     for (int64_t j = 0; j < count; j++) {
-        write_row(place(&p->d_value, batch, head, 0, at + j), 1.0f, d_value + j * s->values, f->value_size, large);
+        write_row(&p->d_value, batch, head, 0, at + j, 1.0f, d_value + j * s->values, f->value_size, large);
         w->slope[j] = dot(w->d_features + j * s->keys, s->key + j * s->keys, f->key_size);
         if (p->d_scale.data)
             *place(&p->d_scale, batch, head, 0, at + j) = w->slope[j];
     }
-    pack(s->input, s->chunk, place(&f->key, batch, head, 0, at), f->key.token, count, f->input_size, s->inputs);
+    pack(s->input, s->chunk, &f->key, batch, head, 0, at, count, f->input_size, s->inputs);
     reverse_features(w, f, &w->maps[f->groups], s->key, f->key_map.weight.data != NULL, p->d_key_weight != NULL,
                      w->slope, &p->d_key, batch, head, 0, at, count);
     return later;
@@ -253,8 +248,10 @@ static void read_task(const void *problem, float *memory, int64_t task)
         for (size_t i = 0; f->packed && i < sizeof(gradients) / sizeof(*gradients); i++)
             begin_at(gradients[i], f->packed[number].start);
         w.s.chunk = chunk_of(&own.forward); /* no more than there is memory for */
+        begin_tiles(&w.s.rounded);
         read_forwards(&w, &own, row, head);
         read_backwards(&w, &own, row, head);
+        end_tiles(&w.s.rounded);
     }
     for (int64_t group = 0; group < f->groups; group++)
         write_map(&w, f, &w.maps[group], p->d_query_weight, p->d_query_bias, task * f->groups + group);

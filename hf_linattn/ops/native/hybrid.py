@@ -14,6 +14,7 @@ from ..block_softmax import continue_blocks
 from ..chunk_sums import LinearState
 from ..exponential import LOWEST
 from ..hybrid_parts import BLOCK_SIZE, beside_sink, distant, is_beyond, near_parts
+from ..precision import wide_number
 from .block_softmax import NATIVE_BLOCKS
 from .causal_step import strict_step
 from .causal_sums import can_read, native_maps
@@ -70,7 +71,7 @@ def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) ->
     _, log_after = _far(rows, keys, values, weights, None, after, reverse=True)
     both = min(window + weights.num_sinks, end)  # queries from this one on may have far keys before them, too
     output[:, :, :, :both] = after[:, :, :, :both]
-    share = torch.sigmoid(log_after - log[..., :end])[..., both:, None]
+    share = torch.sigmoid(log_after - log[..., :end])[..., both:, None].to(output.dtype)
     output[:, :, :, both:end].lerp_(after[:, :, :, both:], share)
     log[..., :end] = torch.logaddexp(log[..., :end], log_after)
     _read_near(*heads, weights, output, log, causal=False)
@@ -107,7 +108,7 @@ def _before(query: Tensor, key: Tensor, value: Tensor, weights: Any, output: Ten
     """Write the attention to far keys before each query; return the log of its weight [B, Hkv, G, N], and a state."""
     window, sinks = weights.window_size, weights.num_sinks
     start, span = window + sinks, slice(sinks, key.shape[2] - window)
-    log = query.new_full(query.shape[:4], LOWEST)
+    log = wide_number(query).new_full(query.shape[:4], LOWEST)
     rows, keys, values = query[:, :, :, start:], key[:, :, span], value[:, :, span]
     state, log[..., start:] = _far(rows, keys, values, weights, None, output[:, :, :, start:])
     return log, state
@@ -124,7 +125,7 @@ def _far(query, key, value, weights: Any, state: LinearState | None, place: Tens
 def _read_near(query, key, value, weights: Any, output: Tensor, log: Tensor, causal: bool) -> None:
     """Go on from the far output with the window and the sinks; `log` becomes that of all weights."""
     window, sinks = weights.window_size, weights.num_sinks
-    for part in near_parts(key.shape[2], window, sinks, query, causal):
+    for part in near_parts(key.shape[2], window, sinks, wide_number(query), causal):
         continue_blocks(
             NATIVE_BLOCKS, query, key, value, part, output, log, block_size=BLOCK_SIZE, scaling=weights.scaling,
             causal=causal,

@@ -16,13 +16,17 @@ import torch
 from torch import Tensor
 
 VARIANTS = {"AVX512": "_avx512", "AVX2": "_avx2"}  # PyTorch's names of what the CPU can do
+KINDS = (torch.float32, torch.bfloat16, torch.float16)  # `enum kind` of lanes.h
 OPERATIONS = torch.library.Library("hf_linattn", "FRAGMENT")
 
 
 class Operand(ctypes.Structure):
     """`operand` of lanes.h: an address, and numbers from one batch, head, group and token to the next."""
 
-    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "group", "token")))
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch", "head", "group", "token", "kind")),
+    )
 
     @classmethod
     def of(cls, tensor: Tensor | None, grouped: bool, reverse: bool) -> Operand:
@@ -32,7 +36,8 @@ class Operand(ctypes.Structure):
         dim = 3 if grouped else 2
         batch, head, *group, token = tensor.stride()[: dim + 1]
         last = (tensor.shape[dim] - 1) * token if reverse else 0
-        return cls(tensor.data_ptr() + 4 * last, batch, head, *(group or [0]), -token if reverse else token)
+        place, group = tensor.data_ptr() + tensor.itemsize * last, group or [0]
+        return cls(place, batch, head, *group, -token if reverse else token, KINDS.index(tensor.dtype))
 
 
 @functools.cache
@@ -52,10 +57,27 @@ def available() -> bool:
     return build() is not None
 
 
-def suits(*tensors: Tensor) -> bool:
-    """Whether C can work on these: float32 on a CPU, outside compiled graphs, which cannot see into it."""
-    plain = all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
+def suits(*tensors: Tensor, kinds: Sequence[torch.dtype] = (torch.float32,)) -> bool:
+    """Whether C can work on these: of such kinds, on a CPU, outside compiled graphs, which cannot see into it."""
+    plain = all(x.device.type == "cpu" and x.dtype in kinds for x in tensors)
     return plain and not torch.compiler.is_compiling() and available()
+
+
+@functools.cache
+def _reaches_matrix_unit(name: str) -> bool:
+    return bool(load_variant(name).has_matrix_unit())
+
+
+def has_matrix_unit() -> bool:
+    """Whether the processor multiplies tiles of bfloat16 (AMX), and the build for it can have it do so."""
+    return available() and _reaches_matrix_unit(torch.backends.cpu.get_cpu_capability())
+
+
+def rounds_products(*heads: Tensor) -> bool:
+    """Whether factors of products are rounded to bfloat16: where heads have no more digits themselves, or where
+    `torch.set_float32_matmul_precision("medium")` allows it."""
+    few = all(x.dtype == torch.bfloat16 for x in heads) or torch.get_float32_matmul_precision() == "medium"
+    return few and has_matrix_unit()
 
 
 def call(function: str, problem: ctypes.Structure) -> None:

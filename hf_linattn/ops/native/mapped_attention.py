@@ -100,7 +100,8 @@ def mapped_attention(
     """Return the attention output [B, Hkv, G, N, Dv], the log of its weights, and the state after the last key.
 
     Args:
-        query: [B, Hkv, G, N, D], before the feature maps. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv].
+        query: [B, Hkv, G, N, D], before the feature maps. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]. Half precision
+            is read as it is, and the output in it, too; state, log and sums are float32.
         key_padding_mask: [B, N]. log_decay: [B, Hkv, N]. state: what was read before.
         output: where to write it, if no gradients are needed.
         bidirectional: every query sees all keys; without decay and log.
@@ -163,7 +164,8 @@ def join(output: Tensor, log: Tensor, other: Tensor, other_log: Tensor) -> tuple
     """Return attention to both sets of keys and its log, from that to each; the last queries may lack the other."""
     last = other.shape[3]
     own = log[..., :last]
-    joint = torch.lerp(output[:, :, :, :last], other, torch.sigmoid(other_log - own)[..., None])
+    share = torch.sigmoid(other_log - own)[..., None].to(output.dtype)
+    joint = torch.lerp(output[:, :, :, :last], other.to(output.dtype), share)
     logs = torch.cat([torch.logaddexp(own, other_log), log[..., last:]], dim=3)
     return torch.cat([joint, output[:, :, :, last:]], dim=3), logs
 
@@ -189,7 +191,7 @@ class _MappedAttention(torch.autograd.Function):
         d_output = torch.zeros_like(output) if d_output is None else dense_rows(d_output)
         d_kv = None if d_kv is None else d_kv.contiguous()
         d_query, d_key, d_value = (empty_like(x) for x in (query, key, value))
-        d_scale, d_before = key.new_empty(key.shape[:3]), torch.empty_like(kv, memory_format=torch.contiguous_format)
+        d_scale, d_before = factor.new_empty(key.shape[:3]), kv.new_empty(kv.shape)
         d_parameters = [
             _room(parameter, heads) if needed else None
             for parameter, heads, needed in zip(

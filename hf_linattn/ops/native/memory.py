@@ -17,7 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .library import build, suits
+from ..precision import wide_dtype
+from .library import KINDS, build, suits
 
 LARGE_BYTES = 8 << 20  # of this size it gets large pages and is kept
 KEPT_BYTES = 128 << 20  # at most, of what may be taken up again
@@ -26,34 +27,34 @@ KEPT_BYTES = 128 << 20  # at most, of what may be taken up again
 def empty_output(query: Tensor, value: Tensor) -> Tensor:
     """Memory [B, Hkv, G, N, Dv] for queries [B, Hkv, G, N, D], in the order [B, N, H, Dv], in which models go on."""
     batch, heads, groups, length, _ = query.shape
-    return _empty(value, (batch, length, heads, groups, value.shape[-1])).permute(0, 2, 3, 1, 4)
+    return _empty(value, (batch, length, heads, groups, value.shape[-1]), value.dtype).permute(0, 2, 3, 1, 4)
 
 
-def empty_like(x: Tensor) -> Tensor:
-    """Memory in the order that x has, its last dimension contiguous."""
+def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory in the order that x has, its last dimension contiguous; in the dtype of x for None."""
     order = [*sorted(range(x.dim() - 1), key=x.stride, reverse=True), x.dim() - 1]
     place = sorted(range(x.dim()), key=order.__getitem__)
-    return _empty(x, tuple(x.shape[dim] for dim in order)).permute(place)
+    return _empty(x, tuple(x.shape[dim] for dim in order), dtype or x.dtype).permute(place)
 
 
 def zeros_like(x: Tensor) -> Tensor:
-    """The same, of zeros."""
-    return empty_like(x).zero_()
+    """The same, of zeros, in at least float32."""
+    return empty_like(x, wide_dtype(x)).zero_()
 
 
 def zeros(like: Tensor, shape: torch.Size) -> Tensor:
-    """Zeros of this shape, for the rest as `like` is."""
-    return _empty(like, shape).zero_()
+    """Zeros of this shape, in at least float32, for the rest as `like` is."""
+    return _empty(like, shape, wide_dtype(like)).zero_()
 
 
-def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    count = math.prod(shape) * like.itemsize
-    if count < LARGE_BYTES or type(like) is not Tensor or not suits(like):  # others may have no memory
-        return like.new_empty(shape)
+def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    count = math.prod(shape) * dtype.itemsize
+    if count < LARGE_BYTES or type(like) is not Tensor or not suits(like, kinds=KINDS):  # others may have no memory
+        return like.new_empty(shape, dtype=dtype)
     storage = KEPT.take(count)
     if storage is not None:
-        return like.new_empty(0).set_(storage).view(shape)
-    new = like.new_empty(shape)
+        return like.new_empty(0, dtype=dtype).set_(storage).view(shape)
+    new = like.new_empty(shape, dtype=dtype)
     fetch_pages(new)
     if can_keep():
         KEPT.put(new.untyped_storage())

@@ -14,7 +14,7 @@
 #define ROWS_AHEAD 16 /* rows that memory is asked for before they are read */
 
 struct problem {
-    operand row, mean;     /* float32, contiguous in their last dimension; tokens of "mean" are segments */
+    operand row, mean;     /* float32; tokens of "mean" are segments */
     operand weight, total; /* of the rows, and of the segments */
     operand d_row, d_mean, d_weight, d_total;
     int64_t batches, heads, segments, segment_size, row_size, threads;
@@ -37,7 +37,7 @@ static void read_task(const void *problem, float *memory, int64_t task)
     memset(mean, 0, p->row_size * sizeof(float));
     for (int64_t j = 0; j < size; j++) {
         const float *row = place(&p->row, batch, head, 0, first + j), share = memory[j] / sum;
-        fetch_row(row + ROWS_AHEAD * p->row.token, p->row_size); /* past the end, too: asking for nothing costs nothing */
+        fetch_row(&p->row, batch, head, 0, first + j + ROWS_AHEAD, p->row_size); /* past the end, too: it costs nothing */
         for (int64_t column = 0; column < p->row_size; column++)
             mean[column] += share * row[column];
     }

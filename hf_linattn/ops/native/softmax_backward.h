@@ -8,7 +8,6 @@
 
 #pragma once
 
-
 #include "softmax.h"
 
 /* Rows of queries and keys are padded to `keys` numbers, those of values to `values`; weights and slopes are
@@ -18,6 +17,9 @@ struct pairs {
     float *key, *value, *weights, *slopes, *d_key, *d_value;
     float log[PIECE], weight_grad[PIECE];
     int64_t key_size, value_size, keys, values;
+    struct rounded rounded;
+    struct tiles query_tiles, grad_tiles, turned_query_tiles, turned_grad_tiles; /* of these, if they are rounded */
+    void *tiles[4];                                                              /* their memory */
 };
 
 /* Up to PIECE keys and values, in rows as above, and where their gradients are added up. */
@@ -27,7 +29,7 @@ struct met {
     int64_t d_key_row, d_value_row;
 };
 
-static int64_t arrange_pairs(struct pairs *w, int64_t key_size, int64_t value_size, float *memory)
+static int64_t arrange_pairs(struct pairs *w, int64_t key_size, int64_t value_size, int64_t bfloat16, float *memory)
 {
     int64_t used = 0;
     w->key_size = key_size;
@@ -42,6 +44,10 @@ static int64_t arrange_pairs(struct pairs *w, int64_t key_size, int64_t value_si
         *of_values[part] = take(memory, &used, PIECE * w->values);
     w->weights = take(memory, &used, PIECE * PIECE);
     w->slopes = take(memory, &used, PIECE * PIECE);
+    const int64_t largest = PIECE * larger(PIECE, larger(w->keys, w->values));
+    w->rounded = take_rounded(memory, &used, largest, largest, bfloat16);
+    for (int part = 0; part < 4 && bfloat16; part++)
+        w->tiles[part] = take(memory, &used, largest / 2);
     return used;
 }
 
@@ -53,6 +59,12 @@ static void begin_pairs(struct pairs *w, float scaling)
     turn(w->turned_query, PIECE, w->query, w->keys, PIECE, w->keys);
     turn(w->turned_grad, PIECE, w->grad, w->values, PIECE, w->values);
     memset(w->d_query, 0, PIECE * w->keys * sizeof(float));
+    if (w->rounded.left) {
+        w->query_tiles = put_right(w->tiles[0], w->query, w->keys, PIECE, w->keys);
+        w->grad_tiles = put_right(w->tiles[1], w->grad, w->values, PIECE, w->values);
+        w->turned_query_tiles = put_right(w->tiles[2], w->turned_query, PIECE, w->key_size, PIECE);
+        w->turned_grad_tiles = put_right(w->tiles[3], w->turned_grad, PIECE, w->value_size, PIECE);
+    }
 }
 
 /* Note what a query's weights add up to, and its gradient; without keys all scores are LOWEST, and weights zero. */
@@ -70,6 +82,37 @@ static struct met meet_copies(struct pairs *w)
     return (struct met){w->key, w->value, w->d_key, w->d_value, w->keys, w->values};
 }
 
+/* Add what the pairs of the keys that are seen, before `end`, come to, to all gradients. */
+static void add_rounded(struct pairs *w, const struct met *met, const struct seen *seen, int64_t end)
+{
+    const int64_t start = seen->start, first = start / BLOCK * BLOCK, keys = round_up(seen->end - first, BLOCK);
+    float *pairs[] = {w->weights, w->slopes};
+    for (int part = 0; part < 2; part++) { /* whole blocks of keys are added to */
+        memset(pairs[part] + first * PIECE, 0, (start - first) * PIECE * sizeof(float));
+        memset(pairs[part] + seen->end * PIECE, 0, (first + keys - seen->end) * PIECE * sizeof(float));
+    }
+    const struct tiles weights = put_left(w->rounded.left, w->weights + first * PIECE, PIECE, keys, PIECE);
+    multiply(met->d_value + first * met->d_value_row, met->d_value_row, weights, w->grad_tiles, keys, w->values, PIECE,
+             1);
+    const struct tiles slopes = put_left(w->rounded.left, w->slopes + first * PIECE, PIECE, keys, PIECE);
+    multiply(met->d_key + first * met->d_key_row, met->d_key_row, slopes, w->query_tiles, keys, w->keys, PIECE, 1);
+    make_rounded(&w->rounded, w->d_query, w->keys, w->slopes + start * PIECE, 1, PIECE, met->key + start * w->keys,
+                 w->keys, PIECE, w->keys, end - start, 1, 0);
+}
+
+/* Scores become weights, and what is there of their gradients becomes slopes. */
+static inline __attribute__((always_inline)) void weigh_pairs(struct pairs *w, const struct seen *seen, int rounds)
+{
+    for (int64_t j = seen->start; j < seen->end; j++)
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < PIECE; i += LANES) {
+            const lanes score = load(w->weights + j * PIECE + i) - load(w->log + i);
+            const lanes weight = rounds ? rounded_exp_of(score) : exp_of(score);
+            store(w->weights + j * PIECE + i, weight);
+            store(w->slopes + j * PIECE + i, weight * (load(w->slopes + j * PIECE + i) - load(w->weight_grad + i)));
+        }
+}
+
 /* Go through the pairs of `rows` queries with `count` keys, with what weights begin with as scores do in `read_piece`;
  * returns whether there are any. */
 static int read_pairs(struct pairs *w, const struct met *met, int64_t count, int64_t rows, int all)
@@ -77,16 +120,24 @@ static int read_pairs(struct pairs *w, const struct met *met, int64_t count, int
     const struct seen seen = find_seen(w->weights, all);
     if (seen.start >= seen.end)
         return 0;
-    memset(w->slopes, 0, PIECE * PIECE * sizeof(float));
-    add_scores(w->weights, &seen, met->key, w->keys, w->turned_query, w->key_size);
-    add_scores(w->slopes, &seen, met->value, w->values, w->turned_grad, w->value_size);
-    for (int64_t j = seen.start; j < seen.end; j++)
-#pragma GCC unroll 8
-        for (int64_t i = 0; i < PIECE; i += LANES) {
-            const lanes weight = exp_of(load(w->weights + j * PIECE + i) - load(w->log + i));
-            store(w->weights + j * PIECE + i, weight);
-            store(w->slopes + j * PIECE + i, weight * (load(w->slopes + j * PIECE + i) - load(w->weight_grad + i)));
-        }
+    if (!all)
+        memset(w->slopes, 0, PIECE * PIECE * sizeof(float));
+    if (w->rounded.left) {
+        const struct rows key = {met->key, w->keys, FLOAT32}, value = {met->value, w->values, FLOAT32};
+        round_scores(&w->rounded, w->weights, &key, w->turned_query_tiles, w->key_size, !all);
+        round_scores(&w->rounded, w->slopes, &value, w->turned_grad_tiles, w->value_size, 0);
+    } else {
+        make_scores(w->weights, &seen, met->key, w->keys, w->turned_query, w->key_size, !all);
+        make_scores(w->slopes, &seen, met->value, w->values, w->turned_grad, w->value_size, !all);
+    }
+    if (w->rounded.left)
+        weigh_pairs(w, &seen, 1);
+    else
+        weigh_pairs(w, &seen, 0);
+    if (w->rounded.left) {
+        add_rounded(w, met, &seen, smaller(seen.end, count));
+        return 1;
+    }
     for (int64_t j = seen.start; j < seen.end; j += TILE_ROWS) {
         for (int64_t column = 0; column < w->values; column += TILE_COLUMNS)
             add_tile(met->d_value + j * met->d_value_row + column, met->d_value_row, w->weights + j * PIECE, PIECE, 1,

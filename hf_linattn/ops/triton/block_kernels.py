@@ -2,6 +2,7 @@
 
 A program has `ROWS` queries of one block, or `COLUMNS` keys, and meets the others tile by tile. Keys that stand by
 themselves come first, then those of the blocks in the table's row. Scores are in powers of two, see `exponential`.
+Heads in half precision are multiplied as they are, weights rounded to them; sums, logs and scores are float32.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def take_in(scores, value, top, weight, out, PRECISION: tl.constexpr):
     largest = tl.maximum(top, tl.max(scores, 1))
     shares = tl.exp2(scores - largest[:, None])
     left = tl.exp2(top - largest)
-    out = tl.dot(shares, value, out * left[:, None], input_precision=PRECISION)
+    out = tl.dot(shares.to(value.dtype), value, out * left[:, None], input_precision=PRECISION)
     return largest, weight * left + tl.sum(shares, 1), out
 
 
@@ -81,7 +82,8 @@ def begin_with(before, before_token, before_log, old, here, columns, SIZE: tl.co
     log = tl.load(before_log + old, mask=here & (old >= 0), other=LOWEST)
     some = log > LOWEST / 2
     top = tl.where(some, log * LOG2_E, LOWEST / 2)
-    return top, tl.where(some, 1.0, 0.0), load_tile(before, before_token, old, some, columns, SIZE)
+    out = load_tile(before, before_token, old, some, columns, SIZE).to(tl.float32)
+    return top, tl.where(some, 1.0, 0.0), out
 
 
 @triton.jit
@@ -183,7 +185,7 @@ def reverse_queries(
             bias_row, place, columns, anywhere, scaling, keys, values, KEY_SIZE, VALUE_SIZE, BIASED, PRECISION,
         )  # fmt: skip
         _, slopes = reverse(scores, met, grads, total, of_weight, PRECISION)
-        result = tl.dot(slopes, tile, result, input_precision=PRECISION)
+        result = tl.dot(slopes.to(tile.dtype), tile, result, input_precision=PRECISION)
     key += batch * key_batch + own // groups * key_head
     value += batch * value_batch + own // groups * value_head
     for entry in range(0, width):
@@ -198,7 +200,7 @@ def reverse_queries(
                 VALUE_SIZE, BIASED, PRECISION,
             )  # fmt: skip
             _, slopes = reverse(scores, met, grads, total, of_weight, PRECISION)
-            result = tl.dot(slopes, tile, result, input_precision=PRECISION)
+            result = tl.dot(slopes.to(tile.dtype), tile, result, input_precision=PRECISION)
     d_query += batch * d_query_batch + own * d_query_head + at.to(tl.int64)[:, None] * d_query_token + keys[None, :]
     tl.store(d_query, result * scaling, mask=here[:, None] & (keys < KEY_SIZE)[None, :])
 
@@ -260,8 +262,9 @@ def reverse_keys(
                 scores = score(rows, tile, row, here, place, there, shown, bias_row, offset + column, columns, last,
                                scaling, BIASED, PRECISION)  # fmt: skip
                 weights, slopes = reverse(scores, met, grads, total, of_weight, PRECISION)
-                value_grad = tl.dot(tl.trans(weights), grads, value_grad, input_precision=PRECISION)
-                key_grad = tl.dot(tl.trans(slopes), rows, key_grad, input_precision=PRECISION)
+                shares, slopes = tl.trans(weights).to(grads.dtype), tl.trans(slopes).to(rows.dtype)
+                value_grad = tl.dot(shares, grads, value_grad, input_precision=PRECISION)
+                key_grad = tl.dot(slopes, rows, key_grad, input_precision=PRECISION)
     d_key += part * d_key_part + batch * d_key_batch + head * d_key_head
     add_tile(d_key, d_key_token, place, there, keys, key_grad * scaling, KEY_SIZE)
     d_value += part * d_value_part + batch * d_value_batch + head * d_value_head

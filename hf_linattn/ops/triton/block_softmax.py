@@ -12,10 +12,11 @@ from torch.utils.flop_counter import register_flop_formula
 from ..block_softmax import BlockSoftmax, count_flops, count_reverse_flops
 from ..exponential import LN_2, LOWEST
 from ..native.library import operation
+from ..precision import wide
 from .block_kernels import attend_blocks, reverse_keys, reverse_queries
-from .causal_sums import launch, precision, require_kernels
+from .causal_sums import kinds, launch, precision, require_kernels
 
-TILE, WIDE_TILE = 32, 16  # queries, and keys, in a tile; of more than 128 numbers
+TILE, WIDE_TILE = 32, 16  # queries, and keys, in a tile; of more than 128 numbers. In half precision twice as many
 LARGEST = 256  # size of heads: more does not fit into shared memory
 PARTS = 16  # programs that share the queries which meet the same keys that stand by themselves
 
@@ -28,7 +29,7 @@ def block_softmax_triton(
 ) -> None:  # fmt: skip
     """`native.block_softmax.block_softmax`; arguments and results as there.
 
-    Products follow `torch.set_float32_matmul_precision`, as those of `causal_sums_triton`.
+    Products of float32 follow `torch.set_float32_matmul_precision`, as those of `causal_sums_triton`.
 
     Raises:
         OptionError: the heads are on a CPU, and Triton was not imported to interpret kernels there.
@@ -60,7 +61,7 @@ def block_softmax_backward_triton(
 ) -> None:  # fmt: skip
     """`native.block_softmax.block_softmax_backward`; arguments and results as there."""
     batch, heads, groups, length, _ = query.shape
-    weight_grad = (grad * out).sum(-1) - log_grad
+    weight_grad = (wide(grad) * out).sum(-1) - log_grad
     if before is not None:
         rows = slice(first * block_size, min((first + len(table)) * block_size, length))
         _reverse_before(before, before_log, d_before, d_before_log, grad, log, weight_grad, rows, begun)
@@ -109,7 +110,7 @@ def _reverse_before(before, before_log, d_before, d_before_log, grad, log, weigh
     begin, grad, log = before_log[..., old], grad[..., own, :], log[..., own]
     share = torch.where(begin > LOWEST / 2, (begin - log).exp(), 0.0)
     d_before[..., old, :] = share[..., None] * grad
-    d_before_log[..., old] = share * ((grad * before[..., old, :]).sum(-1) - weight_grad[..., own])
+    d_before_log[..., old] = share * ((wide(grad) * before[..., old, :]).sum(-1) - weight_grad[..., own])
 
 
 def meet(table: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
@@ -148,7 +149,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 def sizes_for(query: Tensor, value: Tensor) -> dict[str, Any]:
     """What kernels are compiled for."""
     keys, values = (max(16, triton.next_power_of_2(x.shape[-1])) for x in (query, value))
-    tile = WIDE_TILE if max(keys, values) > 128 else TILE
+    tile = (WIDE_TILE if max(keys, values) > 128 else TILE) * 4 // query.itemsize
     return {
         "KEY_SIZE": query.shape[-1], "VALUE_SIZE": value.shape[-1], "KEYS": keys, "VALUES": values, "ROWS": tile,
         "COLUMNS": tile, "PRECISION": precision(), "num_stages": 1,  # more do not fit into shared memory
@@ -157,8 +158,8 @@ def sizes_for(query: Tensor, value: Tensor) -> dict[str, Any]:
 
 def suits(*heads: Tensor) -> bool:
     """Whether there are kernels for such heads, which compiled graphs cannot see into."""
-    known = all(x.dtype == torch.float32 and x.shape[-1] <= LARGEST for x in heads)
-    return known and not torch.compiler.is_compiling()
+    known = all(x.dtype == heads[0].dtype and x.shape[-1] <= LARGEST for x in heads)
+    return known and heads[0].dtype in kinds() and not torch.compiler.is_compiling()
 
 
 TRITON_BLOCKS = BlockSoftmax(block_softmax_triton, block_softmax_backward_triton, suits)

@@ -4,6 +4,9 @@ A sequence is cut into segments of `SEGMENT` tokens. `write_states` walks throug
 each; `read_states` takes all of them at once, `ROWS` queries in a program: what the state says of the segments before,
 and the pairs inside the own one. What scales and decays make of keys, queries and states is worked out before, a
 number per token (`causal_sums.Scales`), so that here they are factors.
+
+Features and values in half precision are multiplied as they are, and what they are multiplied with is rounded to them,
+states to two numbers each, whose sums are not to lose digits; sums are float32.
 """
 
 from __future__ import annotations
@@ -60,10 +63,10 @@ def write_states(
             token = segment * SEGMENT + start + tl.arange(0, ROWS)
             keys = load_rows(key, key_token, token, length, features, KEY_SIZE, REVERSE)
             if SCALED:
-                keys *= tl.load(weight + sequence * num_segments * SEGMENT + token)[:, None]
+                keys = keys * tl.load(weight + sequence * num_segments * SEGMENT + token)[:, None]
             values = load_rows(value, value_token, token, length, columns, VALUE_SIZE, REVERSE)
-            kept = tl.dot(tl.trans(keys), values, kept, input_precision=PRECISION)
-            total += tl.sum(keys, 0)
+            kept = tl.dot(tl.trans(keys).to(values.dtype), values, kept, input_precision=PRECISION)
+            total += tl.sum(keys.to(tl.float32), 0)
     tl.store(state_after + given[:, None] + columns[None, :], kept, mask=inside)
     if NORMALISE and tl.program_id(2) == 0:
         tl.store(state_after + given + VALUE_SIZE, total, mask=features < KEY_SIZE)
@@ -82,10 +85,14 @@ def read_state(
         features = part + tl.arange(0, KEYS)
         queries = load_rows(query, query_token, row, length, features, KEY_SIZE, REVERSE)
         state = load_rows(states, VALUE_SIZE, features, KEY_SIZE, columns, VALUE_SIZE, False)
-        result = tl.dot(queries, state, result, input_precision=PRECISION)
+        rounded = state.to(queries.dtype)
+        result = tl.dot(queries, rounded, result, input_precision=PRECISION)
+        if queries.dtype != tl.float32:
+            left = (state - rounded.to(tl.float32)).to(queries.dtype)
+            result = tl.dot(queries, left, result, input_precision=PRECISION)
         if NORMALISE:
             total = tl.load(totals + features, mask=features < KEY_SIZE, other=0.0)
-            weight += tl.sum(queries * total[None, :], 1)
+            weight += tl.sum(queries.to(tl.float32) * total[None, :], 1)
     return result, weight
 
 
@@ -173,7 +180,7 @@ def read_states(
             scores *= tl.exp(tl.where(visible, power, HIDDEN))
         scores = tl.where(visible, scores, 0.0)
         values = load_rows(value, value_token, token, length, columns, VALUE_SIZE, REVERSE)
-        result = tl.dot(scores, values, result, input_precision=PRECISION)
+        result = tl.dot(scores.to(values.dtype), values, result, input_precision=PRECISION)
         weight += tl.sum(scores, 1)
     sums += batch * sums_batch + head * sums_head + group * sums_group
     numbers = query_head_index * length

@@ -14,7 +14,7 @@ from ...errors import OptionError
 from ..causal_sums import CausalSums
 from ..chunk_sums import LEAST_WEIGHT
 from ..exponential import LOWEST
-from ..native.library import operation
+from ..native.library import KINDS, operation
 from .causal_kernels import read_states, write_states
 
 SEGMENT, ROWS = 256, 64  # tokens that share a state, and queries or keys in a tile
@@ -100,6 +100,11 @@ def require_kernels(heads: Tensor) -> None:
         )
 
 
+def kinds() -> tuple[torch.dtype, ...]:
+    """Return the dtypes that kernels multiply; Triton's interpreter takes bfloat16 for integers."""
+    return (torch.float32, torch.float16) if triton.knobs.runtime.interpret else KINDS
+
+
 def launch(kernel: Any, grid: tuple[int, ...], heads: Tensor, *operands: Any, **sizes: Any) -> None:
     """Run a kernel on the GPU that has the heads, which need not be the current one."""
     with torch.cuda.device_of(heads):
@@ -121,8 +126,9 @@ def causal_sums_triton(
 
     starts: [B, N], where the sequence of each token starts, as they are read, if rows hold several; with log scales.
 
-    The states before all segments take B Hkv N / 256 K Dv numbers while it runs. Products follow
-    `torch.set_float32_matmul_precision`: three of TF32 each for "highest", else one.
+    The states before all segments take B Hkv N / 256 K Dv numbers while it runs. Products of float32 follow
+    `torch.set_float32_matmul_precision`: three of TF32 each for "highest", else one. Features, values and sums may be
+    of half precision, all alike.
 
     Raises:
         OptionError: the heads are on a CPU, and Triton was not imported to interpret kernels there.
@@ -133,7 +139,7 @@ def causal_sums_triton(
     if starts is not None:
         starts = torch.cat([starts, starts[:, -1:].expand(-1, num_segments * SEGMENT - length)], dim=1)
     if log_scale is not None or log_decay is not None:
-        zeros = key.new_zeros(key.shape[:3])
+        zeros = log_max.new_zeros(key.shape[:3])
         scale, decay = (zeros if x is None else x.flip(-1) if reverse else x for x in (log_scale, log_decay))
         scales = Scales.of(scale, decay, log_max, starts)
         top.copy_(scales.row_top(length, reverse)[:, :, None].expand_as(top))
@@ -143,8 +149,8 @@ def causal_sums_triton(
         log_max_after.copy_(log_max)
     if not normalise:
         factor.copy_(torch.ones_like(top) if row_scale is None else (row_scale + top).exp())
-    states = value.new_empty(batch, heads, num_segments, key_size, value.shape[-1])
-    totals = value.new_empty(batch, heads, num_segments, key_size)
+    states = log_max.new_empty(batch, heads, num_segments, key_size, value.shape[-1])
+    totals = log_max.new_empty(batch, heads, num_segments, key_size)
     unused = totals  # in the place of numbers that are not read
     sizes = {
         "KEY_SIZE": key_size, "VALUE_SIZE": value.shape[-1], "SEGMENT": SEGMENT, "ROWS": ROWS,
@@ -178,7 +184,7 @@ def packed_rows(sequence_ids: Tensor) -> tuple[Tensor]:
     return (torch.where(begins, steps, 0).cummax(1).values,)
 
 
-TRITON_SUMS = CausalSums(causal_sums_triton, packed_rows)
+TRITON_SUMS = CausalSums(causal_sums_triton, packed_rows, kinds)
 
 
 @register_flop_formula(torch.ops.hf_linattn.causal_sums_triton)

@@ -192,7 +192,7 @@ def test_its_products_are_counted(calls):
 
 # compiles the kernels, without a GPU, as they run on one, and says how much shared memory they take
 PROGRAM = """
-import json, torch, triton
+import itertools, json, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_linattn.ops.triton import block_kernels
@@ -200,12 +200,14 @@ from hf_linattn.ops.triton.block_softmax import sizes_for
 
 memory = {}
 kinds = {"table": "*i64", "met_by": "*i64", "met_from": "*i64", "scaling": "fp32"}
+HEADS = ("query", "key", "value", "out", "before", "shared_key", "shared_value", "grad", "d_query")
 flags = {"CAUSAL": True, "BEGINS": True, "BIASED": True}
 numbers = ("batch", "head", "group", "token", "row", "block", "part", "heads", "groups", "length", "first", "size",
            "width", "shared", "begun", "count", "blocks", "columns", "rows")
 for kernel in (block_kernels.attend_blocks, block_kernels.reverse_queries, block_kernels.reverse_keys):
-    for size in (128, 256):
-        heads = torch.empty(1, size)
+    for size, dtype in itertools.product((128, 256), (torch.float32, torch.bfloat16)):
+        heads = torch.empty(1, size, dtype=dtype)
+        kinds |= dict.fromkeys(HEADS, "*bf16" if dtype == torch.bfloat16 else "*fp32")
         sizes = {**sizes_for(heads, heads), **flags}
         options = {"num_stages": sizes.pop("num_stages")}
         sizes = {name: sizes[name] for name in kernel.arg_names if name in sizes}
@@ -215,7 +217,7 @@ for kernel in (block_kernels.attend_blocks, block_kernels.reverse_queries, block
         for capability in (80, 90):
             source = ASTSource(kernel, signature, constexprs=sizes)
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-            memory[f"{kernel.__name__} {size} {capability}"] = compiled.metadata.shared
+            memory[f"{kernel.__name__} {size} {dtype} {capability}"] = compiled.metadata.shared
 print(json.dumps(memory))
 """
 
@@ -225,4 +227,4 @@ def test_kernels_compile_for_gpus_and_fit_their_shared_memory():
     done = run(PROGRAM)
     assert done.returncode == 0, done.stderr
     memory = json.loads(done.stdout)
-    assert len(memory) == 12 and all(0 < size <= 99 * 1024 for size in memory.values()), memory
+    assert len(memory) == 24 and all(0 < size <= 99 * 1024 for size in memory.values()), memory

@@ -174,7 +174,7 @@ def test_its_products_are_counted():
 
 # compiles both kernels, without a GPU, as they run on one, and says how much shared memory they take
 PROGRAM = """
-import json, triton
+import itertools, json, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_linattn.ops.triton import causal_kernels, causal_sums
@@ -191,14 +191,15 @@ for kernel, tile, columns in (
     }
     sizes = {name: sizes[name] for name in kernel.arg_names if name in sizes}
     numbers = ("batch", "head", "group", "token", "heads", "groups", "length", "segments")
-    kinds = {"least_weight": "fp32", "starts": "*i32"}
-    def kind(name):
-        return kinds.get(name, "i32" if name.endswith(numbers) else "*fp32")
-    signature = {name: "constexpr" if name in sizes else kind(name) for name in kernel.arg_names}
-    for capability in (80, 90):
+    for precision, capability in itertools.product(("fp32", "bf16"), (80, 90)):
+        kinds = {"least_weight": "fp32", "starts": "*i32"}
+        kinds |= dict.fromkeys(("query", "key", "value", "sums"), f"*{precision}")
+        def kind(name):
+            return kinds.get(name, "i32" if name.endswith(numbers) else "*fp32")
+        signature = {name: "constexpr" if name in sizes else kind(name) for name in kernel.arg_names}
         source = ASTSource(kernel, signature, constexprs=sizes)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-        memory[f"{kernel.__name__} {capability}"] = compiled.metadata.shared
+        memory[f"{kernel.__name__} {precision} {capability}"] = compiled.metadata.shared
 print(json.dumps(memory))
 """
 
@@ -208,7 +209,7 @@ def test_kernels_compile_for_gpus_and_fit_their_shared_memory():
     done = run(PROGRAM)
     assert done.returncode == 0, done.stderr
     memory = json.loads(done.stdout)
-    assert len(memory) == 4 and all(0 < size <= 99 * 1024 for size in memory.values()), memory
+    assert len(memory) == 8 and all(0 < size <= 99 * 1024 for size in memory.values()), memory
 
 
 def test_on_a_cpu_without_the_interpreter_it_says_what_to_do():

@@ -1,0 +1,26 @@
+"""Heads in half precision: what reads them as they are sums up in float32, all else widens them first."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which states, logs and sums over x are kept: float32, or that of x if it is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def wide_number(x: Tensor) -> Tensor:
+    """Return a number in that dtype where x is: for others to be like."""
+    return x.new_empty((), dtype=wide_dtype(x))
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return x in at least float32, which it may be already."""
+    return x.to(wide_dtype(x))
+
+
+def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return all of them so."""
+    return tuple(wide(x) for x in tensors)

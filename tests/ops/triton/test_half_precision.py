@@ -1,0 +1,68 @@
+"""Heads in half precision on Triton's kernels against float64: in float16, as its interpreter has no bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_linattn.backends import use_backend
+from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.ops.triton import operations
+from hf_linattn.ops.triton.block_softmax import TRITON_BLOCKS
+from tests.ops.block_softmax import check_what_was_read_before
+from tests.ops.triton.cases import make_mechanism
+from tests.ops.triton.test_block_softmax import BOTH, LENGTH, calls, make_small  # noqa: F401 - calls is a fixture
+from tests.ops.triton.test_causal_sums import SUMS
+
+HALF = [(name, mode) for name, mode in BOTH if MECHANISMS.get(name).takes_half and name != "learned_sparse"]  # trained
+MAPS = [name for name in SUMS if MECHANISMS.get(name).takes_half]
+
+
+def compare(make, padded: bool, kind: torch.dtype, tolerance: float) -> None:
+    """Outputs, states and the gradients of heads and parameters, of rows that are whole or padded on either side."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, h, LENGTH, 8, generator=generator).to(kind) for h in (2, 1, 1)]
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    if padded:
+        mask[0, :9], mask[1, 30:] = False, False
+    weight = torch.randn(2, 2, LENGTH, 8, generator=generator).to(kind) * mask[:, None, :, None]
+    results = []
+    for backend, dtype in (("torch", torch.float64), ("triton", kind)):
+        mechanism = make().to(torch.promote_types(dtype, torch.float32))
+        use_backend(mechanism, backend)
+        heads = [x.to(dtype).requires_grad_() for x in given]
+        output, state = mechanism(*heads, mask)
+        assert output.dtype == dtype
+        wanted = [*heads, *mechanism.parameters()]
+        gradients = torch.autograd.grad((output * weight.to(dtype)).sum(), wanted, allow_unused=True)
+        kept = [x for x in state or () if x.is_floating_point()]
+        assert all(x.dtype == torch.promote_types(dtype, torch.float32) for x in kept)
+        results.append([output * mask[:, None, :, None], *kept, *(x for x in gradients if x is not None)])
+    for want, got in zip(*results, strict=True):
+        assert (got.double() - want).norm() < tolerance * want.norm().clamp(min=1.0)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("name", "mode"), HALF)
+def test_softmax_over_blocks(calls, name, mode, padded):  # noqa: F811
+    compare(lambda: make_small(name, mode == "causal"), padded, torch.float16, 2e-3)
+    assert calls or padded
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_sums_over_keys(small_tiles, monkeypatch, name, padded):
+    kinds, sums = [], operations.TRITON.causal_sums
+    counted = sums._replace(operation=lambda query, *rest: kinds.append(query.dtype) or sums.operation(query, *rest))
+    monkeypatch.setattr(operations, "TRITON", operations.TRITON._replace(causal_sums=counted))
+    compare(lambda: make_mechanism(name), padded, torch.float16, 2e-3)
+    assert kinds[0] == torch.float16 and torch.float32 in kinds  # forward, and back
+
+
+def test_what_was_read_before(small_tiles):
+    check_what_was_read_before(TRITON_BLOCKS, 2e-3, block_size=20, length=107, kind=torch.float16)
+
+
+@pytest.mark.parametrize("name", ["local", "hedgehog", "hybrid"])
+def test_bfloat16_is_widened_in_the_interpreter(small_tiles, name):
+    compare(lambda: make_small(name, causal=True), False, torch.bfloat16, 1e-2)
