@@ -28,11 +28,13 @@ SLAB_SIZE = 1024
 def set_backend(model: nn.Module, backend: str) -> None:
     """Choose how the mechanisms of a patched model work through long causal inputs; it is not saved with the model.
 
-    `"auto"`, the default, takes the fastest way that was installed: on a CPU in float32 the C of `ops.native` for what
-    it knows, if it was built (`hf-linattn env` says so), and PyTorch's own operations for everything else. It knows
-    `linear` with its feature maps, packed rows included, `hybrid`, causal `linformer`, `lsh` and the block-sparse
-    mechanisms, all with their backward passes, and in `eval()` mode without gradients patterns with parameters, too.
-    `"torch"` takes PyTorch's operations alone.
+    `"auto"`, the default, takes the fastest way that was installed: on a CPU the C of `ops.native` for what it knows,
+    if it was built (`hf-linattn env` says so), and PyTorch's own operations for everything else. It knows `linear`
+    with its feature maps, packed rows included, `hybrid`, causal `linformer`, `lsh` and the block-sparse mechanisms,
+    all with their backward passes, and in `eval()` mode without gradients patterns with parameters, too. All but
+    `lsh` read half precision as it is. Products of bfloat16 are made by the processor's matrix unit (AMX) if it has
+    one, and so are those of float32 after `torch.set_float32_matmul_precision("medium")`. `"torch"` takes PyTorch's
+    operations alone, in float32.
 
     `"compile"` compiles (with the C++ compiler that `torch.compile` needs, half a minute at first) what `linear`, its
     feature maps and `hybrid` do with 1,024 tokens, for inputs of 2,048 and more: for devices and machines without the
@@ -42,8 +44,9 @@ def set_backend(model: nn.Module, backend: str) -> None:
     `"triton"` is for GPUs. `linear` with all its feature maps, and what is built on it, has its sums over keys made by
     Triton, forward and back, where they are causal or weights decay; features are made by PyTorch, for the whole
     input. The block-sparse mechanisms, causal `linformer` and the window of `hybrid` have their softmax over blocks
-    made by it, forward and back, unless the pattern itself needs gradients; nothing is copied together first. In
-    PyTorch's default `float32_matmul_precision` a product is made of three of TF32. Single tokens and what continues a
+    made by it, forward and back, unless the pattern itself needs gradients; nothing is copied together first. Half
+    precision is read as it is, but for the gradients of sums over keys. In PyTorch's default
+    `float32_matmul_precision` a product of float32 is made of three of TF32. Single tokens and what continues a
     state take the same way as with `"auto"`, and so do bidirectional layers of `linear` without decay and of
     `linformer`, which are large products. On a CPU it runs in Triton's interpreter, `TRITON_INTERPRET=1`, which is for
     tests.

@@ -15,7 +15,7 @@ from ..errors import UnsupportedModeError
 from ..offloading import loaded
 from ..ops import naive
 from ..ops.operations import NOTHING
-from ..ops.precision import wide_dtype
+from ..ops.precision import admitted
 from ..ops.sequences import find_sequences, from_the_left
 from ..registry import Registry
 from ..rotation import Rotation
@@ -171,10 +171,8 @@ class Mechanism(nn.Module):
             state: what an earlier call returned, if this one continues it.
         """
         self.count_call()
-        alike = query.dtype == key.dtype == value.dtype and not self.layer.cross
-        compute = query.dtype if self.takes_half and alike else wide_dtype(query)
         with loaded(self), torch.autocast(query.device.type, enabled=False):
-            query, key, wide_value = (x.to(compute) for x in (query, key, value))
+            query, key, wide_value = admitted(self.takes_half and not self.layer.cross, query, key, value)
             if self.layer.cross:
                 state = self.cross_state(key, wide_value, key_padding_mask) if state is None else state
                 output, state = self.cross_attention(query, state)
@@ -186,8 +184,7 @@ class Mechanism(nn.Module):
             if earlier:  # keys that came without their queries, as from a prefix or another model's cache
                 query = torch.cat([query.new_zeros(*query.shape[:2], earlier, query.shape[3]), query], dim=2)
             heads = (query, key, wide_value, key_padding_mask, sequence_ids, state)
-            read = self.causal_reader
-            output, state = self.causal_attention(*heads) if read is None else read(self, *heads)
+            output, state = self.causal_reader(self, *heads) if self.causal_reader else self.causal_attention(*heads)
             return output[:, :, earlier:].to(value.dtype), state
 
     def causal_attention(
@@ -366,8 +363,7 @@ def merge_rows(states: list[tuple[Tensor, Any]]) -> Any:
     for parts in zip(*(state for _, state in states), strict=True):
         if parts[0].dim() > 2:
             longest = max(part.shape[2] for part in parts)
-            missing = [(0, 0) * (part.dim() - 3) + (0, longest - part.shape[2]) for part in parts]
-            parts = tuple(nn.functional.pad(part, pad) for part, pad in zip(parts, missing, strict=True))
+            parts = tuple(nn.functional.pad(x, (0, 0) * (x.dim() - 3) + (0, longest - x.shape[2])) for x in parts)
         merged.append(torch.cat(parts)[order])
     return type(states[0][1])(*merged)
 

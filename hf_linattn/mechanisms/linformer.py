@@ -13,6 +13,7 @@ from ..config import require, require_known
 from ..ops import naive
 from ..ops.bounded_memory import MemoryState, bounded_memory_attention, segment_size
 from ..ops.pooled_blocks import pooled_block_attention
+from ..ops.precision import wide_number, widened
 from ..ops.segments import segment_sums, slot_attention
 from .base import AttentionLayer, ExactnessLimit, Mechanism, SequenceMechanism, register_mechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
@@ -91,6 +92,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     config_class: ClassVar[type[SoftmaxTypeConfig]] = LinformerConfig
     modes = frozenset({"causal", "bidirectional", "cross"})
+    takes_half = True
     backends = ("auto", "torch", "triton")
     limit = ExactnessLimit("softmax attention with num_slots >= n", equal=lambda length: {"num_slots": length})
     citation = "Wang et al. 2020, Linformer, arXiv 2006.04768; causal: Peng et al. 2021, ABC, arXiv 2110.02488"
@@ -147,13 +149,14 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             use_native=self.backend != "torch",
             training=self.training,
             keep_state=self.keeps_state,
-            sink=self.log_sink(query),
+            sink=self.log_sink(wide_number(query)),
             blocks=self.operations.block_softmax,
         )
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
-        sink = self.log_sink(query)
+        sink = self.log_sink(wide_number(query))
         if self.in_blocks:
+            query, key, value = widened(query, key, value)
             return pooled_block_attention(
                 query, key, value, self.log_weights, num_slots=self.config.num_slots,
                 block_size=self.config.block_size, scaling=self.layer.scaling, lengths=lengths, sink=sink,
@@ -176,7 +179,8 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         short = (counts.sum(1) <= slots)[:, None, None, None]  # E is the identity, which is what segments come to
         some_short = lengths is not None or key.shape[2] <= slots
         means = []
-        for x, projection in zip(sums, self.projections(key), strict=True):
+        projections = self.projections(wide_number(key))
+        for x, projection in zip(widened(*sums), projections, strict=True):
             total = _project(projection, x)
             if some_short:
                 total = torch.where(short, x.unflatten(2, (slots, columns)).sum(3), total)

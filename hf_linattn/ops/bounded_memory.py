@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from .block_softmax import BlockSoftmax
 from .exponential import LOWEST
 from .memory_blocks import Pooled, find_operation, whole_rows
+from .precision import wide, widened
 from .sink import softmax_beside
 from .source import Source
 from .summaries import Summary, find_runs, open_segments, pool, segment_size
@@ -86,15 +87,17 @@ def bounded_memory_attention(
         output [B, H, N, Dv], the state. Time O(N (k + C) (D + Dv)).
     """
     if state is not None:
+        query, key, value = widened(query, key, value)
         return _continue(query, key, value, writer, num_slots, block_size, scaling, lengths, state, sink)
     inference = not training and not torch.is_grad_enabled()
     blocks = find_operation(blocks, (query, key, value), num_slots, block_size, use_native, inference)
     if blocks is not None:
         of_key, of_value = Source(key), Source(value)
-        sources = [of_key, of_value, *(Source(x) for x in writer(of_key.whole))]
+        sources = [of_key, of_value, *(Source(x) for x in writer(wide(of_key.whole)))]
         tokens = Summary(*(source.whole for source in sources))
         output, pooled = whole_rows(blocks, query, tokens, sources, num_slots, block_size, scaling, sink)
     else:
+        query, key, value = widened(query, key, value)
         tokens, pooled = Summary(key, value, *writer(key)), None
         output = _whole_rows(query, tokens, num_slots, block_size, scaling, sink)
     return output, _state_after(tokens, lengths, num_slots, block_size, pooled) if keep_state else None
@@ -222,7 +225,7 @@ def _state_after(
         lengths = torch.full((batch,), length, device=device)
     else:
         ends = [end // block_size * block_size for end in lengths.tolist()]
-        slots = tokens.map(lambda x: x[:, :, :0]).padded(num_slots)
+        slots = tokens.map(lambda x: wide(x[:, :, :0])).padded(num_slots)
         for unit in sorted({segment_size(end, num_slots) for end in ends}):
             chosen = [row for row, end in enumerate(ends) if segment_size(end, num_slots) == unit]
             rows = torch.tensor(chosen, device=device)
@@ -230,7 +233,7 @@ def _state_after(
             part = _completed(own, [ends[row] for row in chosen], num_slots, pooled is not None and pooled.natively)
             slots = Summary(*(x.index_copy(0, rows, y) for x, y in zip(slots, part, strict=True)))
     start = lengths // block_size * block_size
-    key, value = (_from(x, start, lengths, block_size) for x in tokens[:2])
+    key, value = (wide(_from(x, start, lengths, block_size)) for x in tokens[:2])
     return MemoryState(*slots, key, value, lengths.to(torch.int64))
 
 

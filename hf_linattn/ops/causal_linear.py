@@ -74,24 +74,19 @@ def causal_linear_attention(
         log_decay: [B, Hkv, N], at most 0: log of what all earlier keys lose when this token comes; 0 where masked.
         use_native: whether `native` may do it where it can, in chunks of its own size.
         training: whether a call without gradients must give the same bits as one with them, which may recompute it.
-        causal_sums: forms the sums instead, of all tokens at once: Triton's, in float32.
+        causal_sums: forms the sums instead, of all tokens at once: Triton's.
 
     Returns:
         output [B, H, N, Dv]; the state, which belongs to the last packed sequence. Time O(N (F + chunk_size) Dv).
     """
-    reads = use_native and causal_sums is None and key.shape[2] > 1 and can_read(query, key)
-    maps = native_maps(query_map, key_map) if reads else []
+    if key.shape[2] == 1:
+        query, key, value = widened(query, key, value)
+        how = use_native and not training
+        return _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay, how)
+    maps = native_maps(query_map, key_map) if use_native and causal_sums is None and can_read(query, key) else []
     if not maps:
         query, key = widened(query, key)
-    value = value if maps or (key.shape[2] > 1 and _works(causal_sums, key)) else wide(value)
-    if key.shape[2] == 1:
-        inference = use_native and not training and not torch.is_grad_enabled() and suits(query, key)
-        maps = native_maps(query_map, key_map) if inference else []
-        if maps:
-            query = query.unflatten(1, (key.shape[1], -1))
-            attended, after = step_attention(query, key, value, maps, key_padding_mask, log_decay, state)
-            return attended.flatten(1, 2), after
-        return _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
+        value = value if _works(causal_sums, key) else wide(value)
     heads = (query, key, value, query_map, key_map, key_padding_mask, sequence_ids, state, log_decay)
     if maps:
         return _mapped(maps, *heads)
@@ -307,8 +302,12 @@ def _two_way_by_operation(
     return output.flatten(1, 2)
 
 
-def _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay):
+def _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay, use_native):
     """One token of each row, as in decoding: it is taken into the state, and the state is read."""
+    if use_native and not torch.is_grad_enabled() and suits(query, key) and (maps := native_maps(query_map, key_map)):
+        query = query.unflatten(1, (key.shape[1], -1))
+        attended, after = step_attention(query, key, value, maps, key_padding_mask, log_decay, state)
+        return attended.flatten(1, 2), after
     if state is not None and log_decay is not None:
         state = state._replace(log_max=state.log_max + log_decay[:, :, 0])
     query = query.unflatten(1, (key.shape[1], -1))

@@ -16,6 +16,7 @@ from torch import Tensor
 from .block_softmax import BlockSoftmax, Keys, attend_blocks, continue_blocks
 from .exponential import LOWEST
 from .native.block_softmax import NATIVE_BLOCKS
+from .precision import wide, wide_number
 from .sink import attenuate
 from .source import Source
 from .summaries import Summary, find_runs, open_segments, pool, segment_size
@@ -67,9 +68,10 @@ def whole_rows(
         more = Summary(*(source.narrow(2, start, end - start) for source in sources))
         slots = pool(slots, unit // before, use_native=natively)
         slots, before = slots.joined(pool(more, unit, use_native=natively)), unit
-        bias = query.new_full((len(blocks), most), math.log(unit))
+        bias = wide_number(query).new_full((len(blocks), most), math.log(unit))
         bias.masked_fill_(arange(most) >= full[:, None], LOWEST)
-        part = Keys(first, blocks[:, None, None], bias[:, None, None], (slots.key, slots.value))
+        shared = slots.key.to(query.dtype), slots.value.to(query.dtype)
+        part = Keys(first, blocks[:, None, None], bias[:, None, None], shared)
         if unit > block_size:
             opened.append((part, (first, last, unit)))
         else:
@@ -97,7 +99,7 @@ def _begin(
     block = place // size - first
     output[:, :, :, start:end] = value[:, :, None, block]
     count = place // size * size % unit
-    weight = count.clamp(min=1).to(query.dtype).log().masked_fill(count == 0, LOWEST)
-    log = query.new_full(query.shape[:4], LOWEST)
-    log[..., place] = (query[:, :, :, place] * key[:, :, None, block]).sum(-1) * scaling + weight
+    weight = count.clamp(min=1).to(key.dtype).log().masked_fill(count == 0, LOWEST)
+    log = key.new_full(query.shape[:4], LOWEST)
+    log[..., place] = (wide(query[:, :, :, place]) * key[:, :, None, block]).sum(-1) * scaling + weight
     return slice(start, end), log

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from .exponential import LOWEST
 from .native.segment_means import segment_means
+from .precision import wide
 
 
 class Summary(NamedTuple):
@@ -62,7 +63,8 @@ def find_runs(count: int, size: int, num_slots: int) -> Iterator[tuple[int, int,
 
 
 def pool(tokens: Summary, size: int, use_native: bool = False) -> Summary:
-    """Sum up every `size` tokens; `use_native`: [B, Hkv, N, .] of float32 on a CPU."""
+    """Sum up every `size` tokens, in at least float32; `use_native`: [B, Hkv, N, .] on a CPU, which the C can read."""
+    tokens = tokens.map(wide)
     if use_native:
         (key, key_total), (value, value_total) = map(segment_means, tokens[:2], tokens[2:], (size, size))
         return Summary(key, value, key_total, value_total)

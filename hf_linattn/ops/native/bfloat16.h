@@ -221,7 +221,8 @@ multiply(float *out, int64_t out_row, struct tiles left, struct tiles right, int
 #define NEVER(result, name, ...) static inline result name(__VA_ARGS__) { __builtin_unreachable(); }
 
 /* has_matrix_unit says so */
-NEVER(struct tiles, put_right_part, float *to, const float *from, int64_t step, int64_t steps, int64_t columns, int left)
+NEVER(struct tiles, put_right_part, float *to, const float *from, int64_t step, int64_t steps, int64_t columns,
+      int left)
 NEVER(struct tiles, put_right, float *to, const float *from, int64_t step, int64_t steps, int64_t columns)
 NEVER(struct tiles, put_right_halves, float *to, const uint16_t *from, int64_t step, int64_t steps, int64_t columns)
 NEVER(struct tiles, put_left, float *to, const float *from, int64_t row, int64_t rows, int64_t steps)

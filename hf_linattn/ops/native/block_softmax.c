@@ -67,8 +67,8 @@ static void read_keys(void *work, const struct keys *read)
         values = (struct rows){row_of(value, w->batch, w->head, 0, read->at), value->token, value->kind};
     else
         pack(s->value, read->count, value, w->batch, w->head, 0, read->at, read->count, p->value_size, s->values);
-    const int all = show(s->scores, read->bias, p->bias.token, w->rows, read->count, read->ahead);
-    read_piece(s, keys, values, read->count, all);
+    const enum shown shown = show(s->scores, read->bias, p->bias.token, w->rows, read->count, read->ahead);
+    read_piece(s, keys, values, read->count, shown);
 }
 
 /* One query block of one head. */

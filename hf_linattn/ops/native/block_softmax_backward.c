@@ -38,7 +38,7 @@ static void read_keys(void *work, const struct keys *met)
         fetch_row(d_key, w->batch, w->head, 0, met->at + j, p->key_size);
         fetch_row(d_value, w->batch, w->head, 0, met->at + j, p->value_size);
     }
-    const int all = show(s->weights, met->bias, p->bias.token, w->rows, met->count, met->ahead);
+    const enum shown shown = show(s->weights, met->bias, p->bias.token, w->rows, met->count, met->ahead);
     /* whole tiles are read and added to where they lie; rows that are far apart displace each other */
     const int whole = met->count == PIECE && p->key_size == s->keys && p->value_size == s->values;
     if (!whole || key->kind || key->token != s->keys)
@@ -50,11 +50,12 @@ static void read_keys(void *work, const struct keys *met)
     else
         values = place(value, w->batch, w->head, 0, met->at);
     if (whole) {
-        read_pairs(s, &(struct met){keys, values, d_keys, d_values, d_key->token, d_value->token}, PIECE, w->rows, all);
+        const struct met in_place = {keys, values, d_keys, d_values, d_key->token, d_value->token};
+        read_pairs(s, &in_place, PIECE, w->rows, shown);
         return;
     }
     const struct met copies = meet_copies(s);
-    if (!read_pairs(s, &copies, met->count, w->rows, all))
+    if (!read_pairs(s, &copies, met->count, w->rows, shown))
         return;
     for (int64_t j = 0; j < met->count; j++) {
         add_scaled(d_keys + j * d_key->token, 1.0f, s->d_key + j * s->keys, p->key_size);

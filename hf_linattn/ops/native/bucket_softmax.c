@@ -66,7 +66,8 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
         const int64_t left = round_up(count, TILE_ROWS) - count; /* in the last tile, of whatever is in the memory */
         memset(s->rows + count * s->keys, 0, left * s->keys * sizeof(float));
         hide_keys(s->scores, l, p, round, member, at, count);
-        read_piece(s, (struct rows){s->rows, s->keys, FLOAT32}, (struct rows){s->value, s->values, FLOAT32}, count, 0);
+        const struct rows keys = {s->rows, s->keys, FLOAT32}, values = {s->value, s->values, FLOAT32};
+        read_piece(s, keys, values, count, SOME);
     }
     for (int64_t i = 0; i < rows; i++) {
         memcpy(place(&p->out, w->batch, w->head, w->group, queries[i]), s->out + i * s->values,

@@ -58,7 +58,7 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
         }
         hide_keys(s->weights, l, p, round, member, at, count);
         const struct met met = meet_copies(s);
-        if (!read_pairs(s, &met, count, rows, 0))
+        if (!read_pairs(s, &met, count, rows, SOME))
             continue;
         for (int64_t j = 0; j < count; j++) {
             add_scaled(place(&p->d_key, w->batch, w->head, 0, member[at + j]), 1.0f, s->d_key + j * s->keys,
@@ -91,6 +91,6 @@ int bucket_softmax_backward(const struct problem *p)
 {
     struct pairs pairs;
     struct lists l;
-    const int64_t size = arrange_pairs(&pairs, p->key_size, p->value_size, p->bfloat16, NULL) + arrange_lists(&l, p, NULL);
-    return run_tasks(read_task, p, p->batches * p->heads, p->threads, size);
+    const int64_t size = arrange_pairs(&pairs, p->key_size, p->value_size, p->bfloat16, NULL);
+    return run_tasks(read_task, p, p->batches * p->heads, p->threads, size + arrange_lists(&l, p, NULL));
 }

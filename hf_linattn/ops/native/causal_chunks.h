@@ -20,7 +20,7 @@ struct ahead {
 /* All that belongs to one chunk of one head. */
 struct scratch {
     float *input, *query, *key, *turned, *value, *weighted, *scores, *out, *state, *turned_state, *weights, *spare;
-    /* turned_state: in the backward pass; weights: the last column of a normalised state; spare: for one row of features */
+    /* turned_state: in the backward pass; weights: the last column of a normalised state; spare: a row of features */
     float scale[CHUNK], query_scale[CHUNK], exponent[CHUNK], passed[CHUNK], top[CHUNK], kept[CHUNK], weight[CHUNK];
     int64_t chunk;                /* tokens read at a time: fewer where there are no more */
     int64_t inputs, keys, values; /* sizes, padded */

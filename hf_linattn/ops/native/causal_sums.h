@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "lanes.h"
+#include "operands.h"
 
 /* A feature map of x: an activation of z = x weight + bias, or of x itself where there is no weight. */
 typedef struct {

@@ -30,7 +30,7 @@ static void load_queries(struct work *w, const struct backward *p, int64_t batch
         w->own_log[i] = p->d_log.data && factor > 0.0f ? *place(&p->d_log, batch, head, group, at + i) : 0.0f;
         float *grad = w->grad + i * s->values;
         for (int64_t column = 0; column < s->values; column += LANES) {
-            const lanes scaled = factor * load(grad + column); /* rounded here, so that h is that of what is multiplied */
+            const lanes scaled = factor * load(grad + column); /* rounded here: h is that of what is multiplied */
             store(grad + column, s->rounded.left ? rounded_lanes(scaled) : scaled);
         }
         w->slope[i] = factor * w->own_log[i] - dot(grad, sums, f->value_size);

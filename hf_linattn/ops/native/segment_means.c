@@ -9,7 +9,7 @@
 
 #include <math.h>
 
-#include "lanes.h"
+#include "operands.h"
 
 #define ROWS_AHEAD 16 /* rows that memory is asked for before they are read */
 
@@ -37,7 +37,7 @@ static void read_task(const void *problem, float *memory, int64_t task)
     memset(mean, 0, p->row_size * sizeof(float));
     for (int64_t j = 0; j < size; j++) {
         const float *row = place(&p->row, batch, head, 0, first + j), share = memory[j] / sum;
-        fetch_row(&p->row, batch, head, 0, first + j + ROWS_AHEAD, p->row_size); /* past the end, too: it costs nothing */
+        fetch_row(&p->row, batch, head, 0, first + j + ROWS_AHEAD, p->row_size); /* past the end, too: that is free */
         for (int64_t column = 0; column < p->row_size; column++)
             mean[column] += share * row[column];
     }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "bfloat16.h"
+#include "operands.h"
 
 #define PIECE 64                /* queries, and keys, that are multiplied at a time */
 #define GROUPS (PIECE / LANES) /* of queries */
@@ -53,6 +54,9 @@ struct seen {
     int64_t first[GROUPS], last[GROUPS], start, end;
 };
 
+/* Which pairs of a piece are seen: some; all, with nothing added to their scores; all, with what these begin with. */
+enum shown { SOME, ALL_PLAIN, ALL_BEGUN };
+
 /* Whether nothing is added to any score of PIECE queries and as many keys, as in the middle of a window. */
 static int is_zero(const float *bias, int64_t bias_step)
 {
@@ -67,20 +71,21 @@ static int is_zero(const float *bias, int64_t bias_step)
 }
 
 /* Begin the scores of `count` keys with the bias of each of `rows` queries, in rows of `bias_step` numbers, or one row
- * for all. Without a bias query i sees the first `ahead` + i + 1 of them. If all see all it returns 1, and begins
- * nothing. */
-static int show(float *scores, const float *bias, int64_t bias_step, int64_t rows, int64_t count, int64_t ahead)
+ * for all. Without a bias query i sees the first `ahead` + i + 1 of them. Where nothing is added it begins nothing. */
+static enum shown show(float *scores, const float *bias, int64_t bias_step, int64_t rows, int64_t count, int64_t ahead)
 {
     if (!bias && count == PIECE && ahead >= PIECE - 1)
-        return 1;
+        return ALL_PLAIN;
     if (bias && bias_step && rows == PIECE && count == PIECE) {
         if (is_zero(bias, bias_step))
-            return 1;
+            return ALL_PLAIN;
         turn(scores, PIECE, bias, bias_step, PIECE, PIECE);
-        return 0;
+        return SOME;
     }
+    int all = bias && !bias_step;
     for (int64_t j = 0; j < PIECE; j++) {
         const float there = j >= count ? LOWEST : bias && !bias_step ? bias[j] : 0.0f;
+        all = all && there > LOWEST / 2;
         for (int64_t i = 0; i < PIECE; i += LANES)
             store(scores + j * PIECE + i, (lanes){0} + there);
     }
@@ -90,12 +95,13 @@ static int show(float *scores, const float *bias, int64_t bias_step, int64_t row
     for (int64_t j = 0; bias && bias_step && j < count; j++)
         for (int64_t i = 0; i < rows; i++)
             scores[j * PIECE + i] = bias[i * bias_step + j];
-    return 0;
+    return all ? ALL_BEGUN : SOME;
 }
 
-/* Find which keys are seen with the bias that scores begin with; `all` of them, or find out. */
-static struct seen find_seen(const float *scores, int all)
+/* Find which keys are seen with the bias that scores begin with. */
+static struct seen find_seen(const float *scores, enum shown shown)
 {
+    const int all = shown != SOME;
     struct seen found = {.start = all ? 0 : PIECE, .end = all ? PIECE : 0};
     for (int64_t group = 0; group < GROUPS; group++) {
         found.first[group] = found.start;
@@ -176,7 +182,8 @@ static inline __attribute__((always_inline)) void weigh(struct scratch *s, const
 static inline void round_scores(const struct rounded *rounded, float *out, const struct rows *key, struct tiles turned,
                                 int64_t size, int adds)
 {
-    const struct tiles keys = key->kind ? tiles_of_rows(key) : put_left(rounded->left, key->data, key->row, PIECE, size);
+    const struct tiles keys =
+        key->kind ? tiles_of_rows(key) : put_left(rounded->left, key->data, key->row, PIECE, size);
     multiply(out, PIECE, keys, turned, PIECE, PIECE, size, adds);
 }
 
@@ -192,21 +199,22 @@ static void add_rounded_values(struct scratch *s, const struct seen *seen, const
     multiply(s->out, s->values, weights, values, PIECE, s->values, keys, 1);
 }
 
-/* Take in `count` keys, whose rows are there in whole tiles, and their values, with what scores begin with: `all` of
- * them seen, or as `show` left it. What is not float32 has whole blocks of numbers, and is for rounded products. */
-static void read_piece(struct scratch *s, struct rows keys, struct rows values, int64_t count, int all)
+/* Take in `count` keys, whose rows are there in whole tiles, and their values, with scores that begin as `show` left
+ * them. What is not float32 has whole blocks of numbers, and is for rounded products. */
+static void read_piece(struct scratch *s, struct rows keys, struct rows values, int64_t count, enum shown shown)
 {
-    const struct seen seen = find_seen(s->scores, all);
+    const struct seen seen = find_seen(s->scores, shown);
+    const int adds = shown != ALL_PLAIN;
     if (seen.start >= seen.end)
         return;
     if (s->rounded.left) {
-        round_scores(&s->rounded, s->scores, &keys, s->turned, s->key_size, !all);
+        round_scores(&s->rounded, s->scores, &keys, s->turned, s->key_size, adds);
         weigh(s, &seen, 1);
         add_rounded_values(s, &seen, &values, smaller(seen.end, count));
         return;
     }
     const float *value = values.data;
-    make_scores(s->scores, &seen, keys.data, keys.row, s->query, s->key_size, !all);
+    make_scores(s->scores, &seen, keys.data, keys.row, s->query, s->key_size, adds);
     weigh(s, &seen, 0);
     for (int64_t i = 0; i < PIECE; i += TILE_ROWS) {
         const int64_t first = seen.first[i / LANES], last = smaller(seen.last[i / LANES], count);

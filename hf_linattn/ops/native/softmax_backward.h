@@ -115,20 +115,21 @@ static inline __attribute__((always_inline)) void weigh_pairs(struct pairs *w, c
 
 /* Go through the pairs of `rows` queries with `count` keys, with what weights begin with as scores do in `read_piece`;
  * returns whether there are any. */
-static int read_pairs(struct pairs *w, const struct met *met, int64_t count, int64_t rows, int all)
+static int read_pairs(struct pairs *w, const struct met *met, int64_t count, int64_t rows, enum shown shown)
 {
-    const struct seen seen = find_seen(w->weights, all);
+    const struct seen seen = find_seen(w->weights, shown);
+    const int adds = shown != ALL_PLAIN, some = shown == SOME;
     if (seen.start >= seen.end)
         return 0;
-    if (!all)
+    if (some)
         memset(w->slopes, 0, PIECE * PIECE * sizeof(float));
     if (w->rounded.left) {
         const struct rows key = {met->key, w->keys, FLOAT32}, value = {met->value, w->values, FLOAT32};
-        round_scores(&w->rounded, w->weights, &key, w->turned_query_tiles, w->key_size, !all);
+        round_scores(&w->rounded, w->weights, &key, w->turned_query_tiles, w->key_size, adds);
         round_scores(&w->rounded, w->slopes, &value, w->turned_grad_tiles, w->value_size, 0);
     } else {
-        make_scores(w->weights, &seen, met->key, w->keys, w->turned_query, w->key_size, !all);
-        make_scores(w->slopes, &seen, met->value, w->values, w->turned_grad, w->value_size, !all);
+        make_scores(w->weights, &seen, met->key, w->keys, w->turned_query, w->key_size, adds);
+        make_scores(w->slopes, &seen, met->value, w->values, w->turned_grad, w->value_size, some);
     }
     if (w->rounded.left)
         weigh_pairs(w, &seen, 1);
