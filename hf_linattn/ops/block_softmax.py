@@ -96,7 +96,7 @@ def attend_blocks(
     output, log, first = before or (None, None, 0)
     output = None if output is None else dense_rows(output)
     gradients = [source.gradient for source in sources] or [None] * 3
-    what = blocks, known, block_size, scaling, causal, first
+    what = blocks, known, block_size, scaling, causal, first, torch.is_grad_enabled()
     return _AttendBlocks.apply(what, gradients, output, log, *heads)
 
 
@@ -137,8 +137,10 @@ class _AttendBlocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, what, gradients, before, before_log, query, key, value, *shared):
-        blocks, known, block_size, scaling, causal, begun = what
-        output, log = empty_output(query, value), query.new_empty(query.shape[:4], dtype=wide_dtype(query))
+        blocks, known, block_size, scaling, causal, begun, exact = what
+        # differences to the output are gradients, for which half precision has too few digits
+        output = empty_output(query, value, exact)
+        log = query.new_empty(query.shape[:4], dtype=wide_dtype(query))
         for (first, table, bias, _), *alone in _with_shared(known, (key, value), shared):
             blocks.forward(
                 query, key, value, output, log, before, before_log, begun, *alone[0], bias, table, first, block_size,
@@ -146,13 +148,13 @@ class _AttendBlocks(torch.autograd.Function):
             )  # fmt: skip
         ctx.save_for_backward(query, key, value, output, log, before, before_log, *shared)
         ctx.what, ctx.gradients = what, gradients
-        return output, log
+        return output.to(value.dtype), log
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, log_grad):
         query, key, value, output, log, before, before_log, *shared = ctx.saved_tensors
-        blocks, known, block_size, scaling, causal, begun = ctx.what
+        blocks, known, block_size, scaling, causal, begun, _ = ctx.what
         grad = dense_rows(grad)
         d_query, (d_key, d_value) = empty_like(query), map(zeros_like, (key, value))
         d_shared, d_before = [zeros_like(x) for x in shared], (None, None)

@@ -145,11 +145,13 @@ class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, causal_sums, sequence_ids, query, key, value, log_scale, log_decay, kv, log_max):
         heads = (query, key, value, log_scale, log_decay, kv, log_max)
-        output, *after, factor, top = read(causal_sums.operation, heads, rest=causal_sums.packing(sequence_ids))
+        sums = empty_output(query, value, exact=True)  # differences to it are gradients
+        packing = causal_sums.packing(sequence_ids)
+        output, *after, factor, top = read(causal_sums.operation, heads, sums=sums, rest=packing)
         ctx.save_for_backward(query, key, value, log_scale, log_decay, kv, log_max, output, *after, factor, top)
         ctx.causal_sums, ctx.sequence_ids = causal_sums, sequence_ids
         ctx.mark_non_differentiable(after[1])
-        return output, log_weight(factor, top), *after
+        return output.to(value.dtype), log_weight(factor, top), *after
 
     @staticmethod
     @once_differentiable
@@ -158,7 +160,7 @@ class _CausalAttention(torch.autograd.Function):
             ctx.saved_tensors
         )
         # what cancels in these sums, half precision does not have
-        query, key, value, output, d_output = widened(query, key, value, output, d_output)
+        query, key, value, d_output = widened(query, key, value, d_output)
         weight_grad = d_log[..., None] - (d_output * output).sum(-1, keepdim=True)
         grad = torch.cat([d_output, weight_grad], dim=-1).mul_(factor[..., None])
         value = F.pad(value, (0, 1), value=1.0)

@@ -136,6 +136,13 @@ static inline void add_later(struct scratch *s, float *out, const float *scores,
                    columns, TILE_ROWS, columns, s->chunk - row, 1);
 }
 
+/* Round what will be a factor of rounded products already where it is added up, too: the sums cancel in gradients. */
+static inline void round_factor(const struct scratch *s, float *numbers, int64_t count)
+{
+    for (int64_t number = 0; s->rounded.left && number < count; number += LANES)
+        store(numbers + number, rounded_lanes(load(numbers + number)));
+}
+
 /* Features [chunk, keys] of `count` tokens from `x`; log scales, where wanted, are added to `scale`. */
 static void load_features(float *to, struct scratch *s, const struct problem *p, const operand *x,
                           const feature_map *map, float *scale, int64_t batch, int64_t head, int64_t group, int64_t at,
@@ -143,6 +150,7 @@ static void load_features(float *to, struct scratch *s, const struct problem *p,
 {
     if (p->activation == GIVEN) {
         pack(to, s->chunk, x, batch, head, group, at, count, p->key_size, s->keys);
+        round_factor(s, to, count * s->keys);
         return;
     }
     if (map->weight.data) {
@@ -165,6 +173,7 @@ static void load_features(float *to, struct scratch *s, const struct problem *p,
             scale[row] += top + p->quadratic * sum_of(squares) + p->offset;
         }
     }
+    round_factor(s, to, count * s->keys);
     memset(to + count * s->keys, 0, (s->chunk - count) * s->keys * sizeof(float));
 }
 
@@ -222,5 +231,6 @@ static void form_pairs(float *scores, struct scratch *s, const float *rows, int6
             for (int64_t j = 0; j <= i; j += LANES)
                 store(own + j, load(own + j) * exp_of(load(s->exponent + j) - s->top[i]));
         memset(own + i + 1, 0, (s->chunk - 1 - i) * sizeof(float));
+        round_factor(s, own, s->chunk);
     }
 }

@@ -20,7 +20,7 @@ from ..chunk_sums import CHUNK_SIZE, LinearState
 from ..sequences import Packed
 from .causal_sums import OPERANDS, NativeMap, Problem, causal_sums, describe, map_operands
 from .library import Operand, call, dense_rows, operation
-from .memory import empty_like
+from .memory import empty_like, empty_output
 
 GRADIENTS = ("d_sums", "d_log", "d_query", "d_key", "d_value", "d_scale")
 GROUPED_GRADIENTS = {"d_sums", "d_log", "d_query"}
@@ -175,12 +175,13 @@ class _MappedAttention(torch.autograd.Function):
     def forward(ctx, query, key, value, log_decay, kv, log_max, *rest):
         *parameters, hidden, (operands, reverse, weighed) = rest
         heads = query, key, value, hidden, log_decay, kv, log_max
-        output, *after, factor, top = _read(heads, operands, reverse)
+        # differences to it are gradients, for which half precision has too few digits
+        output, *after, factor, top = _read(heads, operands, reverse, empty_output(query, value, exact=True))
         ctx.save_for_backward(query, key, value, hidden, log_decay, kv, log_max, output, *after, factor, *parameters)
         ctx.operands, ctx.reverse = operands, reverse
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(after[1])
-        return output, log_weight(factor, top) if weighed else None, *after
+        return output.to(value.dtype), log_weight(factor, top) if weighed else None, *after
 
     @staticmethod
     @once_differentiable
@@ -188,7 +189,7 @@ class _MappedAttention(torch.autograd.Function):
         query, key, value, hidden, log_decay, kv, log_max, output, kv_after, max_after, factor, *parameters = (
             ctx.saved_tensors
         )
-        d_output = torch.zeros_like(output) if d_output is None else dense_rows(d_output)
+        d_output = torch.zeros_like(output, dtype=value.dtype) if d_output is None else dense_rows(d_output)
         d_kv = None if d_kv is None else d_kv.contiguous()
         d_query, d_key, d_value = (empty_like(x) for x in (query, key, value))
         d_scale, d_before = factor.new_empty(key.shape[:3]), kv.new_empty(kv.shape)

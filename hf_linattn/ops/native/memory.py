@@ -24,10 +24,11 @@ LARGE_BYTES = 8 << 20  # of this size it gets large pages and is kept
 KEPT_BYTES = 128 << 20  # at most, of what may be taken up again
 
 
-def empty_output(query: Tensor, value: Tensor) -> Tensor:
-    """Memory [B, Hkv, G, N, Dv] for queries [B, Hkv, G, N, D], in the order [B, N, H, Dv], in which models go on."""
-    batch, heads, groups, length, _ = query.shape
-    return _empty(value, (batch, length, heads, groups, value.shape[-1]), value.dtype).permute(0, 2, 3, 1, 4)
+def empty_output(query: Tensor, value: Tensor, exact: bool = False) -> Tensor:
+    """Memory [B, Hkv, G, N, Dv] for queries [B, Hkv, G, N, D], in the order [B, N, H, Dv], in which models go on; in
+    the dtype of `value`, or if `exact` in at least float32."""
+    (batch, heads, groups, length, _), dtype = query.shape, wide_dtype(value) if exact else value.dtype
+    return _empty(value, (batch, length, heads, groups, value.shape[-1]), dtype).permute(0, 2, 3, 1, 4)
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -11,7 +11,8 @@ from hf_linattn.mechanisms.composite import CompositeMechanism
 from hf_linattn.ops.native import library
 from hf_linattn.ops.native.block_softmax import NATIVE_BLOCKS
 from tests.ops.block_softmax import check_what_was_read_before
-from tests.ops.native.cases import HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism
+from tests.ops.native import cases
+from tests.ops.native.cases import make_heads, make_mask, make_mechanism
 
 KINDS = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
 NAMES = [x for x, kind in KINDS.items() if kind.takes_half and not issubclass(kind, CompositeMechanism)]
@@ -34,6 +35,20 @@ def make_small(name: str, causal: bool):
     return make_mechanism(name, causal, **{x: size for x, size in SMALL.items() if x in known})
 
 
+def results_of(mechanism, heads, backend: str, mask=None):
+    """Outputs, the gradients of all heads, and what is kept."""
+    dtype = heads[0].dtype
+    mechanism.to(torch.promote_types(dtype, torch.float32)).backend = backend
+    given, real = [x.clone().requires_grad_() for x in heads], 1 if mask is None else mask[:, None, :, None]
+    output, state = mechanism(*given, mask)
+    assert output.dtype == dtype
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    gradients = torch.autograd.grad((output * real * weight.to(dtype)).sum(), given)
+    kept = [x for x in state or () if x.is_floating_point()]
+    assert all(x.dtype == torch.promote_types(dtype, torch.float32) for x in kept)
+    return [output.detach() * real, *gradients, *kept]
+
+
 def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.detach().double() - want.detach()).norm() / want.detach().norm().clamp(min=1e-3))
 
@@ -42,23 +57,34 @@ def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize(("name", "causal"), CASES)
 def test_every_mechanism_that_takes_it(unit, name, causal, kind):
     """Outputs, states and the gradients of all heads, of rows that are whole, or padded on either side."""
-    heads = [x.to(kind) for x in make_heads(3, LENGTH)]
-    weight = torch.randn(3, HEADS, LENGTH, VALUE_DIM, generator=torch.Generator().manual_seed(2))
+    heads, mechanism = [x.to(kind) for x in make_heads(3, LENGTH)], make_small(name, causal)
     for mask in (None, make_mask(LENGTH)):
-        real = torch.ones(()) if mask is None else mask[:, None, :, None]
-        results = []
-        for backend, dtype in (("torch", torch.float64), ("auto", kind)):
-            mechanism = make_small(name, causal).to(torch.promote_types(dtype, torch.float32))
-            mechanism.backend = backend
-            given = [x.to(dtype).requires_grad_() for x in heads]
-            output, state = mechanism(*given, mask)
-            assert output.dtype == dtype
-            gradients = torch.autograd.grad((output * real * weight.to(kind).to(dtype)).sum(), given)
-            kept = [x for x in state or () if x.is_floating_point()]
-            assert all(x.dtype == torch.promote_types(dtype, torch.float32) for x in kept)
-            results.append([output.detach() * real, *gradients, *kept])
-        for want, got in zip(*results, strict=True):
-            assert error_of(got, want) < TOLERANCE[kind] * KINKS.get(name, 1)
+        want = results_of(mechanism, [x.double() for x in heads], "torch", mask)
+        for exact, got in zip(want, results_of(mechanism, heads, "auto", mask), strict=True):
+            assert error_of(got, exact) < TOLERANCE[kind] * KINKS.get(name, 1)
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize(("name", "causal"), [("local", True), ("bigbird", False), ("hybrid", True), ("linear", True)])
+def test_heads_that_fill_whole_tiles(unit, monkeypatch, name, causal, kind):
+    """They are multiplied where they lie."""
+    monkeypatch.setattr(cases, "DIM", 64)
+    monkeypatch.setattr(cases, "VALUE_DIM", 96)
+    heads, mechanism = [x.to(kind) for x in make_heads(2, LENGTH)], make_small(name, causal)
+    want = results_of(mechanism, [x.double() for x in heads], "torch")
+    for exact, got in zip(want, results_of(mechanism, heads, "auto"), strict=True):
+        assert error_of(got, exact) < TOLERANCE[kind]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["linear", "hedgehog", "performer", "local", "hybrid"])
+def test_what_cancels_keeps_its_digits(unit, name, causal):
+    """Gradients of queries and keys are differences to the mean of the values, which is large here."""
+    heads, mechanism = [x.bfloat16() for x in make_heads(2, 700)], make_small(name, causal)
+    heads[2] = (heads[2].float() + 16).bfloat16()
+    want = results_of(mechanism, [x.double() for x in heads], "torch")
+    errors = [error_of(got, exact) for exact, got in zip(want, results_of(mechanism, heads, "auto"), strict=True)]
+    assert max(errors) < 4e-2, errors
 
 
 @pytest.mark.parametrize("kind", TOLERANCE)
