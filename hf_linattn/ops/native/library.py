@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 VARIANTS = {"AVX512": "_avx512", "AVX2": "_avx2"}  # PyTorch's names of what the CPU can do
-KINDS = (torch.float32, torch.bfloat16, torch.float16)  # `enum kind` of lanes.h
+KINDS = (torch.float32, torch.bfloat16, torch.float16)  # `enum kind` of operands.h
 OPERATIONS = torch.library.Library("hf_linattn", "FRAGMENT")
 
 
