@@ -131,7 +131,7 @@ static inline void fetch_row(const operand *x, int64_t batch, int64_t head, int6
     fetch(row_of(x, batch, head, group, at), bytes_of(x, size));
 }
 
-/* Whether memory of so many numbers is more than caches hold; LARGE_BYTES of library.py. */
+/* Whether memory of so many numbers is more than caches hold; LARGE_BYTES of memory.py. */
 static inline int is_large(int64_t numbers) { return numbers >= 1 << 21; }
 
 /* to = factor from, both of the same kind. What is `large` goes past the caches, which need not read first what is
