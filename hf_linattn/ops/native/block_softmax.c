@@ -17,18 +17,17 @@ struct work {
     struct scratch *scratch;
     const struct problem *problem;
     int64_t batch, head, group, rows;
-    int64_t ahead, end; /* the next token that memory is asked for, and behind the last one */
 };
 
-/* Ask for some of the tokens that this head's next queries begin with, so that memory answers meanwhile. */
-static inline void fetch_ahead(struct work *w)
+/* The head's next queries, and the keys they begin with, are those from `next` on. */
+static void look_ahead_of(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t group,
+                          int64_t next)
 {
-    const struct problem *p = w->problem;
-    for (int64_t row = 0; row < PIECE / 2 && w->ahead < w->end; row++, w->ahead++) {
-        fetch_row(&p->query, w->batch, w->head, w->group, w->ahead, p->key_size);
-        fetch_row(&p->key, w->batch, w->head, 0, w->ahead, p->key_size);
-        fetch_row(&p->value, w->batch, w->head, 0, w->ahead, p->value_size);
-    }
+    const int64_t rows = smaller(PIECE, p->length - next);
+    s->next.count = 0;
+    look_ahead(&s->next, &p->query, batch, head, group, next, rows, p->key_size);
+    look_ahead(&s->next, &p->key, batch, head, 0, next, rows, p->key_size);
+    look_ahead(&s->next, &p->value, batch, head, 0, next, rows, p->value_size);
 }
 
 /* What is there of the queries before any key: nothing, or what stands in `before`. */
@@ -36,7 +35,6 @@ static void begin(struct scratch *s, const struct problem *p, int64_t batch, int
                   int64_t count)
 {
     pack(s->rows, PIECE, &p->query, batch, head, group, at, count, p->key_size, s->keys);
-    begin_queries(s, p->scaling);
     memset(s->out, 0, PIECE * s->values * sizeof(float));
     for (int64_t i = 0; i < PIECE; i++) {
         const int begun = i < count && has_before(p, batch, head, group, at + i);
@@ -46,6 +44,7 @@ static void begin(struct scratch *s, const struct problem *p, int64_t batch, int
         if (begun)
             pack(s->out + i * s->values, 1, &p->before, batch, head, group, row, 1, p->value_size, s->values);
     }
+    begin_queries(s, p->scaling);
 }
 
 /* Take in some keys; they and their values are read where they lie if that will do. */
@@ -54,21 +53,33 @@ static void read_keys(void *work, const struct keys *read)
     struct work *w = work;
     const struct problem *p = w->problem;
     struct scratch *s = w->scratch;
-    fetch_ahead(w);
+    if (!p->parts)
+        fetch_ahead(&s->next, PIECE / 2);
     const operand *key = read->shared ? &p->shared_key : &p->key, *value = read->shared ? &p->shared_value : &p->value;
+    const enum shown shown = show(s->scores, read->bias, p->bias.token, w->rows, read->count, read->ahead);
+    const struct seen seen = find_seen(s->scores, shown);
+    if (seen.start >= seen.end)
+        return;
+    if (p->parts) {
+        struct piece piece;
+        if (!find_piece(&s->pieces, name_of(key, w->batch, w->head, read), &piece))
+            put_piece(s, &piece,
+                      rows_for_tiles(p, key, w->batch, w->head, read, p->key_size, s->keys, s->rows),
+                      rows_for_tiles(p, value, w->batch, w->head, read, p->value_size, s->values, s->value));
+        read_tiles(s, &seen, &piece, shown != ALL_PLAIN);
+        return;
+    }
     struct rows keys = {s->rows, s->keys, FLOAT32}, values = {s->value, s->values, FLOAT32};
-    const int whole = p->key_size == s->keys && p->value_size == s->values, rounds = s->rounded.left != NULL;
-    if (read->count == PIECE && (rounds ? whole && key->kind != FLOAT16 : key->kind == FLOAT32))
-        keys = (struct rows){row_of(key, w->batch, w->head, 0, read->at), key->token, key->kind};
+    if (read->count == PIECE && key->kind == FLOAT32)
+        keys = (struct rows){row_of(key, w->batch, w->head, 0, read->at), key->token, FLOAT32};
     else
         pack(s->rows, PIECE, key, w->batch, w->head, 0, read->at, read->count, p->key_size, s->keys);
-    /* rows of float32 that are far apart displace each other */
-    if (whole && (rounds ? value->kind != FLOAT16 : value->kind == FLOAT32 && value->token == s->values))
-        values = (struct rows){row_of(value, w->batch, w->head, 0, read->at), value->token, value->kind};
+    /* rows that are far apart displace each other */
+    if (p->value_size == s->values && value->kind == FLOAT32 && value->token == s->values)
+        values = (struct rows){row_of(value, w->batch, w->head, 0, read->at), value->token, FLOAT32};
     else
         pack(s->value, read->count, value, w->batch, w->head, 0, read->at, read->count, p->value_size, s->values);
-    const enum shown shown = show(s->scores, read->bias, p->bias.token, w->rows, read->count, read->ahead);
-    read_piece(s, keys, values, read->count, shown);
+    read_piece(s, &seen, keys, values, read->count, shown != ALL_PLAIN);
 }
 
 /* One query block of one head. */
@@ -78,10 +89,11 @@ static void read_block(struct scratch *s, const struct problem *p, int64_t batch
     const int64_t start = (p->first + block) * p->block_size, end = smaller(start + p->block_size, p->length);
     const int large = is_large(p->batches * p->heads * p->groups * p->length * p->value_size);
     for (int64_t at = start; at < end; at += PIECE) {
-        struct work work = {s, p, batch, head, group, smaller(end - at, PIECE), at + PIECE,
-                            smaller(at + 2 * PIECE, p->length)};
+        struct work work = {s, p, batch, head, group, smaller(end - at, PIECE)};
         begin(s, p, batch, head, group, at, work.rows);
+        look_ahead_of(s, p, batch, head, group, at + PIECE);
         for_keys(p, batch, head * p->groups + group, block, at, read_keys, &work);
+        end_queries(s);
         for (int64_t i = 0; i < work.rows; i++) {
             const float weight = s->weight[i], factor = weight > 0.0f ? 1.0f / weight : 0.0f;
             write_row(&p->out, batch, head, group, at + i, factor, s->out + i * s->values, p->value_size, large);
@@ -95,16 +107,16 @@ static void read_task(const void *problem, float *memory, int64_t task)
     const struct problem *p = problem;
     const int64_t rows = task / p->blocks, sequence = rows / p->groups;
     struct scratch s;
-    arrange(&s, p->key_size, p->value_size, p->bfloat16, memory);
-    begin_tiles(&s.rounded);
+    arrange(&s, p->key_size, p->value_size, p->parts, memory);
+    begin_tiles(&s.factors);
     read_block(&s, p, sequence / p->heads, sequence % p->heads, rows % p->groups, task % p->blocks);
-    end_tiles(&s.rounded);
+    end_tiles(&s.factors);
 }
 
 /* Work through all query blocks of a problem; returns 0, or 1 where there was no memory to work in. */
 int block_softmax(const struct problem *p)
 {
     struct scratch s;
-    const int64_t size = arrange(&s, p->key_size, p->value_size, p->bfloat16, NULL);
+    const int64_t size = arrange(&s, p->key_size, p->value_size, p->parts, NULL);
     return run_tasks(read_task, p, p->batches * p->heads * p->groups * p->blocks, p->threads, size);
 }

@@ -17,7 +17,7 @@ struct problem {
     int64_t batches, heads, groups, length, key_size, value_size;
     int64_t first, blocks; /* of the query blocks */
     int64_t block_size, table_heads, width, shared, columns, begun, causal, threads; /* columns: of the bias */
-    int64_t bfloat16; /* whether products are made of it */
+    int64_t parts; /* of bfloat16 that numbers have in products; 0 for products of float32 */
     float scaling;
 };
 
@@ -53,4 +53,22 @@ for_keys(const struct problem *p, int64_t batch, int64_t query_head, int64_t blo
                                       p->causal && first == start ? at - place : p->length,
                                       shown ? shown + (place - first) : NULL});
     }
+}
+
+/* What a piece is known by: where its keys lie, which may be among the shared ones, too. */
+static inline int64_t name_of(const operand *key, int64_t batch, int64_t head, const struct keys *keys)
+{
+    return (int64_t)row_of(key, batch, head, 0, keys->at) + keys->shared;
+}
+
+/* Rows of a head's keys or values, zero up to `padded` numbers and PIECE rows: where they lie if tiles can be made of
+ * that, or copied to `spare`. */
+static inline struct rows rows_for_tiles(const struct problem *p, const operand *x, int64_t batch, int64_t head,
+                                         const struct keys *keys, int64_t size, int64_t padded, float *spare)
+{
+    const int readable = x->kind == FLOAT32 || (x->kind == BFLOAT16 && p->parts == 1);
+    if (readable && keys->count == PIECE && size == padded)
+        return (struct rows){row_of(x, batch, head, 0, keys->at), x->token, x->kind};
+    pack(spare, PIECE, x, batch, head, 0, keys->at, keys->count, size, padded);
+    return (struct rows){spare, padded, FLOAT32};
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..block_softmax import BlockSoftmax, count_flops, count_reverse_flops
-from .library import KINDS, Operand, call, operation, rounds_products, suits
+from .library import KINDS, Operand, call, operation, product_parts, suits
 
 OPERANDS = (
     "query", "key", "value", "out", "log", "before", "before_log", "shared_key", "shared_value",
@@ -22,8 +22,9 @@ GROUPED = (
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size")
 PLACES = (
     "first", "blocks", "block_size", "table_heads", "width", "shared", "columns", "begun", "causal", "threads",
-    "bfloat16",
+    "parts",
 )  # fmt: skip
+LEAST_KEYS = 128  # of a query block: with fewer products in exact parts do not pay
 
 
 class Problem(ctypes.Structure):
@@ -46,9 +47,10 @@ def _run(
         steps = zip(bias.shape[:-1], bias.stride(), strict=False)
         batch, block, head, row = (0 if count == 1 else step for count, step in steps)
         shown, columns = Operand(bias.data_ptr(), batch, head, block, row), bias.shape[-1]
+    shared = operands["shared_key"].shape[2]
+    parts = product_parts(operands["query"], exact=shared + width * size > LEAST_KEYS)
     places = (
-        first, blocks, size, table_heads, width, operands["shared_key"].shape[2], columns, begun, causal,
-        torch.get_num_threads(), rounds_products(operands["query"]),
+        first, blocks, size, table_heads, width, shared, columns, begun, causal, torch.get_num_threads(), parts
     )  # fmt: skip
     problem = Problem(
         **{name: Operand.of(x, name in GROUPED, False) for name, x in operands.items()},

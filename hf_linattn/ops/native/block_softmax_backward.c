@@ -8,18 +8,31 @@ struct work {
     const struct problem *problem;
     struct pairs pairs;
     int64_t batch, head, group, rows;
-    int64_t ahead, end; /* the next query that memory is asked for, and behind the last one */
 };
 
-/* Ask for some of the queries that come next, so that memory answers meanwhile. */
-static inline void fetch_ahead(struct work *w)
+/* The head's next queries are those from `next` on. */
+static void look_ahead_of(struct work *w, int64_t next)
 {
     const struct problem *p = w->problem;
-    for (int64_t row = 0; row < PIECE / 2 && w->ahead < w->end; row++, w->ahead++) {
-        fetch_row(&p->query, w->batch, w->head, w->group, w->ahead, p->key_size);
-        fetch_row(&p->grad, w->batch, w->head, w->group, w->ahead, p->value_size);
-        fetch_row(&p->out, w->batch, w->head, w->group, w->ahead, p->value_size);
-    }
+    struct upcoming *u = &w->pairs.next;
+    const int64_t rows = smaller(PIECE, p->length - next);
+    u->count = 0;
+    look_ahead(u, &p->query, w->batch, w->head, w->group, next, rows, p->key_size);
+    look_ahead(u, &p->grad, w->batch, w->head, w->group, next, rows, p->value_size);
+    look_ahead(u, &p->out, w->batch, w->head, w->group, next, rows, p->value_size);
+}
+
+/* Meet a piece in tiles. */
+static void meet_tiles(struct work *w, const operand *key, const operand *value, const struct keys *met,
+                       const struct met *gradients, const struct seen *seen, enum shown shown)
+{
+    struct pairs *s = &w->pairs;
+    const struct problem *p = w->problem;
+    struct piece piece;
+    if (!find_piece(&s->pieces, name_of(key, w->batch, w->head, met), &piece))
+        put_pairs_piece(s, &piece, rows_for_tiles(p, key, w->batch, w->head, met, p->key_size, s->keys, s->key),
+                        rows_for_tiles(p, value, w->batch, w->head, met, p->value_size, s->values, s->value));
+    read_pair_tiles(s, &piece, gradients, seen, shown != ALL_PLAIN);
 }
 
 static void read_keys(void *work, const struct keys *met)
@@ -27,37 +40,41 @@ static void read_keys(void *work, const struct keys *met)
     struct work *w = work;
     struct pairs *s = &w->pairs;
     const struct problem *p = w->problem;
-    fetch_ahead(w);
+    if (!p->parts)
+        fetch_ahead(&s->next, PIECE / 2);
     const operand *key = met->shared ? &p->shared_key : &p->key, *value = met->shared ? &p->shared_value : &p->value;
     const operand *d_key = met->shared ? &p->d_shared_key : &p->d_key;
     const operand *d_value = met->shared ? &p->d_shared_value : &p->d_value;
-    const float *keys = s->key, *values = s->value;
+    const enum shown shown = show(s->weights, met->bias, p->bias.token, w->rows, met->count, met->ahead);
+    const struct seen seen = find_seen(s->weights, shown);
+    if (seen.start >= seen.end)
+        return;
     float *d_keys = place(d_key, w->batch, w->head, 0, met->at);
     float *d_values = place(d_value, w->batch, w->head, 0, met->at);
-    for (int64_t j = 0; j < met->count; j++) { /* in the end gradients are added to these */
-        fetch_row(d_key, w->batch, w->head, 0, met->at + j, p->key_size);
-        fetch_row(d_value, w->batch, w->head, 0, met->at + j, p->value_size);
-    }
-    const enum shown shown = show(s->weights, met->bias, p->bias.token, w->rows, met->count, met->ahead);
+    s->met.count = 0; /* in the end gradients are added to these */
+    look_ahead(&s->met, d_key, w->batch, w->head, 0, met->at, met->count, p->key_size);
+    look_ahead(&s->met, d_value, w->batch, w->head, 0, met->at, met->count, p->value_size);
+    if (!p->parts)
+        fetch_ahead(&s->met, PIECE);
     /* whole tiles are read and added to where they lie; rows that are far apart displace each other */
     const int whole = met->count == PIECE && p->key_size == s->keys && p->value_size == s->values;
-    if (!whole || key->kind || key->token != s->keys)
-        pack(s->key, PIECE, key, w->batch, w->head, 0, met->at, met->count, p->key_size, s->keys);
-    else
-        keys = place(key, w->batch, w->head, 0, met->at);
-    if (!whole || value->kind || value->token != s->values)
-        pack(s->value, PIECE, value, w->batch, w->head, 0, met->at, met->count, p->value_size, s->values);
-    else
-        values = place(value, w->batch, w->head, 0, met->at);
-    if (whole) {
-        const struct met in_place = {keys, values, d_keys, d_values, d_key->token, d_value->token};
-        read_pairs(s, &in_place, PIECE, w->rows, shown);
-        return;
+    struct met in_place = {s->key, s->value, d_keys, d_values, d_key->token, d_value->token};
+    if (!whole)
+        in_place = meet_copies(s);
+    if (p->parts)
+        meet_tiles(w, key, value, met, &in_place, &seen, shown);
+    else {
+        if (!whole || key->kind || key->token != s->keys)
+            pack(s->key, PIECE, key, w->batch, w->head, 0, met->at, met->count, p->key_size, s->keys);
+        else
+            in_place.key = place(key, w->batch, w->head, 0, met->at);
+        if (!whole || value->kind || value->token != s->values)
+            pack(s->value, PIECE, value, w->batch, w->head, 0, met->at, met->count, p->value_size, s->values);
+        else
+            in_place.value = place(value, w->batch, w->head, 0, met->at);
+        read_pairs(s, &in_place, &seen, met->count, w->rows, shown);
     }
-    const struct met copies = meet_copies(s);
-    if (!read_pairs(s, &copies, met->count, w->rows, shown))
-        return;
-    for (int64_t j = 0; j < met->count; j++) {
+    for (int64_t j = 0; j < met->count && !whole; j++) {
         add_scaled(d_keys + j * d_key->token, 1.0f, s->d_key + j * s->keys, p->key_size);
         add_scaled(d_values + j * d_value->token, 1.0f, s->d_value + j * s->values, p->value_size);
     }
@@ -92,8 +109,7 @@ static void read_block(struct work *w, const struct problem *p, int64_t group, i
     for (int64_t at = start; at < end; at += PIECE) {
         w->rows = smaller(end - at, PIECE);
         w->group = group;
-        w->ahead = at + PIECE;
-        w->end = smaller(at + 2 * PIECE, p->length);
+        look_ahead_of(w, at + PIECE);
         pack(s->query, PIECE, &p->query, w->batch, w->head, group, at, w->rows, p->key_size, s->keys);
         pack(s->grad, PIECE, &p->grad, w->batch, w->head, group, at, w->rows, p->value_size, s->values);
         begin_pairs(s, p->scaling);
@@ -106,6 +122,7 @@ static void read_block(struct work *w, const struct problem *p, int64_t group, i
             read_before(w, group, at + i, grad, grad_out);
         }
         for_keys(p, w->batch, w->head * p->groups + group, block, at, read_keys, w);
+        end_pairs(s);
         for (int64_t i = 0; i < w->rows; i++)
             write_row(&p->d_query, w->batch, w->head, group, at + i, p->scaling, s->d_query + i * s->keys, p->key_size,
                       large);
@@ -116,18 +133,18 @@ static void read_task(const void *problem, float *memory, int64_t task)
 {
     const struct problem *p = problem;
     struct work work = {.problem = p, .batch = task / p->heads, .head = task % p->heads};
-    arrange_pairs(&work.pairs, p->key_size, p->value_size, p->bfloat16, memory);
-    begin_tiles(&work.pairs.rounded);
+    arrange_pairs(&work.pairs, p->key_size, p->value_size, p->parts, memory);
+    begin_tiles(&work.pairs.factors);
     for (int64_t group = 0; group < p->groups; group++)
         for (int64_t block = 0; block < p->blocks; block++)
             read_block(&work, p, group, block);
-    end_tiles(&work.pairs.rounded);
+    end_tiles(&work.pairs.factors);
 }
 
 /* Work through all key/value heads of a problem; returns 0, or 1 where there was no memory to work in. */
 int block_softmax_backward(const struct problem *p)
 {
     struct pairs pairs;
-    const int64_t size = arrange_pairs(&pairs, p->key_size, p->value_size, p->bfloat16, NULL);
+    const int64_t size = arrange_pairs(&pairs, p->key_size, p->value_size, p->parts, NULL);
     return run_tasks(read_task, p, p->batches * p->heads, p->threads, size);
 }

@@ -40,6 +40,23 @@ static void begin(struct work *w)
     }
 }
 
+/* Take in the keys and values that have been copied together. */
+static void read_rows(struct scratch *s, int64_t count)
+{
+    const struct rows keys = {s->rows, s->keys, FLOAT32}, values = {s->value, s->values, FLOAT32};
+    const struct seen seen = find_seen(s->scores, SOME);
+    struct piece piece;
+    if (seen.start >= seen.end)
+        return;
+    if (!s->factors.parts) {
+        read_piece(s, &seen, keys, values, count, 1);
+        return;
+    }
+    find_piece(&s->pieces, 0, &piece);
+    put_piece(s, &piece, keys, values);
+    read_tiles(s, &seen, &piece, 1);
+}
+
 static void read_runs(void *work, int64_t round, const int32_t *member, const int32_t *queries, int64_t rows)
 {
     struct work *w = work;
@@ -63,12 +80,12 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
             pack(s->value + j * s->values, 1, &p->value, w->batch, w->head, 0, member[at + j], 1, p->value_size,
                  s->values);
         }
-        const int64_t left = round_up(count, TILE_ROWS) - count; /* in the last tile, of whatever is in the memory */
-        memset(s->rows + count * s->keys, 0, left * s->keys * sizeof(float));
+        memset(s->rows + count * s->keys, 0, (PIECE - count) * s->keys * sizeof(float)); /* whole tiles are read */
+        memset(s->value + count * s->values, 0, (PIECE - count) * s->values * sizeof(float));
         hide_keys(s->scores, l, p, round, member, at, count);
-        const struct rows keys = {s->rows, s->keys, FLOAT32}, values = {s->value, s->values, FLOAT32};
-        read_piece(s, keys, values, count, SOME);
+        read_rows(s, count);
     }
+    end_queries(s);
     for (int64_t i = 0; i < rows; i++) {
         memcpy(place(&p->out, w->batch, w->head, w->group, queries[i]), s->out + i * s->values,
                p->value_size * sizeof(float));
@@ -97,12 +114,12 @@ static void read_task(const void *problem, float *memory, int64_t task)
 {
     const struct problem *p = problem;
     struct work work = {.problem = p, .sequence = task, .batch = task / p->heads, .head = task % p->heads};
-    arrange_lists(&work.lists, p, memory + arrange(&work.scratch, p->key_size, p->value_size, p->bfloat16, memory));
+    arrange_lists(&work.lists, p, memory + arrange(&work.scratch, p->key_size, p->value_size, p->parts, memory));
     list_keys(&work.lists, p, task);
-    begin_tiles(&work.scratch.rounded);
+    begin_tiles(&work.scratch.factors);
     for (work.group = 0; work.group < p->groups; work.group++)
         read_head(&work, p);
-    end_tiles(&work.scratch.rounded);
+    end_tiles(&work.scratch.factors);
 }
 
 /* Work through all key/value heads of a problem; returns 0, or 1 where there was no memory to work in. */
@@ -110,6 +127,6 @@ int bucket_softmax(const struct problem *p)
 {
     struct scratch s;
     struct lists l;
-    const int64_t size = arrange(&s, p->key_size, p->value_size, p->bfloat16, NULL) + arrange_lists(&l, p, NULL);
+    const int64_t size = arrange(&s, p->key_size, p->value_size, p->parts, NULL) + arrange_lists(&l, p, NULL);
     return run_tasks(read_task, p, p->batches * p->heads, p->threads, size);
 }

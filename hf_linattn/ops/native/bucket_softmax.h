@@ -16,7 +16,7 @@ struct problem {
     int32_t *member, *bounds;       /* the lists: [rounds, batches, heads, length], [..., buckets + 1] */
     int64_t batches, heads, groups, length, key_size, value_size;
     int64_t rounds, buckets, behind, ahead, shared, threads;
-    int64_t bfloat16; /* whether products are made of it */
+    int64_t parts; /* of bfloat16 that numbers have in products; 0 for products of float32 */
     float scaling;
 };
 

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from .library import Operand, call, dense_rows, operation, rounds_products
+from .library import Operand, call, dense_rows, operation, product_parts
 from .memory import empty_output
 
 OPERANDS = ("query", "key", "value", "out", "log", "grad", "weight_grad", "d_query", "d_key", "d_value")
 GROUPED = ("query", "out", "log", "grad", "weight_grad", "d_query")
 POINTERS = ("query_bucket", "key_bucket", "member", "bounds")
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size")
-CHOICES = ("rounds", "buckets", "behind", "ahead", "shared", "threads", "bfloat16")
+CHOICES = ("rounds", "buckets", "behind", "ahead", "shared", "threads", "parts")
 
 
 class Problem(ctypes.Structure):
@@ -51,7 +51,7 @@ class Buckets(NamedTuple):
 
 def _run(function: str, operands: dict[str, Tensor], buckets: Buckets, scaling: float) -> None:
     sizes = (*operands["query"].shape, operands["value"].shape[3])
-    how = torch.get_num_threads(), rounds_products(operands["query"])
+    how = torch.get_num_threads(), product_parts(operands["query"], exact=False)
     places = (len(buckets.member), buckets.bounds.shape[-1] - 1, *buckets[4:], *how)
     problem = Problem(
         **{name: Operand.of(x, name in GROUPED, False) for name, x in operands.items()},

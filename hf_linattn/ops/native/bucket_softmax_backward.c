@@ -32,6 +32,15 @@ static void begin(struct work *w)
     }
 }
 
+/* Meet the keys and values that have been copied together, as tiles. */
+static void read_rows(struct pairs *s, const struct met *met, const struct seen *seen)
+{
+    struct piece piece;
+    find_piece(&s->pieces, 0, &piece);
+    put_pairs_piece(s, &piece, (struct rows){s->key, s->keys, FLOAT32}, (struct rows){s->value, s->values, FLOAT32});
+    read_pair_tiles(s, &piece, met, seen, 1);
+}
+
 static void read_runs(void *work, int64_t round, const int32_t *member, const int32_t *queries, int64_t rows)
 {
     struct work *w = work;
@@ -41,13 +50,14 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
     const int32_t *start = l->start + round * p->length, *stop = l->stop + round * p->length;
     const int64_t first = start[queries[0]], end = stop[queries[rows - 1]];
     for (int64_t i = 0; i < rows; i++) {
-        note_sums(s, i, *place(&p->log, w->batch, w->head, w->group, queries[i]),
-                  *place(&p->weight_grad, w->batch, w->head, w->group, queries[i]));
         pack(s->query + i * s->keys, 1, &p->query, w->batch, w->head, w->group, queries[i], 1, p->key_size, s->keys);
         pack(s->grad + i * s->values, 1, &p->grad, w->batch, w->head, w->group, queries[i], 1, p->value_size,
              s->values);
     }
     begin_pairs(s, p->scaling);
+    for (int64_t i = 0; i < rows; i++)
+        note_sums(s, i, *place(&p->log, w->batch, w->head, w->group, queries[i]),
+                  *place(&p->weight_grad, w->batch, w->head, w->group, queries[i]));
     note_runs(l, p, round, queries, rows);
     for (int64_t at = first; at < end; at += PIECE) {
         const int64_t count = smaller(end - at, PIECE);
@@ -56,10 +66,17 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
             pack(s->value + j * s->values, 1, &p->value, w->batch, w->head, 0, member[at + j], 1, p->value_size,
                  s->values);
         }
+        memset(s->key + count * s->keys, 0, (PIECE - count) * s->keys * sizeof(float)); /* whole tiles are read */
+        memset(s->value + count * s->values, 0, (PIECE - count) * s->values * sizeof(float));
         hide_keys(s->weights, l, p, round, member, at, count);
-        const struct met met = meet_copies(s);
-        if (!read_pairs(s, &met, count, rows, SOME))
+        const struct seen seen = find_seen(s->weights, SOME);
+        if (seen.start >= seen.end)
             continue;
+        const struct met met = meet_copies(s);
+        if (s->factors.parts)
+            read_rows(s, &met, &seen);
+        else
+            read_pairs(s, &met, &seen, count, rows, SOME);
         for (int64_t j = 0; j < count; j++) {
             add_scaled(place(&p->d_key, w->batch, w->head, 0, member[at + j]), 1.0f, s->d_key + j * s->keys,
                        p->key_size);
@@ -67,6 +84,7 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
                        p->value_size);
         }
     }
+    end_pairs(s);
     for (int64_t i = 0; i < rows; i++)
         add_scaled(place(&p->d_query, w->batch, w->head, w->group, queries[i]), p->scaling, s->d_query + i * s->keys,
                    p->key_size);
@@ -76,14 +94,14 @@ static void read_task(const void *problem, float *memory, int64_t task)
 {
     const struct problem *p = problem;
     struct work work = {.problem = p, .sequence = task, .batch = task / p->heads, .head = task % p->heads};
-    arrange_lists(&work.lists, p, memory + arrange_pairs(&work.pairs, p->key_size, p->value_size, p->bfloat16, memory));
+    arrange_lists(&work.lists, p, memory + arrange_pairs(&work.pairs, p->key_size, p->value_size, p->parts, memory));
     list_keys(&work.lists, p, task);
-    begin_tiles(&work.pairs.rounded);
+    begin_tiles(&work.pairs.factors);
     for (work.group = 0; work.group < p->groups; work.group++) {
         begin(&work);
         for_runs(&work.lists, p, task, work.group, read_runs, &work);
     }
-    end_tiles(&work.pairs.rounded);
+    end_tiles(&work.pairs.factors);
 }
 
 /* Work through all key/value heads of a problem; returns 0, or 1 where there was no memory to work in. */
@@ -91,6 +109,6 @@ int bucket_softmax_backward(const struct problem *p)
 {
     struct pairs pairs;
     struct lists l;
-    const int64_t size = arrange_pairs(&pairs, p->key_size, p->value_size, p->bfloat16, NULL);
+    const int64_t size = arrange_pairs(&pairs, p->key_size, p->value_size, p->parts, NULL);
     return run_tasks(read_task, p, p->batches * p->heads, p->threads, size + arrange_lists(&l, p, NULL));
 }

@@ -2,20 +2,12 @@
 
 #pragma once
 
-#include "bfloat16.h"
 #include "causal_sums.h"
+#include "tiles.h"
 
 #define CHUNK 64
-#define AHEAD 5    /* operands of a chunk at most */
 #define FETCHED 4  /* rows of each at a time */
 #define SLAB 16    /* rows of a product at a time */
-
-/* Rows that will be read soon. */
-struct ahead {
-    const operand *of;
-    const char *row;
-    int64_t bytes, left;
-};
 
 /* All that belongs to one chunk of one head. */
 struct scratch {
@@ -24,9 +16,8 @@ struct scratch {
     float scale[CHUNK], query_scale[CHUNK], exponent[CHUNK], passed[CHUNK], top[CHUNK], kept[CHUNK], weight[CHUNK];
     int64_t chunk;                /* tokens read at a time: fewer where there are no more */
     int64_t inputs, keys, values; /* sizes, padded */
-    struct rounded rounded;
-    struct ahead ahead[AHEAD];
-    int64_t operands_ahead;
+    struct factors factors;
+    struct upcoming next;
 };
 
 /* How many tokens are read at a time. */
@@ -37,7 +28,7 @@ static inline int64_t chunk_of(const struct problem *p)
 
 static inline int64_t arrange(struct scratch *s, const struct problem *p, float *memory)
 {
-    s->operands_ahead = 0;
+    s->next.count = 0;
     s->turned_state = NULL;
     s->chunk = chunk_of(p);
     s->inputs = round_up(p->input_size, TILE_COLUMNS);
@@ -57,25 +48,8 @@ static inline int64_t arrange(struct scratch *s, const struct problem *p, float 
     s->spare = take(memory, &used, s->keys);
     const int64_t widest = larger(larger(s->inputs, s->keys), larger(s->values, s->chunk));
     const int64_t largest = larger(widest * s->chunk, s->keys * larger(s->values, s->inputs));
-    s->rounded = take_rounded(memory, &used, widest * s->chunk, largest, p->bfloat16);
+    s->factors = take_factors(memory, &used, widest * s->chunk, largest, p->parts);
     return used;
-}
-
-/* Remember the rows of one operand, from token `at` on if there is one, that the chunk after this one works on. */
-static inline void look_ahead(struct scratch *s, const operand *x, int64_t batch, int64_t head, int64_t group,
-                              int64_t at, int64_t length, int64_t size)
-{
-    if (at >= 0 && at < length)
-        s->ahead[s->operands_ahead++] =
-            (struct ahead){x, row_of(x, batch, head, group, at), bytes_of(x, size), smaller(s->chunk, length - at)};
-}
-
-/* Ask for the next few of these rows: memory answers while tiles are multiplied. */
-static inline void fetch_ahead(struct scratch *s, int64_t rows)
-{
-    for (struct ahead *x = s->ahead; x < s->ahead + s->operands_ahead; x++)
-        for (int64_t row = 0; row < rows && x->left; row++, x->left--, x->row = further(x->of, x->row, x->of->token))
-            fetch(x->row, x->bytes);
 }
 
 /* out [rows, columns] = left right, more what is there if `adds`, rows and columns being whole numbers of tiles; a
@@ -96,15 +70,15 @@ static inline void make_product(struct scratch *s, float *out, int64_t out_row, 
                                 int64_t left_step, const float *right, int64_t right_step, int64_t rows,
                                 int64_t columns, int64_t steps, int adds)
 {
-    if (s->rounded.left) {
-        fetch_ahead(s, s->chunk / 2);
-        make_rounded(&s->rounded, out, out_row, left, left_row, left_step, right, right_step, round_up(rows, BLOCK),
-                     columns, steps, adds, right == s->state || right == s->turned_state);
+    if (s->factors.parts) {
+        make_tiled(&s->factors, out, out_row, left, left_row, left_step, right, right_step, round_up(rows, BLOCK),
+                     columns, steps, adds, right == s->state || right == s->turned_state, &s->next,
+                   FETCHED / 2);
         return;
     }
     for (int64_t column = 0; column < columns; column += TILE_COLUMNS) /* as many of `right` as the first cache holds */
         for (int64_t row = 0; row < rows; row += SLAB) {
-            fetch_ahead(s, FETCHED);
+            fetch_ahead(&s->next, FETCHED);
             make_exact(out + row * out_row + column, out_row, left + row * left_row, left_row, left_step,
                        right + column, right_step, smaller(SLAB, rows - row), TILE_COLUMNS, steps, adds);
         }
@@ -113,12 +87,12 @@ static inline void make_product(struct scratch *s, float *out, int64_t out_row, 
 /* out [chunk, columns] += scores right, of pairs [chunk, chunk] whose column is no later than their row */
 static inline void add_earlier(struct scratch *s, float *out, const float *scores, const float *right, int64_t columns)
 {
-    if (s->rounded.left) {
+    if (s->factors.parts) {
         make_product(s, out, columns, scores, s->chunk, 1, right, columns, s->chunk, columns, s->chunk, 1);
         return;
     }
     for (int64_t row = 0; row < s->chunk; row += TILE_ROWS) {
-        fetch_ahead(s, FETCHED / 2);
+        fetch_ahead(&s->next, FETCHED / 2);
         make_exact(out + row * columns, columns, scores + row * s->chunk, s->chunk, 1, right, columns, TILE_ROWS,
                    columns, row + TILE_ROWS, 1);
     }
@@ -127,7 +101,7 @@ static inline void add_earlier(struct scratch *s, float *out, const float *score
 /* out [chunk, columns] += scores^T right, of the same */
 static inline void add_later(struct scratch *s, float *out, const float *scores, const float *right, int64_t columns)
 {
-    if (s->rounded.left) {
+    if (s->factors.parts) {
         make_product(s, out, columns, scores, 1, s->chunk, right, columns, s->chunk, columns, s->chunk, 1);
         return;
     }
@@ -139,7 +113,7 @@ static inline void add_later(struct scratch *s, float *out, const float *scores,
 /* Round what will be a factor of rounded products already where it is added up, too: the sums cancel in gradients. */
 static inline void round_factor(const struct scratch *s, float *numbers, int64_t count)
 {
-    for (int64_t number = 0; s->rounded.left && number < count; number += LANES)
+    for (int64_t number = 0; s->factors.parts == 1 && number < count; number += LANES)
         store(numbers + number, rounded_lanes(load(numbers + number)));
 }
 
@@ -221,7 +195,7 @@ static void form_pairs(float *scores, struct scratch *s, const float *rows, int6
     for (int64_t i = 0; i < s->chunk && start; i++)
         for (int64_t j = 0; j < s->chunk; j += LANES)
             store(scores + i * s->chunk + j, (lanes){0} + start[i]);
-    const int64_t width = s->rounded.left ? s->chunk : TILE_COLUMNS; /* of what earlier rows do not see */
+    const int64_t width = s->factors.parts ? s->chunk : TILE_COLUMNS; /* of what earlier rows do not see */
     for (int64_t column = 0; column < s->chunk; column += width)
         make_product(s, scores + column * s->chunk + column, s->chunk, rows + column * row_size, row_size, 1,
                      columns + column, s->chunk, s->chunk - column, width, steps, start != NULL);

@@ -41,8 +41,10 @@ static void read_chunk(struct scratch *s, const struct problem *p, int64_t batch
     load_features(s->query, s, p, &p->query, &p->query_map, p->activation == EXPONENTIAL ? s->query_scale : NULL,
                   batch, head, group, at, count);
     const int large = is_large(p->batches * p->heads * p->groups * p->length * p->value_size);
-    const int64_t others = s->operands_ahead, last = group == p->groups - 1;
-    look_ahead(s, &p->query, batch, head, last ? 0 : group + 1, last ? at + s->chunk : at, p->length, p->input_size);
+    const int64_t others = s->next.count, last = group == p->groups - 1;
+    const int64_t next = last ? at + s->chunk : at;
+    look_ahead(&s->next, &p->query, batch, head, last ? 0 : group + 1, next, smaller(s->chunk, p->length - next),
+               p->input_size);
     make_product(s, s->out, s->values, s->query, s->keys, 1, s->state, s->values, s->chunk, s->values, p->key_size, 0);
     for (int64_t i = 0; i < s->chunk && scaled; i++)
         for (int64_t column = 0; column < s->values; column++)
@@ -51,7 +53,7 @@ static void read_chunk(struct scratch *s, const struct problem *p, int64_t batch
         form_pairs(s->scores, s, s->query, s->keys, s->turned, p->key_size, NULL, scaled);
         add_earlier(s, s->out, s->scores, s->value, s->values);
     }
-    s->operands_ahead = others;
+    s->next.count = others;
     for (int64_t i = 0; i < count; i++) {
         const float *row_scale = p->row_scale.data ? place(&p->row_scale, batch, head, group, at + i) : NULL;
         const float factor = last_factor(s, p, i, scaled, row_scale);
@@ -101,15 +103,16 @@ static void read_sequence(struct scratch *s, const struct problem *p, int64_t ba
         memset(s->scores, 0, s->chunk * s->chunk * sizeof(float));
     for (int64_t at = 0; at < p->length; at += s->chunk) {
         const int64_t count = smaller(s->chunk, p->length - at);
-        s->operands_ahead = 0;
-        look_ahead(s, &p->key, batch, head, 0, at + s->chunk, p->length, p->input_size);
-        look_ahead(s, &p->value, batch, head, 0, at + s->chunk, p->length, p->value_size);
+        s->next.count = 0;
+        const int64_t next = at + s->chunk, rows = smaller(s->chunk, p->length - next);
+        look_ahead(&s->next, &p->key, batch, head, 0, next, rows, p->input_size);
+        look_ahead(&s->next, &p->value, batch, head, 0, next, rows, p->value_size);
         before = load_keys(s, p, batch, head, at, count, scaled, before, &left);
         for (int64_t group = 0; group < p->groups && !p->bidirectional; group++)
             read_chunk(s, p, batch, head, group, at, count, scaled);
         fold_chunk(s, p, scaled, left);
     }
-    s->operands_ahead = 0;
+    s->next.count = 0;
     for (int64_t at = 0; at < p->length && p->bidirectional; at += s->chunk)
         for (int64_t group = 0; group < p->groups; group++)
             read_chunk(s, p, batch, head, group, at, smaller(s->chunk, p->length - at), 0);
@@ -131,9 +134,9 @@ static void read_task(const void *problem, float *memory, int64_t task)
     for (int64_t number = first_of(p, row); number < first_of(p, row + 1); number++) {
         const struct problem own = problem_of(p, row, number);
         arrange(&s, &own, memory);
-        begin_tiles(&s.rounded);
+        begin_tiles(&s.factors);
         read_sequence(&s, &own, row, head);
-        end_tiles(&s.rounded);
+        end_tiles(&s.factors);
     }
 }
 

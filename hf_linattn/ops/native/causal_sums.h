@@ -36,7 +36,7 @@ struct problem {
     float *state_after, *log_max_after; /* of the last; if bidirectional of every sequence */
     int64_t batches, heads, groups, length, key_size, value_size;
     int64_t normalise, threads;
-    int64_t bfloat16; /* whether products are made of it */
+    int64_t parts; /* of bfloat16 that numbers have in products; 0 for products of float32 */
     feature_map query_map, key_map;
     int64_t activation, input_size, bidirectional, strict;
     float quadratic, offset, least_weight;

@@ -20,7 +20,7 @@ from ..chunk_sums import CHUNK_SIZE, LEAST_WEIGHT, LinearState
 from ..exponential import LOWEST
 from ..precision import wide
 from ..sequences import Packed
-from .library import KINDS, Operand, call, operation, rounds_products, suits
+from .library import KINDS, Operand, call, operation, product_parts, suits
 
 ACTIVATIONS = ("given", "elu", "relu", "exponential", "softmax_pair")  # `enum activation` of causal_sums.h
 COLUMNS = 32  # a multiple of the width of a tile
@@ -70,7 +70,7 @@ OPERANDS = ("query", "key", "value", "sums", "log_scale", "log_decay", "row_scal
 SEQUENCES = (("packed", ctypes.c_void_p), ("sequences", ctypes.c_int64))
 STATES = ("state", "log_max", "state_after", "log_max_after")
 GROUPED = {"query", "sums", "row_scale", "factor", "top"}
-SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "normalise", "threads", "bfloat16")
+SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "normalise", "threads", "parts")
 
 
 class Problem(ctypes.Structure):
@@ -123,7 +123,7 @@ def describe(
     """
     query, value = operands["query"], operands["value"]
     state, query_weight, query_bias, key_weight, key_bias = states[0], *maps
-    how = normalise, torch.get_num_threads(), rounds_products(query)
+    how = normalise, torch.get_num_threads(), product_parts(query, exact=False)
     sizes = (*query.shape[:4], state.shape[2], value.shape[-1], *how)
     return Problem(
         **{name: Operand.of(operand, name in GROUPED, reverse) for name, operand in operands.items()},

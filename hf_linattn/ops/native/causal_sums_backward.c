@@ -31,7 +31,7 @@ static void load_queries(struct work *w, const struct backward *p, int64_t batch
         float *grad = w->grad + i * s->values;
         for (int64_t column = 0; column < s->values; column += LANES) {
             const lanes scaled = factor * load(grad + column); /* rounded here: h is that of what is multiplied */
-            store(grad + column, s->rounded.left ? rounded_lanes(scaled) : scaled);
+            store(grad + column, s->factors.parts == 1 ? rounded_lanes(scaled) : scaled);
         }
         w->slope[i] = factor * w->own_log[i] - dot(grad, sums, f->value_size);
     }
@@ -42,15 +42,16 @@ static void look_ahead_of_chunk(struct scratch *s, const struct backward *p, int
                                 int of_keys, int of_queries)
 {
     const struct problem *f = &p->forward;
-    s->operands_ahead = 0;
+    const int64_t rows = next < 0 ? 0 : smaller(s->chunk, f->length - next);
+    s->next.count = 0;
     if (of_keys) {
-        look_ahead(s, &f->key, batch, head, 0, next, f->length, f->input_size);
-        look_ahead(s, &f->value, batch, head, 0, next, f->length, f->value_size);
+        look_ahead(&s->next, &f->key, batch, head, 0, next, rows, f->input_size);
+        look_ahead(&s->next, &f->value, batch, head, 0, next, rows, f->value_size);
     }
     if (of_queries) {
-        look_ahead(s, &f->query, batch, head, 0, next, f->length, f->input_size);
-        look_ahead(s, &f->sums, batch, head, 0, next, f->length, f->value_size);
-        look_ahead(s, &p->d_sums, batch, head, 0, next, f->length, f->value_size);
+        look_ahead(&s->next, &f->query, batch, head, 0, next, rows, f->input_size);
+        look_ahead(&s->next, &f->sums, batch, head, 0, next, rows, f->value_size);
+        look_ahead(&s->next, &p->d_sums, batch, head, 0, next, rows, f->value_size);
     }
 }
 
@@ -248,10 +249,10 @@ static void read_task(const void *problem, float *memory, int64_t task)
         for (size_t i = 0; f->packed && i < sizeof(gradients) / sizeof(*gradients); i++)
             begin_at(gradients[i], f->packed[number].start);
         w.s.chunk = chunk_of(&own.forward); /* no more than there is memory for */
-        begin_tiles(&w.s.rounded);
+        begin_tiles(&w.s.factors);
         read_forwards(&w, &own, row, head);
         read_backwards(&w, &own, row, head);
-        end_tiles(&w.s.rounded);
+        end_tiles(&w.s.factors);
     }
     for (int64_t group = 0; group < f->groups; group++)
         write_map(&w, f, &w.maps[group], p->d_query_weight, p->d_query_bias, task * f->groups + group);

@@ -68,8 +68,8 @@ static inline lanes exp_of(lanes x)
     const lanes shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the last bits are the nearest integer */
     const lanes n = shifted - 12582912.0f;
     const lanes rest = (x - n * 0.693359375f) + n * 2.12194440e-4f; /* ln 2 in two parts */
-    const lanes power = 1.0f + rest * (1.0f + rest * (0.5f + rest * (1.66666667e-1f + rest * (4.16666667e-2f
-                        + rest * (8.33333333e-3f + rest * 1.38888889e-3f)))));
+    const lanes power = 1.0f + rest * (9.999997e-1f + rest * (4.9999149e-1f + rest * (1.6667637e-1f
+                        + rest * (4.1897977e-2f + rest * 8.2903055e-3f)))); /* to 1e-7, and e^0 is 1 */
     const mask bits = (mask)power + ((mask)shifted << 23);
     return choose(x < -87.0f, (lanes){0}, (lanes)bits);
 }
@@ -219,7 +219,10 @@ static inline void *take(float *memory, int64_t *used, int64_t count)
     return memory ? memory + first : NULL;
 }
 
-/* Do `tasks` pieces of work on `threads` threads, each with `size` numbers of memory; returns 1 if there is none. */
+#define CLEARED 64 /* numbers that are kept for all tasks of a thread, at most */
+
+/* Do `tasks` pieces of work on `threads` threads, each with `size` numbers of memory, of which the first CLEARED are
+ * zero in the beginning; returns 1 if there is none. */
 static int run_tasks(void (*work)(const void *problem, float *memory, int64_t task), const void *problem,
                      int64_t tasks, int64_t threads, int64_t size)
 {
@@ -236,6 +239,7 @@ static int run_tasks(void (*work)(const void *problem, float *memory, int64_t ta
 #ifdef _OPENMP
         own += omp_get_thread_num() * size;
 #endif
+        memset(own, 0, smaller(size, CLEARED) * sizeof(float));
 #pragma omp for schedule(dynamic, share)
         for (int64_t task = 0; task < tasks; task++)
             work(problem, own, task);

@@ -73,11 +73,15 @@ def has_matrix_unit() -> bool:
     return available() and _reaches_matrix_unit(torch.backends.cpu.get_cpu_capability())
 
 
-def rounds_products(*heads: Tensor) -> bool:
-    """Whether factors of products are rounded to bfloat16: where heads have no more digits themselves, or where
-    `torch.set_float32_matmul_precision("medium")` allows it."""
+def product_parts(*heads: Tensor, exact: bool = True) -> int:
+    """Of how many numbers of bfloat16 a number is made in products of the matrix unit; 0 for products without it.
+
+    One, the nearest, where heads have no more digits themselves, or where
+    `torch.set_float32_matmul_precision("medium")` allows it; else three, which have all digits of float32.
+    """
     few = all(x.dtype == torch.bfloat16 for x in heads) or torch.get_float32_matmul_precision() == "medium"
-    return few and has_matrix_unit()
+    parts = 1 if few else 3 if exact else 0
+    return parts if parts and has_matrix_unit() else 0
 
 
 def call(function: str, problem: ctypes.Structure) -> None:

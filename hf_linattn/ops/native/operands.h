@@ -131,6 +131,41 @@ static inline void fetch_row(const operand *x, int64_t batch, int64_t head, int6
     fetch(row_of(x, batch, head, group, at), bytes_of(x, size));
 }
 
+/* Operands whose rows will be read soon, and what has not been asked for of them. */
+#define MOST_UPCOMING 6
+
+struct upcoming {
+    struct {
+        const operand *of;
+        const char *row;
+        int64_t bytes, left;
+    } operands[MOST_UPCOMING];
+    int64_t count;
+};
+
+/* Remember `count` rows of one operand, if there are any. */
+static inline void look_ahead(struct upcoming *u, const operand *x, int64_t batch, int64_t head, int64_t group,
+                              int64_t at, int64_t count, int64_t size)
+{
+    if (count <= 0)
+        return;
+    u->operands[u->count].of = x;
+    u->operands[u->count].row = row_of(x, batch, head, group, at);
+    u->operands[u->count].bytes = bytes_of(x, size);
+    u->operands[u->count++].left = count;
+}
+
+/* Ask for the next few rows of each: memory answers while tiles are multiplied. */
+static inline void fetch_ahead(struct upcoming *u, int64_t rows)
+{
+    for (int64_t number = 0; number < u->count; number++)
+        for (int64_t row = 0; row < rows && u->operands[number].left; row++, u->operands[number].left--) {
+            fetch(u->operands[number].row, u->operands[number].bytes);
+            u->operands[number].row = further(u->operands[number].of, u->operands[number].row,
+                                              u->operands[number].of->token);
+        }
+}
+
 /* Whether memory of so many numbers is more than caches hold; LARGE_BYTES of memory.py. */
 static inline int is_large(int64_t numbers) { return numbers >= 1 << 21; }
 

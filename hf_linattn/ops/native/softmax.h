@@ -6,47 +6,57 @@
 
 #pragma once
 
-#include "bfloat16.h"
-#include "operands.h"
+#include "pieces.h"
 
-#define PIECE 64                /* queries, and keys, that are multiplied at a time */
 #define GROUPS (PIECE / LANES) /* of queries */
 #define ROOM 8.0f /* e^8 times the largest weight leaves float32 the precision it has: sums seldom need to be scaled */
 
 struct scratch {
     float *query, *rows, *value, *scores, *out; /* query: scaled, [key_size, PIECE]; rows: where a piece is no whole one */
     float top[PIECE], weight[PIECE];            /* the weights e^(score - top) are summed up */
-    struct rounded rounded;
-    struct tiles turned; /* the same queries, if they are rounded */
-    void *tiles;         /* their memory */
     int64_t key_size, keys, values;             /* keys, values: sizes, padded */
+    struct factors factors;                     /* left: of the queries; right: of the weights */
+    struct tiles queries;
+    float *turned_out; /* [values, PIECE]: what products of tiles add to */
+    struct pieces pieces;
+    struct upcoming next; /* what is asked for beside the products, so many rows at a time */
 };
 
-static inline int64_t arrange(struct scratch *s, int64_t key_size, int64_t value_size, int64_t bfloat16, float *memory)
+static inline int64_t arrange(struct scratch *s, int64_t key_size, int64_t value_size, int64_t parts, float *memory)
 {
     s->key_size = key_size;
     s->keys = round_up(key_size, TILE_COLUMNS);
     s->values = round_up(value_size, TILE_COLUMNS);
-    int64_t used = 0;
+    s->next.count = 0;
+    int64_t used = arrange_pieces(&s->pieces, key_size, 0, s->values, parts, memory);
     s->query = take(memory, &used, PIECE * s->keys);
     s->rows = take(memory, &used, PIECE * s->keys);
     s->value = take(memory, &used, PIECE * s->values);
     s->scores = take(memory, &used, PIECE * PIECE);
     s->out = take(memory, &used, PIECE * s->values);
-    const int64_t largest = PIECE * larger(PIECE, larger(s->keys, s->values));
-    s->rounded = take_rounded(memory, &used, largest, largest, bfloat16);
-    s->tiles = bfloat16 ? take(memory, &used, PIECE * s->keys / 2) : NULL;
+    s->factors = take_factors(memory, &used, PIECE * s->keys, PIECE * PIECE, parts);
+    s->turned_out = parts ? take(memory, &used, PIECE * s->values) : NULL;
     return used;
 }
 
-/* Begin with the queries that have been put into `rows`. */
+/* Begin with the queries that have been put into `rows`, and with what stands in `out` for them. */
 static inline void begin_queries(struct scratch *s, float scaling)
 {
     turn(s->query, PIECE, s->rows, s->keys, PIECE, s->keys);
     for (int64_t number = 0; number < PIECE * s->keys; number++)
         s->query[number] *= scaling;
-    if (s->rounded.left)
-        s->turned = put_right(s->tiles, s->query, PIECE, s->key_size, PIECE);
+    if (!s->factors.parts)
+        return;
+    const struct rows query = {s->query, PIECE, FLOAT32};
+    s->queries = put_right(s->factors.left, query, s->key_size, PIECE, s->factors.parts);
+    turn(s->turned_out, PIECE, s->out, s->values, PIECE, s->values);
+}
+
+/* Leave in `out` what has been summed up. */
+static inline void end_queries(struct scratch *s)
+{
+    if (s->factors.parts)
+        turn(s->out, s->values, s->turned_out, PIECE, s->values, PIECE);
 }
 
 /* The keys, from `first` to before `last` in whole tiles, that each group of queries sees, and that any of them does. */
@@ -137,39 +147,57 @@ make_scores(float *out, const struct seen *seen, const float *key, int64_t key_r
         }
 }
 
-/* Scores become weights under the `top` of their query, which is at most ROOM below its largest score: where it was
- * less, what was summed up before is brought down to the new one. */
-static inline __attribute__((always_inline)) void weigh(struct scratch *s, const struct seen *seen, int rounds)
+/* Bring what has been summed up for a group of queries down to a higher top. */
+static inline void scale_sums(struct scratch *s, int64_t group, lanes left, mask higher)
 {
-    lanes top[GROUPS], sum[GROUPS];
+    for (int64_t row = 0; s->factors.parts && row < s->values; row++) {
+        float *out = s->turned_out + row * PIECE + group * LANES;
+        store(out, load(out) * left);
+    }
+    for (int64_t lane = 0; !s->factors.parts && lane < LANES; lane++)
+        for (int64_t column = 0; higher[lane] && column < s->values; column += LANES) {
+            float *out = s->out + (group * LANES + lane) * s->values + column;
+            store(out, load(out) * left[lane]);
+        }
+}
+
+/* See to it that the `top` of a query is at most ROOM below its largest score, of the keys from `start` to `end`: where
+ * it was less, what was summed up before is brought down to the new one. */
+static inline void raise_tops(struct scratch *s, int64_t start, int64_t end)
+{
+    lanes top[GROUPS];
 #pragma GCC unroll 8
     for (int group = 0; group < GROUPS; group++)
         top[group] = (lanes){0} + LOWEST;
-    for (int64_t j = seen->start; j < seen->end; j++)
+    for (int64_t j = start; j < end; j++)
 #pragma GCC unroll 8
         for (int group = 0; group < GROUPS; group++)
             top[group] = larger_of(top[group], load(s->scores + j * PIECE + group * LANES));
-    for (int group = 0; group < GROUPS; group++) {
+    for (int64_t group = 0; group < GROUPS; group++) {
         const lanes before = load(s->top + group * LANES);
         const mask higher = top[group] > before + ROOM;
-        top[group] = choose(higher, top[group], before);
-        sum[group] = load(s->weight + group * LANES);
         if (!any_of(higher))
             continue;
+        top[group] = choose(higher, top[group], before);
         const lanes left = exp_of(before - top[group]);
-        sum[group] *= left;
+        store(s->weight + group * LANES, load(s->weight + group * LANES) * left);
         store(s->top + group * LANES, top[group]);
-        for (int64_t lane = 0; lane < LANES; lane++)
-            for (int64_t column = 0; higher[lane] && column < s->values; column += LANES) {
-                float *out = s->out + (group * LANES + lane) * s->values + column;
-                store(out, load(out) * left[lane]);
-            }
+        scale_sums(s, group, left, higher);
     }
-    for (int64_t j = seen->start; j < seen->end; j++)
+}
+
+/* Scores become weights under the `top` of their query. */
+static inline void weigh(struct scratch *s, int64_t start, int64_t end)
+{
+    raise_tops(s, start, end);
+    lanes sum[GROUPS];
+#pragma GCC unroll 8
+    for (int group = 0; group < GROUPS; group++)
+        sum[group] = load(s->weight + group * LANES);
+    for (int64_t j = start; j < end; j++)
 #pragma GCC unroll 8
         for (int group = 0; group < GROUPS; group++) {
-            const lanes score = load(s->scores + j * PIECE + group * LANES) - top[group];
-            const lanes weight = rounds ? rounded_exp_of(score) : exp_of(score);
+            const lanes weight = exp_of(load(s->scores + j * PIECE + group * LANES) - load(s->top + group * LANES));
             store(s->scores + j * PIECE + group * LANES, weight);
             sum[group] += weight;
         }
@@ -178,48 +206,66 @@ static inline __attribute__((always_inline)) void weigh(struct scratch *s, const
         store(s->weight + group * LANES, sum[group]);
 }
 
-/* The scores of PIECE keys, some of whose rows may mean nothing, from rounded factors. */
-static inline void round_scores(const struct rounded *rounded, float *out, const struct rows *key, struct tiles turned,
-                                int64_t size, int adds)
+/* Take in keys, in whole tiles, and their values before `end`, with scores that begin as `show` left them. */
+static void read_piece(struct scratch *s, const struct seen *seen, struct rows keys, struct rows values, int64_t end,
+                       int adds)
 {
-    const struct tiles keys =
-        key->kind ? tiles_of_rows(key) : put_left(rounded->left, key->data, key->row, PIECE, size);
-    multiply(out, PIECE, keys, turned, PIECE, PIECE, size, adds);
-}
-
-/* Add values to the output with the weights that their scores have become, up to before `end`. */
-static void add_rounded_values(struct scratch *s, const struct seen *seen, const struct rows *value, int64_t end)
-{
-    const int64_t start = seen->start, first = start * value->row, keys = end - start;
-    const struct tiles weights = put_turned_left(s->rounded.left, s->scores + start * PIECE, PIECE, PIECE, keys);
-    const struct tiles values =
-        value->kind
-            ? put_right_halves(s->rounded.right, (const uint16_t *)value->data + first, value->row, keys, s->values)
-            : put_right(s->rounded.right, (const float *)value->data + first, value->row, keys, s->values);
-    multiply(s->out, s->values, weights, values, PIECE, s->values, keys, 1);
-}
-
-/* Take in `count` keys, whose rows are there in whole tiles, and their values, with scores that begin as `show` left
- * them. What is not float32 has whole blocks of numbers, and is for rounded products. */
-static void read_piece(struct scratch *s, struct rows keys, struct rows values, int64_t count, enum shown shown)
-{
-    const struct seen seen = find_seen(s->scores, shown);
-    const int adds = shown != ALL_PLAIN;
-    if (seen.start >= seen.end)
-        return;
-    if (s->rounded.left) {
-        round_scores(&s->rounded, s->scores, &keys, s->turned, s->key_size, adds);
-        weigh(s, &seen, 1);
-        add_rounded_values(s, &seen, &values, smaller(seen.end, count));
-        return;
-    }
     const float *value = values.data;
-    make_scores(s->scores, &seen, keys.data, keys.row, s->query, s->key_size, adds);
-    weigh(s, &seen, 0);
+    make_scores(s->scores, seen, keys.data, keys.row, s->query, s->key_size, adds);
+    weigh(s, seen->start, seen->end);
     for (int64_t i = 0; i < PIECE; i += TILE_ROWS) {
-        const int64_t first = seen.first[i / LANES], last = smaller(seen.last[i / LANES], count);
+        const int64_t first = seen->first[i / LANES], last = smaller(seen->last[i / LANES], end);
         for (int64_t column = 0; first < last && column < s->values; column += TILE_COLUMNS)
             add_tile(s->out + i * s->values + column, s->values, s->scores + first * PIECE + i, 1, PIECE,
                      value + first * values.row + column, values.row, last - first);
     }
+}
+
+/* The weights of whole blocks of keys as a right factor, beside their sums. */
+static inline WITH_TILES __attribute__((always_inline)) struct tiles
+put_weights_parts(struct scratch *s, const float *scores, int64_t keys, int parts)
+{
+    const struct tiles made = tiles_at(s->factors.right, PIECE, keys, parts);
+    for (int64_t group = 0; group < PIECE; group += LANES) {
+        const lanes top = load(s->top + group);
+        lanes sum = load(s->weight + group);
+        char *to = (char *)made.data + group / LANES * made.beside;
+        for (int64_t at = 0; at < keys; at += BLOCK, to += TILE)
+#pragma GCC unroll 4
+            for (int64_t number = 0; number < PAIRS; number++) {
+                const float *score = scores + (at + number) * PIECE + group;
+                const lanes one = load(score) - top, other = load(score + PAIRS * PIECE) - top;
+                const lanes first = parts == 3 ? exp_of(one) : rounded_exp_of(one);
+                const lanes second = parts == 3 ? exp_of(other) : rounded_exp_of(other);
+                sum += first + second;
+                put_pairs(to + number * sizeof(lanes), made.part, first, second, parts);
+            }
+        store(s->weight + group, sum);
+    }
+    return made;
+}
+
+static WITH_TILES struct tiles put_weights(struct scratch *s, const float *scores, int64_t keys)
+{
+    return s->factors.parts == 3 ? put_weights_parts(s, scores, keys, 3) : put_weights_parts(s, scores, keys, 1);
+}
+
+/* Put PIECE rows of keys and of values, zero where there are none, into the tiles of a piece. */
+static void put_piece(const struct scratch *s, const struct piece *piece, struct rows keys, struct rows values)
+{
+    put_left((void *)piece->key.data, keys, PIECE, s->key_size, s->factors.parts);
+    put_turned_left((void *)piece->turned.data, values, s->values, PIECE, s->factors.parts);
+}
+
+/* Take in a piece that is there in tiles, with scores that begin as `show` left them. */
+static void read_tiles(struct scratch *s, const struct seen *seen, const struct piece *piece, int adds)
+{
+    const int64_t first = seen->start / BLOCK * BLOCK, keys = round_up(seen->end - first, BLOCK);
+    float *scores = s->scores + first * PIECE;
+    multiply(scores, PIECE, without(piece->key, first, 0), s->queries, keys, PIECE, s->key_size, adds,
+             &s->next, FETCHED);
+    raise_tops(s, first, first + keys);
+    const struct tiles weights = put_weights(s, scores, keys);
+    multiply(s->turned_out, PIECE, without(piece->turned, 0, first), weights, s->values, PIECE, keys, 1,
+             &s->next, FETCHED);
 }

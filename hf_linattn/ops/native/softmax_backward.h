@@ -17,9 +17,12 @@ struct pairs {
     float *key, *value, *weights, *slopes, *d_key, *d_value;
     float log[PIECE], weight_grad[PIECE];
     int64_t key_size, value_size, keys, values;
-    struct rounded rounded;
-    struct tiles query_tiles, grad_tiles, turned_query_tiles, turned_grad_tiles; /* of these, if they are rounded */
-    void *tiles[4];                                                              /* their memory */
+    struct factors factors;                                      /* left: weights or slopes; right: slopes */
+    struct tiles queries, grads, turned_queries, turned_grads; /* as right factors */
+    float *turned_d_query;                                       /* [keys, PIECE]: what products of tiles add to */
+    void *tiles[4];
+    struct pieces pieces;
+    struct upcoming met, next; /* gradients of the keys that are met, which are added to; what comes next */
 };
 
 /* Up to PIECE keys and values, in rows as above, and where their gradients are added up. */
@@ -29,13 +32,14 @@ struct met {
     int64_t d_key_row, d_value_row;
 };
 
-static int64_t arrange_pairs(struct pairs *w, int64_t key_size, int64_t value_size, int64_t bfloat16, float *memory)
+static int64_t arrange_pairs(struct pairs *w, int64_t key_size, int64_t value_size, int64_t parts, float *memory)
 {
-    int64_t used = 0;
     w->key_size = key_size;
     w->value_size = value_size;
+    w->met.count = w->next.count = 0;
     w->keys = round_up(key_size, TILE_COLUMNS);
     w->values = round_up(value_size, TILE_COLUMNS);
+    int64_t used = arrange_pieces(&w->pieces, key_size, value_size, w->keys, parts, memory);
     float **of_keys[] = {&w->query, &w->turned_query, &w->d_query, &w->key, &w->d_key};
     float **of_values[] = {&w->grad, &w->turned_grad, &w->value, &w->d_value};
     for (int part = 0; part < 5; part++)
@@ -44,10 +48,10 @@ static int64_t arrange_pairs(struct pairs *w, int64_t key_size, int64_t value_si
         *of_values[part] = take(memory, &used, PIECE * w->values);
     w->weights = take(memory, &used, PIECE * PIECE);
     w->slopes = take(memory, &used, PIECE * PIECE);
-    const int64_t largest = PIECE * larger(PIECE, larger(w->keys, w->values));
-    w->rounded = take_rounded(memory, &used, largest, largest, bfloat16);
-    for (int part = 0; part < 4 && bfloat16; part++)
-        w->tiles[part] = take(memory, &used, largest / 2);
+    w->factors = take_factors(memory, &used, 2 * PIECE * PIECE, PIECE * PIECE, parts);
+    w->turned_d_query = take(memory, &used, parts ? PIECE * w->keys : 0);
+    for (int part = 0; part < 4; part++)
+        w->tiles[part] = take(memory, &used, room_for(PIECE * larger(w->keys, w->values), parts));
     return used;
 }
 
@@ -59,12 +63,24 @@ static void begin_pairs(struct pairs *w, float scaling)
     turn(w->turned_query, PIECE, w->query, w->keys, PIECE, w->keys);
     turn(w->turned_grad, PIECE, w->grad, w->values, PIECE, w->values);
     memset(w->d_query, 0, PIECE * w->keys * sizeof(float));
-    if (w->rounded.left) {
-        w->query_tiles = put_right(w->tiles[0], w->query, w->keys, PIECE, w->keys);
-        w->grad_tiles = put_right(w->tiles[1], w->grad, w->values, PIECE, w->values);
-        w->turned_query_tiles = put_right(w->tiles[2], w->turned_query, PIECE, w->key_size, PIECE);
-        w->turned_grad_tiles = put_right(w->tiles[3], w->turned_grad, PIECE, w->value_size, PIECE);
-    }
+    memset(w->log, 0, sizeof(w->log)); /* there may be fewer queries than PIECE */
+    if (!w->factors.parts)
+        return;
+    const int64_t parts = w->factors.parts;
+    const struct rows query = {w->query, w->keys, FLOAT32}, turned_query = {w->turned_query, PIECE, FLOAT32};
+    const struct rows grad = {w->grad, w->values, FLOAT32}, turned_grad = {w->turned_grad, PIECE, FLOAT32};
+    w->queries = put_right(w->tiles[0], query, PIECE, w->keys, parts);
+    w->grads = put_right(w->tiles[1], grad, PIECE, w->values, parts);
+    w->turned_queries = put_right(w->tiles[2], turned_query, w->key_size, PIECE, parts);
+    w->turned_grads = put_right(w->tiles[3], turned_grad, w->value_size, PIECE, parts);
+    memset(w->turned_d_query, 0, PIECE * w->keys * sizeof(float));
+}
+
+/* Leave in `d_query` what has been added up. */
+static inline void end_pairs(struct pairs *w)
+{
+    if (w->factors.parts)
+        turn(w->d_query, w->keys, w->turned_d_query, PIECE, w->keys, PIECE);
 }
 
 /* Note what a query's weights add up to, and its gradient; without keys all scores are LOWEST, and weights zero. */
@@ -82,64 +98,30 @@ static struct met meet_copies(struct pairs *w)
     return (struct met){w->key, w->value, w->d_key, w->d_value, w->keys, w->values};
 }
 
-/* Add what the pairs of the keys that are seen, before `end`, come to, to all gradients. */
-static void add_rounded(struct pairs *w, const struct met *met, const struct seen *seen, int64_t end)
-{
-    const int64_t start = seen->start, first = start / BLOCK * BLOCK, keys = round_up(seen->end - first, BLOCK);
-    float *pairs[] = {w->weights, w->slopes};
-    for (int part = 0; part < 2; part++) { /* whole blocks of keys are added to */
-        memset(pairs[part] + first * PIECE, 0, (start - first) * PIECE * sizeof(float));
-        memset(pairs[part] + seen->end * PIECE, 0, (first + keys - seen->end) * PIECE * sizeof(float));
-    }
-    const struct tiles weights = put_left(w->rounded.left, w->weights + first * PIECE, PIECE, keys, PIECE);
-    multiply(met->d_value + first * met->d_value_row, met->d_value_row, weights, w->grad_tiles, keys, w->values, PIECE,
-             1);
-    const struct tiles slopes = put_left(w->rounded.left, w->slopes + first * PIECE, PIECE, keys, PIECE);
-    multiply(met->d_key + first * met->d_key_row, met->d_key_row, slopes, w->query_tiles, keys, w->keys, PIECE, 1);
-    make_rounded(&w->rounded, w->d_query, w->keys, w->slopes + start * PIECE, 1, PIECE, met->key + start * w->keys,
-                 w->keys, PIECE, w->keys, end - start, 1, 0);
-}
-
 /* Scores become weights, and what is there of their gradients becomes slopes. */
-static inline __attribute__((always_inline)) void weigh_pairs(struct pairs *w, const struct seen *seen, int rounds)
+static inline void weigh_pairs(struct pairs *w, const struct seen *seen)
 {
     for (int64_t j = seen->start; j < seen->end; j++)
 #pragma GCC unroll 8
         for (int64_t i = 0; i < PIECE; i += LANES) {
-            const lanes score = load(w->weights + j * PIECE + i) - load(w->log + i);
-            const lanes weight = rounds ? rounded_exp_of(score) : exp_of(score);
+            const lanes weight = exp_of(load(w->weights + j * PIECE + i) - load(w->log + i));
             store(w->weights + j * PIECE + i, weight);
             store(w->slopes + j * PIECE + i, weight * (load(w->slopes + j * PIECE + i) - load(w->weight_grad + i)));
         }
 }
 
-/* Go through the pairs of `rows` queries with `count` keys, with what weights begin with as scores do in `read_piece`;
- * returns whether there are any. */
-static int read_pairs(struct pairs *w, const struct met *met, int64_t count, int64_t rows, enum shown shown)
+/* Go through the pairs of `rows` queries with keys before `end`, with what weights begin with as scores do in
+ * `read_piece`. */
+static void read_pairs(struct pairs *w, const struct met *met, const struct seen *seen, int64_t end, int64_t rows,
+                       enum shown shown)
 {
-    const struct seen seen = find_seen(w->weights, shown);
     const int adds = shown != ALL_PLAIN, some = shown == SOME;
-    if (seen.start >= seen.end)
-        return 0;
     if (some)
         memset(w->slopes, 0, PIECE * PIECE * sizeof(float));
-    if (w->rounded.left) {
-        const struct rows key = {met->key, w->keys, FLOAT32}, value = {met->value, w->values, FLOAT32};
-        round_scores(&w->rounded, w->weights, &key, w->turned_query_tiles, w->key_size, adds);
-        round_scores(&w->rounded, w->slopes, &value, w->turned_grad_tiles, w->value_size, 0);
-    } else {
-        make_scores(w->weights, &seen, met->key, w->keys, w->turned_query, w->key_size, adds);
-        make_scores(w->slopes, &seen, met->value, w->values, w->turned_grad, w->value_size, some);
-    }
-    if (w->rounded.left)
-        weigh_pairs(w, &seen, 1);
-    else
-        weigh_pairs(w, &seen, 0);
-    if (w->rounded.left) {
-        add_rounded(w, met, &seen, smaller(seen.end, count));
-        return 1;
-    }
-    for (int64_t j = seen.start; j < seen.end; j += TILE_ROWS) {
+    make_scores(w->weights, seen, met->key, w->keys, w->turned_query, w->key_size, adds);
+    make_scores(w->slopes, seen, met->value, w->values, w->turned_grad, w->value_size, some);
+    weigh_pairs(w, seen);
+    for (int64_t j = seen->start; j < seen->end; j += TILE_ROWS) {
         for (int64_t column = 0; column < w->values; column += TILE_COLUMNS)
             add_tile(met->d_value + j * met->d_value_row + column, met->d_value_row, w->weights + j * PIECE, PIECE, 1,
                      w->grad + column, w->values, rows);
@@ -148,10 +130,88 @@ static int read_pairs(struct pairs *w, const struct met *met, int64_t count, int
                      w->query + column, w->keys, rows);
     }
     for (int64_t i = 0; i < PIECE; i += TILE_ROWS) {
-        const int64_t first = seen.first[i / LANES], last = smaller(seen.last[i / LANES], count);
+        const int64_t first = seen->first[i / LANES], last = smaller(seen->last[i / LANES], end);
         for (int64_t column = 0; first < last && column < w->keys; column += TILE_COLUMNS)
             add_tile(w->d_query + i * w->keys + column, w->keys, w->slopes + first * PIECE + i, 1, PIECE,
                      met->key + first * w->keys + column, w->keys, last - first);
     }
-    return 1;
+}
+
+/* Put PIECE rows of keys and of values, zero where there are none, into the tiles of a piece. */
+static void put_pairs_piece(const struct pairs *w, const struct piece *piece, struct rows keys, struct rows values)
+{
+    put_left((void *)piece->key.data, keys, PIECE, w->key_size, w->factors.parts);
+    put_left((void *)piece->value.data, values, PIECE, w->value_size, w->factors.parts);
+    put_turned_left((void *)piece->turned.data, keys, w->keys, PIECE, w->factors.parts);
+}
+
+/* Weights and slopes of whole blocks of keys, as left factors and, the slopes, as a right one. */
+struct pair_tiles {
+    struct tiles weights, slopes, right_slopes;
+};
+
+/* The same numbers of two rows, PAIRS apart, of `number` and the row behind it, in left tiles and a right one. */
+static inline WITH_TILES __attribute__((always_inline)) void
+put_weights_and_slopes(const struct pairs *w, const struct pair_tiles *made, const float *weights, const float *slopes,
+                       int64_t at, int64_t number, int64_t i, int parts)
+{
+    lanes weight[2][2], slope[2][2]; /* of two rows, and of two groups of queries */
+#pragma GCC unroll 2
+    for (int64_t row = 0; row < 2; row++)
+#pragma GCC unroll 2
+        for (int64_t group = 0; group < 2; group++) {
+            const int64_t place = (at + number + row * PAIRS) * PIECE + i + group * LANES, query = i + group * LANES;
+            const lanes score = load(weights + place) - load(w->log + query);
+            weight[row][group] = parts == 3 ? exp_of(score) : rounded_exp_of(score);
+            slope[row][group] = weight[row][group] * (load(slopes + place) - load(w->weight_grad + query));
+        }
+    const int64_t line = number * sizeof(lanes), place = i / BLOCK * TILE + line;
+#pragma GCC unroll 2
+    for (int64_t half = 0; half < 2; half++) {
+        const int64_t row = (at / LANES + half) * made->weights.beside + place;
+        put_pairs((char *)made->weights.data + row, made->weights.part, weight[half][0], weight[half][1], parts);
+        put_pairs((char *)made->slopes.data + row, made->slopes.part, slope[half][0], slope[half][1], parts);
+        put_pairs((char *)made->right_slopes.data + (i / LANES + half) * made->right_slopes.beside + at / BLOCK * TILE
+                      + line,
+                  made->right_slopes.part, slope[0][half], slope[1][half], parts);
+    }
+}
+
+static WITH_TILES struct pair_tiles put_pair_tiles(const struct pairs *w, const float *weights, const float *slopes,
+                                                   int64_t keys)
+{
+    const int64_t parts = w->factors.parts;
+    const struct pair_tiles made = {
+        tiles_at(w->factors.left, keys, PIECE, parts),
+        tiles_at((float *)w->factors.left + room_for(PIECE * PIECE, parts), keys, PIECE, parts),
+        tiles_at(w->factors.right, PIECE, keys, parts),
+    };
+    for (int64_t at = 0; at < keys; at += BLOCK)
+        for (int64_t number = 0; number < PAIRS; number++)
+#pragma GCC unroll 2
+            for (int64_t i = 0; i < PIECE; i += BLOCK)
+                if (parts == 3)
+                    put_weights_and_slopes(w, &made, weights, slopes, at, number, i, 3);
+                else
+                    put_weights_and_slopes(w, &made, weights, slopes, at, number, i, 1);
+    return made;
+}
+
+/* `read_pairs` for a piece in tiles. */
+static void read_pair_tiles(struct pairs *w, const struct piece *piece, const struct met *met, const struct seen *seen,
+                            int adds)
+{
+    const int64_t first = seen->start / BLOCK * BLOCK, keys = round_up(seen->end - first, BLOCK);
+    float *weights = w->weights + first * PIECE, *slopes = w->slopes + first * PIECE;
+    multiply(weights, PIECE, without(piece->key, first, 0), w->turned_queries, keys, PIECE, w->key_size, adds, &w->met,
+             2 * FETCHED);
+    multiply(slopes, PIECE, without(piece->value, first, 0), w->turned_grads, keys, PIECE, w->value_size, 0, &w->met,
+             2 * FETCHED);
+    const struct pair_tiles made = put_pair_tiles(w, weights, slopes, keys);
+    multiply(met->d_value + first * met->d_value_row, met->d_value_row, made.weights, w->grads, keys, w->values, PIECE,
+             1, &w->next, FETCHED);
+    multiply(met->d_key + first * met->d_key_row, met->d_key_row, made.slopes, w->queries, keys, w->keys, PIECE, 1, &w->next,
+             FETCHED);
+    multiply(w->turned_d_query, PIECE, without(piece->turned, 0, first), made.right_slopes, w->keys, PIECE, keys, 1,
+             &w->next, FETCHED);
 }
