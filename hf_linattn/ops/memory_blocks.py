@@ -19,7 +19,7 @@ from .native.block_softmax import NATIVE_BLOCKS
 from .precision import wide, wide_number
 from .sink import attenuate
 from .source import Source
-from .summaries import Summary, find_runs, open_segments, pool, segment_size
+from .summaries import Summary, find_runs, open_segments, pool, pool_part, segment_size
 
 
 class Pooled(NamedTuple):
@@ -65,9 +65,8 @@ def whole_rows(
         most = (last - 1) * block_size // unit
         # beside the segments of the run before, of which one may be left, this one sums up what lies behind these
         start, end = end // unit * unit, most * unit
-        more = Summary(*(source.narrow(2, start, end - start) for source in sources))
         slots = pool(slots, unit // before, use_native=natively)
-        slots, before = slots.joined(pool(more, unit, use_native=natively)), unit
+        slots, before = slots.joined(pool_part(sources, start, end - start, unit, natively)), unit
         bias = wide_number(query).new_full((len(blocks), most), math.log(unit))
         bias.masked_fill_(arange(most) >= full[:, None], LOWEST)
         shared = slots.key.to(query.dtype), slots.value.to(query.dtype)

@@ -50,10 +50,15 @@ class _Gradient:
         self.shape = shape
         self.total: Tensor | None = None
 
-    def add(self, gradient: Tensor, how: Any, place: tuple[Any, ...]) -> None:
+    def begun(self, like: Tensor) -> Tensor:
+        """What others add to, zero if nobody has; like another one's numbers then."""
         if self.total is None:
-            self.total = zeros(gradient, self.shape)
-        how(self.total, *place, add=gradient.to(self.total.dtype))
+            self.total = zeros(like, self.shape)
+        return self.total
+
+    def add(self, gradient: Tensor, how: Any, place: tuple[Any, ...]) -> None:
+        total = self.begun(gradient)
+        how(total, *place, add=gradient.to(total.dtype))
 
     def take_over(self, gradient: Tensor) -> None:
         """Add a gradient of the whole, which from now on is nobody else's: the first is what the others add to."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .exponential import LOWEST
-from .native.segment_means import segment_means
+from .native.segment_means import segment_means, segment_means_of_part
 from .precision import wide
+from .source import Source
 
 
 class Summary(NamedTuple):
@@ -77,6 +79,15 @@ def pool(tokens: Summary, size: int, use_native: bool = False) -> Summary:
     return Summary(*means, *totals)
 
 
+def pool_part(sources: Sequence[Source], start: int, length: int, size: int, use_native: bool) -> Summary:
+    """`pool` of so many tokens from `start` on, of the sources of a summary."""
+    if not use_native or sources[0].whole.dtype != torch.float32:
+        return pool(Summary(*(source.narrow(2, start, length) for source in sources)), size, use_native)
+    pairs = zip(sources[:2], sources[2:], strict=True)
+    (key, key_total), (value, value_total) = (segment_means_of_part(*pair, size, start, length) for pair in pairs)
+    return Summary(key, value, key_total, value_total)
+
+
 def open_segments(tokens: Summary, first: int, last: int, per_segment: int, size: int) -> tuple[Tensor, Tensor]:
     """Return key and value [R, M, .] of the segment that is open before each block, of its completed blocks only.
 
@@ -111,3 +122,23 @@ def _combine(left: Summary, right: Summary) -> Summary:
         means.append(x * (a - total).exp()[..., None] + y * (b - total).exp()[..., None])
         totals.append(total)
     return Summary(*means, *totals)
+
+
+def products_with_rows(vectors: Tensor, rows: Tensor) -> Tensor:
+    """Return vectors rows^T [B, H, M, N], of vectors [H or 1, M, D] and rows [B, H, N, D]."""
+    return _ProductsWithRows.apply(vectors, rows)
+
+
+class _ProductsWithRows(torch.autograd.Function):
+    """PyTorch's own gradient of the rows would lie turned, and adding anything to it take four times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(vectors, rows)
+        return vectors @ rows.mT
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        vectors, rows = ctx.saved_tensors
+        return (gradient @ rows).sum_to_size(vectors.shape), gradient.mT @ vectors

@@ -62,14 +62,16 @@ static void reverse_task(const void *problem, float *memory, int64_t task)
     for (int64_t j = first; j < first + p->segment_size; j++) {
         const float share = exp_of_one(*place(&p->weight, batch, head, 0, j) - total);
         float *d_row = place(&p->d_row, batch, head, 0, j);
+        fetch_row(&p->row, batch, head, 0, j + ROWS_AHEAD, p->row_size);
+        fetch_row(&p->d_row, batch, head, 0, j + ROWS_AHEAD, p->row_size);
         for (int64_t column = 0; column < p->row_size; column++)
-            d_row[column] = share * d_mean[column];
-        *place(&p->d_weight, batch, head, 0, j) =
+            d_row[column] += share * d_mean[column];
+        *place(&p->d_weight, batch, head, 0, j) +=
             share * (dot(place(&p->row, batch, head, 0, j), d_mean, p->row_size) + rest);
     }
 }
 
-/* The gradients of all segments' rows and weights; returns as above. */
+/* Add to the gradients of all segments' rows and weights; returns as above. */
 int segment_means_backward(const struct problem *p)
 {
     return run_tasks(reverse_task, p, p->batches * p->heads * p->segments, p->threads, 16);

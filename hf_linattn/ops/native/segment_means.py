@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
+from ..source import Source
 from .library import Operand, call, dense_rows, operation
 
 OPERANDS = ("row", "mean", "weight", "total", "d_row", "d_mean", "d_weight", "d_total")
@@ -31,7 +32,15 @@ def segment_means(rows: Tensor, weight: Tensor, size: int) -> tuple[Tensor, Tens
     Returns:
         [B, H, N // size, D]; [B, H, N // size].
     """
-    return _SegmentMeans.apply(dense_rows(rows), weight, size)
+    return _SegmentMeans.apply(dense_rows(rows), weight, size, 0, rows.shape[2], None, None)
+
+
+def segment_means_of_part(
+    rows: Source, weight: Source, size: int, start: int, length: int
+) -> tuple[Tensor, Tensor]:
+    """Return those of `length` rows from `start` on; their gradients are added up where those of all rows are."""
+    where = rows.gradient, weight.gradient
+    return _SegmentMeans.apply(dense_rows(rows.whole), weight.whole, size, start, length, *where)
 
 
 @operation("mean", "total")
@@ -45,7 +54,7 @@ def segment_means_backward(
     rows: Tensor, weight: Tensor, mean: Tensor, total: Tensor, d_mean: Tensor, d_total: Tensor, d_rows: Tensor,
     d_weight: Tensor, size: int,
 ) -> None:  # fmt: skip
-    """Write the gradients of all rows that are in a segment, and of their weights."""
+    """Add to the gradients of all rows that are in a segment, and of their weights."""
     operands = {"row": rows, "weight": weight, "mean": mean, "total": total}
     gradients = {"d_mean": d_mean, "d_total": d_total, "d_row": d_rows, "d_weight": d_weight}
     _run("segment_means_backward", operands | gradients, size)
@@ -70,20 +79,25 @@ def _backward_flops(rows: Any, weight: Any, *rest: Any, **__: Any) -> int:
 
 
 class _SegmentMeans(torch.autograd.Function):
+    """Of some of the rows; gradients go where they are said to be added up, or on."""
+
     @staticmethod
-    def forward(ctx, rows, weight, size):
-        count = rows.shape[2] // size
+    def forward(ctx, rows, weight, size, start, length, *where):
+        part, of_part = rows.narrow(2, start, length), weight.narrow(2, start, length)
+        count = length // size
         mean, total = rows.new_empty(*rows.shape[:2], count, rows.shape[3]), rows.new_empty(*rows.shape[:2], count)
-        segment_means_forward(rows, weight, mean, total, size)
+        segment_means_forward(part, of_part, mean, total, size)
         ctx.save_for_backward(rows, weight, mean, total)
-        ctx.size = size
+        ctx.size, ctx.place, ctx.where = size, (2, start, length), where
         return mean, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_mean, d_total):
-        rows, weight, mean, total = ctx.saved_tensors
-        make = rows.new_zeros if rows.shape[2] % ctx.size else rows.new_empty  # nobody writes what is in no segment
-        d_rows, d_weight = make(rows.shape), make(weight.shape)
-        segment_means_backward(rows, weight, mean, total, dense_rows(d_mean), d_total, d_rows, d_weight, ctx.size)
-        return d_rows, d_weight, None
+        *heads, mean, total = ctx.saved_tensors
+        pairs = list(zip(heads, ctx.where, strict=True))
+        gradients = [torch.zeros_like(x) if where is None else where.begun(x) for x, where in pairs]
+        parts = [x.narrow(*ctx.place) for x in (*heads, *gradients)]
+        segment_means_backward(*parts[:2], mean, total, dense_rows(d_mean), d_total, *parts[2:], ctx.size)
+        handed_on = (None if x is not None else d for x, d in zip(ctx.where, gradients, strict=True))
+        return *handed_on, None, None, None, None, None
