@@ -33,8 +33,8 @@ def set_backend(model: nn.Module, backend: str) -> None:
     with its feature maps, packed rows included, `hybrid`, causal `linformer`, `lsh` and the block-sparse mechanisms,
     all with their backward passes, and in `eval()` mode without gradients patterns with parameters, too. All but
     `lsh` read half precision as it is. Products of bfloat16 are made by the processor's matrix unit (AMX) if it has
-    one, and so are those of float32 after `torch.set_float32_matmul_precision("medium")`. `"torch"` takes PyTorch's
-    operations alone.
+    one, and so are those of float32, rounded after `torch.set_float32_matmul_precision("medium")`, else with all of
+    their digits in three parts, where that is faster. `"torch"` takes PyTorch's operations alone.
 
     `"compile"` compiles (with the C++ compiler that `torch.compile` needs, half a minute at first) what `linear`, its
     feature maps and `hybrid` do with 1,024 tokens, for inputs of 2,048 and more: for devices and machines without the

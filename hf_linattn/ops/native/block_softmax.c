@@ -108,9 +108,9 @@ static void read_task(const void *problem, float *memory, int64_t task)
     const int64_t rows = task / p->blocks, sequence = rows / p->groups;
     struct scratch s;
     arrange(&s, p->key_size, p->value_size, p->parts, memory);
-    begin_tiles(&s.factors);
+    begin_tiles(p->parts);
     read_block(&s, p, sequence / p->heads, sequence % p->heads, rows % p->groups, task % p->blocks);
-    end_tiles(&s.factors);
+    end_tiles(p->parts);
 }
 
 /* Work through all query blocks of a problem; returns 0, or 1 where there was no memory to work in. */

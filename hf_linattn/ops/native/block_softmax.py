@@ -24,7 +24,7 @@ PLACES = (
     "first", "blocks", "block_size", "table_heads", "width", "shared", "columns", "begun", "causal", "threads",
     "parts",
 )  # fmt: skip
-LEAST_KEYS = 128  # of a query block: with fewer products in exact parts do not pay
+LEAST_KEYS = 192  # of a query block: with fewer of them products in exact parts do not pay
 
 
 class Problem(ctypes.Structure):
@@ -48,7 +48,7 @@ def _run(
         batch, block, head, row = (0 if count == 1 else step for count, step in steps)
         shown, columns = Operand(bias.data_ptr(), batch, head, block, row), bias.shape[-1]
     shared = operands["shared_key"].shape[2]
-    parts = product_parts(operands["query"], exact=shared + width * size > LEAST_KEYS)
+    parts = product_parts(operands["query"], exact=shared + width * size >= LEAST_KEYS)
     places = (
         first, blocks, size, table_heads, width, shared, columns, begun, causal, torch.get_num_threads(), parts
     )  # fmt: skip

@@ -134,11 +134,11 @@ static void read_task(const void *problem, float *memory, int64_t task)
     const struct problem *p = problem;
     struct work work = {.problem = p, .batch = task / p->heads, .head = task % p->heads};
     arrange_pairs(&work.pairs, p->key_size, p->value_size, p->parts, memory);
-    begin_tiles(&work.pairs.factors);
+    begin_tiles(p->parts);
     for (int64_t group = 0; group < p->groups; group++)
         for (int64_t block = 0; block < p->blocks; block++)
             read_block(&work, p, group, block);
-    end_tiles(&work.pairs.factors);
+    end_tiles(p->parts);
 }
 
 /* Work through all key/value heads of a problem; returns 0, or 1 where there was no memory to work in. */

@@ -116,10 +116,10 @@ static void read_task(const void *problem, float *memory, int64_t task)
     struct work work = {.problem = p, .sequence = task, .batch = task / p->heads, .head = task % p->heads};
     arrange_lists(&work.lists, p, memory + arrange(&work.scratch, p->key_size, p->value_size, p->parts, memory));
     list_keys(&work.lists, p, task);
-    begin_tiles(&work.scratch.factors);
+    begin_tiles(p->parts);
     for (work.group = 0; work.group < p->groups; work.group++)
         read_head(&work, p);
-    end_tiles(&work.scratch.factors);
+    end_tiles(p->parts);
 }
 
 /* Work through all key/value heads of a problem; returns 0, or 1 where there was no memory to work in. */

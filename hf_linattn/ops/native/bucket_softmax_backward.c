@@ -96,12 +96,12 @@ static void read_task(const void *problem, float *memory, int64_t task)
     struct work work = {.problem = p, .sequence = task, .batch = task / p->heads, .head = task % p->heads};
     arrange_lists(&work.lists, p, memory + arrange_pairs(&work.pairs, p->key_size, p->value_size, p->parts, memory));
     list_keys(&work.lists, p, task);
-    begin_tiles(&work.pairs.factors);
+    begin_tiles(p->parts);
     for (work.group = 0; work.group < p->groups; work.group++) {
         begin(&work);
         for_runs(&work.lists, p, task, work.group, read_runs, &work);
     }
-    end_tiles(&work.pairs.factors);
+    end_tiles(p->parts);
 }
 
 /* Work through all key/value heads of a problem; returns 0, or 1 where there was no memory to work in. */

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "causal_sums.h"
-#include "tiles.h"
+#include "factors.h"
 
 #define CHUNK 64
 #define FETCHED 4  /* rows of each at a time */
@@ -49,6 +49,12 @@ static inline int64_t arrange(struct scratch *s, const struct problem *p, float 
     const int64_t widest = larger(larger(s->inputs, s->keys), larger(s->values, s->chunk));
     const int64_t largest = larger(widest * s->chunk, s->keys * larger(s->values, s->inputs));
     s->factors = take_factors(memory, &used, widest * s->chunk, largest, p->parts);
+    hold(&s->factors, memory, &used, s->query, s->chunk * s->keys, LEFT);
+    hold(&s->factors, memory, &used, s->turned, s->chunk * s->keys, RIGHT);
+    hold(&s->factors, memory, &used, s->value, s->chunk * s->values, RIGHT);
+    hold(&s->factors, memory, &used, s->state, s->keys * s->values, RIGHT);
+    for (int64_t map = 0; map <= p->groups && p->key_map.weight.data; map++)
+        hold(&s->factors, memory, &used, NULL, s->inputs * s->keys, RIGHT);
     return used;
 }
 
@@ -64,16 +70,25 @@ make_exact(float *out, int64_t out_row, const float *left, int64_t left_row, int
                       right + column, right_step, steps, adds);
 }
 
-/* The same while memory is asked for what comes next, if anything does. Rounded factors have whole blocks of rows; sums
- * over all tokens so far, which are `right` then, are not to lose digits that cancel: that product is `fine`. */
+/* Rows of what comes next that are asked for beside the products of a block of tiles: those of parts take longer. */
+static inline int64_t fetched_of(const struct scratch *s) { return s->factors.parts == 3 ? 1 : FETCHED / 2; }
+
+static inline struct tiles right_of(struct scratch *s, const float *right, int64_t right_step, int64_t steps,
+                                    int64_t columns)
+{
+    return right_tiles(&s->factors, right, right_step, steps, columns, right == s->state || right == s->turned_state);
+}
+
+/* The same while memory is asked for what comes next, if anything does. Factors in parts have whole blocks of rows; sums
+ * over all tokens so far, which are `right` then, are not to lose digits that cancel. */
 static inline void make_product(struct scratch *s, float *out, int64_t out_row, const float *left, int64_t left_row,
                                 int64_t left_step, const float *right, int64_t right_step, int64_t rows,
                                 int64_t columns, int64_t steps, int adds)
 {
     if (s->factors.parts) {
-        make_tiled(&s->factors, out, out_row, left, left_row, left_step, right, right_step, round_up(rows, BLOCK),
-                     columns, steps, adds, right == s->state || right == s->turned_state, &s->next,
-                   FETCHED / 2);
+        rows = round_up(rows, BLOCK);
+        multiply(out, out_row, left_tiles(&s->factors, left, left_row, left_step, rows, steps),
+                 right_of(s, right, right_step, steps, columns), rows, columns, steps, adds, &s->next, fetched_of(s));
         return;
     }
     for (int64_t column = 0; column < columns; column += TILE_COLUMNS) /* as many of `right` as the first cache holds */
@@ -87,27 +102,55 @@ static inline void make_product(struct scratch *s, float *out, int64_t out_row, 
 /* out [chunk, columns] += scores right, of pairs [chunk, chunk] whose column is no later than their row */
 static inline void add_earlier(struct scratch *s, float *out, const float *scores, const float *right, int64_t columns)
 {
+    const int64_t chunk = s->chunk;
     if (s->factors.parts) {
-        make_product(s, out, columns, scores, s->chunk, 1, right, columns, s->chunk, columns, s->chunk, 1);
+        const struct tiles left = left_tiles(&s->factors, scores, chunk, 1, chunk, chunk);
+        const struct tiles tiles = right_of(s, right, columns, chunk, columns);
+        for (int64_t row = 0; row < chunk; row += BLOCK)
+            multiply(out + row * columns, columns, without(left, row, 0), tiles, BLOCK, columns, row + BLOCK, 1,
+                     &s->next, fetched_of(s));
         return;
     }
-    for (int64_t row = 0; row < s->chunk; row += TILE_ROWS) {
+    for (int64_t row = 0; row < chunk; row += TILE_ROWS) {
         fetch_ahead(&s->next, FETCHED / 2);
-        make_exact(out + row * columns, columns, scores + row * s->chunk, s->chunk, 1, right, columns, TILE_ROWS,
-                   columns, row + TILE_ROWS, 1);
+        make_exact(out + row * columns, columns, scores + row * chunk, chunk, 1, right, columns, TILE_ROWS, columns,
+                   row + TILE_ROWS, 1);
     }
 }
 
 /* out [chunk, columns] += scores^T right, of the same */
 static inline void add_later(struct scratch *s, float *out, const float *scores, const float *right, int64_t columns)
 {
+    const int64_t chunk = s->chunk;
     if (s->factors.parts) {
-        make_product(s, out, columns, scores, 1, s->chunk, right, columns, s->chunk, columns, s->chunk, 1);
+        const struct tiles left = left_tiles(&s->factors, scores, 1, chunk, chunk, chunk);
+        const struct tiles tiles = right_of(s, right, columns, chunk, columns);
+        for (int64_t row = 0; row < chunk; row += BLOCK)
+            multiply(out + row * columns, columns, without(left, row, row), without(tiles, 0, row), BLOCK, columns,
+                     chunk - row, 1, &s->next, fetched_of(s));
         return;
     }
-    for (int64_t row = 0; row < s->chunk; row += TILE_ROWS)
-        make_exact(out + row * columns, columns, scores + row * s->chunk + row, 1, s->chunk, right + row * columns,
-                   columns, TILE_ROWS, columns, s->chunk - row, 1);
+    for (int64_t row = 0; row < chunk; row += TILE_ROWS)
+        make_exact(out + row * columns, columns, scores + row * chunk + row, 1, chunk, right + row * columns, columns,
+                   TILE_ROWS, columns, chunk - row, 1);
+}
+
+/* out [chunk, chunk] = rows columns, of pairs whose column is no later than their row, more what is there if `adds` */
+static inline void make_earlier(struct scratch *s, float *out, const float *rows, int64_t row_size,
+                                const float *columns, int64_t steps, int adds)
+{
+    const int64_t chunk = s->chunk;
+    if (s->factors.parts) {
+        const struct tiles left = left_tiles(&s->factors, rows, row_size, 1, chunk, steps);
+        const struct tiles right = right_of(s, columns, chunk, steps, chunk);
+        for (int64_t column = 0; column < chunk; column += BLOCK)
+            multiply(out + column * chunk + column, chunk, without(left, column, 0), without(right, column, 0),
+                     chunk - column, BLOCK, steps, adds, &s->next, fetched_of(s));
+        return;
+    }
+    for (int64_t column = 0; column < chunk; column += TILE_COLUMNS)
+        make_product(s, out + column * chunk + column, chunk, rows + column * row_size, row_size, 1, columns + column,
+                     chunk, chunk - column, TILE_COLUMNS, steps, adds);
 }
 
 /* Round what will be a factor of rounded products already where it is added up, too: the sums cancel in gradients. */
@@ -125,6 +168,7 @@ static void load_features(float *to, struct scratch *s, const struct problem *p,
     if (p->activation == GIVEN) {
         pack(to, s->chunk, x, batch, head, group, at, count, p->key_size, s->keys);
         round_factor(s, to, count * s->keys);
+        changed(&s->factors, to);
         return;
     }
     if (map->weight.data) {
@@ -134,8 +178,10 @@ static void load_features(float *to, struct scratch *s, const struct problem *p,
             memset(to + row * s->keys + p->key_size, 0, (s->keys - p->key_size) * sizeof(float));
         }
         const int64_t columns = p->activation == SOFTMAX_PAIR ? round_up(p->key_size / 2, TILE_COLUMNS) : s->keys;
-        make_product(s, to, s->keys, s->input, s->inputs, 1, place(&map->weight, 0, head, group, 0), map->weight.token,
-                     s->chunk, columns, p->input_size, map->bias.data != NULL);
+        const float *weight = place(&map->weight, 0, head, group, 0);
+        hold_right(&s->factors, weight);
+        make_product(s, to, s->keys, s->input, s->inputs, 1, weight, map->weight.token, s->chunk, columns,
+                     p->input_size, map->bias.data != NULL);
     } else
         pack(to, s->chunk, x, batch, head, group, at, count, p->key_size, s->keys);
     for (int64_t row = 0; row < count; row++) {
@@ -149,6 +195,7 @@ static void load_features(float *to, struct scratch *s, const struct problem *p,
     }
     round_factor(s, to, count * s->keys);
     memset(to + count * s->keys, 0, (s->chunk - count) * s->keys * sizeof(float));
+    changed(&s->factors, to);
 }
 
 /* The exponents of a chunk's keys as seen from its start, their running maximum, and what follows from them. */
@@ -180,8 +227,11 @@ static float load_keys(struct scratch *s, const struct problem *p, int64_t batch
     load_features(s->key, s, p, &p->key, &p->key_map, p->activation == EXPONENTIAL ? s->scale : NULL, batch, head, 0,
                   at, count);
     pack(s->value, s->chunk, &p->value, batch, head, 0, at, count, p->value_size, s->values);
-    if (!p->bidirectional)
+    changed(&s->factors, s->value);
+    if (!p->bidirectional) {
         turn(s->turned, s->chunk, s->key, s->keys, s->chunk, s->keys);
+        changed(&s->factors, s->turned);
+    }
     if (!scaled)
         return before;
     const float *decay = p->log_decay.data ? place(&p->log_decay, batch, head, 0, at) : NULL;
@@ -195,10 +245,7 @@ static void form_pairs(float *scores, struct scratch *s, const float *rows, int6
     for (int64_t i = 0; i < s->chunk && start; i++)
         for (int64_t j = 0; j < s->chunk; j += LANES)
             store(scores + i * s->chunk + j, (lanes){0} + start[i]);
-    const int64_t width = s->factors.parts ? s->chunk : TILE_COLUMNS; /* of what earlier rows do not see */
-    for (int64_t column = 0; column < s->chunk; column += width)
-        make_product(s, scores + column * s->chunk + column, s->chunk, rows + column * row_size, row_size, 1,
-                     columns + column, s->chunk, s->chunk - column, width, steps, start != NULL);
+    make_earlier(s, scores, rows, row_size, columns, steps, start != NULL);
     for (int64_t i = 0; i < s->chunk; i++) {
         float *own = scores + i * s->chunk;
         if (scaled)

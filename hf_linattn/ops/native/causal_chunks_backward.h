@@ -34,12 +34,16 @@ static int64_t arrange_all(struct work *w, const struct backward *p, float *memo
     int64_t used = arrange(s, &p->forward, memory), count = p->forward.groups + 1;
     w->columns = p->forward.activation == SOFTMAX_PAIR ? round_up(p->forward.key_size / 2, TILE_COLUMNS) : s->keys;
     w->grad = take(memory, &used, s->chunk * s->values);
+    hold(&s->factors, memory, &used, w->grad, s->chunk * s->values, LEFT);
+    hold(&s->factors, memory, &used, w->grad, s->chunk * s->values, RIGHT);
+    hold(&s->factors, memory, &used, s->key, s->chunk * s->keys, RIGHT);
     w->slope = take(memory, &used, s->chunk);
     w->own_log = take(memory, &used, s->chunk);
     w->grad_pairs = take(memory, &used, s->chunk * s->chunk);
     w->d_features = take(memory, &used, s->chunk * s->keys);
     w->d_input = take(memory, &used, s->chunk * s->inputs);
     w->turned_value = take(memory, &used, s->chunk * s->values);
+    hold(&s->factors, memory, &used, w->turned_value, s->chunk * s->values, RIGHT);
     s->turned_state = take(memory, &used, s->keys * s->values);
     w->weights = take(memory, &used, s->keys);
     w->before = take(memory, &used, p->forward.length / s->chunk + 1);
@@ -50,6 +54,7 @@ static int64_t arrange_all(struct work *w, const struct backward *p, float *memo
             take(memory, &used, w->columns * s->inputs),
             take(memory, &used, w->columns),
         };
+        hold(&s->factors, memory, &used, found.turned, w->columns * s->inputs, RIGHT);
         if (memory)
             w->maps[map] = found;
     }

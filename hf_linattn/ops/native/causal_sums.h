@@ -116,7 +116,7 @@ static float exponentials(float *z, int64_t count)
     return top;
 }
 
-/* z = e^(z - max z) and opposite = e^(min z - z) for the first `count` numbers, side by side; return their sums. */
+/* z = e^(z - max z) and opposite = e^-z times whatever, for the first `count` numbers, side by side; return their sums. */
 static void exponential_pair(float *z, float *opposite, int64_t count, float *sum, float *opposite_sum)
 {
     const lanes zero = {0}, first = z[0] + zero;
@@ -128,12 +128,11 @@ static void exponential_pair(float *z, float *opposite, int64_t count, float *su
     }
     const float top = max_of(largest), bottom = max_of(least);
     const int close = top + bottom < 60.0f; /* then e^-x is the inverse of e^x, in a fourth of the time */
-    const float smallest = exp_of_one(-top - bottom);
     for (int64_t key = 0; key < count; key += LANES) {
         const mask there = first_lanes(count - key);
         const lanes part = load(z + key), power = exp_of(part - top);
         const lanes one = choose(there, power, zero);
-        const lanes other = choose(there, close ? smallest * inverse_of(power) : exp_of(-part - bottom), zero);
+        const lanes other = choose(there, close ? inverse_of(power) : exp_of(-part - bottom), zero);
         total += one;
         opposite_total += other;
         store(z + key, one);

@@ -71,6 +71,7 @@ SEQUENCES = (("packed", ctypes.c_void_p), ("sequences", ctypes.c_int64))
 STATES = ("state", "log_max", "state_after", "log_max_after")
 GROUPED = {"query", "sums", "row_scale", "factor", "top"}
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "normalise", "threads", "parts")
+LEAST_FEATURES = 96  # with fewer of them products in exact parts do not pay
 
 
 class Problem(ctypes.Structure):
@@ -123,8 +124,9 @@ def describe(
     """
     query, value = operands["query"], operands["value"]
     state, query_weight, query_bias, key_weight, key_bias = states[0], *maps
-    how = normalise, torch.get_num_threads(), product_parts(query, exact=False)
-    sizes = (*query.shape[:4], state.shape[2], value.shape[-1], *how)
+    key_size = state.shape[2]
+    how = normalise, torch.get_num_threads(), product_parts(query, exact=key_size >= LEAST_FEATURES)
+    sizes = (*query.shape[:4], key_size, value.shape[-1], *how)
     return Problem(
         **{name: Operand.of(operand, name in GROUPED, reverse) for name, operand in operands.items()},
         **{name: x.data_ptr() for name, x in zip(STATES, states, strict=True)},

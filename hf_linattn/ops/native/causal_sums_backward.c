@@ -23,6 +23,7 @@ static void load_queries(struct work *w, const struct backward *p, int64_t batch
     struct scratch *s = &w->s;
     load_features(s->query, s, f, &f->query, &f->query_map, NULL, batch, head, group, at, count);
     pack(w->grad, s->chunk, &p->d_sums, batch, head, group, at, count, f->value_size, s->values);
+    changed(&s->factors, w->grad);
     clear(w->slope, s->chunk);
     for (int64_t i = 0; i < count; i++) {
         const float factor = *place(&f->factor, batch, head, group, at + i);
@@ -65,6 +66,7 @@ static void read_forwards(struct work *w, const struct backward *p, int64_t batc
     const float *given = (f->bidirectional ? f->state_after : f->state) + sequence * f->key_size * width;
     float top = first_top(f, sequence), left = 1.0f;
     clear(s->state, s->keys * s->values);
+    changed(&s->factors, s->state);
     clear(s->weights, s->keys);
     for (int64_t key = 0; key < f->key_size && (f->continues || f->bidirectional); key++) {
         for (int64_t column = 0; column < f->value_size; column++)
@@ -78,6 +80,7 @@ static void read_forwards(struct work *w, const struct backward *p, int64_t batc
             w->before[at / s->chunk] = top;
             top = load_keys(s, f, batch, head, at, count, scaled, top, &left);
             turn(w->turned_value, s->chunk, s->value, s->values, s->chunk, s->values);
+            changed(&s->factors, w->turned_value);
         }
         for (int64_t group = 0; group < f->groups; group++) {
             load_queries(w, p, batch, head, group, at, count);
@@ -99,6 +102,7 @@ static void read_forwards(struct work *w, const struct backward *p, int64_t batc
             continue;
         if (scaled) {
             scale_rows(s->value, s->weight, s->chunk, s->values);
+            changed(&s->factors, s->value);
             for (int64_t number = 0; number < s->keys * s->values; number++)
                 s->state[number] *= left;
             for (int64_t key = 0; key < s->keys; key++)
@@ -106,6 +110,7 @@ static void read_forwards(struct work *w, const struct backward *p, int64_t batc
         }
         make_product(s, s->state, s->keys, s->value, 1, s->values, s->key, s->keys,
                      round_up(f->value_size, TILE_ROWS), s->keys, s->chunk, 1);
+        changed(&s->factors, s->state);
         for (int64_t j = 0; j < count; j++)
             add_scaled(s->weights, scaled ? s->weight[j] : 1.0f, s->key + j * s->keys, s->keys);
     }
@@ -128,6 +133,7 @@ static void fold_queries(struct work *w, const struct problem *f, int64_t count)
     struct scratch *s = &w->s;
     make_product(s, s->state, s->values, s->query, 1, s->keys, w->grad, s->values, round_up(f->key_size, TILE_ROWS),
                  s->values, s->chunk, 1);
+    changed(&s->factors, s->state);
     for (int64_t i = 0; i < count; i++)
         add_scaled(s->weights, w->slope[i], s->query + i * s->keys, s->keys);
 }
@@ -149,6 +155,8 @@ static void add_queries(struct work *w, const struct problem *f, float *d_value,
             for (int64_t column = 0; column < s->values; column++)
                 w->grad[i * s->values + column] *= weight;
         }
+    if (scaled)
+        changed(&s->factors, w->grad);
     fold_queries(w, f, count);
 }
 
@@ -164,6 +172,7 @@ static float read_chunk(struct work *w, const struct backward *p, int64_t batch,
     float left, *d_value = s->out;
     load_keys(s, f, batch, head, at, count, scaled, pairs ? w->before[at / s->chunk] : LOWEST, &left);
     turn(w->turned_value, s->chunk, s->value, s->values, s->chunk, s->values);
+    changed(&s->factors, w->turned_value);
     turn(s->turned_state, s->keys, s->state, s->values, s->keys, s->values);
     for (int64_t j = 0; j < s->chunk; j++)
         memcpy(w->d_features + j * s->keys, s->weights, s->keys * sizeof(float));
@@ -185,6 +194,7 @@ static float read_chunk(struct work *w, const struct backward *p, int64_t batch,
             s->state[number] *= left;
         for (int64_t key = 0; key < s->keys; key++)
             s->weights[key] *= left;
+        changed(&s->factors, s->state);
         later = top;
     }
     for (int64_t group = 0; pairs && group < f->groups; group++) {
@@ -211,6 +221,7 @@ static void read_backwards(struct work *w, const struct backward *p, int64_t bat
     const int left_one = f->leaves && p->d_state;
     float later = left_one || f->bidirectional ? -f->log_max_after[sequence] : LOWEST;
     clear(s->state, s->keys * s->values);
+    changed(&s->factors, s->state);
     clear(s->weights, s->keys);
     for (int64_t key = 0; key < f->key_size && left_one; key++) {
         const float *row = p->d_state + sequence * size + key * width;
@@ -249,10 +260,10 @@ static void read_task(const void *problem, float *memory, int64_t task)
         for (size_t i = 0; f->packed && i < sizeof(gradients) / sizeof(*gradients); i++)
             begin_at(gradients[i], f->packed[number].start);
         w.s.chunk = chunk_of(&own.forward); /* no more than there is memory for */
-        begin_tiles(&w.s.factors);
+        begin_tiles(f->parts);
         read_forwards(&w, &own, row, head);
         read_backwards(&w, &own, row, head);
-        end_tiles(&w.s.factors);
+        end_tiles(f->parts);
     }
     for (int64_t group = 0; group < f->groups; group++)
         write_map(&w, f, &w.maps[group], p->d_query_weight, p->d_query_bias, task * f->groups + group);

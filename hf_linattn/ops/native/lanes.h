@@ -132,6 +132,16 @@ static inline __attribute__((always_inline)) void exchange(lanes *rows, int dist
         }
 }
 
+/* Transpose LANES rows. */
+static inline __attribute__((always_inline)) void exchange_all(lanes *rows)
+{
+    exchange(rows, 1);
+    exchange(rows, 2);
+    exchange(rows, 4);
+    if (LANES > 8)
+        exchange(rows, 8);
+}
+
 /* to [columns, to_row] = the transpose of from [rows, columns], both whole numbers of LANES */
 static inline void turn(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t rows, int64_t columns)
 {
@@ -141,11 +151,7 @@ static inline void turn(float *to, int64_t to_row, const float *from, int64_t fr
 #pragma GCC unroll 16
             for (int number = 0; number < LANES; number++)
                 block[number] = load(from + (row + number) * from_row + column);
-            exchange(block, 1);
-            exchange(block, 2);
-            exchange(block, 4);
-            if (LANES > 8)
-                exchange(block, 8);
+            exchange_all(block);
 #pragma GCC unroll 16
             for (int number = 0; number < LANES; number++)
                 store(to + (column + number) * to_row + row, block[number]);

@@ -65,12 +65,13 @@ def suits(*tensors: Tensor, kinds: Sequence[torch.dtype] = (torch.float32,)) -> 
 
 @functools.cache
 def _reaches_matrix_unit(name: str) -> bool:
-    return bool(load_variant(name).has_matrix_unit())
+    variant = load_variant(name)
+    return variant is not None and bool(variant.has_matrix_unit())
 
 
 def has_matrix_unit() -> bool:
     """Whether the processor multiplies tiles of bfloat16 (AMX), and the build for it can have it do so."""
-    return available() and _reaches_matrix_unit(torch.backends.cpu.get_cpu_capability())
+    return _reaches_matrix_unit(torch.backends.cpu.get_cpu_capability())
 
 
 def product_parts(*heads: Tensor, exact: bool = True) -> int:

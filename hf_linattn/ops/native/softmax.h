@@ -190,14 +190,16 @@ static inline void raise_tops(struct scratch *s, int64_t start, int64_t end)
 static inline void weigh(struct scratch *s, int64_t start, int64_t end)
 {
     raise_tops(s, start, end);
-    lanes sum[GROUPS];
+    lanes top[GROUPS], sum[GROUPS];
 #pragma GCC unroll 8
-    for (int group = 0; group < GROUPS; group++)
+    for (int group = 0; group < GROUPS; group++) {
+        top[group] = load(s->top + group * LANES);
         sum[group] = load(s->weight + group * LANES);
+    }
     for (int64_t j = start; j < end; j++)
 #pragma GCC unroll 8
         for (int group = 0; group < GROUPS; group++) {
-            const lanes weight = exp_of(load(s->scores + j * PIECE + group * LANES) - load(s->top + group * LANES));
+            const lanes weight = exp_of(load(s->scores + j * PIECE + group * LANES) - top[group]);
             store(s->scores + j * PIECE + group * LANES, weight);
             sum[group] += weight;
         }

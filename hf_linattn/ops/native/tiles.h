@@ -17,13 +17,8 @@
 
 #define TILE 1024 /* bytes */
 #define BLOCK 32  /* rows, columns and steps that are multiplied at a time: two tiles by two, one by one in steps */
+#define SLICE 128 /* steps of products in parts at a time, of which the first cache holds what it can */
 #define PAIRS 16  /* of steps in a tile */
-
-/* Where factors are put as tiles, each number in so many parts; without parts products are made of float32. */
-struct factors {
-    void *left, *right;
-    int64_t parts;
-};
 
 /* One factor in tiles, each followed by that of the next steps: bytes to the one beside it, and to the next part. */
 struct tiles {
@@ -41,15 +36,6 @@ static inline int64_t larger(int64_t one, int64_t other) { return one > other ? 
 
 /* How many numbers of float32 take as much memory as so many numbers in parts. */
 static inline int64_t room_for(int64_t numbers, int64_t parts) { return numbers * parts / 2; }
-
-/* Take memory for factors of so many numbers; the right one may have two parts where the left has one. */
-static inline struct factors take_factors(float *memory, int64_t *used, int64_t left, int64_t right, int64_t parts)
-{
-    if (!parts)
-        return (struct factors){0};
-    return (struct factors){take(memory, used, room_for(left, parts)),
-                            take(memory, used, room_for(right, larger(parts, 2))), parts};
-}
 
 /* Tiles of a factor of so many rows or columns, and steps. */
 static inline struct tiles tiles_at(const void *data, int64_t lines, int64_t steps, int64_t parts)
@@ -70,20 +56,20 @@ static inline struct tiles without(struct tiles x, int64_t lines, int64_t steps)
 #define WITH_TILES __attribute__((target("amx-tile,amx-bf16,avx512bf16,avx512bw")))
 
 /* Tell the matrix unit of this thread about the tiles, or that they are done with. */
-static inline WITH_TILES void begin_tiles(const struct factors *factors)
+static inline WITH_TILES void begin_tiles(int64_t parts)
 {
     static const struct {
         uint8_t palette, start, reserved[14];
         uint16_t bytes[16];
         uint8_t rows[16];
     } shapes = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-    if (factors->parts)
+    if (parts)
         _tile_loadconfig(&shapes);
 }
 
-static inline WITH_TILES void end_tiles(const struct factors *factors)
+static inline WITH_TILES void end_tiles(int64_t parts)
 {
-    if (factors->parts)
+    if (parts)
         _tile_release();
 }
 
@@ -108,30 +94,19 @@ static inline WITH_TILES __attribute__((always_inline)) lanes round_pair(lanes f
     return (lanes)_mm512_permutexvar_epi16(order, (__m512i)both);
 }
 
-/* Part after part of LANES pairs. */
+/* Put LANES pairs where a tile has them, part after part. */
 static inline WITH_TILES __attribute__((always_inline)) void
-find_parts(lanes *pairs, lanes first, lanes second, int parts)
+put_pairs(char *tile, int64_t part_size, lanes first, lanes second, int parts)
 {
 #pragma GCC unroll 3
     for (int part = 0; part < parts; part++) {
-        pairs[part] = parts == 3 ? cut_pair(first, second) : round_pair(first, second);
+        store((float *)(tile + part * part_size), parts == 3 ? cut_pair(first, second) : round_pair(first, second));
         first -= parts == 3 ? cut(first) : rounded_lanes(first);
         second -= parts == 3 ? cut(second) : rounded_lanes(second);
     }
 }
 
-/* The same where a tile has them. */
-static inline WITH_TILES __attribute__((always_inline)) void
-put_pairs(char *tile, int64_t part_size, lanes first, lanes second, int parts)
-{
-    lanes pairs[3];
-    find_parts(pairs, first, second, parts);
-#pragma GCC unroll 3
-    for (int part = 0; part < parts; part++)
-        store((float *)(tile + part * part_size), pairs[part]);
-}
-
-/* LANES numbers of a row, zero behind the last one. */
+/* LANES numbers of a row, zero behind the last row. */
 static inline __attribute__((always_inline)) lanes
 number_at(struct rows x, int64_t row, int64_t rows, int64_t column, int64_t kind)
 {
@@ -171,24 +146,17 @@ put_turned_parts(char *to, struct rows x, int64_t rows, int64_t steps, int parts
     const struct tiles made = tiles_at(to, rows, steps, parts);
     for (int64_t first = 0; first < rows; first += LANES)
         for (int64_t at = 0; at < steps; at += BLOCK, to += TILE) {
-            lanes pairs[PAIRS * 3], turned[PAIRS];
+            lanes first_steps[PAIRS], last_steps[PAIRS]; /* then the rows' numbers of these steps */
+#pragma GCC unroll 16
+            for (int64_t number = 0; number < PAIRS; number++) {
+                first_steps[number] = number_at(x, at + number, steps, first, kind);
+                last_steps[number] = number_at(x, at + number + PAIRS, steps, first, kind);
+            }
+            exchange_all(first_steps);
+            exchange_all(last_steps);
 #pragma GCC unroll 16
             for (int64_t number = 0; number < PAIRS; number++)
-                find_parts(pairs + number * parts, number_at(x, at + number, steps, first, kind),
-                           number_at(x, at + number + PAIRS, steps, first, kind), parts);
-#pragma GCC unroll 3
-            for (int part = 0; part < parts; part++) {
-#pragma GCC unroll 16
-                for (int number = 0; number < PAIRS; number++)
-                    turned[number] = pairs[number * parts + part];
-                exchange(turned, 1);
-                exchange(turned, 2);
-                exchange(turned, 4);
-                exchange(turned, 8);
-#pragma GCC unroll 16
-                for (int number = 0; number < PAIRS; number++)
-                    store((float *)(to + part * made.part + number * sizeof(lanes)), turned[number]);
-            }
+                put_pairs(to + number * sizeof(lanes), made.part, first_steps[number], last_steps[number], parts);
         }
     return made;
 }
@@ -295,7 +263,9 @@ multiply(float *out, int64_t out_row, struct tiles left, struct tiles right, int
          int64_t steps, int adds, struct upcoming *next, int64_t fetched)
 {
     if (left.parts == 3)
-        multiply_parts(out, out_row, left, right, rows, columns, steps, adds, next, fetched, 3, 3);
+        for (int64_t step = 0; step < steps; step += SLICE)
+            multiply_parts(out, out_row, without(left, 0, step), without(right, 0, step), rows, columns,
+                           steps - step < SLICE ? steps - step : SLICE, adds || step, next, fetched, 3, 3);
     else if (right.parts == 2)
         multiply_parts(out, out_row, left, right, rows, columns, steps, adds, next, fetched, 1, 2);
     else
@@ -316,24 +286,8 @@ NEVER(struct tiles, put_right, void *to, struct rows x, int64_t steps, int64_t c
 NEVER(void, multiply, float *out, int64_t out_row, struct tiles left, struct tiles right, int64_t rows,
       int64_t columns, int64_t steps, int adds, struct upcoming *next, int64_t fetched)
 
-static inline void begin_tiles(const struct factors *factors) { (void)factors; }
+static inline void begin_tiles(int64_t parts) { (void)parts; }
 
-static inline void end_tiles(const struct factors *factors) { (void)factors; }
+static inline void end_tiles(int64_t parts) { (void)parts; }
 
 #endif
-
-/* The same of factors of float32 that are not there as tiles yet. One of left_row and left_step is 1. Where it is
- * `fine` the right factor has two parts at least. */
-static inline void make_tiled(const struct factors *factors, float *out, int64_t out_row, const float *left,
-                              int64_t left_row, int64_t left_step, const float *right, int64_t right_step,
-                              int64_t rows, int64_t columns, int64_t steps, int adds, int fine, struct upcoming *next,
-                              int64_t fetched)
-{
-    const struct tiles one =
-        left_step == 1
-            ? put_left(factors->left, (struct rows){left, left_row, FLOAT32}, rows, steps, factors->parts)
-            : put_turned_left(factors->left, (struct rows){left, left_step, FLOAT32}, rows, steps, factors->parts);
-    const struct tiles other = put_right(factors->right, (struct rows){right, right_step, FLOAT32}, steps, columns,
-                                         fine ? larger(factors->parts, 2) : factors->parts);
-    multiply(out, out_row, one, other, rows, columns, steps, adds, next, fetched);
-}

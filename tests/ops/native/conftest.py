@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linattn.ops.native import library
+from hf_linattn.ops.native import block_softmax, causal_sums, library
 
 CAPABILITIES = list(library.VARIANTS)  # the most able first
 THIS = torch.backends.cpu.get_cpu_capability()
@@ -26,3 +26,12 @@ def variant(request, monkeypatch):
 
     monkeypatch.setattr(library, "load_variant", count)
     return sizes
+
+
+@pytest.fixture(params=["by vectors"] + ["in parts"] * library.has_matrix_unit())
+def products(request, monkeypatch):
+    """How products of float32 are made, wherever they could be made so."""
+    if request.param == "by vectors":
+        monkeypatch.setattr(library, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(block_softmax, "LEAST_KEYS", 0)
+    monkeypatch.setattr(causal_sums, "LEAST_FEATURES", 0)

@@ -9,7 +9,6 @@ from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
 from hf_linattn.ops.block_softmax import Keys, continue_blocks
-from hf_linattn.ops.native import block_softmax, library
 from hf_linattn.ops.native.block_softmax import NATIVE_BLOCKS
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
@@ -18,14 +17,7 @@ from tests.ops.native.cases import HEADS, KV_HEADS, VALUE_DIM, make_heads, make_
 
 NAMES = [name for name in MECHANISMS.names() if issubclass(MECHANISMS.get(name), BlockSparseMechanism)]
 LENGTH = 333
-
-
-@pytest.fixture(params=["by vectors"] + ["in parts"] * library.has_matrix_unit(), autouse=True)
-def products(request, monkeypatch):
-    """How products are made, wherever they would be made so."""
-    if request.param == "by vectors":
-        monkeypatch.setattr(library, "has_matrix_unit", lambda: False)
-    monkeypatch.setattr(block_softmax, "LEAST_KEYS", 0)
+pytestmark = pytest.mark.usefixtures("products")
 
 
 def make_pattern(name: str, causal: bool, **options):

@@ -10,6 +10,8 @@ from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
 from tests.ops.native.cases import HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism
 
+pytestmark = pytest.mark.usefixtures("products")
+
 
 @pytest.fixture
 def calls(monkeypatch):

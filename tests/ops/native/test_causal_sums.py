@@ -20,6 +20,7 @@ from tests.helpers import assert_close
 from tests.ops.feature_maps import elu_map, exp_map
 
 HEADS, KV_HEADS, VALUE_DIM = 4, 2, 20
+pytestmark = pytest.mark.usefixtures("products")
 MAPS = [
     ("linear", {}), ("linear", {"feature_map": "relu"}), ("performer", {"num_features": 64}),
     ("performer", {"num_features": 27}), ("performer", {"kernel": "relu", "num_features": 32}),

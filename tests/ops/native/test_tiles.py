@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linattn.ops.native import block_softmax, library
+from hf_linattn.ops.native import block_softmax, causal_sums, library
 from tests.ops.native import cases
 from tests.ops.native.cases import HEADS, make_heads, make_mechanism
 from tests.ops.native.test_half_precision import error_of, results_of
 
-NAMES = ["local", "longformer", "bigbird", "linformer", "hybrid"]
+NAMES = ["local", "longformer", "bigbird", "linformer", "hybrid", "linear", "hedgehog", "performer", "retention"]
 LENGTH = 333
 WAYS = ["by vectors"] + ["in parts"] * library.has_matrix_unit()
 
@@ -19,6 +19,7 @@ def errors_of(monkeypatch, mechanism, heads) -> dict[str, list[float]]:
     """Of outputs, gradients and what is kept, made in either way."""
     want = results_of(mechanism, [x.double() for x in heads], "torch")
     monkeypatch.setattr(block_softmax, "LEAST_KEYS", 0)
+    monkeypatch.setattr(causal_sums, "LEAST_FEATURES", 0)
     errors = {}
     for way in WAYS:
         with monkeypatch.context() as patched:
