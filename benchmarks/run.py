@@ -63,26 +63,26 @@ class OperationRow:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operation, with or without its backward pass."""
+    """One call of an operation, with its backward pass if there is a gradient of its output."""
 
     attend: Callable[..., Tensor]
     heads: list[Tensor]
-    backward: bool
+    gradient: Tensor | None
 
     def __call__(self) -> None:
-        with torch.set_grad_enabled(self.backward):
+        with torch.set_grad_enabled(self.gradient is not None):
             output = self.attend(*self.heads)
-            if self.backward:
-                torch.autograd.grad(output.sum(), self.heads)
+            if self.gradient is not None:
+                torch.autograd.grad(output, self.heads, self.gradient)
 
     def flops(self) -> int:
         """Return the floating-point operations of its matrix products; the counter does not know `autograd.grad`."""
 
         def run() -> None:
-            with torch.set_grad_enabled(self.backward):
+            with torch.set_grad_enabled(self.gradient is not None):
                 output = self.attend(*self.heads)
-                if self.backward:
-                    output.sum().backward()
+                if self.gradient is not None:
+                    output.backward(self.gradient)
 
         count = flops_of(run)
         for x in self.heads:
@@ -143,13 +143,15 @@ def operation_competitors(
     plan, device = stopwatch.plan, stopwatch.device
     generator = torch.Generator("cpu").manual_seed(0)
     shape = (1, plan.num_heads, length, plan.head_dim)
-    heads = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_(backward) for _ in range(3)]
-    causal = mode == "causal"
+    *heads, gradient = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4))
+    for x in heads:
+        x.requires_grad_(backward)
+    causal, gradient = mode == "causal", gradient if backward else None
 
     def softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
-    competitors = {SOFTMAX: Call(softmax, heads, backward)}
+    competitors = {SOFTMAX: Call(softmax, heads, gradient)}
     layer = AttentionLayer(
         index=0,
         num_heads=plan.num_heads,
@@ -164,7 +166,7 @@ def operation_competitors(
         if mode in MECHANISMS.get(name).modes:
             mechanism = MECHANISMS.get(name)(make_config(name, {}), layer).to(device, dtype).train(backward)
             use_backend(mechanism, stopwatch.backend)
-            competitors[name] = Call(lambda q, k, v, mechanism=mechanism: mechanism(q, k, v)[0], heads, backward)
+            competitors[name] = Call(lambda q, k, v, mechanism=mechanism: mechanism(q, k, v)[0], heads, gradient)
     return competitors
 
 

@@ -228,14 +228,16 @@ static float load_keys(struct scratch *s, const struct problem *p, int64_t batch
                   at, count);
     pack(s->value, s->chunk, &p->value, batch, head, 0, at, count, p->value_size, s->values);
     changed(&s->factors, s->value);
-    if (!p->bidirectional) {
-        turn(s->turned, s->chunk, s->key, s->keys, s->chunk, s->keys);
-        changed(&s->factors, s->turned);
-    }
     if (!scaled)
         return before;
     const float *decay = p->log_decay.data ? place(&p->log_decay, batch, head, 0, at) : NULL;
     return weigh(s, decay, p->log_decay.token, count, before, left);
+}
+
+static inline void turn_keys(struct scratch *s)
+{
+    turn(s->turned, s->chunk, s->key, s->keys, s->chunk, s->keys);
+    changed(&s->factors, s->turned);
 }
 
 /* scores [chunk, chunk]: start_i + row_i . column_j for pairs of a chunk, weighted, those of the future zero */

@@ -110,6 +110,8 @@ static void read_sequence(struct scratch *s, const struct problem *p, int64_t ba
         look_ahead(&s->next, &p->key, batch, head, 0, next, rows, p->input_size);
         look_ahead(&s->next, &p->value, batch, head, 0, next, rows, p->value_size);
         before = load_keys(s, p, batch, head, at, count, scaled, before, &left);
+        if (!p->bidirectional)
+            turn_keys(s);
         for (int64_t group = 0; group < p->groups && !p->bidirectional; group++)
             read_chunk(s, p, batch, head, group, at, count, scaled);
         fold_chunk(s, p, scaled, left);

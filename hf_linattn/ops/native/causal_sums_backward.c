@@ -171,6 +171,8 @@ static float read_chunk(struct work *w, const struct backward *p, int64_t batch,
     const int64_t count = smaller(s->chunk, f->length - at);
     float left, *d_value = s->out;
     load_keys(s, f, batch, head, at, count, scaled, pairs ? w->before[at / s->chunk] : LOWEST, &left);
+    if (pairs)
+        turn_keys(s);
     turn(w->turned_value, s->chunk, s->value, s->values, s->chunk, s->values);
     changed(&s->factors, w->turned_value);
     turn(s->turned_state, s->keys, s->state, s->values, s->keys, s->values);
