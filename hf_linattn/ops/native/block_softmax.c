@@ -56,7 +56,9 @@ static void read_keys(void *work, const struct keys *read)
     if (!p->parts)
         fetch_ahead(&s->next, PIECE / 2);
     const operand *key = read->shared ? &p->shared_key : &p->key, *value = read->shared ? &p->shared_value : &p->value;
-    const enum shown shown = show(s->scores, read->bias, p->bias.token, w->rows, read->count, read->ahead);
+    const int same = p->parts && read->bias && !p->bias.token && is_same(read->bias, read->count);
+    const enum shown shown =
+        same ? ALL_PLAIN : show(s->scores, read->bias, p->bias.token, w->rows, read->count, read->ahead);
     const struct seen seen = find_seen(s->scores, shown);
     if (seen.start >= seen.end)
         return;
@@ -66,7 +68,7 @@ static void read_keys(void *work, const struct keys *read)
             put_piece(s, &piece,
                       rows_for_tiles(p, key, w->batch, w->head, read, p->key_size, s->keys, s->rows),
                       rows_for_tiles(p, value, w->batch, w->head, read, p->value_size, s->values, s->value));
-        read_tiles(s, &seen, &piece, shown != ALL_PLAIN);
+        read_tiles(s, &seen, &piece, shown != ALL_PLAIN, same ? *read->bias : 0.0f);
         return;
     }
     struct rows keys = {s->rows, s->keys, FLOAT32}, values = {s->value, s->values, FLOAT32};

@@ -24,7 +24,7 @@ static void look_ahead_of(struct work *w, int64_t next)
 
 /* Meet a piece in tiles. */
 static void meet_tiles(struct work *w, const operand *key, const operand *value, const struct keys *met,
-                       const struct met *gradients, const struct seen *seen, enum shown shown)
+                       const struct met *gradients, const struct seen *seen, int adds, float bias)
 {
     struct pairs *s = &w->pairs;
     const struct problem *p = w->problem;
@@ -32,7 +32,7 @@ static void meet_tiles(struct work *w, const operand *key, const operand *value,
     if (!find_piece(&s->pieces, name_of(key, w->batch, w->head, met), &piece))
         put_pairs_piece(s, &piece, rows_for_tiles(p, key, w->batch, w->head, met, p->key_size, s->keys, s->key),
                         rows_for_tiles(p, value, w->batch, w->head, met, p->value_size, s->values, s->value));
-    read_pair_tiles(s, &piece, gradients, seen, shown != ALL_PLAIN);
+    read_pair_tiles(s, &piece, gradients, seen, adds, bias);
 }
 
 static void read_keys(void *work, const struct keys *met)
@@ -45,7 +45,9 @@ static void read_keys(void *work, const struct keys *met)
     const operand *key = met->shared ? &p->shared_key : &p->key, *value = met->shared ? &p->shared_value : &p->value;
     const operand *d_key = met->shared ? &p->d_shared_key : &p->d_key;
     const operand *d_value = met->shared ? &p->d_shared_value : &p->d_value;
-    const enum shown shown = show(s->weights, met->bias, p->bias.token, w->rows, met->count, met->ahead);
+    const int same = p->parts && met->bias && !p->bias.token && is_same(met->bias, met->count);
+    const enum shown shown =
+        same ? ALL_PLAIN : show(s->weights, met->bias, p->bias.token, w->rows, met->count, met->ahead);
     const struct seen seen = find_seen(s->weights, shown);
     if (seen.start >= seen.end)
         return;
@@ -62,7 +64,7 @@ static void read_keys(void *work, const struct keys *met)
     if (!whole)
         in_place = meet_copies(s);
     if (p->parts)
-        meet_tiles(w, key, value, met, &in_place, &seen, shown);
+        meet_tiles(w, key, value, met, &in_place, &seen, shown != ALL_PLAIN, same ? *met->bias : 0.0f);
     else {
         if (!whole || key->kind || key->token != s->keys)
             pack(s->key, PIECE, key, w->batch, w->head, 0, met->at, met->count, p->key_size, s->keys);

@@ -54,7 +54,7 @@ static void read_rows(struct scratch *s, int64_t count)
     }
     find_piece(&s->pieces, 0, &piece);
     put_piece(s, &piece, keys, values);
-    read_tiles(s, &seen, &piece, 1);
+    read_tiles(s, &seen, &piece, 1, 0.0f);
 }
 
 static void read_runs(void *work, int64_t round, const int32_t *member, const int32_t *queries, int64_t rows)

@@ -38,7 +38,7 @@ static void read_rows(struct pairs *s, const struct met *met, const struct seen 
     struct piece piece;
     find_piece(&s->pieces, 0, &piece);
     put_pairs_piece(s, &piece, (struct rows){s->key, s->keys, FLOAT32}, (struct rows){s->value, s->values, FLOAT32});
-    read_pair_tiles(s, &piece, met, seen, 1);
+    read_pair_tiles(s, &piece, met, seen, 1, 0.0f);
 }
 
 static void read_runs(void *work, int64_t round, const int32_t *member, const int32_t *queries, int64_t rows)

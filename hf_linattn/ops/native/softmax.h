@@ -80,6 +80,15 @@ static int is_zero(const float *bias, int64_t bias_step)
     return 1;
 }
 
+/* Whether one row of bias is the same for a whole piece, so that products of tiles do without it. */
+static inline int is_same(const float *bias, int64_t count)
+{
+    mask others = {0};
+    for (int64_t j = 0; count == PIECE && j < PIECE; j += LANES)
+        others |= load(bias + j) != (lanes){0} + bias[0];
+    return count == PIECE && bias[0] > LOWEST / 2 && !any_of(others);
+}
+
 /* Begin the scores of `count` keys with the bias of each of `rows` queries, in rows of `bias_step` numbers, or one row
  * for all. Without a bias query i sees the first `ahead` + i + 1 of them. Where nothing is added it begins nothing. */
 static enum shown show(float *scores, const float *bias, int64_t bias_step, int64_t rows, int64_t count, int64_t ahead)
@@ -161,9 +170,9 @@ static inline void scale_sums(struct scratch *s, int64_t group, lanes left, mask
         }
 }
 
-/* See to it that the `top` of a query is at most ROOM below its largest score, of the keys from `start` to `end`: where
- * it was less, what was summed up before is brought down to the new one. */
-static inline void raise_tops(struct scratch *s, int64_t start, int64_t end)
+/* See to it that the `top` of a query is at most ROOM below its largest score, of the keys from `start` to `end` that
+ * all have a bias: where it was less, what was summed up before is brought down to the new one. */
+static inline void raise_tops(struct scratch *s, int64_t start, int64_t end, float bias)
 {
     lanes top[GROUPS];
 #pragma GCC unroll 8
@@ -175,6 +184,7 @@ static inline void raise_tops(struct scratch *s, int64_t start, int64_t end)
             top[group] = larger_of(top[group], load(s->scores + j * PIECE + group * LANES));
     for (int64_t group = 0; group < GROUPS; group++) {
         const lanes before = load(s->top + group * LANES);
+        top[group] += bias;
         const mask higher = top[group] > before + ROOM;
         if (!any_of(higher))
             continue;
@@ -189,7 +199,7 @@ static inline void raise_tops(struct scratch *s, int64_t start, int64_t end)
 /* Scores become weights under the `top` of their query. */
 static inline void weigh(struct scratch *s, int64_t start, int64_t end)
 {
-    raise_tops(s, start, end);
+    raise_tops(s, start, end, 0.0f);
     lanes top[GROUPS], sum[GROUPS];
 #pragma GCC unroll 8
     for (int group = 0; group < GROUPS; group++) {
@@ -225,11 +235,11 @@ static void read_piece(struct scratch *s, const struct seen *seen, struct rows k
 
 /* The weights of whole blocks of keys as a right factor, beside their sums. */
 static inline WITH_TILES __attribute__((always_inline)) struct tiles
-put_weights_parts(struct scratch *s, const float *scores, int64_t keys, int parts)
+put_weights_parts(struct scratch *s, const float *scores, int64_t keys, float bias, int parts)
 {
     const struct tiles made = tiles_at(s->factors.right, PIECE, keys, parts);
     for (int64_t group = 0; group < PIECE; group += LANES) {
-        const lanes top = load(s->top + group);
+        const lanes top = load(s->top + group) - bias;
         lanes sum = load(s->weight + group);
         char *to = (char *)made.data + group / LANES * made.beside;
         for (int64_t at = 0; at < keys; at += BLOCK, to += TILE)
@@ -247,9 +257,10 @@ put_weights_parts(struct scratch *s, const float *scores, int64_t keys, int part
     return made;
 }
 
-static WITH_TILES struct tiles put_weights(struct scratch *s, const float *scores, int64_t keys)
+static WITH_TILES struct tiles put_weights(struct scratch *s, const float *scores, int64_t keys, float bias)
 {
-    return s->factors.parts == 3 ? put_weights_parts(s, scores, keys, 3) : put_weights_parts(s, scores, keys, 1);
+    return s->factors.parts == 3 ? put_weights_parts(s, scores, keys, bias, 3)
+                                 : put_weights_parts(s, scores, keys, bias, 1);
 }
 
 /* Put PIECE rows of keys and of values, zero where there are none, into the tiles of a piece. */
@@ -259,15 +270,15 @@ static void put_piece(const struct scratch *s, const struct piece *piece, struct
     put_turned_left((void *)piece->turned.data, values, s->values, PIECE, s->factors.parts);
 }
 
-/* Take in a piece that is there in tiles, with scores that begin as `show` left them. */
-static void read_tiles(struct scratch *s, const struct seen *seen, const struct piece *piece, int adds)
+/* Take in a piece that is there in tiles, with scores that begin as `show` left them, all with the same bias beside. */
+static void read_tiles(struct scratch *s, const struct seen *seen, const struct piece *piece, int adds, float bias)
 {
     const int64_t first = seen->start / BLOCK * BLOCK, keys = round_up(seen->end - first, BLOCK);
     float *scores = s->scores + first * PIECE;
     multiply(scores, PIECE, without(piece->key, first, 0), s->queries, keys, PIECE, s->key_size, adds,
              &s->next, FETCHED);
-    raise_tops(s, first, first + keys);
-    const struct tiles weights = put_weights(s, scores, keys);
+    raise_tops(s, first, first + keys, bias);
+    const struct tiles weights = put_weights(s, scores, keys, bias);
     multiply(s->turned_out, PIECE, without(piece->turned, 0, first), weights, s->values, PIECE, keys, 1,
              &s->next, FETCHED);
 }

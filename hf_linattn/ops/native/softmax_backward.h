@@ -153,7 +153,7 @@ struct pair_tiles {
 /* The same numbers of two rows, PAIRS apart, of `number` and the row behind it, in left tiles and a right one. */
 static inline WITH_TILES __attribute__((always_inline)) void
 put_weights_and_slopes(const struct pairs *w, const struct pair_tiles *made, const float *weights, const float *slopes,
-                       int64_t at, int64_t number, int64_t i, int parts)
+                       float bias, int64_t at, int64_t number, int64_t i, int parts)
 {
     lanes weight[2][2], slope[2][2]; /* of two rows, and of two groups of queries */
 #pragma GCC unroll 2
@@ -161,7 +161,7 @@ put_weights_and_slopes(const struct pairs *w, const struct pair_tiles *made, con
 #pragma GCC unroll 2
         for (int64_t group = 0; group < 2; group++) {
             const int64_t place = (at + number + row * PAIRS) * PIECE + i + group * LANES, query = i + group * LANES;
-            const lanes score = load(weights + place) - load(w->log + query);
+            const lanes score = load(weights + place) - (load(w->log + query) - bias);
             weight[row][group] = parts == 3 ? exp_of(score) : rounded_exp_of(score);
             slope[row][group] = weight[row][group] * (load(slopes + place) - load(w->weight_grad + query));
         }
@@ -178,7 +178,7 @@ put_weights_and_slopes(const struct pairs *w, const struct pair_tiles *made, con
 }
 
 static WITH_TILES struct pair_tiles put_pair_tiles(const struct pairs *w, const float *weights, const float *slopes,
-                                                   int64_t keys)
+                                                   float bias, int64_t keys)
 {
     const int64_t parts = w->factors.parts;
     const struct pair_tiles made = {
@@ -191,15 +191,15 @@ static WITH_TILES struct pair_tiles put_pair_tiles(const struct pairs *w, const 
 #pragma GCC unroll 2
             for (int64_t i = 0; i < PIECE; i += BLOCK)
                 if (parts == 3)
-                    put_weights_and_slopes(w, &made, weights, slopes, at, number, i, 3);
+                    put_weights_and_slopes(w, &made, weights, slopes, bias, at, number, i, 3);
                 else
-                    put_weights_and_slopes(w, &made, weights, slopes, at, number, i, 1);
+                    put_weights_and_slopes(w, &made, weights, slopes, bias, at, number, i, 1);
     return made;
 }
 
-/* `read_pairs` for a piece in tiles. */
+/* `read_pairs` for a piece in tiles, all of whose pairs have the same bias beside. */
 static void read_pair_tiles(struct pairs *w, const struct piece *piece, const struct met *met, const struct seen *seen,
-                            int adds)
+                            int adds, float bias)
 {
     const int64_t first = seen->start / BLOCK * BLOCK, keys = round_up(seen->end - first, BLOCK);
     float *weights = w->weights + first * PIECE, *slopes = w->slopes + first * PIECE;
@@ -207,7 +207,7 @@ static void read_pair_tiles(struct pairs *w, const struct piece *piece, const st
              2 * FETCHED);
     multiply(slopes, PIECE, without(piece->value, first, 0), w->turned_grads, keys, PIECE, w->value_size, 0, &w->met,
              2 * FETCHED);
-    const struct pair_tiles made = put_pair_tiles(w, weights, slopes, keys);
+    const struct pair_tiles made = put_pair_tiles(w, weights, slopes, bias, keys);
     multiply(met->d_value + first * met->d_value_row, met->d_value_row, made.weights, w->grads, keys, w->values, PIECE,
              1, &w->next, FETCHED);
     multiply(met->d_key + first * met->d_key_row, met->d_key_row, made.slopes, w->queries, keys, w->keys, PIECE, 1, &w->next,
