@@ -146,12 +146,12 @@ def operation_competitors(
     *heads, gradient = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4))
     for x in heads:
         x.requires_grad_(backward)
-    causal, gradient = mode == "causal", gradient if backward else None
+    causal, given = mode == "causal", gradient if backward else None
 
     def softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
-    competitors = {SOFTMAX: Call(softmax, heads, gradient)}
+    competitors = {SOFTMAX: Call(softmax, heads, given)}
     layer = AttentionLayer(
         index=0,
         num_heads=plan.num_heads,
@@ -166,7 +166,7 @@ def operation_competitors(
         if mode in MECHANISMS.get(name).modes:
             mechanism = MECHANISMS.get(name)(make_config(name, {}), layer).to(device, dtype).train(backward)
             use_backend(mechanism, stopwatch.backend)
-            competitors[name] = Call(lambda q, k, v, mechanism=mechanism: mechanism(q, k, v)[0], heads, gradient)
+            competitors[name] = Call(lambda q, k, v, mechanism=mechanism: mechanism(q, k, v)[0], heads, given)
     return competitors
 
 

@@ -210,8 +210,8 @@ static void read_pair_tiles(struct pairs *w, const struct piece *piece, const st
     const struct pair_tiles made = put_pair_tiles(w, weights, slopes, bias, keys);
     multiply(met->d_value + first * met->d_value_row, met->d_value_row, made.weights, w->grads, keys, w->values, PIECE,
              1, &w->next, FETCHED);
-    multiply(met->d_key + first * met->d_key_row, met->d_key_row, made.slopes, w->queries, keys, w->keys, PIECE, 1, &w->next,
-             FETCHED);
+    multiply(met->d_key + first * met->d_key_row, met->d_key_row, made.slopes, w->queries, keys, w->keys, PIECE, 1,
+             &w->next, FETCHED);
     multiply(w->turned_d_query, PIECE, without(piece->turned, 0, first), made.right_slopes, w->keys, PIECE, keys, 1,
              &w->next, FETCHED);
 }
