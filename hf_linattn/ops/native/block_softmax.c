@@ -56,19 +56,16 @@ static void read_keys(void *work, const struct keys *read)
     if (!p->parts)
         fetch_ahead(&s->next, PIECE / 2);
     const operand *key = read->shared ? &p->shared_key : &p->key, *value = read->shared ? &p->shared_value : &p->value;
-    const int same = p->parts && read->bias && !p->bias.token && is_same(read->bias, read->count);
-    const enum shown shown =
-        same ? ALL_PLAIN : show(s->scores, read->bias, p->bias.token, w->rows, read->count, read->ahead);
-    const struct seen seen = find_seen(s->scores, shown);
-    if (seen.start >= seen.end)
+    const struct beginning begun = begin_scores(p, s->scores, read, w->rows);
+    const int adds = begun.shown != ALL_PLAIN;
+    if (begun.seen.start >= begun.seen.end)
         return;
     if (p->parts) {
         struct piece piece;
         if (!find_piece(&s->pieces, name_of(key, w->batch, w->head, read), &piece))
-            put_piece(s, &piece,
-                      rows_for_tiles(p, key, w->batch, w->head, read, p->key_size, s->keys, s->rows),
+            put_piece(s, &piece, rows_for_tiles(p, key, w->batch, w->head, read, p->key_size, s->keys, s->rows),
                       rows_for_tiles(p, value, w->batch, w->head, read, p->value_size, s->values, s->value));
-        read_tiles(s, &seen, &piece, shown != ALL_PLAIN, same ? *read->bias : 0.0f);
+        read_tiles(s, &begun.seen, &piece, adds, begun.bias);
         return;
     }
     struct rows keys = {s->rows, s->keys, FLOAT32}, values = {s->value, s->values, FLOAT32};
@@ -81,7 +78,7 @@ static void read_keys(void *work, const struct keys *read)
         values = (struct rows){row_of(value, w->batch, w->head, 0, read->at), value->token, FLOAT32};
     else
         pack(s->value, read->count, value, w->batch, w->head, 0, read->at, read->count, p->value_size, s->values);
-    read_piece(s, &seen, keys, values, read->count, shown != ALL_PLAIN);
+    read_piece(s, &begun.seen, keys, values, read->count, adds);
 }
 
 /* One query block of one head. */

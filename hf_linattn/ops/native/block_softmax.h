@@ -55,6 +55,25 @@ for_keys(const struct problem *p, int64_t batch, int64_t query_head, int64_t blo
     }
 }
 
+/* How the scores of a piece begin: which pairs are seen, whether products are added to what is there, and the bias that
+ * all of them have beside. */
+struct beginning {
+    struct seen seen;
+    enum shown shown;
+    float bias;
+};
+
+static inline struct beginning begin_scores(const struct problem *p, float *scores, const struct keys *keys,
+                                            int64_t rows)
+{
+    const int same = p->parts && keys->bias && !p->bias.token && is_same(keys->bias, keys->count);
+    struct beginning found = {.shown = ALL_PLAIN, .bias = same ? *keys->bias : 0.0f};
+    if (!same)
+        found.shown = show(scores, keys->bias, p->bias.token, rows, keys->count, keys->ahead);
+    found.seen = find_seen(scores, found.shown);
+    return found;
+}
+
 /* What a piece is known by: where its keys lie, which may be among the shared ones, too. */
 static inline int64_t name_of(const operand *key, int64_t batch, int64_t head, const struct keys *keys)
 {

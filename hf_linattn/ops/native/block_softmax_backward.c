@@ -24,7 +24,7 @@ static void look_ahead_of(struct work *w, int64_t next)
 
 /* Meet a piece in tiles. */
 static void meet_tiles(struct work *w, const operand *key, const operand *value, const struct keys *met,
-                       const struct met *gradients, const struct seen *seen, int adds, float bias)
+                       const struct met *gradients, const struct beginning *begun)
 {
     struct pairs *s = &w->pairs;
     const struct problem *p = w->problem;
@@ -32,7 +32,7 @@ static void meet_tiles(struct work *w, const operand *key, const operand *value,
     if (!find_piece(&s->pieces, name_of(key, w->batch, w->head, met), &piece))
         put_pairs_piece(s, &piece, rows_for_tiles(p, key, w->batch, w->head, met, p->key_size, s->keys, s->key),
                         rows_for_tiles(p, value, w->batch, w->head, met, p->value_size, s->values, s->value));
-    read_pair_tiles(s, &piece, gradients, seen, adds, bias);
+    read_pair_tiles(s, &piece, gradients, &begun->seen, begun->shown != ALL_PLAIN, begun->bias);
 }
 
 static void read_keys(void *work, const struct keys *met)
@@ -45,11 +45,8 @@ static void read_keys(void *work, const struct keys *met)
     const operand *key = met->shared ? &p->shared_key : &p->key, *value = met->shared ? &p->shared_value : &p->value;
     const operand *d_key = met->shared ? &p->d_shared_key : &p->d_key;
     const operand *d_value = met->shared ? &p->d_shared_value : &p->d_value;
-    const int same = p->parts && met->bias && !p->bias.token && is_same(met->bias, met->count);
-    const enum shown shown =
-        same ? ALL_PLAIN : show(s->weights, met->bias, p->bias.token, w->rows, met->count, met->ahead);
-    const struct seen seen = find_seen(s->weights, shown);
-    if (seen.start >= seen.end)
+    const struct beginning begun = begin_scores(p, s->weights, met, w->rows);
+    if (begun.seen.start >= begun.seen.end)
         return;
     float *d_keys = place(d_key, w->batch, w->head, 0, met->at);
     float *d_values = place(d_value, w->batch, w->head, 0, met->at);
@@ -64,7 +61,7 @@ static void read_keys(void *work, const struct keys *met)
     if (!whole)
         in_place = meet_copies(s);
     if (p->parts)
-        meet_tiles(w, key, value, met, &in_place, &seen, shown != ALL_PLAIN, same ? *met->bias : 0.0f);
+        meet_tiles(w, key, value, met, &in_place, &begun);
     else {
         if (!whole || key->kind || key->token != s->keys)
             pack(s->key, PIECE, key, w->batch, w->head, 0, met->at, met->count, p->key_size, s->keys);
@@ -74,7 +71,7 @@ static void read_keys(void *work, const struct keys *met)
             pack(s->value, PIECE, value, w->batch, w->head, 0, met->at, met->count, p->value_size, s->values);
         else
             in_place.value = place(value, w->batch, w->head, 0, met->at);
-        read_pairs(s, &in_place, &seen, met->count, w->rows, shown);
+        read_pairs(s, &in_place, &begun.seen, met->count, w->rows, begun.shown);
     }
     for (int64_t j = 0; j < met->count && !whole; j++) {
         add_scaled(d_keys + j * d_key->token, 1.0f, s->d_key + j * s->keys, p->key_size);
