@@ -48,17 +48,20 @@ static inline void hold(struct factors *f, float *memory, int64_t *used, const f
     held->memory = take(memory, used, room_for(numbers, side == RIGHT ? larger(f->parts, 2) : f->parts));
 }
 
+/* What is kept of a factor, or has a place to be kept. */
+static inline struct held *find_held(struct factors *f, const float *of, enum side side)
+{
+    for (int64_t number = 0; number < f->count; number++)
+        if (f->held[number].of == of && f->held[number].side == side)
+            return &f->held[number];
+    return NULL;
+}
+
 /* Keep what lies there in a place that has been taken for what would be known later, if one is left. */
 static inline void hold_right(struct factors *f, const float *of)
 {
-    struct held *free = NULL;
-    for (int64_t number = 0; number < f->count; number++) {
-        if (f->held[number].of == of && f->held[number].side == RIGHT)
-            return;
-        if (!f->held[number].of)
-            free = &f->held[number];
-    }
-    if (free)
+    struct held *free = find_held(f, NULL, RIGHT);
+    if (free && !find_held(f, of, RIGHT))
         free->of = of;
 }
 
@@ -68,15 +71,6 @@ static inline void changed(struct factors *f, const float *of)
     for (int64_t number = 0; number < f->count; number++)
         if (f->held[number].of == of)
             f->held[number].tiles.parts = 0;
-}
-
-/* What is kept of a factor, or has a place to be kept. */
-static inline struct held *find_held(struct factors *f, const float *of, enum side side)
-{
-    for (int64_t number = 0; number < f->count; number++)
-        if (f->held[number].of == of && f->held[number].side == side)
-            return &f->held[number];
-    return NULL;
 }
 
 static inline int is_there(const struct held *held, int64_t lines, int64_t steps, int64_t parts)

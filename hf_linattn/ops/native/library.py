@@ -21,7 +21,7 @@ OPERATIONS = torch.library.Library("hf_linattn", "FRAGMENT")
 
 
 class Operand(ctypes.Structure):
-    """`operand` of lanes.h: an address, and numbers from one batch, head, group and token to the next."""
+    """`operand` of operands.h: an address, and numbers from one batch, head, group and token to the next."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),

@@ -67,7 +67,7 @@ def test_every_mechanism_that_takes_it(unit, name, causal, kind):
 @pytest.mark.parametrize("kind", TOLERANCE)
 @pytest.mark.parametrize(("name", "causal"), [("local", True), ("bigbird", False), ("hybrid", True), ("linear", True)])
 def test_heads_that_fill_whole_tiles(unit, monkeypatch, name, causal, kind):
-    """They are multiplied where they lie."""
+    """They are put into the tiles of a matrix unit from where they lie."""
     monkeypatch.setattr(cases, "DIM", 64)
     monkeypatch.setattr(cases, "VALUE_DIM", 96)
     heads, mechanism = [x.to(kind) for x in make_heads(2, LENGTH)], make_small(name, causal)
