@@ -11,8 +11,9 @@
 
 /* All that belongs to one chunk of one head. */
 struct scratch {
-    float *input, *query, *key, *turned, *value, *weighted, *scores, *out, *state, *turned_state, *weights, *spare;
-    /* turned_state: in the backward pass; weights: the last column of a normalised state; spare: a row of features */
+    float *input, *query, *key, *turned, *value, *weighted, *scores, *out, *state, *weights, *spare;
+    /* weights: the last column of a normalised state; spare: a row of features */
+    float *turned_state, *earlier; /* in the backward pass: the state turned; that of what came before, turned */
     float scale[CHUNK], query_scale[CHUNK], exponent[CHUNK], passed[CHUNK], top[CHUNK], kept[CHUNK], weight[CHUNK];
     int64_t chunk;                /* tokens read at a time: fewer where there are no more */
     int64_t inputs, keys, values; /* sizes, padded */
@@ -29,7 +30,7 @@ static inline int64_t chunk_of(const struct problem *p)
 static inline int64_t arrange(struct scratch *s, const struct problem *p, float *memory)
 {
     s->next.count = 0;
-    s->turned_state = NULL;
+    s->turned_state = s->earlier = NULL;
     s->chunk = chunk_of(p);
     s->inputs = round_up(p->input_size, TILE_COLUMNS);
     s->keys = round_up(p->key_size, TILE_COLUMNS);
@@ -76,7 +77,8 @@ static inline int64_t fetched_of(const struct scratch *s) { return s->factors.pa
 static inline struct tiles right_of(struct scratch *s, const float *right, int64_t right_step, int64_t steps,
                                     int64_t columns)
 {
-    return right_tiles(&s->factors, right, right_step, steps, columns, right == s->state || right == s->turned_state);
+    const int fine = right == s->state || right == s->turned_state || right == s->earlier;
+    return right_tiles(&s->factors, right, right_step, steps, columns, fine);
 }
 
 /* The same while memory is asked for what comes next, if anything does. Factors in parts have whole blocks of rows; sums
@@ -217,8 +219,20 @@ static float weigh(struct scratch *s, const float *decay, int64_t decay_step, in
     return top + passed;
 }
 
-/* Keys and values of a chunk, and what they weigh; returns the largest exponent after it, and what is `left` of what
- * was before. */
+/* The values of a chunk, and what its keys weigh, whose log scales are there; returns the largest exponent after it, and
+ * what is `left` of what was before. */
+static float load_values(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t at,
+                         int64_t count, int scaled, float before, float *left)
+{
+    pack(s->value, s->chunk, &p->value, batch, head, 0, at, count, p->value_size, s->values);
+    changed(&s->factors, s->value);
+    if (!scaled)
+        return before;
+    const float *decay = p->log_decay.data ? place(&p->log_decay, batch, head, 0, at) : NULL;
+    return weigh(s, decay, p->log_decay.token, count, before, left);
+}
+
+/* The same with its keys. */
 static float load_keys(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t at,
                        int64_t count, int scaled, float before, float *left)
 {
@@ -226,12 +240,7 @@ static float load_keys(struct scratch *s, const struct problem *p, int64_t batch
         s->scale[j] = p->log_scale.data ? *place(&p->log_scale, batch, head, 0, at + j) : 0.0f;
     load_features(s->key, s, p, &p->key, &p->key_map, p->activation == EXPONENTIAL ? s->scale : NULL, batch, head, 0,
                   at, count);
-    pack(s->value, s->chunk, &p->value, batch, head, 0, at, count, p->value_size, s->values);
-    changed(&s->factors, s->value);
-    if (!scaled)
-        return before;
-    const float *decay = p->log_decay.data ? place(&p->log_decay, batch, head, 0, at) : NULL;
-    return weigh(s, decay, p->log_decay.token, count, before, left);
+    return load_values(s, p, batch, head, at, count, scaled, before, left);
 }
 
 static inline void turn_keys(struct scratch *s)

@@ -20,13 +20,30 @@ struct reverse_map {
     float *d_weight, *d_bias; /* [inputs, columns], [columns] */
 };
 
+/* What a chunk is read with from the end: its keys, their log scales, and what came before it. */
+struct recalled {
+    float *key;             /* features [chunk, keys] */
+    float *state, *weights; /* state^T [values, keys], [keys] */
+    float log_max, scale[CHUNK];
+};
+
 struct work {
     struct scratch s;
-    float *grad, *slope, *own_log, *grad_pairs, *d_features, *d_input, *turned_value, *before, *weights;
-    /* grad [chunk, values] is g, slope [chunk] is h; before [chunks]: log_max at the start of each chunk */
-    struct reverse_map *maps; /* of the queries of each group, then of the keys */
-    int64_t columns;          /* of a weight, padded */
+    float *grad, *slope, *own_log, *grad_pairs, *d_query, *d_key, *d_input, *turned_value;
+    /* grad [chunk, values] is g, slope [chunk] is h; d_query, d_key [chunk, keys]: of features */
+    struct recalled recalled[SEGMENT / CHUNK]; /* the chunks of a segment */
+    struct reverse_map *maps;                  /* of the queries of each group, then of the keys */
+    int64_t columns;                           /* of a weight, padded */
 };
+
+/* Read the keys of a chunk, and what came before it, where they are. */
+static inline void recall(struct work *w, const struct recalled *own)
+{
+    hold_instead(&w->s.factors, w->s.key, own->key);
+    hold_instead(&w->s.factors, w->s.earlier, own->state);
+    w->s.key = own->key;
+    w->s.earlier = own->state;
+}
 
 static int64_t arrange_all(struct work *w, const struct backward *p, float *memory)
 {
@@ -36,17 +53,26 @@ static int64_t arrange_all(struct work *w, const struct backward *p, float *memo
     w->grad = take(memory, &used, s->chunk * s->values);
     hold(&s->factors, memory, &used, w->grad, s->chunk * s->values, LEFT);
     hold(&s->factors, memory, &used, w->grad, s->chunk * s->values, RIGHT);
-    hold(&s->factors, memory, &used, s->key, s->chunk * s->keys, RIGHT);
     w->slope = take(memory, &used, s->chunk);
     w->own_log = take(memory, &used, s->chunk);
     w->grad_pairs = take(memory, &used, s->chunk * s->chunk);
-    w->d_features = take(memory, &used, s->chunk * s->keys);
+    w->d_query = take(memory, &used, s->chunk * s->keys);
+    w->d_key = take(memory, &used, s->chunk * s->keys);
     w->d_input = take(memory, &used, s->chunk * s->inputs);
     w->turned_value = take(memory, &used, s->chunk * s->values);
     hold(&s->factors, memory, &used, w->turned_value, s->chunk * s->values, RIGHT);
     s->turned_state = take(memory, &used, s->keys * s->values);
-    w->weights = take(memory, &used, s->keys);
-    w->before = take(memory, &used, p->forward.length / s->chunk + 1);
+    hold(&s->factors, memory, &used, s->turned_state, s->keys * s->values, RIGHT);
+    const int64_t all = p->forward.bidirectional ? 1 : SEGMENT / CHUNK;
+    for (int64_t chunk = 0; chunk < smaller(all, p->forward.length / s->chunk + 1); chunk++) {
+        struct recalled *own = &w->recalled[chunk];
+        own->key = chunk ? take(memory, &used, s->chunk * s->keys) : s->key;
+        own->state = take(memory, &used, s->keys * s->values);
+        own->weights = take(memory, &used, s->keys);
+    }
+    s->earlier = w->recalled[0].state;
+    hold(&s->factors, memory, &used, s->key, s->chunk * s->keys, RIGHT);
+    hold(&s->factors, memory, &used, s->earlier, s->keys * s->values, RIGHT);
     w->maps = take(memory, &used, round_up(count * sizeof(struct reverse_map), sizeof(float)) / sizeof(float));
     for (int64_t map = 0; map < count; map++) {
         struct reverse_map found = {
@@ -127,25 +153,25 @@ static void reverse_activation(float *d, const float *features, const struct pro
     }
 }
 
-/* From d_features and the features to the gradient of what lies in `input`; `d_scale` is that of the log scales. */
-static void reverse_features(struct work *w, const struct problem *p, struct reverse_map *map, const float *features,
-                             int has_weight, int learned, const float *d_scale, const operand *to, int64_t batch,
-                             int64_t head, int64_t group, int64_t at, int64_t count)
+/* From the gradient of features and these to that of what lies in `input`; `d_scale` is that of the log scales. */
+static void reverse_features(struct work *w, const struct problem *p, struct reverse_map *map, float *d_features,
+                             const float *features, int has_weight, int learned, const float *d_scale,
+                             const operand *to, int64_t batch, int64_t head, int64_t group, int64_t at, int64_t count)
 {
     struct scratch *s = &w->s;
     for (int64_t row = 0; row < count; row++)
-        reverse_activation(w->d_features + row * s->keys, features + row * s->keys, p);
-    float *from = w->d_features;
+        reverse_activation(d_features + row * s->keys, features + row * s->keys, p);
+    float *from = d_features;
     int64_t size = s->keys;
     if (has_weight) {
-        clear(w->d_features + count * s->keys, (s->chunk - count) * s->keys);
-        make_product(s, w->d_input, s->inputs, w->d_features, s->keys, 1, map->turned, s->inputs, s->chunk, s->inputs,
+        clear(d_features + count * s->keys, (s->chunk - count) * s->keys);
+        make_product(s, w->d_input, s->inputs, d_features, s->keys, 1, map->turned, s->inputs, s->chunk, s->inputs,
                      p->activation == SOFTMAX_PAIR ? p->key_size / 2 : p->key_size, 0);
         if (learned) {
-            make_product(s, map->d_weight, w->columns, s->input, 1, s->inputs, w->d_features, s->keys,
+            make_product(s, map->d_weight, w->columns, s->input, 1, s->inputs, d_features, s->keys,
                          round_up(p->input_size, TILE_ROWS), w->columns, s->chunk, 1);
             for (int64_t row = 0; row < count; row++)
-                add_scaled(map->d_bias, 1.0f, w->d_features + row * s->keys, w->columns);
+                add_scaled(map->d_bias, 1.0f, d_features + row * s->keys, w->columns);
         }
         from = w->d_input;
         size = s->inputs;

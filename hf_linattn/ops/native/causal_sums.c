@@ -105,6 +105,12 @@ static void read_sequence(struct scratch *s, const struct problem *p, int64_t ba
         memset(s->scores, 0, s->chunk * s->chunk * sizeof(float));
     for (int64_t at = 0; at < p->length; at += s->chunk) {
         const int64_t count = smaller(s->chunk, p->length - at);
+        if (p->checkpoints && at % SEGMENT == 0) {
+            const struct checkpoint kept = checkpoint_of(p, head, at / SEGMENT);
+            memcpy(kept.state, s->state, s->keys * s->values * sizeof(float));
+            memcpy(kept.weights, s->weights, s->keys * sizeof(float));
+            *kept.log_max = before;
+        }
         s->next.count = 0;
         const int64_t next = at + s->chunk, rows = smaller(s->chunk, p->length - next);
         look_ahead(&s->next, &p->key, batch, head, 0, next, rows, p->input_size);

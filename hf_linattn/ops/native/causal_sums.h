@@ -4,6 +4,8 @@
 
 #include "operands.h"
 
+#define SEGMENT 512 /* tokens between two states that are kept for the backward pass; a whole number of chunks */
+
 /* A feature map of x: an activation of z = x weight + bias, or of x itself where there is no weight. */
 typedef struct {
     operand weight; /* [input_size, columns], zero beyond the key_size columns that are used; its "token" is a row */
@@ -34,6 +36,8 @@ struct problem {
     const float *state, *log_max;    /* [batches, heads, key_size, value_size (+ 1)], [batches, heads]: of the first
                                         sequence of each row */
     float *state_after, *log_max_after; /* of the last; if bidirectional of every sequence */
+    float *checkpoints; /* [.., heads, struct checkpoint]: what was before every SEGMENT tokens of each sequence; NULL
+                           where nobody needs that */
     int64_t batches, heads, groups, length, key_size, value_size;
     int64_t normalise, threads;
     int64_t parts; /* of bfloat16 that numbers have in products; 0 for products of float32 */
@@ -66,14 +70,32 @@ static inline void begin_at(operand *x, int64_t start)
         x->data = further(x, x->data, start * x->token);
 }
 
+/* How many segments so many tokens have. */
+static inline int64_t segments_of(int64_t length) { return (length + SEGMENT - 1) / SEGMENT; }
+
+/* What is kept before a segment: the state [keys, values] and its last column [keys], padded, and log_max. */
+struct checkpoint {
+    float *state, *weights, *log_max;
+};
+
+static inline struct checkpoint checkpoint_of(const struct problem *p, int64_t head, int64_t segment)
+{
+    const int64_t keys = round_up(p->key_size, TILE_COLUMNS), values = round_up(p->value_size, TILE_COLUMNS);
+    const int64_t size = keys * (values + 1) + 1;
+    float *state = p->checkpoints + (segment * p->heads + head) * size;
+    return (struct checkpoint){state, state + keys * values, state + keys * (values + 1)};
+}
+
 /* The problem of one sequence of a row. */
 static inline struct problem problem_of(const struct problem *p, int64_t row, int64_t number)
 {
     struct problem own = *p;
     own.continues = own.leaves = 1;
+    const int64_t start = p->packed ? p->packed[number].start : 0;
+    if (p->checkpoints) /* each sequence has places of its own, wherever it starts */
+        own.checkpoints = checkpoint_of(p, 0, row * segments_of(p->length) + number + start / SEGMENT).state;
     if (!p->packed)
         return own;
-    const int64_t start = p->packed[number].start;
     operand *operands[] = {&own.query,     &own.key,       &own.value,  &own.sums, &own.log_scale,
                            &own.log_decay, &own.row_scale, &own.factor, &own.top};
     for (size_t i = 0; i < sizeof(operands) / sizeof(*operands); i++)

@@ -23,7 +23,7 @@ from ..sequences import Packed
 from .library import KINDS, Operand, call, operation, product_parts, suits
 
 ACTIVATIONS = ("given", "elu", "relu", "exponential", "softmax_pair")  # `enum activation` of causal_sums.h
-COLUMNS = 32  # a multiple of the width of a tile
+COLUMNS = 32  # a multiple of the width of any tile
 
 
 class NativeMap(NamedTuple):
@@ -69,6 +69,7 @@ class MapOperands(ctypes.Structure):
 OPERANDS = ("query", "key", "value", "sums", "log_scale", "log_decay", "row_scale", "factor", "top")
 SEQUENCES = (("packed", ctypes.c_void_p), ("sequences", ctypes.c_int64))
 STATES = ("state", "log_max", "state_after", "log_max_after")
+SEGMENT = 512  # tokens between two checkpoints, as in causal_sums.h
 GROUPED = {"query", "sums", "row_scale", "factor", "top"}
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "normalise", "threads", "parts")
 LEAST_FEATURES = 96  # with fewer of them products in exact parts do not pay
@@ -80,7 +81,7 @@ class Problem(ctypes.Structure):
     _fields_ = (
         *((name, Operand) for name in OPERANDS),
         *SEQUENCES,
-        *((name, ctypes.c_void_p) for name in STATES),
+        *((name, ctypes.c_void_p) for name in (*STATES, "checkpoints")),
         *((name, ctypes.c_int64) for name in SIZES),
         ("query_map", MapOperands),
         ("key_map", MapOperands),
@@ -116,11 +117,12 @@ def native_maps(query_map: Any, key_map: Any) -> list[NativeMap]:
 def describe(
     operands: dict[str, Any], states: tuple[Tensor, ...], maps: tuple[Tensor | None, ...], activation: int,
     quadratic: float, offset: float, normalise: bool = True, reverse: bool = False, bidirectional: bool = False,
-    strict: bool = False, packed: Tensor | None = None,
+    strict: bool = False, packed: Tensor | None = None, checkpoints: Tensor | None = None,
 ) -> Problem:  # fmt: skip
     """Describe a problem by the tensors named in `OPERANDS` and `STATES` and the operands of its maps.
 
     packed: places of the `sequences.Packed` of its rows, read from the last token to the first if `reverse`.
+    checkpoints: as `make_checkpoints` returns them.
     """
     query, value = operands["query"], operands["value"]
     state, query_weight, query_bias, key_weight, key_bias = states[0], *maps
@@ -140,19 +142,31 @@ def describe(
         quadratic=quadratic,
         offset=offset,
         least_weight=LEAST_WEIGHT[torch.float32],
+        checkpoints=None if checkpoints is None else checkpoints.data_ptr(),
         packed=None if packed is None else packed.data_ptr(),
         sequences=0 if packed is None else len(packed),
     )
 
 
-@operation("sums", "factor", "top", "state_after", "log_max_after")
+def make_checkpoints(query: Tensor, state: Tensor, packed: Tensor | None) -> Tensor:
+    """Return memory for the states before every `SEGMENT` tokens of each sequence, where a backward pass goes on.
+
+    query: [B, Hkv, G, N, D]. state: [B, Hkv, K, Dv + 1]. packed: places of the sequences, None for one in every row.
+    """
+    batch, length = len(query), query.shape[3]
+    places = batch * -(-length // SEGMENT) + (batch if packed is None else len(packed))
+    keys, values = (-(-size // COLUMNS) * COLUMNS for size in (state.shape[2], state.shape[3] - 1))
+    return state.new_empty(places, state.shape[1], keys * (values + 1) + 1)
+
+
+@operation("sums", "factor", "top", "state_after", "log_max_after", "checkpoints")
 def causal_sums(
     query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None,
     row_scale: Tensor | None, sums: Tensor, factor: Tensor, top: Tensor, state: Tensor, log_max: Tensor,
     state_after: Tensor, log_max_after: Tensor, normalise: bool, reverse: bool, query_weight: Tensor | None = None,
     query_bias: Tensor | None = None, key_weight: Tensor | None = None, key_bias: Tensor | None = None,
     activation: int = 0, quadratic: float = 0.0, offset: float = 0.0, bidirectional: bool = False,
-    packed: Tensor | None = None,
+    packed: Tensor | None = None, checkpoints: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Work through one problem of causal_sums.c.
 
@@ -169,12 +183,14 @@ def causal_sums(
         packed: int64 [S, 3], row, start and length of sequences that lie in the rows one after another, counted as
             they are read, in the order of the rows. The state before belongs to the first of each row, that after to
             the last; where every query sees all keys, those after are [S, Hkv, ...].
+        checkpoints: where to keep the states that `make_checkpoints` has room for; None: nowhere.
     """
     operands = (query, key, value, sums, log_scale, log_decay, row_scale, factor, top)
     states, maps = (state, log_max, state_after, log_max_after), (query_weight, query_bias, key_weight, key_bias)
     named = dict(zip(OPERANDS, operands, strict=True))
     settings: dict[str, Any] = {"normalise": normalise, "reverse": reverse, "bidirectional": bidirectional}
-    problem = describe(named, states, maps, activation, quadratic, offset, packed=packed, **settings)
+    settings |= {"packed": packed, "checkpoints": checkpoints}
+    problem = describe(named, states, maps, activation, quadratic, offset, **settings)
     call("causal_sums", problem)
 
 

@@ -65,6 +65,16 @@ static inline void hold_right(struct factors *f, const float *of)
         free->of = of;
 }
 
+/* Keep what lies at `now` in the place of what lies at `of`. */
+static inline void hold_instead(struct factors *f, const float *of, const float *now)
+{
+    for (int64_t number = 0; number < f->count; number++)
+        if (f->held[number].of == of) {
+            f->held[number].of = now;
+            f->held[number].tiles.parts = 0;
+        }
+}
+
 /* The numbers that lie there are others now. */
 static inline void changed(struct factors *f, const float *of)
 {

@@ -1,7 +1,7 @@
 """Kernel attention in C from the heads to the output, feature maps included, and back.
 
-The backward pass keeps the heads, the output and a number per query: features are made again, chunk by chunk, and no
-more memory is needed than gradients take. With `causal_sums` what they are made of is known to autograd instead.
+The backward pass keeps the heads, the output, a number per query and the state before every `SEGMENT` tokens: features
+are made again, chunk by chunk. With `causal_sums` what they are made of is known to autograd instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..causal_sums import decay_gradient, log_weight, read
 from ..chunk_sums import CHUNK_SIZE, LinearState
 from ..sequences import Packed
-from .causal_sums import OPERANDS, NativeMap, Problem, causal_sums, describe, map_operands
+from .causal_sums import OPERANDS, NativeMap, Problem, causal_sums, describe, make_checkpoints, map_operands
 from .library import Operand, call, dense_rows, operation
 from .memory import empty_like, empty_output
 
@@ -43,13 +43,14 @@ def causal_sums_backward(
     factor: Tensor, state: Tensor, log_max: Tensor, state_after: Tensor, log_max_after: Tensor,
     query_weight: Tensor | None, query_bias: Tensor | None, key_weight: Tensor | None, key_bias: Tensor | None,
     activation: int, quadratic: float, offset: float, bidirectional: bool, packed: Tensor | None,
-    d_sums: Tensor, d_log: Tensor | None, d_query: Tensor, d_key: Tensor, d_value: Tensor, d_scale: Tensor,
-    d_query_weight: Tensor | None, d_query_bias: Tensor | None, d_key_weight: Tensor | None,
-    d_key_bias: Tensor | None, d_state: Tensor | None, d_before: Tensor, reverse: bool,
+    checkpoints: Tensor | None, d_sums: Tensor, d_log: Tensor | None, d_query: Tensor, d_key: Tensor,
+    d_value: Tensor, d_scale: Tensor, d_query_weight: Tensor | None, d_query_bias: Tensor | None,
+    d_key_weight: Tensor | None, d_key_bias: Tensor | None, d_state: Tensor | None, d_before: Tensor, reverse: bool,
 ) -> None:  # fmt: skip
     """Write the gradients of a problem of `causal_sums`, each shaped as what it belongs to.
 
     Args:
+        checkpoints: as it left them; None where every query sees all keys.
         d_sums, d_log, d_state: gradients of the output, of the log of its weights and of the last state.
         d_scale: [B, Hkv, N], of the log scales of the keys. d_before: of the first state.
         reverse: whether tokens were read from the last to the first.
@@ -62,6 +63,7 @@ def causal_sums_backward(
     gradients = zip(GRADIENTS, (d_sums, d_log, d_query, d_key, d_value, d_scale), strict=True)
     places = (d_query_weight, d_query_bias, d_key_weight, d_key_bias, d_state, d_before)
     settings: dict[str, Any] = {"reverse": reverse, "bidirectional": bidirectional, "packed": packed}
+    settings |= {"checkpoints": checkpoints}
     problem = BackwardProblem(
         forward=describe(forward, states, maps, activation, quadratic, offset, **settings),
         **{name: Operand.of(x, name in GROUPED_GRADIENTS, reverse) for name, x in gradients},
@@ -72,13 +74,13 @@ def causal_sums_backward(
 
 @register_flop_formula(torch.ops.hf_linattn.causal_sums_backward)
 def _flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
-    """Pairs inside a chunk six times; a state read once, another folded and read twice; if causal the first is folded
+    """Pairs inside a chunk five times; a state read once, another folded and read twice; if causal the first is folded
     too; the maps."""
     (batch, heads, groups, length, input_size), value_size, key_size = query, value[-1], rest[4][2]
-    bidirectional, learned = rest[15], 4 if rest[23] else 3  # features twice, what they are made of, the weight itself
+    bidirectional, learned = rest[15], 3 if rest[24] else 2  # features, what they are made of, the weight itself
     weights = zip((rest[8], rest[10]), (groups, 1), strict=True)
     maps = [2 * learned * input_size * weight[-1] * number for weight, number in weights if weight]
-    pairs = 0 if bidirectional else groups * CHUNK_SIZE * (3 * key_size + 3 * value_size)
+    pairs = 0 if bidirectional else groups * CHUNK_SIZE * (3 * key_size + 2 * value_size)
     states = 2 * (2 * groups + (2 if bidirectional else 3)) * key_size * value_size
     return batch * heads * length * (pairs + states + sum(maps))
 
@@ -126,11 +128,13 @@ def mapped_attention(
     return attended, log, LinearState(*after)
 
 
-def _read(heads: Any, rest: Any, reverse: bool, output: Tensor | None = None) -> tuple[Tensor, ...]:
+def _read(
+    heads: Any, rest: Any, reverse: bool, output: Tensor | None = None, checkpoints: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """`read` by the C; queries that see all keys need the state that each of their sequences leaves."""
     *_, bidirectional, places = rest
     states = len(places) if bidirectional and places is not None else None
-    return read(causal_sums, heads, reverse=reverse, sums=output, rest=rest, states=states)
+    return read(causal_sums, heads, reverse=reverse, sums=output, rest=(*rest, checkpoints), states=states)
 
 
 def two_way_attention(
@@ -175,9 +179,13 @@ class _MappedAttention(torch.autograd.Function):
     def forward(ctx, query, key, value, log_decay, kv, log_max, *rest):
         *parameters, hidden, (operands, reverse, weighed) = rest
         heads = query, key, value, hidden, log_decay, kv, log_max
+        *_, bidirectional, places = operands
+        checkpoints = None if bidirectional else make_checkpoints(query, kv, places)
         # differences to it are gradients, for which half precision has too few digits
-        output, *after, factor, top = _read(heads, operands, reverse, empty_output(query, value, exact=True))
-        ctx.save_for_backward(query, key, value, hidden, log_decay, kv, log_max, output, *after, factor, *parameters)
+        output = empty_output(query, value, exact=True)
+        _, *after, factor, top = _read(heads, operands, reverse, output, checkpoints)
+        kept = query, key, value, hidden, log_decay, kv, log_max, output, *after, factor, checkpoints
+        ctx.save_for_backward(*kept, *parameters)
         ctx.operands, ctx.reverse = operands, reverse
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(after[1])
@@ -186,9 +194,10 @@ class _MappedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_output, d_log, d_kv, _):
-        query, key, value, hidden, log_decay, kv, log_max, output, kv_after, max_after, factor, *parameters = (
+        query, key, value, hidden, log_decay, kv, log_max, output, kv_after, max_after, factor, *rest = (
             ctx.saved_tensors
         )
+        checkpoints, *parameters = rest
         d_output = torch.zeros_like(output, dtype=value.dtype) if d_output is None else dense_rows(d_output)
         d_kv = None if d_kv is None else d_kv.contiguous()
         d_query, d_key, d_value = (empty_like(x) for x in (query, key, value))
@@ -201,8 +210,8 @@ class _MappedAttention(torch.autograd.Function):
         ]
         causal_sums_backward(
             query, key, value, hidden, log_decay, output, factor, kv.contiguous(), log_max.contiguous(),
-            kv_after, max_after, *ctx.operands, d_output, d_log, d_query, d_key, d_value, d_scale, *d_parameters,
-            d_kv, d_before, ctx.reverse,
+            kv_after, max_after, *ctx.operands, checkpoints, d_output, d_log, d_query, d_key, d_value, d_scale,
+            *d_parameters, d_kv, d_before, ctx.reverse,
         )  # fmt: skip
         d_parameters = [
             None if d is None else d.sum_to_size(parameter.shape).to(parameter.dtype)

@@ -14,7 +14,7 @@ from hf_linattn.ops import causal_linear
 from hf_linattn.ops.causal_linear import causal_linear_attention, linear_attention
 from hf_linattn.ops.chunk_sums import CHUNK_SIZE, LinearState
 from hf_linattn.ops.native import library
-from hf_linattn.ops.native.causal_sums import can_read
+from hf_linattn.ops.native.causal_sums import SEGMENT, can_read
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
 from tests.ops.feature_maps import elu_map, exp_map
@@ -134,13 +134,32 @@ def test_softmax_pairs_of_any_spread(variant):
 @pytest.mark.parametrize(("name", "options"), MAPS)
 def test_gradients_of_feature_maps(variant, name, options, decay, layout):
     """Of heads, maps and decays, through two calls and the state between them; the same bits without gradients."""
-    mask, ids = LAYOUTS[layout]
-    parts, generator = [slice(None, 70), slice(70, None)], torch.Generator().manual_seed(3)
-    weight = torch.randn(2, HEADS, 203, 24, dtype=torch.float64, generator=generator)
-    results = []
+    compare_gradients(name, {**options, "decay": decay}, *LAYOUTS[layout], 70, make_heads)
+    assert len(variant) > 4
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("decay", [None, "learned"])
+@pytest.mark.parametrize("name", ["linear", "performer", "hedgehog"])
+def test_gradients_over_several_segments(variant, name, decay, packed):
+    """The same where the backward pass goes on from states that were kept; sequences end where segments do, or not."""
+    length, cut = 2 * SEGMENT + 77, 33
+    mask, ids = torch.ones(2, length, dtype=torch.bool), None
+    mask[0, :50], mask[1, SEGMENT:-60] = False, False  # the second has no key for more than a segment
+    if packed:
+        lengths = torch.tensor([cut, SEGMENT, 1, SEGMENT + 2, 41])
+        ids = torch.stack([torch.arange(5).repeat_interleave(lengths), torch.arange(length) // (SEGMENT + 5)])
+    compare_gradients(name, {"decay": decay}, mask, ids, cut, lambda: make_heads(length))
+    assert len(variant) > 4
+
+
+def compare_gradients(name, options, mask, ids, cut, heads_of):
+    """Read two parts, the second from `cut` on, and compare gradients in float32 with those in float64."""
+    parts, generator = [slice(None, cut), slice(cut, None)], torch.Generator().manual_seed(3)
+    results, weight = [], None
     for dtype in (torch.float64, torch.float32):
-        mechanism = make_mechanism(name, {**options, "decay": decay}, moved=True).to(dtype).train()
-        heads = [x.to(dtype).requires_grad_() for x in make_heads()]
+        mechanism = make_mechanism(name, options, moved=True).to(dtype).train()
+        heads = [x.to(dtype).requires_grad_() for x in heads_of()]
 
         def read(mechanism=mechanism, heads=heads):
             state, outputs = None, []
@@ -153,10 +172,10 @@ def test_gradients_of_feature_maps(variant, name, options, decay, layout):
         output, state = read()
         with torch.no_grad():
             assert torch.equal(read()[0], output)
+        weight = torch.randn(output.shape, dtype=torch.float64, generator=generator) if weight is None else weight
         loss = (output * weight).sum() + (state.kv * torch.arange(state.kv.numel()).cos().view_as(state.kv)).sum()
         wanted = {**dict(zip("qkv", heads, strict=True)), **dict(mechanism.named_parameters())}
         results.append(dict(zip(wanted, torch.autograd.grad(loss, wanted.values()), strict=True)))
-    assert len(variant) > 4
     for place, want in results[0].items():
         tolerance = 1e-3 if "decay" in place else 5e-5  # a small difference of large sums
         assert_close(results[1][place].double(), want, tolerance * max(1.0, float(want.abs().max())))
@@ -267,10 +286,10 @@ def test_its_products_are_counted(variant):
     assert 0.7 < counts[1] / counts[0] < 1.1
 
 
-def make_heads():
+def make_heads(length: int = 203):
     """Heads as models give them: [B, N, H, D] in memory."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 203, heads, 24) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    shapes = [(2, length, heads, 24) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     return [torch.randn(shape, generator=generator).transpose(1, 2) for shape in shapes]
 
 
