@@ -15,6 +15,7 @@ from ..ops.bounded_memory import MemoryState, bounded_memory_attention, segment_
 from ..ops.pooled_blocks import pooled_block_attention
 from ..ops.precision import wide_number, widened
 from ..ops.segments import segment_sums, slot_attention
+from ..ops.source import Source
 from ..ops.summaries import products_with_rows
 from .base import AttentionLayer, ExactnessLimit, Mechanism, SequenceMechanism, register_mechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
@@ -129,9 +130,9 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         second = first if self.value_projection is None else self.value_projection
         return first.to(like), second.to(like)
 
-    def log_weights(self, key: Tensor) -> tuple[Tensor, Tensor]:
+    def log_weights(self, key: Source) -> tuple[Tensor, Tensor]:
         """Return e . k_j and f . k_j [B, Hkv, N]."""
-        first, second = products_with_rows(torch.stack(self.projections(key), dim=1), key).unbind(2)
+        first, second = products_with_rows(torch.stack(self.projections(key.whole), dim=1), key).unbind(2)
         return first, second
 
     def causal_sequences(

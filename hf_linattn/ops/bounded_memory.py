@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from .block_softmax import BlockSoftmax
 from .exponential import LOWEST
 from .memory_blocks import Pooled, find_operation, whole_rows
-from .precision import wide, widened
+from .precision import wide, wide_dtype, widened
 from .sink import softmax_beside
 from .source import Source
 from .summaries import Summary, find_runs, open_segments, pool, segment_size
@@ -50,7 +50,7 @@ class MemoryState(NamedTuple):
 
 
 # log weights [B, Hkv, N] with which tokens [B, Hkv, N, D] are written, of their keys and of their values
-Writer = Callable[[Tensor], tuple[Tensor, Tensor]]
+Writer = Callable[[Source], tuple[Tensor, Tensor]]
 
 
 def bounded_memory_attention(
@@ -93,12 +93,13 @@ def bounded_memory_attention(
     blocks = find_operation(blocks, (query, key, value), num_slots, block_size, use_native, inference)
     if blocks is not None:
         of_key, of_value = Source(key), Source(value)
-        sources = [of_key, of_value, *(Source(x) for x in writer(wide(of_key.whole)))]
+        of_wide = of_key if of_key.whole.dtype == wide_dtype(key) else Source(wide(of_key.whole))
+        sources = [of_key, of_value, *(Source(x) for x in writer(of_wide))]
         tokens = Summary(*(source.whole for source in sources))
         output, pooled = whole_rows(blocks, query, tokens, sources, num_slots, block_size, scaling, sink)
     else:
         query, key, value = widened(query, key, value)
-        tokens, pooled = Summary(key, value, *writer(key)), None
+        tokens, pooled = Summary(key, value, *writer(Source(key))), None
         output = _whole_rows(query, tokens, num_slots, block_size, scaling, sink)
     return output, _state_after(tokens, lengths, num_slots, block_size, pooled) if keep_state else None
 
@@ -292,7 +293,7 @@ def _continue(query, key, value, writer, num_slots, block_size, scaling, lengths
     for number in range(count):
         span = slice(number * block_size, (number + 1) * block_size)
         done = begun + span.start
-        block = Summary(keys[:, :, span], values[:, :, span], *writer(keys[:, :, span]))
+        block = Summary(keys[:, :, span], values[:, :, span], *writer(Source(keys[:, :, span])))
         at = (span.start - opened).clamp(min=0)[:, None] + torch.arange(width, device=device)
         rows = take(query, at.clamp(max=length - 1))
         within = at + opened[:, None] - span.start

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from .bounded_memory import MANY_QUERIES, QUERIES, Writer, blocks_in_order, query_blocks, sink_of_blocks
 from .exponential import LOWEST
 from .sink import softmax_beside
+from .source import Source
 from .summaries import Summary, open_segments, pool, segment_size
 
 
@@ -36,7 +37,7 @@ def pooled_block_attention(
     Arguments are those of `bounded_memory_attention`.
     """
     batch, heads, length, _ = query.shape
-    tokens = Summary(key, value, *writer(key))
+    tokens = Summary(key, value, *writer(Source(key)))
     sizes = [length] * batch if lengths is None else lengths.tolist()
     if min(sizes) == length:
         return _whole_rows(query, tokens, None, segment_size(length, num_slots), block_size, scaling, sink)

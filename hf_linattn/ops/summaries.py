@@ -124,21 +124,28 @@ def _combine(left: Summary, right: Summary) -> Summary:
     return Summary(*means, *totals)
 
 
-def products_with_rows(vectors: Tensor, rows: Tensor) -> Tensor:
-    """Return vectors rows^T [B, H, M, N], of vectors [H or 1, M, D] and rows [B, H, N, D]."""
-    return _ProductsWithRows.apply(vectors, rows)
+def products_with_rows(vectors: Tensor, rows: Source) -> Tensor:
+    """Return vectors rows^T [B, H, M, N], of vectors [H or 1, M, D] and a source of rows [B, H, N, D]."""
+    return _ProductsWithRows.apply(vectors, rows.whole, rows.gradient)
 
 
 class _ProductsWithRows(torch.autograd.Function):
-    """PyTorch's own gradient of the rows would lie turned, and adding anything to it take four times as long."""
+    """Adds the gradient of the rows to that of their source: apart from it, it would be as large and soon be added."""
 
     @staticmethod
-    def forward(ctx: Any, vectors: Tensor, rows: Tensor) -> Tensor:
+    def forward(ctx: Any, vectors: Tensor, rows: Tensor, source: Any) -> Tensor:
         ctx.save_for_backward(vectors, rows)
+        ctx.source = source
         return vectors @ rows.mT
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         vectors, rows = ctx.saved_tensors
-        return (gradient @ rows).sum_to_size(vectors.shape), gradient.mT @ vectors
+        d_vectors = (gradient @ rows).sum_to_size(vectors.shape)
+        if ctx.source is None:
+            return d_vectors, gradient.mT @ vectors, None
+        vectors = vectors.expand(rows.shape[1], -1, -1)
+        for total, own in zip(ctx.source.begun(rows), gradient.mT, strict=True):
+            total.baddbmm_(own, vectors)
+        return d_vectors, None, None
