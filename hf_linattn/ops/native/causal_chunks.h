@@ -17,6 +17,7 @@ struct scratch {
     float scale[CHUNK], query_scale[CHUNK], exponent[CHUNK], passed[CHUNK], top[CHUNK], kept[CHUNK], weight[CHUNK];
     int64_t chunk;                /* tokens read at a time: fewer where there are no more */
     int64_t inputs, keys, values; /* sizes, padded */
+    int64_t fetched;              /* rows of what comes next that are asked for at a time */
     struct factors factors;
     struct upcoming next;
 };
@@ -30,6 +31,7 @@ static inline int64_t chunk_of(const struct problem *p)
 static inline int64_t arrange(struct scratch *s, const struct problem *p, float *memory)
 {
     s->next.count = 0;
+    s->fetched = FETCHED;
     s->turned_state = s->earlier = NULL;
     s->chunk = chunk_of(p);
     s->inputs = round_up(p->input_size, TILE_COLUMNS);
@@ -95,7 +97,7 @@ static inline void make_product(struct scratch *s, float *out, int64_t out_row, 
     }
     for (int64_t column = 0; column < columns; column += TILE_COLUMNS) /* as many of `right` as the first cache holds */
         for (int64_t row = 0; row < rows; row += SLAB) {
-            fetch_ahead(&s->next, FETCHED);
+            fetch_ahead(&s->next, s->fetched);
             make_exact(out + row * out_row + column, out_row, left + row * left_row, left_row, left_step,
                        right + column, right_step, smaller(SLAB, rows - row), TILE_COLUMNS, steps, adds);
         }
@@ -114,7 +116,7 @@ static inline void add_earlier(struct scratch *s, float *out, const float *score
         return;
     }
     for (int64_t row = 0; row < chunk; row += TILE_ROWS) {
-        fetch_ahead(&s->next, FETCHED / 2);
+        fetch_ahead(&s->next, s->fetched / 2);
         make_exact(out + row * columns, columns, scores + row * chunk, chunk, 1, right, columns, TILE_ROWS, columns,
                    row + TILE_ROWS, 1);
     }

@@ -225,7 +225,8 @@ static void write_keys(struct work *w, const struct backward *p, const float *d_
         if (p->d_scale.data)
             *place(&p->d_scale, batch, head, 0, at + j) = w->slope[j];
     }
-    pack(s->input, s->chunk, &f->key, batch, head, 0, at, count, f->input_size, s->inputs);
+    if (f->key_map.weight.data)
+        pack(s->input, s->chunk, &f->key, batch, head, 0, at, count, f->input_size, s->inputs);
     reverse_features(w, f, &w->maps[f->groups], w->d_key, s->key, f->key_map.weight.data != NULL,
                      p->d_key_weight != NULL, w->slope, &p->d_key, batch, head, 0, at, count);
 }
