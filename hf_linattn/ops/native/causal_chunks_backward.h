@@ -49,7 +49,7 @@ static int64_t arrange_all(struct work *w, const struct backward *p, float *memo
 {
     struct scratch *s = &w->s;
     int64_t used = arrange(s, &p->forward, memory), count = p->forward.groups + 1;
-    s->fetched = FETCHED / 2; /* there are more products to ask beside */
+    s->fetched = p->forward.bidirectional ? FETCHED : FETCHED / 2; /* beside more products than in the forward pass */
     w->columns = p->forward.activation == SOFTMAX_PAIR ? round_up(p->forward.key_size / 2, TILE_COLUMNS) : s->keys;
     w->grad = take(memory, &used, s->chunk * s->values);
     hold(&s->factors, memory, &used, w->grad, s->chunk * s->values, LEFT);
