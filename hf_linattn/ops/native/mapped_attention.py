@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..causal_sums import decay_gradient, log_weight, read
 from ..chunk_sums import CHUNK_SIZE, LinearState
 from ..sequences import Packed
-from .causal_sums import OPERANDS, NativeMap, Problem, causal_sums, describe, make_checkpoints, map_operands
+from .causal_sums import OPERANDS, SEGMENT, NativeMap, Problem, causal_sums, describe, make_checkpoints, map_operands
 from .library import Operand, call, dense_rows, operation
 from .memory import empty_like, empty_output
 
@@ -75,14 +75,15 @@ def causal_sums_backward(
 @register_flop_formula(torch.ops.hf_linattn.causal_sums_backward)
 def _flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
     """Pairs inside a chunk five times; a state read once, another folded and read twice; if causal the first is folded
-    too; the maps."""
+    too, for all chunks of a segment but the last; the maps."""
     (batch, heads, groups, length, input_size), value_size, key_size = query, value[-1], rest[4][2]
     bidirectional, learned = rest[15], 3 if rest[24] else 2  # features, what they are made of, the weight itself
     weights = zip((rest[8], rest[10]), (groups, 1), strict=True)
     maps = [2 * learned * input_size * weight[-1] * number for weight, number in weights if weight]
     pairs = 0 if bidirectional else groups * CHUNK_SIZE * (3 * key_size + 2 * value_size)
-    states = 2 * (2 * groups + (2 if bidirectional else 3)) * key_size * value_size
-    return batch * heads * length * (pairs + states + sum(maps))
+    state = 2 * key_size * value_size
+    folded = 0 if bidirectional else state * (SEGMENT - CHUNK_SIZE) // SEGMENT
+    return batch * heads * length * (pairs + (2 * groups + 2) * state + folded + sum(maps))
 
 
 def mapped_attention(

@@ -134,7 +134,7 @@ def test_softmax_pairs_of_any_spread(variant):
 @pytest.mark.parametrize(("name", "options"), MAPS)
 def test_gradients_of_feature_maps(variant, name, options, decay, layout):
     """Of heads, maps and decays, through two calls and the state between them; the same bits without gradients."""
-    compare_gradients(name, {**options, "decay": decay}, *LAYOUTS[layout], 70, make_heads)
+    compare_gradients(name, {**options, "decay": decay}, *LAYOUTS[layout], cut=70)
     assert len(variant) > 4
 
 
@@ -149,17 +149,18 @@ def test_gradients_over_several_segments(variant, name, decay, packed):
     if packed:
         lengths = torch.tensor([cut, SEGMENT, 1, SEGMENT + 2, 41])
         ids = torch.stack([torch.arange(5).repeat_interleave(lengths), torch.arange(length) // (SEGMENT + 5)])
-    compare_gradients(name, {"decay": decay}, mask, ids, cut, lambda: make_heads(length))
+    compare_gradients(name, {"decay": decay}, mask, ids, cut, length)
     assert len(variant) > 4
 
 
-def compare_gradients(name, options, mask, ids, cut, heads_of):
+def compare_gradients(name, options, mask, ids, cut, length=203):
     """Read two parts, the second from `cut` on, and compare gradients in float32 with those in float64."""
     parts, generator = [slice(None, cut), slice(cut, None)], torch.Generator().manual_seed(3)
-    results, weight = [], None
+    weight = torch.randn(2, HEADS, length, 24, dtype=torch.float64, generator=generator)
+    results = []
     for dtype in (torch.float64, torch.float32):
         mechanism = make_mechanism(name, options, moved=True).to(dtype).train()
-        heads = [x.to(dtype).requires_grad_() for x in heads_of()]
+        heads = [x.to(dtype).requires_grad_() for x in make_heads(length)]
 
         def read(mechanism=mechanism, heads=heads):
             state, outputs = None, []
@@ -172,7 +173,6 @@ def compare_gradients(name, options, mask, ids, cut, heads_of):
         output, state = read()
         with torch.no_grad():
             assert torch.equal(read()[0], output)
-        weight = torch.randn(output.shape, dtype=torch.float64, generator=generator) if weight is None else weight
         loss = (output * weight).sum() + (state.kv * torch.arange(state.kv.numel()).cos().view_as(state.kv)).sum()
         wanted = {**dict(zip("qkv", heads, strict=True)), **dict(mechanism.named_parameters())}
         results.append(dict(zip(wanted, torch.autograd.grad(loss, wanted.values()), strict=True)))
