@@ -7,6 +7,7 @@ import torch
 
 from hf_linattn.evaluation.memory import LiveBytes
 from hf_linattn.ops.source import Source
+from hf_linattn.ops.summaries import products_with_rows
 from hf_linattn.testing.counters import elements_written
 
 INDEX = torch.tensor([0, 3, 3, 29])
@@ -65,3 +66,21 @@ def test_without_gradients_parts_are_plain(tensor):
         source = Source(tensor)
     assert source.whole is tensor
     assert source.narrow(2, 1, 2)._base is tensor
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("turned", [True, False])
+def test_products_with_rows_add_to_the_same_gradient(tensor, turned, shared):
+    """Of vectors for all heads or for each, with rows as models give them, too; beside other parts, and alone."""
+    generator = torch.Generator().manual_seed(1)
+    vectors = torch.randn(1 if shared else 3, 2, 4, dtype=torch.float64, generator=generator).requires_grad_()
+    rows = tensor.detach().transpose(1, 2).contiguous().transpose(1, 2) if turned else tensor.detach()
+    rows.requires_grad_()
+    for beside in (True, False):
+        results = []
+        for source, others in ((Source(rows), parts), (rows, plain_parts)):
+            made = products_with_rows(vectors, source) if others is parts else vectors @ rows.mT
+            outputs = [made.sin(), *(others(source) if beside else [])]
+            results.append([made, *torch.autograd.grad(sum(x.sum() for x in outputs), [vectors, rows])])
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want)
