@@ -1,10 +1,11 @@
 """What long inputs cost: the memory of a training step, one more token after a long context, reading a long prompt.
 
     python -m benchmarks.long_inputs                   # benchmarks/results/cpu_long_inputs.json, and the tables
+    python -m benchmarks.long_inputs --dtype bfloat16 --output benchmarks/results/cpu_long_inputs_bfloat16.json
 
 Memory is what a process of its own had at most while it ran forward and backward once, less what it had before, over
 the bytes of query, key, value, output and their gradients. Decoding and reading are those of the Llama of
-`decoding.py`; its prompts are read by softmax, too.
+`decoding.py`; prompts are read at once and in pieces (`prompts.py`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ import dataclasses
 import json
 import multiprocessing
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import torch
@@ -24,9 +23,11 @@ import typer
 from tqdm.auto import tqdm
 
 from benchmarks.decoding import Turn, build_model, prefill
+from benchmarks.prompts import PIECE, measure_prompts
 from benchmarks.provenance import collect_provenance
-from benchmarks.stopwatch import PLANS, SOFTMAX, Plan, Stopwatch, Timing
-from benchmarks.tables import FASTER, LONG_INPUTS_FILE, RESULTS, write_tables
+from benchmarks.speed_tables import FASTER
+from benchmarks.stopwatch import PLANS, Plan, Stopwatch, Timing
+from benchmarks.tables import LONG_INPUTS_FILES, RESULTS, write_tables
 from hf_linattn import AttentionLayer
 from hf_linattn.config import make_config
 from hf_linattn.files import write_text
@@ -34,8 +35,7 @@ from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing import MODES
 
 MEMORY_LENGTH = 16384
-SHORT, LONG, PROMPT = 1024, 65536, 32768  # tokens before the one that is decoded, and of the prompt
-PROMPT_REPEATS = 2
+SHORT, LONG = 1024, 65536  # tokens before the one that is decoded
 RESIDENT = Path("/proc/self/status")
 
 
@@ -52,13 +52,11 @@ class MemoryRow:
 
 @dataclasses.dataclass(frozen=True)
 class LengthRow:
-    """One model: a token after a short and after a long context, and its prompt; `times_faster` than softmax's."""
+    """One model: a token after a short and after a long context."""
 
     mechanism: str
     milliseconds_per_token: dict[int, Timing]
     long_over_short: float
-    prompt_seconds: float
-    times_faster: float
 
 
 def resident_bytes(field: str) -> int:
@@ -69,17 +67,17 @@ def resident_bytes(field: str) -> int:
     return 1024 * int(found[1])
 
 
-def measure_memory(name: str, mode: str, length: int, plan: Plan) -> MemoryRow:
+def measure_memory(name: str, mode: str, length: int, plan: Plan, dtype: torch.dtype) -> MemoryRow:
     """Run forward and backward once; in a process that does nothing else."""
     layer = AttentionLayer(
         index=0, num_heads=plan.num_heads, num_key_value_heads=plan.num_heads, head_dim=plan.head_dim,
-        causal=mode == "causal", scaling=plan.head_dim**-0.5, device=torch.device("cpu"), dtype=torch.float32,
+        causal=mode == "causal", scaling=plan.head_dim**-0.5, device=torch.device("cpu"), dtype=dtype,
     )  # fmt: skip
-    mechanism = MECHANISMS.get(name)(make_config(name, {}), layer).train()
+    mechanism = MECHANISMS.get(name)(make_config(name, {}), layer).to(dtype).train()
 
     def step(tokens: int) -> int:
         shape = (1, plan.num_heads, tokens, plan.head_dim)
-        heads = [torch.randn(shape).requires_grad_() for _ in range(3)]
+        heads = [torch.randn(shape, dtype=dtype).requires_grad_() for _ in range(3)]
         output, _ = mechanism(*heads)
         gradients = torch.autograd.grad(output, heads, torch.randn_like(output))
         return 2 * sum(x.nbytes for x in (output, *gradients))
@@ -92,65 +90,45 @@ def measure_memory(name: str, mode: str, length: int, plan: Plan) -> MemoryRow:
     return MemoryRow(name, mode, length, peak, peak / operands)
 
 
-def measure_lengths(stopwatch: Stopwatch, names: Sequence[str]) -> list[LengthRow]:
-    """Time tokens after both contexts in turns, and the prompt."""
-    seconds = {SOFTMAX: time_prompt(stopwatch, SOFTMAX)}
+def measure_lengths(stopwatch: Stopwatch, names: Sequence[str], dtype: torch.dtype) -> list[LengthRow]:
+    """Time tokens after both contexts in turns."""
     rows = []
-    for name in tqdm(names, desc="long inputs"):
-        model = build_model(stopwatch, torch.float32, name)
-        turns = {context: Turn(stopwatch, model, prefill(model, context)) for context in stopwatch.plan.contexts}
+    for name in tqdm(names, desc="decoding"):
+        model = build_model(stopwatch, dtype, name)
+        turns = {n: Turn(stopwatch, model, prefill(model, n, PIECE)) for n in stopwatch.plan.contexts}
         measured = stopwatch.compare({str(context): turn for context, turn in turns.items()})
-        tokens = {c: Timing.of([s / turn.tokens for s in measured[str(c)]]) for c, turn in turns.items()}
+        tokens = {n: Timing.of([s / turn.tokens for s in measured[str(n)]]) for n, turn in turns.items()}
         (_, short), (_, long) = sorted(tokens.items())
-        prompt = time_prompt(stopwatch, name)
-        rows.append(LengthRow(name, tokens, long.median / short.median, prompt, seconds[SOFTMAX] / prompt))
+        rows.append(LengthRow(name, tokens, long.median / short.median))
     return rows
 
 
-def time_prompt(stopwatch: Stopwatch, name: str) -> float:
-    """Return the seconds that a model takes to read the prompt."""
-    model, seconds = build_model(stopwatch, torch.float32, name), []
-    for _ in range(PROMPT_REPEATS):
-        start = time.perf_counter()
-        prefill(model, PROMPT)
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
-
-
-def prompt_limit(plan: Plan) -> float:
-    """Return how much faster a prompt would be read if attention took no time: all products over those outside it."""
-    model = build_model(Stopwatch(torch.device("cpu"), plan), torch.float32, SOFTMAX)
-    dense = 2 * PROMPT * sum(x.numel() for layer in model.model.layers for x in layer.parameters() if x.dim() == 2)
-    pairs = PROMPT * (PROMPT + 1) / 2
-    return 1 + plan.num_layers * 4 * pairs * plan.num_heads * plan.head_dim / dense
-
-
 def main(
-    output: Annotated[Path, typer.Option(help="where the results go")] = RESULTS / LONG_INPUTS_FILE,
+    output: Annotated[Path, typer.Option(help="where the results go")] = RESULTS / LONG_INPUTS_FILES[0],
+    dtype: Annotated[str, typer.Option(help="of weights and activations")] = "float32",
     mechanism: Annotated[list[str] | None, typer.Option(help="repeatable; by default those with targets")] = None,
 ) -> None:
     """Measure, write the JSON, and rewrite the tables generated from it."""
-    plan = dataclasses.replace(PLANS["cpu"], contexts=(SHORT, LONG))
+    plan, precision = dataclasses.replace(PLANS["cpu"], contexts=(SHORT, LONG)), getattr(torch, dtype)
     names: list[str] = list(mechanism or FASTER)
     cases = [(name, mode) for name in names for mode in MODES if mode in MECHANISMS.get(name).modes]
     memory = []
     for name, mode in tqdm(cases, desc="memory"):
         with multiprocessing.get_context("spawn").Pool(1) as alone:
-            memory.append(alone.apply(measure_memory, (name, mode, MEMORY_LENGTH, plan)))
+            memory.append(alone.apply(measure_memory, (name, mode, MEMORY_LENGTH, plan, precision)))
     constant = [name for name in names if MECHANISMS.get(name).constant_state]
-    lengths = measure_lengths(Stopwatch(torch.device("cpu"), plan), constant)
+    stopwatch = Stopwatch(torch.device("cpu"), plan)
     results: dict[str, Any] = {
-        "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.long_inputs"),
+        "provenance": collect_provenance(torch.device("cpu"), precision, "benchmarks.long_inputs"),
         "options": {name: make_config(name, {}).to_options() for name in names},
         "memory": [dataclasses.asdict(row) for row in memory],
-        "contexts": [SHORT, LONG],
-        "prompt": PROMPT,
-        "prompt_limit": prompt_limit(plan),
-        "lengths": [dataclasses.asdict(row) for row in lengths],
+        "contexts": plan.contexts,
+        "lengths": [dataclasses.asdict(row) for row in measure_lengths(stopwatch, constant, precision)],
+        "prompts": [dataclasses.asdict(row) for row in measure_prompts(stopwatch, constant, precision)],
     }
     write_text(output, json.dumps(results, indent=1) + "\n")
     typer.echo(f"wrote {output}")
-    if output == RESULTS / LONG_INPUTS_FILE:
+    if output.parent == RESULTS:
         write_tables()
 
 

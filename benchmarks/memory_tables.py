@@ -1,8 +1,9 @@
-"""Markdown tables of what length and depth cost in memory."""
+"""Markdown tables of what length and depth cost in memory, of long contexts and of long prompts."""
 
 from __future__ import annotations
 
 from benchmarks.markdown import Document, table
+from benchmarks.prompts import NOTHING
 
 
 def long_inputs_tables(document: Document) -> list[str]:
@@ -19,15 +20,26 @@ def long_inputs_tables(document: Document) -> list[str]:
             f"`{row['mechanism']}`",
             *(f"{row['milliseconds_per_token'][context]['median']:.3g}" for context in contexts),
             f"{row['long_over_short']:.3g}",
-            f"{row['prompt_seconds']:.3g}",
-            f"{row['times_faster']:.3g}",
         ]
         for row in document["lengths"]
     ]
-    prompt = f"a prompt of {document['prompt']:,}, seconds"
-    head = ["mechanism", *(f"ms after {int(context):,}" for context in contexts), "ratio", prompt, "times faster"]
-    limit = f"Were attention free, that prompt would be read {document['prompt_limit']:.3g} times faster."
-    return [what, table(["mechanism", *modes], lines), table(head, rows), limit]
+    head = ["mechanism", *(f"ms after {int(context):,}" for context in contexts), "ratio"]
+    return [what, table(["mechanism", *modes], lines), table(head, rows), prompts_table(document)]
+
+
+def prompts_table(document: Document) -> str:
+    """Return the seconds of a long prompt, read at once and in pieces."""
+    whole, piece = sorted((int(tokens) for tokens in document["prompts"][0]["seconds"]), reverse=True)
+    head = ["attention", f"{whole:,} tokens at once, seconds", f"{piece:,} at a time", "times faster"]
+    rows = [
+        [
+            row["attention"] if row["attention"] == NOTHING else f"`{row['attention']}`",
+            *(f"{row['seconds'][str(tokens)]:.3g}" for tokens in (whole, piece)),
+            f"{row['times_faster']:.3g}",
+        ]
+        for row in document["prompts"]
+    ]
+    return table(head, rows)
 
 
 def depth_parts(document: Document) -> list[str]:

@@ -29,8 +29,9 @@ from tqdm.auto import tqdm
 
 from benchmarks.decoding import measure_decoding
 from benchmarks.provenance import collect_provenance
+from benchmarks.speed_tables import FASTER
 from benchmarks.stopwatch import PLANS, SOFTMAX, Plan, Stopwatch, Timing
-from benchmarks.tables import FASTER, RESULTS, write_tables
+from benchmarks.tables import RESULTS, write_tables
 from hf_linattn import AttentionLayer
 from hf_linattn.backends import use_backend
 from hf_linattn.config import make_config, require_known

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from benchmarks.markdown import options_text, table
+from benchmarks.speed_tables import peers_table, summary_table
 from benchmarks.tables import (
     CALIBRATION_FILE,
     MEAN_OF_VALUES,
@@ -21,12 +22,10 @@ from benchmarks.tables import (
     board_reports,
     board_table,
     calibration_table,
-    peers_table,
     read,
     recall_table,
     recovery_reports,
     recovery_table,
-    summary_table,
     zero_shot_table,
 )
 from docs import pictures

@@ -11,7 +11,19 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import depth, long_inputs, markdown, memory_tables, peers, retrieval, run, tables, wikitext
+from benchmarks import (
+    depth,
+    long_inputs,
+    markdown,
+    memory_tables,
+    peers,
+    prompts,
+    retrieval,
+    run,
+    speed_tables,
+    tables,
+    wikitext,
+)
 from hf_linattn import DataError, UnknownNameError
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing import MODES
@@ -35,7 +47,7 @@ def test_every_mechanism_with_a_target_is_measured_in_every_mode_at_every_length
     measured = {(r["mechanism"], r["mode"], r["direction"], r["length"]) for r in document["operations"]}
     assert measured == {
         (name, mode, direction, length)
-        for name in ("softmax", *tables.FASTER)
+        for name in ("softmax", *speed_tables.FASTER)
         for mode in MECHANISMS.get(name).modes & set(MODES)
         for direction, lengths in (("forward", PLAN.lengths), ("forward+backward", PLAN.backward_lengths))
         for length in lengths
@@ -74,21 +86,45 @@ def test_every_mechanism_has_a_floor(document: tables.Document) -> None:
 
 @pytest.mark.slow  # a process for each mechanism and mode
 def test_what_long_inputs_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mechanism that keeps all pairs is seen to; the prompt's limit is that of its products, counted by hand."""
+    """Memory is that of a step; tokens are timed after both contexts, the prompt at once and in pieces, of all."""
     shape = run.Plan(lengths=(), backward_lengths=(), contexts=(16, 48), budget=0.0, head_dim=16, num_layers=2)
-    for name, value in {"PLANS": {"cpu": shape}, "SHORT": 16, "LONG": 48, "PROMPT": 32, "MEMORY_LENGTH": 2048}.items():
+    for name, value in {"PLANS": {"cpu": shape}, "SHORT": 16, "LONG": 48, "MEMORY_LENGTH": 2048}.items():
         monkeypatch.setattr(long_inputs, name, value)
+    monkeypatch.setattr(prompts, "PROMPT", 40)
+    monkeypatch.setattr(prompts, "PIECE", 16)
     path = tmp_path / "long.json"
-    long_inputs.main(path, ["linear", "bigbird"])
+    long_inputs.main(path, "bfloat16", ["linear", "bigbird"])
     results = json.loads(path.read_text())
-    operands = 8 * 8 * 2048 * 16 * 4  # bytes of query, key, value, output and their gradients
+    operands = 8 * 8 * 2048 * 16 * 2  # bytes of query, key, value, output and their gradients
     for row in results["memory"]:
         assert row["ratio"] == pytest.approx(row["peak_bytes"] / operands) and row["ratio"] > 0.5
     assert [row["mechanism"] for row in results["lengths"]] == ["linear"]
     assert set(results["lengths"][0]["milliseconds_per_token"]) == {"16", "48"}
-    dense = 2 * 32 * (4 * 128 * 128 + 3 * 128 * 512)
-    assert results["prompt_limit"] == pytest.approx(1 + 4 * 32 * 33 / 2 * 128 / dense)
-    assert "`linear`" in memory_tables.long_inputs_tables(results)[1]
+    assert [row["attention"] for row in results["prompts"]] == ["softmax", prompts.NOTHING, "linear"]
+    fewest = [min(row["seconds"].values()) for row in results["prompts"]]
+    for row, seconds in zip(results["prompts"], fewest, strict=True):
+        assert set(row["seconds"]) == {"40", "16"}
+        assert row["times_faster"] == pytest.approx(fewest[0] / seconds)
+    assert all("`linear`" in part for part in memory_tables.long_inputs_tables(results)[1:])
+    assert "| no attention | " in tables.prompts_section({"long": results})
+
+
+def test_a_prompt_in_pieces_leaves_the_cache_it_leaves_at_once() -> None:
+    model = make_model("llama")
+    whole, pieces = (prompts.prefill(model, 40, tokens) for tokens in (None, 16))
+    for layer, other in zip(whole.layers, pieces.layers, strict=True):
+        assert layer.keys.shape[2] == 40
+        torch.testing.assert_close(layer.keys, other.keys)
+
+
+def test_no_attention_returns_values() -> None:
+    """A layer's attention is its two projections of values: no query and no key plays a part."""
+    model = make_model("llama", num_key_value_heads=make_model("llama").config.num_attention_heads)
+    prompts.leave_attention_out(model)
+    layer, hidden = model.model.layers[0].self_attn, torch.randn(2, 5, model.config.hidden_size)
+    cosines = torch.ones(2, 5, layer.head_dim)
+    output, _ = layer(hidden, (cosines, 0 * cosines), None)
+    torch.testing.assert_close(output, layer.o_proj(layer.v_proj(hidden)))
 
 
 def test_what_depth_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +165,7 @@ def test_peers_are_timed_beside_ours() -> None:
     rows = peers.measure(plan, (peer,))
     assert [(row.direction, row.length) for row in rows] == [("forward", 2048), ("forward+backward", 1024)]
     assert all(row.version == torch.__version__ and 1.5 < row.ratio < 24 for row in rows)
-    text = tables.peers_table({"rows": [dataclasses.asdict(row) for row in rows]})
+    text = speed_tables.peers_table({"rows": [dataclasses.asdict(row) for row in rows]})
     assert "it is done six times" in text and "six times" in text.splitlines()[2]
 
 
@@ -152,7 +188,7 @@ def test_state_bytes(document: tables.Document) -> None:
     for context in PLAN.contexts:
         assert held["softmax", context] == 2 * layers * heads * context * dim * 4
         assert held["linear", context] == layers * heads * (dim * (dim + 1) + 1) * 4
-    assert tables.state_constancy(document) == 1
+    assert speed_tables.state_constancy(document) == 1
 
 
 def test_crossover_is_where_a_mechanism_stays_ahead() -> None:
@@ -186,10 +222,10 @@ def test_tables_are_written_between_the_markers_and_nowhere_else(document: table
     (results / "gpu.json").write_text(json.dumps(document))
     perplexity = {"original": 10.0, "control": 8.0, "converted": 90.0, "recovered": 8.4}
     (results / "recovery" / "gpt2-linear.json").write_text(json.dumps({"perplexity": perplexity, "ratio": 1.05}))
-    sections = ("benchmarks", "recovery", "board", "retrieval", "depth")
-    markers = [f"<!-- {name}:{edge} -->" for name in sections for edge in ("begin", "end")]
+    sections = ("benchmarks", "prompts", "recovery", "board", "retrieval", "depth")
+    marked = [f"<!-- {name}:begin -->\nold\n<!-- {name}:end -->\n" for name in sections]
     readme = tmp_path / "README.md"
-    readme.write_text("before\n{}\nold\n{}\nbetween\n{}\nold\n{}\n{}\nold\n{}\n{}\nold\n{}\n{}\nold\n{}\nafter\n".format(*markers))
+    readme.write_text("before\n" + "between\n".join(marked) + "after\n")
 
     tables.write_tables(tmp_path)
     first = readme.read_text()
@@ -198,9 +234,9 @@ def test_tables_are_written_between_the_markers_and_nowhere_else(document: table
     assert readme.read_text() == first and "old" not in first
     assert first.startswith("before\n") and "\nbetween\n" in first and first.endswith("after\n")
     assert "| gpt2 | linear | 10.00 | 8.00 | 90.00 | 8.40 | 1.050 |" in first
-    assert tables.summary_table(document) in first
+    assert speed_tables.summary_table(document) in first
     page = (results / "README.md").read_text()
-    for make in (tables.operations_table, tables.decoding_table, tables.milliseconds_table):
+    for make in (speed_tables.operations_table, speed_tables.decoding_table, speed_tables.milliseconds_table):
         assert make(document) in page
 
 
@@ -249,9 +285,9 @@ def test_recall_is_shown_from_the_smallest_state_to_the_largest() -> None:
 
 
 def test_the_summary_has_a_row_for_every_mechanism(document: tables.Document) -> None:
-    lines = tables.summary_table(document).splitlines()
+    lines = speed_tables.summary_table(document).splitlines()
     rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]}
-    assert list(rows) == [f"`{name}`" for name in tables.FASTER]
+    assert list(rows) == [f"`{name}`" for name in speed_tables.FASTER]
     wanted = ("linear", "causal", "forward", max(PLAN.lengths))
     ratio = next(
         r["ratio"]
@@ -278,7 +314,7 @@ def test_targets_are_judged_on_the_measured_values() -> None:
         for name, size in (("softmax", 1), ("linear", 7), ("performer", 9))
         for context in (1024, 32768)
     ]
-    text = tables.targets_table({"operations": operations, "decoding": decoding})
+    text = speed_tables.targets_table({"operations": operations, "decoding": decoding})
     assert [line.split("|")[-2].strip() for line in text.splitlines()[2:]] == ["yes", "no", "yes", "yes", "yes"]
 
 
