@@ -42,14 +42,13 @@ def set_backend(model: nn.Module, backend: str) -> None:
     inputs, decoding and bidirectional layers take the same way as with `"auto"`, and so do layers that keep softmax.
 
     `"triton"` is for GPUs. `linear` with all its feature maps, and what is built on it, has its sums over keys made by
-    Triton, forward and back, where they are causal or weights decay; features are made by PyTorch, for the whole
-    input. The block-sparse mechanisms, causal `linformer` and the window of `hybrid` have their softmax over blocks
-    made by it, forward and back, unless the pattern itself needs gradients; nothing is copied together first. Half
-    precision is read as it is, but for the gradients of sums over keys. In PyTorch's default
-    `float32_matmul_precision` a product of float32 is made of three of TF32. Single tokens and what continues a
-    state take the same way as with `"auto"`, and so do bidirectional layers of `linear` without decay and of
-    `linformer`, which are large products. On a CPU it runs in Triton's interpreter, `TRITON_INTERPRET=1`, which is for
-    tests.
+    Triton, forward and back, where they are causal or weights decay; features too, where the map is an activation of
+    one product, and a step of decoding. The block-sparse mechanisms, causal `linformer` and the window of `hybrid`
+    have their softmax over blocks made by it, forward and back, unless the pattern itself needs gradients; nothing is
+    copied together first. Half precision is read as it is. In PyTorch's default `float32_matmul_precision` a product
+    of float32 is made of three of TF32. What continues a state in other mechanisms takes the same way as with
+    `"auto"`, and so do bidirectional layers of `linear` without decay and of `linformer`, which are large products. On
+    a CPU it runs in Triton's interpreter, `TRITON_INTERPRET=1`, which is for tests.
 
     Raises:
         UnknownNameError: there is no such backend. OptionError: a mechanism of the model does not know it, or Triton

@@ -15,6 +15,7 @@ the same masks, scales and decays by construction.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
@@ -31,7 +32,7 @@ from .native.causal_sums import NATIVE_SUMS, can_read, native_maps
 from .native.library import suits
 from .native.mapped_attention import join, mapped_attention, two_way_attention
 from .native.memory import empty_output
-from .precision import wide, widened
+from .precision import wide, wide_dtype, widened
 from .sequences import Packed
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
@@ -80,11 +81,16 @@ def causal_linear_attention(
         output [B, H, N, Dv]; the state, which belongs to the last packed sequence. Time O(N (F + chunk_size) Dv).
     """
     if key.shape[2] == 1:
-        query, key, value = widened(query, key, value)
         how = use_native and not training
+        if how and not torch.is_grad_enabled() and (own := own_maps(causal_sums, query_map, key_map, key)):
+            query_map, key_map = own
+            return _step(causal_sums, query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
+        query, key, value = widened(query, key, value)
         return _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay, how)
     maps = native_maps(query_map, key_map) if use_native and causal_sums is None and can_read(query, key) else []
-    if not maps:
+    if own := own_maps(causal_sums, query_map, key_map, key):
+        query_map, key_map = own
+    elif not maps:
         query, key = widened(query, key)
         value = value if _works(causal_sums, key) else wide(value)
     heads = (query, key, value, query_map, key_map, key_padding_mask, sequence_ids, state, log_decay)
@@ -122,7 +128,10 @@ def linear_attention(
     """Return the bidirectional attention output [B, H, Nq, Dv]; arguments as in `causal_linear_attention`."""
     reads = use_native and query.shape[2] == key.shape[2] and can_read(query, key)
     maps = native_maps(query_map, key_map) if reads and causal_sums is None else []
-    if not maps:
+    own = own_maps(causal_sums, query_map, key_map, key) if log_decay is not None else []
+    if own:
+        query_map, key_map = own
+    elif not maps:
         query, key, value = widened(query, key, value)
     heads = query.unflatten(1, (key.shape[1], -1)), key, value, maps, key_padding_mask
     if maps:
@@ -241,7 +250,14 @@ def _split(sizes: int | list[int], *operands: tuple[Tensor | None, int]) -> Iter
 
 def _works(causal_sums: CausalSums | None, key: Tensor) -> bool:
     """Whether there is an operation for such keys, which compiled graphs cannot see into."""
-    return causal_sums is not None and key.dtype == torch.float32 and not torch.compiler.is_compiling()
+    return causal_sums is not None and key.dtype in causal_sums.kinds() and not torch.compiler.is_compiling()
+
+
+def own_maps(causal_sums: CausalSums | None, query_map: FeatureMap, key_map: FeatureMap, key: Tensor) -> list[Any]:
+    """Return both maps as the operation makes their features, from heads as they are; nothing where it does not."""
+    if causal_sums is None or causal_sums.make_features is None or not _works(causal_sums, key):
+        return []
+    return [functools.partial(causal_sums.make_features, native=x) for x in native_maps(query_map, key_map)]
 
 
 def _mapped(maps, query, key, value, query_map, key_map, key_padding_mask, sequence_ids, state, log_decay):
@@ -322,11 +338,19 @@ def _single_token(query, key, value, query_map, key_map, key_padding_mask, state
     return torch.div(*ratio(_read(query, state.kv))).flatten(1, 2), state
 
 
+def _step(causal_sums, query, key, value, query_map, key_map, key_padding_mask, state, log_decay):
+    """`_single_token` by an operation that makes features itself."""
+    features = query_map(query.unflatten(1, (key.shape[1], -1))).values
+    keys = masked(key_map(key), key_padding_mask, log_decay is not None)
+    attended, after = causal_sums.step(features, *keys, value, log_decay, state)
+    return attended.flatten(1, 2), after
+
+
 def masked(keys: Features, key_padding_mask: Tensor | None, scaled: bool = False) -> Features:
     """Features of a part of the keys, `scaled` for sure; a masked key has no weight and no say in the maximum."""
     values, log_scale = keys
     if scaled and log_scale is None:
-        log_scale = values.new_zeros(values.shape[:-1])
+        log_scale = values.new_zeros(values.shape[:-1], dtype=wide_dtype(values))
     if key_padding_mask is not None:
         hidden = ~key_padding_mask[:, None].bool()
         values = values.masked_fill(hidden[..., None], 0.0)

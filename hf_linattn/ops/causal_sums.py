@@ -1,12 +1,13 @@
 """Causal kernel attention by an operation that forms causal sums over features, in C or in Triton, and its gradients.
 
-The backward pass keeps nothing of the size of the pairs and no state but the last: with the normalised gradients
-g_i = [dL/do_i, -dL/do_i . o_i] / weight_i and the values v_j = [v_j, 1],
+The backward pass keeps nothing of the size of the pairs and no state but the last: with the values v_j = [v_j, 1], the
+gradients g_i = [dL/do_i, -dL/do_i . o_i] and w_i, the sum of the weights of query i,
 
-    dL/dphi(q_i) = sum_{j <= i} (g_i . v_j) phi(k_j)     dL/dphi(k_j) = sum_{i >= j} (v_j . g_i) phi(q_i)
-    dL/dv_j      = sum_{i >= j} (phi(k_j) . phi(q_i)) g_i
+    dL/dphi(q_i) = 1 / w_i sum_{j <= i} (g_i . v_j) phi(k_j)    dL/dphi(k_j) = sum_{i >= j} (v_j . g_i) phi(q_i) / w_i
+    dL/dv_j      = sum_{i >= j} (phi(k_j) . phi(q_i)) g_i / w_i
 
-are causal sums again, the last two read from the end, with the log scales of the forward pass.
+are causal sums again, the last two read from the end; 1 / w_i is a scale of the row, and of what is read as a key,
+beside those of the forward pass. In half precision g_i ends in two columns for one: much of g_i . v_j cancels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .chunk_sums import LinearState
 from .exponential import LOWEST
 from .native.library import dense_rows
 from .native.memory import empty_output
-from .precision import wide, wide_dtype, widened
+from .precision import in_numbers, wide, wide_dtype
 
 
 class CausalSums(NamedTuple):
@@ -32,11 +33,15 @@ class CausalSums(NamedTuple):
 
     pack: what it is called with besides, for rows that hold several sequences; ids [B, N] as the tokens are read.
     kinds: returns the dtypes that features may have, which are then rounded to that of the values.
+    make_features: returns the features of heads by a `NativeMap`, in the dtype of the heads; None if PyTorch does.
+    step: `causal_attention` of one token of features so made, without gradients; there where `make_features` is.
     """
 
     operation: Callable[..., None]
     pack: Callable[[Tensor], tuple[Any, ...]]
     kinds: Callable[[], Sequence[torch.dtype]] = lambda: (torch.float32,)
+    make_features: Callable[..., Any] | None = None
+    step: Callable[..., tuple[Tensor, LinearState]] | None = None
 
     def packing(self, sequence_ids: Tensor | None, reverse: bool = False) -> tuple[Any, ...]:
         """Return `pack` of the ids as they are read, nothing for None."""
@@ -108,14 +113,15 @@ def log_weight(factor: Tensor, top: Tensor) -> Tensor:
 
 def read(
     operation: Callable[..., None], heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, rest=(),
-    states=None,
+    states=None, exact=False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return sums, state, log_max, factor and top for (query, ..., kv, log_max), which stay as they are.
 
+    sums: where to write them; None: in new memory, `exact` in at least float32, else in the dtype of the values.
     states: how many there are afterwards; None: as many as before.
     """
     query, key, value, log_scale, log_decay, kv, log_max = heads
-    sums = empty_output(query, value) if sums is None else sums
+    sums = empty_output(query, value, exact) if sums is None else sums
     factor, top = query.new_empty(2, *query.shape[:4], dtype=wide_dtype(query)).unbind()
     before = kv.contiguous(), log_max.contiguous()
     after = tuple(x.new_empty(states or len(x), *x.shape[1:]) for x in before)
@@ -145,11 +151,12 @@ class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, causal_sums, sequence_ids, query, key, value, log_scale, log_decay, kv, log_max):
         heads = (query, key, value, log_scale, log_decay, kv, log_max)
-        sums = empty_output(query, value, exact=True)  # differences to it are gradients
         packing = causal_sums.packing(sequence_ids)
-        output, *after, factor, top = read(causal_sums.operation, heads, sums=sums, rest=packing)
+        # exact: differences to it are gradients
+        output, *after, factor, top = read(causal_sums.operation, heads, exact=True, rest=packing)
         ctx.save_for_backward(query, key, value, log_scale, log_decay, kv, log_max, output, *after, factor, top)
         ctx.causal_sums, ctx.sequence_ids = causal_sums, sequence_ids
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(after[1])
         return output.to(value.dtype), log_weight(factor, top), *after
 
@@ -159,33 +166,38 @@ class _CausalAttention(torch.autograd.Function):
         query, key, value, log_scale, log_decay, kv, log_max, output, kv_after, max_after, factor, top = (
             ctx.saved_tensors
         )
-        # what cancels in these sums, half precision does not have
-        query, key, value, d_output = widened(query, key, value, d_output)
-        weight_grad = d_log[..., None] - (d_output * output).sum(-1, keepdim=True)
-        grad = torch.cat([d_output, weight_grad], dim=-1).mul_(factor[..., None])
-        value = F.pad(value, (0, 1), value=1.0)
-        operation, packing = ctx.causal_sums.operation, functools.partial(ctx.causal_sums.packing, ctx.sequence_ids)
-        heads = (grad, value, key, log_scale, log_decay, kv.mT, log_max)
-        d_query = read(operation, heads, normalise=False, rest=packing())[0]
-        scale, from_end = [None] * query.shape[2], {"normalise": False, "reverse": True, "rest": packing(reverse=True)}
-        if log_scale is not None:
-            # a query without weight has no gradient; as a key that is read from the end it must not be the largest
-            scale = torch.where(factor > 0, -top, LOWEST).unbind(2)
-            from_end["row_scale"] = log_scale[:, :, None]
+        operation, size = ctx.causal_sums.operation, value.shape[-1]
+        d_output = torch.zeros_like(output, dtype=value.dtype) if d_output is None else d_output
+        of_weight = -(d_output * output).sum(-1, keepdim=True)
+        columns = in_numbers(of_weight if d_log is None else of_weight + d_log[..., None], value.dtype)
+        grad = torch.cat([d_output, *columns], dim=-1)
+        value = F.pad(value, (0, len(columns)), value=1.0)
+        # a query without weight has no gradient; as a key that is read from the end it must not be the largest
+        share = torch.where(factor > 0, factor.log() - top, LOWEST)
+        packing = functools.partial(ctx.causal_sums.packing, ctx.sequence_ids)
+        state = torch.cat([kv, *[kv[..., -1:]] * (len(columns) - 1)], dim=-1).mT
+        heads = (grad, value, key, log_scale, log_decay, state, log_max)
+        d_query = read(operation, heads, normalise=False, row_scale=share, rest=packing())[0]
         # between two tokens that are read backwards comes the decay of the later one
         decay = None if log_decay is None else F.pad(log_decay[:, :, 1:], (0, 1))
+        own = torch.zeros_like(share[:, :, 0]) if log_scale is None else log_scale
+        from_end = {"normalise": False, "reverse": True, "row_scale": own[:, :, None], "exact": True}
+        from_end["rest"] = packing(reverse=True)
         parts = []
-        left = d_kv  # gradient of the last state, part of the first group's only
-        for query_part, grad_part, scale_part in zip(query.unbind(2), grad.unbind(2), scale, strict=True):
-            values = (key[:, :, None], query_part, grad_part[..., :-1], scale_part, decay, left[..., :-1], -max_after)
-            keys = (value[:, :, None], grad_part, query_part, scale_part, decay, left.mT, -max_after)
+        # the gradient of the last state is part of the first group's only; the largest exponent there is none without
+        left = torch.zeros_like(kv) if d_kv is None else d_kv
+        left = F.pad(left, (0, len(columns) - 1))
+        left_max = torch.full_like(log_max, LOWEST / 2) if d_kv is None else -max_after
+        for query_part, grad_part, scale in zip(query.unbind(2), grad.unbind(2), share.unbind(2), strict=True):
+            values = (key[:, :, None], query_part, grad_part[..., :size], scale, decay, left[..., :size], left_max)
+            keys = (value[:, :, None], grad_part, query_part, scale, decay, left.mT, left_max)
             d_value, *_ = read(operation, values, **from_end)
             d_key, before, before_max, *_ = read(operation, keys, **from_end)
-            if log_scale is not None:
-                passed = 0 if log_decay is None else log_decay[:, :, 0]
-                before = before * (before_max + passed + log_max).exp()[..., None, None]
-            parts.append((d_key.squeeze(2), d_value.squeeze(2), before.mT))
-            left = torch.zeros_like(d_kv)
+            passed = 0 if log_decay is None else log_decay[:, :, 0]
+            before = before.mT * (before_max + passed + log_max).exp()[..., None, None]
+            d_before = torch.cat([before[..., :size], before[..., size:].sum(-1, keepdim=True)], dim=-1)
+            parts.append((d_key.squeeze(2), d_value.squeeze(2), d_before))
+            left, left_max = torch.zeros_like(left), torch.full_like(left_max, LOWEST / 2)
         d_key, d_value, d_before = (functools.reduce(torch.add, groups) for groups in zip(*parts, strict=True))
         d_scale = None if log_scale is None else (key * d_key).sum(-1)
         d_decay = None if log_decay is None else decay_gradient(d_scale, d_log, factor, kv_after, d_kv)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .block_softmax import Before, Keys, attend_blocks
-from .causal_linear import masked
+from .causal_linear import masked, own_maps
 from .causal_sums import weighed_attention
 from .chunk_sums import LinearState
 from .exponential import LOWEST
@@ -84,10 +84,12 @@ def _far(
     if operations.mapped_attention and maps:
         far, log, state = operations.mapped_attention(query, key, value, maps, mask, decay, None, reverse=reverse)
     else:
-        query, key, value = (x.flip(-2) if reverse else x for x in widened(*heads))
+        own = own_maps(operations.causal_sums, weights.query_map, weights.key_map, key)
+        query, key, value = (x.flip(-2) if reverse else x for x in (heads if own else widened(*heads)))
         mask = mask.flip(1) if reverse and mask is not None else mask
-        features, query_log = weights.query_map(query)
-        keys, log_scale = masked(weights.key_map(key), mask, decay is not None)
+        query_map, key_map = own or (weights.query_map, weights.key_map)
+        features, query_log = query_map(query)
+        keys, log_scale = masked(key_map(key), mask, decay is not None)
         far, log, state = weighed_attention(operations.causal_sums, features, keys, log_scale, value, decay)
         log = log if query_log is None else log + query_log
         far, log = (far.flip(3), log.flip(3)) if reverse else (far, log)

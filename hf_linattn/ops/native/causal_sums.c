@@ -23,7 +23,7 @@ static float last_factor(const struct scratch *s, const struct problem *p, int64
                          const float *row_scale)
 {
     if (!p->normalise)
-        return row_scale ? exp_of_one(*row_scale + s->top[i] + s->passed[i]) : 1.0f;
+        return row_scale ? exp_of_one(*row_scale + (scaled ? s->top[i] + s->passed[i] : 0.0f)) : 1.0f;
     lanes earlier = {0}, own = {0};
     for (int64_t key = 0; key < s->keys; key += LANES)
         earlier += load(s->query + i * s->keys + key) * load(s->weights + key);

@@ -14,7 +14,7 @@ from ..exponential import LN_2, LOWEST
 from ..native.library import operation
 from ..precision import wide
 from .block_kernels import attend_blocks, reverse_keys, reverse_queries
-from .causal_sums import kinds, launch, precision, require_kernels
+from .launching import kinds, launch, precision, require_kernels
 
 TILE, WIDE_TILE = 32, 16  # queries, and keys, in a tile; of more than 128 numbers. In half precision twice as many
 LARGEST = 256  # size of heads: more does not fit into shared memory

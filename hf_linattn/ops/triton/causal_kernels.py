@@ -6,7 +6,10 @@ and the pairs inside the own one. What scales and decays make of keys, queries a
 number per token (`causal_sums.Scales`), so that here they are factors.
 
 Features and values in half precision are multiplied as they are, and what they are multiplied with is rounded to them,
-states to two numbers each, whose sums are not to lose digits; sums are float32.
+states to two numbers each, whose sums are not to lose digits; sums are float32. Weights are summed up as they were
+rounded, so that the average of values that are all alike is one of them. A scale is multiplied into features, before
+these are rounded, and not into what they are summed up with, whose columns cancel: values and, as keys of gradients,
+values and ones.
 """
 
 from __future__ import annotations
@@ -62,10 +65,14 @@ def write_states(
         for start in range(0, SEGMENT, ROWS):
             token = segment * SEGMENT + start + tl.arange(0, ROWS)
             keys = load_rows(key, key_token, token, length, features, KEY_SIZE, REVERSE)
-            if SCALED:
-                keys = keys * tl.load(weight + sequence * num_segments * SEGMENT + token)[:, None]
             values = load_rows(value, value_token, token, length, columns, VALUE_SIZE, REVERSE)
-            kept = tl.dot(tl.trans(keys).to(values.dtype), values, kept, input_precision=PRECISION)
+            if SCALED:
+                scale = tl.load(weight + sequence * num_segments * SEGMENT + token)[:, None]
+                if NORMALISE:
+                    keys = (keys * scale).to(values.dtype)
+                else:
+                    values = (values * scale).to(keys.dtype)
+            kept = tl.dot(tl.trans(keys), values, kept, input_precision=PRECISION)
             total += tl.sum(keys.to(tl.float32), 0)
     tl.store(state_after + given[:, None] + columns[None, :], kept, mask=inside)
     if NORMALISE and tl.program_id(2) == 0:
@@ -180,11 +187,57 @@ def read_states(
             scores *= tl.exp(tl.where(visible, power, HIDDEN))
         scores = tl.where(visible, scores, 0.0)
         values = load_rows(value, value_token, token, length, columns, VALUE_SIZE, REVERSE)
-        result = tl.dot(scores.to(values.dtype), values, result, input_precision=PRECISION)
-        weight += tl.sum(scores, 1)
+        scores = scores.to(values.dtype)
+        result = tl.dot(scores, values, result, input_precision=PRECISION)
+        weight += tl.sum(scores.to(tl.float32), 1)
     sums += batch * sums_batch + head * sums_head + group * sums_group
     numbers = query_head_index * length
     write_rows(
         result, weight, sums, sums_token, factor + numbers, row_factor + numbers, row, length, columns, least_weight,
         VALUE_SIZE, NORMALISE, WEIGHED, REVERSE,
     )  # fmt: skip
+
+
+@triton.jit
+def step_token(
+    query, key, value, log_scale, log_decay, sums, state, log_max, state_after, log_max_after, groups, least_weight,
+    KEY_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUES: tl.constexpr,
+    SCALED: tl.constexpr, DECAYED: tl.constexpr,
+):  # fmt: skip
+    """One more key of a sequence, and all queries of its groups, in VALUES columns of its state; of KEYS >= KEY_SIZE.
+
+    log_scale: of the key where SCALED. log_decay: of the state where DECAYED.
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    features = tl.arange(0, KEYS)
+    columns = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    of_keys, of_values = features < KEY_SIZE, columns < VALUE_SIZE
+    inside = of_keys[:, None] & of_values[None, :]
+    keys = tl.load(key + sequence * KEY_SIZE + features, mask=of_keys, other=0.0).to(tl.float32)
+    values = tl.load(value + sequence * VALUE_SIZE + columns, mask=of_values, other=0.0).to(tl.float32)
+    place = (sequence * KEY_SIZE + features) * (VALUE_SIZE + 1)
+    kept = tl.load(state + place[:, None] + columns[None, :], mask=inside, other=0.0)
+    total = tl.load(state + place + VALUE_SIZE, mask=of_keys, other=0.0)
+    before = tl.load(log_max + sequence)
+    after = before
+    if SCALED or DECAYED:
+        if DECAYED:
+            before += tl.load(log_decay + sequence)
+        scale = tl.load(log_scale + sequence) if SCALED else 0.0
+        after = tl.maximum(before, scale)
+        left = tl.exp(before - after)
+        keys *= tl.exp(scale - after)
+        kept *= left
+        total *= left
+    kept += keys[:, None] * values[None, :]
+    total += keys
+    tl.store(state_after + place[:, None] + columns[None, :], kept, mask=inside)
+    if tl.program_id(1) == 0:
+        tl.store(state_after + place + VALUE_SIZE, total, mask=of_keys)
+        tl.store(log_max_after + sequence, after)
+    for group in range(groups):
+        row = sequence * groups + group
+        queries = tl.load(query + row * KEY_SIZE + features, mask=of_keys, other=0.0).to(tl.float32)
+        weight = tl.sum(queries * total, 0)
+        result = tl.sum(queries[:, None] * kept, 0) / tl.where(weight >= least_weight, weight, float("inf"))
+        tl.store(sums + row * VALUE_SIZE + columns, result, mask=of_values)

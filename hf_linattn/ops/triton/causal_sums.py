@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from ...errors import OptionError
 from ..causal_sums import CausalSums
 from ..chunk_sums import LEAST_WEIGHT
 from ..exponential import LOWEST
-from ..native.library import KINDS, operation
+from ..native.library import operation
 from .causal_kernels import read_states, write_states
+from .causal_step import step_attention
+from .features import make_features
+from .launching import kinds, launch, precision, require_kernels
 
 SEGMENT, ROWS = 256, 64  # tokens that share a state, and queries or keys in a tile
 STATE_TILE, KEYS, VALUES = 64, 32, 128  # of a state; features at a time; columns of values at most
@@ -91,31 +92,6 @@ class Scales(NamedTuple):
         return top.flip(-1) if reverse else top
 
 
-def require_kernels(heads: Tensor) -> None:
-    """Raise `OptionError` if the heads are on a CPU, and Triton was not imported to interpret kernels there."""
-    if heads.device.type == "cpu" and not triton.knobs.runtime.interpret:
-        raise OptionError(
-            "backend 'triton' got heads on 'cpu', where its kernels do not run; move the model to a GPU, or choose"
-            " set_backend(model, 'auto')"
-        )
-
-
-def kinds() -> tuple[torch.dtype, ...]:
-    """Return the dtypes that kernels multiply; Triton's interpreter takes bfloat16 for integers."""
-    return (torch.float32, torch.float16) if triton.knobs.runtime.interpret else KINDS
-
-
-def launch(kernel: Any, grid: tuple[int, ...], heads: Tensor, *operands: Any, **sizes: Any) -> None:
-    """Run a kernel on the GPU that has the heads, which need not be the current one."""
-    with torch.cuda.device_of(heads):
-        kernel[grid](*operands, **sizes)
-
-
-def precision() -> str:
-    """How products of float32 are made, by `torch.set_float32_matmul_precision`: "highest" is three of TF32."""
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
 @operation("sums", "factor", "top", "state_after", "log_max_after", devices=("CPU", "CUDA"))
 def causal_sums_triton(
     query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None,
@@ -184,7 +160,7 @@ def packed_rows(sequence_ids: Tensor) -> tuple[Tensor]:
     return (torch.where(begins, steps, 0).cummax(1).values,)
 
 
-TRITON_SUMS = CausalSums(causal_sums_triton, packed_rows, kinds)
+TRITON_SUMS = CausalSums(causal_sums_triton, packed_rows, kinds, make_features, step_attention)
 
 
 @register_flop_formula(torch.ops.hf_linattn.causal_sums_triton)

@@ -172,34 +172,46 @@ def test_its_products_are_counted():
     assert 1 < counts["triton"] / counts["torch"] < 5
 
 
-# compiles both kernels, without a GPU, as they run on one, and says how much shared memory they take
+# compiles the kernels, without a GPU, as they run on one, and says how much shared memory they take
 PROGRAM = """
 import itertools, json, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hf_linattn.ops.triton import causal_kernels, causal_sums
+from hf_linattn.ops.triton import causal_kernels, causal_step, causal_sums, features
+from hf_linattn.ops.triton.feature_kernels import write_features
 
-memory = {}
-for kernel, tile, columns in (
-    (causal_kernels.write_states, causal_sums.STATE_TILE, causal_sums.STATE_TILE),
-    (causal_kernels.read_states, causal_sums.KEYS, causal_sums.VALUES),
-):
-    sizes = {
-        "KEY_SIZE": 256, "VALUE_SIZE": 128, "SEGMENT": causal_sums.SEGMENT, "ROWS": causal_sums.ROWS, "KEYS": tile,
-        "VALUES": columns, "SCALED": True, "NORMALISE": True, "WEIGHED": False, "REVERSE": False,
-        "PACKED": True, "PRECISION": "tf32x3",
-    }
+NUMBERS = ("batch", "head", "group", "token", "row", "heads", "groups", "length", "segments")
+PRECISE = {"least_weight": "fp32", "quadratic": "fp32", "offset": "fp32", "starts": "*i32"}
+
+def compile_kernel(kernel, sizes, heads, precision, capability):
     sizes = {name: sizes[name] for name in kernel.arg_names if name in sizes}
-    numbers = ("batch", "head", "group", "token", "heads", "groups", "length", "segments")
-    for precision, capability in itertools.product(("fp32", "bf16"), (80, 90)):
-        kinds = {"least_weight": "fp32", "starts": "*i32"}
-        kinds |= dict.fromkeys(("query", "key", "value", "sums"), f"*{precision}")
-        def kind(name):
-            return kinds.get(name, "i32" if name.endswith(numbers) else "*fp32")
-        signature = {name: "constexpr" if name in sizes else kind(name) for name in kernel.arg_names}
-        source = ASTSource(kernel, signature, constexprs=sizes)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-        memory[f"{kernel.__name__} {precision} {capability}"] = compiled.metadata.shared
+    kinds = PRECISE | dict.fromkeys(heads, f"*{precision}")
+    def kind(name):
+        return kinds.get(name, "i32" if name.endswith(NUMBERS) else "*fp32")
+    signature = {name: "constexpr" if name in sizes else kind(name) for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=sizes)
+    options = features.OPTIONS if kernel is write_features else {}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+
+sums = {"SEGMENT": causal_sums.SEGMENT, "ROWS": causal_sums.ROWS, "SCALED": True, "PACKED": True}
+of_states = {"KEYS": causal_sums.STATE_TILE, "VALUES": causal_sums.STATE_TILE}
+of_rows = {"KEYS": causal_sums.KEYS, "VALUES": causal_sums.VALUES}
+forward = sums | {"KEY_SIZE": 256, "VALUE_SIZE": 128, "NORMALISE": True, "WEIGHED": False, "REVERSE": False}
+backward = sums | {"KEY_SIZE": 130, "VALUE_SIZE": 256, "NORMALISE": False, "WEIGHED": True, "REVERSE": True}
+maps = {"INPUT_SIZE": 128, "SIZE": 256, "ROWS": 64, "INPUTS": features.INPUTS, "COLUMNS": 256, "WEIGHED": True,
+        "BIASED": True}
+step = {"KEY_SIZE": 256, "KEYS": 256, "VALUE_SIZE": 128, "VALUES": causal_step.VALUES, "SCALED": True, "DECAYED": True}
+cases = [
+    (causal_kernels.step_token, step, ("query", "key", "value", "sums")),
+    *((kernel, sizes | tiles, heads)
+      for sizes, heads in ((forward, ("query", "key", "value", "sums")), (backward, ("query", "key", "value")))
+      for kernel, tiles in ((causal_kernels.write_states, of_states), (causal_kernels.read_states, of_rows))),
+    *((write_features, maps | {"ACTIVATION": activation}, ("x", "features")) for activation in features.GRADIENTS),
+]
+memory = [
+    compile_kernel(kernel, sizes | {"PRECISION": "tf32x3"}, heads, precision, capability)
+    for (kernel, sizes, heads), precision, capability in itertools.product(cases, ("fp32", "bf16"), (80, 90))
+]
 print(json.dumps(memory))
 """
 
@@ -209,7 +221,7 @@ def test_kernels_compile_for_gpus_and_fit_their_shared_memory():
     done = run(PROGRAM)
     assert done.returncode == 0, done.stderr
     memory = json.loads(done.stdout)
-    assert len(memory) == 8 and all(0 < size <= 99 * 1024 for size in memory.values()), memory
+    assert len(memory) == 36 and all(size <= 99 * 1024 for size in memory), memory
 
 
 def test_on_a_cpu_without_the_interpreter_it_says_what_to_do():

@@ -56,7 +56,25 @@ def test_sums_over_keys(small_tiles, monkeypatch, name, padded):
     counted = sums._replace(operation=lambda query, *rest: kinds.append(query.dtype) or sums.operation(query, *rest))
     monkeypatch.setattr(operations, "TRITON", operations.TRITON._replace(causal_sums=counted))
     compare(lambda: make_mechanism(name), padded, torch.float16, 2e-3)
-    assert kinds[0] == torch.float16 and torch.float32 in kinds  # forward, and back
+    assert len(kinds) == 6 and set(kinds) == {torch.float16}  # forward, and back: one, and two for each query group
+
+
+@pytest.mark.parametrize("name", ["linear", "performer"])
+@pytest.mark.parametrize("decay", [None, "learned"])
+def test_what_cancels_keeps_its_digits(small_tiles, name, decay):
+    """Values with a large mean, which no gradient of a query or key has anything of."""
+    given = [torch.randn(2, h, 107, 8, generator=torch.Generator().manual_seed(h)).half() for h in (2, 1, 1)]
+    given[2] += 100
+    results = []
+    for backend, dtype in (("torch", torch.float64), ("triton", torch.float16)):
+        mechanism = make_mechanism(name, decay=decay).to(torch.promote_types(dtype, torch.float32))
+        use_backend(mechanism, backend)
+        heads = [x.to(dtype).requires_grad_() for x in given]
+        output, _ = mechanism(*heads)
+        weight = torch.arange(output.numel()).sin().view_as(output).half().to(dtype)
+        results.append(torch.autograd.grad((output * weight).sum(), heads))
+    for want, got in zip(*results, strict=True):
+        assert (got.double() - want).norm() < 2e-3 * want.norm()
 
 
 def test_what_was_read_before(small_tiles):

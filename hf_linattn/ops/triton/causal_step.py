@@ -1,0 +1,69 @@
+"""One token of kernel attention by Triton, as in decoding: a state is read once and written once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ..chunk_sums import LEAST_WEIGHT, LinearState
+from ..exponential import LOWEST
+from ..native.library import operation
+from .causal_kernels import step_token
+from .launching import launch, require_kernels
+
+VALUES = 32  # columns of values in a program
+
+
+@operation("sums", "state_after", "log_max_after", devices=("CPU", "CUDA"))
+def causal_step_triton(
+    query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None, sums: Tensor,
+    state: Tensor, log_max: Tensor, state_after: Tensor, log_max_after: Tensor,
+) -> None:  # fmt: skip
+    """Write the state [B, Hkv, F, Dv + 1] after one more key, and what it says to the queries, normalised.
+
+    query: [B, Hkv, G, 1, F]. key: [B, Hkv, 1, F]. value: [B, Hkv, 1, Dv]. log_scale, log_decay: [B, Hkv, 1].
+    sums: [B, Hkv, G, 1, Dv]. All contiguous.
+
+    Raises:
+        OptionError: the heads are on a CPU, and Triton was not imported to interpret kernels there.
+    """
+    require_kernels(query)
+    (batch, heads, groups, _, key_size), value_size = query.shape, value.shape[-1]
+    unused = log_max  # in the place of numbers that are not read
+    launch(
+        step_token, (batch * heads, triton.cdiv(value_size, VALUES)), query,
+        query, key, value, *(unused if x is None else x for x in (log_scale, log_decay)), sums,
+        state, log_max, state_after, log_max_after, groups, LEAST_WEIGHT[torch.float32],
+        KEY_SIZE=key_size, KEYS=triton.next_power_of_2(key_size), VALUE_SIZE=value_size, VALUES=VALUES,
+        SCALED=log_scale is not None, DECAYED=log_decay is not None,
+    )  # fmt: skip
+
+
+@register_flop_formula(torch.ops.hf_linattn.causal_step_triton)
+def _flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Adding the key to the state, reading it for every query."""
+    batch, heads, groups, _, key_size = query
+    return batch * heads * 2 * (groups + 1) * key_size * (value[-1] + 1)
+
+
+def step_attention(
+    query: Tensor, key: Tensor, log_scale: Tensor | None, value: Tensor, log_decay: Tensor | None,
+    state: LinearState | None,
+) -> tuple[Tensor, LinearState]:  # fmt: skip
+    """Return the output [B, Hkv, G, 1, Dv] and the next state of features; `state` stays as it is. Without gradients.
+
+    Arguments as in `causal_sums.causal_attention`, of one token.
+    """
+    scaled = log_scale is not None or log_decay is not None
+    if state is None:
+        kv = value.new_zeros(*key.shape[:2], key.shape[-1], value.shape[-1] + 1, dtype=torch.float32)
+        state = LinearState(kv, kv.new_full(kv.shape[:2], LOWEST / 2 if scaled else 0.0))
+    heads = (x if x is None else x.contiguous() for x in (query, key, value, log_scale, log_decay))
+    output, before = value.new_empty(*query.shape[:4], value.shape[-1]), [x.contiguous() for x in state]
+    after = LinearState(*map(torch.empty_like, before))
+    causal_step_triton(*heads, output, *before, *after)
+    return output, after

@@ -1,0 +1,78 @@
+"""Feature maps by Triton against the maps themselves in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_linattn.feature_maps import FEATURE_MAPS
+from hf_linattn.ops.triton import features
+from hf_linattn.ops.triton.features import make_features
+
+BATCH, KV_HEADS, GROUPS, LENGTH, HEAD_DIM = 2, 3, 2, 37, 20
+
+
+def make_map(name: str, heads: tuple[int, ...]) -> torch.nn.Module:
+    """A map with 22 directions whose weights are not those it starts with."""
+    generator = torch.Generator().manual_seed(0)
+    feature_map = FEATURE_MAPS.get(name)(HEAD_DIM, 22, 0.3, generator, heads)
+    with torch.no_grad():
+        for parameter in feature_map.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return feature_map
+
+
+KNOWN = [name for name in FEATURE_MAPS.names() if make_map(name, ()).native()]
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}  # the interpreter has no bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _several_tiles(monkeypatch):
+    monkeypatch.setattr(features, "INPUTS", 16)
+    monkeypatch.setattr(features, "MOST_ROWS", 16)
+
+
+@pytest.mark.parametrize("kind", TOLERANCES, ids=str)
+@pytest.mark.parametrize("shape", [(KV_HEADS,), (KV_HEADS, GROUPS)], ids=["key", "query"])
+@pytest.mark.parametrize("name", KNOWN)
+def test_features_and_gradients(name, shape, kind):
+    """Of heads that lie in memory as a model leaves them, at an odd length; log scales stay float32."""
+    exact = make_map(name, shape).double()
+    own = make_map(name, shape)
+    given = torch.randn(BATCH, LENGTH, *shape, HEAD_DIM, generator=torch.Generator().manual_seed(1))
+    given = given.to(kind).permute(0, *range(2, given.dim() - 1), 1, given.dim() - 1)
+    results = []
+    for feature_map, dtype in ((exact, torch.float64), (own, kind)):
+        x = given.detach().to(dtype).requires_grad_()
+        made = feature_map(x) if dtype == torch.float64 else make_features(x, feature_map.native())
+        assert made.values.dtype == dtype
+        loss = (made.values * torch.arange(made.values.numel()).sin().view_as(made.values)).sum()
+        if made.log_scale is not None:
+            assert made.log_scale.dtype == torch.promote_types(dtype, torch.float32)
+            # times what a gradient of the largest exponent would bring, which attention cancels
+            loss = loss + (made.values.detach().sum(-1) * made.log_scale).sum()
+        wanted = [x, *feature_map.parameters()]
+        results.append([*(y for y in made if y is not None), *torch.autograd.grad(loss, wanted)])
+    assert len(results[0]) == len(results[1])
+    for want, got in zip(*results, strict=True):
+        assert got.shape == want.shape
+        assert (got.double() - want).norm() < TOLERANCES[kind] * want.norm()
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if make_map(name, ()).native().activation == "exponential"])
+def test_exponents_neither_overflow_nor_vanish(name):
+    """Heads a hundred times as large: the largest feature of a token is one, the rest is in the log scale."""
+    feature_map, x = make_map(name, ()), 100 * torch.randn(1, 2, 19, HEAD_DIM)
+    made, want = make_features(x, feature_map.native()), feature_map.double()(x.double())
+    assert torch.equal(made.values.amax(-1), torch.ones(1, 2, 19))
+    torch.testing.assert_close(made.log_scale.double(), want.log_scale, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_an_infinite_loss_elsewhere_stays_there(name):
+    """A token without a gradient gets none, whatever the others' are."""
+    feature_map = make_map(name, ())
+    x = torch.randn(1, 2, 21, HEAD_DIM, requires_grad=True)
+    made = make_features(x, feature_map.native()).values
+    (gradient,) = torch.autograd.grad(made[:, :, 3].square().sum() * 1e30, x)
+    assert gradient[:, :, 3].any() and not gradient[:, :, 4:].any() and not gradient[:, :, :3].any()
