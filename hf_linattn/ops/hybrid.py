@@ -120,7 +120,7 @@ def causal_hybrid_attention(
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv.
         lengths: [B], real tokens at the start of each row; None if all are. Outputs behind them mean nothing.
         state: what was read before.
-        use_native: whether `native.hybrid` may do it where it can: unpadded rows from their start, and one token more.
+        use_native: whether `native.hybrid` may do it where it can: unpadded rows from their start, or behind a window.
         training: whether the same bits must come with and without gradients.
         operations: what rows are read by from their start, in the place of the C.
 
@@ -128,12 +128,12 @@ def causal_hybrid_attention(
         output [B, H, N, Dv]; the state. Time O(N (F + chunk_size + window_size) Dv).
     """
     inference = not training and not torch.is_grad_enabled()
+    if use_native and lengths is None and inference and native.can_go_on(query, weights, state):
+        output, after = native.continued_attention(query, key, value, weights, state)
+        return output, HybridState(*after)
     found = _find(operations, use_native, query, key, weights) if lengths is None and state is None else None
     if found is None:
         query, key, value = widened(query, key, value)
-    if use_native and lengths is None and inference and native.can_step(query, weights, state):
-        output, after = native.hybrid_step(query, key, value, weights, state)
-        return output, HybridState(*after)
     rows = _make_rows(query, key, value, weights, lengths, state)
     if found is not None:
         alone = found is NATIVE and inference and native.knows_maps(weights)

@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..block_softmax import continue_blocks
 from ..chunk_sums import LinearState
 from ..exponential import LOWEST
 from ..hybrid_parts import BLOCK_SIZE, beside_sink, distant, is_beyond, near_parts
-from ..precision import wide_number
+from ..precision import wide, wide_number, widened
 from .block_softmax import NATIVE_BLOCKS
 from .causal_step import strict_step
 from .causal_sums import can_read, native_maps
-from .library import suits
+from .library import KINDS, suits
 from .mapped_attention import mapped_attention
 from .memory import empty_output
 
@@ -28,11 +29,11 @@ def can_attend(query: Tensor, key: Tensor, weights: Any) -> bool:
     return is_beyond(key, weights) and can_read(query, key)
 
 
-def can_step(query: Tensor, weights: Any, state: Any) -> bool:
-    """Whether this is a token behind a window and sinks that are full, and the C knows these weights."""
-    one = state is not None and query.shape[2] == 1 and weights.window_log is None and weights.reach > 0
-    full = one and bool((state.length >= weights.num_sinks + weights.reach).all())
-    return full and suits(query) and knows_maps(weights)
+def can_go_on(query: Tensor, weights: Any, state: Any) -> bool:
+    """Whether these are tokens behind a window and sinks that are full, and the C knows these weights."""
+    known = state is not None and weights.window_log is None and weights.reach > 0
+    full = known and bool((state.length >= weights.num_sinks + weights.reach).all())
+    return full and suits(query, kinds=KINDS) and knows_maps(weights)
 
 
 def knows_maps(weights: Any) -> bool:
@@ -40,18 +41,22 @@ def knows_maps(weights: Any) -> bool:
     return bool(native_maps(weights.query_map, weights.key_map))
 
 
-def causal_hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> tuple[Tensor, LinearState]:
+def causal_hybrid_attention(
+    query: Tensor, key: Tensor, value: Tensor, weights: Any, before: LinearState | None = None
+) -> tuple[Tensor, LinearState]:
     """Return the output [B, H, N, Dv] of rows that start at position 0, and the sums over all that left the window.
 
     Without gradients, which `hybrid_parts` has.
 
     Args:
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]. weights: a `HybridWeights`.
+        before: sums over more keys, between the sinks and the others, that have left the window of the last query
+            without far keys of its own.
     """
     length, window = query.shape[2], weights.window_size
     heads = query.unflatten(1, (key.shape[1], -1)), key, value
     output = empty_output(heads[0], value)
-    log, state = _before(*heads, weights, output)
+    log, state = _before(*heads, weights, output, before)
     # one more key has left the window of the token that will come
     left, nowhere = slice(length - window, length - window + 1), torch.empty_like(output[..., :1, :])
     state, _ = _far(heads[0][:, :, :, :1], key[:, :, left], value[:, :, left], weights, state, nowhere)
@@ -78,39 +83,63 @@ def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) ->
     return beside_sink(output, log, weights)
 
 
-def hybrid_step(
+def continued_attention(
     query: Tensor, key: Tensor, value: Tensor, weights: Any, state: Any
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the output [B, H, 1, Dv] of one token of each row, and what is in the next `HybridState`.
+    """Return the output [B, H, N, Dv] of tokens that go on after a `HybridState`, and what is in the next one.
 
-    Every row has read more than the sinks and a window before it. Without gradients, as `causal_hybrid_attention`.
+    Every row has read more than the sinks and a window before them: what it kept of these stands before its tokens, as
+    if nothing had been between. Without gradients, as `causal_hybrid_attention`.
     """
+    one, sums = query.shape[2] == 1, LinearState(state.kv, state.log_max)
+    query, *new = widened(query, key, value) if one else (query, key, value)
+    old = (state.sink_key, state.ring_key), (state.sink_value, state.ring_value)
+    key, value = (torch.cat([*(x.to(y.dtype) for x in kept), y], dim=2) for kept, y in zip(old, new, strict=True))
+    output, sums = (_step if one else _go_on)(query, key, value, weights, sums)
+    rings = (wide(x[:, :, -weights.reach :]).clone() for x in (key, value))
+    return output, (*rings, state.sink_key, state.sink_value, *sums, state.length + query.shape[2])
+
+
+def _go_on(
+    query: Tensor, key: Tensor, value: Tensor, weights: Any, sums: LinearState
+) -> tuple[Tensor, LinearState]:
+    """Several queries at the end of a row of sinks, window and new tokens."""
+    kept = key.shape[2] - query.shape[2]
+    output, sums = causal_hybrid_attention(F.pad(query, (0, 0, kept, 0)), key, value, weights, sums)
+    return output[:, :, kept:], sums
+
+
+def _step(query: Tensor, key: Tensor, value: Tensor, weights: Any, sums: LinearState) -> tuple[Tensor, LinearState]:
+    """One query at the end of such a row."""
     sinks, rate = weights.num_sinks, weights.decay_rate
     grouped = query.unflatten(1, (key.shape[1], -1))
-    decay = None if rate is None else (-rate[:, None]).expand(key.shape[:3])
-    leaving = state.ring_key[:, :, :1], state.ring_value[:, :, :1]
-    maps, sums = native_maps(weights.query_map, weights.key_map), LinearState(state.kv, state.log_max)
+    decay = None if rate is None else (-rate[:, None]).expand(*key.shape[:2], 1)
+    leaving = key[:, :, sinks : sinks + 1], value[:, :, sinks : sinks + 1]
+    maps = native_maps(weights.query_map, weights.key_map)
     far, far_log, sums = strict_step(grouped, *leaving, maps, decay, sums)
     far_log = far_log + weights.log_mix.view(key.shape[1], -1, 1)
     far_log = far_log if rate is None else far_log - (rate * weights.reach).view(-1, 1, 1)
-    keys = torch.cat([state.sink_key, state.ring_key, key], dim=2)
-    values = torch.cat([state.sink_value, state.ring_value, value], dim=2)
-    scores = (grouped.squeeze(3) @ keys.mT).mul_(weights.scaling)
+    scores = (grouped.squeeze(3) @ key.mT).mul_(weights.scaling)
     near_log = scores.logsumexp(-1, keepdim=True)
-    near = scores.sub_(near_log).exp_() @ values
+    near = scores.sub_(near_log).exp_() @ value
     output = near.lerp_(far.squeeze(3), torch.sigmoid(far_log - near_log))[..., None, :]
-    output = beside_sink(output, torch.logaddexp(near_log, far_log), weights)
-    rings = (x[:, :, sinks + 1 :].clone() for x in (keys, values))
-    return output, (*rings, state.sink_key, state.sink_value, *sums, state.length + 1)
+    return beside_sink(output, torch.logaddexp(near_log, far_log), weights), sums
 
 
-def _before(query: Tensor, key: Tensor, value: Tensor, weights: Any, output: Tensor) -> tuple[Tensor, LinearState]:
+def _before(
+    query: Tensor, key: Tensor, value: Tensor, weights: Any, output: Tensor, state: LinearState | None = None
+) -> tuple[Tensor, LinearState]:
     """Write the attention to far keys before each query; return the log of its weight [B, Hkv, G, N], and a state."""
     window, sinks = weights.window_size, weights.num_sinks
     start, span = window + sinks, slice(sinks, key.shape[2] - window)
     log = wide_number(query).new_full(query.shape[:4], LOWEST)
     rows, keys, values = query[:, :, :, start:], key[:, :, span], value[:, :, span]
-    state, log[..., start:] = _far(rows, keys, values, weights, None, output[:, :, :, start:])
+    if state is not None:  # one query more has far keys
+        last, maps = slice(start - 1, start), native_maps(weights.query_map, weights.key_map)
+        one, own_key, own_value = widened(query[:, :, :, last], keys[:, :, :1], values[:, :, :1])
+        output[:, :, :, last], far_log, _ = strict_step(one, own_key, own_value, maps, None, state)
+        log[..., last] = distant(far_log, weights)
+    state, log[..., start:] = _far(rows, keys, values, weights, state, output[:, :, :, start:])
     return log, state
 
 
