@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..ops import naive
-from ..ops.block_sparse import KeptKeys, block_sparse_attention, continued_attention, keep_keys
+from ..ops.block_sparse import block_sparse_attention
+from ..ops.kept_keys import KeptKeys, continued_attention, keep_keys
 from ..ops.precision import wide_number
 from .base import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
@@ -97,7 +98,10 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     ) -> tuple[Tensor, KeptKeys | None]:
         scaling, sink = self.layer.scaling, self.log_sink(wide_number(query))
         if state is not None:
-            return continued_attention(query, key, value, self, state, scaling=scaling, lengths=lengths, sink=sink)
+            return continued_attention(
+                query, key, value, self, state, scaling=scaling, lengths=lengths, use_native=self.uses_native,
+                blocks=self.operations.block_softmax, sink=sink,
+            )  # fmt: skip
         # behind its length a row has pads only, which no real query of a causal row sees
         output = block_sparse_attention(
             query, key, value, self, scaling=scaling, causal=True, use_native=self.uses_native,

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from .block_softmax import BlockSoftmax, Keys, attend_blocks
 from .exponential import LOWEST
 from .native.block_softmax import NATIVE_BLOCKS
-from .precision import wide, wide_number, widened
+from .precision import wide_number, widened
 from .sink import attenuate, with_sink_key
 from .source import Source
 
@@ -78,19 +78,6 @@ class Pattern(Protocol):
         ...
 
 
-class KeptKeys(NamedTuple):
-    """What decoding must remember: the keys and values that later queries may see.
-
-    key: [B, Hkv, M, D]. value: [B, Hkv, M, Dv]. position: [B, 1, M], counted from 1, 0 where empty. length: [B],
-    tokens read.
-    """
-
-    key: Tensor
-    value: Tensor
-    position: Tensor
-    length: Tensor
-
-
 def block_sparse_attention(
     query: Tensor,
     key: Tensor,
@@ -114,10 +101,10 @@ def block_sparse_attention(
         sink: [H], the score of one more key without value, which all queries see (`hf_linattn.ops.sink`).
     """
     length, count = query.shape[2], min(pattern.num_global, query.shape[2])
-    parts = _make_parts(query, key, pattern, min(pattern.block_size, length), causal)
+    parts = make_parts(query, key, pattern, min(pattern.block_size, length), length, causal)
     real = torch.full(query.shape[:1], length, device=query.device) if lengths is None else lengths
     limits = [None if causal or (lengths is None and part.end <= length) else real for part in parts]
-    trained = torch.is_grad_enabled() and _is_weighted(pattern, query)
+    trained = torch.is_grad_enabled() and is_weighted(pattern, query)
     blocks = NATIVE_BLOCKS if blocks is None and use_native else blocks
     if blocks is not None and not trained and blocks.suits(query, key, value):
         output = _attend_in_place(blocks, query, key, value, pattern, parts, scaling, causal, limits, sink)
@@ -135,23 +122,26 @@ def block_sparse_attention(
 
 
 def _attend_in_place(
-    blocks: BlockSoftmax, query, key, value, pattern, parts: list[_Part], scaling, causal, limits, sink
+    blocks: BlockSoftmax, query, key, value, pattern, parts: list[Part], scaling, causal, limits, sink
 ) -> Tensor:
     """Return the output [B, H, N, Dv] of all parts, each of whose queries finds its keys where they are."""
-    plain, seen = pattern.whole_blocks and not _is_weighted(pattern, query), []
-    for part, lengths in zip(parts, limits, strict=True):
-        bias = None
-        if not plain or part.shared or lengths is not None:
-            # a window's global tokens stand before all of its blocks here, not before each
-            bias = _make_bias(pattern, part._replace(window=None), causal, lengths, wide_number(query))
-        seen.append(Keys(part.first, part.table, bias, part.shared))
+    seen = [find_keys(pattern, part, causal, lengths, query) for part, lengths in zip(parts, limits, strict=True)]
     grouped = query.unflatten(1, (key.shape[1], -1))
     how: Any = {"block_size": parts[0].size, "scaling": scaling, "causal": causal}
     output, log = attend_blocks(blocks, grouped, key, value, seen, **how)
     return attenuate(output.flatten(1, 2), log.flatten(1, 2), None if sink is None else sink[:, None])
 
 
-def _attend_copies(query, key, value, pattern, parts: list[_Part], scaling, causal, limits, sink) -> Tensor:
+def find_keys(pattern: Pattern, part: Part, causal: bool, lengths: Tensor | None, query: Tensor) -> Keys:
+    """Return what the queries of a part see, in rows that have all keys from the first on."""
+    bias = None
+    if not pattern.whole_blocks or is_weighted(pattern, query) or part.shared or lengths is not None:
+        # a window's global tokens stand before all of its blocks here, not before each
+        bias = _make_bias(pattern, part._replace(window=None), causal, lengths, wide_number(query))
+    return Keys(part.first, part.table, bias, part.shared)
+
+
+def _attend_copies(query, key, value, pattern, parts: list[Part], scaling, causal, limits, sink) -> Tensor:
     """Return the output [B, H, N, Dv] of all parts, for whose queries the keys are brought together."""
     length, size = query.shape[2], parts[0].size
     missing = -length % size
@@ -165,7 +155,7 @@ def _attend_copies(query, key, value, pattern, parts: list[_Part], scaling, caus
     return torch.cat(outputs, dim=2).flatten(2, 3)[:, :, :length]
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """T blocks of queries that are computed together.
 
     first: the number of the first. size: tokens per block. table: [T, H or 1, c], the key blocks of each, -1 for none.
@@ -184,9 +174,9 @@ class _Part(NamedTuple):
 
 
 @torch.compiler.disable  # nothing of this is data: it follows from the length alone
-def _make_parts(query: Tensor, key: Tensor, pattern: Pattern, size: int, causal: bool) -> list[_Part]:
-    """Divide the query blocks into parts of a size that suits the device."""
-    batch, heads, length, head_dim = query.shape
+def make_parts(query: Tensor, key: Tensor, pattern: Pattern, size: int, length: int, causal: bool) -> list[Part]:
+    """Divide the query blocks of rows of that length into parts of a size that suits the device."""
+    batch, heads, _, head_dim = query.shape
     num_blocks = -(-length // size)
     shared = min(pattern.num_global, length)
     table = _make_table(pattern, num_blocks, causal)
@@ -197,7 +187,7 @@ def _make_parts(query: Tensor, key: Tensor, pattern: Pattern, size: int, causal:
     columns = table.shape[2] * size + shared
     kept = key.shape[1] if table.shape[1] == 1 else heads
     # keys, values and mask of one block of queries, scores too where the mask is trained
-    plain = not _is_weighted(pattern, query)
+    plain = not is_weighted(pattern, query)
     weight = batch * columns * (2 * kept * head_dim + size * (table.shape[1] if plain else heads))
     step = max(1, AT_ONCE.get(query.device.type, AT_ONCE_ELSEWHERE) // weight)
     follows = (table[1:] == table[:-1] + 1).flatten(1).all(-1).tolist()  # sees what the one before sees, one further
@@ -213,12 +203,12 @@ def _make_parts(query: Tensor, key: Tensor, pattern: Pattern, size: int, causal:
         window = int(rows[0, 0, 0]) if alike and straight[first] else None
         end = (int(rows.max()) + 1) * size
         rows = rows[..., :width].to(query.device)
-        parts.append(_Part(first, size, rows, shared, alike and pattern.shifts, window, end))
+        parts.append(Part(first, size, rows, shared, alike and pattern.shifts, window, end))
         first += len(rows)
     return parts
 
 
-def _is_weighted(pattern: Pattern, query: Tensor) -> bool:
+def is_weighted(pattern: Pattern, query: Tensor) -> bool:
     """Whether scores get anything added."""
     first_token = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=query.device)
     return pattern.log_weight(first_token, first_token) is not None
@@ -235,7 +225,7 @@ def _make_table(pattern: Pattern, num_blocks: int, causal: bool, first: int = 0)
     return table.masked_fill(table == num_blocks, -1)
 
 
-def _attend_blocks(query, sources: list[Source], pattern, part: _Part, scaling, causal, lengths, sink) -> Tensor:
+def _attend_blocks(query, sources: list[Source], pattern, part: Part, scaling, causal, lengths, sink) -> Tensor:
     """Return the output [B, H, T, C, Dv] of one part, each of its T blocks [B, H, T, C, D] a row of a larger batch."""
     batch, heads, chunks = query.shape[:3]
     bias = _make_bias(pattern, part, causal, lengths, query)
@@ -248,7 +238,7 @@ def _attend_blocks(query, sources: list[Source], pattern, part: _Part, scaling, 
     return output.unflatten(0, (batch, chunks)).transpose(1, 2)
 
 
-def _make_bias(pattern, part: _Part, causal: bool, lengths: Tensor | None, like: Tensor) -> Tensor:
+def _make_bias(pattern, part: Part, causal: bool, lengths: Tensor | None, like: Tensor) -> Tensor:
     """Return what the scores of a part get [T or 1, H or 1, C or 1, K], with `lengths` for each row: [B, T, ...]."""
     size, shared, device = part.size, part.shared, like.device
     table = part.table[:1] if part.alike and lengths is None else part.table
@@ -268,19 +258,20 @@ def _make_bias(pattern, part: _Part, causal: bool, lengths: Tensor | None, like:
         whole = torch.where((table >= 0) & (table < blocks), zero, lowest)[:, :, None, :, None]
         inside = torch.ones(size, size, dtype=torch.bool, device=device).tril()
         own = torch.where(inside, zero, lowest)[:, None]
-        return _add(torch.where((table == blocks)[:, :, None, :, None], own, whole).flatten(-2), log_weight)
+        return add_log_weight(torch.where((table == blocks)[:, :, None, :, None], own, whole).flatten(-2), log_weight)
     allowed = valid if pattern.whole_blocks else valid & (pattern.sees(rows, columns) | (columns < pattern.num_global))
     allowed = allowed & (columns <= rows) if causal else allowed
     if lengths is not None:
         allowed = allowed & (columns < lengths.view(-1, 1, 1, 1, 1))
-    return _add(torch.where(allowed, zero, lowest), log_weight)
+    return add_log_weight(torch.where(allowed, zero, lowest), log_weight)
 
 
-def _add(bias: Tensor, log_weight: Tensor | None) -> Tensor:
+def add_log_weight(bias: Tensor, log_weight: Tensor | None) -> Tensor:
+    """Return the bias with what a pattern adds to it, if anything."""
     return bias if log_weight is None else bias + log_weight.to(bias.dtype)
 
 
-def _bring(source: Source, part: _Part, num_heads: int) -> Tensor:
+def _bring(source: Source, part: Part, num_heads: int) -> Tensor:
     """Return the global tokens of blocks [B, Hkv, M, C, D] and those of each row's blocks: [B T, Hkv or H, K, D]."""
     batch, heads, total, size, width = source.whole.shape
     (chunks, each, number), shared = part.table.shape, part.shared
@@ -302,46 +293,6 @@ def _bring(source: Source, part: _Part, num_heads: int) -> Tensor:
     return taken.flatten(0, 1)
 
 
-def continued_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    state: KeptKeys,
-    *,
-    scaling: float,
-    lengths: Tensor | None = None,
-    sink: Tensor | None = None,
-) -> tuple[Tensor, KeptKeys]:
-    """Return causal output and state for rows that go on after `state`, a block at a time; arguments as above."""
-    outputs, (query, key, value) = [], widened(query, key, value)
-    for start in range(0, query.shape[2], pattern.block_size):
-        span = slice(start, start + pattern.block_size)
-        new_key, new_value = key[:, :, span], value[:, :, span]
-        count = _count(lengths, start, new_key)
-        seen, steps = _extend(state, new_key, new_value, count)
-        rows = (state.length[:, None] + steps)[:, None, :, None]
-        columns = (seen.position - 1)[:, :, None]
-        allowed = pattern.sees(rows, columns) | (columns < pattern.num_global)
-        allowed = allowed & (columns >= 0) & (columns <= rows)
-        bias = torch.where(allowed, query.new_zeros(()), query.new_full((), LOWEST))
-        bias = _add(bias, pattern.log_weight(rows, columns))
-        outputs.append(biased_attention(query[:, :, span], seen.key, seen.value, bias, scaling, True, sink))
-        state = _forget(seen, pattern)
-    return torch.cat(outputs, dim=2), state
-
-
-def keep_keys(key: Tensor, value: Tensor, pattern: Pattern, lengths: Tensor | None = None) -> KeptKeys:
-    """Return the state after rows that start at position 0."""
-    count = _count(lengths, 0, key)
-    steps = torch.arange(key.shape[2], device=key.device)
-    position = torch.where(steps < count[:, None], steps + 1, 0)[:, None]
-    if pattern.capacity is None:  # a state is never a view of what it was made from
-        key, value = key.clone(), value.clone()
-    kept = _forget(KeptKeys(key, value, position, count), pattern)
-    return kept._replace(key=wide(kept.key), value=wide(kept.value))
-
-
 def biased_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float, empty_rows: bool,
     sink: Tensor | None = None,
@@ -358,43 +309,3 @@ def biased_attention(
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=whole, scale=scaling, enable_gqa=True)
     output = output if sink is None else output[..., :width]
     return output.masked_fill(bias.amax(-1, keepdim=True) <= LOWEST / 2, 0.0) if empty_rows else output
-
-
-def _count(lengths: Tensor | None, start: int, key: Tensor) -> Tensor:
-    """Real tokens [B] among those of `key`, which stand behind the first `start`."""
-    if lengths is None:
-        return torch.full(key.shape[:1], key.shape[2], dtype=torch.long, device=key.device)
-    return (lengths - start).clamp(0, key.shape[2])
-
-
-def _extend(state: KeptKeys, key: Tensor, value: Tensor, count: Tensor) -> tuple[KeptKeys, Tensor]:
-    """Put `count` [B] new keys behind the kept ones; return also the numbers of the steps [N]."""
-    steps = torch.arange(key.shape[2], device=key.device)
-    new = torch.where(steps < count[:, None], state.length[:, None] + steps + 1, 0)
-    joined = KeptKeys(
-        torch.cat([state.key, key], dim=2),
-        torch.cat([state.value, value], dim=2),
-        torch.cat([state.position, new[:, None]], dim=2),
-        state.length + count,
-    )
-    return joined, steps
-
-
-def _forget(state: KeptKeys, pattern: Pattern) -> KeptKeys:
-    """Keep what later queries may see, in a state that always has room for the most there can be."""
-    if pattern.capacity is None:
-        return state
-    position, next_position = state.position - 1, state.length[:, None, None]
-    wanted = pattern.needed(position, next_position) | (position < pattern.num_global)
-    wanted = wanted & (position >= 0)
-    room = pattern.capacity + pattern.num_global
-    order = torch.argsort((~wanted).to(torch.uint8), dim=-1, stable=True)[..., :room]
-    missing = room - order.shape[2]
-    kept = wanted.gather(2, order)
-
-    def choose(x: Tensor) -> Tensor:
-        chosen = x.gather(2, order[..., None].expand(-1, x.shape[1], -1, x.shape[3]))
-        return F.pad(chosen * kept[..., None], (0, 0, 0, missing))
-
-    kept_position = F.pad(state.position.gather(2, order) * kept, (0, missing))
-    return KeptKeys(choose(state.key), choose(state.value), kept_position, state.length)

@@ -107,6 +107,25 @@ def test_a_table_is_read_from_the_side_of_the_keys():
     assert found == [[[(0, 0), (1, 1)], [(1, 0)], []], [[(0, 1)], [(0, 0), (1, 1)], []]]
 
 
+@pytest.mark.parametrize("name", ["local", "longformer", "bigbird"])
+def test_pieces_give_what_a_whole_row_gives(calls, name):
+    """Blocks of an earlier call stand before the new ones, with gradients through what was kept of them."""
+    given = [torch.randn(2, h, 57, 8, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)]
+    results = []
+    for backend, dtype, ends in (("torch", torch.float64, (0, 57)), ("triton", torch.float32, (0, 19, 57))):
+        mechanism = make_small(name, True).to(dtype)
+        use_backend(mechanism, backend)
+        heads, state, outputs = [x.to(dtype).requires_grad_() for x in given], None, []
+        for start, end in itertools.pairwise(ends):
+            output, state = mechanism(*(x[:, :, start:end] for x in heads), state=state)
+            outputs.append(output)
+        whole = torch.cat(outputs, dim=2)
+        results.append([whole, *torch.autograd.grad(whole.sin().sum(), heads)])
+    for want, got in zip(*results, strict=True):
+        assert_close(got.double(), want, 2e-5)
+    assert calls[0] == 19 < calls[-1]  # the second call reads a row of what was kept and what is new
+
+
 @pytest.mark.parametrize(("name", "mode"), BOTH)
 def test_every_mechanism_on_it(calls, name, mode):
     """Outputs, the gradients of heads and parameters, and the tokens that follow; rows padded on either side."""
