@@ -23,7 +23,8 @@ from torch.nn import functional as F
 
 from .block_softmax import BlockSoftmax
 from .exponential import LOWEST
-from .memory_blocks import Pooled, find_operation, whole_rows
+from .memory_blocks import Begun, Pooled, find_operation, whole_rows
+from .native.block_softmax import NATIVE_BLOCKS
 from .precision import wide, wide_dtype, widened
 from .sink import softmax_beside
 from .source import Source
@@ -86,10 +87,20 @@ def bounded_memory_attention(
     Returns:
         output [B, H, N, Dv], the state. Time O(N (k + C) (D + Dv)).
     """
+    inference = not training and not torch.is_grad_enabled()
     if state is not None:
         query, key, value = widened(query, key, value)
-        return _continue(query, key, value, writer, num_slots, block_size, scaling, lengths, state, sink)
-    inference = not training and not torch.is_grad_enabled()
+        natively = blocks is None and use_native and inference and NATIVE_BLOCKS.suits(query, key, value)
+        first = _first_in_place(state, query, lengths, block_size) if natively else query.shape[2]
+        parts = []
+        for attend, span in ((_continue, slice(0, first)), (_continue_in_place, slice(first, None))):
+            rows, keys, values = (x[:, :, span] for x in (query, key, value))
+            if rows.shape[2]:
+                output, state = attend(
+                    rows, keys, values, writer, num_slots, block_size, scaling, lengths, state, sink
+                )
+                parts.append(output)
+        return torch.cat(parts, dim=2), state
     blocks = find_operation(blocks, (query, key, value), num_slots, block_size, use_native, inference)
     if blocks is not None:
         of_key, of_value = Source(key), Source(value)
@@ -211,19 +222,22 @@ def _read_blocks(query: Tensor, key: Tensor, value: Tensor, run: _Run, start: in
 
 
 def _state_after(
-    tokens: Summary, lengths: Tensor | None, num_slots: int, block_size: int, pooled: Pooled | None
+    tokens: Summary, lengths: Tensor | None, num_slots: int, block_size: int, pooled: Pooled | None, passed: int = 0
 ) -> MemoryState:
-    """Return the state of rows that began and have been read to their ends; `pooled`: what the C summed up of them."""
+    """Return the state of rows that have been read to their ends.
+
+    pooled: what the C summed up of them. passed: tokens before the first of the rows.
+    """
     batch, _, length, _ = tokens.key.shape
     device = tokens.key.device
     if lengths is None:
-        done = length // block_size * block_size
+        done = (passed + length) // block_size * block_size
         slots = (
             _completed(tokens, [done], num_slots, False)
             if pooled is None
-            else _continued(tokens, done, num_slots, pooled)
+            else _continued(tokens, done, num_slots, pooled, passed)
         )
-        lengths = torch.full((batch,), length, device=device)
+        lengths = torch.full((batch,), passed + length, device=device)
     else:
         ends = [end // block_size * block_size for end in lengths.tolist()]
         slots = tokens.map(lambda x: wide(x[:, :, :0])).padded(num_slots)
@@ -233,16 +247,16 @@ def _state_after(
             own = tokens.map(lambda x: x[rows])  # noqa: B023 - called at once
             part = _completed(own, [ends[row] for row in chosen], num_slots, pooled is not None and pooled.natively)
             slots = Summary(*(x.index_copy(0, rows, y) for x, y in zip(slots, part, strict=True)))
-    start = lengths // block_size * block_size
-    key, value = (wide(_from(x, start, lengths, block_size)) for x in tokens[:2])
+    start = lengths // block_size * block_size - passed
+    key, value = (wide(_from(x, start, lengths - passed, block_size)) for x in tokens[:2])
     return MemoryState(*slots, key, value, lengths.to(torch.int64))
 
 
-def _continued(tokens: Summary, done: int, num_slots: int, pooled: Pooled) -> Summary:
-    """Sum up the first `done` tokens, most of which are in slots."""
+def _continued(tokens: Summary, done: int, num_slots: int, pooled: Pooled, passed: int) -> Summary:
+    """Sum up the first `done` tokens, most of which are in slots; `passed`: those before the first that is here."""
     unit = segment_size(done, num_slots)
     start = pooled.end // unit * unit
-    rest = tokens.map(lambda x: x[:, :, start:done])
+    rest = tokens.map(lambda x: x[:, :, start - passed : done - passed])
     rest = pool(rest.padded(-(-(done - start) // unit) * unit), unit, use_native=pooled.natively)
     return pool(pooled.slots, unit // pooled.unit, use_native=pooled.natively).joined(rest).padded(num_slots)
 
@@ -271,6 +285,23 @@ def _from(x: Tensor, start: Tensor, end: Tensor, size: int) -> Tensor:
 def take(x: Tensor, index: Tensor) -> Tensor:
     """Return the positions index [B, M] of x [B, H, N, D]."""
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _first_in_place(state: MemoryState, query: Tensor, lengths: Tensor | None, block_size: int) -> int:
+    """Return from which token on rows can be read as one that begins: all have read as much, and in whole blocks."""
+    read, count = {*state.length.tolist()}, query.shape[2]
+    first = -min(read) % block_size
+    return first if lengths is None and len(read) == 1 and first + block_size <= count else count
+
+
+def _continue_in_place(query, key, value, writer, num_slots, block_size, scaling, lengths, state, sink):
+    """Read on from whole blocks as from the start; without gradients."""
+    read = int(state.length[0])
+    begun, row = Begun.of(Summary(*state[:4]), read, read + query.shape[2], num_slots, block_size)
+    kept, tokens = row.key.shape[2], row.joined(Summary(key, value, *writer(Source(key))))
+    query, sources = F.pad(query, (0, 0, kept, 0)), [Source(x) for x in tokens]
+    output, pooled = whole_rows(NATIVE_BLOCKS, query, tokens, sources, num_slots, block_size, scaling, sink, begun)
+    return output[:, :, kept:], _state_after(tokens, None, num_slots, block_size, pooled, begun.start)
 
 
 def _continue(query, key, value, writer, num_slots, block_size, scaling, lengths, state, sink):

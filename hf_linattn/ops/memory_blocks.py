@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .block_softmax import BlockSoftmax, Keys, attend_blocks, continue_blocks
 from .exponential import LOWEST
@@ -31,6 +32,35 @@ class Pooled(NamedTuple):
     natively: bool
 
 
+class Begun(NamedTuple):
+    """What stands before a row: the slots of segments of `unit` tokens, all completed, of `start` tokens in all.
+
+    block: the number, from the start of the sequence, of the first block with queries; 0 if nothing was read before.
+    """
+
+    slots: Summary
+    unit: int
+    start: int
+    block: int
+
+    @classmethod
+    def of(cls, slots: Summary, read: int, end: int, num_slots: int, block_size: int) -> tuple[Begun, Summary]:
+        """Return what can be left as it is until `end` tokens are read, and tokens that the rest is the sums of.
+
+        read: tokens in whole blocks that are in the slots. A slot is as good as one token of its weight, and others of
+        none.
+        """
+        unit, largest = segment_size(read, num_slots), segment_size(end // block_size * block_size, num_slots)
+        start = read // max(largest, block_size) * max(largest, block_size)
+        left = slots.map(lambda x: x[:, :, start // unit : -(-read // unit)])
+        row = Summary(
+            *(F.pad(x[..., None, :], (0, 0, 0, unit - 1)).flatten(2, 3) for x in left[:2]),
+            *(F.pad(x[..., None], (0, unit - 1), value=LOWEST).flatten(2, 3) for x in left[2:]),
+        )
+        begun = cls(slots.map(lambda x: x[:, :, : start // unit]), unit, start, read // block_size)
+        return begun, row.map(lambda x: x[:, :, : read - start])
+
+
 def find_operation(
     blocks: BlockSoftmax | None, heads: tuple[Tensor, ...], num_slots: int, block_size: int, use_native: bool,
     inference: bool,
@@ -47,34 +77,40 @@ def find_operation(
 
 def whole_rows(
     operation: BlockSoftmax, query: Tensor, tokens: Summary, sources: list[Source], num_slots: int, block_size: int,
-    scaling: float, sink: Tensor | None,
+    scaling: float, sink: Tensor | None, begun: Begun | None = None,
 ) -> tuple[Tensor, Pooled]:  # fmt: skip
     """Return the output [B, H, N, Dv] for queries [B, H, N, D], and the slots of the last run.
 
     sources: what the tokens are the whole of, which put the gradients of all parts together. sink: [H] or None.
+    begun: what stands before the tokens; outputs of blocks before its first mean nothing.
     """
     of_query = Source(query.unflatten(1, (tokens.key.shape[1], -1)))
     query, natively = of_query.whole, operation is NATIVE_BLOCKS
     arange = functools.partial(torch.arange, device=query.device)
-    runs, end = list(find_runs(-(-query.shape[3] // block_size), block_size, num_slots)), 0
-    slots, before = tokens.map(lambda x: x.detach()[:, :, :0]), 1  # the segments of the last run, and their size
+    begun = begun or Begun(tokens.map(lambda x: x.detach()[:, :, :0]), 1, 0, 0)
+    # the segments of the last run, their size, the tokens in them; blocks before the row
+    slots, before, end, passed = begun.slots, begun.unit, begun.start, begun.start // block_size
     whole, opened = [], []  # what is read of runs with and without open segments
-    for first, last, unit in runs:
+    for start, last, unit in find_runs(passed - (-query.shape[3] // block_size), block_size, num_slots):
+        first = max(start, begun.block)
+        if first >= last:
+            continue
         blocks = arange(first, last)
         full = blocks * block_size // unit  # segments that are completed before each block
         most = (last - 1) * block_size // unit
         # beside the segments of the run before, of which one may be left, this one sums up what lies behind these
         start, end = end // unit * unit, most * unit
         slots = pool(slots, unit // before, use_native=natively)
-        slots, before = slots.joined(pool_part(sources, start, end - start, unit, natively)), unit
+        new = pool_part(sources, start - begun.start, end - start, unit, natively)
+        slots, before = slots.joined(new), unit
         bias = wide_number(query).new_full((len(blocks), most), math.log(unit))
         bias.masked_fill_(arange(most) >= full[:, None], LOWEST)
         shared = slots.key.to(query.dtype), slots.value.to(query.dtype)
-        part = Keys(first, blocks[:, None, None], bias[:, None, None], shared)
+        keys = Keys(first - passed, (blocks - passed)[:, None, None], bias[:, None, None], shared)
         if unit > block_size:
-            opened.append((part, (first, last, unit)))
+            opened.append((keys, (first - passed, last - passed, unit)))
         else:
-            whole.append(part)
+            whole.append(keys)
     heads = query, tokens.key, tokens.value
     how: Any = {"block_size": block_size, "scaling": scaling, "causal": True}
     output, logs = attend_blocks(operation, *heads, whole, sources=[of_query, *sources[:2]], **how)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -40,6 +42,26 @@ def test_outputs_and_states(variant, calls, num_slots, block_size, length):
         for got, want in zip(*results, strict=True):
             assert_close(got.double(), want, 1e-5)
     assert calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ends", [(0, 64, 256, 640, 1000), (0, 37, 38, 201, 264, 777, 1000), (0, 700, 1000)], ids=str)
+@pytest.mark.parametrize(("num_slots", "block_size"), [(8, 16), (64, 16), (4, 4), (33, 64), (70, 128), (1, 1), (7, 8)])
+def test_pieces_give_what_a_whole_row_gives(variant, calls, num_slots, block_size, ends):
+    """Slots that merge inside a piece or where it begins, segments that stay open, blocks that do; states as well."""
+    options = {"num_slots": num_slots, "block_size": block_size, "sharing": "none", "sink": "one"}
+    mechanism, heads, results = make_mechanism("linformer", True, **options), make_heads(2, 1000), []
+    for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
+        mechanism.to(dtype).backend = backend
+        state, outputs = None, []
+        for start, end in itertools.pairwise(ends):
+            output, state = mechanism(*(x[:, :, start:end].to(dtype) for x in heads), state=state)
+            outputs.append(output)
+        results.append([torch.cat(outputs, dim=2), *state])
+    whole, _ = mechanism(*(x.double() for x in heads))
+    for got, want in ((results[0][0], whole), *zip(*results, strict=True)):
+        assert_close(got.double(), want.double(), 1e-5)
+    assert len(calls) > 1  # not the first call alone
 
 
 @torch.no_grad()
