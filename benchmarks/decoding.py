@@ -97,13 +97,15 @@ def fill_cache(model: LlamaForCausalLM, context: int) -> DynamicCache:
 
 
 @torch.no_grad()
-def prefill(model: LlamaForCausalLM, context: int, piece: int | None = None) -> DynamicCache:
+def prefill(
+    model: LlamaForCausalLM, context: int, piece: int | None = None, use_cache: bool = True
+) -> DynamicCache:
     """Return the cache of a model after that many random tokens, read `piece` at a time or all at once."""
     generator = torch.Generator("cpu").manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, (1, context), generator=generator).to(model.device)
     cache = DynamicCache(config=model.config)
     for part in tokens.split(piece or context, 1):
-        model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(part, past_key_values=cache if use_cache else None, use_cache=use_cache, logits_to_keep=1)
     return cache
 
 
