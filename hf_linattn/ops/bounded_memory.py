@@ -26,6 +26,7 @@ from .exponential import LOWEST
 from .memory_blocks import Begun, Pooled, find_operation, whole_rows
 from .native.block_softmax import NATIVE_BLOCKS
 from .precision import wide, wide_dtype, widened
+from .sequences import first_of_block
 from .sink import softmax_beside
 from .source import Source
 from .summaries import Summary, find_runs, open_segments, pool, segment_size
@@ -91,7 +92,8 @@ def bounded_memory_attention(
     if state is not None:
         query, key, value = widened(query, key, value)
         natively = blocks is None and use_native and inference and NATIVE_BLOCKS.suits(query, key, value)
-        first = _first_in_place(state, query, lengths, block_size) if natively else query.shape[2]
+        together, count = natively and lengths is None, query.shape[2]
+        first = first_of_block(state.length, count, block_size) if together else count
         parts = []
         for attend, span in ((_continue, slice(0, first)), (_continue_in_place, slice(first, None))):
             rows, keys, values = (x[:, :, span] for x in (query, key, value))
@@ -285,13 +287,6 @@ def _from(x: Tensor, start: Tensor, end: Tensor, size: int) -> Tensor:
 def take(x: Tensor, index: Tensor) -> Tensor:
     """Return the positions index [B, M] of x [B, H, N, D]."""
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
-
-def _first_in_place(state: MemoryState, query: Tensor, lengths: Tensor | None, block_size: int) -> int:
-    """Return from which token on rows can be read as one that begins: all have read as much, and in whole blocks."""
-    read, count = {*state.length.tolist()}, query.shape[2]
-    first = -min(read) % block_size
-    return first if lengths is None and len(read) == 1 and first + block_size <= count else count
 
 
 def _continue_in_place(query, key, value, writer, num_slots, block_size, scaling, lengths, state, sink):

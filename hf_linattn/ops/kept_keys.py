@@ -10,9 +10,11 @@ from torch.nn import functional as F
 
 from .block_softmax import BlockSoftmax, attend_blocks
 from .block_sparse import Part, Pattern, add_log_weight, biased_attention, find_keys, is_weighted, make_parts
+from .bounded_memory import take
 from .exponential import LOWEST
 from .native.block_softmax import NATIVE_BLOCKS
 from .precision import wide, widened
+from .sequences import first_of_block
 from .sink import attenuate
 
 
@@ -63,13 +65,10 @@ def _first_in_place(
     lengths: Tensor | None,
 ) -> int:  # fmt: skip
     """Return from which token on an operation can do it: after the open block, all tokens where it cannot."""
-    count, size = query.shape[2], pattern.block_size
     trained = torch.is_grad_enabled() and is_weighted(pattern, query)
-    if blocks is None or lengths is not None or trained or not blocks.suits(query, key, value) or count < size:
-        return count
-    read = {*state.length.tolist()}
-    first = -min(read) % size
-    return first if len(read) == 1 and first + size <= count else count
+    if blocks is None or lengths is not None or trained or not blocks.suits(query, key, value):
+        return query.shape[2]
+    return first_of_block(state.length, query.shape[2], pattern.block_size)
 
 
 def _attend_in_place(
@@ -92,7 +91,7 @@ def _attend_in_place(
     position = (old[:, None] * size + torch.arange(size, device=query.device)).flatten()
     kept = _find(state, position, start)
     keys, values = (
-        torch.cat([_take(x, kept).to(new.dtype), new], dim=2) for x, new in ((state.key, key), (state.value, value))
+        torch.cat([take(x, kept).to(new.dtype), new], dim=2) for x, new in ((state.key, key), (state.value, value))
     )
     grouped = F.pad(query, (0, 0, len(position), 0)).unflatten(1, (key.shape[1], -1))
     output, log = attend_blocks(blocks, grouped, keys, values, seen, block_size=size, scaling=scaling, causal=True)
@@ -117,10 +116,6 @@ def _find(state: KeptKeys, position: Tensor, length: int) -> Tensor:
     places = torch.arange(state.position.shape[2], device=position.device).expand(len(state.length), -1)
     known = torch.zeros(len(places), length + 1, dtype=torch.long, device=position.device)
     return known.scatter(1, state.position[:, 0], places)[:, position + 1]
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def _attend_block_by_block(

@@ -148,3 +148,14 @@ def from_the_left(
     index = order[:, None, :, None]
     key, value = (x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) * present for x in (key, value))
     return key, value, lengths
+
+
+def first_of_block(read: Tensor, count: int, size: int) -> int:
+    """Return which of `count` tokens begins a block of `size` in all rows, which have read so many before [B].
+
+    `count` where there is none, as the rows stand at different places in their blocks, or where less than a block
+    would be left.
+    """
+    lengths = set(read.tolist()) if count >= size else set()
+    first = -min(lengths, default=0) % size
+    return first if len(lengths) == 1 and first + size <= count else count
