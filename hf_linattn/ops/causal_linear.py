@@ -81,12 +81,9 @@ def causal_linear_attention(
         output [B, H, N, Dv]; the state, which belongs to the last packed sequence. Time O(N (F + chunk_size) Dv).
     """
     if key.shape[2] == 1:
-        how = use_native and not training
-        if how and not torch.is_grad_enabled() and (own := own_maps(causal_sums, query_map, key_map, key)):
-            query_map, key_map = own
-            return _step(causal_sums, query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
-        query, key, value = widened(query, key, value)
-        return _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay, how)
+        inference = use_native and not training and not torch.is_grad_enabled()
+        given = (query, key, value, query_map, key_map, key_padding_mask, state, log_decay)
+        return _single_token(*given, inference, causal_sums)
     maps = native_maps(query_map, key_map) if use_native and causal_sums is None and can_read(query, key) else []
     if own := own_maps(causal_sums, query_map, key_map, key):
         query_map, key_map = own
@@ -318,9 +315,15 @@ def _two_way_by_operation(
     return output.flatten(1, 2)
 
 
-def _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay, use_native):
+def _single_token(query, key, value, query_map, key_map, key_padding_mask, state, log_decay, inference, causal_sums):
     """One token of each row, as in decoding: it is taken into the state, and the state is read."""
-    if use_native and not torch.is_grad_enabled() and suits(query, key) and (maps := native_maps(query_map, key_map)):
+    if inference and (own := own_maps(causal_sums, query_map, key_map, key)):
+        features = own[0](query.unflatten(1, (key.shape[1], -1))).values
+        keys = masked(own[1](key), key_padding_mask, log_decay is not None)
+        attended, after = causal_sums.step(features, *keys, value, log_decay, state)
+        return attended.flatten(1, 2), after
+    query, key, value = widened(query, key, value)
+    if inference and suits(query, key) and (maps := native_maps(query_map, key_map)):
         query = query.unflatten(1, (key.shape[1], -1))
         attended, after = step_attention(query, key, value, maps, key_padding_mask, log_decay, state)
         return attended.flatten(1, 2), after
@@ -336,14 +339,6 @@ def _single_token(query, key, value, query_map, key_map, key_padding_mask, state
     features, log_scale = masked(features, key_padding_mask, log_decay is not None)
     state = _fold(state, features, log_scale, with_ones(value))
     return torch.div(*ratio(_read(query, state.kv))).flatten(1, 2), state
-
-
-def _step(causal_sums, query, key, value, query_map, key_map, key_padding_mask, state, log_decay):
-    """`_single_token` by an operation that makes features itself."""
-    features = query_map(query.unflatten(1, (key.shape[1], -1))).values
-    keys = masked(key_map(key), key_padding_mask, log_decay is not None)
-    attended, after = causal_sums.step(features, *keys, value, log_decay, state)
-    return attended.flatten(1, 2), after
 
 
 def masked(keys: Features, key_padding_mask: Tensor | None, scaled: bool = False) -> Features:
