@@ -6,7 +6,7 @@
 
 #include "tiles.h"
 
-#define MOST_HELD 16 /* factors that are kept; what finds no place is put into tiles for every product */
+#define MOST_HELD 40 /* factors that are kept; what finds no place is put into tiles for every product */
 
 enum side { LEFT, RIGHT };
 
