@@ -102,7 +102,7 @@ def bounded_memory_attention(
                     rows, keys, values, writer, num_slots, block_size, scaling, lengths, state, sink
                 )
                 parts.append(output)
-        return torch.cat(parts, dim=2), state
+        return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0], state
     blocks = find_operation(blocks, (query, key, value), num_slots, block_size, use_native, inference)
     if blocks is not None:
         of_key, of_value = Source(key), Source(value)

@@ -126,6 +126,7 @@ def test_what_holds_of_all_members_holds():
 @pytest.mark.parametrize("plan", [{"softmax": None}, {"softmax": 1}], ids=str)
 def test_softmax_heads_keep_the_layers_own_sliding_window_and_soft_cap(name, plan):
     model, ids = make_model(name), make_tokens(2, 21)
+    model.set_attn_implementation("eager")  # in transformers 5.17 the other one passes over the soft cap
     logits, (generated, chosen_from) = logits_of(model, ids), generate(model, ids)
     patch_model(model, "by_head", plan=plan)
     assert_close(logits_of(model, ids), logits)
