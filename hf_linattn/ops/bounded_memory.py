@@ -12,6 +12,7 @@ u(T) and the segments depend on the position alone: what a query sees is the sam
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from itertools import repeat
@@ -26,7 +27,7 @@ from .exponential import LOWEST
 from .memory_blocks import Begun, Pooled, find_operation, whole_rows
 from .native.block_softmax import NATIVE_BLOCKS
 from .precision import wide, wide_dtype, widened
-from .sequences import first_of_block
+from .sequences import first_of_block, read_in_turn
 from .sink import softmax_beside
 from .source import Source
 from .summaries import Summary, find_runs, open_segments, pool, segment_size
@@ -94,15 +95,10 @@ def bounded_memory_attention(
         natively = blocks is None and use_native and inference and NATIVE_BLOCKS.suits(query, key, value)
         together, count = natively and lengths is None, query.shape[2]
         first = first_of_block(state.length, count, block_size) if together else count
-        parts = []
-        for attend, span in ((_continue, slice(0, first)), (_continue_in_place, slice(first, None))):
-            rows, keys, values = (x[:, :, span] for x in (query, key, value))
-            if rows.shape[2]:
-                output, state = attend(
-                    rows, keys, values, writer, num_slots, block_size, scaling, lengths, state, sink
-                )
-                parts.append(output)
-        return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0], state
+        how: Any = {"writer": writer, "num_slots": num_slots, "block_size": block_size}
+        how |= {"scaling": scaling, "sink": sink}
+        before = functools.partial(_continue, **how, lengths=lengths)
+        return read_in_turn((query, key, value), state, first, before, functools.partial(_continue_in_place, **how))
     blocks = find_operation(blocks, (query, key, value), num_slots, block_size, use_native, inference)
     if blocks is not None:
         of_key, of_value = Source(key), Source(value)
@@ -289,7 +285,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
-def _continue_in_place(query, key, value, writer, num_slots, block_size, scaling, lengths, state, sink):
+def _continue_in_place(query, key, value, state, writer, num_slots, block_size, scaling, sink):
     """Read on from whole blocks as from the start; without gradients."""
     read = int(state.length[0])
     begun, row = Begun.of(Summary(*state[:4]), read, read + query.shape[2], num_slots, block_size)
@@ -299,7 +295,7 @@ def _continue_in_place(query, key, value, writer, num_slots, block_size, scaling
     return output[:, :, kept:], _state_after(tokens, None, num_slots, block_size, pooled, begun.start)
 
 
-def _continue(query, key, value, writer, num_slots, block_size, scaling, lengths, state, sink):
+def _continue(query, key, value, state, writer, num_slots, block_size, scaling, sink, lengths):
     """Read on from a state, block by block: every row stands at a place of its own in its block."""
     batch, _, length, _ = query.shape
     device = query.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from .bounded_memory import take
 from .exponential import LOWEST
 from .native.block_softmax import NATIVE_BLOCKS
 from .precision import wide, widened
-from .sequences import first_of_block
+from .sequences import first_of_block, read_in_turn
 from .sink import attenuate
 
 
@@ -51,13 +52,10 @@ def continued_attention(
     """
     blocks = NATIVE_BLOCKS if blocks is None and use_native else blocks
     first = _first_in_place(blocks, query, key, value, pattern, state, lengths)
-    parts: list[Tensor] = []
-    for attend, span in ((_attend_block_by_block, slice(0, first)), (_attend_in_place, slice(first, None))):
-        rows, keys, values = (x[:, :, span] for x in (query, key, value))
-        if rows.shape[2]:
-            output, state = attend(rows, keys, values, pattern, state, scaling, sink, lengths, blocks)
-            parts.append(output)
-    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0], state
+    how: Any = {"pattern": pattern, "scaling": scaling, "sink": sink}
+    before = functools.partial(_attend_block_by_block, **how, lengths=lengths)
+    after = functools.partial(_attend_in_place, **how, blocks=blocks)
+    return read_in_turn((query, key, value), state, first, before, after)
 
 
 def _first_in_place(
@@ -72,7 +70,7 @@ def _first_in_place(
 
 
 def _attend_in_place(
-    query, key, value, pattern: Pattern, state: KeptKeys, scaling: float, sink: Tensor | None, _, blocks: Any
+    query, key, value, state: KeptKeys, pattern: Pattern, scaling: float, sink: Tensor | None, blocks: Any
 ) -> tuple[Tensor, KeptKeys]:
     """Put the blocks that are still seen before the new ones, in order, and read these where they then are."""
     size, start = pattern.block_size, int(state.length[0])
@@ -119,9 +117,8 @@ def _find(state: KeptKeys, position: Tensor, length: int) -> Tensor:
 
 
 def _attend_block_by_block(
-    query, key, value, pattern: Pattern, state: KeptKeys, scaling: float, sink: Tensor | None,
-    lengths: Tensor | None, _,
-) -> tuple[Tensor, KeptKeys]:  # fmt: skip
+    query, key, value, state: KeptKeys, pattern: Pattern, scaling: float, sink: Tensor | None, lengths: Tensor | None
+) -> tuple[Tensor, KeptKeys]:
     """Read on a block at a time: every row stands at a place of its own."""
     outputs, (query, key, value) = [], widened(query, key, value)
     for start in range(0, query.shape[2], pattern.block_size):

@@ -6,8 +6,9 @@ gives the sequence alone. Taking every sequence out into a row of its own makes 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -159,3 +160,19 @@ def first_of_block(read: Tensor, count: int, size: int) -> int:
     lengths = set(read.tolist()) if count >= size else set()
     first = -min(lengths, default=0) % size
     return first if len(lengths) == 1 and first + size <= count else count
+
+
+def read_in_turn(
+    heads: Sequence[Tensor], state: Any, first: int, before: Callable[..., Any], after: Callable[..., Any]
+) -> tuple[Tensor, Any]:
+    """Return output and state of heads whose first tokens are read by `before`, all others by `after`.
+
+    Both are called with their part of the heads and a state, and return an output [B, H, N, Dv] and the next one.
+    """
+    outputs = []
+    for attend, span in ((before, slice(0, first)), (after, slice(first, None))):
+        part = [x[:, :, span] for x in heads]
+        if part[0].shape[2]:
+            output, state = attend(*part, state)
+            outputs.append(output)
+    return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0], state
