@@ -51,7 +51,7 @@ def leave_attention_out(model: LlamaForCausalLM) -> None:
     """Make every layer's attention return its values."""
 
     def values(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        return value[:, :, -query.shape[2] :].transpose(1, 2), None
+        return value.transpose(1, 2), None
 
     AttentionInterface.register(NOTHING, values)
     AttentionMaskInterface.register(NOTHING, lambda *_, **__: None)

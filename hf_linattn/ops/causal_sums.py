@@ -25,7 +25,7 @@ from .chunk_sums import LinearState
 from .exponential import LOWEST
 from .native.library import dense_rows
 from .native.memory import empty_output
-from .precision import in_numbers, wide, wide_dtype
+from .precision import in_numbers, wide_dtype
 
 
 class CausalSums(NamedTuple):
@@ -100,7 +100,7 @@ def _heads(
 ) -> tuple[Any, ...]:
     """Return what an operation reads, with an empty state for None."""
     if state is None:
-        state = LinearState.empty(key, F.pad(wide(value[:, :, :1]), (0, 1)), log_scale is not None)
+        state = LinearState.before(key.shape[-1], value, log_scale is not None)
     kind = value.dtype if value.dtype in causal_sums.kinds() else wide_dtype(value)
     query, key, value = (x.to(kind) for x in (query, key, value))
     return dense_rows(query), dense_rows(key), dense_rows(value), log_scale, log_decay, *state

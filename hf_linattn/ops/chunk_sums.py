@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .exponential import LN_2, LOWEST, fast_exp
+from .precision import wide_dtype
 
 CHUNK_SIZE = 64
 AT_ONCE = {"cpu": 32}  # chunks in one product, counted once for each query head and row: here they fit the cache
@@ -34,8 +35,14 @@ class LinearState(NamedTuple):
     @classmethod
     def empty(cls, key: Tensor, value: Tensor, scaled: bool) -> LinearState:
         """The state before the first of keys [B, Hkv, ..., F] with values [B, Hkv, ..., Dv + 1]."""
-        kv = value.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
-        return cls(kv, kv.new_full(kv.shape[:2], LOWEST / 2 if scaled else 0.0))
+        return cls.before(key.shape[-1], value[..., :-1], scaled)
+
+    @classmethod
+    def before(cls, num_features: int, value: Tensor, scaled: bool) -> LinearState:
+        """The same for values [B, Hkv, ..., Dv] that have no column of ones yet, in any precision."""
+        shape = *value.shape[:2], num_features, value.shape[-1] + 1
+        kv = value.new_zeros(shape, dtype=wide_dtype(value))
+        return cls(kv, kv.new_full(shape[:2], LOWEST / 2 if scaled else 0.0))
 
 
 class Chunks(NamedTuple):

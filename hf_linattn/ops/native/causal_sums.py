@@ -18,7 +18,6 @@ from ...errors import UnsupportedModelError
 from ..causal_sums import CausalSums
 from ..chunk_sums import CHUNK_SIZE, LEAST_WEIGHT, LinearState
 from ..exponential import LOWEST
-from ..precision import wide
 from ..sequences import Packed
 from .library import KINDS, Operand, call, operation, product_parts, suits
 
@@ -108,7 +107,7 @@ def native_maps(query_map: Any, key_map: Any) -> list[NativeMap]:
         return []
     if any(x.is_meta for own in maps for x in (own.weight, own.bias) if x is not None):
         raise UnsupportedModelError(
-            "a feature map has its weights on the device 'meta', where they have no values, and its inputs on 'cpu';"
+            "a feature map has its weights on the device 'meta', where they have no values, and its inputs elsewhere;"
             " load them with from_pretrained, or move the model with to_empty and load_state_dict"
         )
     return [maps[0], maps[-1]]
@@ -224,7 +223,7 @@ def map_operands(
         num_features = key.shape[-1] if key_map.weight is None else key_map.weight.shape[-1]
         num_features *= 2 if key_map.activation == "softmax_pair" else 1
         scaled = key_map.activation == "exponential" or log_decay is not None
-        state = LinearState.empty(key.new_empty(num_features), F.pad(wide(value[:, :, :1]), (0, 1)), scaled)
+        state = LinearState.before(num_features, value, scaled)
     hidden = None
     if key_padding_mask is not None:
         hidden = torch.where(key_padding_mask.bool(), 0.0, LOWEST)[:, None].expand(key.shape[:3])

@@ -29,6 +29,17 @@ def load_rows(rows, token_stride, place, length, columns, NUM_COLUMNS: tl.conste
 
 
 @triton.jit
+def add_product(rows, factor, result, PRECISION: tl.constexpr):
+    """result + rows factor, in float32; beside rows in half precision a number of the factor counts as two."""
+    rounded = factor.to(rows.dtype)
+    result = tl.dot(rows, rounded, result, input_precision=PRECISION)
+    if rows.dtype != tl.float32:
+        left = (factor - rounded.to(tl.float32)).to(rows.dtype)
+        result = tl.dot(rows, left, result, input_precision=PRECISION)
+    return result
+
+
+@triton.jit
 def write_states(
     key, value, weight, left, state, state_after, states, totals,
     key_batch, key_head, key_token, value_batch, value_head, value_token, heads, length, num_segments,
@@ -92,11 +103,7 @@ def read_state(
         features = part + tl.arange(0, KEYS)
         queries = load_rows(query, query_token, row, length, features, KEY_SIZE, REVERSE)
         state = load_rows(states, VALUE_SIZE, features, KEY_SIZE, columns, VALUE_SIZE, False)
-        rounded = state.to(queries.dtype)
-        result = tl.dot(queries, rounded, result, input_precision=PRECISION)
-        if queries.dtype != tl.float32:
-            left = (state - rounded.to(tl.float32)).to(queries.dtype)
-            result = tl.dot(queries, left, result, input_precision=PRECISION)
+        result = add_product(queries, state, result, PRECISION)
         if NORMALISE:
             total = tl.load(totals + features, mask=features < KEY_SIZE, other=0.0)
             weight += tl.sum(queries.to(tl.float32) * total[None, :], 1)

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..chunk_sums import LEAST_WEIGHT, LinearState
-from ..exponential import LOWEST
 from ..native.library import operation
 from .causal_kernels import step_token
 from .launching import launch, require_kernels
@@ -59,9 +58,7 @@ def step_attention(
     Arguments as in `causal_sums.causal_attention`, of one token.
     """
     scaled = log_scale is not None or log_decay is not None
-    if state is None:
-        kv = value.new_zeros(*key.shape[:2], key.shape[-1], value.shape[-1] + 1, dtype=torch.float32)
-        state = LinearState(kv, kv.new_full(kv.shape[:2], LOWEST / 2 if scaled else 0.0))
+    state = LinearState.before(key.shape[-1], value, scaled) if state is None else state
     heads = (x if x is None else x.contiguous() for x in (query, key, value, log_scale, log_decay))
     output, before = value.new_empty(*query.shape[:4], value.shape[-1]), [x.contiguous() for x in state]
     after = LinearState(*map(torch.empty_like, before))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .causal_kernels import load_rows
+from .causal_kernels import add_product, load_rows
 
 
 @triton.jit
@@ -13,18 +13,14 @@ def project_rows(
     x, x_token, weight, weight_row, row, length, columns, INPUT_SIZE: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x weight [ROWS, COLUMNS] and |x|^2 [ROWS]; beside heads in half precision a weight counts as two numbers."""
+    """x weight [ROWS, COLUMNS] and |x|^2 [ROWS]."""
     result = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     size = tl.zeros([ROWS], dtype=tl.float32)
     for part in range(0, INPUT_SIZE, INPUTS):
         inputs = part + tl.arange(0, INPUTS)
         own = load_rows(x, x_token, row, length, inputs, INPUT_SIZE, False)
         factor = load_rows(weight, weight_row, inputs, INPUT_SIZE, columns, SIZE, False)
-        rounded = factor.to(own.dtype)
-        result = tl.dot(own, rounded, result, input_precision=PRECISION)
-        if own.dtype != tl.float32:
-            left = (factor - rounded.to(tl.float32)).to(own.dtype)
-            result = tl.dot(own, left, result, input_precision=PRECISION)
+        result = add_product(own, factor, result, PRECISION)
         own = own.to(tl.float32)
         size += tl.sum(own * own, 1)
     return result, size
