@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .causal_sums import CausalSums, causal_attention, weighed_attention
+from .causal_sums import CausalSums, causal_attention, full_attention, weighed_attention
 from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, ratio, with_ones
 from .exponential import LOWEST, dense, fast_exp
 from .native.causal_step import step_attention
@@ -106,7 +106,7 @@ def causal_linear_attention(
         place = None if output is None else output.narrow(3, start, sums.shape[3])
         parts.append(torch.div(*ratio(sums), out=place))
         start += sums.shape[3]
-    return (torch.cat(parts, dim=3) if output is None else output).flatten(1, 2), after
+    return _joined(parts, output).flatten(1, 2), after
 
 
 def linear_attention(
@@ -125,8 +125,8 @@ def linear_attention(
     """Return the bidirectional attention output [B, H, Nq, Dv]; arguments as in `causal_linear_attention`."""
     reads = use_native and query.shape[2] == key.shape[2] and can_read(query, key)
     maps = native_maps(query_map, key_map) if reads and causal_sums is None else []
-    own = own_maps(causal_sums, query_map, key_map, key) if log_decay is not None else []
-    if own:
+    at_once = _takes_all(causal_sums, query, key) and log_decay is None and sequence_ids is None
+    if own := own_maps(causal_sums, query_map, key_map, key) if at_once or log_decay is not None else []:
         query_map, key_map = own
     elif not maps:
         query, key, value = widened(query, key, value)
@@ -147,6 +147,10 @@ def linear_attention(
         return _two_way_linear_attention(
             query, key, value, query_map, key_map, key_padding_mask, sequence_ids, log_decay, chunk_size
         )
+    if at_once:
+        output, query = _output_for(query, value), query_map(query.unflatten(1, (key.shape[1], -1))).values
+        keys = masked(key_map(key), key_padding_mask)
+        return full_attention(cast(CausalSums, causal_sums), query, *keys, value, output).flatten(1, 2)
     return read_state(query, sum_keys(key, value, key_map, key_padding_mask), query_map)
 
 
@@ -167,7 +171,7 @@ def read_state(query: Tensor, state: LinearState, query_map: FeatureMap) -> Tens
         torch.div(*ratio(_read(query_map(part).values, state.kv)), out=place)
         for part, place in _split(SEGMENT_SIZE, (query, 3), (output, 3))
     ]
-    return (torch.cat(parts, dim=3) if output is None else output).flatten(1, 2)
+    return _joined(parts, output).flatten(1, 2)
 
 
 def _two_way_linear_attention(
@@ -240,14 +244,29 @@ def _part_sizes(query: Tensor, chunk_size: int) -> list[int]:
 def _split(sizes: int | list[int], *operands: tuple[Tensor | None, int]) -> Iterator[tuple[Any, ...]]:
     """Yield the parts of tensors, each along its dimension, side by side; None has parts that are None.
 
-    Split and not sliced: the gradients of all parts are then put together once.
+    Split and not sliced: the gradients of all parts are then put together once; not even that where there is one.
     """
-    return zip(*(itertools.repeat(None) if x is None else x.split(sizes, dim) for x, dim in operands), strict=False)
+    largest = sizes if isinstance(sizes, int) else sizes[0]
+    cut = [None if x is None else x.split(sizes, dim) if x.shape[dim] > largest else [x] for x, dim in operands]
+    return zip(*(itertools.repeat(None) if parts is None else parts for parts in cut), strict=False)
+
+
+def _joined(parts: list[Tensor], output: Tensor | None) -> Tensor:
+    """Return `output`, into which parts were written, or parts [B, Hkv, G, N, Dv] one after another."""
+    if output is None:
+        output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
+    return output
 
 
 def _works(causal_sums: CausalSums | None, key: Tensor) -> bool:
     """Whether there is an operation for such keys, which compiled graphs cannot see into."""
     return causal_sums is not None and key.dtype in causal_sums.kinds() and not torch.compiler.is_compiling()
+
+
+def _takes_all(causal_sums: CausalSums | None, query: Tensor, key: Tensor) -> bool:
+    """Whether there is an operation by which as many queries as keys see all of them."""
+    same = query.shape[2] == key.shape[2]
+    return same and _works(causal_sums, key) and cast(CausalSums, causal_sums).attend_all is not None
 
 
 def own_maps(causal_sums: CausalSums | None, query_map: FeatureMap, key_map: FeatureMap, key: Tensor) -> list[Any]:
@@ -285,7 +304,7 @@ def _by_operation(
             state = state._replace(log_max=torch.zeros_like(state.log_max))
         last = None if own is None else own[:, -1]
         parts.append(part)
-    return (torch.cat(parts, dim=3) if output is None else output).flatten(1, 2), state
+    return _joined(parts, output).flatten(1, 2), state
 
 
 def _kept(state: LinearState, kept: Tensor) -> LinearState:

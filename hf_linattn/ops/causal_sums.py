@@ -1,4 +1,4 @@
-"""Causal kernel attention by an operation that forms causal sums over features, in C or in Triton, and its gradients.
+"""Causal kernel attention by causal sums over features, in C or in Triton, and its gradients in terms of such sums.
 
 The backward pass keeps nothing of the size of the pairs and no state but the last: with the values v_j = [v_j, 1], the
 gradients g_i = [dL/do_i, -dL/do_i . o_i] and w_i, the sum of the weights of query i,
@@ -7,14 +7,14 @@ gradients g_i = [dL/do_i, -dL/do_i . o_i] and w_i, the sum of the weights of que
     dL/dv_j      = sum_{i >= j} (phi(k_j) . phi(q_i)) g_i / w_i
 
 are causal sums again, the last two read from the end; 1 / w_i is a scale of the row, and of what is read as a key,
-beside those of the forward pass. In half precision g_i ends in two columns for one: much of g_i . v_j cancels.
+beside those of the forward pass.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,29 +25,25 @@ from .chunk_sums import LinearState
 from .exponential import LOWEST
 from .native.library import dense_rows
 from .native.memory import empty_output
-from .precision import in_numbers, wide_dtype
+from .precision import wide_dtype
 
 
 class CausalSums(NamedTuple):
-    """An operation, called as `native.causal_sums.causal_sums` is, of features.
+    """What forms causal sums over features.
 
-    pack: what it is called with besides, for rows that hold several sequences; ids [B, N] as the tokens are read.
+    attend: called with (sequence_ids, output, query, key, value, log_scale, log_decay, state, weighed), see
+        `causal_attention`, returns the output, the log of its weights if `weighed`, and the state after the last key.
     kinds: returns the dtypes that features may have, which are then rounded to that of the values.
     make_features: returns the features of heads by a `NativeMap`, in the dtype of the heads; None if PyTorch does.
     step: `causal_attention` of one token of features so made, without gradients; there where `make_features` is.
+    attend_all: called with (output, query, key, value, log_scale), returns the output where every query sees all keys.
     """
 
-    operation: Callable[..., None]
-    pack: Callable[[Tensor], tuple[Any, ...]]
+    attend: Callable[..., tuple[Tensor, Tensor | None, LinearState]]
     kinds: Callable[[], Sequence[torch.dtype]] = lambda: (torch.float32,)
     make_features: Callable[..., Any] | None = None
     step: Callable[..., tuple[Tensor, LinearState]] | None = None
-
-    def packing(self, sequence_ids: Tensor | None, reverse: bool = False) -> tuple[Any, ...]:
-        """Return `pack` of the ids as they are read, nothing for None."""
-        if sequence_ids is None:
-            return ()
-        return self.pack(sequence_ids.flip(1) if reverse else sequence_ids)
+    attend_all: Callable[..., Tensor] | None = None
 
 
 def causal_attention(
@@ -72,12 +68,9 @@ def causal_attention(
         sequence_ids: [B, N], equal inside a packed sequence; there are log scales then. The state before belongs to
             the first sequence of each row, the state after to the last.
     """
-    heads = _heads(causal_sums, query, key, log_scale, value, log_decay, state)
-    if output is not None:
-        _, *after, _, _ = read(causal_sums.operation, heads, sums=output, rest=causal_sums.packing(sequence_ids))
-        return output, LinearState(*after)
-    attended, _, *after = _CausalAttention.apply(causal_sums, sequence_ids, *heads)
-    return attended, LinearState(*after)
+    heads = _heads(causal_sums, query, key, value)
+    output, _, after = causal_sums.attend(sequence_ids, output, *heads, log_scale, log_decay, state, False)
+    return output, after
 
 
 def weighed_attention(
@@ -90,20 +83,52 @@ def weighed_attention(
     sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, LinearState]:
     """`causal_attention` from the start, with the log of what the weights of each query add up to [B, Hkv, G, N]."""
-    heads = _heads(causal_sums, query, key, log_scale, value, log_decay, None)
-    attended, log, *after = _CausalAttention.apply(causal_sums, sequence_ids, *heads)
-    return attended, log, LinearState(*after)
+    heads = _heads(causal_sums, query, key, value)
+    output, log, after = causal_sums.attend(sequence_ids, None, *heads, log_scale, log_decay, None, True)
+    return output, cast(Tensor, log), after
 
 
-def _heads(
-    causal_sums: CausalSums, query, key, log_scale, value, log_decay, state: LinearState | None
-) -> tuple[Any, ...]:
-    """Return what an operation reads, with an empty state for None."""
+def full_attention(
+    causal_sums: CausalSums, query: Tensor, key: Tensor, log_scale: Tensor | None, value: Tensor, output: Tensor | None
+) -> Tensor:
+    """Return the output [B, Hkv, G, N, Dv] where every query sees all keys; arguments as above."""
+    attend_all = cast(Callable[..., Tensor], causal_sums.attend_all)
+    return attend_all(output, *_heads(causal_sums, query, key, value), log_scale)
+
+
+def _heads(causal_sums: CausalSums, *heads: Tensor) -> Iterator[Tensor]:
+    """Return query, key and value, the last, in a dtype that the sums are formed of, dense."""
+    kind = heads[-1].dtype if heads[-1].dtype in causal_sums.kinds() else wide_dtype(heads[-1])
+    return (dense_rows(x.to(kind)) for x in heads)
+
+
+def attend_by_sums(
+    operation: Callable[..., None],
+    pack: Callable[[Tensor], tuple[Any, ...]],
+    sequence_ids: Tensor | None,
+    output: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_scale: Tensor | None,
+    log_decay: Tensor | None,
+    state: LinearState | None,
+    weighed: bool,
+) -> tuple[Tensor, Tensor | None, LinearState]:
+    """`CausalSums.attend` by an operation that is called as `native.causal_sums.causal_sums` is.
+
+    pack: what it is called with besides, for rows that hold several sequences; ids [B, N] as the tokens are read.
+    """
     if state is None:
         state = LinearState.before(key.shape[-1], value, log_scale is not None)
-    kind = value.dtype if value.dtype in causal_sums.kinds() else wide_dtype(value)
-    query, key, value = (x.to(kind) for x in (query, key, value))
-    return dense_rows(query), dense_rows(key), dense_rows(value), log_scale, log_decay, *state
+    heads = (query, key, value, log_scale, log_decay, *state)
+    packing = () if sequence_ids is None else pack(sequence_ids)
+    if output is not None and not weighed:
+        _, *after, _, _ = read(operation, heads, sums=output, rest=packing)
+        return output, None, LinearState(*after)
+    backwards = () if sequence_ids is None else pack(sequence_ids.flip(1))
+    attended, log, *after = _CausalAttention.apply(operation, packing, backwards, *heads)
+    return attended, log, LinearState(*after)
 
 
 def log_weight(factor: Tensor, top: Tensor) -> Tensor:
@@ -113,15 +138,15 @@ def log_weight(factor: Tensor, top: Tensor) -> Tensor:
 
 def read(
     operation: Callable[..., None], heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, rest=(),
-    states=None, exact=False,
+    states=None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return sums, state, log_max, factor and top for (query, ..., kv, log_max), which stay as they are.
 
-    sums: where to write them; None: in new memory, `exact` in at least float32, else in the dtype of the values.
+    sums: where to write them; None: in new memory.
     states: how many there are afterwards; None: as many as before.
     """
     query, key, value, log_scale, log_decay, kv, log_max = heads
-    sums = empty_output(query, value, exact) if sums is None else sums
+    sums = empty_output(query, value) if sums is None else sums
     factor, top = query.new_empty(2, *query.shape[:4], dtype=wide_dtype(query)).unbind()
     before = kv.contiguous(), log_max.contiguous()
     after = tuple(x.new_empty(states or len(x), *x.shape[1:]) for x in before)
@@ -149,16 +174,14 @@ def decay_gradient(
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, causal_sums, sequence_ids, query, key, value, log_scale, log_decay, kv, log_max):
+    def forward(ctx, operation, packing, backwards, query, key, value, log_scale, log_decay, kv, log_max):
         heads = (query, key, value, log_scale, log_decay, kv, log_max)
-        packing = causal_sums.packing(sequence_ids)
-        # exact: differences to it are gradients
-        output, *after, factor, top = read(causal_sums.operation, heads, exact=True, rest=packing)
+        output, *after, factor, top = read(operation, heads, rest=packing)
         ctx.save_for_backward(query, key, value, log_scale, log_decay, kv, log_max, output, *after, factor, top)
-        ctx.causal_sums, ctx.sequence_ids = causal_sums, sequence_ids
+        ctx.operation, ctx.packing, ctx.backwards = operation, packing, backwards
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(after[1])
-        return output.to(value.dtype), log_weight(factor, top), *after
+        return output, log_weight(factor, top), *after
 
     @staticmethod
     @once_differentiable
@@ -166,27 +189,22 @@ class _CausalAttention(torch.autograd.Function):
         query, key, value, log_scale, log_decay, kv, log_max, output, kv_after, max_after, factor, top = (
             ctx.saved_tensors
         )
-        operation, size = ctx.causal_sums.operation, value.shape[-1]
-        d_output = torch.zeros_like(output, dtype=value.dtype) if d_output is None else d_output
+        operation, size = ctx.operation, value.shape[-1]
+        d_output = torch.zeros_like(output) if d_output is None else d_output
         of_weight = -(d_output * output).sum(-1, keepdim=True)
-        columns = in_numbers(of_weight if d_log is None else of_weight + d_log[..., None], value.dtype)
-        grad = torch.cat([d_output, *columns], dim=-1)
-        value = F.pad(value, (0, len(columns)), value=1.0)
+        grad = torch.cat([d_output, of_weight if d_log is None else of_weight + d_log[..., None]], dim=-1)
+        value = F.pad(value, (0, 1), value=1.0)
         # a query without weight has no gradient; as a key that is read from the end it must not be the largest
         share = torch.where(factor > 0, factor.log() - top, LOWEST)
-        packing = functools.partial(ctx.causal_sums.packing, ctx.sequence_ids)
-        state = torch.cat([kv, *[kv[..., -1:]] * (len(columns) - 1)], dim=-1).mT
-        heads = (grad, value, key, log_scale, log_decay, state, log_max)
-        d_query = read(operation, heads, normalise=False, row_scale=share, rest=packing())[0]
+        heads = (grad, value, key, log_scale, log_decay, kv.mT, log_max)
+        d_query = read(operation, heads, normalise=False, row_scale=share, rest=ctx.packing)[0]
         # between two tokens that are read backwards comes the decay of the later one
         decay = None if log_decay is None else F.pad(log_decay[:, :, 1:], (0, 1))
         own = torch.zeros_like(share[:, :, 0]) if log_scale is None else log_scale
-        from_end = {"normalise": False, "reverse": True, "row_scale": own[:, :, None], "exact": True}
-        from_end["rest"] = packing(reverse=True)
+        from_end = {"normalise": False, "reverse": True, "row_scale": own[:, :, None], "rest": ctx.backwards}
         parts = []
         # the gradient of the last state is part of the first group's only; the largest exponent there is none without
         left = torch.zeros_like(kv) if d_kv is None else d_kv
-        left = F.pad(left, (0, len(columns) - 1))
         left_max = torch.full_like(log_max, LOWEST / 2) if d_kv is None else -max_after
         for query_part, grad_part, scale in zip(query.unbind(2), grad.unbind(2), share.unbind(2), strict=True):
             values = (key[:, :, None], query_part, grad_part[..., :size], scale, decay, left[..., :size], left_max)
@@ -194,11 +212,10 @@ class _CausalAttention(torch.autograd.Function):
             d_value, *_ = read(operation, values, **from_end)
             d_key, before, before_max, *_ = read(operation, keys, **from_end)
             passed = 0 if log_decay is None else log_decay[:, :, 0]
-            before = before.mT * (before_max + passed + log_max).exp()[..., None, None]
-            d_before = torch.cat([before[..., :size], before[..., size:].sum(-1, keepdim=True)], dim=-1)
+            d_before = before.mT * (before_max + passed + log_max).exp()[..., None, None]
             parts.append((d_key.squeeze(2), d_value.squeeze(2), d_before))
             left, left_max = torch.zeros_like(left), torch.full_like(left_max, LOWEST / 2)
         d_key, d_value, d_before = (functools.reduce(torch.add, groups) for groups in zip(*parts, strict=True))
         d_scale = None if log_scale is None else (key * d_key).sum(-1)
         d_decay = None if log_decay is None else decay_gradient(d_scale, d_log, factor, kv_after, d_kv)
-        return None, None, d_query, d_key, d_value, d_scale, d_decay, d_before, None
+        return None, None, None, d_query, d_key, d_value, d_scale, d_decay, d_before, None

@@ -31,9 +31,3 @@ def admitted(half: bool, *heads: Tensor) -> tuple[Tensor, ...]:
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return all of them so."""
     return tuple(wide(x) for x in tensors)
-
-
-def in_numbers(x: Tensor, kind: torch.dtype) -> list[Tensor]:
-    """Return numbers of `kind` that add up to x: x itself if they have its digits, else two."""
-    first = x.to(kind)
-    return [first] if torch.finfo(kind).eps <= torch.finfo(x.dtype).eps else [first, (x - first).to(kind)]

@@ -7,6 +7,7 @@ Feature maps that can say what they are (`NativeMap`) are computed by the C too,
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from ...errors import UnsupportedModelError
-from ..causal_sums import CausalSums
+from ..causal_sums import CausalSums, attend_by_sums
 from ..chunk_sums import CHUNK_SIZE, LEAST_WEIGHT, LinearState
 from ..exponential import LOWEST
 from ..sequences import Packed
@@ -199,7 +200,7 @@ def packed_rows(sequence_ids: Tensor) -> tuple[Any, ...]:
     return (*maps, ACTIVATIONS.index("given"), 0.0, 0.0, False, Packed.of(sequence_ids, len(sequence_ids)).places)
 
 
-NATIVE_SUMS = CausalSums(causal_sums, packed_rows)
+NATIVE_SUMS = CausalSums(functools.partial(attend_by_sums, causal_sums, packed_rows))
 
 
 @register_flop_formula(torch.ops.hf_linattn.causal_sums)

@@ -1,15 +1,19 @@
-"""Causal sums over keys in Triton: one kernel adds up the states of a sequence, another reads them.
+"""Sums over keys in Triton: a program walks through the tokens of one head and has the state beside it.
 
-A sequence is cut into segments of `SEGMENT` tokens. `write_states` walks through them and leaves the state before
-each; `read_states` takes all of them at once, `ROWS` queries in a program: what the state says of the segments before,
-and the pairs inside the own one. What scales and decays make of keys, queries and states is worked out before, a
-number per token (`causal_sums.Scales`), so that here they are factors.
+A sequence is cut into segments, so that there is work for the whole GPU. `write_states` adds up what each of them
+brings; a program of `read_states` begins with the sum of those before its own, and takes `ROWS` tokens at a time: what
+the state says to the queries, the pairs among these tokens, and then what the keys add to the state. What scales and
+decays make of keys, queries and states is worked out before, a number per token (`causal_scales.Scales`), so that here
+they are factors.
+
+A state is [features, values + 1], its last column the sum of the features. Forward, features are the keys of these
+sums and what is summed up with them are values; in two of three gradients it is the other way round, and a program
+reads the state turned (not `FEATURES_FIRST`).
 
 Features and values in half precision are multiplied as they are, and what they are multiplied with is rounded to them,
 states to two numbers each, whose sums are not to lose digits; sums are float32. Weights are summed up as they were
 rounded, so that the average of values that are all alike is one of them. A scale is multiplied into features, before
-these are rounded, and not into what they are summed up with, whose columns cancel: values and, as keys of gradients,
-values and ones.
+these are rounded, or into two numbers of what they are summed up with, of which much may cancel.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import triton
 import triton.language as tl
 
 HIDDEN = tl.constexpr(-1e30)  # `exponential.LOWEST`
+ALIKE = tl.constexpr(16)  # columns, as few as a product may have
 
 
 @triton.jit
@@ -30,221 +35,291 @@ def load_rows(rows, token_stride, place, length, columns, NUM_COLUMNS: tl.conste
 
 @triton.jit
 def add_product(rows, factor, result, PRECISION: tl.constexpr):
-    """result + rows factor, in float32; beside rows in half precision a number of the factor counts as two."""
+    """result + rows factor, in float32; beside rows in half precision a number of a wider factor counts as two."""
     rounded = factor.to(rows.dtype)
     result = tl.dot(rows, rounded, result, input_precision=PRECISION)
-    if rows.dtype != tl.float32:
+    if factor.dtype != rows.dtype:
         left = (factor - rounded.to(tl.float32)).to(rows.dtype)
         result = tl.dot(rows, left, result, input_precision=PRECISION)
     return result
 
 
 @triton.jit
-def write_states(
-    key, value, weight, left, state, state_after, states, totals,
-    key_batch, key_head, key_token, value_batch, value_head, value_token, heads, length, num_segments,
-    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, SCALED: tl.constexpr, NORMALISE: tl.constexpr, REVERSE: tl.constexpr,
-    PRECISION: tl.constexpr,
+def find_state(
+    number, features, keys, columns, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, FEATURES_FIRST: tl.constexpr
 ):  # fmt: skip
-    """A tile [KEYS, VALUES] of the states of one sequence: `states` before every segment, `state_after` the last.
+    """Where a tile [KEYS, VALUES] of state `number` lies and which of it there is, and the same of its last column.
 
-    state, state_after: [KEY_SIZE, VALUE_SIZE], with one more column where NORMALISE, which `totals` has of the others.
-    weight: of every key as seen from the end of its segment. left: what is left of a state there. Both where SCALED.
+    features: how many a state has, of which these may be a part.
     """
-    sequence = tl.program_id(0).to(tl.int64)
-    key += sequence // heads * key_batch + sequence % heads * key_head
-    value += sequence // heads * value_batch + sequence % heads * value_head
+    inside = (keys < KEY_SIZE)[:, None] & (columns < VALUE_SIZE)[None, :]
+    width: tl.constexpr = (VALUE_SIZE if FEATURES_FIRST else KEY_SIZE) + 1
+    own, there = (keys, keys < KEY_SIZE) if FEATURES_FIRST else (columns, columns < VALUE_SIZE)
+    if FEATURES_FIRST:
+        place = keys[:, None] * width + columns[None, :]
+    else:
+        place = columns[None, :] * width + keys[:, None]
+    base = number * features * width
+    return base + place, inside, base + own * width + (width - 1), there
+
+
+@triton.jit
+def load_state(
+    states, number, features, keys, columns, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    FEATURES_FIRST: tl.constexpr,
+):  # fmt: skip
+    """A tile [KEYS, VALUES] of state `number`, and of its last column, [KEYS] or [VALUES]."""
+    place, inside, last, there = find_state(number, features, keys, columns, KEY_SIZE, VALUE_SIZE, FEATURES_FIRST)
+    return tl.load(states + place, mask=inside, other=0.0), tl.load(states + last, mask=there, other=0.0)
+
+
+@triton.jit
+def store_state(
+    states, number, features, keys, columns, tile, total, first, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    FEATURES_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of state `number`; of the programs with these features the first writes what they add up to."""
+    place, inside, last, there = find_state(number, features, keys, columns, KEY_SIZE, VALUE_SIZE, FEATURES_FIRST)
+    tl.store(states + place, tile, mask=inside)
+    if first:
+        tl.store(states + last, total, mask=there)
+
+
+@triton.jit
+def write_states(
+    key, value, extra, weight, left, states,
+    key_batch, key_head, key_group, key_token, value_batch, value_head, value_group, value_token,
+    heads, groups, length, num_chunks, segment_chunks, num_segments,
+    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    SCALED: tl.constexpr, EXTRA: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile [KEYS, VALUES] of what one segment adds to the state of one head.
+
+    key: features. extra: [length], what they weigh in their own sum, where EXTRA. weight: of every key as seen from
+    the end of its ROWS tokens. left: what is left of a state there. Both where SCALED.
+    """
+    sequence, segment = tl.program_id(0).to(tl.int64) // num_segments, tl.program_id(0) % num_segments
+    batch, head, group = sequence // groups // heads, sequence // groups % heads, sequence % groups
+    key += batch * key_batch + head * key_head + group * key_group
+    value += batch * value_batch + head * value_head + group * value_group
     features = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     columns = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    inside = (features < KEY_SIZE)[:, None] & (columns < VALUE_SIZE)[None, :]
-    width: tl.constexpr = VALUE_SIZE + 1 if NORMALISE else VALUE_SIZE
-    given = (sequence * KEY_SIZE + features) * width
-    kept = tl.load(state + given[:, None] + columns[None, :], mask=inside, other=0.0)
-    total = tl.zeros([KEYS], dtype=tl.float32)
-    if NORMALISE:
-        total = tl.load(state + given + VALUE_SIZE, mask=features < KEY_SIZE, other=0.0)
-    for segment in range(num_segments):
-        place = (sequence * num_segments + segment) * KEY_SIZE + features
-        tl.store(states + place[:, None] * VALUE_SIZE + columns[None, :], kept, mask=inside)
-        if NORMALISE and tl.program_id(2) == 0:  # of the programs with these features one is enough
-            tl.store(totals + place, total, mask=features < KEY_SIZE)
+    state, total = tl.zeros([KEYS, VALUES], dtype=tl.float32), tl.zeros([KEYS], dtype=tl.float32)
+    for chunk in range(segment * segment_chunks, tl.minimum((segment + 1) * segment_chunks, num_chunks)):
+        row = chunk * ROWS + tl.arange(0, ROWS)
+        keys = load_rows(key, key_token, row, length, features, KEY_SIZE, REVERSE)
+        values = load_rows(value, value_token, row, length, columns, VALUE_SIZE, REVERSE)
         if SCALED:
-            factor = tl.load(left + sequence * num_segments + segment)
-            kept *= factor
+            factor = tl.load(left + sequence * num_chunks + chunk)
+            state *= factor
             total *= factor
-        for start in range(0, SEGMENT, ROWS):
-            token = segment * SEGMENT + start + tl.arange(0, ROWS)
-            keys = load_rows(key, key_token, token, length, features, KEY_SIZE, REVERSE)
-            values = load_rows(value, value_token, token, length, columns, VALUE_SIZE, REVERSE)
-            if SCALED:
-                scale = tl.load(weight + sequence * num_segments * SEGMENT + token)[:, None]
-                if NORMALISE:
-                    keys = (keys * scale).to(values.dtype)
-                else:
-                    values = (values * scale).to(keys.dtype)
-            kept = tl.dot(tl.trans(keys), values, kept, input_precision=PRECISION)
+            keys = (keys * tl.load(weight + sequence * num_chunks * ROWS + row)[:, None]).to(values.dtype)
+        state = tl.dot(tl.trans(keys), values, state, input_precision=PRECISION)
+        if EXTRA:
+            token = length - 1 - row if REVERSE else row
+            own = tl.load(extra + sequence * length + token, mask=row < length, other=0.0)
+            total += tl.sum(keys.to(tl.float32) * own[:, None], 0)
+        else:
             total += tl.sum(keys.to(tl.float32), 0)
-    tl.store(state_after + given[:, None] + columns[None, :], kept, mask=inside)
-    if NORMALISE and tl.program_id(2) == 0:
-        tl.store(state_after + given + VALUE_SIZE, total, mask=features < KEY_SIZE)
+    first = tl.program_id(2) == 0
+    number = tl.program_id(0).to(tl.int64)
+    store_state(states, number, KEY_SIZE, features, columns, state, total, first, KEY_SIZE, VALUE_SIZE, True)
+
+
+@triton.jit
+def begin(
+    state, states, through, number, segment, num_segments, features, keys, columns,
+    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    FEATURES_FIRST: tl.constexpr, BEGINS: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """A tile of the state before a segment, and of its last column."""
+    tile = tl.zeros([KEYS, VALUES], dtype=tl.float32)
+    total = tl.zeros([KEYS if FEATURES_FIRST else VALUES], dtype=tl.float32)
+    if BEGINS:
+        tile, total = load_state(state, number, features, keys, columns, KEY_SIZE, VALUE_SIZE, FEATURES_FIRST)
+    for earlier in range(segment if PAIRS else 0):
+        at = number * (num_segments - 1) + earlier
+        added, added_total = load_state(states, at, features, keys, columns, KEY_SIZE, VALUE_SIZE, FEATURES_FIRST)
+        if SCALED:
+            factor = tl.load(through + number * num_segments + earlier)
+            tile *= factor
+            total *= factor
+        tile += added
+        total += added_total
+    return tile, total
 
 
 @triton.jit
 def read_state(
-    query, query_token, states, totals, row, length, columns, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, NORMALISE: tl.constexpr, REVERSE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    queries, tile, total, totals, own, ROWS: tl.constexpr, VALUES: tl.constexpr, NORMALISE: tl.constexpr,
+    EXTRA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What a state says to queries, [ROWS, VALUES], and with what weight, [ROWS]."""
-    result = tl.zeros([ROWS, VALUES], dtype=tl.float32)
-    weight = tl.zeros([ROWS], dtype=tl.float32)
-    for part in range(0, KEY_SIZE, KEYS):
-        features = part + tl.arange(0, KEYS)
-        queries = load_rows(query, query_token, row, length, features, KEY_SIZE, REVERSE)
-        state = load_rows(states, VALUE_SIZE, features, KEY_SIZE, columns, VALUE_SIZE, False)
-        result = add_product(queries, state, result, PRECISION)
-        if NORMALISE:
-            total = tl.load(totals + features, mask=features < KEY_SIZE, other=0.0)
-            weight += tl.sum(queries.to(tl.float32) * total[None, :], 1)
-    return result, weight
+    result = add_product(queries, tile, tl.zeros([ROWS, VALUES], dtype=tl.float32), PRECISION)
+    if EXTRA is not None:
+        result += (own[:, None] if EXTRA == "rows" else 1.0) * total[None, :]
+    said = tl.zeros([ROWS], dtype=tl.float32)
+    if NORMALISE:
+        said = tl.max(add_product(queries, totals, tl.zeros([ROWS, ALIKE], dtype=tl.float32), PRECISION), 1)
+    return result, said
 
 
 @triton.jit
-def form_scores(
-    query, query_token, key, key_token, row, token, length, KEY_SIZE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+def add_pairs(
+    queries, rows, values, row, starts, own, result, said, exponent, top, kept, EXTRA: tl.constexpr,
+    SCALED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The products of queries and keys, [ROWS, ROWS]."""
-    scores = tl.zeros([ROWS, ROWS], dtype=tl.float32)
-    for part in range(0, KEY_SIZE, KEYS):
-        features = part + tl.arange(0, KEYS)
-        queries = load_rows(query, query_token, row, length, features, KEY_SIZE, REVERSE)
-        keys = load_rows(key, key_token, token, length, features, KEY_SIZE, REVERSE)
-        scores = tl.dot(queries, tl.trans(keys), scores, input_precision=PRECISION)
-    return scores
+    """What a state and the pairs of a chunk say to queries together, [ROWS, VALUES], and with what weight, [ROWS]."""
+    scores = tl.dot(queries, tl.trans(rows), input_precision=PRECISION)
+    visible = row[None, :] <= row[:, None]
+    if PACKED:
+        visible &= row[None, :] >= tl.load(starts + row)[:, None]
+    if EXTRA is not None:
+        scores += own[:, None] if EXTRA == "rows" else own[None, :]
+    if SCALED:
+        before = tl.load(kept + row)
+        result *= before[:, None]
+        said *= before
+        power = tl.load(exponent + row)[None, :] - tl.load(top + row)[:, None]
+        scores *= tl.exp(tl.where(visible, power, HIDDEN))
+    scores = tl.where(visible, scores, 0.0).to(values.dtype)
+    result = tl.dot(scores, values, result, input_precision=PRECISION)
+    return result, said + tl.sum(scores.to(tl.float32), 1)
+
+
+@triton.jit
+def go_on(
+    rows, values, tile, total, totals, own, weight, left, ROWS: tl.constexpr, FEATURES_FIRST: tl.constexpr,
+    NORMALISE: tl.constexpr, EXTRA: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The tile of a state after a chunk, its last column, and the same as columns that are all alike."""
+    scale = tl.full([ROWS, 1], 1.0, dtype=tl.float32)
+    if SCALED:
+        remaining = tl.load(left)
+        tile *= remaining
+        if NORMALISE:
+            totals *= remaining
+        else:
+            total *= remaining
+        scale = tl.load(weight)[:, None]
+        values = values.to(tl.float32) * scale
+        if not FEATURES_FIRST:
+            values = values.to(rows.dtype)
+    tile = add_product(tl.trans(rows), values, tile, PRECISION)
+    if NORMALISE:
+        alike = tl.full([ROWS, ALIKE], 1.0, dtype=tl.float32 if SCALED else rows.dtype)
+        totals = add_product(tl.trans(rows), alike * scale if SCALED else alike, totals, PRECISION)
+    if EXTRA is not None:
+        total += tl.sum(values.to(tl.float32) * (1.0 if EXTRA == "rows" else own[:, None]), 0)
+    return tile, total, totals
 
 
 @triton.jit
 def write_rows(
-    result, weight, sums, sums_token, factor, row_factor, row, length, columns, least_weight,
-    VALUE_SIZE: tl.constexpr, NORMALISE: tl.constexpr, WEIGHED: tl.constexpr, REVERSE: tl.constexpr,
+    result, weight, sums, rest, partial, sums_token, factor, weights, weights_after, row_factor, row, length, columns,
+    least_weight, VALUE_SIZE: tl.constexpr, NORMALISE: tl.constexpr, WEIGHED: tl.constexpr, EXACT: tl.constexpr,
+    ADDS: tl.constexpr, GOES_ON: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Sums of the queries in rows, and what they are divided by; see `read_states`."""
     token = length - 1 - row if REVERSE else row
-    if NORMALISE:
-        enough = weight >= least_weight
-        own = tl.where(enough, 1.0 / tl.where(enough, weight, 1.0), 0.0)
-        if tl.program_id(2) == 0:
-            tl.store(factor + token, own, mask=row < length)
-        result *= own[:, None]
+    inside = (row < length)[:, None] & (columns < VALUE_SIZE)[None, :]
+    place = token.to(tl.int64)[:, None] * sums_token + columns[None, :]
     if WEIGHED:
         result *= tl.load(row_factor + token, mask=row < length, other=0.0)[:, None]
-    inside = (row < length)[:, None] & (columns < VALUE_SIZE)[None, :]
-    tl.store(sums + token.to(tl.int64)[:, None] * sums_token + columns[None, :], result, mask=inside)
+    if ADDS:
+        result += tl.load(partial + place, mask=inside, other=0.0)
+        if NORMALISE:
+            weight += tl.load(weights + token, mask=row < length, other=0.0)
+    if GOES_ON:
+        tl.store(partial + place, result, mask=inside)
+        if NORMALISE:
+            if tl.program_id(1) == 0:
+                tl.store(weights_after + token, weight, mask=row < length)
+    else:
+        if NORMALISE:
+            enough = weight >= least_weight
+            own = tl.where(enough, 1.0 / tl.where(enough, weight, 1.0), 0.0)
+            if tl.program_id(1) == 0:
+                tl.store(factor + token, own, mask=row < length)
+            result *= own[:, None]
+        rounded = result.to(sums.dtype.element_ty)
+        tl.store(sums + place, rounded, mask=inside)
+        if EXACT:
+            tl.store(rest + place, result - rounded.to(tl.float32), mask=inside)
 
 
 @triton.jit
 def read_states(
-    query, key, value, states, totals, exponent, top, kept, starts, row_factor, sums, factor,
-    query_batch, query_head, query_group, query_token, key_batch, key_head, key_token,
-    value_batch, value_head, value_token, sums_batch, sums_head, sums_group, sums_token,
-    heads, groups, length, num_segments, least_weight,
-    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, SCALED: tl.constexpr, NORMALISE: tl.constexpr, WEIGHED: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, value, sums, rest, partial, factor, weights, weights_after, row_factor, extra, exponent, top, kept,
+    weight, left, starts, state, states, through, state_after,
+    query_batch, query_head, query_group, query_token, key_batch, key_head, key_group, key_token,
+    value_batch, value_head, value_group, value_token, sums_batch, sums_head, sums_group, sums_token,
+    heads, groups, shared_by, length, num_chunks, segment_chunks, num_segments, features, least_weight,
+    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    FEATURES_FIRST: tl.constexpr, NORMALISE: tl.constexpr, WEIGHED: tl.constexpr, EXTRA: tl.constexpr,
+    EXACT: tl.constexpr, ADDS: tl.constexpr, GOES_ON: tl.constexpr, BEGINS: tl.constexpr, ENDS: tl.constexpr,
+    SCALED: tl.constexpr, PACKED: tl.constexpr, PAIRS: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums [ROWS, VALUES] of queries of one head; the program of the first columns writes what they are divided by.
-
-    exponent, top, kept: where SCALED a pair weighs exp(exponent_j - top_i), the state before the segment kept_i.
-    starts: where a query's sequence starts, where PACKED.
-    factor: 1 / weight, written where NORMALISE. row_factor: what sums are multiplied by instead, where WEIGHED.
-    """
-    query_head_index = tl.program_id(0).to(tl.int64)
-    sequence, group = query_head_index // groups, query_head_index % groups
-    batch, head = sequence // heads, sequence % heads
+    """Sums [segment, VALUES] of queries of one head, and with ENDS the state after the last; see above."""
+    sequence, segment = tl.program_id(0).to(tl.int64) // num_segments, tl.program_id(0) % num_segments
+    batch, head, group = sequence // groups // heads, sequence // groups % heads, sequence % groups
+    number, numbers = sequence // shared_by, sequence // shared_by * num_chunks * ROWS
     query += batch * query_batch + head * query_head + group * query_group
-    key += batch * key_batch + head * key_head
-    value += batch * value_batch + head * value_head
-    first = tl.program_id(1) * ROWS
-    segment = first // SEGMENT
-    row = first + tl.arange(0, ROWS)
-    columns = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    before = (sequence * num_segments + segment) * KEY_SIZE
-    result, weight = read_state(
-        query, query_token, states + before * VALUE_SIZE, totals + before, row, length, columns, KEY_SIZE, VALUE_SIZE,
-        ROWS, KEYS, VALUES, NORMALISE, REVERSE, PRECISION,
+    key += batch * key_batch + head * key_head + group * key_group
+    value += batch * value_batch + head * value_head + group * value_group
+    at, of_rows = batch * sums_batch + head * sums_head + group * sums_group, sequence * length
+    keys, columns = tl.arange(0, KEYS), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    tile, total = begin(
+        state, states, through, number, segment, num_segments, features, keys, columns, KEY_SIZE, VALUE_SIZE, KEYS,
+        VALUES, FEATURES_FIRST, BEGINS, SCALED, PAIRS,
     )  # fmt: skip
-    numbers = sequence * num_segments * SEGMENT
-    if SCALED:
-        row_top = tl.load(top + numbers + row)
-        row_kept = tl.load(kept + numbers + row)
-        result *= row_kept[:, None]
-        weight *= row_kept
-    for start in range(segment * SEGMENT, first + ROWS, ROWS):
-        token = start + tl.arange(0, ROWS)
-        scores = form_scores(
-            query, query_token, key, key_token, row, token, length, KEY_SIZE, ROWS, KEYS, REVERSE, PRECISION
-        )
-        visible = token[None, :] <= row[:, None]
-        if PACKED:
-            visible &= token[None, :] >= tl.load(starts + batch * num_segments * SEGMENT + row)[:, None]
-        if SCALED:
-            power = tl.load(exponent + numbers + token)[None, :] - row_top[:, None]
-            scores *= tl.exp(tl.where(visible, power, HIDDEN))
-        scores = tl.where(visible, scores, 0.0)
-        values = load_rows(value, value_token, token, length, columns, VALUE_SIZE, REVERSE)
-        scores = scores.to(values.dtype)
-        result = tl.dot(scores, values, result, input_precision=PRECISION)
-        weight += tl.sum(scores.to(tl.float32), 1)
-    sums += batch * sums_batch + head * sums_head + group * sums_group
-    numbers = query_head_index * length
-    write_rows(
-        result, weight, sums, sums_token, factor + numbers, row_factor + numbers, row, length, columns, least_weight,
-        VALUE_SIZE, NORMALISE, WEIGHED, REVERSE,
-    )  # fmt: skip
+    totals, own = tl.zeros([KEYS, ALIKE], dtype=tl.float32), tl.zeros([ROWS], dtype=tl.float32)
+    if NORMALISE:  # sums of features by products, too, as columns that are all alike
+        totals += total[:, None]
+    for chunk in range(segment * segment_chunks, tl.minimum((segment + 1) * segment_chunks, num_chunks)):
+        row = chunk * ROWS + tl.arange(0, ROWS)
+        queries = load_rows(query, query_token, row, length, keys, KEY_SIZE, REVERSE)
+        if EXTRA is not None:
+            token = length - 1 - row if REVERSE else row
+            own = tl.load(extra + of_rows + token, mask=row < length, other=0.0)
+        result, said = read_state(queries, tile, total, totals, own, ROWS, VALUES, NORMALISE, EXTRA, PRECISION)
+        if PAIRS:
+            rows = load_rows(key, key_token, row, length, keys, KEY_SIZE, REVERSE)
+            values = load_rows(value, value_token, row, length, columns, VALUE_SIZE, REVERSE)
+            result, said = add_pairs(
+                queries, rows, values, row, starts + batch * num_chunks * ROWS, own, result, said, exponent + numbers,
+                top + numbers, kept + numbers, EXTRA, SCALED, PACKED, PRECISION,
+            )  # fmt: skip
+        write_rows(
+            result, said, sums + at, rest + at, partial + at, sums_token, factor + of_rows, weights + of_rows,
+            weights_after + of_rows, row_factor + of_rows, row, length, columns, least_weight, VALUE_SIZE, NORMALISE,
+            WEIGHED, EXACT, ADDS, GOES_ON, REVERSE,
+        )  # fmt: skip
+        if PAIRS:
+            tile, total, totals = go_on(
+                rows, values, tile, total, totals, own, weight + numbers + row, left + number * num_chunks + chunk,
+                ROWS, FEATURES_FIRST, NORMALISE, EXTRA, SCALED, PRECISION,
+            )  # fmt: skip
+    if ENDS:
+        if (segment == num_segments - 1) & (sequence % shared_by == 0):
+            total = tl.max(totals, 1) if NORMALISE else total
+            first = tl.program_id(1) == 0 if FEATURES_FIRST else tl.program_id(1) >= 0
+            store_state(state_after, number, features, keys, columns, tile, total, first, KEY_SIZE, VALUE_SIZE,
+                        FEATURES_FIRST)  # fmt: skip
 
 
 @triton.jit
-def step_token(
-    query, key, value, log_scale, log_decay, sums, state, log_max, state_after, log_max_after, groups, least_weight,
-    KEY_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUES: tl.constexpr,
-    SCALED: tl.constexpr, DECAYED: tl.constexpr,
+def multiply_rows(
+    x, y, rest, products, x_batch, x_head, x_group, x_token, y_batch, y_head, y_group, y_token, heads, groups, length,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One more key of a sequence, and all queries of its groups, in VALUES columns of its state; of KEYS >= KEY_SIZE.
-
-    log_scale: of the key where SCALED. log_decay: of the state where DECAYED.
-    """
+    """Products [ROWS] of the rows of x and y of one head; y has `rest` besides where EXACT."""
     sequence = tl.program_id(0).to(tl.int64)
-    features = tl.arange(0, KEYS)
-    columns = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
-    of_keys, of_values = features < KEY_SIZE, columns < VALUE_SIZE
-    inside = of_keys[:, None] & of_values[None, :]
-    keys = tl.load(key + sequence * KEY_SIZE + features, mask=of_keys, other=0.0).to(tl.float32)
-    values = tl.load(value + sequence * VALUE_SIZE + columns, mask=of_values, other=0.0).to(tl.float32)
-    place = (sequence * KEY_SIZE + features) * (VALUE_SIZE + 1)
-    kept = tl.load(state + place[:, None] + columns[None, :], mask=inside, other=0.0)
-    total = tl.load(state + place + VALUE_SIZE, mask=of_keys, other=0.0)
-    before = tl.load(log_max + sequence)
-    after = before
-    if SCALED or DECAYED:
-        if DECAYED:
-            before += tl.load(log_decay + sequence)
-        scale = tl.load(log_scale + sequence) if SCALED else 0.0
-        after = tl.maximum(before, scale)
-        left = tl.exp(before - after)
-        keys *= tl.exp(scale - after)
-        kept *= left
-        total *= left
-    kept += keys[:, None] * values[None, :]
-    total += keys
-    tl.store(state_after + place[:, None] + columns[None, :], kept, mask=inside)
-    if tl.program_id(1) == 0:
-        tl.store(state_after + place + VALUE_SIZE, total, mask=of_keys)
-        tl.store(log_max_after + sequence, after)
-    for group in range(groups):
-        row = sequence * groups + group
-        queries = tl.load(query + row * KEY_SIZE + features, mask=of_keys, other=0.0).to(tl.float32)
-        weight = tl.sum(queries * total, 0)
-        result = tl.sum(queries[:, None] * kept, 0) / tl.where(weight >= least_weight, weight, float("inf"))
-        tl.store(sums + row * VALUE_SIZE + columns, result, mask=of_values)
+    batch, head, group = sequence // groups // heads, sequence // groups % heads, sequence % groups
+    at = batch * y_batch + head * y_head + group * y_group
+    row, columns = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    own = load_rows(x + batch * x_batch + head * x_head + group * x_group, x_token, row, length, columns, SIZE, False)
+    other = load_rows(y + at, y_token, row, length, columns, SIZE, False).to(tl.float32)
+    if EXACT:
+        other += load_rows(rest + at, y_token, row, length, columns, SIZE, False).to(tl.float32)
+    tl.store(products + sequence * length + row, tl.sum(own.to(tl.float32) * other, 1), mask=row < length)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..chunk_sums import LEAST_WEIGHT, LinearState
 from ..native.library import operation
-from .causal_kernels import step_token
-from .launching import launch, require_kernels
+from .launching import launch, padded, require_kernels
+from .step_kernels import step_token
 
-VALUES = 32  # columns of values in a program
+NUMBERS, MOST_VALUES = 4096, 32  # of a state in a program, and columns of values
 
 
 @operation("sums", "state_after", "log_max_after", devices=("CPU", "CUDA"))
@@ -33,11 +32,13 @@ def causal_step_triton(
     require_kernels(query)
     (batch, heads, groups, _, key_size), value_size = query.shape, value.shape[-1]
     unused = log_max  # in the place of numbers that are not read
+    keys = padded(key_size)
+    values = min(MOST_VALUES, max(1, NUMBERS // keys))
     launch(
-        step_token, (batch * heads, triton.cdiv(value_size, VALUES)), query,
+        step_token, (batch * heads, -(-value_size // values)), query,
         query, key, value, *(unused if x is None else x for x in (log_scale, log_decay)), sums,
         state, log_max, state_after, log_max_after, groups, LEAST_WEIGHT[torch.float32],
-        KEY_SIZE=key_size, KEYS=triton.next_power_of_2(key_size), VALUE_SIZE=value_size, VALUES=VALUES,
+        KEY_SIZE=key_size, KEYS=keys, VALUE_SIZE=value_size, VALUES=values,
         SCALED=log_scale is not None, DECAYED=log_decay is not None,
     )  # fmt: skip
 

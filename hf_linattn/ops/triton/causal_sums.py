@@ -1,7 +1,9 @@
-"""Causal sums by Triton: what `native.causal_sums` computes from features, on a GPU, for all tokens at once."""
+"""Causal sums by Triton: kernel attention of features on a GPU, forward and back."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,163 +11,301 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from ..causal_sums import CausalSums
+from ...errors import OptionError
 from ..chunk_sums import LEAST_WEIGHT
 from ..exponential import LOWEST
 from ..native.library import operation
-from .causal_kernels import read_states, write_states
-from .causal_step import step_attention
-from .features import make_features
-from .launching import kinds, launch, precision, require_kernels
-
-SEGMENT, ROWS = 256, 64  # tokens that share a state, and queries or keys in a tile
-STATE_TILE, KEYS, VALUES = 64, 32, 128  # of a state; features at a time; columns of values at most
+from .causal_kernels import multiply_rows, read_states, write_states
+from .causal_scales import Scales
+from .launching import is_large, launch, padded, precision, require_kernels, strides
 
 
-def running_max(value: Tensor, gain: Tensor) -> Tensor:
-    """Return m_t = max(value_t, m_{t-1} + gain_t) along the last dimension, in steps of twice the distance each."""
-    distance = 1
-    while distance < value.shape[-1]:
-        earlier = F.pad(value[..., :-distance], (distance, 0), value=LOWEST)
-        value = torch.maximum(value, earlier + gain)
-        gain = gain + F.pad(gain[..., :-distance], (distance, 0))
-        distance *= 2
-    return value
+class Tiles(NamedTuple):
+    """rows: tokens in a chunk. values: columns of values in a program."""
+
+    rows: int
+    values: int
+    num_warps: int
+    num_stages: int
 
 
-class Scales(NamedTuple):
-    """What log scales and decays make of keys, queries and states, number by number; T segments of S tokens.
+# by the bytes of a row of features, or in gradients of values, that a program has, rounded up to a power of two
+TILES = {256: Tiles(64, 64, 4, 2), 512: Tiles(64, 64, 8, 2), 1024: Tiles(32, 32, 8, 1)}
+# where products of warps leave fewer registers, see `is_large`
+SMALL_TILES = {256: Tiles(32, 32, 4, 2), 512: Tiles(16, 32, 4, 2), 1024: Tiles(16, 16, 8, 1)}
+MOST_BYTES = 256  # of features; more of them are read in parts, which is faster than a larger state
+STATE_KEYS, STATE_VALUES = 64, 128  # of `write_states`
+STATE_OPTIONS = {True: {"num_warps": 4, "num_stages": 3}, False: {"num_warps": 8, "num_stages": 1}}  # by `is_large`
+PROGRAMS, LEAST_CHUNKS = 256, 8  # as many programs keep a GPU busy; a segment has at least so many chunks
+PRODUCT_ROWS = 32  # of `multiply_rows`
 
-    exponent: of the keys, counted from where their segment begins. top: the largest exponent a query sees, counted so,
-    and kept: what the state before its segment weighs beside it. weight: of the keys as seen from the end of their
-    segment. All [B, Hkv, T, S]. left: of a state at the end of a segment [B, Hkv, T]. after: the next state's largest
-    exponent [B, Hkv]. passed: what a token's own place adds to `top` [B, Hkv, T, S].
-    """
 
-    exponent: Tensor
-    top: Tensor
-    kept: Tensor
-    weight: Tensor
-    left: Tensor
-    after: Tensor
-    passed: Tensor
+def tiles_for(rows: Tensor, size: int | None = None) -> Tiles:
+    """Return the tiles for rows of `size` numbers, those of `rows` [..., D] for None."""
+    size = rows.shape[-1] if size is None else size
+    width = max(min(TILES), padded(size) * rows.itemsize)
+    if width not in TILES:
+        raise OptionError(
+            f"backend 'triton' got values of {size} numbers of {rows.dtype}, of which its kernels take"
+            f" {max(TILES) // rows.itemsize} at most; choose set_backend(model, 'torch')"
+        )
+    return (TILES if is_large(rows.device) else SMALL_TILES)[width]
+
+
+def feature_parts(query: Tensor) -> list[slice]:
+    """Return which features of query [..., F] programs have at a time."""
+    size, most = query.shape[-1], MOST_BYTES // query.itemsize
+    return [slice(at, min(at + most, size)) for at in range(0, size, most)]
+
+
+class Cut(NamedTuple):
+    """How sequences are cut: into chunks of `rows` tokens, and segments of `chunks` chunks."""
+
+    rows: int
+    num_chunks: int
+    chunks: int
+    num_segments: int
 
     @classmethod
-    def of(cls, log_scale: Tensor, log_decay: Tensor, log_max: Tensor, starts: Tensor | None = None) -> Scales:
-        """Work them out for log_scale and log_decay [B, Hkv, N] after a state of the largest exponent `log_max`.
-
-        starts: [B, T S], where the sequence of each place starts; None if rows hold one.
-        """
-        missing = (0, -log_scale.shape[-1] % SEGMENT)
-        log_scale = F.pad(log_scale, missing, value=LOWEST).unflatten(-1, (-1, SEGMENT))
-        passed = F.pad(log_decay, missing).unflatten(-1, (-1, SEGMENT)).cumsum(-1)
-        exponent, through = log_scale - passed, passed[..., -1]
-        at_end, going_on, top, continues = exponent, through, exponent.cummax(-1).values, None
-        if starts is not None:
-            start = starts[:, None].unflatten(-1, (-1, SEGMENT))
-            last = start[..., -1:]
-            carried = torch.cat([start[:, :, :1, :1], last[:, :, :-1]], dim=2)  # the sequence of the state before
-            continues = start == carried
-            at_end = exponent.masked_fill(start != last, LOWEST)
-            going_on = through.masked_fill((last != carried)[..., 0], LOWEST)
-            begins = F.pad(start[..., 1:] != start[..., :-1], (1, 0))
-            top = running_max(exponent, torch.where(begins, LOWEST, 0.0).expand_as(exponent))
-        own = (at_end.amax(-1) + through).clamp(min=LOWEST / 2)
-        own = torch.cat([torch.maximum(own[..., :1], log_max[..., None] + going_on[..., :1]), own[..., 1:]], dim=-1)
-        after = running_max(own, going_on)
-        before = torch.cat([log_max[..., None], after[..., :-1]], dim=-1)
-        seen = before[..., None] if continues is None else torch.where(continues, before[..., None], LOWEST)
-        top = torch.maximum(top, seen).clamp(min=LOWEST / 2)
-        return cls(
-            exponent,
-            top,
-            (seen - top).exp(),
-            (at_end + (through - after)[..., None]).exp(),
-            (before + going_on - after).exp(),
-            after[..., -1],
-            passed,
-        )
-
-    def row_top(self, length: int, reverse: bool) -> Tensor:
-        """The log of what the sums of every query were divided by [B, Hkv, N]."""
-        top = (self.top + self.passed).flatten(-2)[..., :length]
-        return top.flip(-1) if reverse else top
+    def of(cls, length: int, rows: int, programs: int) -> Cut:
+        """As many segments as the GPU has room for beside `programs` for each."""
+        num_chunks = -(-length // rows)
+        chunks = max(LEAST_CHUNKS, -(-num_chunks // max(1, PROGRAMS // programs)))
+        return cls(rows, num_chunks, min(chunks, num_chunks), -(-num_chunks // chunks))
 
 
-@operation("sums", "factor", "top", "state_after", "log_max_after", devices=("CPU", "CUDA"))
-def causal_sums_triton(
-    query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None,
-    row_scale: Tensor | None, sums: Tensor, factor: Tensor, top: Tensor, state: Tensor, log_max: Tensor,
-    state_after: Tensor, log_max_after: Tensor, normalise: bool, reverse: bool, starts: Tensor | None = None,
+def cut_for(query: Tensor, value: Tensor) -> Cut:
+    """Return how query [B, Hkv, G, N, F] and value [B, Hkv, N, Dv] are cut, forward and back."""
+    tiles, others = tiles_for(query, feature_parts(query)[0].stop), tiles_for(value)
+    programs = query.shape[:3].numel() * -(-value.shape[-1] // tiles.values)
+    return Cut.of(query.shape[3], min(tiles.rows, others.rows), programs)
+
+
+def pack(starts: Tensor | None, cut: Cut) -> Tensor | None:
+    """Return starts [B, N] for all places of all chunks."""
+    if starts is None:
+        return None
+    missing = cut.num_chunks * cut.rows - starts.shape[1]
+    return torch.cat([starts, starts[:, -1:].expand(-1, missing)], dim=1)
+
+
+def add_up(
+    key: Tensor, value: Tensor, states: Tensor, cut: Cut, *, scales: Scales | None, extra: Tensor | None = None,
+    reverse: bool = False,
 ) -> None:  # fmt: skip
-    """`native.causal_sums.causal_sums` of features; arguments and results as there.
+    """Run `write_states`, see there, over states [B, Hkv, (G,) T, F, Dv + 1] of the first T segments."""
+    *heads, count, key_size, width = states.shape
+    if not count:
+        return
+    columns = min(STATE_VALUES, padded(width - 1))
+    weight, left = (states, states) if scales is None else (scales.weight, scales.left)
+    grid = (math.prod(heads) * count, -(-key_size // STATE_KEYS), -(-(width - 1) // columns))
+    launch(
+        write_states, grid, key, key, value, states if extra is None else extra, weight, left, states, *strides(key),
+        *strides(value), heads[1], math.prod(heads[2:]), key.shape[-2], cut.num_chunks, cut.chunks, count,
+        KEY_SIZE=key_size, VALUE_SIZE=width - 1, ROWS=cut.rows, KEYS=STATE_KEYS, VALUES=columns,
+        SCALED=scales is not None, EXTRA=extra is not None, REVERSE=reverse, PRECISION=precision(),
+        **STATE_OPTIONS[is_large(key.device)],
+    )  # fmt: skip
 
-    starts: [B, N], where the sequence of each token starts, as they are read, if rows hold several; with log scales.
 
-    The states before all segments take B Hkv N / 256 K Dv numbers while it runs. Products of float32 follow
-    `torch.set_float32_matmul_precision`: three of TF32 each for "highest", else one. Features, values and sums may be
-    of half precision, all alike.
+def walk(query: Tensor, key: Tensor, value: Tensor, sums: Tensor, states: Tensor, cut: Cut, **how: Any) -> None:
+    """Run `read_part` over all features, the keys of these sums; arguments as there."""
+    parts = feature_parts(query) if how.get("features_first", True) else []
+    if len(parts) < 2:
+        return read_part(query, key, value, sums, states, cut, **how)
+    partial = torch.empty_like(sums, dtype=torch.float32)
+    weights = list(sums.new_empty(2, *sums.shape[:-1], dtype=torch.float32))
+    of_states = ("state", "state_after")
+    for number, part in enumerate(parts):
+        own = how | {name: how[name][..., part, :] for name in of_states if how.get(name) is not None}
+        own |= {"partial": partial, "weights": weights, "adds": number > 0, "goes_on": number + 1 < len(parts)}
+        read_part(
+            query[..., part], key[..., part], value, sums, states[..., part, :], cut, features=query.shape[-1], **own
+        )
+        weights.reverse()
+
+
+def read_part(
+    query: Tensor, key: Tensor, value: Tensor, sums: Tensor, states: Tensor, cut: Cut, *, scales: Scales | None = None,
+    starts: Tensor | None = None, state: Tensor | None = None, state_after: Tensor | None = None,
+    rest: Tensor | None = None, factor: Tensor | None = None, row_factor: Tensor | None = None,
+    extra: Tensor | None = None, extra_of: str | None = None, features_first: bool = True, normalise: bool = False,
+    reverse: bool = False, shared: bool = True, partial: Tensor | None = None,
+    weights: Sequence[Tensor | None] = (None, None), adds: bool = False, goes_on: bool = False, features: int = 0,
+    pairs: bool = True,
+) -> None:  # fmt: skip
+    """Run `read_states`, see there, over sums [B, Hkv, G, N, Dv]; shared: whether groups have states in common.
+
+    features: how many all are, where these are a part. pairs: whether queries see keys up to their own only.
+    """
+    batch, heads, groups, length, value_size = sums.shape
+    tiles, unused = tiles_for(query), states  # in the place of what is not read
+    columns = min(tiles.values, padded(value_size))
+    of_tokens = (unused,) * 5 if scales is None else scales[:5]
+    through = unused if scales is None else scales.through(cut.chunks)
+    of_rows = (rest, partial, factor, *weights, row_factor, extra)
+    given = (*of_rows, *of_tokens, starts, state, states, through, state_after)
+    launch(
+        read_states, (batch * heads * groups * cut.num_segments, -(-value_size // columns)), query,
+        query, key, value, sums, *(unused if x is None else x for x in given),
+        *strides(query), *strides(key), *strides(value), *strides(sums), heads, groups, groups if shared else 1,
+        length, cut.num_chunks, cut.chunks, cut.num_segments,
+        features or (query if features_first else sums).shape[-1], LEAST_WEIGHT[torch.float32],
+        KEY_SIZE=query.shape[-1], VALUE_SIZE=value_size, ROWS=cut.rows,
+        KEYS=padded(query.shape[-1]), VALUES=columns, FEATURES_FIRST=features_first,
+        NORMALISE=normalise, WEIGHED=row_factor is not None, EXTRA=extra_of, EXACT=rest is not None, ADDS=adds,
+        GOES_ON=goes_on, BEGINS=state is not None, ENDS=state_after is not None, SCALED=scales is not None,
+        PACKED=starts is not None, PAIRS=pairs, REVERSE=reverse, PRECISION=precision(), num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )  # fmt: skip
+
+
+def scales_of(
+    cut: Cut, like: Tensor, log_scale: Tensor | None, log_decay: Tensor | None, log_max: Tensor, starts: Tensor | None,
+    causal: bool,
+) -> Scales | None:  # fmt: skip
+    """Return the scales of the forward pass of keys `like`, if there are any."""
+    if log_scale is None and log_decay is None:
+        return None
+    scale, decay = (log_max.new_zeros(like.shape[:3]) if x is None else x for x in (log_scale, log_decay))
+    return Scales.of(cut.rows, scale, decay, log_max, starts) if causal else Scales.of_all(cut.rows, scale)
+
+
+@operation("sums", "rest", "factor", "top", "states", "state_after", "log_max_after", devices=("CPU", "CUDA"))
+def causal_sums_triton(
+    query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None, sums: Tensor,
+    rest: Tensor | None, factor: Tensor, top: Tensor | None, state: Tensor | None, log_max: Tensor, states: Tensor,
+    state_after: Tensor, log_max_after: Tensor, starts: Tensor | None, causal: bool,
+) -> None:  # fmt: skip
+    """Kernel attention of features; see `causal_attention.attend`.
+
+    Args:
+        query: [B, Hkv, G, N, F]. key: [B, Hkv, N, F]. value: [B, Hkv, N, Dv]. log_scale, log_decay: [B, Hkv, N].
+        sums: [B, Hkv, G, N, Dv], the output. rest: like `sums`, what it lacks for having been rounded.
+        factor: [B, Hkv, G, N], one over the weights of each query, which exp(top) more belongs to.
+        state: [B, Hkv, F, Dv + 1], contiguous, zero for None. log_max: [B, Hkv]. Likewise what they become.
+        states: what segments add to the state [B, Hkv, T, F, Dv + 1]: all but the last, or all if not `causal`.
+        starts: [B, N], where the sequence of each token starts, if rows hold several; with log scales.
+        causal: whether queries see keys up to their own only; if not, there is nothing before and no decay.
+
+    Products of float32 follow `torch.set_float32_matmul_precision`: three of TF32 each for "highest", else one.
+    Features, values and sums may be of half precision, all alike.
 
     Raises:
-        OptionError: the heads are on a CPU, and Triton was not imported to interpret kernels there.
+        OptionError: the heads are on a CPU, and Triton was not imported to interpret kernels there; or there are more
+            values than programs take.
     """
     require_kernels(query)
-    batch, heads, groups, length, key_size = query.shape
-    num_segments, scales = -(-length // SEGMENT), None
-    if starts is not None:
-        starts = torch.cat([starts, starts[:, -1:].expand(-1, num_segments * SEGMENT - length)], dim=1)
-    if log_scale is not None or log_decay is not None:
-        zeros = log_max.new_zeros(key.shape[:3])
-        scale, decay = (zeros if x is None else x.flip(-1) if reverse else x for x in (log_scale, log_decay))
-        scales = Scales.of(scale, decay, log_max, starts)
-        top.copy_(scales.row_top(length, reverse)[:, :, None].expand_as(top))
-        log_max_after.copy_(scales.after)
-    else:
+    cut = cut_for(query, value)
+    starts = pack(starts, cut)
+    scales = scales_of(cut, key, log_scale, log_decay, log_max, starts, causal)
+    add_up(key, value, states, cut, scales=scales)
+    if scales is not None:
+        log_max = scales.after
+    if top is not None and scales is not None:
+        tops = scales.row_top(query.shape[3]) if causal else scales.after[..., None]
+        top.copy_(tops[:, :, None].expand_as(top))
+    elif top is not None:
         top.zero_()
-        log_max_after.copy_(log_max)
-    if not normalise:
-        factor.copy_(torch.ones_like(top) if row_scale is None else (row_scale + top).exp())
-    states = log_max.new_empty(batch, heads, num_segments, key_size, value.shape[-1])
-    totals = log_max.new_empty(batch, heads, num_segments, key_size)
-    unused = totals  # in the place of numbers that are not read
-    sizes = {
-        "KEY_SIZE": key_size, "VALUE_SIZE": value.shape[-1], "SEGMENT": SEGMENT, "ROWS": ROWS,
-        "SCALED": scales is not None, "NORMALISE": normalise, "REVERSE": reverse,
-        "PRECISION": precision(),
+    log_max_after.copy_(log_max)
+    how: dict[str, Any] = {"rest": rest, "factor": factor, "normalise": True}
+    if causal:
+        how |= {"scales": scales, "starts": starts, "state": state, "state_after": state_after}
+    else:
+        how |= {"state": torch.sum(states, 2, out=state_after), "pairs": False}
+    walk(query, key, value, sums, states, cut, **how)
+
+
+@operation("d_query", "d_key", "d_value", "before", "before_max", devices=("CPU", "CUDA"))
+def causal_sums_backward_triton(
+    query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None, grad: Tensor,
+    extra: Tensor, factor: Tensor, top: Tensor, state: Tensor | None, log_max: Tensor, states: Tensor,
+    d_state: Tensor | None, d_state_max: Tensor, d_query: Tensor, d_key: Tensor, d_value: Tensor, before: Tensor,
+    before_max: Tensor, starts: Tensor | None, starts_back: Tensor | None, causal: bool,
+) -> None:  # fmt: skip
+    """Write the gradients of queries, and for each group of queries those of keys and values; arguments as before.
+
+    With the gradients g_i of the outputs, extra e_i = -g_i . o_i and w_i, what the weights of query i add up to,
+
+        dL/dphi(q_i) = 1 / w_i sum_{j <= i} (g_i . v_j + e_i) phi(k_j)
+        dL/dphi(k_j) = sum_{i >= j} (v_j . g_i + e_i) phi(q_i) / w_i
+        dL/dv_j      = sum_{i >= j} (phi(k_j) . phi(q_i)) g_i / w_i
+
+    are causal sums again, the last two read from the end, with the same states; 1 / w_i is a scale of what is read as
+    a key there.
+
+    Args:
+        state: that before; if not `causal`, that after.
+        grad, d_query: as `sums` and query. extra: [B, Hkv, G, N]. d_key, d_value: [B, Hkv, G, N, F] and Dv.
+        d_state: [B, Hkv, G, F, Dv + 1], gradient of the state after, of exponent d_state_max [B, Hkv, G]; `before`
+            and before_max likewise of the state before.
+        starts_back: `starts` as tokens are read from the end.
+    """
+    cut = cut_for(query, value)
+    of_keys, of_queries = pack(starts, cut), pack(starts_back, cut)
+    scales = scales_of(cut, key, log_scale, log_decay, log_max, of_keys, True) if causal else None
+    walk(
+        grad, value, key, d_query, states, cut, scales=scales, starts=of_keys, state=state, row_factor=factor,
+        extra=extra, extra_of="rows", features_first=False, pairs=causal,
+    )  # fmt: skip
+    # a query without weight has no gradient; as a key that is read from the end it must not be the largest
+    share = torch.where(factor > 0, factor.log() - top, LOWEST).flatten(1, 2)
+    back = _back(cut, share, log_decay, d_state_max, of_queries) if causal else Scales.of_all(cut.rows, share)
+    before_max.copy_(back.after.view_as(before_max))
+    tops = (back.row_top(query.shape[3], reverse=True) if causal else back.after[..., None]).view(
+        *factor.shape[:3], -1
+    )
+    own = tops if log_scale is None else tops + log_scale[:, :, None]
+    states = states.new_empty(*query.shape[:3], *states.shape[2:])
+    add_up(query, grad, states, cut, scales=back, extra=extra, reverse=causal)
+    how: dict[str, Any] = {
+        "scales": back, "starts": of_queries, "state": d_state if causal else states.sum(3), "reverse": causal,
+        "row_factor": own.exp().expand(factor.shape).contiguous(), "shared": False, "pairs": causal,
     }  # fmt: skip
-    weight, left = (unused, unused) if scales is None else (scales.weight.contiguous(), scales.left.contiguous())
-    grid: tuple[int, ...] = (batch * heads, -(-key_size // STATE_TILE), -(-value.shape[-1] // STATE_TILE))
+    walk(key, query, grad, d_value, states, cut, **how)
+    how |= {"extra": extra, "extra_of": "keys", "features_first": False, "state_after": before if causal else None}
+    walk(value, grad, query, d_key, states, cut, **how)
+
+
+def _back(
+    cut: Cut, share: Tensor, log_decay: Tensor | None, log_max: Tensor, starts: Tensor | None
+) -> Scales:  # fmt: skip
+    """Return the scales of queries that are read as keys from the end; share: theirs [B, H, N]."""
+    share, decay = share.flip(-1), torch.zeros_like(share)
+    if log_decay is not None:  # between two tokens that are read backwards comes the decay of the later one
+        groups = share.shape[1] // log_decay.shape[1]
+        decay = F.pad(log_decay[:, :, 1:], (0, 1)).flip(-1).repeat_interleave(groups, 1)
+    return Scales.of(cut.rows, share, decay, log_max.flatten(1), starts)
+
+
+def row_products(x: Tensor, y: Tensor, rest: Tensor | None = None) -> Tensor:
+    """Return sum_d x_d (y_d + rest_d) in float32 for x, y, rest [B, Hkv, (G,) N, D]; y and rest lie alike."""
+    *heads, length, size = x.shape
+    products = x.new_empty(*heads, length, dtype=torch.float32)
+    columns = padded(size)
     launch(
-        write_states, grid, query,
-        key, value, weight, left, state, state_after, states, totals, *key.stride()[:3], *value.stride()[:3],
-        heads, length, num_segments, **sizes, KEYS=STATE_TILE, VALUES=STATE_TILE,
+        multiply_rows, (math.prod(heads), -(-length // PRODUCT_ROWS)), x, x, y, y if rest is None else rest, products,
+        *strides(x), *strides(y), heads[1], math.prod(heads[2:]), length, SIZE=size, ROWS=PRODUCT_ROWS,
+        COLUMNS=columns, EXACT=rest is not None,
     )  # fmt: skip
-    columns = min(VALUES, max(16, 1 << (value.shape[-1] - 1).bit_length()))
-    of_rows = (unused,) * 3 if scales is None else (scales.exponent, scales.top, scales.kept)
-    grid = (batch * heads * groups, -(-length // ROWS), -(-value.shape[-1] // columns))
-    launch(
-        read_states, grid, query,
-        query, key, value, states, totals, *(x.contiguous() for x in of_rows), unused if starts is None else starts,
-        factor, sums, factor,
-        *query.stride()[:4], *key.stride()[:3], *value.stride()[:3], *sums.stride()[:4],
-        heads, groups, length, num_segments, LEAST_WEIGHT[torch.float32], **sizes, KEYS=KEYS, VALUES=columns,
-        WEIGHED=row_scale is not None and not normalise, PACKED=starts is not None,
-    )  # fmt: skip
+    return products
 
 
-def packed_rows(sequence_ids: Tensor) -> tuple[Tensor]:
-    """Return where the sequence of each token starts [B, N], int32."""
-    begins = F.pad(sequence_ids[:, 1:] != sequence_ids[:, :-1], (1, 0))
-    steps = torch.arange(begins.shape[1], device=begins.device, dtype=torch.int32)
-    return (torch.where(begins, steps, 0).cummax(1).values,)
-
-
-TRITON_SUMS = CausalSums(causal_sums_triton, packed_rows, kinds, make_features, step_attention)
+def count_flops(query: Any, key: Any, value: Any) -> int:
+    """Half of the pairs inside a chunk, twice; reading the state for every query, adding every key to it."""
+    (batch, heads, groups, length, key_size), value_size = query, value[-1]
+    pairs = groups * (TILES[min(TILES)].rows + 1) * (key_size + value_size)
+    return batch * heads * length * (pairs + 2 * (groups + 1) * key_size * value_size)
 
 
 @register_flop_formula(torch.ops.hf_linattn.causal_sums_triton)
 def _flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
-    """Half of the pairs inside a segment, twice; reading the state for every query, adding every key to it."""
+    return count_flops(query, key, value)
+
+
+@register_flop_formula(torch.ops.hf_linattn.causal_sums_backward_triton)
+def _reverse_flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
+    """Three times the sums, of which two have the states in common."""
     (batch, heads, groups, length, key_size), value_size = query, value[-1]
-    pairs = groups * (SEGMENT + ROWS) * (key_size + value_size)
-    return batch * heads * length * (pairs + 2 * (groups + 1) * key_size * value_size)
+    return 3 * count_flops(query, key, value) - 2 * batch * heads * groups * length * key_size * value_size

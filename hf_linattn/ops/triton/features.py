@@ -5,11 +5,10 @@ What the maps' activations are differentiated by is in the features, so the back
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -17,26 +16,15 @@ from ..causal_linear import Features
 from ..native.causal_sums import NativeMap
 from ..native.library import dense_rows
 from ..precision import wide
-from .feature_kernels import write_features
-from .launching import launch, precision, require_kernels
+from .feature_kernels import write_features, write_slopes
+from .launching import is_large, launch, padded, precision, require_kernels, strides
 
-INPUTS, NUMBERS, MOST_ROWS = 16, 16384, 64  # of the heads' width at a time; in a tile of features, and its rows
-OPTIONS = {"num_warps": 8, "num_stages": 2}  # more do not fit into shared memory
-
-
-def softmax_pair_gradient(features: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient of z where features [..., 2 m] are softmax(z) and softmax(-z)."""
-    both, products = features.unflatten(-1, (2, -1)), (features * gradient).unflatten(-1, (2, -1))
-    own, opposite = (products - both * products.sum(-1, keepdim=True)).unbind(-2)
-    return own - opposite
-
-
-GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of z, by features and their gradients
-    "elu": lambda features, gradient: features.clamp(max=1) * gradient,
-    "relu": lambda features, gradient: (features > 0) * gradient,
-    "exponential": lambda features, gradient: features * gradient,
-    "softmax_pair": softmax_pair_gradient,
-}
+INPUT_BYTES = {True: 256, False: 64}  # of a row of heads at a time, by `is_large`
+NUMBERS, MOST_ROWS = 16384, 64  # in a tile of features, and its rows
+PAIR_NUMBERS = 8192  # the same of what "softmax_pair" is made from
+TILES = 4  # of tokens in a program, where there are as many
+OPTIONS, PAIR_OPTIONS = {"num_warps": 8, "num_stages": 2}, {"num_warps": 4, "num_stages": 2}
+SLOPE_NUMBERS = 8192  # in a tile of gradients
 
 
 def make_features(x: Tensor, native: NativeMap) -> Features:
@@ -61,17 +49,22 @@ class _MakeFeatures(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient, log_gradient):
         x, weight, bias, features = ctx.saved_tensors
-        of_z = GRADIENTS[ctx.native.activation](features, wide(gradient))
-        of_x, of_weight, of_bias = of_z, None, None
+        slopes = read_back(features, gradient, ctx.native.activation)
+        of_x, of_weight, of_bias = slopes, None, None
         if weight is not None:
-            of_z = of_z.to(x.dtype)
-            of_x = of_z @ weight.to(x.dtype).mT
-            of_weight = wide(x.mT @ of_z).sum_to_size(weight.shape).to(weight.dtype)
-        if bias is not None:
-            of_bias = of_z.sum(-2, dtype=torch.float32).sum_to_size(bias.shape).to(bias.dtype)
+            of_x = slopes @ weight.to(x.dtype).mT
+            if ctx.needs_input_grad[1]:
+                of_weight = wide(x.mT @ slopes).sum_to_size(weight.shape).to(weight.dtype)
+        if bias is not None and ctx.needs_input_grad[2]:
+            of_bias = slopes.sum(-2, dtype=torch.float32).sum_to_size(bias.shape).to(bias.dtype)
         if log_gradient is not None and ctx.native.quadratic:
-            of_x = of_x + (2 * ctx.native.quadratic) * x * log_gradient[..., None]
-        return of_x.to(x.dtype), of_weight, of_bias, None
+            of_x = of_x.addcmul(x, (2 * ctx.native.quadratic * log_gradient[..., None]).to(x.dtype))
+        return of_x, of_weight, of_bias, None
+
+
+def row_tile(columns: int, numbers: int) -> int:
+    """Return how many rows of so many columns are in a tile of about so many numbers."""
+    return min(MOST_ROWS, max(16, numbers // columns))
 
 
 def read(x: Tensor, native: NativeMap) -> tuple[Tensor, Tensor | None]:
@@ -81,19 +74,42 @@ def read(x: Tensor, native: NativeMap) -> tuple[Tensor, Tensor | None]:
     batch, heads, groups, length, input_size = rows.shape
     weight, bias = native.operands(heads, groups)
     size = input_size if native.weight is None else native.weight.shape[-1]
-    columns = max(16, triton.next_power_of_2(size))
+    columns = padded(size)
     features = x.new_empty(*x.shape[:-1], size * (2 if native.activation == "softmax_pair" else 1))
     scaled = native.activation == "exponential"
     log_scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if scaled else None
-    row_tile = min(MOST_ROWS, max(16, NUMBERS // columns))
-    sizes: dict[str, Any] = {"ROWS": row_tile, "INPUTS": INPUTS, "COLUMNS": columns, **OPTIONS}
-    grid = (batch * heads * groups, triton.cdiv(length, row_tile))
+    rounded = rest = None if weight is None else weight.to(x.dtype).contiguous()
+    split = native.weight is not None and torch.finfo(native.weight.dtype).eps < torch.finfo(x.dtype).eps
+    if split and weight is not None and rounded is not None:
+        rest = (weight - rounded).to(x.dtype).contiguous()
+    paired = native.activation == "softmax_pair"
+    tile = row_tile(columns, PAIR_NUMBERS if paired else NUMBERS)
+    tiles = max(1, min(TILES, length // tile))
+    inputs = min(padded(input_size), INPUT_BYTES[is_large(x.device)] // x.itemsize)
+    sizes: dict[str, Any] = {"TILES": tiles, "ROWS": tile, "INPUTS": inputs, "COLUMNS": columns}
+    sizes |= PAIR_OPTIONS if paired else OPTIONS
     launch(
-        write_features, grid, rows,
-        rows, *(features if other is None else other for other in (weight, bias)), features,
+        write_features, (batch * heads * groups, -(-length // (tile * tiles))), rows,
+        rows, *(features if other is None else other for other in (rounded, rest, bias)), features,
         features if log_scale is None else log_scale, *rows.stride()[:4],
-        *((0, 0, 0) if weight is None else weight.stride()[:3]), *((0, 0) if bias is None else bias.stride()[:2]),
+        *((0, 0, 0) if rounded is None else rounded.stride()[:3]), *((0, 0) if bias is None else bias.stride()[:2]),
         heads, groups, length, native.quadratic, native.offset, INPUT_SIZE=input_size, SIZE=size, **sizes,
-        ACTIVATION=native.activation, WEIGHED=weight is not None, BIASED=bias is not None, PRECISION=precision(),
+        ACTIVATION=native.activation, WEIGHED=weight is not None, BIASED=bias is not None, SPLIT=split,
+        PRECISION=precision(),
     )  # fmt: skip
     return features, log_scale
+
+
+def read_back(features: Tensor, gradient: Tensor, activation: str) -> Tensor:
+    """Return the gradients of z [B, Hkv, (G,) N, m], of which features are an activation, in their dtype."""
+    gradient = dense_rows(gradient)
+    *heads, length, width = features.shape
+    size = width // 2 if activation == "softmax_pair" else width
+    columns = padded(size)
+    slopes, tile = features.new_empty(*heads, length, size), row_tile(columns, SLOPE_NUMBERS)
+    launch(
+        write_slopes, (math.prod(heads), -(-length // tile)), features, features, gradient, slopes,
+        *strides(gradient), heads[1], math.prod(heads[2:]), length, SIZE=size, ROWS=tile, COLUMNS=columns,
+        ACTIVATION=activation,
+    )  # fmt: skip
+    return slopes

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +14,9 @@ from torch import Tensor
 
 from ...errors import OptionError
 from ..native.library import KINDS
+
+SOUND = (13, 3)  # the CUDA whose `ptxas` is, see `is_large`
+GROUPS = ("DISABLE_MMA_V3", "DISABLE_MMA_V5")  # what Triton's compiler asks for in the environment
 
 
 def require_kernels(heads: Tensor) -> None:
@@ -28,10 +35,53 @@ def kinds() -> tuple[torch.dtype, ...]:
 
 def launch(kernel: Any, grid: tuple[int, ...], heads: Tensor, *operands: Any, **sizes: Any) -> None:
     """Run a kernel on the GPU that has the heads, which need not be the current one."""
-    with torch.cuda.device_of(heads):
+    with torch.cuda.device_of(heads), without_groups(heads.device):
         kernel[grid](*operands, **sizes)
+
+
+@functools.cache
+def assembler_version() -> tuple[int, ...]:
+    """Return the version of CUDA that the `ptxas` which Triton calls comes from."""
+    return tuple(map(int, triton.knobs.nvidia.ptxas.version.split(".")))
+
+
+@functools.cache
+def is_large(device: torch.device) -> bool:
+    """Whether programs have the shared memory and the products of warp groups that Hopper brought, and can trust them.
+
+    Up to CUDA 13.2 `ptxas` gives the registers or the shared memory of such products away while they are read, so that
+    kernels with several of them compute something else or fail (triton-lang/triton#11366). `TRITON_PTXAS_PATH` names
+    another one than that in Triton, as pip's nvidia-cuda-nvcc has it.
+    """
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return hopper and assembler_version() >= SOUND
+
+
+@contextlib.contextmanager
+def without_groups(device: torch.device) -> Iterator[None]:
+    """Have kernels that are compiled here do without products of warp groups where these cannot be trusted."""
+    if is_large(device):
+        yield
+        return
+    before = {name: os.environ.get(name) for name in GROUPS}
+    os.environ.update(dict.fromkeys(GROUPS, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def precision() -> str:
     """How products of float32 are made, by `torch.set_float32_matmul_precision`: "highest" is three of TF32."""
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def padded(size: int) -> int:
+    """Return how many columns a tile has for so many numbers: a power of two, and as many as a product needs."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def strides(x: Tensor) -> tuple[int, ...]:
+    """Numbers from one batch, head, group and token of x [B, Hkv, (G,) N, D] to the next."""
+    return x.stride()[:4] if x.dim() == 5 else (*x.stride()[:2], 0, x.stride(2))

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from ..operations import Operations
 from .block_softmax import TRITON_BLOCKS
-from .causal_sums import TRITON_SUMS
+from .causal_attention import TRITON_SUMS
 
 TRITON = Operations(TRITON_SUMS, TRITON_BLOCKS)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from hf_linattn.ops.triton import block_softmax, causal_sums
+from hf_linattn.ops.triton import block_softmax, causal_sums, window_softmax
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Several segments, tiles of keys, of features and of values, all with a rest, in a hundred tokens."""
-    sizes = {"SEGMENT": 32, "ROWS": 16, "STATE_TILE": 16, "KEYS": 16, "VALUES": 16}
+    """Several segments, tiles of features and of values, all with a rest, in forty tokens."""
+    monkeypatch.setattr(causal_sums, "tiles_for", lambda *_: causal_sums.Tiles(16, 16, 4, 1))
+    sizes = {"MOST_BYTES": 64, "STATE_KEYS": 16, "STATE_VALUES": 16, "LEAST_CHUNKS": 2, "PRODUCT_ROWS": 16}
     for name, size in sizes.items():
         monkeypatch.setattr(causal_sums, name, size)
     monkeypatch.setattr(block_softmax, "TILE", 16)
     monkeypatch.setattr(block_softmax, "PARTS", 3)
+    for options in (window_softmax.HALF, window_softmax.OTHERS):
+        for name in options:
+            monkeypatch.setitem(options, name, {"ROWS": 16, "COLUMNS": 16, "num_stages": 1})

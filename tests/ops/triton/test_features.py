@@ -28,8 +28,9 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}  # the interpreter has n
 
 @pytest.fixture(autouse=True)
 def _several_tiles(monkeypatch):
-    monkeypatch.setattr(features, "INPUTS", 16)
+    monkeypatch.setattr(features, "INPUT_BYTES", {False: 32})
     monkeypatch.setattr(features, "MOST_ROWS", 16)
+    monkeypatch.setattr(features, "TILES", 2)
 
 
 @pytest.mark.parametrize("kind", TOLERANCES, ids=str)
