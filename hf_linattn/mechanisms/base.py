@@ -185,7 +185,7 @@ class Mechanism(nn.Module):
                 query = torch.cat([query.new_zeros(*query.shape[:2], earlier, query.shape[3]), query], dim=2)
             heads = (query, key, wide_value, key_padding_mask, sequence_ids, state)
             output, state = self.causal_reader(self, *heads) if self.causal_reader else self.causal_attention(*heads)
-            return output[:, :, earlier:].to(value.dtype), state
+            return (output[:, :, earlier:] if earlier else output).to(value.dtype), state
 
     def causal_attention(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None,

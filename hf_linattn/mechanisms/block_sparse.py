@@ -12,6 +12,7 @@ from torch import Tensor
 from ..ops import naive
 from ..ops.block_sparse import block_sparse_attention
 from ..ops.kept_keys import KeptKeys, continued_attention, keep_keys
+from ..ops.operations import operations_for
 from ..ops.precision import wide_number
 from .base import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
@@ -59,6 +60,11 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         return None
 
     @property
+    def window(self) -> int | None:
+        """W where a query sees the global keys and those less than W tokens away, and nothing else matters."""
+        return None
+
+    @property
     def block_size(self) -> int:
         """Tokens per block."""
         return self.config.block_size
@@ -100,19 +106,20 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         if state is not None:
             return continued_attention(
                 query, key, value, self, state, scaling=scaling, lengths=lengths, use_native=self.uses_native,
-                blocks=self.operations.block_softmax, sink=sink,
+                blocks=operations_for(self, query).block_softmax, sink=sink,
             )  # fmt: skip
         # behind its length a row has pads only, which no real query of a causal row sees
         output = block_sparse_attention(
             query, key, value, self, scaling=scaling, causal=True, use_native=self.uses_native,
-            blocks=self.operations.block_softmax, sink=sink,
+            blocks=operations_for(self, query).block_softmax, sink=sink,
         )  # fmt: skip
         return output, keep_keys(key, value, self, lengths) if self.keeps_state else None
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         return block_sparse_attention(
             query, key, value, self, scaling=self.layer.scaling, causal=False, lengths=lengths,
-            use_native=self.uses_native, blocks=self.operations.block_softmax, sink=self.log_sink(wide_number(query)),
+            use_native=self.uses_native, blocks=operations_for(self, query).block_softmax,
+            sink=self.log_sink(wide_number(query)),
         )  # fmt: skip
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:

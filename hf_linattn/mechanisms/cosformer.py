@@ -15,6 +15,7 @@ from ..errors import OptionError
 from ..ops import naive
 from ..ops.causal_linear import Features, causal_linear_attention, linear_attention
 from ..ops.chunk_sums import LinearState
+from ..ops.operations import operations_for
 from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
 
 CAUSAL_LENGTH = 2**14  # M of causal layers unless told
@@ -86,7 +87,8 @@ class CosformerMechanism(SequenceMechanism):
         sums = None if state is None else LinearState(state.kv, state.log_max)
         output, sums = causal_linear_attention(
             query, key, value, Features, Features, mask, None, sums,
-            use_native=self.backend != "torch", training=self.training, causal_sums=self.operations.causal_sums,
+            use_native=self.backend != "torch", training=self.training,
+            causal_sums=operations_for(self, query).causal_sums,
         )  # fmt: skip
         return output, CosformerState(*sums, after)
 

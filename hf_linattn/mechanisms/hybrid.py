@@ -15,6 +15,7 @@ from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import naive
 from ..ops.exponential import LOWEST
 from ..ops.hybrid import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
+from ..ops.operations import operations_for
 from ..ops.precision import wide_number
 from .base import MECHANISMS, AttentionLayer, ExactnessLimit, Pairs, SequenceMechanism, register_mechanism
 from .linear import FeatureMapConfig, LinearMechanism
@@ -161,14 +162,14 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         weights = self._pair_weights(wide_number(key))
         return causal_hybrid_attention(
             query, key, value, weights, lengths, state, use_native=self.backend != "torch", training=self.training,
-            operations=self.operations,
+            operations=operations_for(self, query),
         )  # fmt: skip
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         weights = self._pair_weights(wide_number(key))
         return hybrid_attention(
             query, key, value, weights, lengths, use_native=self.backend != "torch", training=self.training,
-            operations=self.operations,
+            operations=operations_for(self, query),
         )  # fmt: skip
 
     @property

@@ -16,6 +16,7 @@ from ..ops import naive
 from ..ops.causal_linear import causal_linear_attention, linear_attention, read_state, sum_keys
 from ..ops.chunk_sums import LinearState
 from ..ops.distances import matching_decay_rate
+from ..ops.operations import operations_for
 from ..ops.precision import wide_number
 from .base import AttentionLayer, ExactnessLimit, Mechanism, Pairs, register_mechanism
 from .ridge import RidgeReading
@@ -208,7 +209,8 @@ class LinearMechanism(FeatureMapMechanism):
         decay = self.log_decay(key, key_padding_mask)
         output, state = causal_linear_attention(
             query, key, value, *self.maps, key_padding_mask, sequence_ids, state, decay,
-            use_native=self.backend != "torch", training=self.training, causal_sums=self.operations.causal_sums,
+            use_native=self.backend != "torch", training=self.training,
+            causal_sums=operations_for(self, query).causal_sums,
         )  # fmt: skip
         return self._beside_itself(output, query, key, value, key_padding_mask), state
 
@@ -217,7 +219,9 @@ class LinearMechanism(FeatureMapMechanism):
     ) -> Tensor:
         decay = self.log_decay(key, key_padding_mask)
         heads = (query, key, value, *self.maps, key_padding_mask, sequence_ids, decay)
-        output = linear_attention(*heads, use_native=self.backend != "torch", causal_sums=self.operations.causal_sums)
+        output = linear_attention(
+            *heads, use_native=self.backend != "torch", causal_sums=operations_for(self, query).causal_sums
+        )
         if self.ridge is not None:
             output = self.ridge(output, query, key, value, self.maps, key_padding_mask, sequence_ids)
         return self._beside_itself(output, query, key, value, key_padding_mask)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..config import require, require_known
 from ..ops import naive
 from ..ops.bounded_memory import MemoryState, bounded_memory_attention, segment_size
+from ..ops.operations import operations_for
 from ..ops.pooled_blocks import pooled_block_attention
 from ..ops.precision import wide_number, widened
 from ..ops.segments import segment_sums, slot_attention
@@ -152,7 +153,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             training=self.training,
             keep_state=self.keeps_state,
             sink=self.log_sink(wide_number(query)),
-            blocks=self.operations.block_softmax,
+            blocks=operations_for(self, query).block_softmax,
         )
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,12 @@ class WindowMechanism(BlockSparseMechanism):
 
     limit = ExactnessLimit("window_size >= length", equal=lambda length: {"window_size": length})
     citation = "Child et al. 2019, Generating Long Sequences with Sparse Transformers, arXiv 1904.10509"
+
+    only_window: ClassVar[bool] = False  # whether a query sees its window and the global keys, nothing else
+
+    @property
+    def window(self) -> int | None:
+        return self.config.window_size if self.only_window else None
 
     @property
     def capacity(self) -> int:
@@ -75,6 +82,7 @@ class LocalMechanism(WindowMechanism):
     """
 
     config_class = LocalConfig
+    only_window = True
     modes = frozenset({"causal", "bidirectional", "cross"})
 
     def cross_sequences(self, key: Tensor, value: Tensor, lengths: Tensor | None) -> EncoderTokens:

@@ -32,6 +32,7 @@ class LongformerMechanism(WindowMechanism):
     """
 
     config_class = LongformerConfig
+    only_window = True
     citation = "Beltagy et al. 2020, Longformer: The Long-Document Transformer, arXiv 2004.05150"
 
     @property

@@ -48,6 +48,7 @@ class SinksMechanism(WindowMechanism):
     """
 
     config_class = SinksConfig
+    only_window = True
     citation = "Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453"
 
     def __init__(self, config: SinksConfig, layer: AttentionLayer):

@@ -19,11 +19,15 @@ from .source import Source
 
 
 class BlockSoftmax(NamedTuple):
-    """An operation, called as `native.block_softmax.block_softmax` is, its backward pass, and what heads it suits."""
+    """An operation, called as `native.block_softmax.block_softmax` is, its backward pass, and what heads it suits.
+
+    window: a `window_softmax.WindowSoftmax` for the same heads; None where windows are tables of blocks with a bias.
+    """
 
     forward: Callable[..., None]
     backward: Callable[..., None]
     suits: Callable[..., bool]
+    window: Any = None
 
 
 class Keys(NamedTuple):

@@ -8,7 +8,7 @@ Query blocks become rows of a larger batch for `scaled_dot_product_attention`, s
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from .native.block_softmax import NATIVE_BLOCKS
 from .precision import wide_number, widened
 from .sink import attenuate, with_sink_key
 from .source import Source
+from .window_softmax import Window, attend_window
 
 AT_ONCE = {"cpu": 1 << 21}  # elements of keys and masks for a few query blocks: 8 MiB in float32
 AT_ONCE_ELSEWHERE = 1 << 27
@@ -46,6 +47,11 @@ class Pattern(Protocol):
     @property
     def global_queries(self) -> bool:
         """Whether the first `num_global` queries see all keys where attention is bidirectional."""
+        ...
+
+    @property
+    def window(self) -> int | None:
+        """W where a query sees the global keys and those less than W tokens away, and nothing else matters."""
         ...
 
     @property
@@ -101,15 +107,15 @@ def block_sparse_attention(
         sink: [H], the score of one more key without value, which all queries see (`hf_linattn.ops.sink`).
     """
     length, count = query.shape[2], min(pattern.num_global, query.shape[2])
-    parts = make_parts(query, key, pattern, min(pattern.block_size, length), length, causal)
-    real = torch.full(query.shape[:1], length, device=query.device) if lengths is None else lengths
-    limits = [None if causal or (lengths is None and part.end <= length) else real for part in parts]
-    trained = torch.is_grad_enabled() and is_weighted(pattern, query)
     blocks = NATIVE_BLOCKS if blocks is None and use_native else blocks
-    if blocks is not None and not trained and blocks.suits(query, key, value):
-        output = _attend_in_place(blocks, query, key, value, pattern, parts, scaling, causal, limits, sink)
+    trained = torch.is_grad_enabled() and is_weighted(pattern, query)
+    blocks = None if trained or blocks is None or not blocks.suits(query, key, value) else blocks
+    windows = None if blocks is None or pattern.window is None else blocks.window
+    if windows is not None and windows.suits(query, key, value):
+        window = Window(cast(int, pattern.window), count, causal, None if causal else lengths)
+        output = _beside_sink(*attend_window(windows, _grouped(query, key), key, value, window, scaling=scaling), sink)
     else:
-        output = _attend_copies(query, key, value, pattern, parts, scaling, causal, limits, sink)
+        output = _attend_in_parts(blocks, query, key, value, pattern, scaling, causal, lengths, sink)
     if causal or not count or not pattern.global_queries:
         return output
     rows, key, value = widened(query[:, :, :count], key, value)
@@ -121,14 +127,35 @@ def block_sparse_attention(
     return torch.cat([top.to(output.dtype), output[:, :, count:]], dim=2)
 
 
+def _attend_in_parts(
+    blocks: BlockSoftmax | None, query, key, value, pattern, scaling, causal, lengths, sink
+) -> Tensor:
+    """Return the output [B, H, N, Dv] from the blocks of the pattern's table, by the operation if there is one."""
+    length = query.shape[2]
+    parts = make_parts(query, key, pattern, min(pattern.block_size, length), length, causal)
+    real = torch.full(query.shape[:1], length, device=query.device) if lengths is None else lengths
+    limits = [None if causal or (lengths is None and part.end <= length) else real for part in parts]
+    if blocks is None:
+        return _attend_copies(query, key, value, pattern, parts, scaling, causal, limits, sink)
+    return _attend_in_place(blocks, query, key, value, pattern, parts, scaling, causal, limits, sink)
+
+
 def _attend_in_place(
     blocks: BlockSoftmax, query, key, value, pattern, parts: list[Part], scaling, causal, limits, sink
 ) -> Tensor:
     """Return the output [B, H, N, Dv] of all parts, each of whose queries finds its keys where they are."""
     seen = [find_keys(pattern, part, causal, lengths, query) for part, lengths in zip(parts, limits, strict=True)]
-    grouped = query.unflatten(1, (key.shape[1], -1))
     how: Any = {"block_size": parts[0].size, "scaling": scaling, "causal": causal}
-    output, log = attend_blocks(blocks, grouped, key, value, seen, **how)
+    return _beside_sink(*attend_blocks(blocks, _grouped(query, key), key, value, seen, **how), sink)
+
+
+def _grouped(query: Tensor, key: Tensor) -> Tensor:
+    """Query [B, Hkv, G, N, D] for keys [B, Hkv, N, D]."""
+    return query.unflatten(1, (key.shape[1], -1))
+
+
+def _beside_sink(output: Tensor, log: Tensor, sink: Tensor | None) -> Tensor:
+    """Return the output [B, H, N, Dv] beside the sink if there is one, given that of groups and the log of weights."""
     return attenuate(output.flatten(1, 2), log.flatten(1, 2), None if sink is None else sink[:, None])
 
 

@@ -132,14 +132,13 @@ def causal_hybrid_attention(
         output, after = native.continued_attention(query, key, value, weights, state)
         return output, HybridState(*after)
     found = _find(operations, use_native, query, key, weights) if lengths is None and state is None else None
-    if found is None:
-        query, key, value = widened(query, key, value)
-    rows = _make_rows(query, key, value, weights, lengths, state)
     if found is not None:
         alone = found is NATIVE and inference and native.knows_maps(weights)
         attend = native.causal_hybrid_attention if alone else functools.partial(hybrid_parts.causal_attention, found)
         attended, far_sums = attend(query, key, value, weights)
-        return attended, _remember(rows, weights, far_sums)
+        return attended, HybridState(*hybrid_parts.remember(key, value, weights, far_sums))
+    query, key, value = widened(query, key, value)
+    rows = _make_rows(query, key, value, weights, lengths, state)
     # without earlier keys a window wider than the call would only see zeros
     left = weights.reach if state is not None else min(weights.reach, key.shape[2] - 1)
     before = None if state is None else LinearState(state.kv, state.log_max)
@@ -245,9 +244,9 @@ def _remember(rows: _Rows, weights: HybridWeights, linear: Any) -> HybridState:
 
 def _band(like: Tensor, sinks: int, size: int, reach: int) -> Tensor:
     """Return 0 where a query sees a key of [sinks, window] and LOWEST elsewhere, away from both ends: [C, S + K]."""
-    own, other = torch.arange(size)[:, None], torch.arange(size + reach)
-    band = F.pad((other < own) | (other > own + reach), (sinks, 0))
-    return torch.zeros(band.shape, dtype=like.dtype).masked_fill(band, LOWEST).to(like.device)
+    other = torch.arange(size + reach, device=like.device)  # made where it is read: a copy would be waited for
+    band = F.pad((other < other[:size, None]) | (other > other[:size, None] + reach), (sinks, 0))
+    return like.new_zeros(band.shape).masked_fill(band, LOWEST)
 
 
 def _near(

@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .block_softmax import Before, Keys, attend_blocks
 from .causal_linear import masked, own_maps
 from .causal_sums import weighed_attention
 from .chunk_sums import LinearState
-from .exponential import LOWEST
+from .exponential import LOWEST, fast_exp
 from .native.causal_sums import native_maps
 from .native.mapped_attention import join
 from .operations import Operations
-from .precision import wide_number, widened
+from .precision import wide, wide_dtype, wide_number, widened
 from .sink import attenuate
 from .source import Source
+from .window_softmax import Window, attend_window
 
 BLOCK_SIZE = 64
 
@@ -47,12 +47,11 @@ def causal_attention(
     """
     length, window, sinks = query.shape[2], weights.window_size, weights.num_sinks
     start, sources = window + sinks, [Source(x) for x in (query.unflatten(1, (key.shape[1], -1)), key, value)]
-    # one more key, which has left the window of the token that will come, with a query that is dropped
-    rows = F.pad(sources[0].narrow(3, start, length - start), (0, 0, 0, 1))
-    far_key, far_value = (source.narrow(2, sinks, length - start + 1) for source in sources[1:])
-    far, far_log, state = _far(operations, (rows, far_key, far_value), weights)
+    rows = sources[0].narrow(3, start, length - start)
+    far, far_log, state = _far(operations, (rows, *(x.narrow(2, sinks, length - start) for x in sources[1:])), weights)
     near = _near(operations, sources, weights, Before(far, far_log, start), causal=True)
-    return beside_sink(*near, weights), state
+    leaving = (x.narrow(2, length - window, 1) for x in sources[1:])  # from the window of the token that will come
+    return beside_sink(*near, weights), _with_key(operations, weights, state, *leaving)
 
 
 def bidirectional_attention(
@@ -81,7 +80,7 @@ def _far(
     rate = weights.decay_rate
     maps = native_maps(weights.query_map, weights.key_map) if operations.mapped_attention else []
     decay = None if rate is None else (-rate[:, None]).expand(key.shape[:3])
-    if operations.mapped_attention and maps:
+    if maps:
         far, log, state = operations.mapped_attention(query, key, value, maps, mask, decay, None, reverse=reverse)
     else:
         own = own_maps(operations.causal_sums, weights.query_map, weights.key_map, key)
@@ -96,18 +95,46 @@ def _far(
     return far, distant(log, weights), state
 
 
+def _with_key(operations: Operations, weights: Any, state: LinearState, key: Tensor, value: Tensor) -> LinearState:
+    """The sums over one more key [B, Hkv, 1, D]."""
+    own = own_maps(operations.causal_sums, weights.query_map, weights.key_map, key)
+    features, log_scale = own[1](key) if own else weights.key_map(wide(key))
+    kv, log_max = state
+    values = torch.cat([value, kv.new_ones(*value.shape[:3], 1)], dim=-1)
+    if log_scale is not None or weights.decay_rate is not None:
+        left = log_max if weights.decay_rate is None else log_max - weights.decay_rate
+        own_log = kv.new_zeros(()) if log_scale is None else log_scale.squeeze(-1)
+        log_max = torch.maximum(own_log.detach(), left.detach())
+        kv = kv * fast_exp(left - log_max)[..., None, None]
+        values = values * fast_exp(own_log - log_max)[..., None, None]
+    return LinearState(torch.addcmul(kv, features.mT, values), log_max)
+
+
+def remember(key: Tensor, value: Tensor, weights: Any, far_sums: LinearState) -> tuple[Tensor, ...]:
+    """Return what is in the `HybridState` after whole rows [B, Hkv, N, D or Dv] whose far sums are known."""
+    batch, _, length, _ = key.shape
+    places = slice(length - weights.reach, length), slice(weights.num_sinks)
+    # copies: views would keep all of a long prefill
+    tokens = [x[:, :, place].to(wide_dtype(key), copy=True) for place in places for x in (key, value)]
+    return *tokens, *far_sums, torch.full((batch,), length, device=key.device)
+
+
 def _near(
     operations: Operations, sources: list[Source], weights: Any, before: Before, causal: bool,
     lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention to what queries begin with, the window and the sinks, and its log."""
     query, key, value = (source.whole for source in sources)
+    how: Any = {"scaling": weights.scaling, "before": before, "sources": sources}
+    windows = operations.block_softmax.window
+    if windows is not None and windows.suits(query, key, value):
+        seen = Window(weights.window_size, weights.num_sinks, causal, lengths)
+        return attend_window(windows, query, key, value, seen, **how)
     like = wide_number(query)
     parts = list(near_parts(key.shape[2], weights.window_size, weights.num_sinks, like, causal, lengths))
     return attend_blocks(
-        operations.block_softmax, query, key, value, parts, block_size=BLOCK_SIZE, scaling=weights.scaling,
-        causal=causal, before=before, sources=sources,
-    )  # fmt: skip
+        operations.block_softmax, query, key, value, parts, block_size=BLOCK_SIZE, causal=causal, **how
+    )
 
 
 def distant(log: Tensor, weights: Any) -> Tensor:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 
 class Operations(NamedTuple):
@@ -18,3 +22,21 @@ class Operations(NamedTuple):
 
 
 NOTHING = Operations()
+
+
+def operations_for(mechanism: Any, heads: Tensor) -> Operations:
+    """Return what a mechanism reads long inputs by where these heads are: on a GPU "auto" has Triton's."""
+    automatic = mechanism.backend == "auto" and "triton" in mechanism.backends
+    return gpu_operations(heads.device) if automatic else mechanism.operations
+
+
+@functools.cache
+def gpu_operations(device: torch.device) -> Operations:
+    """Return Triton's operations if that is installed and knows the GPU: NVIDIA's from Ampere on; else nothing."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return NOTHING
+    try:
+        from .triton.operations import TRITON  # here: nothing else needs Triton
+    except ImportError:
+        return NOTHING
+    return TRITON

@@ -92,11 +92,15 @@ def attend_blocks(
     query_batch, query_head, query_token, key_batch, key_head, key_token, value_batch, value_head, value_token,
     out_batch, out_head, out_token, before_batch, before_head, before_token, other_key_batch, other_key_head,
     other_key_token, other_value_batch, other_value_head, other_value_token, bias_batch, bias_block, bias_head,
-    bias_row, heads, groups, length, first, block_size, table_heads, width, shared, columns, begun, old_rows, scaling,
+    bias_row, heads, groups, length, first, block_size, table_heads, width, shared, offset, columns, begun, old_rows,
+    scaling,
     KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, BEGINS: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention [ROWS, VALUE_SIZE] of queries of one head and block, and the logs of their weights."""
+    """Attention [ROWS, VALUE_SIZE] of queries of one head and block, and the logs of their weights.
+
+    offset: of the columns that the bias has for keys of blocks; those of keys that stand by themselves are the first.
+    """
     batch, own, number, block, row, at, here = find_rows(heads, length, first, block_size, ROWS)
     keys, values, anywhere = tl.arange(0, KEYS), tl.arange(0, VALUES), tl.full([ROWS], ANYWHERE, tl.int32)
     rows = load_tile(query + batch * query_batch + own * query_head, query_token, at, here, keys, KEY_SIZE)
@@ -126,7 +130,7 @@ def attend_blocks(
             place = named * block_size + column
             _, met, scores = meet(
                 rows, row, here, key, key_token, value, value_token, place, (column < block_size) & (place < length),
-                bias, bias_row, shared + entry * block_size + column, columns, last, scaling, keys, values, KEY_SIZE,
+                bias, bias_row, offset + entry * block_size + column, columns, last, scaling, keys, values, KEY_SIZE,
                 VALUE_SIZE, BIASED, PRECISION,
             )  # fmt: skip
             top, weight, result = take_in(scores, met, top, weight, result, PRECISION)
@@ -163,7 +167,7 @@ def reverse_queries(
     query_batch, query_head, query_token, key_batch, key_head, key_token, value_batch, value_head, value_token,
     grad_batch, grad_head, grad_token, d_query_batch, d_query_head, d_query_token, other_key_batch, other_key_head,
     other_key_token, other_value_batch, other_value_head, other_value_token, bias_batch, bias_block, bias_head,
-    bias_row, heads, groups, length, first, block_size, table_heads, width, shared, columns, scaling,
+    bias_row, heads, groups, length, first, block_size, table_heads, width, shared, offset, columns, scaling,
     KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -196,7 +200,7 @@ def reverse_queries(
             place = named * block_size + column
             tile, met, scores = meet(
                 rows, row, here, key, key_token, value, value_token, place, (column < block_size) & (place < length),
-                bias, bias_row, shared + entry * block_size + column, columns, last, scaling, keys, values, KEY_SIZE,
+                bias, bias_row, offset + entry * block_size + column, columns, last, scaling, keys, values, KEY_SIZE,
                 VALUE_SIZE, BIASED, PRECISION,
             )  # fmt: skip
             _, slopes = reverse(scores, met, grads, total, of_weight, PRECISION)
@@ -219,7 +223,7 @@ def reverse_keys(
     query_batch, query_head, query_token, key_batch, key_head, key_token, value_batch, value_head, value_token,
     grad_batch, grad_head, grad_token, d_key_part, d_key_batch, d_key_head, d_key_token, d_value_part, d_value_batch,
     d_value_head, d_value_token, bias_batch, bias_block, bias_head, bias_row, heads, groups, length, first, block_size,
-    table_heads, shared, columns, key_count, key_size, num_blocks, scaling,
+    table_heads, offset, columns, key_count, key_size, num_blocks, scaling,
     KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -228,7 +232,7 @@ def reverse_keys(
     key_count: how many keys there are, in blocks of `key_size`. met_by [M, 2]: query blocks and the entries of the
     table by which they meet a block of keys; those of block b for a head of the table are numbers met_from[b] to
     met_from[b + 1] - 1, of which the programs of the grid's last dimension take a part each, in gradients of their
-    own. shared: columns of the bias before those of blocks.
+    own. offset: of the columns that the bias has for these keys.
     """
     batch, head = tl.program_id(0).to(tl.int64) // (heads // groups), tl.program_id(0).to(tl.int64) % (heads // groups)
     parts, part = tl.cdiv(key_size, COLUMNS), tl.program_id(2).to(tl.int64)
@@ -248,7 +252,7 @@ def reverse_keys(
         for meeting in range(begin + part * step, tl.minimum(begin + part * step + step, end)):
             block = tl.load(met_by + 2 * meeting)
             shown = bias + batch * bias_batch + block * bias_block + own * bias_head
-            offset = tl.load(met_by + 2 * meeting + 1) * block_size + shared
+            met_at = offset + tl.load(met_by + 2 * meeting + 1) * block_size
             for start in range(0, block_size, ROWS):
                 row = start + tl.arange(0, ROWS)
                 at = ((first + block) * block_size + row).to(tl.int32)
@@ -259,7 +263,7 @@ def reverse_keys(
                     length, at, here, keys, values, KEY_SIZE, VALUE_SIZE,
                 )  # fmt: skip
                 last = tl.where(CAUSAL & (named == first + block), at, anywhere)
-                scores = score(rows, tile, row, here, place, there, shown, bias_row, offset + column, columns, last,
+                scores = score(rows, tile, row, here, place, there, shown, bias_row, met_at + column, columns, last,
                                scaling, BIASED, PRECISION)  # fmt: skip
                 weights, slopes = reverse(scores, met, grads, total, of_weight, PRECISION)
                 shares, slopes = tl.trans(weights).to(grads.dtype), tl.trans(slopes).to(rows.dtype)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from ..block_softmax import BlockSoftmax, count_flops, count_reverse_flops
@@ -14,10 +14,13 @@ from ..exponential import LN_2, LOWEST
 from ..native.library import operation
 from ..precision import wide
 from .block_kernels import attend_blocks, reverse_keys, reverse_queries
-from .launching import kinds, launch, precision, require_kernels
+from .causal_sums import row_products
+from .launching import kinds, launch, padded, precision, require_kernels
+from .window_softmax import TRITON_WINDOW
 
 TILE, WIDE_TILE = 32, 16  # queries, and keys, in a tile; of more than 128 numbers. In half precision twice as many
 LARGEST = 256  # size of heads: more does not fit into shared memory
+ALIGNED = 16  # what Triton asks strides for to be multiples of, before it loads several numbers at a time
 PARTS = 16  # programs that share the queries which meet the same keys that stand by themselves
 
 
@@ -37,7 +40,7 @@ def block_softmax_triton(
     require_kernels(query)
     (batch, heads, groups, length, _), begins = query.shape, before is not None and before_log is not None
     before, before_log = (out, log) if before is None or before_log is None else (before, before_log)
-    shown, strides, columns = _bias(bias, query)
+    shown, strides, *columns = _bias(bias, query, shared_key.shape[2])
     query, out, before = query.flatten(1, 2), _as_heads(out), before.flatten(1, 2)
     sizes = sizes_for(query, value)
     grid = (batch * heads * groups, len(table) * -(-block_size // sizes["ROWS"]))
@@ -45,7 +48,7 @@ def block_softmax_triton(
         attend_blocks, grid, query,
         query, key, value, out, log.view(-1), before, before_log.contiguous(), shared_key, shared_value, shown, table,
         *_strides(query, key, value, out, before, shared_key, shared_value), *strides,
-        heads * groups, groups, length, first, block_size, *table.shape[1:], shared_key.shape[2], columns, begun,
+        heads * groups, groups, length, first, block_size, *table.shape[1:], shared_key.shape[2], *columns, begun,
         before_log.shape[3], scaling, **sizes, CAUSAL=causal, BEGINS=begins, BIASED=bias is not None,
     )  # fmt: skip
 
@@ -61,13 +64,13 @@ def block_softmax_backward_triton(
 ) -> None:  # fmt: skip
     """`native.block_softmax.block_softmax_backward`; arguments and results as there."""
     batch, heads, groups, length, _ = query.shape
-    weight_grad = (wide(grad) * out).sum(-1) - log_grad
+    weight_grad = row_products(grad, out) - log_grad
     if before is not None:
         rows = slice(first * block_size, min((first + len(table)) * block_size, length))
         _reverse_before(before, before_log, d_before, d_before_log, grad, log, weight_grad, rows, begun)
     # without keys all scores are LOWEST, and weights zero
     sums = (torch.where(log > LOWEST / 2, log, 0.0) / LN_2).contiguous(), weight_grad.contiguous()
-    shown, strides, columns = _bias(bias, query)
+    shown, strides, *columns = _bias(bias, query, shared_key.shape[2])
     query, grad, d_query = query.flatten(1, 2), grad.flatten(1, 2), _as_heads(d_query)
     sizes, shared, biased = sizes_for(query, value), shared_key.shape[2], bias is not None
     grid: tuple[int, ...] = (batch * heads * groups, len(table) * -(-block_size // sizes["ROWS"]))
@@ -75,11 +78,11 @@ def block_softmax_backward_triton(
         reverse_queries, grid, query,
         query, key, value, grad, *sums, d_query, shared_key, shared_value, shown, table,
         *_strides(query, key, value, grad, d_query, shared_key, shared_value), *strides,
-        heads * groups, groups, length, first, block_size, *table.shape[1:], shared, columns, scaling,
+        heads * groups, groups, length, first, block_size, *table.shape[1:], shared, *columns, scaling,
         **sizes, CAUSAL=causal, BIASED=biased,
     )  # fmt: skip
 
-    def give(key: Tensor, value: Tensor, d_key: Tensor, d_value: Tensor, meetings, size: int, before: int, causal):
+    def give(key: Tensor, value: Tensor, d_key: Tensor, d_value: Tensor, meetings, size: int, offset: int, causal):
         met_by, met_from = meetings
         parts, number = d_key.shape[0], met_from.shape[1] - 1
         grid = (batch * heads, number * -(-size // sizes["COLUMNS"]), parts)
@@ -87,11 +90,11 @@ def block_softmax_backward_triton(
             reverse_keys, grid, query,
             query, key, value, grad, *sums, d_key, d_value, shown, met_by, met_from.contiguous(),
             *_strides(query, key, value, grad), *d_key.stride()[:4], *d_value.stride()[:4], *strides,
-            heads * groups, groups, length, first, block_size, len(met_from), before, columns, key.shape[2], size,
+            heads * groups, groups, length, first, block_size, len(met_from), offset, columns[1], key.shape[2], size,
             number, scaling, **sizes, CAUSAL=causal, BIASED=biased,
         )  # fmt: skip
 
-    give(key, value, d_key[None], d_value[None], meet(table, -(-length // block_size)), block_size, shared, causal)
+    give(key, value, d_key[None], d_value[None], meet(table, -(-length // block_size)), block_size, columns[0], causal)
     if shared:
         parts = [x.new_zeros(PARTS, *x.shape) for x in (d_shared_key, d_shared_value)]
         everyone = torch.arange(len(table), device=table.device)
@@ -128,12 +131,20 @@ def meet(table: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     return torch.stack([block[order], entry[order]], 1), torch.cat([starts, ends[:, -1:]], 1)
 
 
-def _bias(bias: Tensor | None, like: Tensor) -> tuple[Tensor, tuple[int, ...], int]:
-    """Return a bias, or what stands for none, its strides, and how many columns it has."""
+def _bias(bias: Tensor | None, like: Tensor, shared: int) -> tuple[Tensor, tuple[int, ...], int, int]:
+    """Return a bias, or what stands for none, its strides, the offset of its columns for blocks, and how many it has.
+
+    The first `shared` columns, and the others, get some more that nobody reads: rows from multiples of ALIGNED numbers
+    on are loaded several numbers at a time.
+    """
     if bias is None:
-        return like, (0, 0, 0, 0), 0
+        return like, (0, 0, 0, 0), 0, 0
+    if missing := -shared % ALIGNED:
+        bias = torch.cat([F.pad(bias[..., :shared], (0, missing)), bias[..., shared:]], dim=-1)
+    if bias.stride(-2) % ALIGNED or bias.shape[-1] % ALIGNED:
+        bias = F.pad(bias, (0, -bias.shape[-1] % ALIGNED))
     steps = (0 if size == 1 else step for size, step in zip(bias.shape[:-1], bias.stride(), strict=False))
-    return bias, tuple(steps), bias.shape[-1]
+    return bias, tuple(steps), shared + missing, bias.shape[-1]
 
 
 def _as_heads(x: Tensor) -> Tensor:
@@ -148,7 +159,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 def sizes_for(query: Tensor, value: Tensor) -> dict[str, Any]:
     """What kernels are compiled for."""
-    keys, values = (max(16, triton.next_power_of_2(x.shape[-1])) for x in (query, value))
+    keys, values = (padded(x.shape[-1]) for x in (query, value))
     tile = (WIDE_TILE if max(keys, values) > 128 else TILE) * 4 // query.itemsize
     return {
         "KEY_SIZE": query.shape[-1], "VALUE_SIZE": value.shape[-1], "KEYS": keys, "VALUES": values, "ROWS": tile,
@@ -162,6 +173,6 @@ def suits(*heads: Tensor) -> bool:
     return known and heads[0].dtype in kinds() and not torch.compiler.is_compiling()
 
 
-TRITON_BLOCKS = BlockSoftmax(block_softmax_triton, block_softmax_backward_triton, suits)
+TRITON_BLOCKS = BlockSoftmax(block_softmax_triton, block_softmax_backward_triton, suits, TRITON_WINDOW)
 register_flop_formula(torch.ops.hf_linattn.block_softmax_triton)(count_flops)
 register_flop_formula(torch.ops.hf_linattn.block_softmax_backward_triton)(count_reverse_flops)

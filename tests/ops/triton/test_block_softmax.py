@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ SMALL = {"block_size": 8, "window_size": 11, "num_sinks": 2, "num_slots": 6}
 LENGTH = 43
 
 
-def make_small(name: str, causal: bool, **options: int):
+def make_small(name: str, causal: bool, **options: Any):
     """Return a mechanism whose windows and blocks are SMALL, where it has such."""
     known = vars(make_config(name, {}))
     return make_mechanism(name, causal, **{x: size for x, size in {**SMALL, **options}.items() if x in known})
@@ -40,7 +41,11 @@ def make_small(name: str, causal: bool, **options: int):
 def calls(small_tiles, monkeypatch):
     """The lengths of calls of the operation, whose blocks for `hybrid` are small, too."""
     lengths, blocks = [], TRITON_BLOCKS
-    counted = blocks._replace(forward=lambda *x: lengths.append(x[0].shape[3]) or blocks.forward(*x))
+
+    def count(operation):
+        return operation._replace(forward=lambda *x: lengths.append(x[0].shape[3]) or operation.forward(*x))
+
+    counted = count(blocks)._replace(window=count(blocks.window))
     monkeypatch.setattr(operations, "TRITON", operations.TRITON._replace(block_softmax=counted))
     monkeypatch.setattr(hybrid_parts, "BLOCK_SIZE", 8)
     return lengths
@@ -155,6 +160,57 @@ def test_every_mechanism_on_it(calls, name, mode):
     assert calls
 
 
+@pytest.mark.parametrize("window_size", [1, 11])
+@pytest.mark.parametrize(
+    ("linear", "decay"), [("hedgehog", None), ("hedgehog", "learned"), ("performer", None), ("performer", "learned")]
+)
+def test_what_hybrid_remembers_of_a_row(calls, linear, decay, window_size):
+    """The state after a row, what is read after it, and gradients through both."""
+    options = {"linear": linear, "linear_options": {"decay": decay}, "window_size": window_size, "num_sinks": 1}
+    given = [torch.randn(2, h, LENGTH + 3, 8, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)]
+    results = []
+    for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
+        mechanism = make_small("hybrid", True, **options).to(dtype)
+        use_backend(mechanism, backend)
+        heads = [x.to(dtype).requires_grad_() for x in given]
+        first, state = mechanism(*(x[:, :, :LENGTH] for x in heads))
+        second, _ = mechanism(*(x[:, :, LENGTH:] for x in heads), state=state)
+        wanted = [*heads, *mechanism.parameters()]
+        gradients = torch.autograd.grad(first.sin().sum() + second.cos().sum(), wanted)
+        total = state.kv * state.log_max.exp()[..., None, None]
+        results.append([first, second, total, *state[:4], state.length, *gradients])
+    for want, got in zip(*results, strict=True):
+        assert_close(got.double(), want.double(), 1e-4 * max([1.0, *want.detach().abs().flatten().tolist()]))
+    assert calls == [LENGTH]
+
+
+WINDOWS = {"local": 1, "sinks": 1, "longformer": 1, "atrous": 0, "checkerboard": 0, "sparse_transformer": 0}
+
+
+@pytest.mark.parametrize("length", [5, LENGTH])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_that_are_all_that_is_seen_are_left_to_their_operation(small_tiles, monkeypatch, name, causal, length):
+    """With more sinks than tokens, too, and a sink in the denominator; what differs from a window stays in blocks."""
+    taken, window = [], TRITON_BLOCKS.window
+    counted = window._replace(forward=lambda *x: taken.append(x[10:12]) or window.forward(*x))
+    blocks = TRITON_BLOCKS._replace(window=counted)
+    monkeypatch.setattr(operations, "TRITON", operations.TRITON._replace(block_softmax=blocks))
+    generator, shared = torch.Generator().manual_seed(1), 7
+    given = [torch.randn(2, h, length, 8, generator=generator) for h in (2, 1, 1)]
+    mask = torch.arange(length) < torch.tensor([[length], [length // 2]])
+    results = []
+    for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
+        mechanism = make_small(name, causal, num_sinks=shared, num_global=shared, sink="learned").to(dtype)
+        use_backend(mechanism, backend)
+        heads = [x.to(dtype).requires_grad_() for x in given]
+        output = mechanism(*heads, mask)[0] * mask[:, None, :, None]
+        results.append([output, *torch.autograd.grad(output.sin().sum(), [*heads, mechanism.sink_logit])])
+    for want, got in zip(*results, strict=True):
+        assert_close(got.double(), want, 2e-5 * max(1.0, float(want.detach().abs().max())))
+    assert taken == [(11, 0 if name == "local" else min(shared, length))] * WINDOWS[name]
+
+
 @torch.no_grad()
 def test_segments_that_stay_open(calls):
     """The softmax begins with the segment that is open before each block, and is read on from there."""
@@ -201,7 +257,7 @@ def test_a_model_prefills_and_decodes_by_it(calls):
 def test_its_products_are_counted(calls):
     counts = {}
     for backend in ("torch", "triton"):
-        mechanism = make_small("local", causal=True)
+        mechanism = make_small("bigbird", causal=True)
         use_backend(mechanism, backend)
         heads = [torch.randn(1, h, LENGTH, 8) for h in (2, 1, 1)]
         with torch.no_grad():
@@ -222,7 +278,7 @@ kinds = {"table": "*i64", "met_by": "*i64", "met_from": "*i64", "scaling": "fp32
 HEADS = ("query", "key", "value", "out", "before", "shared_key", "shared_value", "grad", "d_query")
 flags = {"CAUSAL": True, "BEGINS": True, "BIASED": True}
 numbers = ("batch", "head", "group", "token", "row", "block", "part", "heads", "groups", "length", "first", "size",
-           "width", "shared", "begun", "count", "blocks", "columns", "rows")
+           "width", "shared", "offset", "begun", "count", "blocks", "columns", "rows")
 for kernel in (block_kernels.attend_blocks, block_kernels.reverse_queries, block_kernels.reverse_keys):
     for size, dtype in itertools.product((128, 256), (torch.float32, torch.bfloat16)):
         heads = torch.empty(1, size, dtype=dtype)
