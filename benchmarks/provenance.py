@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import platform
 import shlex
@@ -17,8 +19,11 @@ import hf_linattn
 
 
 def collect_provenance(device: torch.device, dtype: torch.dtype, module: str = "benchmarks.run") -> dict[str, Any]:
-    """Return where the numbers come from; what cannot be found out is null. `module` is the one that was run."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    """Return where the numbers come from; what cannot be found out is null. `module` is the one that was run.
+
+    A copy of the sources that git knows nothing of takes its commit from the environment variable HF_LINATTN_COMMIT.
+    """
+    cuda = cuda_versions() if device.type == "cuda" else {}
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
         "threads": torch.get_num_threads(),
@@ -29,10 +34,32 @@ def collect_provenance(device: torch.device, dtype: torch.dtype, module: str = "
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "hf_linattn": hf_linattn.__version__,
+            **cuda,
         },
-        "commit": git.stdout.strip() or None,
+        "commit": output_of("git", "rev-parse", "HEAD") or os.environ.get("HF_LINATTN_COMMIT"),
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
     }
+
+
+def cuda_versions() -> dict[str, Any]:
+    """Return the versions of what runs on a GPU."""
+    found = importlib.util.find_spec("triton") is not None
+    return {
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
+        "triton": importlib.metadata.version("triton") if found else None,
+        "ptxas": importlib.import_module("triton").knobs.nvidia.ptxas.version if found else None,
+    }
+
+
+def output_of(*command: str) -> str | None:
+    """Return what a command wrote; null if it failed, or if there is none of that name."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def processor_name() -> str:

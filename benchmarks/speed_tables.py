@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.markdown import Document, table
@@ -26,7 +27,7 @@ FASTER_DECODING = {"linear": 20, "performer": 20}
 
 @dataclass(frozen=True)
 class Target:
-    """A figure that a CPU run is held to."""
+    """A figure that a run is held to."""
 
     name: str
     value: float
@@ -58,15 +59,16 @@ def state_constancy(document: Document) -> float:
 
 
 def describe(document: Document) -> str:
-    """Return one line on the machine, the precision, the shapes and the versions."""
+    """Return one line on the machine, the precision, the shapes and the versions; a GPU's without CPU threads."""
     source, plan, ceilings = (document[name] for name in ("provenance", "plan", "ceilings"))
     versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
     settings = "".join(f", {name}={value}" for name, value in source.get("allocator", {}).items())
     backend = document.get("backend", "torch")  # there was no other before it was recorded
+    threads = "" if "cuda" in source["versions"] else f"{source['threads']} CPU threads, "
     settings += "" if backend == "auto" else f", backend `{backend}`"
     settings += ", compiled operations" if document.get("compiled_operations") else ""
     return (
-        f"{source['device']}, {source['threads']} CPU threads, {source['dtype']}, batch 1, {plan['num_heads']} heads,"
+        f"{source['device']}, {threads}{source['dtype']}, batch {plan.get('batch', 1)}, {plan['num_heads']} heads,"
         f" dimension {plan['head_dim']}; {versions}{settings}. In the same run a matrix product reached"
         f" {ceilings['matmul_gflops']:,.0f} GFLOP/s and a copy {ceilings['copy_gigabytes_per_second']:,.0f} GB/s."
     )
@@ -121,11 +123,13 @@ def milliseconds_table(document: Document) -> str:
 
 def targets_table(document: Document) -> str:
     """Return the acceptance targets beside what was measured."""
-    rows = [
-        [x.name, f"{x.at_least:g}", f"{x.value:.3g}", "yes" if x.value >= x.at_least else "no"]
-        for x in find_targets(document)
-    ]
-    return table([f"target, {LENGTH:,} tokens forward", "at least", "measured", "reached"], rows)
+    return judged(f"target, {LENGTH:,} tokens forward", find_targets(document))
+
+
+def judged(title: str, targets: Sequence[Target]) -> str:
+    """Return targets beside what was measured."""
+    rows = [[x.name, f"{x.at_least:g}", f"{x.value:.3g}", "yes" if x.value >= x.at_least else "no"] for x in targets]
+    return table([title, "at least", "measured", "reached"], rows)
 
 
 def summary_table(document: Document) -> str:

@@ -16,11 +16,13 @@ from benchmarks import (
     long_inputs,
     markdown,
     memory_tables,
+    operations,
     peers,
     prompts,
     retrieval,
     run,
     speed_tables,
+    stopwatch,
     tables,
     wikitext,
 )
@@ -69,8 +71,8 @@ def test_ratios_are_softmax_over_the_mechanism(document: tables.Document) -> Non
 
 def test_floors() -> None:
     ceilings = {"matmul_gflops": 100.0, "copy_gigabytes_per_second": 10.0}
-    assert run.floor_seconds(5e9, 1e8, ceilings) == pytest.approx(0.05)
-    assert run.floor_seconds(1e8, 1e9, ceilings) == pytest.approx(0.1)
+    assert operations.floor_seconds(5e9, 1e8, ceilings) == pytest.approx(0.05)
+    assert operations.floor_seconds(1e8, 1e9, ceilings) == pytest.approx(0.1)
 
 
 def test_every_mechanism_has_a_floor(document: tables.Document) -> None:
@@ -192,17 +194,17 @@ def test_state_bytes(document: tables.Document) -> None:
 
 
 def test_crossover_is_where_a_mechanism_stays_ahead() -> None:
-    timing = run.Timing.of([1.0])
+    timing = stopwatch.Timing.of([1.0])
     ratios = {64: 1.5, 128: 0.9, 256: 1.1, 512: 4.0}
-    rows = [run.OperationRow("linear", "causal", "forward", n, timing, ratio) for n, ratio in ratios.items()]
-    assert run.find_crossovers(rows) == [run.Crossover("linear", "causal", "forward", 256)]
-    assert run.find_crossovers(rows[:2]) == [run.Crossover("linear", "causal", "forward", None)]
+    rows = [operations.OperationRow("linear", "causal", "forward", n, timing, ratio) for n, ratio in ratios.items()]
+    assert operations.find_crossovers(rows) == [operations.Crossover("linear", "causal", "forward", 256)]
+    assert operations.find_crossovers(rows[:2]) == [operations.Crossover("linear", "causal", "forward", None)]
 
 
 def test_competitors_compute_the_same_attention_shapes_and_gradients() -> None:
-    stopwatch = run.Stopwatch(torch.device("cpu"), PLAN)
+    clock = stopwatch.Stopwatch(torch.device("cpu"), PLAN)
     for backward in (False, True):
-        competitors = run.operation_competitors(stopwatch, ["linear"], "causal", 16, backward, torch.float32)
+        competitors = operations.operation_competitors(clock, ["linear"], "causal", 16, backward, torch.float32)
         assert list(competitors) == ["softmax", "linear"]
         for attend in competitors.values():
             attend()
@@ -211,7 +213,7 @@ def test_competitors_compute_the_same_attention_shapes_and_gradients() -> None:
 def test_competitors_take_turns_of_a_call_that_warms_up_and_a_timed_one() -> None:
     turns: list[str] = []
     competitors = {name: lambda name=name: turns.append(name) for name in "ab"}
-    seconds = run.Stopwatch(torch.device("cpu"), PLAN).compare(competitors)
+    seconds = stopwatch.Stopwatch(torch.device("cpu"), PLAN).compare(competitors)
     assert turns == ["a", "a", "b", "b"] * PLAN.min_repeats
     assert {name: len(values) for name, values in seconds.items()} == {"a": PLAN.min_repeats, "b": PLAN.min_repeats}
 
@@ -219,7 +221,7 @@ def test_competitors_take_turns_of_a_call_that_warms_up_and_a_timed_one() -> Non
 def test_tables_are_written_between_the_markers_and_nowhere_else(document: tables.Document, tmp_path: Path) -> None:
     results = tmp_path / "benchmarks" / "results"
     (results / "recovery").mkdir(parents=True)
-    (results / "gpu.json").write_text(json.dumps(document))
+    (results / "cpu_granite_rapids.json").write_text(json.dumps(document))
     perplexity = {"original": 10.0, "control": 8.0, "converted": 90.0, "recovered": 8.4}
     (results / "recovery" / "gpt2-linear.json").write_text(json.dumps({"perplexity": perplexity, "ratio": 1.05}))
     sections = ("benchmarks", "prompts", "recovery", "board", "retrieval", "depth")

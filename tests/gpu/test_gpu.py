@@ -106,6 +106,27 @@ def test_triton_computes_what_pytorch_does(name: str, mode: str, dtype: torch.dt
         assert (measured.double() - expected).abs().max() < 10 * TOLERANCES[dtype] * scale
 
 
+@pytest.mark.parametrize("mode", ["causal", "bidirectional"])
+@pytest.mark.parametrize("name", ["linear", "performer", "hedgehog", "retention", "hybrid", "local"])
+def test_long_rows_of_wide_heads(name: str, mode: str) -> None:
+    """Outputs and gradients as by PyTorch's operations: large kernels are what assemblers get wrong."""
+    layer = AttentionLayer(
+        index=0, num_heads=4, num_key_value_heads=4, head_dim=128, causal=mode == "causal", scaling=128**-0.5,
+        device=DEVICE, dtype=torch.bfloat16,
+    )  # fmt: skip
+    mechanism = MECHANISMS.get(name)(make_config(name, {}), layer).to(DEVICE, torch.bfloat16)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    heads = [torch.randn(2, 4, 4200, 128, generator=generator, device=DEVICE).bfloat16() for _ in range(4)]
+    results = []
+    for backend in ("torch", "triton"):
+        use_backend(mechanism, backend)
+        given = [x.clone().requires_grad_() for x in heads[:3]]
+        output, _ = mechanism(*given)
+        results.append([output, *torch.autograd.grad(output, given, heads[3])])
+    for want, got in zip(*results, strict=True):
+        assert (got.float() - want.float()).norm() < 3e-2 * want.float().norm()
+
+
 @pytest.mark.parametrize("name", list_mechanisms())
 @pytest.mark.parametrize("moved", ["before", "after"])
 def test_everything_is_on_the_gpu_and_computes_what_the_cpu_does(name: str, moved: str) -> None:
