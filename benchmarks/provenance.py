@@ -21,7 +21,8 @@ import hf_linattn
 def collect_provenance(device: torch.device, dtype: torch.dtype, module: str = "benchmarks.run") -> dict[str, Any]:
     """Return where the numbers come from; what cannot be found out is null. `module` is the one that was run.
 
-    A copy of the sources that git knows nothing of takes its commit from the environment variable HF_LINATTN_COMMIT.
+    A copy of the sources that git does not know, or knows as another commit, has its own in HF_LINATTN_COMMIT, a
+    variable of the environment.
     """
     cuda = cuda_versions() if device.type == "cuda" else {}
     return {
@@ -36,7 +37,7 @@ def collect_provenance(device: torch.device, dtype: torch.dtype, module: str = "
             "hf_linattn": hf_linattn.__version__,
             **cuda,
         },
-        "commit": output_of("git", "rev-parse", "HEAD") or os.environ.get("HF_LINATTN_COMMIT"),
+        "commit": os.environ.get("HF_LINATTN_COMMIT") or output_of("git", "rev-parse", "HEAD"),
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
     }
 

@@ -134,7 +134,7 @@ def judged(title: str, targets: Sequence[Target]) -> str:
 
 def summary_table(document: Document) -> str:
     """Return one row per mechanism: how much faster it is at the longest length, from which on, and what it keeps."""
-    longest, context = document["plan"]["lengths"][-1], document["plan"]["contexts"][-1]
+    longest, contexts = document["plan"]["lengths"][-1], document["plan"]["contexts"]
     ratios = {
         (row["mechanism"], row["mode"]): f"{row['ratio']:.3g}"
         for row in document["operations"]
@@ -148,14 +148,15 @@ def summary_table(document: Document) -> str:
     decoding = {
         row["mechanism"]: (f"{row['ratio']:.3g}", f"{row['state_bytes']:,}")
         for row in document["decoding"]
-        if row["context"] == context
+        if row["context"] == contexts[-1]
     }
+    head = ["mechanism", *(x for mode in ("causal", "bidirectional") for x in (f"{mode}, {longest:,}", "faster from"))]
+    head += [f"decoding after {contexts[-1]:,}", "bytes of cache"] if contexts else []
     rows = []
     for name in document["options"]:
         cells = [x.get((name, mode), "") for mode in ("causal", "bidirectional") for x in (ratios, pays)]
-        rows.append([f"`{name}`", *cells, *decoding.get(name, ("", ""))])
-    modes = [x for mode in ("causal", "bidirectional") for x in (f"{mode}, {longest:,}", "faster from")]
-    return table(["mechanism", *modes, f"decoding after {context:,}", "bytes of cache"], rows)
+        rows.append([f"`{name}`", *cells, *(decoding.get(name, ("", "")) if contexts else ())])
+    return table(head, rows)
 
 
 def peers_table(document: Document) -> str:

@@ -34,8 +34,8 @@ def set_backend(model: nn.Module, backend: str) -> None:
     all with their backward passes, and in `eval()` mode without gradients patterns with parameters, too. All but
     `lsh` read half precision as it is. Products of bfloat16 are made by the processor's matrix unit (AMX) if it has
     one, and so are those of float32, rounded after `torch.set_float32_matmul_precision("medium")`, else with all of
-    their digits in three parts, where that is faster. On a GPU of NVIDIA's, from Ampere on, it is what `"triton"` is,
-    if Triton is installed. `"torch"` takes PyTorch's operations alone.
+    their digits in three parts, where that is faster. On a Hopper GPU it is what `"triton"` is, if Triton is installed
+    and calls a `ptxas` it can trust, see below. `"torch"` takes PyTorch's operations alone.
 
     `"compile"` compiles (with the C++ compiler that `torch.compile` needs, half a minute at first) what `linear`, its
     feature maps and `hybrid` do with 1,024 tokens, for inputs of 2,048 and more: for devices and machines without the
@@ -49,8 +49,9 @@ def set_backend(model: nn.Module, backend: str) -> None:
     precision is read as it is. In PyTorch's default `float32_matmul_precision` a product of float32 is made of three
     of TF32. What continues a state in other mechanisms, and bidirectional layers of `linformer`, take PyTorch's
     operations. On Hopper the kernels use products of warp groups if the `ptxas` that Triton calls is that of CUDA 13.3
-    or later, see `ops.triton.launching.is_large`: `pip install nvidia-cuda-nvcc` has one, for `TRITON_PTXAS_PATH` to
-    name. On a CPU it runs in Triton's interpreter, `TRITON_INTERPRET=1`, which is for tests.
+    or later, as older ones get them wrong (`ops.triton.launching.is_large`): `pip install nvidia-cuda-nvcc` brings
+    one, for the environment variable `TRITON_PTXAS_PATH` to name. On a CPU it runs in Triton's interpreter,
+    `TRITON_INTERPRET=1`, which is for tests.
 
     Raises:
         UnknownNameError: there is no such backend. OptionError: a mechanism of the model does not know it, or Triton

@@ -32,11 +32,12 @@ def operations_for(mechanism: Any, heads: Tensor) -> Operations:
 
 @functools.cache
 def gpu_operations(device: torch.device) -> Operations:
-    """Return Triton's operations if that is installed and knows the GPU: NVIDIA's from Ampere on; else nothing."""
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+    """Return Triton's operations on a GPU that has run them, see `is_large`, if it is installed; else nothing."""
+    if device.type != "cuda":
         return NOTHING
-    try:
-        from .triton.operations import TRITON  # here: nothing else needs Triton
+    try:  # here: nothing else needs Triton
+        from .triton.launching import is_large
+        from .triton.operations import TRITON
     except ImportError:
         return NOTHING
-    return TRITON
+    return TRITON if is_large(device) else NOTHING

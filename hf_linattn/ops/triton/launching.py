@@ -53,8 +53,9 @@ def is_large(device: torch.device) -> bool:
     kernels with several of them compute something else or fail (triton-lang/triton#11366). `TRITON_PTXAS_PATH` names
     another one than that in Triton, as pip's nvidia-cuda-nvcc has it.
     """
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return hopper and assembler_version() >= SOUND
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9 and assembler_version() >= SOUND
 
 
 @contextlib.contextmanager

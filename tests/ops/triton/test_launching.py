@@ -1,0 +1,59 @@
+"""Which GPUs get which kernels: not those whose assembler would make something else of them."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_linattn.ops.operations import NOTHING, gpu_operations, operations_for
+from hf_linattn.ops.triton import launching
+from hf_linattn.ops.triton.operations import TRITON
+
+GPU = torch.device("cuda", 0)
+CACHED = (gpu_operations, launching.is_large, launching.assembler_version)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Return what makes GPU one of some generation, with a `ptxas` of some version."""
+
+    def make(generation: int, version: str) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (generation, 0))
+        tools = SimpleNamespace(ptxas=SimpleNamespace(version=version))
+        monkeypatch.setattr(launching.triton, "knobs", SimpleNamespace(nvidia=tools))
+        for function in CACHED:
+            function.cache_clear()
+
+    yield make
+    for function in CACHED:
+        function.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("generation", "version", "large"), [(9, "13.3", True), (9, "14.0", True), (9, "12.9", False), (8, "13.3", False)]
+)
+def test_auto_is_triton_where_its_kernels_were_run(machine, generation, version, large):
+    machine(generation, version)
+    heads = SimpleNamespace(device=GPU)
+    automatic = SimpleNamespace(backend="auto", backends=("auto", "torch", "triton"), operations=NOTHING)
+    assert operations_for(automatic, heads) is (TRITON if large else NOTHING)
+    assert operations_for(automatic, torch.empty(1)) is NOTHING
+    for backend, backends in (("torch", automatic.backends), ("auto", ("auto", "torch"))):
+        other = SimpleNamespace(backend=backend, backends=backends, operations="its own")
+        assert operations_for(other, heads) == "its own"
+
+
+@pytest.mark.parametrize(("version", "trusted"), [("13.3", True), ("13.2", False)])
+def test_kernels_do_without_products_of_warp_groups_where_these_go_wrong(machine, monkeypatch, version, trusted):
+    """While a kernel is launched, which may compile it, and not a moment longer."""
+    machine(9, version)
+    monkeypatch.setenv(launching.GROUPS[0], "0")
+    monkeypatch.delenv(launching.GROUPS[1], raising=False)
+    before = {name: os.environ.get(name) for name in launching.GROUPS}
+    with pytest.raises(ValueError), launching.without_groups(GPU):
+        assert {os.environ.get(name) for name in launching.GROUPS} == ({"0", None} if trusted else {"1"})
+        raise ValueError
+    assert {name: os.environ.get(name) for name in launching.GROUPS} == before
