@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,7 +101,7 @@ class Case:
 
 
 class Operations:
-    """Times the operations named and the baselines, case by case; what fails is noted and costs nothing else."""
+    """Times the operations named and the baselines, case by case; `failures` has those that could not be."""
 
     def __init__(
         self, stopwatch: Stopwatch, names: Sequence[str], dtype: torch.dtype, ceilings: dict[str, float],
@@ -125,19 +124,16 @@ class Operations:
         return sorted(cases, key=lambda case: case.length)
 
     def rows(self, case: Case) -> list[OperationRow]:
-        """Time one case."""
+        """Time one case; none of its rows if a GPU has not the memory for it."""
+        given = (case.mode, case.length, case.backward, self.dtype, self.baselines)
         try:
-            competitors = operation_competitors(
-                self.stopwatch, self.names, case.mode, case.length, case.backward, self.dtype, self.baselines
-            )
-            return self.compare(case, self.working(case, competitors))
-        except Exception as error:
-            self.note(case, error, "all")
+            return self.compare(case, operation_competitors(self.stopwatch, self.names, *given))
+        except torch.OutOfMemoryError as error:
+            self.note(case, error)
             return []
         finally:
             if self.stopwatch.device.type == "cuda":
-                with suppress(RuntimeError):  # of a device that a kernel has broken: noted already
-                    torch.cuda.empty_cache()
+                torch.cuda.empty_cache()
 
     def compare(self, case: Case, competitors: dict[str, Call]) -> list[OperationRow]:
         """Time competitors in turns."""
@@ -146,35 +142,15 @@ class Operations:
         for name, timing in timings.items():
             median = timing.median
             flash = timings[FLASH].median / median if FLASH in timings else None
-            share = None if name in BASELINES else self.floor_share(name, case, competitors[name], timing)
+            share = None if name in BASELINES else 1e3 * self.floor(name, case, competitors[name]) / median
             peak = peak_bytes(competitors[name], self.stopwatch.device) if case.backward else None
             ratio = timings[SOFTMAX].median / median
             rows.append(OperationRow(name, case.mode, case.direction, case.length, timing, ratio, share, flash, peak))
         return rows
 
-    def working(self, case: Case, competitors: dict[str, Call]) -> dict[str, Call]:
-        """Return those that one call of succeeds."""
-        found = {}
-        for name, call in competitors.items():
-            try:
-                call()
-                found[name] = call
-            except Exception as error:
-                self.note(case, error, name)
-        return found
-
-    def note(self, case: Case, error: Exception, name: str) -> None:
+    def note(self, case: Case, error: Exception) -> None:
         """Write a failure down."""
-        text = f"{type(error).__name__}: {error}"[:600]
-        self.failures.append({"what": f"{name}: {case}", "error": text})
-
-    def floor_share(self, name: str, case: Case, call: Call, timing: Timing) -> float | None:
-        """Return the part of the time that is the floor; null if its products could not be counted."""
-        try:
-            return 1e3 * self.floor(name, case, call) / timing.median
-        except Exception as error:
-            self.note(case, error, f"floor of {name}")
-            return None
+        self.failures.append({"what": str(case), "error": f"{type(error).__name__}: {error}"[:600]})
 
     def floor(self, name: str, case: Case, call: Call) -> float:
         """Return the seconds that the operation takes at best."""
@@ -208,7 +184,7 @@ def measure_operations(
     rows: list[OperationRow] = []
     for case in operations.cases():
         if time.monotonic() > until:
-            operations.note(case, TimeoutError("no time was left"), "all")
+            operations.note(case, TimeoutError("no time was left"))
             continue
         rows += operations.rows(case)
         done(rows)
