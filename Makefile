@@ -133,7 +133,7 @@ pretrain: install ## train the three bundled models anew: hours
 	  $(BIN)/python recipes/pretrain.py --architecture $$model --output_dir recipes/pretrained/$$model || exit 1; \
 	done
 
-gpu: ## with the current python: the CUDA tests, then benchmarks/results/gpu.json, in under 9 minutes
+gpu: ## with the current python: the CUDA tests, then benchmarks/results/gpu.json
 	@status=0; started=$$(date +%s); \
 	HF_HUB_OFFLINE=1 TRITON_INTERPRET=0 $(PYTHON) -m pytest $(PYTEST_FLAGS) -m gpu tests/gpu || status=$$?; \
 	tested=$$(date +%s); \

@@ -162,7 +162,7 @@ class Operations:
     def flops(self, name: str, case: Case, call: Call) -> float:
         """Return the operations of its matrix products.
 
-        Those in Triton's kernels cannot be seen: counted are PyTorch's own, of fewer tokens and one sequence.
+        Those of feature maps in Triton cannot be seen: counted are PyTorch's own, of fewer tokens and one sequence.
         """
         if self.stopwatch.backend != "triton":
             return call.flops()

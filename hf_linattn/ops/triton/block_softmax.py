@@ -14,8 +14,8 @@ from ..exponential import LN_2, LOWEST
 from ..native.library import operation
 from ..precision import wide
 from .block_kernels import attend_blocks, reverse_keys, reverse_queries
-from .causal_sums import row_products
 from .launching import kinds, launch, padded, precision, require_kernels
+from .row_products import row_products
 from .window_softmax import TRITON_WINDOW
 
 TILE, WIDE_TILE = 32, 16  # queries, and keys, in a tile; of more than 128 numbers. In half precision twice as many

@@ -20,9 +20,10 @@ from ..native.library import dense_rows
 from ..native.memory import empty_output
 from ..precision import wide_dtype
 from .causal_step import step_attention
-from .causal_sums import causal_sums_backward_triton, causal_sums_triton, cut_for, row_products
+from .causal_sums import causal_sums_backward_triton, causal_sums_triton, cut_for
 from .features import make_features
 from .launching import kinds
+from .row_products import row_products
 
 
 def attend(

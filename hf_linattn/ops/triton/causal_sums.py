@@ -15,7 +15,7 @@ from ...errors import OptionError
 from ..chunk_sums import LEAST_WEIGHT
 from ..exponential import LOWEST
 from ..native.library import operation
-from .causal_kernels import multiply_rows, read_states, write_states
+from .causal_kernels import read_states, write_states
 from .causal_scales import Scales
 from .launching import is_large, launch, padded, precision, require_kernels, strides
 
@@ -37,7 +37,6 @@ MOST_BYTES = 256  # of features; more of them are read in parts, which is faster
 STATE_KEYS, STATE_VALUES = 64, 128  # of `write_states`
 STATE_OPTIONS = {True: {"num_warps": 4, "num_stages": 3}, False: {"num_warps": 8, "num_stages": 1}}  # by `is_large`
 PROGRAMS, LEAST_CHUNKS = 256, 8  # as many programs keep a GPU busy; a segment has at least so many chunks
-PRODUCT_ROWS = 32  # of `multiply_rows`
 
 
 def tiles_for(rows: Tensor, size: int | None = None) -> Tiles:
@@ -277,19 +276,6 @@ def _back(
         groups = share.shape[1] // log_decay.shape[1]
         decay = F.pad(log_decay[:, :, 1:], (0, 1)).flip(-1).repeat_interleave(groups, 1)
     return Scales.of(cut.rows, share, decay, log_max.flatten(1), starts)
-
-
-def row_products(x: Tensor, y: Tensor, rest: Tensor | None = None) -> Tensor:
-    """Return sum_d x_d (y_d + rest_d) in float32 for x, y, rest [B, Hkv, (G,) N, D]; y and rest lie alike."""
-    *heads, length, size = x.shape
-    products = x.new_empty(*heads, length, dtype=torch.float32)
-    columns = padded(size)
-    launch(
-        multiply_rows, (math.prod(heads), -(-length // PRODUCT_ROWS)), x, x, y, y if rest is None else rest, products,
-        *strides(x), *strides(y), heads[1], math.prod(heads[2:]), length, SIZE=size, ROWS=PRODUCT_ROWS,
-        COLUMNS=columns, EXACT=rest is not None,
-    )  # fmt: skip
-    return products
 
 
 def count_flops(query: Any, key: Any, value: Any) -> int:

@@ -49,9 +49,10 @@ def assembler_version() -> tuple[int, ...]:
 def is_large(device: torch.device) -> bool:
     """Whether programs have the shared memory and the products of warp groups that Hopper brought, and can trust them.
 
-    Up to CUDA 13.2 `ptxas` gives the registers or the shared memory of such products away while they are read, so that
-    kernels with several of them compute something else or fail (triton-lang/triton#11366). `TRITON_PTXAS_PATH` names
-    another one than that in Triton, as pip's nvidia-cuda-nvcc has it.
+    Older `ptxas` give the registers or the shared memory of such products away while they are read, so that kernels
+    with several of them compute something else or fail: that of CUDA 12.8 did here, that of 13.3, whose release notes
+    say it is mended, did not (triton-lang/triton#11366, #11781). `TRITON_PTXAS_PATH` names another one than that in
+    Triton, as pip's nvidia-cuda-nvcc has it.
     """
     if device.type != "cuda" or torch.version.hip:
         return False

@@ -11,7 +11,7 @@ from hf_linattn.ops.triton import block_softmax, causal_sums, window_softmax
 def small_tiles(monkeypatch):
     """Several segments, tiles of features and of values, all with a rest, in forty tokens."""
     monkeypatch.setattr(causal_sums, "tiles_for", lambda *_: causal_sums.Tiles(16, 16, 4, 1))
-    sizes = {"MOST_BYTES": 64, "STATE_KEYS": 16, "STATE_VALUES": 16, "LEAST_CHUNKS": 2, "PRODUCT_ROWS": 16}
+    sizes = {"MOST_BYTES": 64, "STATE_KEYS": 16, "STATE_VALUES": 16, "LEAST_CHUNKS": 2}
     for name, size in sizes.items():
         monkeypatch.setattr(causal_sums, name, size)
     monkeypatch.setattr(block_softmax, "TILE", 16)
