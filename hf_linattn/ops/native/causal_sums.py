@@ -205,11 +205,12 @@ NATIVE_SUMS = CausalSums(functools.partial(attend_by_sums, causal_sums, packed_r
 
 @register_flop_formula(torch.ops.hf_linattn.causal_sums)
 def _flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
-    """Half of the pairs inside a chunk, twice; reading the state for every query, adding every key to it; the maps."""
+    """If causal half of the pairs inside a chunk, twice; reading the state for every query, adding every key to it; the
+    maps."""
     (batch, heads, groups, length, input_size), value_size, key_size = query, value[-1], rest[6][2]
-    weights = zip(rest[12:16:2], (groups, 1), strict=False)
+    weights, bidirectional = zip(rest[12:16:2], (groups, 1), strict=False), any(rest[19:20])
     maps = [2 * input_size * weight[-1] * number for weight, number in weights if weight]
-    pairs = groups * CHUNK_SIZE * (key_size + value_size)
+    pairs = 0 if bidirectional else groups * CHUNK_SIZE * (key_size + value_size)
     return batch * heads * length * (pairs + 2 * (groups + 1) * key_size * value_size + sum(maps))
 
 
