@@ -5,7 +5,8 @@
 #include "causal_sums.h"
 #include "factors.h"
 
-#define CHUNK 64
+#define CHUNK 64   /* tokens read at a time, at most */
+#define FEW 32     /* the same where products are of float32: the fewer, the fewer pairs, and all is in the first cache */
 #define FETCHED 4  /* rows of each at a time */
 #define SLAB 16    /* rows of a product at a time */
 
@@ -25,7 +26,7 @@ struct scratch {
 /* How many tokens are read at a time. */
 static inline int64_t chunk_of(const struct problem *p)
 {
-    return smaller(CHUNK, round_up(p->length ? p->length : 1, TILE_COLUMNS));
+    return smaller(p->parts ? CHUNK : FEW, round_up(p->length ? p->length : 1, TILE_COLUMNS));
 }
 
 static inline int64_t arrange(struct scratch *s, const struct problem *p, float *memory)
@@ -157,6 +158,17 @@ static inline void make_earlier(struct scratch *s, float *out, const float *rows
                      chunk, chunk - column, TILE_COLUMNS, steps, adds);
 }
 
+/* sum [size] = left sum + factor^T rows, of `count` rows, in whole lanes; every factor is one for NULL */
+static inline void add_rows(float *sum, float left, const float *factor, const float *rows, int64_t count, int64_t size)
+{
+    for (int64_t column = 0; column < size; column += LANES) {
+        lanes total = left * load(sum + column);
+        for (int64_t row = 0; row < count; row++)
+            total += (factor ? factor[row] : 1.0f) * load(rows + row * size + column);
+        store(sum + column, total);
+    }
+}
+
 /* Round what will be a factor of rounded products already where it is added up, too: the sums cancel in gradients. */
 static inline void round_factor(const struct scratch *s, float *numbers, int64_t count)
 {
@@ -238,8 +250,9 @@ static float load_values(struct scratch *s, const struct problem *p, int64_t bat
 static float load_keys(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t at,
                        int64_t count, int scaled, float before, float *left)
 {
-    for (int64_t j = 0; j < count; j++)
-        s->scale[j] = p->log_scale.data ? *place(&p->log_scale, batch, head, 0, at + j) : 0.0f;
+    const float *given = p->log_scale.data ? place(&p->log_scale, batch, head, 0, at) : NULL;
+    for (int64_t j = 0; j < count && scaled; j++)
+        s->scale[j] = given ? given[j * p->log_scale.token] : 0.0f;
     load_features(s->key, s, p, &p->key, &p->key_map, p->activation == EXPONENTIAL ? s->scale : NULL, batch, head, 0,
                   at, count);
     return load_values(s, p, batch, head, at, count, scaled, before, left);

@@ -31,7 +31,7 @@ struct work {
     struct scratch s;
     float *grad, *slope, *own_log, *grad_pairs, *d_query, *d_key, *d_input, *turned_value;
     /* grad [chunk, values] is g, slope [chunk] is h; d_query, d_key [chunk, keys]: of features */
-    struct recalled recalled[SEGMENT / CHUNK]; /* the chunks of a segment */
+    struct recalled recalled[SEGMENT / FEW]; /* the chunks of a segment */
     struct reverse_map *maps;                  /* of the queries of each group, then of the keys */
     int64_t columns;                           /* of a weight, padded */
 };
@@ -64,7 +64,7 @@ static int64_t arrange_all(struct work *w, const struct backward *p, float *memo
     hold(&s->factors, memory, &used, w->turned_value, s->chunk * s->values, RIGHT);
     s->turned_state = take(memory, &used, s->keys * s->values);
     hold(&s->factors, memory, &used, s->turned_state, s->keys * s->values, RIGHT);
-    const int64_t all = p->forward.bidirectional ? 1 : SEGMENT / CHUNK;
+    const int64_t all = p->forward.bidirectional ? 1 : SEGMENT / s->chunk;
     for (int64_t chunk = 0; chunk < smaller(all, p->forward.length / s->chunk + 1); chunk++) {
         struct recalled *own = &w->recalled[chunk];
         own->key = chunk ? take(memory, &used, s->chunk * s->keys) : s->key;

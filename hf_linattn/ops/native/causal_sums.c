@@ -18,7 +18,7 @@
 
 #include "causal_chunks.h"
 
-/* What row i is multiplied by in the end. */
+/* What row i is multiplied by in the end; queries that see all keys have no pairs: all are in the state before. */
 static float last_factor(const struct scratch *s, const struct problem *p, int64_t i, int scaled,
                          const float *row_scale)
 {
@@ -27,7 +27,7 @@ static float last_factor(const struct scratch *s, const struct problem *p, int64
     lanes earlier = {0}, own = {0};
     for (int64_t key = 0; key < s->keys; key += LANES)
         earlier += load(s->query + i * s->keys + key) * load(s->weights + key);
-    for (int64_t j = 0; j < s->chunk; j += LANES)
+    for (int64_t j = 0; j <= i && !p->bidirectional; j += LANES)
         own += load(s->scores + i * s->chunk + j);
     const float weight = sum_of(own + (scaled ? s->kept[i] : 1.0f) * earlier);
     return weight >= p->least_weight ? 1.0f / weight : 0.0f;
@@ -54,12 +54,14 @@ static void read_chunk(struct scratch *s, const struct problem *p, int64_t batch
         add_earlier(s, s->out, s->scores, s->value, s->values);
     }
     s->next.count = others;
+    const float *row_scale = p->row_scale.data ? place(&p->row_scale, batch, head, group, at) : NULL;
+    float *factors = place(&p->factor, batch, head, group, at), *tops = place(&p->top, batch, head, group, at);
     for (int64_t i = 0; i < count; i++) {
-        const float *row_scale = p->row_scale.data ? place(&p->row_scale, batch, head, group, at + i) : NULL;
-        const float factor = last_factor(s, p, i, scaled, row_scale);
+        const float *own = row_scale ? row_scale + i * p->row_scale.token : NULL;
+        const float factor = last_factor(s, p, i, scaled, own);
         write_row(&p->sums, batch, head, group, at + i, factor, s->out + i * s->values, p->value_size, large);
-        *place(&p->factor, batch, head, group, at + i) = factor;
-        *place(&p->top, batch, head, group, at + i) = (scaled ? s->top[i] + s->passed[i] : 0.0f) + s->query_scale[i];
+        factors[i * p->factor.token] = factor;
+        tops[i * p->top.token] = (scaled ? s->top[i] + s->passed[i] : 0.0f) + s->query_scale[i];
     }
 }
 
@@ -79,13 +81,8 @@ static void fold_chunk(struct scratch *s, const struct problem *p, int scaled, f
     make_product(s, s->state, s->values, turned ? s->turned : s->key, turned ? s->chunk : 1, turned ? 1 : s->keys,
                  weighted, s->values, round_up(p->key_size, TILE_ROWS), s->values, s->chunk, 1);
     changed(&s->factors, s->state);
-    if (!p->normalise)
-        return;
-    for (int64_t key = 0; key < s->keys; key++)
-        s->weights[key] *= scaled ? left : 1.0f;
-    for (int64_t j = 0; j < s->chunk; j++)
-        for (int64_t key = 0; key < s->keys; key++)
-            s->weights[key] += (scaled ? s->weight[j] : 1.0f) * s->key[j * s->keys + key];
+    if (p->normalise)
+        add_rows(s->weights, scaled ? left : 1.0f, scaled ? s->weight : NULL, s->key, s->chunk, s->keys);
 }
 
 static void read_sequence(struct scratch *s, const struct problem *p, int64_t batch, int64_t head)
@@ -100,9 +97,6 @@ static void read_sequence(struct scratch *s, const struct problem *p, int64_t ba
         memcpy(s->state + key * s->values, given + key * width, p->value_size * sizeof(float));
         s->weights[key] = p->normalise ? given[key * width + p->value_size] : 0.0f;
     }
-    if (p->bidirectional)
-        /* no pairs: all keys are in the state before any query */
-        memset(s->scores, 0, s->chunk * s->chunk * sizeof(float));
     for (int64_t at = 0; at < p->length; at += s->chunk) {
         const int64_t count = smaller(s->chunk, p->length - at);
         if (p->checkpoints && at % SEGMENT == 0) {

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...errors import UnsupportedModelError
 from ..causal_sums import CausalSums, attend_by_sums
-from ..chunk_sums import CHUNK_SIZE, LEAST_WEIGHT, LinearState
+from ..chunk_sums import LEAST_WEIGHT, LinearState
 from ..exponential import LOWEST
 from ..sequences import Packed
 from .library import KINDS, Operand, call, operation, product_parts, suits
@@ -73,6 +73,7 @@ SEGMENT = 512  # tokens between two checkpoints, as in causal_sums.h
 GROUPED = {"query", "sums", "row_scale", "factor", "top"}
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "normalise", "threads", "parts")
 LEAST_FEATURES = 96  # with fewer of them products in exact parts do not pay
+CHUNK, FEW = 64, 32  # tokens read at a time, and where products are of float32, as in causal_chunks.h
 
 
 class Problem(ctypes.Structure):
@@ -94,6 +95,11 @@ class Problem(ctypes.Structure):
 def can_read(query: Tensor, key: Tensor) -> bool:
     """Whether there are sequences for half of the threads: each is read by one."""
     return suits(query, kinds=KINDS) and 2 * key.shape[:2].numel() >= torch.get_num_threads()
+
+
+def parts_of(query: Tensor, num_features: int) -> int:
+    """See `product_parts`."""
+    return product_parts(query, exact=num_features >= LEAST_FEATURES)
 
 
 def native_maps(query_map: Any, key_map: Any) -> list[NativeMap]:
@@ -127,7 +133,7 @@ def describe(
     query, value = operands["query"], operands["value"]
     state, query_weight, query_bias, key_weight, key_bias = states[0], *maps
     key_size = state.shape[2]
-    how = normalise, torch.get_num_threads(), product_parts(query, exact=key_size >= LEAST_FEATURES)
+    how = normalise, torch.get_num_threads(), parts_of(query, key_size)
     sizes = (*query.shape[:4], key_size, value.shape[-1], *how)
     return Problem(
         **{name: Operand.of(operand, name in GROUPED, reverse) for name, operand in operands.items()},
@@ -203,15 +209,20 @@ def packed_rows(sequence_ids: Tensor) -> tuple[Any, ...]:
 NATIVE_SUMS = CausalSums(functools.partial(attend_by_sums, causal_sums, packed_rows))
 
 
-@register_flop_formula(torch.ops.hf_linattn.causal_sums)
-def _flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
-    """If causal half of the pairs inside a chunk, twice; reading the state for every query, adding every key to it; the
-    maps."""
-    (batch, heads, groups, length, input_size), value_size, key_size = query, value[-1], rest[6][2]
+@register_flop_formula(torch.ops.hf_linattn.causal_sums, get_raw=True)
+def _flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **__: Any) -> int:
+    """If causal half of the pairs inside a chunk, twice; reading the state for every query, adding every key to it;
+    the maps."""
+    (batch, heads, groups, length, input_size), value_size, key_size = query.shape, value.shape[-1], rest[6].shape[2]
     weights, bidirectional = zip(rest[12:16:2], (groups, 1), strict=False), any(rest[19:20])
-    maps = [2 * input_size * weight[-1] * number for weight, number in weights if weight]
-    pairs = 0 if bidirectional else groups * CHUNK_SIZE * (key_size + value_size)
+    maps = [2 * input_size * weight.shape[-1] * number for weight, number in weights if weight is not None]
+    pairs = 0 if bidirectional else groups * chunk_size(query, key_size) * (key_size + value_size)
     return batch * heads * length * (pairs + 2 * (groups + 1) * key_size * value_size + sum(maps))
+
+
+def chunk_size(query: Tensor, num_features: int) -> int:
+    """Return how many tokens the C reads at a time."""
+    return CHUNK if parts_of(query, num_features) else FEW
 
 
 def map_operands(

@@ -84,8 +84,7 @@ static void add_keys(struct work *w, const struct problem *f, const struct recal
         next->weights[key] = left * own->weights[key];
     make_product(s, next->state, s->keys, s->value, 1, s->values, s->key, s->keys, round_up(f->value_size, TILE_ROWS),
                  s->keys, s->chunk, 1);
-    for (int64_t j = 0; j < count; j++)
-        add_scaled(next->weights, scaled ? s->weight[j] : 1.0f, s->key + j * s->keys, s->keys);
+    add_rows(next->weights, 1.0f, scaled ? s->weight : NULL, s->key, count, s->keys);
 }
 
 /* Read the keys of a segment from its start, for all of its chunks to be recalled. */
@@ -106,7 +105,8 @@ static void read_segment(struct work *w, const struct backward *p, int64_t batch
         recall(w, own);
         look_ahead_of_chunks(s, p, batch, head, at + s->chunk < to ? at + s->chunk : -1, -1);
         const float log_max = load_keys(s, f, batch, head, at, count, scaled, own->log_max, &left);
-        memcpy(own->scale, s->scale, sizeof(own->scale));
+        if (scaled)
+            memcpy(own->scale, s->scale, sizeof(own->scale));
         if (at + s->chunk >= to)
             break;
         own[1].log_max = log_max;
@@ -153,8 +153,7 @@ static void fold_queries(struct work *w, const struct problem *f, int64_t count)
     make_product(s, s->state, s->values, s->query, 1, s->keys, w->grad, s->values, round_up(f->key_size, TILE_ROWS),
                  s->values, s->chunk, 1);
     changed(&s->factors, s->state);
-    for (int64_t i = 0; i < count; i++)
-        add_scaled(s->weights, w->slope[i], s->query + i * s->keys, s->keys);
+    add_rows(s->weights, 1.0f, w->slope, s->query, count, s->keys);
 }
 
 /* Add them to the gradients of the keys and values of their chunk, too; `top` is the largest exponent. */
@@ -242,7 +241,8 @@ static float read_chunk(struct work *w, const struct backward *p, const struct r
     const int64_t count = smaller(s->chunk, f->length - at);
     float left, *d_value = s->out;
     recall(w, own);
-    memcpy(s->scale, own->scale, sizeof(own->scale));
+    if (scaled)
+        memcpy(s->scale, own->scale, sizeof(own->scale));
     load_values(s, f, batch, head, at, count, scaled, own->log_max, &left);
     turn_keys(s);
     turn(w->turned_value, s->chunk, s->value, s->values, s->chunk, s->values);

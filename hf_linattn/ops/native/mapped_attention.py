@@ -16,9 +16,19 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from ..causal_sums import decay_gradient, log_weight, read
-from ..chunk_sums import CHUNK_SIZE, LinearState
+from ..chunk_sums import LinearState
 from ..sequences import Packed
-from .causal_sums import OPERANDS, SEGMENT, NativeMap, Problem, causal_sums, describe, make_checkpoints, map_operands
+from .causal_sums import (
+    OPERANDS,
+    SEGMENT,
+    NativeMap,
+    Problem,
+    causal_sums,
+    chunk_size,
+    describe,
+    make_checkpoints,
+    map_operands,
+)
 from .library import Operand, call, dense_rows, operation
 from .memory import empty_like, empty_output
 
@@ -72,17 +82,18 @@ def causal_sums_backward(
     call("causal_sums_backward", problem)
 
 
-@register_flop_formula(torch.ops.hf_linattn.causal_sums_backward)
-def _flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
+@register_flop_formula(torch.ops.hf_linattn.causal_sums_backward, get_raw=True)
+def _flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **__: Any) -> int:
     """Pairs inside a chunk five times; a state read once, another folded and read twice; if causal the first is folded
     too, for all chunks of a segment but the last; the maps."""
-    (batch, heads, groups, length, input_size), value_size, key_size = query, value[-1], rest[4][2]
-    bidirectional, learned = rest[15], 3 if rest[24] else 2  # features, what they are made of, the weight itself
-    weights = zip((rest[8], rest[10]), (groups, 1), strict=True)
-    maps = [2 * learned * input_size * weight[-1] * number for weight, number in weights if weight]
-    pairs = 0 if bidirectional else groups * CHUNK_SIZE * (3 * key_size + 2 * value_size)
+    (batch, heads, groups, length, input_size), value_size, key_size = query.shape, value.shape[-1], rest[4].shape[2]
+    bidirectional, chunk = rest[15], chunk_size(query, key_size)
+    learned = 2 if rest[24] is None else 3  # features, what they are made of, the weight itself
+    weights = [(x, number) for x, number in zip((rest[8], rest[10]), (groups, 1), strict=True) if x is not None]
+    maps = [2 * learned * input_size * weight.shape[-1] * number for weight, number in weights]
+    pairs = 0 if bidirectional else groups * chunk * (3 * key_size + 2 * value_size)
     state = 2 * key_size * value_size
-    folded = 0 if bidirectional else state * (SEGMENT - CHUNK_SIZE) // SEGMENT
+    folded = 0 if bidirectional else state * (SEGMENT - chunk) // SEGMENT
     return batch * heads * length * (pairs + (2 * groups + 2) * state + folded + sum(maps))
 
 

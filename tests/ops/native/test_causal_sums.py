@@ -275,21 +275,23 @@ def test_without_a_build_it_is_not_there(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("causal", "backward", "of_query", "of_key"), [(True, False, 2, 1), (False, False, 1, 1), (False, True, 2, 2)]
+    ("causal", "backward", "of_query", "of_key", "pairs"),
+    [(True, False, 1, 1, 2), (False, False, 1, 1, 0), (False, True, 2, 2, 0)],
 )
-def test_products_that_are_counted_are_those_there_are(variant, causal, backward, of_query, of_key):
-    """Each as large as that of a state and a vector; half of the pairs in a chunk, twice, are one of them where a chunk
-    has as many tokens as a head has numbers."""
-    size, length = CHUNK_SIZE, 512
-    mechanism = make_mechanism("linear", {}, causal, head_dim=size)
+def test_products_that_are_counted_are_those_there_are(variant, causal, backward, of_query, of_key, pairs):
+    """Of a state with what a query or a key has; of a query with a key, or their weight with a value, half of all in a
+    chunk, as the others are of the future."""
+    size, length = 24, 512
+    mechanism = make_mechanism("linear", {}, causal)
     heads = [torch.randn(1, h, length, size, requires_grad=backward) for h in (HEADS, KV_HEADS, KV_HEADS)]
     output, _ = mechanism(*heads)
     count = flops_of(output.sum().backward if backward else lambda: mechanism(*heads))
-    assert count == 2 * length * size**2 * (HEADS * of_query + KV_HEADS * of_key)
+    chunk = 64 if library.has_matrix_unit() else 32  # with as few features as these the tests only go by it
+    assert count == 2 * length * size * (HEADS * (of_query * size + pairs * chunk / 2) + KV_HEADS * of_key * size)
 
 
 def test_its_products_are_about_as_many_as_those_of_pytorch(variant):
-    """So that costs are seen to grow as they do."""
+    """So that costs are seen to grow as they do; these have all pairs of a chunk, and longer chunks."""
     mechanism = make_mechanism("performer", {})
     heads = [torch.randn(1, h, 512, 24) for h in (HEADS, KV_HEADS, KV_HEADS)]
     counts = []
@@ -297,7 +299,7 @@ def test_its_products_are_about_as_many_as_those_of_pytorch(variant):
         mechanism.backend = backend
         with torch.no_grad():
             counts.append(flops_of(lambda: mechanism(*heads)))
-    assert 0.7 < counts[1] / counts[0] < 1.1
+    assert 0.6 < counts[1] / counts[0] < 1.1
 
 
 def make_heads(length: int = 203):
@@ -307,10 +309,10 @@ def make_heads(length: int = 203):
     return [torch.randn(shape, generator=generator).transpose(1, 2) for shape in shapes]
 
 
-def make_mechanism(name: str, options: dict, causal: bool = True, moved: bool = False, head_dim: int = 24):
+def make_mechanism(name: str, options: dict, causal: bool = True, moved: bool = False):
     """Return a mechanism, its parameters `moved` away from where they start."""
     layer = AttentionLayer(
-        index=0, num_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=head_dim, causal=causal, scaling=24**-0.5,
+        index=0, num_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=24, causal=causal, scaling=24**-0.5,
         device=torch.device("cpu"), dtype=torch.float32,
     )  # fmt: skip
     mechanism, generator = MECHANISMS.get(name)(make_config(name, options), layer), torch.Generator().manual_seed(1)

@@ -41,7 +41,8 @@ def test_they_are_as_exact(variant, monkeypatch, name, causal, dim):
     errors = errors_of(monkeypatch, make_mechanism(name, causal, **options), make_heads(2, LENGTH))
     for way in WAYS:
         assert max(errors[way]) < 2e-6
-        assert all(x < 1.5 * y + 1e-8 for x, y in zip(errors[way], errors["by vectors"], strict=True))
+        # sums over keys are made of shorter chunks by vectors, which is a little more exact
+        assert all(x < 2 * y + 1e-8 for x, y in zip(errors[way], errors["by vectors"], strict=True))
 
 
 def test_numbers_of_all_magnitudes(variant, monkeypatch):
