@@ -138,18 +138,18 @@ def log_weight(factor: Tensor, top: Tensor) -> Tensor:
 
 def read(
     operation: Callable[..., None], heads: Any, normalise=True, reverse=False, row_scale=None, sums=None, rest=(),
-    states=None,
+    after=None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return sums, state, log_max, factor and top for (query, ..., kv, log_max), which stay as they are.
 
-    sums: where to write them; None: in new memory.
-    states: how many there are afterwards; None: as many as before.
+    sums: where to write them; None: in new memory. after: where to write the state and log_max; None: in memory as
+    there is before, for which kv and log_max must be there.
     """
     query, key, value, log_scale, log_decay, kv, log_max = heads
     sums = empty_output(query, value) if sums is None else sums
     factor, top = query.new_empty(2, *query.shape[:4], dtype=wide_dtype(query)).unbind()
-    before = kv.contiguous(), log_max.contiguous()
-    after = tuple(x.new_empty(states or len(x), *x.shape[1:]) for x in before)
+    before: list[Any] = [x if x is None else x.contiguous() for x in (kv, log_max)]
+    after = tuple(x.new_empty(x.shape) for x in before) if after is None else after
     operands = (query, key, value, log_scale, log_decay, row_scale, sums, factor, top, *before, *after)
     operation(*operands, normalise, reverse, *rest)
     return sums, *after, factor, top

@@ -66,7 +66,10 @@ def strict_step(
 
 
 def _step(query, key, value, maps, mask, log_decay, state, factor=None, top=None):
-    state, hidden, rest = map_operands(query, key, value, maps, mask, log_decay, state)
+    hidden, rest = map_operands(query, key, maps, mask)
+    if state is None:
+        scaled = maps[1].activation == "exponential" or log_decay is not None
+        state = LinearState.before(maps[1].width(key.shape[-1]), value, scaled)
     output = empty_output(query, value)
     before = state.kv.contiguous(), state.log_max.contiguous()
     after = LinearState(*(torch.empty_like(x) for x in before))

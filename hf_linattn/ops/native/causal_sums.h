@@ -34,7 +34,7 @@ struct problem {
     const struct sequence *packed;   /* [sequences], row by row; NULL where every row is one */
     int64_t sequences;
     const float *state, *log_max;    /* [batches, heads, key_size, value_size (+ 1)], [batches, heads]: of the first
-                                        sequence of each row */
+                                        sequence of each row; NULL where nothing was read before */
     float *state_after, *log_max_after; /* of the last; if bidirectional of every sequence */
     float *checkpoints; /* [.., heads, struct checkpoint]: what was before every SEGMENT tokens of each sequence; NULL
                            where nobody needs that */
@@ -90,7 +90,8 @@ static inline struct checkpoint checkpoint_of(const struct problem *p, int64_t h
 static inline struct problem problem_of(const struct problem *p, int64_t row, int64_t number)
 {
     struct problem own = *p;
-    own.continues = own.leaves = 1;
+    own.continues = p->state != NULL;
+    own.leaves = 1;
     const int64_t start = p->packed ? p->packed[number].start : 0;
     if (p->checkpoints) /* each sequence has places of its own, wherever it starts */
         own.checkpoints = checkpoint_of(p, 0, row * segments_of(p->length) + number + start / SEGMENT).state;
@@ -101,7 +102,7 @@ static inline struct problem problem_of(const struct problem *p, int64_t row, in
     for (size_t i = 0; i < sizeof(operands) / sizeof(*operands); i++)
         begin_at(operands[i], start);
     own.length = p->packed[number].length;
-    own.continues = start == 0;
+    own.continues = own.continues && start == 0;
     own.leaves = p->bidirectional || start + own.length == p->length;
     if (p->bidirectional) {
         const int64_t ahead = (number - row) * p->heads;
@@ -117,10 +118,11 @@ static inline int has_scales(const struct problem *p)
     return p->log_scale.data || p->log_decay.data || p->activation == EXPONENTIAL;
 }
 
-/* The largest exponent before the first key of a sequence. */
+/* The largest exponent before the first key of a sequence; where a map has no log scales, they do nothing but hide. */
 static inline float first_top(const struct problem *p, int64_t task)
 {
-    return p->continues ? p->log_max[task] : has_scales(p) ? LOWEST / 2 : 0.0f;
+    const int given = p->log_scale.data && p->activation == GIVEN;
+    return p->continues ? p->log_max[task] : given || p->log_decay.data || p->activation == EXPONENTIAL ? LOWEST / 2 : 0;
 }
 
 /* The first `count` lanes. */

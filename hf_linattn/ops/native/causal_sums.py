@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...errors import UnsupportedModelError
 from ..causal_sums import CausalSums, attend_by_sums
-from ..chunk_sums import LEAST_WEIGHT, LinearState
+from ..chunk_sums import LEAST_WEIGHT
 from ..exponential import LOWEST
 from ..sequences import Packed
 from .library import KINDS, Operand, call, operation, product_parts, suits
@@ -38,6 +38,11 @@ class NativeMap(NamedTuple):
     bias: Tensor | None = None
     quadratic: float = 0.0
     offset: float = 0.0
+
+    def width(self, input_size: int) -> int:
+        """How many features it makes of inputs of that size."""
+        size = input_size if self.weight is None else self.weight.shape[-1]
+        return size * (2 if self.activation == "softmax_pair" else 1)
 
     def operands(self, heads: int, groups: int) -> tuple[Tensor | None, Tensor | None]:
         """Weight [Hkv, G, D, columns] and bias [Hkv, G, m] for all heads."""
@@ -60,6 +65,8 @@ class MapOperands(ctypes.Structure):
     @classmethod
     def of(cls, weight: Tensor | None, bias: Tensor | None) -> MapOperands:
         """Describe weight [Hkv, G, D, columns] and bias [Hkv, G, m]."""
+        if weight is None:
+            return cls()
         places = (
             Operand() if x is None else Operand(x.data_ptr(), 0, *x.stride()[:2], x.stride(2)) for x in (weight, bias)
         )
@@ -121,7 +128,7 @@ def native_maps(query_map: Any, key_map: Any) -> list[NativeMap]:
 
 
 def describe(
-    operands: dict[str, Any], states: tuple[Tensor, ...], maps: tuple[Tensor | None, ...], activation: int,
+    operands: dict[str, Any], states: tuple[Tensor | None, ...], maps: tuple[Tensor | None, ...], activation: int,
     quadratic: float, offset: float, normalise: bool = True, reverse: bool = False, bidirectional: bool = False,
     strict: bool = False, packed: Tensor | None = None, checkpoints: Tensor | None = None,
 ) -> Problem:  # fmt: skip
@@ -131,13 +138,13 @@ def describe(
     checkpoints: as `make_checkpoints` returns them.
     """
     query, value = operands["query"], operands["value"]
-    state, query_weight, query_bias, key_weight, key_bias = states[0], *maps
-    key_size = state.shape[2]
+    query_weight, query_bias, key_weight, key_bias = maps
+    key_size = cast(Tensor, states[2]).shape[2]
     how = normalise, torch.get_num_threads(), parts_of(query, key_size)
     sizes = (*query.shape[:4], key_size, value.shape[-1], *how)
     return Problem(
         **{name: Operand.of(operand, name in GROUPED, reverse) for name, operand in operands.items()},
-        **{name: x.data_ptr() for name, x in zip(STATES, states, strict=True)},
+        **{name: None if x is None else x.data_ptr() for name, x in zip(STATES, states, strict=True)},
         **dict(zip(SIZES, sizes, strict=True)),
         query_map=MapOperands.of(query_weight, query_bias),
         key_map=MapOperands.of(key_weight, key_bias),
@@ -154,21 +161,21 @@ def describe(
     )
 
 
-def make_checkpoints(query: Tensor, state: Tensor, packed: Tensor | None) -> Tensor:
+def make_checkpoints(query: Tensor, num_features: int, value_size: int, packed: Tensor | None) -> Tensor:
     """Return memory for the states before every `SEGMENT` tokens of each sequence, where a backward pass goes on.
 
-    query: [B, Hkv, G, N, D]. state: [B, Hkv, K, Dv + 1]. packed: places of the sequences, None for one in every row.
+    query: [B, Hkv, G, N, D]. packed: places of the sequences, None for one in every row.
     """
-    batch, length = len(query), query.shape[3]
+    batch, heads, _, length, _ = query.shape
     places = batch * -(-length // SEGMENT) + (batch if packed is None else len(packed))
-    keys, values = (-(-size // COLUMNS) * COLUMNS for size in (state.shape[2], state.shape[3] - 1))
-    return state.new_empty(places, state.shape[1], keys * (values + 1) + 1)
+    keys, values = (-(-size // COLUMNS) * COLUMNS for size in (num_features, value_size))
+    return query.new_empty(places, heads, keys * (values + 1) + 1, dtype=torch.float32)
 
 
 @operation("sums", "factor", "top", "state_after", "log_max_after", "checkpoints")
 def causal_sums(
     query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None,
-    row_scale: Tensor | None, sums: Tensor, factor: Tensor, top: Tensor, state: Tensor, log_max: Tensor,
+    row_scale: Tensor | None, sums: Tensor, factor: Tensor, top: Tensor, state: Tensor | None, log_max: Tensor | None,
     state_after: Tensor, log_max_after: Tensor, normalise: bool, reverse: bool, query_weight: Tensor | None = None,
     query_bias: Tensor | None = None, key_weight: Tensor | None = None, key_bias: Tensor | None = None,
     activation: int = 0, quadratic: float = 0.0, offset: float = 0.0, bidirectional: bool = False,
@@ -182,7 +189,7 @@ def causal_sums(
         row_scale: [B, Hkv, G, N]; where not None, `sums` are multiplied by exp(row_scale + top).
         sums: [B, Hkv, G, N, Dv]. factor: [B, Hkv, G, N], what they were multiplied by. top: [B, Hkv, G, N].
         state: [B, Hkv, K, Dv], with one more column where `normalise`. log_max: [B, Hkv]. Both contiguous, as is what
-            they become.
+            they become; None: nothing was read before.
         reverse: whether to read the tokens from the last to the first.
         query_weight ... offset: `NativeMap.operands` of the two maps, and what else is in a `NativeMap`.
         bidirectional: whether every query sees all keys of its sequence.
@@ -213,7 +220,7 @@ NATIVE_SUMS = CausalSums(functools.partial(attend_by_sums, causal_sums, packed_r
 def _flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **__: Any) -> int:
     """If causal half of the pairs inside a chunk, twice; reading the state for every query, adding every key to it;
     the maps."""
-    (batch, heads, groups, length, input_size), value_size, key_size = query.shape, value.shape[-1], rest[6].shape[2]
+    (batch, heads, groups, length, input_size), value_size, key_size = query.shape, value.shape[-1], rest[8].shape[2]
     weights, bidirectional = zip(rest[12:16:2], (groups, 1), strict=False), any(rest[19:20])
     maps = [2 * input_size * weight.shape[-1] * number for weight, number in weights if weight is not None]
     pairs = 0 if bidirectional else groups * chunk_size(query, key_size) * (key_size + value_size)
@@ -226,21 +233,15 @@ def chunk_size(query: Tensor, num_features: int) -> int:
 
 
 def map_operands(
-    query: Tensor, key: Tensor, value: Tensor, maps: list[NativeMap], key_padding_mask: Tensor | None,
-    log_decay: Tensor | None, state: LinearState | None,
-) -> tuple[LinearState, Tensor | None, tuple[Any, ...]]:  # fmt: skip
-    """Return the state, an empty one if None, the log scales of hidden keys, and what describes the maps."""
+    query: Tensor, key: Tensor, maps: list[NativeMap], key_padding_mask: Tensor | None
+) -> tuple[Tensor | None, tuple[Any, ...]]:
+    """Return the log scales of hidden keys, and what describes the maps."""
     query_map, key_map = maps
     kv_heads, groups = query.shape[1:3]
-    if state is None:
-        num_features = key.shape[-1] if key_map.weight is None else key_map.weight.shape[-1]
-        num_features *= 2 if key_map.activation == "softmax_pair" else 1
-        scaled = key_map.activation == "exponential" or log_decay is not None
-        state = LinearState.before(num_features, value, scaled)
     hidden = None
     if key_padding_mask is not None:
         hidden = torch.where(key_padding_mask.bool(), 0.0, LOWEST)[:, None].expand(key.shape[:3])
     of_query = query_map.operands(kv_heads, groups)
     of_key = of_query if query_map is key_map else key_map.operands(kv_heads, 1)
     activation = ACTIVATIONS.index(key_map.activation)
-    return state, hidden, (*of_query, *of_key, activation, key_map.quadratic, key_map.offset)
+    return hidden, (*of_query, *of_key, activation, key_map.quadratic, key_map.offset)

@@ -311,7 +311,7 @@ static void read_sequence(struct work *w, const struct backward *p, int64_t batc
         for (int64_t number = (tokens - 1) / s->chunk; number >= 0; number--)
             later = read_chunk(w, p, &w->recalled[number], batch, head, from + number * s->chunk, later);
     }
-    const float left = has_scales(f) ? exp_of_one(later + f->log_max[sequence]) : 1.0f;
+    const float left = has_scales(f) && f->continues ? exp_of_one(later + f->log_max[sequence]) : 1.0f;
     for (int64_t key = 0; key < f->key_size && f->continues && p->d_before; key++) {
         float *row = p->d_before + sequence * size + key * width;
         for (int64_t column = 0; column < f->value_size; column++)

@@ -50,12 +50,13 @@ class BackwardProblem(ctypes.Structure):
 @operation(*GRADIENTS[2:], *PLACES[:4], "d_before")
 def causal_sums_backward(
     query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None, sums: Tensor,
-    factor: Tensor, state: Tensor, log_max: Tensor, state_after: Tensor, log_max_after: Tensor,
+    factor: Tensor, state: Tensor | None, log_max: Tensor | None, state_after: Tensor, log_max_after: Tensor,
     query_weight: Tensor | None, query_bias: Tensor | None, key_weight: Tensor | None, key_bias: Tensor | None,
     activation: int, quadratic: float, offset: float, bidirectional: bool, packed: Tensor | None,
     checkpoints: Tensor | None, d_sums: Tensor, d_log: Tensor | None, d_query: Tensor, d_key: Tensor,
     d_value: Tensor, d_scale: Tensor, d_query_weight: Tensor | None, d_query_bias: Tensor | None,
-    d_key_weight: Tensor | None, d_key_bias: Tensor | None, d_state: Tensor | None, d_before: Tensor, reverse: bool,
+    d_key_weight: Tensor | None, d_key_bias: Tensor | None, d_state: Tensor | None, d_before: Tensor | None,
+    reverse: bool,
 ) -> None:  # fmt: skip
     """Write the gradients of a problem of `causal_sums`, each shaped as what it belongs to.
 
@@ -86,7 +87,7 @@ def causal_sums_backward(
 def _flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **__: Any) -> int:
     """Pairs inside a chunk five times; a state read once, another folded and read twice; if causal the first is folded
     too, for all chunks of a segment but the last; the maps."""
-    (batch, heads, groups, length, input_size), value_size, key_size = query.shape, value.shape[-1], rest[4].shape[2]
+    (batch, heads, groups, length, input_size), value_size, key_size = query.shape, value.shape[-1], rest[6].shape[2]
     bidirectional, chunk = rest[15], chunk_size(query, key_size)
     learned = 2 if rest[24] is None else 3  # features, what they are made of, the weight itself
     weights = [(x, number) for x, number in zip((rest[8], rest[10]), (groups, 1), strict=True) if x is not None]
@@ -126,27 +127,33 @@ def mapped_attention(
 
     The log of what the weights of a query add up to is [B, Hkv, G, N], `LOWEST` where that is nothing.
     """
-    state, hidden, rest = map_operands(query, key, value, maps, key_padding_mask, log_decay, state)
+    hidden, rest = map_operands(query, key, maps, key_padding_mask)
     heads: Any = dense_rows(query), dense_rows(key), dense_rows(value)
     places = None if packed is None else (packed.backwards() if reverse else packed).places
-    rest = (*rest, bidirectional, places)
+    before, rest = (None, None) if state is None else state, (*rest, bidirectional, places)
+    num_features = maps[1].width(key.shape[-1])
     if torch.is_grad_enabled():
         weights = (x for native in maps for x in (native.weight, native.bias))
-        how = rest, reverse, weighed
-        attended, log, *after = _MappedAttention.apply(*heads, log_decay, *state, *weights, hidden, how)
+        how = num_features, rest, reverse, weighed
+        attended, log, *after = _MappedAttention.apply(*heads, log_decay, *before, *weights, hidden, how)
     else:
-        attended, *after, factor, top = _read((*heads, hidden, log_decay, *state), rest, reverse, output)
+        heads = (*heads, hidden, log_decay, *before)
+        attended, *after, factor, top = _read(heads, num_features, rest, reverse, output)
         log = log_weight(factor, top) if weighed else None
     return attended, log, LinearState(*after)
 
 
 def _read(
-    heads: Any, rest: Any, reverse: bool, output: Tensor | None = None, checkpoints: Tensor | None = None
-) -> tuple[Tensor, ...]:
+    heads: Any, num_features: int, rest: Any, reverse: bool, output: Tensor | None = None,
+    checkpoints: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """`read` by the C; queries that see all keys need the state that each of their sequences leaves."""
+    _, key, value, *_ = heads
     *_, bidirectional, places = rest
-    states = len(places) if bidirectional and places is not None else None
-    return read(causal_sums, heads, reverse=reverse, sums=output, rest=(*rest, checkpoints), states=states)
+    states = len(places) if bidirectional and places is not None else len(key)
+    kv = value.new_empty(states, key.shape[1], num_features, value.shape[-1] + 1, dtype=torch.float32)
+    after = kv, kv.new_empty(kv.shape[:2])
+    return read(causal_sums, heads, reverse=reverse, sums=output, rest=(*rest, checkpoints), after=after)
 
 
 def two_way_attention(
@@ -189,13 +196,13 @@ def join(output: Tensor, log: Tensor, other: Tensor, other_log: Tensor) -> tuple
 class _MappedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, log_decay, kv, log_max, *rest):
-        *parameters, hidden, (operands, reverse, weighed) = rest
+        *parameters, hidden, (num_features, operands, reverse, weighed) = rest
         heads = query, key, value, hidden, log_decay, kv, log_max
         *_, bidirectional, places = operands
-        checkpoints = None if bidirectional else make_checkpoints(query, kv, places)
+        checkpoints = None if bidirectional else make_checkpoints(query, num_features, value.shape[-1], places)
         # differences to it are gradients, for which half precision has too few digits
         output = empty_output(query, value, exact=True)
-        _, *after, factor, top = _read(heads, operands, reverse, output, checkpoints)
+        _, *after, factor, top = _read(heads, num_features, operands, reverse, output, checkpoints)
         kept = query, key, value, hidden, log_decay, kv, log_max, output, *after, factor, checkpoints
         ctx.save_for_backward(*kept, *parameters)
         ctx.operands, ctx.reverse = operands, reverse
@@ -213,7 +220,10 @@ class _MappedAttention(torch.autograd.Function):
         d_output = torch.zeros_like(output, dtype=value.dtype) if d_output is None else dense_rows(d_output)
         d_kv = None if d_kv is None else d_kv.contiguous()
         d_query, d_key, d_value = (empty_like(x) for x in (query, key, value))
-        d_scale, d_before = factor.new_empty(key.shape[:3]), kv.new_empty(kv.shape)
+        d_scale = factor.new_empty(key.shape[:3])
+        before, d_before = (None, None), None
+        if kv is not None:
+            before, d_before = (kv.contiguous(), log_max.contiguous()), kv.new_empty(kv.shape)
         d_parameters = [
             _room(parameter, heads) if needed else None
             for parameter, heads, needed in zip(
@@ -221,8 +231,8 @@ class _MappedAttention(torch.autograd.Function):
             )
         ]
         causal_sums_backward(
-            query, key, value, hidden, log_decay, output, factor, kv.contiguous(), log_max.contiguous(),
-            kv_after, max_after, *ctx.operands, checkpoints, d_output, d_log, d_query, d_key, d_value, d_scale,
+            query, key, value, hidden, log_decay, output, factor, *before, kv_after, max_after,
+            *ctx.operands, checkpoints, d_output, d_log, d_query, d_key, d_value, d_scale,
             *d_parameters, d_kv, d_before, ctx.reverse,
         )  # fmt: skip
         d_parameters = [

@@ -252,6 +252,26 @@ def test_a_row_without_keys_is_zero_and_has_no_gradient(variant):
         assert gradient[1, :, 66:].any()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("name", "options"), MAPS)
+def test_a_row_that_begins_with_pads_alone_forgets_nothing_later(variant, name, options, packed):
+    """Pads, then keys, then keys of which the other row's are hidden; packed, pads are the last of two sequences."""
+    mechanism, heads = make_mechanism(name, options), make_heads()
+    mask, ends = torch.ones(2, 203, dtype=torch.bool), (0, 70, 140, 203)
+    mask[0, :70], mask[1, 140:] = False, False
+    ids = torch.arange(203).ge(20).long().expand(2, -1) if packed else None
+    want, _ = mechanism.double()(*(x.double() for x in heads), mask, ids)
+    mechanism, state, parts = mechanism.float(), None, []
+    for number, (start, end) in enumerate(itertools.pairwise(ends)):
+        here = None if number == 1 else mask[:, start:end]
+        own = ids[:, start:end] if packed and not number else None
+        part, state = mechanism(*(x[:, :, start:end] for x in heads), here, own, state)
+        parts.append(part)
+    real = mask[:, None, :, None]
+    assert_close((torch.cat(parts, dim=2) * real).double(), want * real, 1e-5)
+
+
 def test_what_it_cannot_do_is_left_to_others(variant):
     query = torch.randn(1, 2, 5, 3)
     assert can_read(query, query)
