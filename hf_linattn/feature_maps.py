@@ -162,11 +162,11 @@ class RandomFeatureMap(FeatureMap):
 
     def project(self, x: Tensor, unit: float = 1.0) -> Tensor:
         """Return the projections w . x [..., N, m] of the scaled inputs, in multiples of `unit`."""
-        return x @ self.weight(x.dtype, unit)
+        return x @ (self.weight().to(x.dtype) * (math.sqrt(self.scaling) / unit))
 
-    def weight(self, dtype: torch.dtype, unit: float = 1.0) -> Tensor:
-        """Return what inputs [..., N, D] are multiplied by to project them, [D, m]."""
-        return self.projection.to(dtype).T * (math.sqrt(self.scaling) / unit)
+    def weight(self) -> Tensor:
+        """Return what scaled inputs [..., N, D] are multiplied by to project them, [D, m]."""
+        return self.projection.T
 
 
 @FEATURE_MAPS.register("favor_softmax")
@@ -187,8 +187,8 @@ class FavorSoftmaxFeatureMap(RandomFeatureMap):
         return Features(powers.sub_(top[..., None]).exp2_(), log_scale)
 
     def native(self) -> NativeMap:
-        weight, offset = self.weight(torch.float32), -math.log(self.feature_dim) / 2
-        return NativeMap("exponential", weight, quadratic=-self.scaling / 2, offset=offset)
+        scale, offset = math.sqrt(self.scaling), -math.log(self.feature_dim) / 2
+        return NativeMap("exponential", self.weight(), scale=scale, quadratic=-self.scaling / 2, offset=offset)
 
     def exact(self, x: Tensor) -> Tensor:
         half = x.square().sum(-1, keepdim=True) * self.scaling / 2
@@ -202,9 +202,8 @@ class FavorHyperbolicFeatureMap(FavorSoftmaxFeatureMap):
     width = 2
     copies = 2
 
-    def weight(self, dtype: torch.dtype, unit: float = 1.0) -> Tensor:
-        weight = super().weight(dtype, unit)
-        return torch.cat([weight, -weight], dim=-1)
+    def weight(self) -> Tensor:
+        return torch.cat([self.projection, -self.projection]).T
 
 
 @FEATURE_MAPS.register("favor_relu")
@@ -220,7 +219,7 @@ class FavorReluFeatureMap(RandomFeatureMap):
         return Features(F.relu(self.project(x)) / math.sqrt(self.feature_dim))
 
     def native(self) -> NativeMap:
-        return NativeMap("relu", self.weight(torch.float32, math.sqrt(self.feature_dim)))
+        return NativeMap("relu", self.weight(), scale=math.sqrt(self.scaling / self.feature_dim))
 
 
 @FEATURE_MAPS.register("taylor")

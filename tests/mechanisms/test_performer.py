@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_linattn import OptionError, UnknownNameError, get_mechanisms, patch_model
+from hf_linattn.backends import use_backend
 from hf_linattn.config import make_config
 from hf_linattn.ops import naive
 from hf_linattn.testing import Case, random_tokens, tiny_model
@@ -102,6 +103,18 @@ def test_checkpointed_recomputation_sees_the_directions_of_its_forward():
         gradients.append([p.grad for p in model.parameters()])
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
+def test_gradients_are_of_the_directions_that_were_read(backend):
+    """New ones may be drawn between a forward and its backward, by another forward."""
+    case = Case("performer", "llama", True)
+    mechanism, heads = case.make(), [x.float().requires_grad_() for x in case.heads(11)]
+    use_backend(mechanism.float(), backend)
+    loss = mechanism(*heads)[0].sin().sum()
+    want = torch.autograd.grad(loss, heads, retain_graph=True)
+    mechanism.feature_map.redraw(torch.Generator().manual_seed(1))
+    assert all(map(torch.equal, torch.autograd.grad(loss, heads), want))
 
 
 @pytest.mark.parametrize(

@@ -27,15 +27,16 @@ COLUMNS = 32  # a multiple of the width of any tile
 
 
 class NativeMap(NamedTuple):
-    """A feature map as causal_sums.c knows it: an activation of z = x weight + bias, of z = x without weight.
+    """A feature map as causal_sums.c knows it: an activation of z = scale x weight + bias, of z = x without weight.
 
     activation: `elu` (elu(z) + 1), `relu`, `exponential` (e^z, its log scale more by quadratic |x|^2 + offset) or
-    `softmax_pair` ([softmax(z), softmax(-z)]). weight: [*heads, D, m]. bias: [*heads, m].
+    `softmax_pair` ([softmax(z), softmax(-z)]). weight: [*heads, D, m]. bias: [*heads, m]. scale: 1 if None.
     """
 
     activation: str
     weight: Tensor | None = None
     bias: Tensor | None = None
+    scale: float | None = None
     quadratic: float = 0.0
     offset: float = 0.0
 
@@ -44,17 +45,26 @@ class NativeMap(NamedTuple):
         size = input_size if self.weight is None else self.weight.shape[-1]
         return size * (2 if self.activation == "softmax_pair" else 1)
 
+    def scaled_weight(self) -> Tensor | None:
+        """Scale times weight: a copy where there is a scale, as the next may be drawn before the backward pass."""
+        return self.weight if self.weight is None or self.scale is None else self.weight.float() * self.scale
+
     def operands(self, heads: int, groups: int) -> tuple[Tensor | None, Tensor | None]:
-        """Weight [Hkv, G, D, columns] and bias [Hkv, G, m] for all heads."""
-        if self.weight is None:
+        """Weight [Hkv, G, D, columns] and bias [Hkv, G, m] for all heads, in float32."""
+        weight, bias = self.scaled_weight(), self.bias
+        if weight is None:
             return None, None
-        weight, bias = self.weight.detach().float(), None if self.bias is None else self.bias.detach().float()
-        if weight.dim() == 3:
-            weight, bias = weight.unsqueeze(1), None if bias is None else bias.unsqueeze(1)
         missing = -weight.shape[-1] % COLUMNS
+        weight = weight.detach().float()
         weight = (F.pad(weight, (0, missing)) if missing else weight).contiguous()
-        weight = weight.expand(heads, groups, *weight.shape[-2:])
-        return weight, None if bias is None else bias.expand(heads, groups, -1)
+        bias = None if bias is None else for_all_heads(bias.detach().float(), heads, groups, 1)
+        return for_all_heads(weight, heads, groups, 2), bias
+
+
+def for_all_heads(x: Tensor, heads: int, groups: int, dims: int) -> Tensor:
+    """View a parameter [*heads, ...] with `dims` dimensions of its own as that of every head, [Hkv, G, ...]."""
+    x = x.unsqueeze(1) if x.dim() == dims + 1 else x
+    return x.expand(heads, groups, *x.shape[-dims:])
 
 
 class MapOperands(ctypes.Structure):

@@ -133,7 +133,7 @@ def mapped_attention(
     before, rest = (None, None) if state is None else state, (*rest, bidirectional, places)
     num_features = maps[1].width(key.shape[-1])
     if torch.is_grad_enabled():
-        weights = (x for native in maps for x in (native.weight, native.bias))
+        weights = (x for native in maps for x in (native.scaled_weight(), native.bias))
         how = num_features, rest, reverse, weighed
         attended, log, *after = _MappedAttention.apply(*heads, log_decay, *before, *weights, hidden, how)
     else:

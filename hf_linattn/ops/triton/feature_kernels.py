@@ -10,13 +10,19 @@ from .causal_kernels import load_rows
 
 @triton.jit
 def load_weight(
-    weight, weight_rest, weight_row, inputs, columns, INPUT_SIZE: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr
+    weight, weight_row, weight_column, inputs, columns, INPUT_SIZE: tl.constexpr, SIZE: tl.constexpr,
+    KIND: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Rows [INPUTS, COLUMNS] of a weight, and where SPLIT of what it lacks for having been rounded."""
-    own = load_rows(weight, weight_row, inputs, INPUT_SIZE, columns, SIZE, False)
+    """Rows [INPUTS, COLUMNS] of a weight, rounded to KIND, and where SPLIT what they lack for it."""
+    inside = (inputs < INPUT_SIZE)[:, None] & (columns < SIZE)[None, :]
+    place = weight + inputs.to(tl.int64)[:, None] * weight_row + columns[None, :] * weight_column
+    whole = tl.load(place, mask=inside, other=0.0)
+    if SPLIT:
+        whole = whole.to(tl.float32)
+    own = whole.to(KIND)
     rest = own
     if SPLIT:
-        rest = load_rows(weight_rest, weight_row, inputs, INPUT_SIZE, columns, SIZE, False)
+        rest = (whole - own.to(tl.float32)).to(KIND)
     return own, rest
 
 
@@ -46,27 +52,29 @@ def softmax_rows(values, columns, SIZE: tl.constexpr):
 
 @triton.jit
 def write_features(
-    x, weight, weight_rest, bias, features, log_scale,
-    x_batch, x_head, x_group, x_token, weight_head, weight_group, weight_row, bias_head, bias_group,
-    heads, groups, length, quadratic, offset,
+    x, weight, bias, features, log_scale, x_batch, x_head, x_group, x_token,
+    weight_head, weight_group, weight_row, weight_column, bias_head, bias_group, bias_column,
+    heads, groups, length, scale, quadratic, offset,
     INPUT_SIZE: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
     COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHED: tl.constexpr, BIASED: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The features of TILES ROWS tokens of one head, [length, SIZE], twice as wide for "softmax_pair".
 
-    log_scale: [length], written for "exponential". ACTIVATION: as in `NativeMap`.
+    log_scale: [length], written for "exponential". ACTIVATION: as in `NativeMap`. SPLIT: whether the weight has more
+    digits than heads, beside which a number of it counts as two.
     """
     sequence = tl.program_id(0).to(tl.int64)
     batch, head, group = sequence // groups // heads, sequence // groups % heads, sequence % groups
     x += batch * x_batch + head * x_head + group * x_group
     columns = tl.arange(0, COLUMNS)
     weight += head * weight_head + group * weight_group
-    weight_rest += head * weight_head + group * weight_group
+    bias += head * bias_head + group * bias_group
+    kind: tl.constexpr = x.dtype.element_ty
     features += sequence * length * (2 * SIZE if ACTIVATION == "softmax_pair" else SIZE)
     if WEIGHED and INPUTS >= INPUT_SIZE:  # one weight for all tiles
         inputs = tl.arange(0, INPUTS)
-        whole, rest = load_weight(weight, weight_rest, weight_row, inputs, columns, INPUT_SIZE, SIZE, SPLIT)
+        whole, rest = load_weight(weight, weight_row, weight_column, inputs, columns, INPUT_SIZE, SIZE, kind, SPLIT)
     for tile in range(TILES):
         row = (tl.program_id(1) * TILES + tile) * ROWS + tl.arange(0, ROWS)
         if WEIGHED:
@@ -76,18 +84,19 @@ def write_features(
                 own = load_rows(x, x_token, row, length, inputs, INPUT_SIZE, False)
                 if INPUTS < INPUT_SIZE:
                     whole, rest = load_weight(
-                        weight, weight_rest, weight_row, inputs, columns, INPUT_SIZE, SIZE, SPLIT
+                        weight, weight_row, weight_column, inputs, columns, INPUT_SIZE, SIZE, kind, SPLIT
                     )
                 result = project(own, whole, rest, result, SPLIT, PRECISION)
                 if ACTIVATION == "exponential":
                     own = own.to(tl.float32)
                     size += tl.sum(own * own, 1)
+            result *= scale
         else:
             result = load_rows(x, x_token, row, length, columns, SIZE, False).to(tl.float32)
             size = tl.sum(result * result, 1)
         if BIASED:
-            place = bias + head * bias_head + group * bias_group + columns
-            result += tl.load(place, mask=columns < SIZE, other=0.0)[None]
+            place = bias + columns * bias_column
+            result += tl.load(place, mask=columns < SIZE, other=0.0).to(tl.float32)[None]
         if ACTIVATION == "elu":
             result = tl.where(result > 0, result + 1, tl.exp(tl.minimum(result, 0.0)))
         elif ACTIVATION == "relu":

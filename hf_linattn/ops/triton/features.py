@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..causal_linear import Features
-from ..native.causal_sums import NativeMap
+from ..native.causal_sums import NativeMap, for_all_heads
 from ..native.library import dense_rows
 from ..precision import wide
 from .feature_kernels import write_features, write_slopes
@@ -33,7 +33,9 @@ def make_features(x: Tensor, native: NativeMap) -> Features:
     Raises:
         OptionError: x is on a CPU, and Triton was not imported to interpret kernels there.
     """
-    return Features(*_MakeFeatures.apply(x, native.weight, native.bias, native))
+    if not torch.is_grad_enabled():
+        return Features(*read(x, native))
+    return Features(*_MakeFeatures.apply(x, native.scaled_weight(), native.bias, native))
 
 
 class _MakeFeatures(torch.autograd.Function):
@@ -67,21 +69,23 @@ def row_tile(columns: int, numbers: int) -> int:
     return min(MOST_ROWS, max(16, numbers // columns))
 
 
+def stored(x: Tensor | None, heads: int, groups: int, dims: int) -> Tensor | None:
+    """View a map's weight or bias as that of all heads; one of float64, which takes too much room, as float32."""
+    return None if x is None else for_all_heads(x.float() if x.dtype == torch.float64 else x, heads, groups, dims)
+
+
 def read(x: Tensor, native: NativeMap) -> tuple[Tensor, Tensor | None]:
     """Return features and log scales, if the map has them."""
     require_kernels(x)
     rows = dense_rows(x if x.dim() == 5 else x.unsqueeze(2))
     batch, heads, groups, length, input_size = rows.shape
-    weight, bias = native.operands(heads, groups)
-    size = input_size if native.weight is None else native.weight.shape[-1]
+    weight, bias = stored(native.weight, heads, groups, 2), stored(native.bias, heads, groups, 1)
+    size = input_size if weight is None else weight.shape[-1]
     columns = padded(size)
     features = x.new_empty(*x.shape[:-1], size * (2 if native.activation == "softmax_pair" else 1))
     scaled = native.activation == "exponential"
     log_scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if scaled else None
-    rounded = rest = None if weight is None else weight.to(x.dtype).contiguous()
-    split = native.weight is not None and torch.finfo(native.weight.dtype).eps < torch.finfo(x.dtype).eps
-    if split and weight is not None and rounded is not None:
-        rest = (weight - rounded).to(x.dtype).contiguous()
+    split = weight is not None and torch.finfo(weight.dtype).eps < torch.finfo(x.dtype).eps
     paired = native.activation == "softmax_pair"
     tile = row_tile(columns, PAIR_NUMBERS if paired else NUMBERS)
     tiles = max(1, min(TILES, length // tile))
@@ -90,10 +94,11 @@ def read(x: Tensor, native: NativeMap) -> tuple[Tensor, Tensor | None]:
     sizes |= PAIR_OPTIONS if paired else OPTIONS
     launch(
         write_features, (batch * heads * groups, -(-length // (tile * tiles))), rows,
-        rows, *(features if other is None else other for other in (rounded, rest, bias)), features,
+        rows, *(features if other is None else other for other in (weight, bias)), features,
         features if log_scale is None else log_scale, *rows.stride()[:4],
-        *((0, 0, 0) if rounded is None else rounded.stride()[:3]), *((0, 0) if bias is None else bias.stride()[:2]),
-        heads, groups, length, native.quadratic, native.offset, INPUT_SIZE=input_size, SIZE=size, **sizes,
+        *((0,) * 4 if weight is None else weight.stride()), *((0,) * 3 if bias is None else bias.stride()),
+        heads, groups, length, 1.0 if native.scale is None else native.scale, native.quadratic, native.offset,
+        INPUT_SIZE=input_size, SIZE=size, **sizes,
         ACTIVATION=native.activation, WEIGHED=weight is not None, BIASED=bias is not None, SPLIT=split,
         PRECISION=precision(),
     )  # fmt: skip

@@ -211,15 +211,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_linattn.ops.triton import causal_kernels, causal_sums, feature_kernels, features, step_kernels
 
-NUMBERS = ("batch", "head", "group", "token", "row", "heads", "groups", "shared_by", "length", "chunks", "segments")
-PRECISE = {"least_weight": "fp32", "quadratic": "fp32", "offset": "fp32", "starts": "*i32"}
-HEADS = ("query", "key", "value", "sums", "rest", "x", "weight", "weight_rest", "features", "gradient", "slopes")
+NUMBERS = ("batch", "head", "group", "token", "row", "column", "heads", "groups", "shared_by", "length", "chunks",
+           "segments")
+PRECISE = {"least_weight": "fp32", "scale": "fp32", "quadratic": "fp32", "offset": "fp32", "starts": "*i32",
+           "mask": "*i1"}
+HEADS = ("query", "key", "value", "sums", "rest", "x", "features", "gradient", "slopes")
 
 def compile_kernel(kernel, sizes, options, precision, capability):
     sizes = {name: sizes[name] for name in kernel.arg_names if name in sizes}
     def kind(name):
-        if kernel is causal_kernels.read_states and name in ("weight", "features"):
-            return {"weight": "*fp32", "features": "i32"}[name]
+        if kernel is causal_kernels.read_states and name == "features":
+            return "i32"
         heads = f"*{precision}" if name in HEADS else "*fp32"
         return PRECISE.get(name, "i32" if name.endswith(NUMBERS) else heads)
     signature = {name: "constexpr" if name in sizes else kind(name) for name in kernel.arg_names}
@@ -242,7 +244,8 @@ def cases(precision, capability):
     maps = {"INPUT_SIZE": 128, "SIZE": 256, "ROWS": features.row_tile(256, features.PAIR_NUMBERS),
             "TILES": features.TILES, "INPUTS": min(128, features.INPUT_BYTES[large] // itemsize), "COLUMNS": 256,
             "WEIGHED": True, "BIASED": True, "SPLIT": itemsize == 2}
-    step = {"KEY_SIZE": 256, "KEYS": 256, "VALUE_SIZE": 128, "VALUES": 16, "SCALED": True, "DECAYED": True}
+    step = {"KEY_SIZE": 256, "KEYS": 256, "VALUE_SIZE": 128, "VALUES": 16}
+    step |= dict.fromkeys(("SCALED", "DECAYED", "MASKED"), True)
     yield causal_kernels.read_states, forward, options
     yield causal_kernels.read_states, back, options
     yield causal_kernels.write_states, states, causal_sums.STATE_OPTIONS[large]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_linattn.feature_maps import FEATURE_MAPS
+from hf_linattn.ops.native.causal_sums import NativeMap
 from hf_linattn.ops.triton import features
 from hf_linattn.ops.triton.features import make_features
 
@@ -58,6 +59,32 @@ def test_features_and_gradients(name, shape, kind):
     for want, got in zip(*results, strict=True):
         assert got.shape == want.shape
         assert (got.double() - want).norm() < TOLERANCES[kind] * want.norm()
+
+
+def stored(*shape: int, kind: torch.dtype, seed: int) -> torch.Tensor:
+    """Numbers of some shape that lie in memory turned and with gaps between them."""
+    numbers = torch.randn(*shape[::-1], 3, generator=torch.Generator().manual_seed(seed)).to(kind)
+    return numbers[..., 1].permute(*range(len(shape) - 1, -1, -1))
+
+
+@pytest.mark.parametrize("kind", TOLERANCES, ids=str)
+@pytest.mark.parametrize("shape", [(KV_HEADS,), (KV_HEADS, GROUPS)], ids=["key", "query"])
+@pytest.mark.parametrize("own", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@torch.no_grad()
+def test_weights_are_read_as_they_are_stored(monkeypatch, own, shape, kind):
+    """In a dtype and an order of their own, with all digits, as log scales show; of inputs in one part or several."""
+    weight, bias = stored(*shape, HEAD_DIM, 22, kind=own, seed=0), stored(*shape, 22, kind=own, seed=1)
+    native = NativeMap("exponential", weight, bias, scale=0.6, quadratic=-0.3, offset=0.7)
+    x = torch.randn(BATCH, *shape, LENGTH, HEAD_DIM, generator=torch.Generator().manual_seed(2)).to(kind)
+    z = 0.6 * torch.einsum("b...nd,...dm->b...nm", x.double(), weight.double()) + bias.double()[..., None, :]
+    top = z.amax(-1)
+    want, log_scale = (z - top[..., None]).exp(), top - 0.3 * x.double().square().sum(-1) + 0.7
+    for size in (32, 128):
+        monkeypatch.setattr(features, "INPUT_BYTES", {False: size})
+        made = make_features(x, native)
+        assert made.values.dtype == kind
+        assert (made.values.double() - want).norm() < TOLERANCES[kind] * want.norm()
+        torch.testing.assert_close(made.log_scale.double(), log_scale, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if make_map(name, ()).native().activation == "exponential"])
