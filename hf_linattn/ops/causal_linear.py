@@ -338,8 +338,7 @@ def _single_token(query, key, value, query_map, key_map, key_padding_mask, state
     """One token of each row, as in decoding: it is taken into the state, and the state is read."""
     if inference and (own := own_maps(causal_sums, query_map, key_map, key)):
         features = own[0](query.unflatten(1, (key.shape[1], -1))).values
-        keys = masked(own[1](key), key_padding_mask, log_decay is not None)
-        attended, after = causal_sums.step(features, *keys, value, log_decay, state)
+        attended, after = causal_sums.step(features, *own[1](key), value, log_decay, key_padding_mask, state)
         return attended.flatten(1, 2), after
     query, key, value = widened(query, key, value)
     if inference and suits(query, key) and (maps := native_maps(query_map, key_map)):

@@ -35,7 +35,8 @@ class CausalSums(NamedTuple):
         `causal_attention`, returns the output, the log of its weights if `weighed`, and the state after the last key.
     kinds: returns the dtypes that features may have, which are then rounded to that of the values.
     make_features: returns the features of heads by a `NativeMap`, in the dtype of the heads; None if PyTorch does.
-    step: `causal_attention` of one token of features so made, without gradients; there where `make_features` is.
+    step: called with (query, key, log_scale, value, log_decay, key_padding_mask, state), of one token of features so
+        made, returns the output and the state after it, without gradients; there where `make_features` is.
     attend_all: called with (output, query, key, value, log_scale), returns the output where every query sees all keys.
     """
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..chunk_sums import LEAST_WEIGHT, LinearState
-from ..native.library import operation
+from ..native.library import dense_rows, operation
 from .launching import launch, padded, require_kernels
 from .step_kernels import step_token
 
@@ -18,13 +18,14 @@ NUMBERS, MOST_VALUES = 4096, 32  # of a state in a program, and columns of value
 
 @operation("sums", "state_after", "log_max_after", devices=("CPU", "CUDA"))
 def causal_step_triton(
-    query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None, sums: Tensor,
-    state: Tensor, log_max: Tensor, state_after: Tensor, log_max_after: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None,
+    mask: Tensor | None, sums: Tensor, state: Tensor, log_max: Tensor, state_after: Tensor, log_max_after: Tensor,
 ) -> None:  # fmt: skip
     """Write the state [B, Hkv, F, Dv + 1] after one more key, and what it says to the queries, normalised.
 
     query: [B, Hkv, G, 1, F]. key: [B, Hkv, 1, F]. value: [B, Hkv, 1, Dv]. log_scale, log_decay: [B, Hkv, 1].
-    sums: [B, Hkv, G, 1, Dv]. All contiguous.
+    mask: bool [B, 1], false for a key that is none. sums: [B, Hkv, G, 1, Dv]. All contiguous but for the rows of
+    values, decays and the mask.
 
     Raises:
         OptionError: the heads are on a CPU, and Triton was not imported to interpret kernels there.
@@ -36,10 +37,12 @@ def causal_step_triton(
     values = min(MOST_VALUES, max(1, NUMBERS // keys))
     launch(
         step_token, (batch * heads, -(-value_size // values)), query,
-        query, key, value, *(unused if x is None else x for x in (log_scale, log_decay)), sums,
-        state, log_max, state_after, log_max_after, groups, LEAST_WEIGHT[torch.float32],
+        query, key, value, *(unused if x is None else x for x in (log_scale, log_decay, mask)), sums,
+        state, log_max, state_after, log_max_after, *value.stride()[:2],
+        *((0, 0) if log_decay is None else log_decay.stride()[:2]), 0 if mask is None else mask.stride(0),
+        heads, groups, LEAST_WEIGHT[torch.float32],
         KEY_SIZE=key_size, KEYS=keys, VALUE_SIZE=value_size, VALUES=values,
-        SCALED=log_scale is not None, DECAYED=log_decay is not None,
+        SCALED=log_scale is not None, DECAYED=log_decay is not None, MASKED=mask is not None,
     )  # fmt: skip
 
 
@@ -52,16 +55,16 @@ def _flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
 
 def step_attention(
     query: Tensor, key: Tensor, log_scale: Tensor | None, value: Tensor, log_decay: Tensor | None,
-    state: LinearState | None,
+    key_padding_mask: Tensor | None, state: LinearState | None,
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Return the output [B, Hkv, G, 1, Dv] and the next state of features; `state` stays as it is. Without gradients.
 
-    Arguments as in `causal_sums.causal_attention`, of one token.
+    Arguments as in `causal_sums.causal_attention`, of one token; key_padding_mask: [B, 1], true for real keys.
     """
     scaled = log_scale is not None or log_decay is not None
     state = LinearState.before(key.shape[-1], value, scaled) if state is None else state
-    heads = (x if x is None else x.contiguous() for x in (query, key, value, log_scale, log_decay))
     output, before = value.new_empty(*query.shape[:4], value.shape[-1]), [x.contiguous() for x in state]
     after = LinearState(*map(torch.empty_like, before))
-    causal_step_triton(*heads, output, *before, *after)
+    mask = None if key_padding_mask is None else key_padding_mask.bool().expand(len(value), 1)
+    causal_step_triton(query, key, dense_rows(value), log_scale, log_decay, mask, output, *before, *after)
     return output, after
