@@ -20,6 +20,7 @@ from .feature_kernels import write_features, write_slopes
 from .launching import is_large, launch, padded, precision, require_kernels, strides
 
 INPUT_BYTES = {True: 256, False: 64}  # of a row of heads at a time, by `is_large`
+WEIGHT_BYTES = {True: 131072, False: 65536}  # of a weight at a time at most, by `is_large`
 NUMBERS, MOST_ROWS = 16384, 64  # in a tile of features, and its rows
 PAIR_NUMBERS = 8192  # the same of what "softmax_pair" is made from
 TILES = 4  # of tokens in a program, where there are as many
@@ -64,6 +65,12 @@ class _MakeFeatures(torch.autograd.Function):
         return of_x, of_weight, of_bias, None
 
 
+def input_tile(input_size: int, columns: int, itemsize: int, split: bool, large: bool) -> int:
+    """Return how many inputs of heads of such numbers, and rows of a weight, a program has at a time."""
+    most = WEIGHT_BYTES[large] // (columns * itemsize * (1 + split))
+    return max(16, min(padded(input_size), INPUT_BYTES[large] // itemsize, most))
+
+
 def row_tile(columns: int, numbers: int) -> int:
     """Return how many rows of so many columns are in a tile of about so many numbers."""
     return min(MOST_ROWS, max(16, numbers // columns))
@@ -89,7 +96,7 @@ def read(x: Tensor, native: NativeMap) -> tuple[Tensor, Tensor | None]:
     paired = native.activation == "softmax_pair"
     tile = row_tile(columns, PAIR_NUMBERS if paired else NUMBERS)
     tiles = max(1, min(TILES, length // tile))
-    inputs = min(padded(input_size), INPUT_BYTES[is_large(x.device)] // x.itemsize)
+    inputs = input_tile(input_size, columns, x.itemsize, split, is_large(x.device))
     sizes: dict[str, Any] = {"TILES": tiles, "ROWS": tile, "INPUTS": inputs, "COLUMNS": columns}
     sizes |= PAIR_OPTIONS if paired else OPTIONS
     launch(
