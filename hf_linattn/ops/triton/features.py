@@ -94,7 +94,7 @@ def read(x: Tensor, native: NativeMap) -> tuple[Tensor, Tensor | None]:
     log_scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if scaled else None
     split = weight is not None and torch.finfo(weight.dtype).eps < torch.finfo(x.dtype).eps
     paired = native.activation == "softmax_pair"
-    tile = row_tile(columns, PAIR_NUMBERS if paired else NUMBERS)
+    tile = min(padded(length), row_tile(columns, PAIR_NUMBERS if paired else NUMBERS))
     tiles = max(1, min(TILES, length // tile))
     inputs = input_tile(input_size, columns, x.itemsize, split, is_large(x.device))
     sizes: dict[str, Any] = {"TILES": tiles, "ROWS": tile, "INPUTS": inputs, "COLUMNS": columns}
