@@ -24,56 +24,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import hybrid_parts
-from .causal_linear import FeatureMap
 from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, with_ones
 from .exponential import LN_2, LOWEST, dense, fast_exp
+from .hybrid_parts import HybridState, HybridWeights
 from .native import hybrid as native
 from .native.operations import NATIVE
 from .operations import NOTHING, Operations
 from .precision import wide, widened
 from .source import Source
-
-
-class HybridWeights(NamedTuple):
-    """What decides the weight of a pair.
-
-    log_mix: [H], g above. decay_rate: [Hkv], r above; None is no decay. query_map sees [B, Hkv, G, N, D] and key_map
-    [B, Hkv, N, D]; their log scales count. window_log [H]: the exact weights of a query are divided by their largest
-    and multiplied by exp(window_log); None leaves them as they are. sink: [H], the score of one more exact
-    weight, of no value (`hf_linattn.ops.sink`).
-    """
-
-    window_size: int
-    num_sinks: int
-    scaling: float
-    query_map: FeatureMap
-    key_map: FeatureMap
-    log_mix: Tensor
-    decay_rate: Tensor | None = None
-    window_log: Tensor | None = None
-    sink: Tensor | None = None
-
-    @property
-    def reach(self) -> int:
-        """How far the window goes beyond the query itself, to one side."""
-        return self.window_size - 1
-
-
-class HybridState(NamedTuple):
-    """All that is remembered; constant size, float32 (float64 for float64 inputs), per key/value head.
-
-    ring_key, ring_value: [B, Hkv, window_size - 1, D or Dv], the last tokens, the newest last; zero before the first.
-    sink_key, sink_value: [B, Hkv, num_sinks, D or Dv]. kv [B, Hkv, F, Dv + 1] and log_max [B, Hkv]: the sums over keys
-    that have left the window, as in `LinearState`. length: [B], tokens read.
-    """
-
-    ring_key: Tensor
-    ring_value: Tensor
-    sink_key: Tensor
-    sink_value: Tensor
-    kv: Tensor
-    log_max: Tensor
-    length: Tensor
 
 
 class _Sums(NamedTuple):

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .block_softmax import Before, Keys, attend_blocks
-from .causal_linear import masked, own_maps
+from .causal_linear import FeatureMap, masked, own_maps
 from .causal_sums import weighed_attention
 from .chunk_sums import LinearState
 from .exponential import LOWEST, fast_exp
@@ -31,19 +31,61 @@ from .window_softmax import Window, attend_window
 BLOCK_SIZE = 64
 
 
-def is_beyond(key: Tensor, weights: Any) -> bool:
+class HybridWeights(NamedTuple):
+    """What decides the weight of a pair, see `ops.hybrid`.
+
+    log_mix: [H], g there. decay_rate: [Hkv], r there; None is no decay. query_map sees
+    [B, Hkv, G, N, D] and key_map [B, Hkv, N, D]; their log scales count. window_log [H]: the exact weights of a query
+    are divided by their largest and multiplied by exp(window_log); None leaves them as they are. sink: [H], the score
+    of one more exact weight, of no value (`hf_linattn.ops.sink`).
+    """
+
+    window_size: int
+    num_sinks: int
+    scaling: float
+    query_map: FeatureMap
+    key_map: FeatureMap
+    log_mix: Tensor
+    decay_rate: Tensor | None = None
+    window_log: Tensor | None = None
+    sink: Tensor | None = None
+
+    @property
+    def reach(self) -> int:
+        """How far the window goes beyond the query itself, to one side."""
+        return self.window_size - 1
+
+
+class HybridState(NamedTuple):
+    """All that is remembered; constant size, float32 (float64 for float64 inputs), per key/value head.
+
+    ring_key, ring_value: [B, Hkv, window_size - 1, D or Dv], the last tokens, the newest last; zero before the first.
+    sink_key, sink_value: [B, Hkv, num_sinks, D or Dv]. kv [B, Hkv, F, Dv + 1] and log_max [B, Hkv]: the sums over keys
+    that have left the window, as in `LinearState`. length: [B], tokens read.
+    """
+
+    ring_key: Tensor
+    ring_value: Tensor
+    sink_key: Tensor
+    sink_value: Tensor
+    kv: Tensor
+    log_max: Tensor
+    length: Tensor
+
+
+def is_beyond(key: Tensor, weights: HybridWeights) -> bool:
     """Whether something lies beyond the window, and these are weights that operations know."""
     window, sinks = weights.window_size, weights.num_sinks
     return key.shape[2] > window + sinks and window >= sinks and weights.window_log is None
 
 
 def causal_attention(
-    operations: Operations, query: Tensor, key: Tensor, value: Tensor, weights: Any
+    operations: Operations, query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights
 ) -> tuple[Tensor, LinearState]:
     """Return the output [B, H, N, Dv] of rows that start at position 0, and the sums over all that left the window.
 
     Args:
-        query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]. weights: a `HybridWeights`.
+        query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv].
     """
     length, window, sinks = query.shape[2], weights.window_size, weights.num_sinks
     start, sources = window + sinks, [Source(x) for x in (query.unflatten(1, (key.shape[1], -1)), key, value)]
@@ -55,8 +97,9 @@ def causal_attention(
 
 
 def bidirectional_attention(
-    operations: Operations, query: Tensor, key: Tensor, value: Tensor, weights: Any, lengths: Tensor | None = None
-) -> Tensor:
+    operations: Operations, query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights,
+    lengths: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return the bidirectional output [B, H, N, Dv]; lengths: [B], real tokens at the start of each row."""
     length, window, sinks = query.shape[2], weights.window_size, weights.num_sinks
     heads = query.unflatten(1, (key.shape[1], -1)), key, value
@@ -73,8 +116,9 @@ def bidirectional_attention(
 
 
 def _far(
-    operations: Operations, heads: Sequence[Tensor], weights: Any, reverse: bool = False, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, LinearState]:
+    operations: Operations, heads: Sequence[Tensor], weights: HybridWeights, reverse: bool = False,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, LinearState]:  # fmt: skip
     """Return the attention of query i to key i and all before it, or if `reverse` after it, its log, and all sums."""
     query, key, value = heads
     rate = weights.decay_rate
@@ -95,7 +139,9 @@ def _far(
     return far, distant(log, weights), state
 
 
-def _with_key(operations: Operations, weights: Any, state: LinearState, key: Tensor, value: Tensor) -> LinearState:
+def _with_key(
+    operations: Operations, weights: HybridWeights, state: LinearState, key: Tensor, value: Tensor
+) -> LinearState:
     """The sums over one more key [B, Hkv, 1, D]."""
     own = own_maps(operations.causal_sums, weights.query_map, weights.key_map, key)
     features, log_scale = own[1](key) if own else weights.key_map(wide(key))
@@ -110,7 +156,7 @@ def _with_key(operations: Operations, weights: Any, state: LinearState, key: Ten
     return LinearState(torch.addcmul(kv, features.mT, values), log_max)
 
 
-def remember(key: Tensor, value: Tensor, weights: Any, far_sums: LinearState) -> tuple[Tensor, ...]:
+def remember(key: Tensor, value: Tensor, weights: HybridWeights, far_sums: LinearState) -> tuple[Tensor, ...]:
     """Return what is in the `HybridState` after whole rows [B, Hkv, N, D or Dv] whose far sums are known."""
     batch, _, length, _ = key.shape
     places = slice(length - weights.reach, length), slice(weights.num_sinks)
@@ -120,7 +166,7 @@ def remember(key: Tensor, value: Tensor, weights: Any, far_sums: LinearState) ->
 
 
 def _near(
-    operations: Operations, sources: list[Source], weights: Any, before: Before, causal: bool,
+    operations: Operations, sources: list[Source], weights: HybridWeights, before: Before, causal: bool,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention to what queries begin with, the window and the sinks, and its log."""
@@ -137,13 +183,13 @@ def _near(
     )
 
 
-def distant(log: Tensor, weights: Any) -> Tensor:
+def distant(log: Tensor, weights: HybridWeights) -> Tensor:
     """Return the log weights [B, Hkv, G, N] of far keys with their mix, and what the distance costs."""
     rate, log = weights.decay_rate, log + weights.log_mix.view(log.shape[1], -1, 1)
     return log if rate is None else log - (rate * weights.window_size).view(-1, 1, 1)
 
 
-def beside_sink(output: Tensor, log: Tensor, weights: Any) -> Tensor:
+def beside_sink(output: Tensor, log: Tensor, weights: HybridWeights) -> Tensor:
     """Return the joint output [B, H, N, Dv], beside the sink if there is one."""
     sink = None if weights.sink is None else weights.sink.view(log.shape[1], -1, 1)
     return attenuate(output, log, sink).flatten(1, 2)
