@@ -44,13 +44,13 @@ def set_backend(model: nn.Module, backend: str) -> None:
 
     `"triton"` is for GPUs. `linear` with all its feature maps, and what is built on it, has its sums over keys made by
     Triton, forward and back, causal and both ways; features too, where the map is an activation of one product, and a
-    step of decoding. The block-sparse mechanisms, causal `linformer` and the window of `hybrid` have their softmax
-    made by it, forward and back, unless the pattern itself needs gradients; nothing is copied together first. Half
-    precision is read as it is. In PyTorch's default `float32_matmul_precision` a product of float32 is made of three
-    of TF32. What continues a state in other mechanisms, and bidirectional layers of `linformer`, take PyTorch's
-    operations. On Hopper the kernels use products of warp groups if the `ptxas` that Triton calls is that of CUDA 13.3
-    or later, as older ones get them wrong (`ops.triton.launching.is_large`): `pip install nvidia-cuda-nvcc` brings
-    one, for the environment variable `TRITON_PTXAS_PATH` to name. On a CPU it runs in Triton's interpreter,
+    step of decoding, as of `hybrid` over these maps. The block-sparse mechanisms, causal `linformer` and the window of
+    `hybrid` have their softmax made by it, forward and back, unless the pattern itself needs gradients; nothing is
+    copied together first. Half precision is read as it is. In PyTorch's default `float32_matmul_precision` a product
+    of float32 is made of three of TF32. What else continues a state, and bidirectional layers of `linformer`, take
+    PyTorch's operations. On Hopper the kernels use products of warp groups if the `ptxas` that Triton calls is that of
+    CUDA 13.3 or later, as older ones get them wrong (`ops.triton.launching.is_large`): `pip install nvidia-cuda-nvcc`
+    brings one, for the environment variable `TRITON_PTXAS_PATH` to name. On a CPU it runs in Triton's interpreter,
     `TRITON_INTERPRET=1`, which is for tests.
 
     Raises:

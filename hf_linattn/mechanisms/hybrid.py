@@ -129,13 +129,14 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         return self.linear.maps
 
     def _logs(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Return g [H], and the log of the window's share [H] or None."""
+        """Return g [H], as it is stored, and the log of the window's share [H] or None."""
+        log_mix: Tensor
         if self.config.window_scale == "exact":
-            log_mix, window_log = self.log_mix.to(dtype), None
+            log_mix, window_log = self.log_mix, None
         else:
             share = self.window_share.to(dtype)
             log_mix, window_log = torch.zeros_like(share), F.logsigmoid(share)
-        return torch.full_like(log_mix, LOWEST) if self.far_shut else log_mix, window_log
+        return torch.full_like(log_mix, LOWEST, dtype=dtype) if self.far_shut else log_mix, window_log
 
     def is_exact(self, pairs: Pairs) -> Tensor:
         """Return the pairs in the window or with a sink [B or 1, 1, C, N]."""
@@ -183,7 +184,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         """
         near = pairs.query @ naive.repeat_heads(pairs.key, pairs.query).transpose(-1, -2) * self.layer.scaling
         log_mix, window_log = self._logs(near.dtype)
-        far = self.linear.scores(pairs) + log_mix[:, None, None]
+        far = self.linear.scores(pairs) + log_mix.to(near.dtype)[:, None, None]
         exact = self.is_exact(pairs)
         if window_log is not None:
             far = far + _largest(near, exact & pairs.allowed, self.log_sink(near)) - window_log[:, None, None]
@@ -201,7 +202,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         features = query_map.exact(query.unflatten(1, (-1, groups))).flatten(1, 2)
         kernel = torch.einsum("bhif,bhjf->bhij", features, key_map.exact(key).repeat_interleave(groups, dim=1))
         rate = self.linear.decay_rate(key)
-        log_factor = log_mix[:, None, None].expand_as(kernel)
+        log_factor = log_mix.to(kernel.dtype)[:, None, None].expand_as(kernel)
         if rate is not None:
             log_factor = log_factor - rate.repeat_interleave(groups)[:, None, None] * distance
         sink = self.log_sink(key)

@@ -80,12 +80,16 @@ def causal_hybrid_attention(
         state: what was read before.
         use_native: whether `native.hybrid` may do it where it can: unpadded rows from their start, or behind a window.
         training: whether the same bits must come with and without gradients.
-        operations: what rows are read by from their start, in the place of the C.
+        operations: what rows are read by from their start, and one more token, in the place of the C.
 
     Returns:
         output [B, H, N, Dv]; the state. Time O(N (F + chunk_size + window_size) Dv).
     """
     inference = not training and not torch.is_grad_enabled()
+    if inference and lengths is None and (maps := hybrid_parts.step_maps(operations, key, weights, state)):
+        output, after = operations.hybrid_step(query, key, value, weights, maps, state)
+        return output, HybridState(*after)
+    weights = weights.beside(key)
     if use_native and lengths is None and inference and native.can_go_on(query, weights, state):
         output, after = native.continued_attention(query, key, value, weights, state)
         return output, HybridState(*after)
@@ -127,6 +131,7 @@ def hybrid_attention(
 
     Far keys before and after a query are summed apart: all keys less the near ones would cancel.
     """
+    weights = weights.beside(key)
     if found := _find(operations, use_native, query, key, weights):
         inference = not training and not torch.is_grad_enabled()
         if found is NATIVE and lengths is None and inference and native.knows_maps(weights):

@@ -34,7 +34,7 @@ BLOCK_SIZE = 64
 class HybridWeights(NamedTuple):
     """What decides the weight of a pair, see `ops.hybrid`.
 
-    log_mix: [H], g there. decay_rate: [Hkv], r there; None is no decay. query_map sees
+    log_mix: [H], g there, as it is stored. decay_rate: [Hkv], r there; None is no decay. query_map sees
     [B, Hkv, G, N, D] and key_map [B, Hkv, N, D]; their log scales count. window_log [H]: the exact weights of a query
     are divided by their largest and multiplied by exp(window_log); None leaves them as they are. sink: [H], the score
     of one more exact weight, of no value (`hf_linattn.ops.sink`).
@@ -54,6 +54,10 @@ class HybridWeights(NamedTuple):
     def reach(self) -> int:
         """How far the window goes beyond the query itself, to one side."""
         return self.window_size - 1
+
+    def beside(self, key: Tensor) -> HybridWeights:
+        """These, with g in the dtype of sums over such keys."""
+        return self._replace(log_mix=self.log_mix.to(wide_dtype(key)))
 
 
 class HybridState(NamedTuple):
@@ -77,6 +81,13 @@ def is_beyond(key: Tensor, weights: HybridWeights) -> bool:
     """Whether something lies beyond the window, and these are weights that operations know."""
     window, sinks = weights.window_size, weights.num_sinks
     return key.shape[2] > window + sinks and window >= sinks and weights.window_log is None
+
+
+def step_maps(operations: Operations, key: Tensor, weights: HybridWeights, state: HybridState | None) -> list[Any]:
+    """Return what makes the features of queries and of keys for `operations.hybrid_step`; nothing where it is none."""
+    if operations.hybrid_step is None or state is None or key.shape[2] > 1:
+        return []
+    return own_maps(operations.causal_sums, weights.query_map, weights.key_map, key)
 
 
 def causal_attention(

@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_linattn.backends import use_backend
 from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.ops import causal_linear
+from hf_linattn.ops.triton import features
 from tests.ops.triton.cases import make_mechanism
 
 # positions, or how full a memory is, decide there what is computed
@@ -44,9 +46,18 @@ class OnTheHost(TorchDispatchMode):
         return result
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """Maps are known and kernels launched without values, too; how often."""
+    found: list[Any] = []
+    monkeypatch.setattr(causal_linear, "native_maps", lambda *maps: [x.native() for x in maps])
+    monkeypatch.setattr(features, "launch", lambda kernel, *_, **__: found.append(kernel))
+    return found
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "backend"), [*((name, "torch") for name in STEPS), ("hybrid", "triton")])
-def test_a_step_waits_for_nothing(name, backend):
+def test_a_step_waits_for_nothing(name, backend, launched):
     mechanism = make_mechanism(name).eval()
     use_backend(mechanism, "torch")
     heads = [torch.randn(2, h, 101, 8) for h in (2, 1, 1)]
@@ -57,3 +68,4 @@ def test_a_step_waits_for_nothing(name, backend):
     with OnTheHost() as host:
         output, _ = mechanism.causal_attention(*token, None, None, state)
     assert output.shape == token[0].shape and not host.found
+    assert len(launched) == (2 if backend == "triton" else 0)

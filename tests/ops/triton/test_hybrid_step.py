@@ -1,0 +1,289 @@
+"""One token of `hybrid` by Triton, many times in a row, against whole sequences in float64 and PyTorch's own steps."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_linattn import patch_model, set_backend
+from hf_linattn.backends import use_backend
+from hf_linattn.config import make_config
+from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
+from hf_linattn.ops.triton import hybrid_step, operations
+from hf_linattn.testing.counters import flops_of
+from tests.helpers import make_tokens, pad
+from tests.models import make_model
+from tests.ops.triton.cases import run
+
+BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 8, 6
+DECAY: dict[str, Any] = {"linear_options": {"decay": "learned"}}
+PERFORMER: dict[str, Any] = {"linear": "performer", "linear_options": {"num_features": 20, "decay": "learned"}}
+CASES: dict[str, dict[str, Any]] = {
+    "hedgehog": {"window_size": 5, "num_sinks": 4},
+    "performer": {"window_size": 5, "num_sinks": 1, "linear": "performer"},
+    "elu": {"window_size": 6, "num_sinks": 1, "linear": "linear"},
+    "bias": {"window_size": 3, "num_sinks": 0, "linear": "t2r"},
+    "decay": {"window_size": 5, "num_sinks": 2, **DECAY},
+    "decay beside log scales": {"window_size": 4, "num_sinks": 1, **PERFORMER},
+    "share beside a sink": {"window_size": 5, "num_sinks": 1, "window_scale": "maximum", "sink": "learned", **DECAY},
+    "sink": {"window_size": 5, "num_sinks": 4, "sink": "learned"},
+    "no window": {"window_size": 1, "num_sinks": 0, **PERFORMER},
+    "sinks alone": {"window_size": 1, "num_sinks": 4},
+    "more sinks than window": {"window_size": 3, "num_sinks": 6},
+}
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The lengths of what the kernel reads."""
+    found: list[int] = []
+    own = operations.TRITON
+
+    def step(query: Tensor, *rest: Any) -> Any:
+        found.append(query.shape[2])
+        return own.hybrid_step(query, *rest)
+
+    monkeypatch.setattr(operations, "TRITON", own._replace(hybrid_step=step))
+    return found
+
+
+def make(**options: Any) -> Any:
+    """A layer of grouped queries whose parameters are different in every head."""
+    layer = AttentionLayer(
+        index=0, num_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=DIM, causal=True, scaling=0.6,
+        device=torch.device("cpu"), dtype=torch.float32,
+    )  # fmt: skip
+    mechanism = MECHANISMS.get("hybrid")(make_config("hybrid", {"initial_sink": 0.0, **options}), layer).eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in mechanism.parameters():
+            parameter += 0.7 * torch.randn(parameter.shape, generator=generator)
+    return mechanism
+
+
+def make_heads(length: int, kind: torch.dtype = torch.float32) -> list[Tensor]:
+    shapes = (HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM)
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(BATCH, h, length, size, generator=generator).to(kind) for h, size in shapes]
+
+
+def tokens_at(heads: list[Tensor], position: Tensor) -> list[Tensor]:
+    """Return one token of each row as a model has it: in the order [B, N, H, D], each part of a wider row."""
+    found = []
+    for number, x in enumerate(heads):
+        rows = F.pad(x.transpose(1, 2).flatten(2), (0, 3 * number + 1))
+        row = rows.gather(1, position[:, None, None].expand(-1, 1, rows.shape[2]))
+        found.append(row[..., : -3 * number - 1].unflatten(2, (x.shape[1], -1)).transpose(1, 2))
+    return found
+
+
+@torch.no_grad()
+def decode(mechanism: Any, heads: list[Tensor], lengths: tuple[int, ...], backend: str) -> tuple[Tensor, Any]:
+    """Read a prompt of so many tokens in each row and all others that every row has; return outputs and state."""
+    position, longest = torch.tensor(lengths), max(lengths)
+    use_backend(mechanism, "torch")
+    _, state = mechanism(*(x[:, :, :longest] for x in heads), torch.arange(longest) < position[:, None])
+    use_backend(mechanism, backend)
+    outputs = []
+    for step in range(heads[0].shape[2] - longest):
+        before, last = [x.clone() for x in state], state
+        output, state = mechanism(*tokens_at(heads, position + step), state=state)
+        assert all(map(torch.equal, before, last))  # another beam may go on from it
+        assert [(x.dtype, x.shape) for x in state] == [(x.dtype, x.shape) for x in before]
+        outputs.append(output)
+    return torch.cat(outputs, dim=2), state
+
+
+@torch.no_grad()
+def check(mechanism: Any, heads: list[Tensor], lengths: tuple[int, ...], tolerance: float) -> None:
+    """Outputs are what the formula says in float64, and states what PyTorch comes to."""
+    exact, wide = copy.deepcopy(mechanism).double(), [x.double() for x in heads]
+    whole = exact.attention_matrix(*wide[:2]) @ wide[2].repeat_interleave(HEADS // KV_HEADS, dim=1)
+    output, state = decode(mechanism, heads, lengths, "triton")
+    assert output.dtype == heads[2].dtype
+    for row, (got, first) in enumerate(zip(output.double(), lengths, strict=True)):
+        want = whole[row, :, first : first + output.shape[2]]
+        assert (got - want).abs().max() < tolerance * want.abs().max()
+    known = decode(mechanism, heads, lengths, "torch")[1]
+    for name in ("ring_key", "ring_value", "sink_key", "sink_value", "length"):
+        assert torch.equal(getattr(state, name), getattr(known, name)), name
+    got, want = (x.kv.double() * x.log_max.double().exp()[..., None, None] for x in (state, known))
+    assert (got - want).norm() <= tolerance * want.norm()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_what_the_formula_says(taken, name):
+    """From an empty state and a short one: while sinks are filled, then the ring, then as keys leave it."""
+    check(make(**CASES[name]), make_heads(13), (2, 0), 1e-5)
+    assert taken == [1] * 11
+
+
+@pytest.mark.parametrize("name", ["decay beside log scales", "more sinks than window"])
+def test_programs_have_some_of_the_values_and_read_keys_part_by_part(taken, monkeypatch, name):
+    """Two parts of the columns, two tiles of the ring, both with a rest."""
+    monkeypatch.setattr(hybrid_step, "MOST_VALUES", 4)
+    monkeypatch.setattr(hybrid_step, "NEAR_NUMBERS", 32)
+    check(make(**CASES[name]), make_heads(10), (4, 2), 1e-5)
+    assert taken == [1] * 6
+
+
+@pytest.mark.parametrize("numbers", [8192, 256])
+def test_a_wide_window(taken, monkeypatch, numbers):
+    """Of one tile, and of four: it fills in one row, and keys leave it in the other."""
+    monkeypatch.setattr(hybrid_step, "NEAR_NUMBERS", numbers)
+    check(make(window_size=64, num_sinks=4, **PERFORMER), make_heads(71), (66, 60), 1e-5)
+    assert taken == [1] * 5
+
+
+HALVES = [
+    (torch.float16, torch.float32), (torch.float16, torch.float16), (torch.float16, torch.bfloat16),
+    (torch.float32, torch.float16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "stored"), HALVES, ids=str)
+def test_heads_and_parameters_in_half_precision(taken, kind, stored):
+    mechanism = make(window_size=3, num_sinks=1, sink="learned", **DECAY).to(stored)
+    check(mechanism, make_heads(10, kind), (3, 4), 4e-3)
+    assert taken == [1] * 6
+
+
+def test_bfloat16(taken, monkeypatch):
+    """Which the interpreter adds and multiplies, but makes no products of: a map without them."""
+    sums = operations.TRITON.causal_sums._replace(kinds=lambda: (torch.bfloat16,))
+    monkeypatch.setattr(operations, "TRITON", operations.TRITON._replace(causal_sums=sums))
+    mechanism = make(window_size=3, num_sinks=1, linear="linear", **DECAY).bfloat16()
+    check(mechanism, make_heads(10, torch.bfloat16), (3, 4), 2e-2)
+    assert taken == [1] * 6
+
+
+@pytest.mark.parametrize("size", [0.01, 12.0])
+def test_weights_of_any_size(taken, size):
+    """Which part has the largest weight changes from query to query, by as much as hundreds in the exponent."""
+    heads = make_heads(12)
+    heads[:2] = [x * size for x in heads[:2]]
+    check(make(**CASES["performer"]), heads, (7, 3), 1e-3)
+    assert taken == [1] * 5
+
+
+def test_a_part_that_outweighs_the_other_by_far(taken):
+    """Times e^150 in one head, e^-150 in another, whose products a float does not hold."""
+    mechanism = make(**CASES["decay"])
+    with torch.no_grad():
+        mechanism.log_mix.copy_(torch.tensor([150.0, -150.0, 60.0, 0.0]))
+    check(mechanism, make_heads(12), (10, 9), 1e-5)
+    assert taken == [1] * 2
+
+
+def test_features_that_do_not_meet_leave_the_window_alone(taken):
+    """Weights of e^150 by the mix, and nothing by the features."""
+    mechanism = make(window_size=3, num_sinks=1, linear="linear", linear_options={"feature_map": "relu"})
+    with torch.no_grad():
+        mechanism.log_mix.fill_(150.0)
+    query, key, value = make_heads(12)
+    check(mechanism, [query.abs(), -key.abs(), value], (9, 8), 1e-5)
+    assert taken == [1] * 3
+
+
+def test_a_far_part_that_is_shut_has_no_weight(taken):
+    mechanism = make(**CASES["decay"])
+    mechanism.far_shut = True
+    check(mechanism, make_heads(12), (9, 9), 1e-5)
+    assert taken == [1] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "count", "training", "grad"),
+    [({"linear": "taylor"}, 1, False, False), ({}, 2, False, False), ({}, 1, True, False), ({}, 1, False, True)],
+)
+def test_other_maps_more_tokens_training_and_gradients_are_left_to_pytorch(taken, options, count, training, grad):
+    mechanism, results = make(window_size=3, num_sinks=1, **options).train(training), []
+    with torch.set_grad_enabled(grad):
+        for backend in ("torch", "triton"):
+            heads = make_heads(8)
+            use_backend(mechanism, "torch")
+            _, state = mechanism(*(x[:, :, :-count] for x in heads))
+            use_backend(mechanism, backend)
+            output, state = mechanism(*(x[:, :, -count:] for x in heads), state=state)
+            assert output.requires_grad == grad
+            results.append([output, *state])
+    assert not taken
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_model_decodes_as_before(taken):
+    """A batch of prompts of different lengths, whose steps come with a mask that hides nothing of the new token."""
+    model = patch_model(make_model("llama"), "hybrid", window_size=4, num_sinks=1).eval()
+    ids, mask = pad([make_tokens(1, 9)[0], make_tokens(1, 3, seed=1)[0]], 0)
+    generated = []
+    for backend in ("torch", "triton"):
+        set_backend(model, backend)
+        generated.append(model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False))
+    assert torch.equal(*generated) and taken == [1] * 4 * model.config.num_hidden_layers
+
+
+def test_its_products_are_counted():
+    counts = {}
+    for backend in ("torch", "triton"):
+        mechanism, heads = make(window_size=40, num_sinks=4), make_heads(50)
+        with torch.no_grad():
+            use_backend(mechanism, "torch")
+            _, state = mechanism(*(x[:, :, :49] for x in heads))
+            use_backend(mechanism, backend)
+            counts[backend] = flops_of(lambda m=mechanism, x=heads, s=state: m(*(y[:, :, 49:] for y in x), state=s))
+    assert 0.5 < counts["triton"] / counts["torch"] < 1.5, counts
+
+
+# compiles the kernel, without a GPU, as it is launched on one, and says how much shared memory it takes
+PROGRAM = """
+import json, torch, triton
+from types import SimpleNamespace
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from hf_linattn.ops.hybrid_parts import HybridState
+from hf_linattn.ops.triton import hybrid_step
+
+KINDS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", int: "i32", float: "fp32"}
+memory = []
+
+def compile_kernel(kernel, grid, heads, *operands, num_warps, **sizes):
+    signature = dict.fromkeys(kernel.arg_names, "constexpr")
+    signature |= {name: KINDS[getattr(x, "dtype", type(x))] for name, x in zip(kernel.arg_names, operands)}
+    aligned = [name for name, kind in signature.items() if kind[0] == "*" or name.endswith(("_batch", "_head"))]
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, constexprs=sizes, attrs=attributes)
+    for capability in (80, 90):
+        target, options = GPUTarget("cuda", capability, 32), hybrid_step.OPTIONS[capability == 90]
+        memory.append(triton.compile(source, target=target, options=options).metadata.shared)
+
+hybrid_step.launch, hybrid_step.require_kernels = compile_kernel, lambda _: None
+for kind, size, window, full in (
+    (torch.bfloat16, 128, 64, False), (torch.bfloat16, 128, 64, True), (torch.float32, 256, 512, True),
+    (torch.bfloat16, 80, 1, False),
+):
+    def make(x):
+        return x.new_empty(*x.shape[:-1], size), torch.empty(x.shape[:-1]) if full else None
+    heads = [torch.empty(1, h, 1, size, dtype=kind) for h in (4, 2, 2)]
+    rows = [torch.empty(1, 2, count, size) for count in (window - 1, window - 1, 4, 4)]
+    state = HybridState(*rows, torch.empty(1, 2, size, size + 1), torch.empty(1, 2), torch.zeros(1, dtype=torch.long))
+    numbers = {"decay_rate": torch.empty(2), "window_log": torch.empty(4), "sink": torch.empty(4)}
+    numbers = {name: x if full else None for name, x in numbers.items()}
+    weights = SimpleNamespace(reach=window - 1, scaling=1.0, log_mix=torch.empty(4, dtype=kind), **numbers)
+    hybrid_step.step_attention(*heads, weights, [make, make], state)
+print(json.dumps(memory))
+"""
+
+
+def test_kernel_compiles_for_gpus_and_fits_their_shared_memory():
+    """99 KiB is what a program may have on the smallest of them, from Ampere on."""
+    done = run(PROGRAM)
+    assert done.returncode == 0, done.stderr
+    memory = json.loads(done.stdout)
+    assert len(memory) == 8 and all(0 < size <= 99 * 1024 for size in memory), memory
