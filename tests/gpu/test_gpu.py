@@ -109,6 +109,30 @@ def test_triton_computes_what_pytorch_does(name: str, mode: str, dtype: torch.dt
         assert (measured.double() - expected).abs().max() < 10 * TOLERANCES[dtype] * scale
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", ["linear", "performer", "hedgehog", "hybrid"])
+@torch.no_grad()
+def test_steps_by_triton_are_pytorchs_in_float64(name: str, dtype: torch.dtype) -> None:
+    """After prompts of two lengths, one shorter than a window; what is remembered, too."""
+    mechanism = make_mechanism(name, "causal", dtype).eval()
+    exact = copy.deepcopy(mechanism).double()
+    *heads, _ = make_heads()
+    rounded, results = [x.to(DEVICE, dtype) for x in heads], []
+    mask = torch.arange(80, device=DEVICE) < torch.tensor([[80], [50]], device=DEVICE)
+    for module, backend, precision in ((mechanism, "triton", dtype), (exact, "torch", torch.float64)):
+        given = [x.to(precision) for x in rounded]
+        use_backend(module, "torch")
+        _, state = module(*(x[:, :, :80] for x in given), mask)
+        use_backend(module, backend)
+        outputs = []
+        for place in range(80, 100):
+            output, state = module(*(x[:, :, place : place + 1] for x in given), state=state)
+            outputs.append(output)
+        results.append([torch.cat(outputs, dim=2), state.kv * state.log_max.exp()[..., None, None]])
+    for measured, expected in zip(*results, strict=True):
+        assert (measured.double() - expected).norm() < TOLERANCES[dtype] * expected.norm()
+
+
 @pytest.mark.parametrize("mode", ["causal", "bidirectional"])
 @pytest.mark.parametrize("name", ["linear", "performer", "hedgehog", "retention", "hybrid", "local"])
 def test_long_rows_of_wide_heads(name: str, mode: str) -> None:
