@@ -89,7 +89,7 @@ def read(x: Tensor, native: NativeMap) -> tuple[Tensor, Tensor | None]:
     weight, bias = stored(native.weight, heads, groups, 2), stored(native.bias, heads, groups, 1)
     size = input_size if weight is None else weight.shape[-1]
     columns = padded(size)
-    features = x.new_empty(*x.shape[:-1], size * (2 if native.activation == "softmax_pair" else 1))
+    features = x.new_empty(*x.shape[:-1], native.width(input_size))
     scaled = native.activation == "exponential"
     log_scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if scaled else None
     split = weight is not None and torch.finfo(weight.dtype).eps < torch.finfo(x.dtype).eps

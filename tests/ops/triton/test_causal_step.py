@@ -13,7 +13,7 @@ from hf_linattn.backends import use_backend
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
 from hf_linattn.mechanisms.linear import LinearMechanism
 from hf_linattn.ops.chunk_sums import LinearState
-from hf_linattn.ops.triton import causal_step, features, operations
+from hf_linattn.ops.triton import causal_step, features, hybrid_step, operations
 from tests.ops.triton.cases import ON_TRITON, make_mechanism
 
 MADE = [  # features that Triton makes
@@ -91,7 +91,7 @@ class Kernels(TorchDispatchMode):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.found: list[str] = []
-        for module in (features, causal_step):
+        for module in (features, causal_step, hybrid_step):
             monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: self.found.append(kernel.__name__))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,6 +121,12 @@ def test_a_step_is_three_kernels(monkeypatch, name, own, masked):
     """Whatever dtype the weights have, of which no copy is made, nor of values that lie beside queries and keys."""
     kernels = kernels_of_a_step(monkeypatch, make_mechanism(name).to(own), masked)
     assert kernels == ["write_features", "write_features", "step_token"]
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_so_is_one_of_a_window_before_a_far_part(monkeypatch, own):
+    kernels = kernels_of_a_step(monkeypatch, make_mechanism("hybrid").to(own), masked=False)
+    assert kernels == ["write_features", "write_features", "step_hybrid"]
 
 
 def test_a_decay_costs_a_step_no_more_than_its_rate(monkeypatch):
