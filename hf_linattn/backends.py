@@ -53,6 +53,9 @@ def set_backend(model: nn.Module, backend: str) -> None:
     brings one, for the environment variable `TRITON_PTXAS_PATH` to name. On a CPU it runs in Triton's interpreter,
     `TRITON_INTERPRET=1`, which is for tests.
 
+    The environment variable `HF_LINATTN_BACKEND`, read once when the library is imported, makes `"torch"` what models
+    are patched with, in the place of `"auto"`: to see whether an error comes from the C.
+
     Raises:
         UnknownNameError: there is no such backend. OptionError: a mechanism of the model does not know it, or Triton
         is not installed. PatchError: the model is not patched.

@@ -32,6 +32,7 @@ from .errors import CheckpointError, DataError, HfLinattnError, OptionError
 from .hub import MODEL_TYPE, load_checkpoint
 from .mechanisms import MECHANISMS
 from .ops.native import library
+from .ops.operations import DEFAULT_BACKEND
 
 PACKAGES = (
     "torch", "transformers", "huggingface_hub", "safetensors", "accelerate", "datasets", "peft", "evaluate",
@@ -144,6 +145,7 @@ def env(as_json: Json = False) -> None:
     found["cuda"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found["threads"] = torch.get_num_threads()
     found["native"] = library.available()
+    found["backend"] = DEFAULT_BACKEND
     table = Table("what", "value")
     for name, value in found.items():
         table.add_row(name, "not installed" if value is None else str(value))

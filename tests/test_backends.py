@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -97,3 +101,27 @@ def test_what_cannot_be_chosen_is_refused_and_nothing_changes():
     assert all(m.causal_reader is None for m in get_mechanisms(model).values())
     with pytest.raises(PatchError, match="not patched"):
         set_backend(make_model("llama"), "compile")
+
+
+NAMED_BY_THE_ENVIRONMENT = """
+from transformers import LlamaConfig, LlamaForCausalLM
+from hf_linattn import get_mechanisms, patch_model
+config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=9)
+model = patch_model(LlamaForCausalLM(config), {"linear": "0", "fusion": "1"})
+print({mechanism.backend for mechanism in get_mechanisms(model).values()})
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "last_line"),
+    [
+        ("torch", "{'torch'}"),
+        ("triton", "HF_LINATTN_BACKEND must be 'auto' or 'torch', got 'triton'"),
+    ],
+)
+def test_the_environment_names_the_backend_that_mechanisms_are_made_with(name, last_line):
+    found = subprocess.run(
+        [sys.executable, "-c", NAMED_BY_THE_ENVIRONMENT], env={**os.environ, "HF_LINATTN_BACKEND": name},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (found.stdout or found.stderr).strip().splitlines()[-1].endswith(last_line)

@@ -96,6 +96,7 @@ def test_env_has_the_versions():
     found = json.loads(answer("env", "--json"))
     assert found["hf_linattn"] == hf_linattn.__version__ and found["torch"] == torch.__version__
     assert found["native"] is library.available()
+    assert found["backend"] == "auto"
 
 
 def test_convert_saves_what_patch_model_makes(converted):

@@ -14,7 +14,7 @@ from ..config import MechanismConfig
 from ..errors import UnsupportedModeError
 from ..offloading import loaded
 from ..ops import naive
-from ..ops.operations import NOTHING
+from ..ops.operations import DEFAULT_BACKEND, NOTHING
 from ..ops.precision import admitted
 from ..ops.sequences import find_sequences, from_the_left
 from ..registry import Registry
@@ -147,7 +147,7 @@ class Mechanism(nn.Module):
         self.calls = 0  # how often forward ran (outside compiled graphs): shows that the layer is really served
         self.cache_layer: Any = None  # set by the bridge for the time of one call, as is the next one
         self.keeps_state = True  # whether the state that causal attention comes to is of use to anyone
-        self.backend = "auto"  # set by hf_linattn.backends, as are the next two
+        self.backend = DEFAULT_BACKEND  # set by hf_linattn.backends, as are the next two
         self.causal_reader: Any = None  # calls causal_attention for it, in parts
         self.operations = NOTHING  # what long inputs are read by
         self.observer: Any = None  # set by hf_linattn.observation: answers in this mechanism's place

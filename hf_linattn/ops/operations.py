@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..config import require
 
 
 class Operations(NamedTuple):
@@ -25,6 +28,20 @@ class Operations(NamedTuple):
 
 
 NOTHING = Operations()
+
+
+def default_backend() -> str:
+    """Return the backend that mechanisms are made with: what HF_LINATTN_BACKEND says, "auto" or "torch".
+
+    Raises:
+        OptionError: it says anything else. The other backends are chosen for one model, by `set_backend`.
+    """
+    name = os.environ.get("HF_LINATTN_BACKEND", "auto")
+    require("the environment variable HF_LINATTN_BACKEND", name, name in ("auto", "torch"), "'auto' or 'torch'")
+    return name
+
+
+DEFAULT_BACKEND = default_backend()  # read once, so that all layers of a process agree
 
 
 def operations_for(mechanism: Any, heads: Tensor) -> Operations:
