@@ -23,7 +23,7 @@ PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_exten
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-slow test-zero3 test-all test-floor lint bench long-inputs depth peers support zero-shot calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
+.PHONY: help install quickstart test test-fast test-slow test-zero3 test-all test-floor lint bench paired long-inputs depth peers support zero-shot calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -78,6 +78,9 @@ lint: install ## ruff, mypy, and the rules of tests/test_project.py
 
 bench: install ## speed and memory beside softmax, and the tables: 10 minutes; BENCH="--mechanism local"
 	$(BIN)/python -m benchmarks.run $(BENCH)
+
+paired: install ## speed beside another checkout, in turns, row by row: make paired BEFORE=../before
+	$(BIN)/python -m benchmarks.paired $(BEFORE) $(BENCH)
 
 long-inputs: install ## memory of a training step, decoding and prompts of long inputs, and the tables: 15 minutes
 	$(BIN)/python -m benchmarks.long_inputs

@@ -17,6 +17,7 @@ from benchmarks import (
     markdown,
     memory_tables,
     operations,
+    paired,
     peers,
     prompts,
     retrieval,
@@ -363,3 +364,17 @@ def test_a_mechanism_without_the_backend_is_not_timed_with_another(tmp_path):
     with pytest.raises(UnknownNameError, match="compile"):
         run.main(backend="compiled", quick=True, output=tmp_path / "speed.json")
     assert not list(tmp_path.iterdir())
+
+
+def test_two_checkouts_take_turns_at_the_same_rows() -> None:
+    root = Path(__file__).resolve().parents[1]
+    processes = [paired.Checkout(root, threads=1) for _ in range(2)]
+    rows = [row for row in paired.rows_of("linear", [64], ["forward", "decoding"]) if row.mode == "causal"]
+    assert [row.direction for row in rows] == ["forward", "decoding"]
+    for row in rows:
+        found = paired.compare(row, *processes, options={"feature_map": "elu"}, backend="auto", rounds=10)
+        assert found.low < found.ratio < found.high and 0.2 < found.ratio < 5, "the same code beside itself"
+    for process in processes:
+        process.process.kill()
+    with pytest.raises(ChildProcessError, match="prepare"):
+        paired.compare(rows[0], *processes, options={}, backend="auto", rounds=10)
