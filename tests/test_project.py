@@ -123,6 +123,16 @@ def test_every_error_has_its_place_in_the_documents() -> None:
     assert set(re.findall(r"^## (\w+)$", read("docs/errors.md"), flags=re.M)) == defined - {"HfLinattnError"}
 
 
+def test_the_tests_and_errors_that_the_limits_name_exist() -> None:
+    page = read("docs/limits.md")
+    named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", page)
+    assert named
+    for path, function in named:
+        assert re.search(rf"^def {function}\(", read(path), flags=re.M), f"{path}::{function}"
+    defined = {name for name, _ in inspect.getmembers(errors, inspect.isclass)}
+    assert set(re.findall(r"`(\w+Error)`", page)) <= defined
+
+
 @pytest.mark.parametrize("mistake", [*MISTAKES, *PATCHED_MISTAKES])
 def test_quoted_messages_are_the_ones_raised(mistake: str) -> None:
     model = make_model("gpt2")
