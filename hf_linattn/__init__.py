@@ -12,6 +12,7 @@ from .config import MechanismConfig, PatchConfig
 from .errors import (
     CheckpointError,
     DataError,
+    DerivativeError,
     HfLinattnError,
     OptionError,
     PatchError,
@@ -37,6 +38,7 @@ __all__ = [
     "AttentionLayer",
     "CheckpointError",
     "DataError",
+    "DerivativeError",
     "HfLinattnError",
     "Mechanism",
     "MechanismConfig",

@@ -33,6 +33,10 @@ class UnsupportedModeError(HfLinattnError, ValueError):
     """A call that this mechanism, or any mechanism without an N x N matrix, cannot answer."""
 
 
+class DerivativeError(HfLinattnError, RuntimeError):
+    """A derivative of a gradient that was asked for from operations which have none."""
+
+
 class CheckpointError(HfLinattnError, ValueError):
     """A checkpoint that is damaged, foreign or made by a newer version."""
 

@@ -15,6 +15,7 @@ BUILT_IN = {
     "UnsupportedModeError": ValueError,
     "CheckpointError": ValueError,
     "DataError": ValueError,
+    "DerivativeError": RuntimeError,
 }
 
 

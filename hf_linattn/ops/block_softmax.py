@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .derivatives import first_order
 from .native.library import dense_rows
 from .native.memory import empty_like, empty_output, zeros_like
 from .precision import wide_dtype
@@ -155,7 +155,7 @@ class _AttendBlocks(torch.autograd.Function):
         return output.to(value.dtype), log
 
     @staticmethod
-    @once_differentiable
+    @first_order()
     def backward(ctx, grad, log_grad):
         query, key, value, output, log, before, before_log, *shared = ctx.saved_tensors
         blocks, known, block_size, scaling, causal, begun, _ = ctx.what

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from .block_softmax import BlockSoftmax, Keys, attend_blocks
 from .exponential import LOWEST
+from .fused_attention import fused_attention
 from .native.block_softmax import NATIVE_BLOCKS
 from .precision import wide_number, widened
 from .sink import attenuate, with_sink_key
@@ -333,6 +334,6 @@ def biased_attention(
         query, key, value = with_sink_key(query, key, value, sink, scaling)
         bias, empty_rows = F.pad(bias, (1, 0)), False
     whole = bias.expand(-1, -1, query.shape[2], -1)
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=whole, scale=scaling, enable_gqa=True)
+    output = fused_attention(query, key, value, attn_mask=whole, scale=scaling, enable_gqa=True)
     output = output if sink is None else output[..., :width]
     return output.masked_fill(bias.amax(-1, keepdim=True) <= LOWEST / 2, 0.0) if empty_rows else output

@@ -34,6 +34,7 @@ from .native.mapped_attention import join, mapped_attention, two_way_attention
 from .native.memory import empty_output
 from .precision import wide, wide_dtype, widened
 from .sequences import Packed
+from .tracing import is_watched
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
 NATIVE_SIZE = 2048  # the same where `native` forms them
@@ -259,8 +260,8 @@ def _joined(parts: list[Tensor], output: Tensor | None) -> Tensor:
 
 
 def _works(causal_sums: CausalSums | None, key: Tensor) -> bool:
-    """Whether there is an operation for such keys, which compiled graphs cannot see into."""
-    return causal_sums is not None and key.dtype in causal_sums.kinds() and not torch.compiler.is_compiling()
+    """Whether there is an operation for such keys, which what watches operations cannot see into."""
+    return causal_sums is not None and key.dtype in causal_sums.kinds() and not is_watched()
 
 
 def _takes_all(causal_sums: CausalSums | None, query: Tensor, key: Tensor) -> bool:
@@ -393,6 +394,6 @@ def _output_for(query: Tensor, value: Tensor) -> Tensor | None:
 
     None where gradients or a graph need parts.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.is_grad_enabled() or is_watched():
         return None
     return empty_output(query.unflatten(1, (value.shape[1], -1)), value)

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .chunk_sums import LinearState
+from .derivatives import first_order
 from .exponential import LOWEST
 from .native.library import dense_rows
 from .native.memory import empty_output
@@ -185,7 +185,7 @@ class _CausalAttention(torch.autograd.Function):
         return output, log_weight(factor, top), *after
 
     @staticmethod
-    @once_differentiable
+    @first_order()
     def backward(ctx, d_output, d_log, d_kv, _):
         query, key, value, log_scale, log_decay, kv, log_max, output, kv_after, max_after, factor, top = (
             ctx.saved_tensors

@@ -246,7 +246,10 @@ def _make_tiles(lists: Lists, runs: Runs, key_code: Tensor, own_code: Tensor | N
 
 
 class _RunAttention(torch.autograd.Function):
-    """The attention itself, query [Q, D], key and value [B Hkv M, D]: keeps no pair for the backward pass."""
+    """The attention itself, query [Q, D], key and value [B Hkv M, D]: keeps no pair for the backward pass.
+
+    Its gradients are made of what is known to the graph, so they have derivatives; a graph of these keeps the pairs.
+    """
 
     @staticmethod
     def forward(ctx, query, key, value, scaling, tiles):
@@ -276,7 +279,6 @@ class _RunAttention(torch.autograd.Function):
         return output, log_sum
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, output_grad, log_sum_grad):
         query, key, value, output, log_sum = ctx.saved_tensors
         query_grad, key_grad, value_grad = (torch.zeros_like(x) for x in (F.pad(query, (0, 0, 0, 1)), key, value))

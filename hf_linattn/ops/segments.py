@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .exponential import LOWEST
+from .fused_attention import fused_attention
 from .precision import wide, wide_dtype
 from .sink import softmax_beside
 
@@ -73,7 +73,7 @@ def slot_attention(
     # the queries of a group stand together, beside their one set of slots
     rows = query.reshape(batch, slot_key.shape[1], -1, query.shape[3])
     if kernel:
-        output = F.scaled_dot_product_attention(rows, slot_key, slot_value, attn_mask=bias, scale=scaling)
+        output = fused_attention(rows, slot_key, slot_value, attn_mask=bias, scale=scaling)
         return output.reshape(batch, heads, length, -1)
     keys = slot_key.transpose(-1, -2) * scaling
     step = max(QUERIES // (batch * slot_key.shape[1]), 64)

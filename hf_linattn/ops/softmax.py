@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .fused_attention import fused_attention
 from .naive import allowed_pairs
 from .sink import softmax_beside, with_sink_key
 
@@ -74,7 +75,7 @@ def _unmasked(
     if sink is not None:
         query, key, value = with_sink_key(query, key, value, sink, scaling)
         query = F.pad(query, (0, 0, 1, 0)) if causal else query  # the first query stands beside the sink
-    output = F.scaled_dot_product_attention(
+    output = fused_attention(
         query, key, value, scale=scaling, dropout_p=dropout, is_causal=causal, enable_gqa=True
     )
     return output if sink is None else output[:, :, int(causal) :, :width]
@@ -92,7 +93,7 @@ def masked_attention(
         query, key, value = with_sink_key(query, key, value, sink, scaling)
         allowed = F.pad(allowed, (1, 0), value=True)
     some = allowed.any(-1, keepdim=True)  # the kernels differ on rows without a key: let those see all, then zero them
-    output = F.scaled_dot_product_attention(
+    output = fused_attention(
         query, key, value, attn_mask=allowed | ~some, scale=scaling, dropout_p=dropout, enable_gqa=True
     )
     return (output * some)[..., :width]

@@ -3,6 +3,8 @@
 A part that is cut out by indexing gets a gradient of the size of the whole tensor, zero but for the part, and all of
 them are added up: quadratic time for an operation that reads its keys part by part. Parts in a row come from `split`,
 which puts their gradients together once; parts that overlap or lie scattered come from here.
+
+With `create_graph=True` what is added up is part of the graph: sums of gradients have derivatives as any others.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .native.memory import zeros
+from .tracing import is_watched
 
 
 class Source:
@@ -25,7 +27,7 @@ class Source:
     """
 
     def __init__(self, tensor: Tensor):
-        needed = tensor.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        needed = tensor.requires_grad and torch.is_grad_enabled() and not is_watched()
         self.gradient = _Gradient(tensor.shape) if needed else None
         self.whole: Tensor = _Whole.apply(tensor, self.gradient) if needed else tensor
 
@@ -44,14 +46,19 @@ class Source:
 
 
 class _Gradient:
-    """The gradient of a source as far as its parts have added to it; apart from it, which the graph must not hold."""
+    """The gradient of a source as far as its parts have added to it; apart from it, which the graph must not hold.
+
+    What a backward pass that ended in an error left behind is no part of the next one's.
+    """
 
     def __init__(self, shape: torch.Size):
         self.shape = shape
         self.total: Tensor | None = None
+        self.backward_pass = -1
 
     def begun(self, like: Tensor) -> Tensor:
         """What others add to, zero if nobody has; like another one's numbers then."""
+        self._enter_pass()
         if self.total is None:
             self.total = zeros(like, self.shape)
         return self.total
@@ -62,11 +69,17 @@ class _Gradient:
 
     def take_over(self, gradient: Tensor) -> None:
         """Add a gradient of the whole, which from now on is nobody else's: the first is what the others add to."""
+        self._enter_pass()
         self.total = gradient if self.total is None else self.total.add_(gradient)
 
     def pop(self) -> Tensor | None:
+        self._enter_pass()
         total, self.total = self.total, None
         return total
+
+    def _enter_pass(self) -> None:
+        if self.backward_pass != (now := torch._C._current_graph_task_id()):
+            self.total, self.backward_pass = None, now
 
 
 def _narrow(x: Tensor, dim: int, start: int, length: int, add: Tensor | None = None) -> Tensor:
@@ -90,7 +103,6 @@ class _Part(torch.autograd.Function):
         return how(whole, *place)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         source, how, place = ctx.to
         source.add(gradient, how, place)
@@ -107,7 +119,6 @@ class _Whole(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
         total = ctx.of_parts.pop()
         if total is None or gradient is None:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .exponential import LOWEST
@@ -126,6 +125,8 @@ def _combine(left: Summary, right: Summary) -> Summary:
 
 def products_with_rows(vectors: Tensor, rows: Source) -> Tensor:
     """Return vectors rows^T [B, H, M, N], of vectors [H or 1, M, D] and a source of rows [B, H, N, D]."""
+    if rows.gradient is None:
+        return vectors @ rows.whole.mT
     return _ProductsWithRows.apply(vectors, rows.whole, rows.gradient)
 
 
@@ -139,13 +140,11 @@ class _ProductsWithRows(torch.autograd.Function):
         return vectors @ rows.mT
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         vectors, rows = ctx.saved_tensors
         d_vectors = (gradient @ rows).sum_to_size(vectors.shape)
-        if ctx.source is None:
-            return d_vectors, gradient.mT @ vectors, None
         vectors = vectors.expand(rows.shape[1], -1, -1)
-        for total, own in zip(ctx.source.begun(rows), gradient.mT, strict=True):
-            total.baddbmm_(own, vectors)
+        total = ctx.source.begun(rows)
+        for row, own in enumerate(gradient.mT.unbind()):
+            total[row].baddbmm_(own, vectors)
         return d_vectors, None, None

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .block_softmax import Before
+from .derivatives import first_order
 from .native.library import dense_rows
 from .native.memory import empty_like, empty_output
 from .precision import wide_dtype
@@ -101,7 +101,7 @@ class _AttendWindow(torch.autograd.Function):
         return output, log
 
     @staticmethod
-    @once_differentiable
+    @first_order()
     def backward(ctx, grad, log_grad):
         query, key, value, output, rest, log, before, before_log = ctx.saved_tensors
         operation, (size, sinks, causal, ends), scaling, begun, _ = ctx.what

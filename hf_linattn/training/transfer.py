@@ -23,6 +23,7 @@ from hf_linattn.errors import OptionError
 from hf_linattn.mechanisms import Mechanism, Pairs
 from hf_linattn.mechanisms.softmax import SoftmaxMechanism
 from hf_linattn.observation import AttentionCall, observed
+from hf_linattn.ops.derivatives import first_order
 from hf_linattn.ops.naive import repeat_heads
 from hf_linattn.ops.softmax import in_window
 from hf_linattn.running import accepted
@@ -179,6 +180,7 @@ class _Prepared(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
+    @first_order("a loss whose gradient was made beforehand has none; leave create_graph=True out")
     def backward(ctx: Any, *outer: Tensor) -> Any:
         return None, None, *(outer[0] * gradient for gradient in ctx.gradients)
 

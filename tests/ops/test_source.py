@@ -44,6 +44,31 @@ def test_a_second_backward_pass_starts_anew(tensor):
     assert torch.equal(once, twice)
 
 
+def test_derivatives_of_gradients_are_those_of_indexing(tensor):
+    def slopes(outputs: list[torch.Tensor]) -> torch.Tensor:
+        (gradient,) = torch.autograd.grad(sum(x.sum() for x in outputs), tensor, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), tensor)[0]
+
+    torch.testing.assert_close(slopes(parts(Source(tensor))), slopes(plain_parts(tensor)))
+
+
+def test_a_pass_that_ended_in_an_error_leaves_nothing_for_the_next(tensor):
+    source, fails = Source(tensor), [True]
+
+    def refuse(_: torch.Tensor) -> None:
+        if fails:
+            raise RuntimeError(fails.pop())
+
+    first = source.narrow(2, 0, 5) * 2
+    first.register_hook(refuse)
+    total = first.sum() + source.narrow(2, 3, 7).sum()  # whose gradient comes before that of the first
+    with pytest.raises(RuntimeError, match="True"):
+        total.backward(retain_graph=True)
+    total.backward()
+    (want,) = torch.autograd.grad(tensor[:, :, :5].sum() * 2 + tensor[:, :, 3:].sum(), tensor)
+    assert torch.equal(tensor.grad, want)
+
+
 def test_a_part_costs_its_own_size():
     def written(number: int) -> int:
         source = Source(torch.zeros(number, 100, requires_grad=True))

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
+from ..derivatives import first_order
 from .library import Operand, call, dense_rows, operation, product_parts
 from .memory import empty_output
 
@@ -148,7 +148,7 @@ class _AttendBuckets(torch.autograd.Function):
         return output, log
 
     @staticmethod
-    @once_differentiable
+    @first_order()
     def backward(ctx, grad, log_grad):
         query, key, value, output, log = ctx.saved_tensors
         grad, weight_grad = dense_rows(grad), (grad * output).sum(-1) - log_grad

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tracing import is_watched
+
 VARIANTS = {"AVX512": "_avx512", "AVX2": "_avx2"}  # PyTorch's names of what the CPU can do
 KINDS = (torch.float32, torch.bfloat16, torch.float16)  # `enum kind` of operands.h
 OPERATIONS = torch.library.Library("hf_linattn", "FRAGMENT")
@@ -58,9 +60,9 @@ def available() -> bool:
 
 
 def suits(*tensors: Tensor, kinds: Sequence[torch.dtype] = (torch.float32,)) -> bool:
-    """Whether C can work on these: of such kinds, on a CPU, outside compiled graphs, which cannot see into it."""
+    """Whether C can work on these: of such kinds, on a CPU, where nothing watches, which cannot see into it."""
     plain = all(x.device.type == "cpu" and x.dtype in kinds for x in tensors)
-    return plain and not torch.compiler.is_compiling() and available()
+    return plain and not is_watched() and available()
 
 
 @functools.cache

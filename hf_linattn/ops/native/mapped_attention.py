@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from ..causal_sums import decay_gradient, log_weight, read
 from ..chunk_sums import LinearState
+from ..derivatives import first_order
 from ..sequences import Packed
 from .causal_sums import (
     OPERANDS,
@@ -211,7 +211,7 @@ class _MappedAttention(torch.autograd.Function):
         return output.to(value.dtype), log_weight(factor, top) if weighed else None, *after
 
     @staticmethod
-    @once_differentiable
+    @first_order()
     def backward(ctx, d_output, d_log, d_kv, _):
         query, key, value, hidden, log_decay, kv, log_max, output, kv_after, max_after, factor, *rest = (
             ctx.saved_tensors

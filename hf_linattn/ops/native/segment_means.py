@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
+from ..derivatives import first_order
 from ..source import Source
 from .library import Operand, call, dense_rows, operation
 
@@ -92,7 +92,7 @@ class _SegmentMeans(torch.autograd.Function):
         return mean, total
 
     @staticmethod
-    @once_differentiable
+    @first_order()
     def backward(ctx, d_mean, d_total):
         *heads, mean, total = ctx.saved_tensors
         pairs = list(zip(heads, ctx.where, strict=True))

@@ -13,6 +13,7 @@ from ..block_softmax import BlockSoftmax, count_flops, count_reverse_flops
 from ..exponential import LN_2, LOWEST
 from ..native.library import operation
 from ..precision import wide
+from ..tracing import is_watched
 from .block_kernels import attend_blocks, reverse_keys, reverse_queries
 from .launching import kinds, launch, padded, precision, require_kernels
 from .row_products import row_products
@@ -170,7 +171,7 @@ def sizes_for(query: Tensor, value: Tensor) -> dict[str, Any]:
 def suits(*heads: Tensor) -> bool:
     """Whether there are kernels for such heads, which compiled graphs cannot see into."""
     known = all(x.dtype == heads[0].dtype and x.shape[-1] <= LARGEST for x in heads)
-    return known and heads[0].dtype in kinds() and not torch.compiler.is_compiling()
+    return known and heads[0].dtype in kinds() and not is_watched()
 
 
 TRITON_BLOCKS = BlockSoftmax(block_softmax_triton, block_softmax_backward_triton, suits, TRITON_WINDOW)

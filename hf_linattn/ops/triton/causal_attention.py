@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..causal_sums import CausalSums, decay_gradient, log_weight
 from ..chunk_sums import LinearState
+from ..derivatives import first_order
 from ..exponential import LOWEST
 from ..native.library import dense_rows
 from ..native.memory import empty_output
@@ -96,7 +96,7 @@ class _CausalAttention(torch.autograd.Function):
         return output, log if weighed else None, kv_after, max_after
 
     @staticmethod
-    @once_differentiable
+    @first_order()
     def backward(ctx, d_output, d_log, d_kv, _):
         operands, kept = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
         query, key, value, log_scale, log_decay, kv, log_max = operands

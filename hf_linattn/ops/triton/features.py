@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..causal_linear import Features
+from ..derivatives import first_order
 from ..native.causal_sums import NativeMap, for_all_heads
 from ..native.library import dense_rows
 from ..precision import wide
@@ -49,7 +49,7 @@ class _MakeFeatures(torch.autograd.Function):
         return features, log_scale
 
     @staticmethod
-    @once_differentiable
+    @first_order()
     def backward(ctx, gradient, log_gradient):
         x, weight, bias, features = ctx.saved_tensors
         slopes = read_back(features, gradient, ctx.native.activation)

@@ -1,0 +1,34 @@
+"""Whether operations are watched: recorded for other inputs, differentiated or mapped by a transformation.
+
+What calls C, writes into memory of its own, or looks at the values of tensors asks here, and nobody else asks PyTorch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def is_recorded() -> bool:
+    """Whether a program for other inputs is made of what runs: torch.compile, torch.export, torch.jit.trace."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def is_watched() -> bool:
+    """Whether only PyTorch's own operations are understood: `is_recorded`, torch.func, or forward-mode derivatives."""
+    if torch.compiler.is_compiling():
+        return True
+    functional = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return functional or torch.jit.is_tracing()
+
+
+def is_known(x: Tensor) -> bool:
+    """Whether the values of x may decide what is done: not where that is recorded, nor where vmap maps over x."""
+    if is_recorded():
+        return False
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            return False
+        x = torch._C._functorch.get_unwrapped(x)
+    return True

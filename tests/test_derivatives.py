@@ -1,0 +1,74 @@
+"""Gradients of gradients: right to second order by PyTorch's operations, refused by those that have none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hf_linattn import DerivativeError, list_mechanisms
+from hf_linattn.backends import use_backend
+from hf_linattn.mechanisms import MECHANISMS, Mechanism
+from hf_linattn.testing.models import Case
+
+LENGTH = 75  # more than a block of every mechanism, none of them full at the end
+OPTIONS = {"performer": {"num_features": 16}, "flash": {"block_size": 32}, "hybrid": {"window_size": 16}}
+ARCHITECTURE = {"causal": ("llama", True), "bidirectional": ("llama", False), "cross": ("whisper", False)}
+FORMS = [
+    pytest.param(Case(name, *ARCHITECTURE[mode], OPTIONS.get(name, {})), id=f"{name}-{mode}")
+    for name in list_mechanisms()
+    for mode in sorted(MECHANISMS.get(name).modes)
+]
+
+
+def directions(tensors: list[Tensor], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in tensors]
+
+
+def slope(mechanism: Mechanism, tensors: list[Tensor], create_graph: bool) -> Tensor:
+    """The derivative along fixed directions of a number made from the outputs, of heads and of all parameters."""
+    output, _ = mechanism(*tensors[:3])
+    gradients = torch.autograd.grad(output.sin().sum(), tensors, create_graph=create_graph, materialize_grads=True)
+    return sum((x * way).sum() for x, way in zip(gradients, directions(tensors, 1), strict=True))
+
+
+def leaves(case: Case, mechanism: Mechanism, dtype: torch.dtype) -> list[Tensor]:
+    heads = case.heads(LENGTH, batch=1, dtype=dtype)
+    return [*(x.requires_grad_() for x in heads), *(p for p in mechanism.parameters() if p.requires_grad)]
+
+
+def second_derivative(case: Case, backend: str, dtype: torch.dtype) -> Tensor:
+    """The derivative of `slope` along other directions."""
+    mechanism = case.make(dtype)
+    use_backend(mechanism, backend)
+    tensors = leaves(case, mechanism, dtype)
+    found = torch.autograd.grad(slope(mechanism, tensors, True), tensors, materialize_grads=True)
+    return sum((x * way).sum() for x, way in zip(found, directions(tensors, 2), strict=True))
+
+
+def measured(case: Case, step: float = 1e-5) -> Tensor:
+    """The same by central differences of first derivatives in float64."""
+    mechanism = case.make()
+    tensors = leaves(case, mechanism, torch.float64)
+    start, ends = [x.detach().clone() for x in tensors], []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for x, at, way in zip(tensors, start, directions(tensors, 2), strict=True):
+                x.copy_(at + sign * step * way)
+        ends.append(slope(mechanism, tensors, False))
+    return (ends[0] - ends[1]) / (2 * step)
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_second_derivatives_are_those_of_central_differences_or_refused(case):
+    want = measured(case)
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.testing.assert_close(second_derivative(case, "torch", torch.float64), want, rtol=1e-5, atol=1e-5)
+    try:
+        found = second_derivative(case, "auto", torch.float32)
+    except DerivativeError as error:
+        assert "create_graph=True" in str(error) and "SDPBackend.MATH" in str(error)
+    else:
+        torch.testing.assert_close(found.double(), want, rtol=1e-2, atol=1e-2)
