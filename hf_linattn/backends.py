@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from .config import require_known
 from .errors import OptionError
-from .mechanisms import Mechanism
+from .mechanisms import CallOptions, Mechanism
+from .mechanisms.base import read_at_once
+from .mechanisms.composite import CompositeMechanism
 from .mechanisms.softmax import SoftmaxMechanism
 from .ops.operations import NOTHING, Operations
 from .patching import get_mechanisms
@@ -83,6 +85,8 @@ def use_backend(mechanism: Mechanism, backend: str) -> None:
     """Hand one of `BACKENDS` to a mechanism that knows it."""
     found = BACKENDS[backend]
     mechanism.backend, mechanism.causal_reader, mechanism.operations = backend, found.reader, found.load()
+    for member in mechanism.parts() if isinstance(mechanism, CompositeMechanism) else ():
+        member.backend = backend
 
 
 def read_slabs(
@@ -93,24 +97,28 @@ def read_slabs(
     key_padding_mask: Tensor | None,
     sequence_ids: Tensor | None,
     state: Any,
+    call: CallOptions,
 ) -> tuple[Tensor, Any]:
     """Return what `mechanism.causal_attention` returns, read slab by slab."""
     plain = key_padding_mask is None and sequence_ids is None and not torch.compiler.is_compiling()
     if not plain or query.shape[2] < 2 * SLAB_SIZE:
-        return mechanism.causal_attention(query, key, value, key_padding_mask, sequence_ids, state)
+        return read_at_once(mechanism, query, key, value, key_padding_mask, sequence_ids, state, call)
     parts: list[Tensor] = []
+    call = call._replace(keep_state=True)  # for the next slab
     for heads in zip(*(x.split(SLAB_SIZE, 2) for x in (query, key, value)), strict=True):
         # no state before the first slab, fewer tokens in the last: these two are not worth programs of their own
         read = compiled_slab if parts and heads[0].shape[2] == SLAB_SIZE else _read_slab
         # one layout, whatever the length of the whole: another one would be another program
         query, key, value = (x.contiguous() for x in heads)
-        part, state = read(mechanism, query, key, value, state)
+        part, state = read(mechanism, query, key, value, state, call)
         parts.append(part)
     return torch.cat(parts, dim=2), state
 
 
-def _read_slab(mechanism: Mechanism, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, Any]:
-    return mechanism.causal_attention(query, key, value, None, None, state)
+def _read_slab(
+    mechanism: Mechanism, query: Tensor, key: Tensor, value: Tensor, state: Any, call: CallOptions
+) -> tuple[Tensor, Any]:
+    return read_at_once(mechanism, query, key, value, None, None, state, call)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -39,11 +40,7 @@ class AttentionCall(NamedTuple):
 
     def by(self, mechanism: Mechanism) -> Tensor:
         """Return the mechanism's answer [B, H, N, Dv]; nobody has any use for its state."""
-        mechanism.keeps_state = False
-        try:
-            return mechanism(*self[:5], **mechanism.keywords(self.exact))[0]
-        finally:
-            mechanism.keeps_state = True
+        return mechanism(*self[:5], return_state=False, **mechanism.keywords(self.exact))[0]
 
     def by_softmax(self, mechanism: Mechanism) -> Tensor:
         """Return the answer of the attention that the mechanism replaced [B, H, N, Dv]."""
@@ -82,30 +79,43 @@ class AttentionCall(NamedTuple):
 
 Observer = Callable[[AttentionCall], Tensor]
 
+_OBSERVERS = threading.local()  # `of`: mechanism -> what answers in its place, for this thread
+
 
 @contextmanager
 def observed(mechanisms: Mapping[str, Mechanism], observers: Mapping[str, Observer] | None = None) -> Iterator[None]:
     """Let each layer that `observers` names be answered by its observer for a while, all others by softmax.
 
-    Without a cache. With no observers the model is the original, also on packed rows of a bidirectional model.
+    Without a cache. With no observers the model is the original, also on packed rows of a bidirectional model. Other
+    threads that run the model meanwhile are not observed.
     """
-    try:
-        for path, mechanism in mechanisms.items():
-            mechanism.observer = (observers or {}).get(path, partial(AttentionCall.by_softmax, mechanism=mechanism))
+    standing = {
+        mechanism: (observers or {}).get(path, partial(AttentionCall.by_softmax, mechanism=mechanism))
+        for path, mechanism in mechanisms.items()
+    }
+    with _standing(standing):
         yield
-    finally:
-        for mechanism in mechanisms.values():
-            mechanism.observer = None
 
 
 @contextmanager
 def unobserved(mechanisms: Iterable[Mechanism]) -> Iterator[None]:
     """Let mechanisms answer for themselves for a while, inside `observed`."""
-    observers = {mechanism: mechanism.observer for mechanism in mechanisms}
+    with _standing(dict.fromkeys(mechanisms)):
+        yield
+
+
+@contextmanager
+def _standing(observers: Mapping[Mechanism, Observer | None]) -> Iterator[None]:
+    """Let these observers stand before their mechanisms in this thread for a while, beside those of others."""
+    before = getattr(_OBSERVERS, "of", None)
     try:
-        for mechanism in observers:
-            mechanism.observer = None
+        _OBSERVERS.of = {**(before or {}), **observers}
         yield
     finally:
-        for mechanism, observer in observers.items():
-            mechanism.observer = observer
+        _OBSERVERS.of = before
+
+
+def observer_of(mechanism: Mechanism) -> Observer | None:
+    """Return what stands before a mechanism in this thread."""
+    standing = getattr(_OBSERVERS, "of", None)
+    return None if standing is None else standing.get(mechanism)

@@ -49,6 +49,9 @@ class Patch:
         for path, module in self.attention.items():
             setattr(module, bridge.MECHANISM, mechanisms[path].train(module.training))
             self.handles.append(module.register_forward_pre_hook(bridge.attention_pre_hook, with_kwargs=True))
+            self.handles.append(
+                module.register_forward_hook(bridge.attention_post_hook, with_kwargs=True, always_call=True)
+            )
         for owner, record in bridge.base_models(model, self.attention).items():
             setattr(owner, bridge.RECORD, record)
             self.owners.append(owner)
@@ -195,7 +198,8 @@ def original_attention(model: ModelT) -> Iterator[ModelT]:
     """Run a patched model with its original attention for a while: the softmax teacher, on the same weights.
 
     Only the attention function is switched; mechanisms and their parameters stay attached. Caches made inside and
-    outside must not be mixed: a decoding state cannot be turned back into keys.
+    outside must not be mixed: a decoding state cannot be turned back into keys. The switch is in the model's config:
+    threads that run the model meanwhile get the original, too.
 
     Raises:
         PatchError: the model is not patched.

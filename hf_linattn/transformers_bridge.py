@@ -22,13 +22,13 @@ from .cache import EncoderStateLayer, StateLayer
 from .errors import UnsupportedModeError, UnsupportedModelError
 from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
-from .observation import AttentionCall
+from .module_calls import ModuleCall, begin_call, current_call, end_call
+from .observation import AttentionCall, observer_of
 from .ops.softmax import softmax_attention
 
 IMPLEMENTATION = "hf_linattn"  # the name of our attention and mask functions
 MECHANISM = "hf_linattn"  # the attribute of an attention module that holds its mechanism
 RECORD = "_hf_linattn_layers"  # the attribute of a transformers model that holds its PatchedModel
-CONSUMED: Any = object()  # in the place of a cache layer whose new keys were attended to
 POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
 
 
@@ -127,9 +127,9 @@ def base_models(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[P
 
 
 def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hand the mechanism this layer's cache, and put a state layer in its place first unless it stays softmax."""
+    """Hand this layer's cache to the attention function, a state layer in its place unless it stays softmax."""
+    call = begin_call(module)
     mechanism: Mechanism = mechanism_of(module)
-    mechanism.cache_layer = None
     if get_implementation(module.config) != IMPLEMENTATION:
         return
     cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
@@ -148,7 +148,12 @@ def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
             kind = EncoderStateLayer if across else StateLayer
             cache.layers[index] = kind.adopt(cache.layers[index])
         cache.layers[index].expected = True
-    mechanism.cache_layer = cache.layers[index]
+    call.layer = cache.layers[index]
+
+
+def attention_post_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forget the call, however it ended."""
+    end_call(module)
 
 
 def model_pre_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -246,7 +251,8 @@ def attention_forward(
     """
     mechanism: Mechanism | None = mechanism_of(module)
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
-    layer = None if mechanism is None else _cache_layer(module, mechanism)
+    running = current_call(module)
+    layer = None if mechanism is None or running is None else _cache_layer(module, mechanism, running)
     if layer is not None and not isinstance(layer, StateLayer):
         key, value = (x[:, :, : int(layer.get_seq_length())] for x in (key, value))  # a static cache is longer
     num_queries, num_keys = query.shape[2], key.shape[2]
@@ -267,12 +273,12 @@ def attention_forward(
         )
     query = _scaled(query, scaling, mechanism)
     sequence_ids = _sequence_ids(position_ids, cu_seq_lens_q, key_padding_mask, num_queries, num_keys)
-    if layer is not None and not isinstance(mechanism, SoftmaxMechanism):
-        mechanism.cache_layer = CONSUMED
+    if running is not None and layer is not None and not isinstance(mechanism, SoftmaxMechanism):
+        running.consumed = True
     call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact)
-    if mechanism.observer is not None:
+    if (observer := observer_of(mechanism)) is not None:
         mechanism.count_call()
-        return mechanism.observer(call).transpose(1, 2).contiguous(), None
+        return observer(call).transpose(1, 2).contiguous(), None
     if layer is None or isinstance(mechanism, SoftmaxMechanism):  # its cache holds the keys
         output = call.by(mechanism)
     else:
@@ -299,9 +305,9 @@ def _attend_across(
 ) -> Tensor:
     """Attend to an encoder's tokens [B, Hkv, Nk, D], or to what the cache layer keeps of them: [B, Nq, H, Dv]."""
     call = AttentionCall(_scaled(query, scaling, mechanism), key, value, key_padding_mask, None, exact, cross=True)
-    if mechanism.observer is not None:
+    if (observer := observer_of(mechanism)) is not None:
         mechanism.count_call()
-        output = mechanism.observer(call)
+        output = observer(call)
     elif not isinstance(layer, EncoderStateLayer):
         output = call.by(mechanism)
     else:
@@ -310,9 +316,9 @@ def _attend_across(
     return output.transpose(1, 2).contiguous()
 
 
-def _cache_layer(module: nn.Module, mechanism: Mechanism) -> Any:
+def _cache_layer(module: nn.Module, mechanism: Mechanism, call: ModuleCall) -> Any:
     """Return the cache layer of this call, None without a cache; refuse what would decode from a wrong state."""
-    layer = mechanism.cache_layer
+    layer = call.layer
     if mechanism.layer.cross:
         return layer  # what it has of the tokens came in one call and is only read
     if isinstance(layer, StateLayer) and layer.expected:
@@ -320,7 +326,7 @@ def _cache_layer(module: nn.Module, mechanism: Mechanism) -> Any:
             f"{type(module).__name__} keeps the keys of layer {mechanism.layer.index} in another place of the cache"
             " than its own, where no decoding state can be; pass use_cache=False"
         )
-    if layer is CONSUMED:
+    if call.consumed:
         raise UnsupportedModeError(
             f"{type(module).__name__} attends more than once in a forward, and layer {mechanism.layer.index} keeps one"
             " decoding state; pass use_cache=False"

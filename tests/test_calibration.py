@@ -16,7 +16,7 @@ from hf_linattn import (
     patch_model,
 )
 from hf_linattn.calibration import own_parameters, squared_errors
-from hf_linattn.observation import observed
+from hf_linattn.observation import observed, observer_of
 from hf_linattn.testing.models import ARCHITECTURES, positions_of, random_tokens, tiny_model
 
 LENGTH = 48
@@ -84,7 +84,7 @@ def test_every_layer_sees_what_the_original_model_makes(architecture):
         with observed(mechanisms, answers):
             torch.testing.assert_close(model(**batch, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
         assert (model(**batch).logits - expected).abs().amax() > 1e-3
-    assert all(mechanism.observer is None for mechanism in mechanisms.values())
+    assert all(observer_of(mechanism) is None for mechanism in mechanisms.values())
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -169,7 +169,7 @@ def test_nothing_is_half_done(mechanism):
         calibrate(model, make_batches(1), steps=0)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    assert all(mechanism.observer is None for mechanism in get_mechanisms(model).values())
+    assert all(observer_of(mechanism) is None for mechanism in get_mechanisms(model).values())
 
 
 def test_an_unpatched_model_is_refused():

@@ -2,18 +2,22 @@
 
 from .base import (
     MECHANISMS,
+    PLAIN,
     AttentionLayer,
+    CallOptions,
     ExactnessLimit,
     Mechanism,
     Pairs,
-    SequenceMechanism,
     list_mechanisms,
     register_mechanism,
 )
+from .sequence import SequenceMechanism
 
 __all__ = [
     "MECHANISMS",
+    "PLAIN",
     "AttentionLayer",
+    "CallOptions",
     "ExactnessLimit",
     "Mechanism",
     "Pairs",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -16,7 +17,6 @@ from ..offloading import loaded
 from ..ops import naive
 from ..ops.operations import DEFAULT_BACKEND, NOTHING
 from ..ops.precision import admitted
-from ..ops.sequences import find_sequences, from_the_left
 from ..registry import Registry
 from ..rotation import Rotation
 
@@ -95,12 +95,32 @@ class Pairs(NamedTuple):
         return (self.query_position[:, None, :, None] - self.key_position[:, None, None]).abs()
 
 
+class CallOptions(NamedTuple):
+    """What a mechanism is told of one call beside its heads. It is not kept on the mechanism: calls may overlap.
+
+    keep_state: whether the state that causal attention comes to is of use to anyone. sink: the layer's own learned
+    sinks [H], for mechanisms with `takes_sink`.
+    """
+
+    keep_state: bool = True
+    sink: Tensor | None = None
+
+
+PLAIN = CallOptions()
+# methods of a mechanism that get the `CallOptions` if they name an argument `call`
+HOOKS = (
+    "causal_attention", "bidirectional_attention", "cross_state", "cross_attention", "weights", "weights_given",
+    "causal_sequences", "bidirectional_sequences", "cross_sequences",
+)  # fmt: skip
+
+
 class Mechanism(nn.Module):
     """Attention of one layer: q [B, H, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] -> [B, H, Nq, Dv].
 
     A subclass sets the class attributes, builds its parameters in `__init__` and writes `causal_attention` and
     `bidirectional_attention`, and for mode "cross" `cross_state` and `cross_attention`, which all receive float32 (or
     float64) tensors, unless `takes_half`, with autocast off. It must keep the invariants of `hf_linattn.testing`.
+    Any of these methods that names one more argument `call` gets the `CallOptions` of the call.
 
     Class attributes:
         config_class: dataclass of its options. modes: what it can do, of {"causal", "bidirectional", "cross"}.
@@ -135,6 +155,13 @@ class Mechanism(nn.Module):
     limit: ExactnessLimit = ExactnessLimit("none stated")
     citation: ClassVar[str] = ""
 
+    reads_call: ClassVar[frozenset[str]] = frozenset()  # those of `HOOKS` that name an argument `call`
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        hooks = {name: getattr(cls, name) for name in HOOKS if hasattr(cls, name)}
+        cls.reads_call = frozenset(x for x, hook in hooks.items() if "call" in inspect.signature(hook).parameters)
+
     def __init__(self, config: MechanismConfig, layer: AttentionLayer):
         super().__init__()
         if (mode := layer.mode) not in self.modes:
@@ -145,12 +172,9 @@ class Mechanism(nn.Module):
             )
         self.config, self.layer = config, layer
         self.calls = 0  # how often forward ran (outside compiled graphs): shows that the layer is really served
-        self.cache_layer: Any = None  # set by the bridge for the time of one call, as is the next one
-        self.keeps_state = True  # whether the state that causal attention comes to is of use to anyone
         self.backend = DEFAULT_BACKEND  # set by hf_linattn.backends, as are the next two
         self.causal_reader: Any = None  # calls causal_attention for it, in parts
         self.operations = NOTHING  # what long inputs are read by
-        self.observer: Any = None  # set by hf_linattn.observation: answers in this mechanism's place
 
     def forward(
         self,
@@ -160,6 +184,9 @@ class Mechanism(nn.Module):
         key_padding_mask: Tensor | None = None,
         sequence_ids: Tensor | None = None,
         state: Any = None,
+        *,
+        return_state: bool = True,
+        sink: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """Return the output in the dtype of `value`, and the state after the last key (None if bidirectional).
 
@@ -169,23 +196,42 @@ class Mechanism(nn.Module):
             key_padding_mask: [B, Nk], true for real keys; None if all are.
             sequence_ids: [B, Nk], equal inside a packed sequence; None if nothing is packed.
             state: what an earlier call returned, if this one continues it.
+            return_state: whether the state is of use; without it, what is returned in its place means nothing.
+            sink: the layer's own learned sinks [H], where `takes_sink` says that these are read.
         """
         self.count_call()
+        call = self.call_options(return_state, sink)
         with loaded(self), torch.autocast(query.device.type, enabled=False):
             query, key, wide_value = admitted(self.takes_half and not self.layer.cross, query, key, value)
             if self.layer.cross:
-                state = self.cross_state(key, wide_value, key_padding_mask) if state is None else state
-                output, state = self.cross_attention(query, state)
+                if state is None:
+                    state = self.run_hook(call, "cross_state", key, wide_value, key_padding_mask)
+                output, state = self.run_hook(call, "cross_attention", query, state)
                 return output.to(value.dtype), state
             if not self.layer.causal:
-                output = self.bidirectional_attention(query, key, wide_value, key_padding_mask, sequence_ids)
+                heads = (query, key, wide_value, key_padding_mask, sequence_ids)
+                output = self.run_hook(call, "bidirectional_attention", *heads)
                 return output.to(value.dtype), None
             earlier = key.shape[2] - query.shape[2]
             if earlier:  # keys that came without their queries, as from a prefix or another model's cache
                 query = torch.cat([query.new_zeros(*query.shape[:2], earlier, query.shape[3]), query], dim=2)
-            heads = (query, key, wide_value, key_padding_mask, sequence_ids, state)
-            output, state = self.causal_reader(self, *heads) if self.causal_reader else self.causal_attention(*heads)
+            heads = (query, key, wide_value, key_padding_mask, sequence_ids)
+            output, state = (self.causal_reader or read_at_once)(self, *heads, state, call)
             return (output[:, :, earlier:] if earlier else output).to(value.dtype), state
+
+    def call_options(self, return_state: bool, sink: Tensor | None) -> CallOptions:
+        """Return what the methods of a call get; `UnsupportedModeError` for a sink that would be left out."""
+        if sink is not None and not self.takes_sink:
+            raise UnsupportedModeError(
+                f"mechanism {self.config.mechanism!r} has no softmax denominator for a sink, got sink"
+                f" {tuple(sink.shape)}; leave it out"
+            )
+        return CallOptions(return_state, sink)
+
+    def run_hook(self, call: CallOptions, name: str, *operands: Any) -> Any:
+        """Return what one of `HOOKS` returns, which gets the options of the call if it asks for them."""
+        hook = getattr(self, name)
+        return hook(*operands, call=call) if name in self.reads_call else hook(*operands)
 
     def causal_attention(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None,
@@ -210,20 +256,26 @@ class Mechanism(nn.Module):
 
     def attention_matrix(
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, sequence_ids: Tensor | None = None,
-        value: Tensor | None = None,
+        value: Tensor | None = None, *, sink: Tensor | None = None,
     ) -> Tensor:
         """Return the N x N weights [B, H, N, N] this mechanism implies, in the inputs' precision: for short inputs.
 
-        `value` [B, Hkv, N, Dv] need only be given where they depend on it, which the error without it says.
+        `value` [B, Hkv, N, Dv] need only be given where they depend on it, which the error without it says. With the
+        layer's own learned sinks, `sink` [H], rows sum up to less than one.
         """
         allowed = naive.allowed_pairs(
             query.shape[2], key.shape[2], self.layer.causal, key_padding_mask, sequence_ids, query.device
         )
-        return self.weights(query, key, allowed) if value is None else self.weights_given(query, key, value, allowed)
+        call = self.call_options(True, sink)
+        if value is None:
+            return self.run_hook(call, "weights", query, key, allowed)
+        return self.run_hook(call, "weights_given", query, key, value, allowed)
 
-    def weights_given(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
+    def weights_given(
+        self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, call: CallOptions = PLAIN
+    ) -> Tensor:
         """Return `weights`; for mechanisms whose weights depend on the values, too."""
-        return self.weights(query, key, allowed)
+        return self.run_hook(call, "weights", query, key, allowed)
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         """Return normalised weights [B, H, N, N] over the allowed pairs, by the formula itself."""
@@ -287,85 +339,9 @@ class Mechanism(nn.Module):
         return f"{self.config.mechanism}, causal={self.layer.causal}, {options}"
 
 
-class SequenceMechanism(Mechanism):
-    """Base of mechanisms that count positions from the start of a sequence: blocks, windows, sinks, slots.
-
-    A subclass writes `causal_sequences` and `bidirectional_sequences`, which see rows that start at position 0 and are
-    padded on the right only. Every padding and packing is brought into that form here and back again, so a sequence
-    gets what it would get alone. A state is a named tuple of tensors with the batch first.
-    """
-
-    def causal_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: Any
-    ) -> tuple[Tensor, Any]:
-        """Return output and state for rows that continue `state` (None: that begin).
-
-        `lengths` [B] counts the real tokens at the start of each row (maybe none); None if all are real, or no state
-        is kept, as no query sees what stands behind it. What comes out behind them is dropped, and must not get into
-        the state. The state may be None unless `self.keeps_state`.
-        """
-        raise NotImplementedError
-
-    def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
-        """Return the output when every query sees every key of its row up to `lengths`."""
-        raise NotImplementedError
-
-    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
-        if key_padding_mask is None and sequence_ids is None:
-            return self.causal_sequences(query, key, value, None, state)
-        return self._each_sequence(query, key, value, key_padding_mask, sequence_ids, state)
-
-    def bidirectional_attention(self, query, key, value, key_padding_mask, sequence_ids):
-        if key_padding_mask is None and sequence_ids is None:
-            return self.bidirectional_sequences(query, key, value, None)
-        return self._each_sequence(query, key, value, key_padding_mask, sequence_ids, None)[0]
-
-    def cross_sequences(self, key: Tensor, value: Tensor, lengths: Tensor | None) -> Any:
-        """Return `cross_state` of rows that start at position 0; `lengths` as in `causal_sequences`."""
-        raise NotImplementedError
-
-    def cross_state(self, key, value, key_padding_mask):
-        return self.cross_sequences(*from_the_left(key, value, key_padding_mask))
-
-    @torch.compiler.disable  # where the sequences lie is data: compiled graphs end here and begin again
-    def _each_sequence(self, query, key, value, key_padding_mask, sequence_ids, state):
-        batch, _, length, _ = query.shape
-        if sequence_ids is None and bool(key_padding_mask.all()):
-            key_padding_mask = None  # as in every step of a padded batch
-            if self.layer.causal:
-                return self.causal_sequences(query, key, value, None, state)
-        output = value.new_zeros(*query.shape[:3], value.shape[3])
-        states: list[tuple[Tensor, Any]] = []
-        groups = find_sequences(batch, length, key_padding_mask, sequence_ids, query.device)
-        for number, group in enumerate(groups):
-            heads = [group.take(x) for x in (query, key, value)]
-            if self.layer.causal:
-                # what stands behind a sequence cannot be seen in a causal output, and without a state nowhere
-                lengths = group.lengths if self.keeps_state else None
-                rows, after = self.causal_sequences(*heads, lengths, None if number else state)
-                if self.keeps_state:
-                    states.append((group.rows[group.last], select_rows(after, group.last)))
-            else:
-                rows = self.bidirectional_sequences(*heads, group.lengths)
-            output = group.put(rows.to(output.dtype), output)
-        return output, merge_rows(states) if states else None
-
-
-def select_rows(state: Any, chosen: Tensor) -> Any:
-    """Return the chosen rows of every tensor of a state."""
-    return type(state)(*(x[chosen] for x in state))
-
-
-def merge_rows(states: list[tuple[Tensor, Any]]) -> Any:
-    """Put states, with the numbers of their rows, together to one batch; a shorter third dimension is zero-padded."""
-    order = torch.cat([rows for rows, _ in states]).argsort()
-    merged = []
-    for parts in zip(*(state for _, state in states), strict=True):
-        if parts[0].dim() > 2:
-            longest = max(part.shape[2] for part in parts)
-            parts = tuple(nn.functional.pad(x, (0, 0) * (x.dim() - 3) + (0, longest - x.shape[2])) for x in parts)
-        merged.append(torch.cat(parts)[order])
-    return type(states[0][1])(*merged)
+def read_at_once(mechanism: Mechanism, *operands: Any) -> tuple[Tensor, Any]:
+    """Return what `causal_attention` makes of all but the last operand, which is the options of the call."""
+    return mechanism.run_hook(operands[-1], "causal_attention", *operands[:-1])
 
 
 def register_mechanism(name: str) -> Callable[[type[Mechanism]], type[Mechanism]]:

@@ -14,7 +14,8 @@ from ..ops.block_sparse import block_sparse_attention
 from ..ops.kept_keys import KeptKeys, continued_attention, keep_keys
 from ..ops.operations import operations_for
 from ..ops.precision import wide_number
-from .base import SequenceMechanism
+from .base import PLAIN, CallOptions
+from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 
@@ -100,9 +101,10 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         return self.infers_natively or (self.backend != "torch" and not of_pattern)
 
     def causal_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: KeptKeys | None
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: KeptKeys | None,
+        call: CallOptions = PLAIN,
     ) -> tuple[Tensor, KeptKeys | None]:
-        scaling, sink = self.layer.scaling, self.log_sink(wide_number(query))
+        scaling, sink = self.layer.scaling, self.log_sink(wide_number(query), call.sink)
         if state is not None:
             return continued_attention(
                 query, key, value, self, state, scaling=scaling, lengths=lengths, use_native=self.uses_native,
@@ -113,23 +115,25 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             query, key, value, self, scaling=scaling, causal=True, use_native=self.uses_native,
             blocks=operations_for(self, query).block_softmax, sink=sink,
         )  # fmt: skip
-        return output, keep_keys(key, value, self, lengths) if self.keeps_state else None
+        return output, keep_keys(key, value, self, lengths) if call.keep_state else None
 
-    def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+    def bidirectional_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: CallOptions = PLAIN
+    ) -> Tensor:
         return block_sparse_attention(
             query, key, value, self, scaling=self.layer.scaling, causal=False, lengths=lengths,
             use_native=self.uses_native, blocks=operations_for(self, query).block_softmax,
-            sink=self.log_sink(wide_number(query)),
+            sink=self.log_sink(wide_number(query), call.sink),
         )  # fmt: skip
 
-    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         rank = naive.positions(allowed)
         query_position, key_position = rank[..., :, None], rank[..., None, :]
         seen = self.sees(query_position, key_position) | (key_position < self.num_global)
         if not self.layer.causal and self.global_queries:
             seen = seen | (query_position < self.num_global)
         log_weight = self.log_weight(query_position, key_position)
-        sink = self.log_sink(query)
+        sink = self.log_sink(query, call.sink)
         return naive.softmax_matrix(query, key, self.layer.scaling, allowed & seen, log_weight, sink)
 
 

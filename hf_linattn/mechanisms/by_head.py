@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config import parse_indices, require
 from ..errors import OptionError
-from .base import AttentionLayer, ExactnessLimit, Pairs, register_mechanism
+from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
 from .composite import CompositeConfig, CompositeMechanism
 
 KEPT = "softmax"  # what serves the heads that a plan leaves out
@@ -106,21 +106,20 @@ class ByHeadMechanism(CompositeMechanism):
         key_padding_mask: Tensor | None = None,
         sequence_ids: Tensor | None = None,
         state: Any = None,
+        *,
+        return_state: bool = True,
+        sink: Tensor | None = None,
         **exact: Any,
     ) -> tuple[Tensor, Any]:
         """As the base, which each member does for itself; `exact` as for softmax, whose heads keep the given dtype."""
         self.count_call()
         shared = self.heads_of_members(query, key, value)
-        outputs, after = self.ask(shared, key_padding_mask, sequence_ids, state, **exact)
+        call = self.call_options(return_state, sink)
+        outputs, after = self.ask(shared, key_padding_mask, sequence_ids, state, call, **exact)
         return self._put_back(outputs), after
 
-    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
-        return self._put_back(
-            [
-                member.weights(self._share(query, runs), self._share(key, runs), allowed)
-                for member, runs in zip(self.parts(), self._runs.values(), strict=True)
-            ]
-        )
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
+        return self._put_back(self.weights_of_members(self.heads_of_members(query, key), allowed, call))
 
     @property
     def has_scores(self) -> bool:

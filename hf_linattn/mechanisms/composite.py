@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, ClassVar
@@ -13,8 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..config import MechanismConfig, make_config, require
-from .base import MECHANISMS, AttentionLayer, Mechanism
-from .softmax_type import SinkHolder
+from .base import MECHANISMS, AttentionLayer, CallOptions, Mechanism
 
 
 @dataclass
@@ -70,7 +68,7 @@ def _rejoin(kinds: tuple[Any, ...], *tensors: Tensor) -> JoinedState:
     return joined_kind(kinds)(*tensors)
 
 
-class CompositeMechanism(SinkHolder):
+class CompositeMechanism(Mechanism):
     """A mechanism whose parts are mechanisms; `members` holds them by name, in alphabetical order.
 
     Configs of saved models are written in that order, so it must not matter in which one they were named.
@@ -78,6 +76,7 @@ class CompositeMechanism(SinkHolder):
 
     config: Any  # of the subclass's own config class
     takes_half = True  # each member for itself
+    takes_sink = True
 
     def add_members(self, configs: Mapping[str, MechanismConfig], layers: Mapping[str, AttentionLayer]) -> None:
         """Make the members, each for its own view of the layer, and take over what holds if it holds for all."""
@@ -107,24 +106,24 @@ class CompositeMechanism(SinkHolder):
         key_padding_mask: Tensor | None,
         sequence_ids: Tensor | None,
         state: Any,
+        call: CallOptions,
         **exact: Any,
     ) -> tuple[list[Tensor], JoinedState | None]:
         """Return what each member makes of its query, key and value, and the state of all, None if none is kept.
 
-        `exact` are the sliding window, soft cap and dropout of the layer, for members that keep softmax, and its
-        sinks.
+        `exact` are the sliding window, soft cap and dropout of the layer, for members that keep softmax.
         """
         members = self.parts()
         outputs, states = [], []
         before = [None] * len(members) if state is None else state.split()
-        sinks = self.sinks_of_members(exact.get("sink"))
+        sinks = self.sinks_of_members(call.sink)
         for member, own, earlier, sink in zip(members, heads, before, sinks, strict=True):
-            member.backend, member.keeps_state = self.backend, self.keeps_state
             options = member.keywords({**exact, "sink": sink})
-            output, after = member(*own, key_padding_mask, sequence_ids, earlier, **options)
+            heard = (*own, key_padding_mask, sequence_ids, earlier)
+            output, after = member(*heard, return_state=call.keep_state, **options)
             outputs.append(output)
             states.append(after)
-        kept = self.keeps_state and self.layer.causal
+        kept = call.keep_state and self.layer.causal
         return outputs, join_states(states) if kept else None
 
     def sinks_of_members(self, sink: Tensor | None) -> list[Tensor | None]:
@@ -135,14 +134,15 @@ class CompositeMechanism(SinkHolder):
         shared = [own[0].flatten() for own in self.heads_of_members(sink[None, :, None])]
         return [own if member.takes_sink else None for member, own in zip(members, shared, strict=True)]
 
-    @contextmanager
-    def holding(self, sink: Tensor | None) -> Iterator[None]:
-        with ExitStack() as held:
-            held.enter_context(super().holding(sink))
-            for member, own in zip(self.parts(), self.sinks_of_members(sink), strict=True):
-                if own is not None:
-                    held.enter_context(member.holding(own))
-            yield
+    def weights_of_members(
+        self, heads: Sequence[Sequence[Tensor]], allowed: Tensor, call: CallOptions
+    ) -> list[Tensor]:
+        """Return the `weights` of each member for its query and key."""
+        sinks = self.sinks_of_members(call.sink)
+        return [
+            member.run_hook(call._replace(sink=sink), "weights", *own, allowed)
+            for member, own, sink in zip(self.parts(), heads, sinks, strict=True)
+        ]
 
     def without_sink(self) -> list[str]:
         return [name for member in self.parts() for name in member.without_sink()]

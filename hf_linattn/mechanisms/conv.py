@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ..config import require, require_count, require_known
 from ..ops import naive
 from ..ops.banded import BandState, banded_attention, keep_ring
-from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
+from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
+from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 FORMS = ("softmax", "raw")
@@ -82,7 +83,8 @@ class ConvMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         return 1
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: BandState | None
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: BandState | None,
+        call: CallOptions,
     ) -> Tensor:
         return banded_attention(
             query,
@@ -96,19 +98,22 @@ class ConvMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             normalised=self.averages,
             lengths=lengths,
             state=state,
-            sink=self.log_sink(query),
+            sink=self.log_sink(query, call.sink),
         )
 
     def causal_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: BandState | None
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: BandState | None,
+        call: CallOptions = PLAIN,
     ) -> tuple[Tensor, BandState | None]:
-        output = self._attend(query, key, value, lengths, state)
-        return output, keep_ring(key, value, self.reach, lengths, state) if self.keeps_state else None
+        output = self._attend(query, key, value, lengths, state, call)
+        return output, keep_ring(key, value, self.reach, lengths, state) if call.keep_state else None
 
-    def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
-        return self._attend(query, key, value, lengths, None)
+    def bidirectional_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: CallOptions = PLAIN
+    ) -> Tensor:
+        return self._attend(query, key, value, lengths, None, call)
 
-    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         """Scores in the order of the tokens of a sequence, pads left out, where neighbours are neighbours."""
         rank = naive.positions(allowed)
         distance = (rank[..., :, None] - rank[..., None, :]).abs()
@@ -126,4 +131,4 @@ class ConvMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             scores = convolved.gather(-1, place)
         if not self.averages:
             return scores * seen
-        return naive.softmax(scores.masked_fill(~seen, float("-inf")), self.log_sink(query))
+        return naive.softmax(scores.masked_fill(~seen, float("-inf")), self.log_sink(query, call.sink))

@@ -16,7 +16,8 @@ from ..ops import naive
 from ..ops.causal_linear import Features, causal_linear_attention, linear_attention
 from ..ops.chunk_sums import LinearState
 from ..ops.operations import operations_for
-from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
+from .base import AttentionLayer, ExactnessLimit, register_mechanism
+from .sequence import SequenceMechanism
 
 CAUSAL_LENGTH = 2**14  # M of causal layers unless told
 

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from ..ops.chunk_sums import unit_length
 from ..ops.delta_rule import delta_rule
-from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
+from .base import AttentionLayer, ExactnessLimit, register_mechanism
 from .gla import ForgetGate
 from .linear import FeatureMapConfig, FeatureMapMechanism
+from .sequence import SequenceMechanism
 
 
 class DeltaState(NamedTuple):

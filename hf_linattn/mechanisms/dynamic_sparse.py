@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from ..config import MechanismConfig
 from ..ops import naive
 from ..ops.source import Source
-from .base import ExactnessLimit, SequenceMechanism, register_mechanism
+from .base import PLAIN, CallOptions, ExactnessLimit, register_mechanism
 from .block_sparse import BlockSparseConfig
+from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeMechanism
 
 
@@ -59,17 +60,22 @@ class DynamicSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     citation = "Lu et al. 2025, MoBA: Mixture of Block Attention for Long-Context LLMs, arXiv 2502.13189"
 
     def causal_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: PastKeys | None
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: PastKeys | None,
+        call: CallOptions = PLAIN,
     ) -> tuple[Tensor, PastKeys]:
         past = _extend(state, key, value, lengths)
         start = torch.zeros_like(past.length) if state is None else state.length
-        return self._attend(query, past.key, past.value, past.length, start), past
+        return self._attend(query, past.key, past.value, past.length, start, call), past
 
-    def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+    def bidirectional_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: CallOptions = PLAIN
+    ) -> Tensor:
         count = torch.full(key.shape[:1], key.shape[2], device=key.device) if lengths is None else lengths
-        return self._attend(query, key, value, count, torch.zeros_like(count))
+        return self._attend(query, key, value, count, torch.zeros_like(count), call)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, start: Tensor) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, start: Tensor, call: CallOptions
+    ) -> Tensor:
         """Attention of queries at `start` [B] and later over keys of which each row has `lengths` [B]."""
         size = self.config.block_size
         missing = -key.shape[2] % size
@@ -82,12 +88,13 @@ class DynamicSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         outputs, first = [], 0
         for part in query.split(size, dim=2):
             position = start[:, None] + torch.arange(first, first + part.shape[2], device=query.device)
-            outputs.append(self._attend_chosen(part, position, means, sources, present))
+            outputs.append(self._attend_chosen(part, position, means, sources, present, call))
             first += size
         return torch.cat(outputs, dim=2)
 
     def _attend_chosen(
-        self, query: Tensor, position: Tensor, means: Tensor, blocks: list[Source], present: Tensor
+        self, query: Tensor, position: Tensor, means: Tensor, blocks: list[Source], present: Tensor,
+        call: CallOptions,
     ) -> Tensor:
         """Choose blocks for queries [B, H, T, D] at `position` [B, T], and attend to what is in them."""
         batch, heads, _, _ = query.shape
@@ -104,7 +111,7 @@ class DynamicSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         if self.layer.causal:
             there = there & (place <= position[:, None, :, None, None])
         scores = (keys @ query[..., None]).squeeze(-1) * self.layer.scaling
-        weights = naive.softmax(scores.masked_fill(~there.flatten(3), float("-inf")), self.log_sink(query))
+        weights = naive.softmax(scores.masked_fill(~there.flatten(3), float("-inf")), self.log_sink(query, call.sink))
         return (weights[..., None, :] @ values).squeeze(-2)
 
     def _choose(
@@ -127,7 +134,7 @@ class DynamicSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         best = gates.topk(min(self.config.num_blocks + 1, count), dim=-1)
         return best.indices, best.values > float("-inf")
 
-    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         size, rank = self.config.block_size, naive.positions(allowed)
         block = rank // size
         # which real tokens share key j's block and sequence: all a query may see, had it the sequence to itself
@@ -142,7 +149,8 @@ class DynamicSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             other = other & (block[..., None, :] < block[..., :, None])
         gates = gates.masked_fill(~other, float("-inf"))
         best = self._best_blocks(gates, block[..., None, :].expand_as(other))
-        return naive.softmax_matrix(query, key, self.layer.scaling, allowed & (own | best), sink=self.log_sink(query))
+        sink = self.log_sink(query, call.sink)
+        return naive.softmax_matrix(query, key, self.layer.scaling, allowed & (own | best), sink=sink)
 
     def _best_blocks(self, gates: Tensor, block: Tensor) -> Tensor:
         """Mark the keys whose gate [B, H, N, N] is among those of the best `num_blocks` different blocks."""

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ..config import require, require_known
 from ..ops import naive
 from ..ops.mixed_blocks import MixedState, MixedWeights, causal_mixed_attention, mixed_attention
-from .base import AttentionLayer, ExactnessLimit, Pairs, SequenceMechanism, register_mechanism
+from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
 from .hybrid import HybridConfig, HybridMechanism
+from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 INSIDE = ("softmax", "relu2")
@@ -93,7 +94,7 @@ class FlashMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     def _decay_rate(self, dtype: torch.dtype) -> Tensor | None:
         return self.linear.log_decay_rate.to(dtype).exp() if self.linear.config.decay else None
 
-    def _pair_weights(self, like: Tensor) -> MixedWeights:
+    def _pair_weights(self, like: Tensor, call: CallOptions) -> MixedWeights:
         query_map, key_map = self.linear.maps
         return MixedWeights(
             self.config.block_size,
@@ -103,17 +104,20 @@ class FlashMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             self.log_mix.to(like.dtype),
             self._decay_rate(like.dtype),
             None if self.bias is None else self.bias.to(like.dtype),
-            self.log_sink(like),
+            self.log_sink(like, call.sink),
         )
 
     def causal_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: MixedState | None
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: MixedState | None,
+        call: CallOptions = PLAIN,
     ) -> tuple[Tensor, MixedState | None]:
-        weights = self._pair_weights(key)
-        return causal_mixed_attention(query, key, value, weights, lengths, state, self.keeps_state)
+        weights = self._pair_weights(key, call)
+        return causal_mixed_attention(query, key, value, weights, lengths, state, call.keep_state)
 
-    def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
-        return mixed_attention(query, key, value, self._pair_weights(key), lengths)
+    def bidirectional_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: CallOptions = PLAIN
+    ) -> Tensor:
+        return mixed_attention(query, key, value, self._pair_weights(key, call), lengths)
 
     @property
     def has_scores(self) -> bool:
@@ -126,7 +130,7 @@ class FlashMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         own, other = (x // self.config.block_size for x in (pairs.query_position, pairs.key_position))
         return torch.where((own[:, :, None] == other[:, None])[:, None], near, far)
 
-    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         count = allowed.long().cumsum(-1)  # a key's number among those of its sequence, from 1
         own = count.diagonal(dim1=-2, dim2=-1)[..., None]
@@ -149,7 +153,7 @@ class FlashMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         # a factor per query keeps exponentials finite, and cancels
         top = scores.detach().masked_fill(~(inside & allowed), -math.inf).amax(-1, keepdim=True)
         top = top.masked_fill(top.isinf(), 0.0)
-        sink = self.log_sink(key)
+        sink = self.log_sink(key, call.sink)
         beside: Tensor | float = 0.0
         if sink is not None:
             top = torch.maximum(top, sink.detach()[:, None, None])

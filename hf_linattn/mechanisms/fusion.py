@@ -15,7 +15,7 @@ from ..config import require
 from ..errors import UnsupportedModeError, UnsupportedModelError
 from ..ops import naive
 from ..ops.precision import widened
-from .base import MECHANISMS, AttentionLayer, ExactnessLimit, register_mechanism
+from .base import MECHANISMS, PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
 from .composite import CompositeConfig, CompositeMechanism
 
 DEFAULT: dict[str, dict[str, Any]] = {"local": {}, "linear": {}}
@@ -97,10 +97,10 @@ class FusionMechanism(CompositeMechanism):
 
     def causal_attention(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None,
-        state: Any,
+        state: Any, call: CallOptions = PLAIN,
     ) -> tuple[Tensor, Any]:
         heads = self.heads_of_members(query, key, value)
-        outputs, after = self.ask(heads, key_padding_mask, sequence_ids, state, sink=self.held[0])
+        outputs, after = self.ask(heads, key_padding_mask, sequence_ids, state, call)
         wide = widened(*outputs)
         mixed = torch.zeros_like(wide[0])
         for share, output in zip(self.shares(wide), wide, strict=True):
@@ -108,9 +108,10 @@ class FusionMechanism(CompositeMechanism):
         return mixed, after
 
     def bidirectional_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None,
+        call: CallOptions = PLAIN,
     ) -> Tensor:
-        return self.causal_attention(query, key, value, key_padding_mask, sequence_ids, None)[0]
+        return self.causal_attention(query, key, value, key_padding_mask, sequence_ids, None, call)[0]
 
     def shares(self, outputs: Sequence[Tensor]) -> Tensor:
         """Return beta [P, B, H, N] for the members' outputs [B, H, N, Dv]."""
@@ -132,13 +133,15 @@ class FusionMechanism(CompositeMechanism):
             " needs the values; pass value=... to attention_matrix"
         )
 
-    def weights_given(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
+    def weights_given(
+        self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, call: CallOptions = PLAIN
+    ) -> Tensor:
         """sum_p beta_p A_p with A_p the matrix of member p and h_p = A_p V."""
         weight, bias, score, member_bias = (
             x.to(query.dtype) for x in (self.pool_weight, self.pool_bias, self.pool_score, self.member_bias)
         )
         total, mixed = query.new_zeros(()), query.new_zeros(())
-        matrices = [member.weights(query, key, allowed) for member in self.parts()]
+        matrices = self.weights_of_members(self.heads_of_members(query, key), allowed, call)
         judged = []
         for matrix, preferred in zip(matrices, member_bias, strict=True):
             hidden = torch.einsum("hmd,bhnd->bhnm", weight, naive.attend(matrix, value)) + bias[None, :, None]

@@ -17,8 +17,9 @@ from ..ops.exponential import LOWEST
 from ..ops.hybrid import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
 from ..ops.operations import operations_for
 from ..ops.precision import wide_number
-from .base import MECHANISMS, AttentionLayer, ExactnessLimit, Pairs, SequenceMechanism, register_mechanism
+from .base import MECHANISMS, PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
 from .linear import FeatureMapConfig, LinearMechanism
+from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 FIRST_SHARE = -2.197  # LoLCATs' start: sigmoid of it is 0.1
@@ -143,7 +144,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         sink = (pairs.key_position < self.config.num_sinks)[:, None, None]
         return (pairs.distance < self.config.window_size) | sink
 
-    def _pair_weights(self, like: Tensor) -> HybridWeights:
+    def _pair_weights(self, like: Tensor, call: CallOptions) -> HybridWeights:
         config, layer = self.config, self.layer
         log_mix, window_log = self._logs(like.dtype)
         return HybridWeights(
@@ -154,20 +155,23 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             log_mix,
             self.linear.decay_rate(like),
             window_log,
-            self.log_sink(like),
+            self.log_sink(like, call.sink),
         )
 
     def causal_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: HybridState | None
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: HybridState | None,
+        call: CallOptions = PLAIN,
     ) -> tuple[Tensor, HybridState]:
-        weights = self._pair_weights(wide_number(key))
+        weights = self._pair_weights(wide_number(key), call)
         return causal_hybrid_attention(
             query, key, value, weights, lengths, state, use_native=self.backend != "torch", training=self.training,
             operations=operations_for(self, query),
         )  # fmt: skip
 
-    def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
-        weights = self._pair_weights(wide_number(key))
+    def bidirectional_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: CallOptions = PLAIN
+    ) -> Tensor:
+        weights = self._pair_weights(wide_number(key), call)
         return hybrid_attention(
             query, key, value, weights, lengths, use_native=self.backend != "torch", training=self.training,
             operations=operations_for(self, query),
@@ -190,7 +194,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             far = far + _largest(near, exact & pairs.allowed, self.log_sink(near)) - window_log[:, None, None]
         return torch.where(exact, near, far)
 
-    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         count = allowed.long().cumsum(-1)
         distance = (count.diagonal(dim1=-2, dim2=-1)[..., None] - count).abs()
@@ -205,7 +209,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         log_factor = log_mix.to(kernel.dtype)[:, None, None].expand_as(kernel)
         if rate is not None:
             log_factor = log_factor - rate.repeat_interleave(groups)[:, None, None] * distance
-        sink = self.log_sink(key)
+        sink = self.log_sink(key, call.sink)
         if window_log is not None:  # for the exact weights to be divided by their largest and multiplied by a share
             log_factor = log_factor + _largest(scores, exact & allowed, sink) - window_log[:, None, None]
 

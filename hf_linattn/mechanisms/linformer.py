@@ -18,7 +18,8 @@ from ..ops.precision import wide_number, widened
 from ..ops.segments import segment_sums, slot_attention
 from ..ops.source import Source
 from ..ops.summaries import products_with_rows
-from .base import AttentionLayer, ExactnessLimit, Mechanism, SequenceMechanism, register_mechanism
+from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Mechanism, register_mechanism
+from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 # name -> (whether all heads share E and F, whether E = F)
@@ -137,7 +138,8 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         return first, second
 
     def causal_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: MemoryState | None
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: MemoryState | None,
+        call: CallOptions = PLAIN,
     ) -> tuple[Tensor, MemoryState | None]:
         return bounded_memory_attention(
             query,
@@ -151,13 +153,15 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             state=state,
             use_native=self.backend != "torch",
             training=self.training,
-            keep_state=self.keeps_state,
-            sink=self.log_sink(wide_number(query)),
+            keep_state=call.keep_state,
+            sink=self.log_sink(wide_number(query), call.sink),
             blocks=operations_for(self, query).block_softmax,
         )
 
-    def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
-        sink = self.log_sink(wide_number(query))
+    def bidirectional_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: CallOptions = PLAIN
+    ) -> Tensor:
+        sink = self.log_sink(wide_number(query), call.sink)
         if self.in_blocks:
             query, key, value = widened(query, key, value)
             return pooled_block_attention(
@@ -172,8 +176,8 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         slots = self._make_slots(key, value, lengths)
         return slots._replace(counts=slots.counts.expand(len(key), -1))
 
-    def cross_attention(self, query: Tensor, state: Slots) -> tuple[Tensor, Slots]:
-        return slot_attention(query, *state, self.layer.scaling, self.log_sink(query)), state
+    def cross_attention(self, query: Tensor, state: Slots, call: CallOptions = PLAIN) -> tuple[Tensor, Slots]:
+        return slot_attention(query, *state, self.layer.scaling, self.log_sink(query, call.sink)), state
 
     def _make_slots(self, key: Tensor, value: Tensor, lengths: Tensor | None) -> Slots:
         slots, columns = self.config.num_slots, self.config.positions_per_slot
@@ -190,7 +194,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             means.append(total / counts.clamp(min=1).to(x.dtype)[:, None, :, None])
         return Slots(means[0], means[1], counts)
 
-    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         """Queries that see the same keys at a time: softmax(scaling q (E K)^T + log c) F with E, F [slots, keys]."""
         groups = query.shape[1] // key.shape[1]
         matrices = []
@@ -207,7 +211,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
                     first, second, counts = self._slots_of(k[:, seen], int(block))
                     first, second, keys = (x.repeat_interleave(groups, 0) for x in (first, second, k[:, seen]))
                     scores = q[:, chosen] @ (first @ keys).mT * self.layer.scaling
-                    weights = naive.softmax(scores + counts.log(), self.log_sink(query)) @ second
+                    weights = naive.softmax(scores + counts.log(), self.log_sink(query, call.sink)) @ second
                     line = matrix.new_zeros(*weights.shape[:2], k.shape[1]).index_copy(2, seen, weights)
                     matrix = matrix.index_copy(1, chosen, line)
             matrices.append(matrix)

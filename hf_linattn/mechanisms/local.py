@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import require
 from ..ops import naive
 from ..ops.cross_window import EncoderTokens, moving_window_attention, window_centre
-from .base import ExactnessLimit, register_mechanism
+from .base import PLAIN, CallOptions, ExactnessLimit, register_mechanism
 from .block_sparse import BlockSparseConfig, BlockSparseMechanism, blocks_around
 
 
@@ -89,17 +89,19 @@ class LocalMechanism(WindowMechanism):
         position = torch.zeros(len(key), dtype=torch.long, device=key.device)
         return EncoderTokens(key, value, position + key.shape[2] if lengths is None else lengths, position)
 
-    def cross_attention(self, query: Tensor, state: EncoderTokens) -> tuple[Tensor, EncoderTokens]:
+    def cross_attention(
+        self, query: Tensor, state: EncoderTokens, call: CallOptions = PLAIN
+    ) -> tuple[Tensor, EncoderTokens]:
         return moving_window_attention(
             query, state, window_size=self.config.window_size, keys_per_query=self.config.keys_per_query,
-            scaling=self.layer.scaling, sink=self.log_sink(query),
+            scaling=self.layer.scaling, sink=self.log_sink(query, call.sink),
         )  # fmt: skip
 
-    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         if not self.layer.cross:
-            return super().weights(query, key, allowed)
+            return super().weights(query, key, allowed, call)
         length, rank = allowed.long().sum(-1), allowed.long().cumsum(-1) - 1  # [B or 1, 1, Nq], [B or 1, 1, Nq, Nk]
         centre = window_centre(torch.arange(query.shape[2], device=query.device), length, self.config.keys_per_query)
         seen = (rank - centre[..., None]).abs() < self.config.window_size
-        sink = self.log_sink(query)
+        sink = self.log_sink(query, call.sink)
         return naive.softmax_matrix(query, key, self.layer.scaling, allowed & seen, sink=sink)

@@ -15,7 +15,8 @@ from ..ops.lsh import Lists, find_runs, hash_buckets, pick, run_attention, sort_
 from ..ops.native.bucket_softmax import attend_buckets
 from ..ops.native.library import suits
 from ..ops.sink import attenuate
-from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
+from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
+from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 EPSILON = 1e-6  # added to the mean square of a key that is brought to unit length, as in transformers
@@ -104,7 +105,8 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     @torch.compiler.disable  # which keys are seen is data: compiled graphs end here and begin again
     def causal_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: LshState | None
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: LshState | None,
+        call: CallOptions = PLAIN,
     ) -> tuple[Tensor, LshState | None]:
         query, key = self.operands(query, key)
         norms = key.detach().norm(dim=-1)
@@ -114,9 +116,9 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         new = self._hash(query, key, value, largest[..., 1:], self.config.num_buckets, begin, lengths)
         if state is not None and lengths is None and key.shape[2] == 1:
             after = self._insert(state, new)
-            output = self._with_self(*self._read(after, new), new)
+            output = self._with_self(*self._read(after, new), new, call)
         else:
-            output, after = self._many(new, state, ahead=0)
+            output, after = self._many(new, state, 0, call)
         if after is None:
             return output, None
         count = torch.full_like(begin, key.shape[2]) if lengths is None else lengths
@@ -124,7 +126,9 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         return output, after._replace(length=begin + count, largest=last)
 
     @torch.compiler.disable
-    def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+    def bidirectional_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: CallOptions = PLAIN
+    ) -> Tensor:
         query, key = self.operands(query, key)
         norms = key.detach().norm(dim=-1)
         count: Any = self.bucket_count(key.shape[2])
@@ -133,7 +137,7 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             count = self.bucket_count(lengths)[:, None, None].expand(-1, 1, key.shape[2])
         largest = norms.amax(-1, keepdim=True)
         new = self._hash(query, key, value, largest, count, norms.new_zeros(len(key), dtype=torch.long), lengths)
-        return self._many(new, None, ahead=self.config.bucket_size)[0]
+        return self._many(new, None, self.config.bucket_size, call)[0]
 
     def operands(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries [B, H, N, D] and keys [B, Hkv, N, D] as the scores and the hash take them."""
@@ -162,7 +166,7 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         key = torch.cat([key, missing[..., None]], -1)
         return hash_buckets(query, rotations[:, :-1], count), hash_buckets(key, rotations, count)
 
-    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         size, causal = self.config.bucket_size, self.layer.causal
         query, key = self.operands(query, key)
         groups = query.shape[1] // key.shape[1]
@@ -179,7 +183,7 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             chosen = chosen & ~itself
             itself = itself & ~chosen.any(-1, keepdim=True)
         seen = (chosen | itself) & allowed
-        return naive.softmax_matrix(query, key, self.layer.scaling, seen, sink=self.log_sink(query))
+        return naive.softmax_matrix(query, key, self.layer.scaling, seen, sink=self.log_sink(query, call.sink))
 
     def _hash(self, query, key, value, largest, count, begin, lengths) -> _Tokens:
         of_query, of_key = self.buckets(query, key, largest, count)
@@ -189,9 +193,9 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         position = begin[:, None] + torch.arange(key.shape[2], device=key.device)
         return _Tokens(query, key, value, of_query, of_key, position)
 
-    def _many(self, new: _Tokens, state: LshState | None, ahead: int) -> tuple[Tensor, Any]:
+    def _many(self, new: _Tokens, state: LshState | None, ahead: int, call: CallOptions) -> tuple[Tensor, Any]:
         """Return output and state of all tokens: None if bidirectional, else still without `length` and `largest`."""
-        buckets, size = self.config.num_buckets, self.config.bucket_size
+        buckets, size, kept = self.config.num_buckets, self.config.bucket_size, call.keep_state and not ahead
         # of the buckets' codes the positions take this much room; not read off the data where it is known
         span = new.key.shape[2] if state is None else int(new.position.max()) + 1
         place = new.position[:, None]
@@ -203,9 +207,9 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
                 *heads, new.query_bucket, new.key_bucket, num_buckets=buckets + 1, behind=size, ahead=ahead,
                 shared=self.config.shared_qk, scaling=self.layer.scaling,
             )  # fmt: skip
-            output, member = self._beside_sink(output, log_sum, new), member.long()
+            output, member = self._beside_sink(output, log_sum, new, call), member.long()
             lists = Lists(key_code.gather(-1, member), member, bounds)
-            return output, self._last(key, value, key_code, lists, span, ahead)
+            return output, self._last(key, value, key_code, lists, span, kept)
         if state is None:
             lists = sort_keys(key_code, buckets + 1, span)
         else:
@@ -218,8 +222,8 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             new.query, key, value, self.layer.scaling, lists, runs, key_code, size + ahead,
             query_code if self.config.shared_qk else None,
         )  # fmt: skip
-        output = self._with_self(output, log_sum, new)
-        return output, self._last(key, value, key_code, lists, span, ahead)
+        output = self._with_self(output, log_sum, new, call)
+        return output, self._last(key, value, key_code, lists, span, kept)
 
     def _lists_with(self, state: LshState, key_code: Tensor, span: int) -> tuple[Lists, Tensor]:
         """Return the sorted keys of state and call, and the codes of all: those of every round's buckets, then new."""
@@ -234,9 +238,9 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         member = lists.member + torch.where(lists.member < held, first, (rounds - 1) * held)
         return lists._replace(member=member), torch.cat([codes.flatten(3), key_code], -1)
 
-    def _last(self, key: Tensor, value: Tensor, key_code: Tensor, lists: Lists, span: int, ahead: int) -> Any:
+    def _last(self, key: Tensor, value: Tensor, key_code: Tensor, lists: Lists, span: int, kept: bool) -> Any:
         """Return the last keys of every bucket as a state without `length` and `largest`; None if none is kept."""
-        if ahead or not self.keeps_state:
+        if not kept:
             return None
         buckets, size = self.config.num_buckets, self.config.bucket_size
         first, end = lists.bounds[..., :buckets, None], lists.bounds[..., 1 : buckets + 1, None]
@@ -300,23 +304,23 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         weights = (scores - log_sum[..., None]).exp().masked_fill(hidden[:, :, None], 0.0)
         return weights @ values, log_sum.masked_fill(hidden.all(-1)[..., None], LOWEST)
 
-    def _with_self(self, output: Tensor, log_sum: Tensor, new: _Tokens) -> Tensor:
+    def _with_self(self, output: Tensor, log_sum: Tensor, new: _Tokens, call: CallOptions) -> Tensor:
         """Let each query see its own key: always, or with shared_qk if it saw nothing else."""
         groups = new.query.shape[1] // new.key.shape[1]
         query, output, log_sum = (x.unflatten(1, (-1, groups)) for x in (new.query, output, log_sum))
         key, value = (x[:, :, None] for x in (new.key, new.value))
         if self.config.shared_qk:
             output = torch.where((log_sum == LOWEST)[..., None], value, output)
-            return self._beside_sink(output.flatten(1, 2), log_sum.flatten(1, 2), new)
+            return self._beside_sink(output.flatten(1, 2), log_sum.flatten(1, 2), new, call)
         seen = (new.query_bucket.unflatten(2, (-1, groups)) == new.key_bucket[:, :, :, None]).any(0)
         score = ((query * key).sum(-1) * self.layer.scaling).masked_fill(seen, LOWEST)
         share = torch.sigmoid(score - log_sum)[..., None]  # of the query's own key in the joint denominator
         output = torch.lerp(output, value.expand_as(output), share)
-        return self._beside_sink(output.flatten(1, 2), torch.logaddexp(score, log_sum).flatten(1, 2), new)
+        return self._beside_sink(output.flatten(1, 2), torch.logaddexp(score, log_sum).flatten(1, 2), new, call)
 
-    def _beside_sink(self, output: Tensor, log_sum: Tensor, new: _Tokens) -> Tensor:
+    def _beside_sink(self, output: Tensor, log_sum: Tensor, new: _Tokens, call: CallOptions) -> Tensor:
         """Return the output as it is beside a sink; `log_sum` is `LOWEST` for a query that sees its own key alone."""
-        sink = self.log_sink(output)
+        sink = self.log_sink(output, call.sink)
         if sink is None:
             return output
         if self.config.shared_qk:

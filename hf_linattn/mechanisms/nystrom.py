@@ -16,7 +16,8 @@ from ..ops.nystrom import NystromState, Rule, at_once, causal_nystrom_attention,
 from ..ops.segments import segment_sums
 from ..ops.softmax import softmax_attention
 from ..ops.summaries import segment_size
-from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
+from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
+from .sequence import SequenceMechanism
 
 
 @dataclass
@@ -83,11 +84,12 @@ class NystromMechanism(SequenceMechanism):
             self.taps = nn.Parameter(torch.zeros(layer.num_heads, config.kernel_size, device="cpu"))
 
     def causal_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: NystromState | None
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: NystromState | None,
+        call: CallOptions = PLAIN,
     ) -> tuple[Tensor, NystromState | None]:
         config, size = self.config, self.config.kernel_size
         rule = Rule(config.num_landmarks, config.num_iterations, self.layer.scaling, config.block_size)
-        output, after = causal_nystrom_attention(query, key, value, rule, lengths, state, self.keeps_state)
+        output, after = causal_nystrom_attention(query, key, value, rule, lengths, state, call.keep_state)
         if not size:
             return output, after
         recent = value.new_zeros(*value.shape[:2], size - 1, value.shape[3]) if state is None else state.recent

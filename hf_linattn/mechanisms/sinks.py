@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..config import require
 from ..errors import UnsupportedModeError, UnsupportedModelError
 from ..ops import naive
-from .base import AttentionLayer, register_mechanism
+from .base import PLAIN, AttentionLayer, CallOptions, register_mechanism
 from .local import WindowConfig, WindowMechanism
 
 POSITIONS = ("model", "streaming")
@@ -81,10 +81,11 @@ class SinksMechanism(WindowMechanism):
         return False
 
     def causal_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: Any
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: Any,
+        call: CallOptions = PLAIN,
     ) -> tuple[Tensor, Any]:
         if not self.streaming:
-            return super().causal_sequences(query, key, value, lengths, state)
+            return super().causal_sequences(query, key, value, lengths, state, call)
         steps, width = torch.arange(key.shape[2], device=key.device), value.shape[3]
         position = steps[None] if state is None else state.length[:, None] + steps
         if state is not None:
@@ -92,17 +93,17 @@ class SinksMechanism(WindowMechanism):
                 key=self._widen_key(state.key, state.position[:, 0] - 1), value=self._widen_value(state.value)
             )
         heads = self._widen_query(query, position), self._widen_key(key, position), self._widen_value(value)
-        output, after = super().causal_sequences(*heads, lengths, state)
+        output, after = super().causal_sequences(*heads, lengths, state, call)
         if after is not None:
             window, sinks = after.key.chunk(2, dim=-1)
             after = after._replace(key=window + sinks, value=after.value[..., :width])
         return output[..., :width], after
 
-    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         if self.streaming:
             position = naive.positions(allowed)[:, 0].clamp(min=0)
             query, key = self._widen_query(query, position), self._widen_key(key, position)
-        return super().weights(query, key, allowed)
+        return super().weights(query, key, allowed, call)
 
     def _widen_query(self, query: Tensor, position: Tensor) -> Tensor:
         """Return [q, q turned back]: the first half meets the window, the second the sinks."""

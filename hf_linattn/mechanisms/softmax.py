@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops import naive
 from ..ops.softmax import softmax_attention
-from .base import ExactnessLimit, Pairs, register_mechanism
+from .base import PLAIN, CallOptions, ExactnessLimit, Pairs, register_mechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 
@@ -56,6 +56,7 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
         sequence_ids: Tensor | None = None,
         state: Any = None,
         *,
+        return_state: bool = True,
         sink: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
@@ -83,7 +84,7 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
             sink=self.log_sink(query.new_empty((), dtype=torch.promote_types(query.dtype, torch.float32)), sink),
             **options,
         )
-        if not (self.layer.causal and self.keeps_state):
+        if not (self.layer.causal and return_state):
             return output, None
         if ids is not None:
             real = real & (ids == ids.gather(1, real.cumsum(1).argmax(1, keepdim=True)))
@@ -97,5 +98,5 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
         """scaling q_i . k_j."""
         return pairs.query @ naive.repeat_heads(pairs.key, pairs.query).mT * self.layer.scaling
 
-    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
-        return naive.softmax_matrix(query, key, self.layer.scaling, allowed, sink=self.log_sink(query))
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
+        return naive.softmax_matrix(query, key, self.layer.scaling, allowed, sink=self.log_sink(query, call.sink))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,53 +33,15 @@ class SoftmaxTypeConfig(MechanismConfig):
         require("initial_sink", start, number and -100 <= start <= 100, "a number from -100 to 100")
 
 
-class SinkHolder(Mechanism):
-    """Base of mechanisms that may be given their layer's own sinks [H] with a call, as the keyword `sink`."""
-
-    takes_sink = True
-
-    def __init__(self, config: MechanismConfig, layer: AttentionLayer):
-        super().__init__(config, layer)
-        self.held: tuple[Tensor | None] = (None,)  # in a tuple, so that what is a parameter of the layer stays one
-
-    @contextmanager
-    def holding(self, sink: Tensor | None) -> Iterator[None]:
-        """Have the layer's sinks at hand for a while."""
-        self.held = (sink,)
-        try:
-            yield
-        finally:
-            self.held = (None,)
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        sequence_ids: Tensor | None = None,
-        state: Any = None,
-        *,
-        sink: Tensor | None = None,
-        **others: Any,
-    ) -> tuple[Tensor, Any]:
-        """As the base; `sink` [H] are the layer's own learned sinks."""
-        with self.holding(sink):
-            return super().forward(query, key, value, key_padding_mask, sequence_ids, state, **others)
-
-    def attention_matrix(self, *heads: Any, sink: Tensor | None = None, **others: Any) -> Tensor:
-        """As the base; `sink` [H] are the layer's own learned sinks. With any, rows sum up to less than one."""
-        with self.holding(sink):
-            return super().attention_matrix(*heads, **others)
-
-
-class SoftmaxTypeMechanism(SinkHolder):
+class SoftmaxTypeMechanism(Mechanism):
     """Base of mechanisms with one softmax denominator: o_i = sum_j w_ij v_j / (exp(b_h) + sum_j w_ij) with a sink.
 
     b_h is what the model's own layer has (gpt-oss), if it has any; else 0 with `sink="one"` and with `sink="learned"`
     the trained parameter `sink_logit` [H], first `initial_sink`; without a sink the term is absent. It begins far
     below the scores of a pretrained model, since that gave all of its weight to keys.
     """
+
+    takes_sink = True
 
     config: Any  # of the subclass's own config class
 
@@ -96,7 +56,6 @@ class SoftmaxTypeMechanism(SinkHolder):
             self.sink_logit = nn.Parameter(torch.full((layer.num_heads,), float(config.initial_sink), device="cpu"))
 
     def log_sink(self, like: Tensor, given: Tensor | None = None) -> Tensor | None:
-        given = self.held[0] if given is None else given
         if given is not None:
             return given.to(like)
         if self.config.sink == "learned":

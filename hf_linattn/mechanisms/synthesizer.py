@@ -18,7 +18,8 @@ from ..ops.bounded_memory import take
 from ..ops.exponential import LOWEST
 from ..ops.sink import softmax_beside
 from ..ops.source import Source
-from .base import AttentionLayer, ExactnessLimit, Pairs, SequenceMechanism, register_mechanism
+from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
+from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 AT_ONCE = {"cpu": 1 << 22}  # scores of all rows and heads for some queries: 16 MiB in float32
@@ -232,7 +233,8 @@ class SynthesizerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         return self.mix_logit.to(like).sigmoid()[:, None, None]
 
     def causal_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: SynthesizerState | None
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: SynthesizerState | None,
+        call: CallOptions = PLAIN,
     ) -> tuple[Tensor, SynthesizerState | None]:
         length, device = key.shape[2], key.device
         position = torch.arange(length, device=device)[None]
@@ -242,20 +244,23 @@ class SynthesizerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             key, value = (
                 _append(old, new, state.length, end) for old, new in zip(state[:2], (key, value), strict=True)
             )
-        output = self._attend(query, key, value, position, begins=state is None)
-        if not self.keeps_state:
+        output = self._attend(query, key, value, position, call, begins=state is None)
+        if not call.keep_state:
             return output, None
         if state is None:  # a state is never a view of what it was made from
             key, value = key.clone(), value.clone()
         return output, SynthesizerState(key, value, end)
 
-    def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+    def bidirectional_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: CallOptions = PLAIN
+    ) -> Tensor:
         length = key.shape[2]
         end = torch.full((1,), length, device=key.device) if lengths is None else lengths
-        return self._attend(query, key, value, torch.arange(length, device=key.device)[None], end)
+        return self._attend(query, key, value, torch.arange(length, device=key.device)[None], call, end)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, end: Tensor | None = None, *, begins=False
+        self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, call: CallOptions,
+        end: Tensor | None = None, *, begins=False,
     ) -> Tensor:
         """Return attention of queries at `position` [B or 1, N] to keys before `end` [B or 1], or up to their own.
 
@@ -266,7 +271,7 @@ class SynthesizerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         share, read = self.share(query), self.synthetic.reader(query.dtype)
         position = position.clamp(max=num_keys - 1)  # behind the end of a row
         keys, values, place = Source(key), Source(value), torch.arange(num_keys, device=key.device)
-        sink = self.log_sink(query)
+        sink = self.log_sink(query, call.sink)
         sink = None if sink is None else sink[:, None, None]
         step = max(AT_ONCE.get(key.device.type, AT_ONCE_ELSEWHERE) // (batch * heads * num_keys), 1)
         parts: list[Tensor] = []
@@ -304,14 +309,14 @@ class SynthesizerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         share = self.share(own)
         return (1 - share) * own + share * self.synthetic.pairs(pairs.query, query_position, key_position[:, None])
 
-    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         key_position = (allowed.long().cumsum(-1) - 1).clamp(min=0)[:, 0]
         query_position = key_position.diagonal(dim1=-2, dim2=-1)
         self._check_length(int(key_position.max()) + 1)
         share = self.share(query)
         synthetic = share * self.synthetic.pairs(query, query_position, key_position)
         heads = query * (1 - share), key
-        return naive.softmax_matrix(*heads, self.layer.scaling, allowed, synthetic, self.log_sink(query))
+        return naive.softmax_matrix(*heads, self.layer.scaling, allowed, synthetic, self.log_sink(query, call.sink))
 
 
 def _gaussian(shape: tuple[int, ...], size: float, generator: torch.Generator) -> nn.Parameter:

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from ..config import require
 from ..ops import naive
 from ..ops.vq import NONE, CodeState, causal_code_attention, code_attention, code_means, fit_codes, nearest_codes
-from .base import AttentionLayer, ExactnessLimit, Pairs, SequenceMechanism, register_mechanism
+from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
+from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 ITERATIONS = 10  # of Lloyd's algorithm for each batch
@@ -93,29 +94,32 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         self.register_buffer("last_counts", torch.zeros(shape[:2], device="cpu"))
         self.register_buffer("last_means", torch.zeros(shape, device="cpu"))
 
-    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state, call=PLAIN):
         if state is None:
             self._remember(key, key_padding_mask)
-        return super().causal_attention(query, key, value, key_padding_mask, sequence_ids, state)
+        return super().causal_attention(query, key, value, key_padding_mask, sequence_ids, state, call)
 
-    def bidirectional_attention(self, query, key, value, key_padding_mask, sequence_ids):
+    def bidirectional_attention(self, query, key, value, key_padding_mask, sequence_ids, call=PLAIN):
         self._remember(key, key_padding_mask)
-        return super().bidirectional_attention(query, key, value, key_padding_mask, sequence_ids)
+        return super().bidirectional_attention(query, key, value, key_padding_mask, sequence_ids, call)
 
     def causal_sequences(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: CodeState | None
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: CodeState | None,
+        call: CallOptions = PLAIN,
     ) -> tuple[Tensor, CodeState | None]:
         return causal_code_attention(
             query, key, value, self.codebook.to(key.dtype), block_size=self.config.block_size,
-            scaling=self.layer.scaling, lengths=lengths, state=state, keep_state=self.keeps_state,
-            sink=self.log_sink(query),
+            scaling=self.layer.scaling, lengths=lengths, state=state, keep_state=call.keep_state,
+            sink=self.log_sink(query, call.sink),
         )  # fmt: skip
 
-    def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+    def bidirectional_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: CallOptions = PLAIN
+    ) -> Tensor:
         codebook, size = self.codebook.to(key.dtype), self.config.block_size
         return code_attention(
             query, key, value, codebook, block_size=size, scaling=self.layer.scaling, lengths=lengths,
-            sink=self.log_sink(query),
+            sink=self.log_sink(query, call.sink),
         )  # fmt: skip
 
     # -- the codebook -------------------------------------------------------------------------------------------------
@@ -180,7 +184,7 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         size = self.config.block_size
         return (query_position // size - key_position // size).abs() <= 1
 
-    def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
+    def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         """softmax_j(scaling q_i . k'_j)."""
         codebook, rank = self.codebook.to(key.dtype), naive.positions(allowed)
         distance = (key.detach()[:, :, :, None] - codebook[:, None]).square().sum(-1)
@@ -189,7 +193,7 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         whole = naive.repeat_heads(key, query), naive.repeat_heads(coded, query)
         exact, far = (torch.einsum("bhid,bhjd->bhij", query, x) for x in whole)
         scores = (torch.where(near, exact, far) * self.layer.scaling).masked_fill(~allowed, float("-inf"))
-        return naive.softmax(scores, self.log_sink(query))
+        return naive.softmax(scores, self.log_sink(query, call.sink))
 
 
 def _by_head(x: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ from hf_linattn import OptionError, UnknownNameError, calibrate, get_mechanisms,
 from hf_linattn.config import make_config
 from hf_linattn.errors import UnsupportedModeError, UnsupportedModelError
 from hf_linattn.mechanisms import MECHANISMS
-from hf_linattn.mechanisms.base import select_rows
 from hf_linattn.mechanisms.composite import JoinedState
 from hf_linattn.mechanisms.local import LocalMechanism
+from hf_linattn.mechanisms.sequence import select_rows
 from hf_linattn.observation import observed
 from hf_linattn.ops import naive
 from hf_linattn.support import check_architecture
@@ -239,7 +239,6 @@ def test_what_a_layer_is_told_reaches_the_members():
     set_backend(model, "torch")
     model(random_tokens(1, 9), use_cache=False)
     assert {member.backend for member in first.parts()} == {"torch"}
-    assert not any(member.keeps_state for member in first.parts())
     with pytest.raises(OptionError, match="mechanism 'fusion' of layer 0 has no backend 'compile'"):
         set_backend(model, "compile")
 

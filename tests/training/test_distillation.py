@@ -11,6 +11,7 @@ import torch
 
 from hf_linattn import OptionError, get_mechanisms, is_patched, patch_model
 from hf_linattn.calibration import own_parameters
+from hf_linattn.observation import observer_of
 from hf_linattn.training.distillation import (
     HiddenStates,
     Teacher,
@@ -59,7 +60,7 @@ def test_the_students_own_weights_are_the_teacher_and_stored_once(name):
     rest = {key: p for key, p in adapted.named_parameters() if not p.requires_grad and "hf_linattn" not in key}
     assert {p.data_ptr() for p in rest.values()} == pointers and not own & pointers
     assert adapted.training and all(m.training for m in get_mechanisms(adapted).values())
-    assert all(m.observer is None for m in get_mechanisms(adapted).values())
+    assert all(observer_of(m) is None for m in get_mechanisms(adapted).values())
 
 
 @each_family

@@ -141,14 +141,14 @@ def test_gradients(variant, calls, linear, decay, window_size, num_sinks):
 def test_packed_and_padded_rows_of_which_no_state_is_kept(variant, calls, causal, window_size, num_sinks):
     """As in training: what stands behind a sequence is no matter of its outputs and gradients."""
     mechanism, heads = make_hybrid(causal, "hedgehog", "learned", window_size, num_sinks), make_heads(2, LENGTH)
-    mechanism.train().keeps_state = False
+    mechanism.train()
     places, mask = torch.arange(LENGTH), torch.ones(2, LENGTH, dtype=torch.bool)
     ids, mask[1, :5] = torch.stack([places // 90, places // 120]), False
     results = []
     for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
         mechanism.to(dtype).backend = backend
         operands = [x.to(dtype).requires_grad_() for x in heads]
-        output, state = mechanism(*operands, mask, ids)
+        output, state = mechanism(*operands, mask, ids, return_state=False)
         trained = {**dict(zip("qkv", operands, strict=True)), **dict(mechanism.named_parameters())}
         gradients = torch.autograd.grad(output.sin().sum(), trained.values())
         results.append({"output": output, **dict(zip(trained, gradients, strict=True))})

@@ -1,0 +1,93 @@
+"""Mechanisms that count positions from the start of a sequence, whatever padding and packing there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.sequences import find_sequences, from_the_left
+from .base import PLAIN, Mechanism
+
+
+class SequenceMechanism(Mechanism):
+    """Base of mechanisms that count positions from the start of a sequence: blocks, windows, sinks, slots.
+
+    A subclass writes `causal_sequences` and `bidirectional_sequences`, which see rows that start at position 0 and are
+    padded on the right only. Every padding and packing is brought into that form here and back again, so a sequence
+    gets what it would get alone. A state is a named tuple of tensors with the batch first.
+    """
+
+    def causal_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: Any
+    ) -> tuple[Tensor, Any]:
+        """Return output and state for rows that continue `state` (None: that begin).
+
+        `lengths` [B] counts the real tokens at the start of each row (maybe none); None if all are real, or no state
+        is kept, as no query sees what stands behind it. What comes out behind them is dropped, and must not get into
+        the state. Who names one more argument `call` gets the `CallOptions`; the state may be None unless
+        `call.keep_state`.
+        """
+        raise NotImplementedError
+
+    def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+        """Return the output when every query sees every key of its row up to `lengths`."""
+        raise NotImplementedError
+
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state, call=PLAIN):
+        if key_padding_mask is None and sequence_ids is None:
+            return self.run_hook(call, "causal_sequences", query, key, value, None, state)
+        return self._each_sequence(query, key, value, key_padding_mask, sequence_ids, state, call)
+
+    def bidirectional_attention(self, query, key, value, key_padding_mask, sequence_ids, call=PLAIN):
+        if key_padding_mask is None and sequence_ids is None:
+            return self.run_hook(call, "bidirectional_sequences", query, key, value, None)
+        return self._each_sequence(query, key, value, key_padding_mask, sequence_ids, None, call)[0]
+
+    def cross_sequences(self, key: Tensor, value: Tensor, lengths: Tensor | None) -> Any:
+        """Return `cross_state` of rows that start at position 0; `lengths` as in `causal_sequences`."""
+        raise NotImplementedError
+
+    def cross_state(self, key, value, key_padding_mask):
+        return self.cross_sequences(*from_the_left(key, value, key_padding_mask))
+
+    @torch.compiler.disable  # where the sequences lie is data: compiled graphs end here and begin again
+    def _each_sequence(self, query, key, value, key_padding_mask, sequence_ids, state, call):
+        batch, _, length, _ = query.shape
+        if sequence_ids is None and bool(key_padding_mask.all()):
+            key_padding_mask = None  # as in every step of a padded batch
+            if self.layer.causal:
+                return self.run_hook(call, "causal_sequences", query, key, value, None, state)
+        output = value.new_zeros(*query.shape[:3], value.shape[3])
+        states: list[tuple[Tensor, Any]] = []
+        groups = find_sequences(batch, length, key_padding_mask, sequence_ids, query.device)
+        for number, group in enumerate(groups):
+            heads = [group.take(x) for x in (query, key, value)]
+            if self.layer.causal:
+                # what stands behind a sequence cannot be seen in a causal output, and without a state nowhere
+                lengths = group.lengths if call.keep_state else None
+                rows, after = self.run_hook(call, "causal_sequences", *heads, lengths, None if number else state)
+                if call.keep_state:
+                    states.append((group.rows[group.last], select_rows(after, group.last)))
+            else:
+                rows = self.run_hook(call, "bidirectional_sequences", *heads, group.lengths)
+            output = group.put(rows.to(output.dtype), output)
+        return output, merge_rows(states) if states else None
+
+
+def select_rows(state: Any, chosen: Tensor) -> Any:
+    """Return the chosen rows of every tensor of a state."""
+    return type(state)(*(x[chosen] for x in state))
+
+
+def merge_rows(states: list[tuple[Tensor, Any]]) -> Any:
+    """Put states, with the numbers of their rows, together to one batch; a shorter third dimension is zero-padded."""
+    order = torch.cat([rows for rows, _ in states]).argsort()
+    merged = []
+    for parts in zip(*(state for _, state in states), strict=True):
+        if parts[0].dim() > 2:
+            longest = max(part.shape[2] for part in parts)
+            parts = tuple(nn.functional.pad(x, (0, 0) * (x.dim() - 3) + (0, longest - x.shape[2])) for x in parts)
+        merged.append(torch.cat(parts)[order])
+    return type(states[0][1])(*merged)
