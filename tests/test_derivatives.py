@@ -72,3 +72,32 @@ def test_second_derivatives_are_those_of_central_differences_or_refused(case):
         assert "create_graph=True" in str(error) and "SDPBackend.MATH" in str(error)
     else:
         torch.testing.assert_close(found.double(), want, rtol=1e-2, atol=1e-2)
+
+
+TRAINED = {
+    **{name: [{}] for name in list_mechanisms()},
+    "linear": [{"decay": "learned", "self_weight": "learned"}],
+    "hedgehog": [{}, {"decay": "learned"}],
+    "flash": [{"inside": "relu2", "linear_options": {"decay": "learned"}}, {"sink": "learned"}],
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("length", [1, 2, 40])
+def test_every_parameter_has_a_gradient_at_every_length(length, backend):
+    """What data-parallel training waits for: rows of one token, shorter than a block, padded and packed."""
+    pads = torch.arange(length) < torch.tensor([[length], [max(length // 2, 1)]])
+    packed = (torch.arange(length) // 3).expand(2, -1)
+    missing = []
+    for name, every in TRAINED.items():
+        for options in every:
+            for mode in MECHANISMS.get(name).modes - ({"cross"} if "decay" in options else set()):
+                case = Case(name, *ARCHITECTURE[mode], options)
+                mechanism = case.make(torch.float32)
+                use_backend(mechanism, backend)
+                heads = [x.requires_grad_() for x in case.heads(length, dtype=torch.float32)]
+                for mask, ids in ((None, None), (pads, None), (None, None if mode == "cross" else packed)):
+                    mechanism.zero_grad()
+                    mechanism(*heads, mask, ids)[0].sum().backward()
+                    missing += [(name, mode, key) for key, p in mechanism.named_parameters() if p.grad is None]
+    assert not missing

@@ -346,8 +346,6 @@ def _single_token(query, key, value, query_map, key_map, key_padding_mask, state
         query = query.unflatten(1, (key.shape[1], -1))
         attended, after = step_attention(query, key, value, maps, key_padding_mask, log_decay, state)
         return attended.flatten(1, 2), after
-    if state is not None and log_decay is not None:
-        state = state._replace(log_max=state.log_max + log_decay[:, :, 0])
     query = query.unflatten(1, (key.shape[1], -1))
     if query_map is key_map:  # one call for the key and the queries of its group: here calls cost more than numbers
         both, log_scale = key_map(torch.cat([query, key.unsqueeze(2)], dim=2))
@@ -356,6 +354,10 @@ def _single_token(query, key, value, query_map, key_map, key_padding_mask, state
     else:
         query, features = query_map(query).values, key_map(key)
     features, log_scale = masked(features, key_padding_mask, log_decay is not None)
+    if log_decay is not None and (state is not None or log_decay.requires_grad):
+        # of a first token nothing is forgotten: its decay has a gradient of zero
+        state = LinearState.before(features.shape[-1], value, True) if state is None else state
+        state = state._replace(log_max=state.log_max + log_decay[:, :, 0])
     state = _fold(state, features, log_scale, with_ones(value))
     return torch.div(*ratio(_read(query, state.kv))).flatten(1, 2), state
 
