@@ -28,11 +28,12 @@ from transformers.utils.hub import cached_file
 
 from . import __version__, get_patch_config, is_patched, list_mechanisms, patch_model
 from .config import json_object
-from .errors import CheckpointError, DataError, HfLinattnError, OptionError
+from .errors import CheckpointError, DataError, OptionError
 from .hub import MODEL_TYPE, load_checkpoint
 from .mechanisms import MECHANISMS
 from .ops.native import library
 from .ops.operations import DEFAULT_BACKEND
+from .reading import exit_with_one_line, reading
 
 PACKAGES = (
     "torch", "transformers", "huggingface_hub", "safetensors", "accelerate", "datasets", "peft", "evaluate",
@@ -52,15 +53,15 @@ Options = Annotated[str, typer.Option(help='options of the mechanism, as JSON: \
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Turn the library's errors, and a package that is missing, into a message and exit code 1."""
+    """Turn an error, the library's own or of what it reads and writes, into one line and exit code 1."""
     try:
-        yield
-    except HfLinattnError as error:
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
-        raise typer.Exit(1) from error
-    except ModuleNotFoundError as error:
-        typer.echo(f"this command needs {error.name}; run pip install 'hf_linattn[all]'", err=True)
-        raise typer.Exit(1) from error
+        with exit_with_one_line():
+            yield
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            typer.echo(ended.code, err=True)
+            raise typer.Exit(1) from ended
+        raise
 
 
 @contextmanager
@@ -176,7 +177,7 @@ def convert(
     with told():
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise OptionError(f"output={str(output)!r} is not an empty folder; give another path")
-        loaded = load_checkpoint(model, dtype=dtype)
+        loaded = load(model, dtype=dtype)
         if is_patched(loaded):
             raise OptionError(f"model={model!r} is converted already; give the original")
         across: Any = cross_attention
@@ -196,6 +197,18 @@ def convert(
     if plan.cross is not None:
         document |= {"cross_layers": plan.cross.num_layers, "converted_cross_layers": len(plan.cross.layers)}
     show(document, as_json, f"{len(plan.layers)} of {plan.num_layers} attention layers converted, saved to {output}")
+
+
+def load(model: str, **options: Any) -> PreTrainedModel:
+    """Load a model; `CheckpointError` if it cannot be read."""
+    with reading("model", model, "give a folder with a saved model, or the name of one on the Hub and a connection"):
+        return load_checkpoint(model, **options)
+
+
+def tokenizer_of(model: str) -> Any:
+    """Load the tokenizer beside a model; `CheckpointError` if there is none."""
+    with reading("model", model, "it needs a tokenizer beside it"):
+        return AutoTokenizer.from_pretrained(model)
 
 
 def processors(model: str) -> dict[str, Any]:
@@ -247,9 +260,9 @@ def evaluate(
         from .evaluation import perplexity
 
         texts = [read_text(file) for file in files]
-        loaded = on_device(load_checkpoint(model))
+        loaded = on_device(load(model))
         found = perplexity(
-            loaded, AutoTokenizer.from_pretrained(model), texts, max_length=max_length, stride=stride,
+            loaded, tokenizer_of(model), texts, max_length=max_length, stride=stride,
             batch_size=batch_size, progress=not as_json,
         )  # fmt: skip
     document = {"model": model, **found}
@@ -277,7 +290,7 @@ def bench(
         from .evaluation import measure_memory, measure_speed
 
         wanted = numbers("lengths", lengths)
-        loaded = on_device(load_checkpoint(model))
+        loaded = on_device(load(model))
         speed = measure_speed(loaded, wanted, batch_size=batch_size, repeats=repeats)
         memory = measure_memory(loaded, wanted)
     table = Table("tokens", "prefill, times faster", "decode, times faster", "state bytes", "original's")

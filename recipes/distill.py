@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import sys
 
-from hf_linattn.errors import HfLinattnError
+from hf_linattn.reading import exit_with_one_line
 from hf_linattn.training.arguments import DISTILLATION
 from hf_linattn.training.pipeline import main
 
 if __name__ == "__main__":
-    try:
+    with exit_with_one_line():
         main(sys.argv[1:], DISTILLATION, "accelerate launch recipes/distill.py")
-    except HfLinattnError as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from error

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import sys
 
-from hf_linattn.errors import HfLinattnError
+from hf_linattn.reading import exit_with_one_line
 from hf_linattn.training.arguments import FINETUNING
 from hf_linattn.training.pipeline import main
 
 if __name__ == "__main__":
-    try:
+    with exit_with_one_line():
         main(sys.argv[1:], FINETUNING, "accelerate launch recipes/finetune.py")
-    except HfLinattnError as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from error

@@ -20,10 +20,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from hf_linattn import chunk_feed_forward, is_patched
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.running import accepted, evaluation_mode
+from hf_linattn.training.checkpoints import has_ended, last_complete_checkpoint, read_state
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.distillation import Teacher
 from hf_linattn.training.finetuning_arguments import FinetuningArguments
-from hf_linattn.training.run_directory import RunDirectory, last_complete_checkpoint
+from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.task import load_model, task_of
 from hf_linattn.training.trainers import RecoveryTrainer
 
@@ -51,7 +52,8 @@ def fine_tune(
 ) -> Trained:
     """Train `model` in place for `max_steps` steps and return what it came to.
 
-    With checkpoints a run interrupted in `folder` goes on from the last complete one, and `load_best_model_at_end`
+    With checkpoints a run interrupted in `folder` goes on from the last complete one and takes the steps that were
+    left, and `load_best_model_at_end`
     leaves the weights with the lowest validation loss in the model. Rows are repeated as often as the steps need. With
     a `teacher` the model learns from it beside the text.
 
@@ -65,10 +67,12 @@ def fine_tune(
     )
     config: Any = getattr(model, "config", None)
     use_cache = getattr(config, "use_cache", None)
-    checkpoint = last_complete_checkpoint(folder) if keep_checkpoints else None
+    checkpoint = last_complete_checkpoint(folder, training.world_size) if keep_checkpoints else None
+    saved = None if checkpoint is None else read_state(Path(checkpoint))
     trainer = RecoveryTrainer(model, arguments, data, teacher, callbacks)
+    trainer.has_ended = saved is not None and has_ended(saved, max_steps)
     if keep_checkpoints and training.early_stopping_patience:
-        trainer.add_callback(EarlyStoppingCallback(training.early_stopping_patience))
+        trainer.add_callback(early_stopping(training.early_stopping_patience, saved))
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - start
@@ -86,6 +90,15 @@ def fine_tune(
         "history": _finite(trainer.state.log_history),
     }
     return Trained(result, state)
+
+
+def early_stopping(patience: int, saved: Mapping[str, Any] | None) -> EarlyStoppingCallback:
+    """Return what ends a training that gets no better; `saved`, the state of a checkpoint, says how patient it was."""
+    callback = EarlyStoppingCallback(patience)
+    recorded = (saved or {}).get("stateful_callbacks", {}).get(type(callback).__name__, {})
+    for name, value in recorded.get("attributes", {}).items():
+        setattr(callback, name, value)
+    return callback
 
 
 @torch.no_grad()

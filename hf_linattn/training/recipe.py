@@ -24,7 +24,8 @@ from hf_linattn.evaluation import (
     whole_windows,
     without_far_keys,
 )
-from hf_linattn.training.arguments import Arguments, tokens_per_step
+from hf_linattn.reading import reading
+from hf_linattn.training.arguments import Arguments, ModelArguments, tokens_per_step
 from hf_linattn.training.block_transfer import BlockTransfer
 from hf_linattn.training.data import TrainingData
 from hf_linattn.training.distillation import Teacher, WindowDropout, add_adapters
@@ -93,7 +94,7 @@ class Recipe:
                 )
         if distillation.window_dropout:
             WindowDropout(model, distillation.window_dropout)
-        tokenizer = AutoTokenizer.from_pretrained(model_options.tokenizer_name or model_options.model_name_or_path)
+        tokenizer = load_tokenizer(model_options)
         with training.main_process_first(local=False):
             splits = task.load(data_options)
             data = task.rows(splits, Reader(tokenizer, data_options), model, recipe_options.max_train_tokens)
@@ -254,6 +255,14 @@ class Recipe:
             test = test.select(range(min(len(test), options.max_test_documents)))
         size = self.arguments.training.per_device_eval_batch_size
         return self.task.score(model, Reader(self.tokenizer, options), test, size)
+
+
+def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a run; `CheckpointError`, which names the option, if it cannot be read."""
+    option = "tokenizer_name" if options.tokenizer_name else "model_name_or_path"
+    name = getattr(options, option)
+    with reading(option, name, "it needs a tokenizer beside it; give another tokenizer_name"):
+        return AutoTokenizer.from_pretrained(name)
 
 
 def _plain(value: Any) -> Any:

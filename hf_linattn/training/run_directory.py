@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 
 STAGES = "stages"  # the folder of a run that holds the results of its finished stages
 RECIPE = "recipe"  # the record of the options the run was started with
-TRAINER_STATE = "trainer_state.json"  # what transformers writes last into a checkpoint
 
 
 class RunDirectory:
@@ -139,13 +138,3 @@ class RunDirectory:
                     f"output_dir={str(self.path)!r} holds a run with {name}={started.get(name)!r}, got"
                     f" {options.get(name)!r}; give another output_dir, or --overwrite_output_dir"
                 )
-
-
-def last_complete_checkpoint(folder: Path) -> str | None:
-    """Return the newest Trainer checkpoint that was written to its end, or None; unfinished ones are passed over."""
-    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
-    for path in found:
-        if (path / TRAINER_STATE).is_file():
-            return str(path)
-        logger.warning("%s is half-written (no %s) and not used", path, TRAINER_STATE)
-    return None

@@ -25,11 +25,13 @@ from transformers.models.auto import modeling_auto as auto
 
 from hf_linattn import architecture
 from hf_linattn import transformers_bridge as bridge
-from hf_linattn.errors import DataError, OptionError, did_you_mean
+from hf_linattn.errors import CheckpointError, DataError, OptionError, did_you_mean
 from hf_linattn.evaluation import is_masked_language_model, perplexity
+from hf_linattn.reading import reading
 from hf_linattn.running import evaluation_mode
 from hf_linattn.training.arguments import DataArguments, RecipeArguments
 from hf_linattn.training.data import PackedMaskingCollator, TrainingData, load_text_splits, tokenize_and_pack
+from hf_linattn.training.heads import check_classes, trained_head
 
 CLASSIFIERS = frozenset(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
 
@@ -149,12 +151,7 @@ class SequenceClassification(Task):
     def check(self, model: PreTrainedModel, data: DataArguments, recipe: RecipeArguments) -> None:
         _refuse("stride", data.stride, "a text is one window")
         _refuse("fidelity_windows", recipe.fidelity_windows, "a classifier generates no text")
-        config: Any = model.config
-        if config.num_labels < 2 or config.problem_type not in (None, "single_label_classification"):
-            raise OptionError(
-                f"model_name_or_path={model.name_or_path!r} has num_labels={config.num_labels} and"
-                f" problem_type={config.problem_type!r}; give a classifier with one class per text"
-            )
+        check_classes(model.name_or_path, model.config)
 
     def load(self, data: DataArguments) -> DatasetDict:
         files = data.train_file, data.validation_file, data.test_file
@@ -219,29 +216,37 @@ class PaddingCollator:
 
 
 CAUSAL, MASKED, CLASSIFICATION = CausalLanguageModeling(), MaskedLanguageModeling(), SequenceClassification()
+TASKS: dict[str, Task] = {"causal": CAUSAL, "masked": MASKED, "classification": CLASSIFICATION}  # by head
 
 
 def task_of(model: nn.Module) -> Task:
     """Return what a model, wrapped or not, predicts, by its class; `UnsupportedModelError` if none of the three."""
     root = architecture.root_model(model)
-    if type(root).__name__ in CLASSIFIERS:
+    if any(kind.__name__ in CLASSIFIERS for kind in type(root).__mro__):
         return CLASSIFICATION
     return MASKED if is_masked_language_model(root) else CAUSAL
 
 
 def load_model(name_or_path: str, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
-    """Load a checkpoint as what it was saved as: a causal or masked language model, or a classifier of texts."""
-    config = AutoConfig.from_pretrained(name_or_path)
-    saved_as = set(config.architectures or ())
-    if saved_as & CLASSIFIERS:
-        task: Task = CLASSIFICATION
-    elif type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING and not saved_as & set(
-        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    ):
-        task = MASKED
-    else:
-        task = CAUSAL
-    return task.auto_class.from_pretrained(name_or_path, dtype=dtype)
+    """Load a checkpoint as what it was saved as: a causal or masked language model, or a classifier of texts.
+
+    Raises:
+        UnsupportedModelError, OptionError: it has another head, see `trained_head`; no weight is loaded.
+        CheckpointError: it cannot be read, or has no weights for a part of the model, which would start at random.
+    """
+    remedy = "give a folder with a saved model, or the name of a model on the Hub and a connection to it"
+    with reading("model_name_or_path", name_or_path, remedy):
+        config = AutoConfig.from_pretrained(name_or_path)
+    task = TASKS[trained_head(name_or_path, config)]
+    with reading("model_name_or_path", name_or_path, remedy):
+        model, info = task.auto_class.from_pretrained(name_or_path, dtype=dtype, output_loading_info=True)
+    if missing := sorted(info["missing_keys"]):
+        raise CheckpointError(
+            f"model_name_or_path={name_or_path!r} has no weights for {missing[0]!r} and lacks {len(missing)} tensors"
+            f" of {type(model).__name__} in all, which would be random numbers; give a checkpoint that was saved with"
+            " them"
+        )
+    return model
 
 
 def first_position(model: nn.Module) -> int:

@@ -56,6 +56,7 @@ class RecoveryTrainer(Trainer):
         self.remove_callback(PrinterCallback)  # prints with a bare print where progress bars are off
         self.evaluation_collator = data.evaluation_collator
         self.teacher = teacher
+        self.has_ended = False  # before it was resumed: there is no step left to take
         self._averages = False
         self.model_accepts_loss_kwargs: bool
         if self.model_accepts_loss_kwargs:
@@ -66,6 +67,13 @@ class RecoveryTrainer(Trainer):
         if teacher is not None and teacher.model is not None:
             teacher.model.to(args.device).eval().requires_grad_(False)
             teacher.model.config.use_cache = False  # with a cache, packed documents would see each other
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Take the steps of an epoch; none, where a training that had ended is resumed, which else takes one more."""
+        if self.has_ended:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
         training_collator, self.data_collator = self.data_collator, self.evaluation_collator

@@ -229,15 +229,6 @@ def test_an_interrupted_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatc
 # -- the folder -------------------------------------------------------------------------------------------------------
 
 
-def test_a_half_written_checkpoint_is_passed_over(tmp_path, caplog):
-    for step in (9, 10):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    assert finetuning.last_complete_checkpoint(tmp_path) is None
-    (tmp_path / "checkpoint-9" / "trainer_state.json").write_text("{}")
-    assert finetuning.last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
-    assert "checkpoint-10 is half-written" in caplog.text
-
-
 def test_a_stage_is_computed_once(tmp_path):
     run = finetuning.RunDirectory(tmp_path, make_training(tmp_path))
     assert run.stage("speed", lambda: {"rows": [1, 2]}) == {"rows": [1, 2]}
