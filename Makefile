@@ -23,7 +23,7 @@ PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_exten
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-slow test-zero3 test-all test-floor lint bench paired long-inputs depth peers support zero-shot calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
+.PHONY: help install quickstart test test-fast test-slow test-zero3 test-quantised test-all test-floor lint bench paired long-inputs depth peers support zero-shot calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -59,8 +59,12 @@ test-zero3: install ## two CPU processes under DeepSpeed, which it installs: 3 m
 	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-build-isolation -c constraints.txt deepspeed
 	DS_ACCELERATOR=cpu $(PYTEST) -n 0 -m zero3
 
-test-all: install test-zero3 ## everything a machine without a GPU can test
-	$(PYTEST) -m "not gpu and not zero3"
+test-quantised: install ## bitsandbytes, torchao and optimum-quanto, which it installs: 1 minute
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[quant]"
+	$(PYTEST) -n 0 -m quantised tests/test_quantised.py
+
+test-all: install test-zero3 test-quantised ## everything a machine without a GPU can test
+	$(PYTEST) -m "not gpu and not zero3 and not quantised"
 
 test-floor: $(FLOOR)/.installed ## the tests with the oldest transformers this library supports
 	HF_HUB_OFFLINE=1 $(FLOOR)/bin/python -m pytest $(PARALLEL)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ CALLED_CAUSAL = (
 OWN_CHOICE = ("indexer", "compressor")
 # attention modules that no mechanism can stand for, and why
 IRREPLACEABLE = {"T5Gemma2MergedAttention": "attends to the encoder's tokens and its own under one softmax"}
+# what mechanisms can compute in; quantised weights have other dtypes, of which those of 8 bits are floating, too
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # what the projection of the heads' outputs is called, in the attention module or, in BERT's kind, beside it
 OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "out_proj", "out_lin", "Wo", "dense", "output.dense")
 
@@ -156,9 +159,9 @@ def _position_bias_note(module: nn.Module) -> str:
     return " (it adds a learned position bias to every score)" if biased else ""
 
 
-def describe_cross_layers(attention: dict[str, nn.Module]) -> dict[str, AttentionLayer]:
+def describe_cross_layers(model: PreTrainedModel, attention: dict[str, nn.Module]) -> dict[str, AttentionLayer]:
     """Describe the cross-attention modules of a model: no order of queries and keys, so no causality, no rotation."""
-    layers = {path: describe_layer(i, module) for i, (path, module) in enumerate(attention.items())}
+    layers = {path: describe_layer(i, module, model) for i, (path, module) in enumerate(attention.items())}
     return {path: replace(layer, causal=False, cross=True) for path, layer in layers.items()}
 
 
@@ -167,13 +170,17 @@ def describe_layers(model: PreTrainedModel, attention: dict[str, nn.Module]) -> 
     rotations = {path: find_rotation(model, path, module) for path, module in attention.items()}
     called = [path for path, part in model.named_modules() if type(part).__name__ in CALLED_CAUSAL]
     causal = tuple(f"{path}." if path else "" for path in called)
-    layers = {path: describe_layer(i, attention[path], rotations[path]) for i, path in enumerate(attention)}
+    layers = {
+        path: describe_layer(i, module, model, rotations[path]) for i, (path, module) in enumerate(attention.items())
+    }
     return {
         path: replace(layer, causal=layer.causal or path.startswith(causal)) for path, layer in layers.items()
     }
 
 
-def describe_layer(index: int, module: nn.Module, rotation: Rotation | None = None) -> AttentionLayer:
+def describe_layer(
+    index: int, module: nn.Module, model: PreTrainedModel, rotation: Rotation | None = None
+) -> AttentionLayer:
     """Read a layer's sizes off its module, else off its config."""
     config: Any = module.config
     num_heads = _first(module, config, NUM_HEADS)
@@ -181,9 +188,9 @@ def describe_layer(index: int, module: nn.Module, rotation: Rotation | None = No
     groups = getattr(module, "num_key_value_groups", None)
     shared_heads = num_heads // groups if groups else _first(module, config, ("num_key_value_heads",))
     scaling = getattr(module, "scaling", None)
-    parameter = next(module.parameters())
+    stored_on = _first_device(module, model)
     hook = getattr(module, "_hf_hook", None)  # accelerate's, when the weights are kept elsewhere between calls
-    device = parameter.device if parameter.device.type != "meta" else getattr(hook, "execution_device", None)
+    device = stored_on if stored_on.type != "meta" else getattr(hook, "execution_device", None)
     return AttentionLayer(
         index=index,
         num_heads=num_heads,
@@ -192,11 +199,45 @@ def describe_layer(index: int, module: nn.Module, rotation: Rotation | None = No
         causal=_is_causal(module),
         scaling=float(scaling) if isinstance(scaling, (int, float)) else head_dim**-0.5,
         device=torch.device(device if device is not None else "meta"),
-        dtype=parameter.dtype,
+        dtype=floating_dtype(module, model),
         rotation=rotation,
         value_dim=getattr(module, "v_head_dim", None),
         has_sinks=getattr(module, "sinks", None) is not None,
     )
+
+
+def floating_dtype(module: nn.Module, model: PreTrainedModel) -> torch.dtype:
+    """Return the dtype that an attention module computes in: float16, bfloat16, float32 or float64.
+
+    It is that of the first parameter, if this is one of them. Quantised projections have weights of another dtype, or
+    no parameters at all: then it is the dtype of the model, whose embeddings and norms are not quantised, else the one
+    that a projection says it computes in, else the one of the config.
+
+    Raises:
+        UnsupportedModelError: none of these says it.
+    """
+    first = next(module.parameters(), None)
+    if first is not None and first.dtype in COMPUTE_DTYPES:
+        return first.dtype
+    stated = chain(
+        (parameter.dtype for parameter in model.parameters()),
+        (getattr(part, "compute_dtype", None) for part in module.modules()),
+        (getattr(config, "dtype", None) for config in (module.config, model.config)),
+    )
+    for dtype in stated:
+        if dtype in COMPUTE_DTYPES:
+            return dtype
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has no parameter of a floating dtype, and its config says dtype="
+        f"{getattr(model.config, 'dtype', None)!r}: its mechanisms need one of"
+        f" {', '.join(str(dtype).removeprefix('torch.') for dtype in COMPUTE_DTYPES)}; set model.config.dtype to it"
+    )
+
+
+def _first_device(module: nn.Module, model: PreTrainedModel) -> torch.device:
+    """Return where an attention module is stored; some quantised projections have buffers only, or neither."""
+    tensors = chain(module.parameters(), module.buffers(), model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def _is_causal(module: nn.Module) -> bool:

@@ -38,6 +38,8 @@ from .files import write_text
 
 MODEL_TYPE = "hf_linattn"
 HOW_TO_LOAD = "this is an hf_linattn checkpoint: `import hf_linattn` and load it through an Auto class of transformers"
+# what matches the paths of mechanisms and their parts where quantisers look for layers to leave as they are
+NOT_QUANTISED = rf".*\.{MODEL_TYPE}"
 SHIM = "configuration_hf_linattn"
 SHIM_CODE = '''\
 """Lets `trust_remote_code=True` load this model, whose attention comes from a package: `pip install hf_linattn`."""
@@ -196,6 +198,8 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
             base.__init__(self, config, *args, **kwargs)
             self.__class__ = base  # a loaded model and one patched in memory are the same thing
             patch_model(self, patch)
+            if getattr(config, "quantization_config", None) is not None:  # of the call, or of the checkpoint
+                self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), NOT_QUANTISED}
 
         @classmethod
         def from_pretrained(

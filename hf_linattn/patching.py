@@ -267,7 +267,8 @@ def _resolve_cross(
         raise OptionError("a patch config names its cross-attention itself; remove the argument 'cross_attention'")
     crossing = architecture.cross_attention_modules(root)
     cross = _resolve(plan if config.cross is None else config.cross, len(crossing), None, {})
-    return replace(config, cross=cross), crossing, _build_all(cross, architecture.describe_cross_layers(crossing))
+    layers = architecture.describe_cross_layers(root, crossing)
+    return replace(config, cross=cross), crossing, _build_all(cross, layers)
 
 
 def _feed_forwards(

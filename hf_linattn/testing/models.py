@@ -105,7 +105,7 @@ def _make_model(architecture: str, causal: bool, dtype: torch.dtype, seed: int) 
 def _make_layer(architecture: str, causal: bool, dtype: torch.dtype) -> AttentionLayer:
     model = _make_model(architecture, causal, dtype, 0)
     if architecture in CROSS_ARCHITECTURES:
-        layer = next(iter(describe_cross_layers(cross_attention_modules(model)).values()))
+        layer = next(iter(describe_cross_layers(model, cross_attention_modules(model)).values()))
         return replace(layer, num_key_value_heads=KEY_VALUE_HEADS[architecture])
     return next(iter(describe_layers(model, self_attention_modules(model)).values()))
 
