@@ -35,6 +35,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from .config import PatchConfig
 from .errors import CheckpointError
 from .files import write_text
+from .pinning import PinnedConfigMixin, base_class, free_config, unpin_config
 
 MODEL_TYPE = "hf_linattn"
 HOW_TO_LOAD = "this is an hf_linattn checkpoint: `import hf_linattn` and load it through an Auto class of transformers"
@@ -50,14 +51,14 @@ __all__ = ["HfLinattnConfig"]
 '''
 
 
-class LinearizedConfigMixin:
+class LinearizedConfigMixin(PinnedConfigMixin):
     """Mixed into the config class of a patched model; `hf_linattn` is the JSON form of its `PatchConfig`."""
 
     hf_linattn: dict[str, Any]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # the class is made while running, where pickle cannot look it up by name
-        return _new_config, (type(self).__mro__[2],), vars(self)
+        return _new_config, (base_class(type(self)),), vars(self)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -91,7 +92,7 @@ def size_field(config: Any) -> str:
     Only fields that a class declares itself are checked. Where none is a number there are configs inside it, one of
     which is named.
     """
-    base: Any = type(config).__mro__[2] if isinstance(config, LinearizedConfigMixin) else type(config)
+    base = base_class(type(config))
     values = config.to_dict()
     sizes = [name for name in inspect.get_annotations(base) if type(values.get(name)) is int]
     return "vocab_size" if "vocab_size" in sizes else next(iter([*sizes, *base.sub_configs]), "vocab_size")
@@ -125,14 +126,14 @@ class HfLinattnConfig(PreTrainedConfig):
 
 def mark_config(config: PreTrainedConfig, patch: PatchConfig) -> None:
     """Make the config of a patched model one that is saved in the nested form."""
-    config.__class__ = linearized_config_class(type(config))  # type: ignore[arg-type]
+    config.__class__ = linearized_config_class(base_class(type(config)))  # type: ignore[arg-type]
     config.hf_linattn = patch.to_dict()
 
 
 def unmark_config(config: PreTrainedConfig) -> None:
     """Undo `mark_config`; a config that is not marked stays as it is."""
     if isinstance(config, LinearizedConfigMixin):
-        config.__class__ = type(config).__mro__[2]
+        unpin_config(config)
         del config.hf_linattn
 
 
@@ -190,16 +191,20 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
 
     class Linearized(base):  # type: ignore[misc, valid-type]
         def __init__(self, config: Any, *args: Any, **kwargs: Any):
-            from .patching import patch_model  # here, since patching marks configs with this module
+            from .patching import patch_model, rename_patched  # here, since patching marks configs with this module
 
             patch = PatchConfig.from_dict(config.hf_linattn)
             config = copy.deepcopy(config)  # the caller's may serve for another model
             unmark_config(config)
+            free_config(config)
+            name, config.name_or_path = config.name_or_path, ""
             base.__init__(self, config, *args, **kwargs)
             self.__class__ = base  # a loaded model and one patched in memory are the same thing
             patch_model(self, patch)
             if getattr(config, "quantization_config", None) is not None:  # of the call, or of the checkpoint
                 self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), NOT_QUANTISED}
+            if name:  # of what is patched by itself when it is loaded
+                rename_patched(self, name)
 
         @classmethod
         def from_pretrained(

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from . import architecture, hub
+from . import architecture, hub, pinning
 from . import transformers_bridge as bridge
 from .config import LayerSpec, MechanismConfig, PatchConfig, make_config, require_count
 from .errors import OptionError, PatchError
@@ -37,12 +37,17 @@ class Patch:
     handles: list[RemovableHandle] = field(default_factory=list)
     owners: list[PreTrainedModel] = field(default_factory=list)
     feed_forwards: list[FeedForward] = field(default_factory=list)
+    exact: list[nn.Module] = field(default_factory=list)
+    names: list[tuple[Any, str, str]] = field(default_factory=list)
+    pageable: list[nn.Module] = field(default_factory=list)
 
     @classmethod
-    def of(cls, config: PatchConfig, attention: dict[str, nn.Module]) -> Patch:
+    def of(cls, config: PatchConfig, attention: dict[str, nn.Module], model: PreTrainedModel) -> Patch:
         """Remember what attention modules compute now."""
         configs = {id(module.config): module.config for module in attention.values()}.values()
-        return cls(config, attention, [(c, bridge.get_implementation(c)) for c in configs])
+        softmax = "sdpa" if model._supports_sdpa else "eager"  # of a model that was asked to be ours when it was made
+        chosen = [(c, bridge.get_implementation(c)) for c in configs]
+        return cls(config, attention, [(c, softmax if x == bridge.IMPLEMENTATION else x) for c, x in chosen])
 
     def attach(self, mechanisms: Mapping[str, Mechanism], model: PreTrainedModel) -> None:
         """Put mechanisms, hooks and the attention implementation in place."""
@@ -57,9 +62,15 @@ class Patch:
             self.owners.append(owner)
             self.handles.append(owner.register_forward_pre_hook(bridge.model_pre_hook, with_kwargs=True))
             self.handles.append(owner.register_forward_hook(bridge.model_post_hook, with_kwargs=True))
+        self.exact = pinning.keeping_softmax(model, self.attention)
+        for module in self.exact:
+            setattr(module, pinning.EXACT, True)
         for config, _ in self.implementations:
             bridge.set_implementation(config, bridge.IMPLEMENTATION)
+            pinning.pin_config(config)
         hub.mark_config(model.config, self.config)
+        self.pageable = pinning.forbid_paging(model)
+        self.names = pinning.take_names(model)
 
     def chunk(self, feed_forwards: list[FeedForward], chunk_size: int) -> None:
         """Split these feed-forwards into chunks of tokens, and no others."""
@@ -72,9 +83,16 @@ class Patch:
     def detach(self, model: PreTrainedModel) -> None:
         """Undo `attach` and `chunk`, also one that stopped half-way."""
         self.chunk([], 0)
+        pinning.give_names(self.names)
+        for part in self.pageable:
+            delattr(part, pinning.PAGING)
         hub.unmark_config(model.config)
         for config, original in self.implementations:
+            pinning.unpin_config(config)
             bridge.set_implementation(config, original)
+        for module in self.exact:
+            if hasattr(module, pinning.EXACT):
+                delattr(module, pinning.EXACT)
         for handle in self.handles:
             handle.remove()
         for owner in self.owners:
@@ -133,7 +151,7 @@ def patch_model(
         config, crossing, across = _resolve_cross(root, config, cross_attention)
         attention, mechanisms = attention | crossing, mechanisms | across
     bridge.own_config(model)
-    patch = Patch.of(config, attention)
+    patch = Patch.of(config, attention, root)
     with ExitStack() as undo:
         undo.callback(patch.detach, root)
         patch.attach(mechanisms, root)
@@ -149,12 +167,14 @@ def patch_model(
 def unpatch_model(model: ModelT) -> ModelT:
     """Undo `patch_model`: the model computes bit for bit what it computed before, with the weights it has now.
 
+    Where parts of it were patched, and not the whole, all of them are undone.
+
     Raises:
-        PatchError: the model is not patched.
+        PatchError: the model is not patched, or is part of one that is patched as a whole.
     """
-    root = architecture.root_model(model)
-    _patch_of(root).detach(root)
-    delattr(root, PATCH)
+    for part, patch in _patches_of(architecture.root_model(model)).values():
+        patch.detach(part)
+        delattr(part, PATCH)
     _forget_compiled(model)
     return model
 
@@ -204,10 +224,11 @@ def original_attention(model: ModelT) -> Iterator[ModelT]:
     Raises:
         PatchError: the model is not patched.
     """
-    patch = _patch_of(architecture.root_model(model))
-    before = [(config, bridge.get_implementation(config)) for config, _ in patch.implementations]
+    patches = [patch for _, patch in _patches_of(architecture.root_model(model)).values()]
+    implementations = [chosen for patch in patches for chosen in patch.implementations]
+    before = [(config, bridge.get_implementation(config)) for config, _ in implementations]
     try:
-        for config, original in patch.implementations:
+        for config, original in implementations:
             bridge.set_implementation(config, original)
         yield model
     finally:
@@ -216,8 +237,20 @@ def original_attention(model: ModelT) -> Iterator[ModelT]:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether `patch_model` was applied to the model, or to the one inside this wrapper."""
-    return hasattr(architecture.root_model(model), PATCH)
+    """Whether `patch_model` was applied to the model, the one inside this wrapper, a part of it or what it is part of.
+    """
+    return any(bridge.MECHANISM in module._modules for module in architecture.root_model(model).modules())
+
+
+def patched_parts(model: nn.Module) -> dict[str, tuple[PreTrainedModel, Patch]]:
+    """Return path -> part and what was done to it, of each that `patch_model` was applied to; `""` is `model`."""
+    return {path: (part, vars(part)[PATCH]) for path, part in model.named_modules() if PATCH in vars(part)}  # type: ignore[misc]
+
+
+def rename_patched(model: PreTrainedModel, name: str) -> None:
+    """Name a patched model and its parts after the checkpoint that loads it as it is."""
+    for _, patch in patched_parts(model).values():
+        pinning.give_names(patch.names, name)
 
 
 def get_patch_config(model: nn.Module) -> PatchConfig:
@@ -227,24 +260,37 @@ def get_patch_config(model: nn.Module) -> PatchConfig:
 
 def get_mechanisms(model: nn.Module) -> dict[str, Mechanism]:
     """Return path of the attention module -> its mechanism; `PatchError` if the model is not patched."""
-    patch = _patch_of(architecture.root_model(model))
-    return {path: bridge.mechanism_of(module) for path, module in patch.attention.items()}
+    return {
+        f"{part}.{path}" if part else path: bridge.mechanism_of(module)
+        for part, (_, patch) in _patches_of(architecture.root_model(model)).items()
+        for path, module in patch.attention.items()
+    }
+
+
+def _patches_of(root: PreTrainedModel) -> dict[str, tuple[PreTrainedModel, Patch]]:
+    """Return path -> what was patched: the whole, or parts of it."""
+    found = patched_parts(root)
+    if not found:
+        whole = "is part of a model that is patched already; call this with the whole, or unpatch_model(whole) first"
+        why = whole if is_patched(root) else "is not patched; call patch_model(model, ...) first"
+        raise PatchError(f"{type(root).__name__} {why}")
+    return found
 
 
 def _unpatched_root(model: nn.Module) -> PreTrainedModel:
     root = architecture.root_model(model)
-    if is_patched(root):
-        done = sorted({config.mechanism for config in getattr(root, PATCH).config.layers.values()})
-        raise PatchError(
-            f"{type(root).__name__} is patched already ({', '.join(done)}); call unpatch_model(model) first"
-        )
+    for path, (_, patch) in _patches_of(root).items() if is_patched(root) else ():
+        done = ", ".join(sorted({config.mechanism for config in patch.config.layers.values()}))
+        inside = f", its part {path!r}" if path else ""
+        raise PatchError(f"{type(root).__name__} is patched already{inside} ({done}); call unpatch_model(model) first")
     return root
 
 
 def _patch_of(root: PreTrainedModel) -> Patch:
-    if not is_patched(root):
-        raise PatchError(f"{type(root).__name__} is not patched; call patch_model(model, ...) first")
-    return getattr(root, PATCH)
+    path, (_, patch) = next(iter(_patches_of(root).items()))
+    if path:
+        raise PatchError(f"{type(root).__name__} is patched in its part {path!r} alone; call this with that part")
+    return patch
 
 
 def _resolve(mechanism: Any, num_layers: int, layers: LayerSpec, options: Mapping[str, Any]) -> PatchConfig:

@@ -25,8 +25,8 @@ from .mechanisms.softmax import SoftmaxMechanism
 from .module_calls import ModuleCall, begin_call, current_call, end_call
 from .observation import AttentionCall, observer_of
 from .ops.softmax import softmax_attention
+from .pinning import CHOICE, IMPLEMENTATION, refuse_paging, require_left_out
 
-IMPLEMENTATION = "hf_linattn"  # the name of our attention and mask functions
 MECHANISM = "hf_linattn"  # the attribute of an attention module that holds its mechanism
 RECORD = "_hf_linattn_layers"  # the attribute of a transformers model that holds its PatchedModel
 POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
@@ -52,7 +52,7 @@ def own_config(model: nn.Module) -> None:
 
 def set_implementation(config: PreTrainedConfig, name: str) -> None:
     """Select an attention function for one config, without touching those nested in it."""
-    config._attn_implementation_internal = name
+    vars(config)[CHOICE] = name  # a pinned config refuses this to everybody else
 
 
 # -- mechanisms in their modules --------------------------------------------------------------------------------------
@@ -161,6 +161,8 @@ def model_pre_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
     patched: PatchedModel = getattr(model, RECORD)
     if not patched.active:
         return
+    if kwargs.get("cache") is not None:  # what continuous batching calls its pages
+        refuse_paging()
     if kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False):
         raise UnsupportedModeError(
             "output_attentions=True asks for N x N matrices, which a patched model never builds; use"
@@ -245,8 +247,8 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function of patched models: [B, H, Nq, D] in, [B, Nq, H, Dv] out, as the interface asks.
 
-    Keys and values have Hkv heads. A layer without a mechanism (cross-attention, unless it was asked for) gets
-    exact attention.
+    Keys and values have Hkv heads. A layer that was left out (cross-attention, unless it was asked for) gets exact
+    attention.
     s_aux: the learned sinks [H] in the denominator, as gpt-oss and others have them.
     """
     mechanism: Mechanism | None = mechanism_of(module)
@@ -259,6 +261,7 @@ def attention_forward(
     key_padding_mask = _key_padding_mask(attention_mask, num_keys)
     exact: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "dropout": dropout, "sink": s_aux}
     if mechanism is None:
+        require_left_out(module)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         output = softmax_attention(
             query, key, value, scaling=scaling, causal=causal, key_padding_mask=key_padding_mask, **exact

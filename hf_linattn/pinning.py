@@ -1,0 +1,184 @@
+"""Configs and names of patched models: what would quietly go back to softmax by either says so instead.
+
+transformers chooses a model's attention by its config, and so do `set_attn_implementation`, continuous batching and
+every class that makes a model from a config. PEFT and TRL load a model again by its name. While a model is patched its
+configs therefore refuse another choice, and its name is none that loads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+
+from .errors import PatchError, UnsupportedModeError
+
+IMPLEMENTATION = "hf_linattn"  # the name of our attention and mask functions
+CHOICE = "_attn_implementation_internal"  # the field of a config that holds such a name
+EXACT = "_hf_linattn_exact"  # the attribute of modules that keep softmax beside patched ones, as cross-attention does
+PAGING = "init_continuous_batching"  # the method of a model that all of continuous batching goes through
+NAME_IN_MEMORY = (
+    "patched by hf_linattn in memory: save it with save_pretrained, load that folder, and start again from there"
+)
+
+
+class PinnedConfigMixin:
+    """Mixed into the class of each config that selects our attention: it selects no other.
+
+    The config of a whole model is marked as well, `LinearizedConfigMixin`, which is pinned before it is attached, too:
+    what `AutoConfig` reads from a checkpoint makes models through the Auto classes alone.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # the class is made while running, where pickle cannot look it up by name
+        return _new_config, (base_class(type(self)),), vars(self)
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        return object.__getattribute__(self, "__dict__").get(CHOICE)
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: str | dict[str, Any] | None) -> None:
+        """Choose what `unpatch_model` will go back to, where no model is attached yet."""
+        if value != IMPLEMENTATION and any(vars(part).get(CHOICE) == IMPLEMENTATION for part in _nested(self)):
+            raise self._refusal(value)
+        own = type(self)
+        self.__class__ = base_class(own)
+        try:
+            self._attn_implementation = value
+        finally:
+            self.__class__ = own
+
+    @property
+    def _attn_implementation_internal(self) -> str | None:
+        return self._attn_implementation
+
+    @_attn_implementation_internal.setter
+    def _attn_implementation_internal(self, value: str | None) -> None:
+        """Refuse `set_attn_implementation` and the class of a model, the only ones to write here."""
+        raise self._refusal(value)
+
+    def _refusal(self, value: Any) -> PatchError:
+        return PatchError(
+            f"attn_implementation={value!r} was chosen for a {type(self).__name__} that says {IMPLEMENTATION}; use"
+            " original_attention(model) for a while, unpatch_model(model) for good, and to make another model like"
+            " this one an Auto class, such as AutoModelForCausalLM.from_config(config), or copy.deepcopy(model)"
+        )
+
+
+def base_class(config_class: type[Any]) -> Any:
+    """Return the class that a config class, pinned or not, is of transformers."""
+    return next(kind for kind in config_class.__mro__ if not issubclass(kind, PinnedConfigMixin))
+
+
+@functools.cache
+def _pinned_class(base: Any) -> Any:
+    return type(base.__name__, (PinnedConfigMixin, base), {"__module__": __name__, "__doc__": base.__doc__})
+
+
+def _new_config(base: Any) -> PreTrainedConfig:
+    """Return an empty pinned config for pickle and copy to fill."""
+    made: Any = _pinned_class(base)
+    return made.__new__(made)
+
+
+def pin_config(config: PreTrainedConfig) -> None:
+    """Have a config keep the attention that `set_implementation` chooses for it."""
+    if not isinstance(config, PinnedConfigMixin):
+        config.__class__ = _pinned_class(type(config))
+
+
+def unpin_config(config: PreTrainedConfig) -> None:
+    """Undo `pin_config`; a config that is not pinned stays as it is."""
+    if isinstance(config, PinnedConfigMixin):
+        config.__class__ = base_class(type(config))
+
+
+def free_config(config: PreTrainedConfig) -> None:
+    """Make a copy of a patched model's config, and those in it, ones that a model can be made from."""
+    for part in _nested(config):
+        unpin_config(part)
+        if vars(part).get(CHOICE) == IMPLEMENTATION:
+            vars(part)[CHOICE] = None  # transformers chooses
+
+
+def _nested(config: Any) -> Iterator[PreTrainedConfig]:
+    yield config
+    for value in list(vars(config).values()):
+        if isinstance(value, PreTrainedConfig):
+            yield from _nested(value)
+
+
+# -- what keeps softmax -----------------------------------------------------------------------------------------------
+
+
+def keeping_softmax(model: nn.Module, attention: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """Return the modules that share a config with the attention modules and are none of them: these get no mechanism.
+    """
+    configs, served = {id(module.config) for module in attention.values()}, {id(m) for m in attention.values()}
+    return [
+        module
+        for module in model.modules()
+        if id(getattr(module, "config", None)) in configs
+        and id(module) not in served
+        and not isinstance(module, PreTrainedModel)
+    ]
+
+
+def require_left_out(module: nn.Module) -> None:
+    """Raise `PatchError` unless a module without a mechanism is one that keeps softmax, and not one never patched."""
+    if not getattr(module, EXACT, False):
+        raise PatchError(
+            f"{type(module).__name__} has attn_implementation {IMPLEMENTATION!r} and no mechanism; call"
+            " patch_model(model, ...), or load a converted model through an Auto class of transformers"
+        )
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def take_names(root: PreTrainedModel) -> list[tuple[Any, str, str]]:
+    """Take the names of a model and its parts, which load it unpatched; return what `give_names` needs.
+
+    PEFT writes the name of the model into an adapter, as its base, and TRL loads its reference model by the name in
+    the config, which model cards have, too, and which is therefore empty.
+    """
+    parts = [part for part in root.modules() if isinstance(part, PreTrainedModel)]
+    configs = {id(part.config): part.config for part in parts}.values()
+    names = [(part, "name_or_path", part.name_or_path) for part in parts]
+    names += [(config, "_name_or_path", config._name_or_path) for config in configs]
+    for part in parts:
+        part.name_or_path = NAME_IN_MEMORY
+    for config in configs:
+        config._name_or_path = ""
+    return names
+
+
+def give_names(names: list[tuple[Any, str, str]], name: str | None = None) -> None:
+    """Give a model and its parts their names back, or the name of the checkpoint that they were loaded from."""
+    for owner, field, before in names:
+        setattr(owner, field, before if name is None else name)
+
+
+# -- continuous batching ----------------------------------------------------------------------------------------------
+
+
+def refuse_paging(*args: Any, **kwargs: Any) -> Any:
+    """Stand in the place of `init_continuous_batching`, which chooses another attention."""
+    raise UnsupportedModeError(
+        "continuous batching (generate_batch, cache_implementation='paged') was asked of a patched model: its pages"
+        " hold keys for softmax, and a mechanism keeps a decoding state; call generate, with a padded batch for many"
+        " prompts, or unpatch_model(model) first"
+    )
+
+
+def forbid_paging(root: nn.Module) -> list[nn.Module]:
+    """Have a model and its parts refuse continuous batching; return those that would have offered it."""
+    parts = [part for part in root.modules() if isinstance(part, PreTrainedModel) and hasattr(part, PAGING)]
+    for part in parts:
+        setattr(part, PAGING, refuse_paging)
+    return parts

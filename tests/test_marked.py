@@ -1,0 +1,258 @@
+"""A model that says `hf_linattn` never answers by softmax: each route to another attention is right or refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+)
+
+from hf_linattn import (
+    PatchError,
+    UnsupportedModeError,
+    get_mechanisms,
+    is_patched,
+    original_attention,
+    patch_model,
+    unpatch_model,
+)
+from hf_linattn.pinning import NAME_IN_MEMORY
+from tests.helpers import Snapshot, logits_of, make_patched, make_tokens
+from tests.models import GROUPED, SIZES, SPINE, TOKENS, fill, make_model
+
+IDS = make_tokens(2, 9)
+
+
+def make_llava() -> PreTrainedModel:
+    """A model of two towers with configs of their own."""
+    vision = {name: SIZES[name] for name in SIZES if name != "max_position_embeddings"}
+    tower = CLIPVisionConfig(**vision, image_size=8, patch_size=4)
+    config = LlavaConfig(text_config=LlamaConfig(**GROUPED), vision_config=tower, image_token_index=95)
+    return fill(LlavaForConditionalGeneration(config))
+
+
+def make_bart() -> PreTrainedModel:
+    """Layers that attend to themselves and, left out of the patch, to an encoder, of one config."""
+    sides = ("encoder", "decoder")
+    sizes = {f"{side}_{what}": number for side in sides for what, number in (("layers", 1), ("attention_heads", 4))}
+    sizes |= {f"{side}_ffn_dim": 48 for side in sides}
+    return fill(BartForConditionalGeneration(BartConfig(**TOKENS, **sizes, d_model=32, max_position_embeddings=64)))
+
+
+FAMILIES = {name: (lambda name=name: make_model(name)) for name in SPINE} | {"llava": make_llava, "bart": make_bart}
+each_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def answer(model: PreTrainedModel) -> torch.Tensor:
+    return logits_of(model, IDS, **({"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}))
+
+
+# -- another attention is chosen --------------------------------------------------------------------------------------
+
+
+def choose_in_each_config(model: PreTrainedModel) -> None:
+    for mechanism_path in get_mechanisms(model):
+        model.get_submodule(mechanism_path).config._attn_implementation = "eager"
+
+
+CHOICES = {
+    "set_attn_implementation": lambda model: model.set_attn_implementation("eager"),
+    "of a part": lambda model: model.base_model.set_attn_implementation("eager"),
+    "a dict": lambda model: model.set_attn_implementation({"": "eager", "text_config": "eager"}),
+    "the config": lambda model: setattr(model.config, "_attn_implementation", "eager"),
+    "the configs of the layers": choose_in_each_config,
+}
+
+
+@each_family
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_patched_model_keeps_its_attention(name, choice):
+    model = patch_model(FAMILIES[name](), "linear")
+    before = Snapshot.of(model)
+    with pytest.raises(PatchError, match=r"attn_implementation='eager'.*original_attention.*unpatch_model"):
+        CHOICES[choice](model)
+    before.assert_kept(model)
+
+
+@each_family
+def test_after_unpatching_any_attention_can_be_chosen(name):
+    model = FAMILIES[name]()
+    before = Snapshot.of(model)
+    unpatch_model(patch_model(model, "linear"))
+    before.assert_kept(model)
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(answer(model), before.logits)
+
+
+# -- a model is made from the config of a patched one -----------------------------------------------------------------
+
+BY_CLASS = {
+    "the class": lambda model, folder: type(model)(model.config),
+    "a copied config": lambda model, folder: type(model)(copy.deepcopy(model.config)),
+    "a pickled config": lambda model, folder: type(model)(pickle.loads(pickle.dumps(model.config))),
+    "a config that was read": lambda model, folder: type(model)(AutoConfig.from_pretrained(folder)),
+    "weights of softmax": lambda model, folder: type(model).from_pretrained(folder / "plain", config=model.config),
+    "the inner class": lambda model, folder: type(model.base_model)(model.base_model.config),
+}
+
+
+@each_family
+@pytest.mark.parametrize("way", BY_CLASS)
+def test_a_class_makes_no_model_from_the_config_of_a_patched_one(tmp_path, name, way):
+    model = FAMILIES[name]()
+    model.save_pretrained(tmp_path / "plain")
+    patch_model(model, "linear").save_pretrained(tmp_path)
+    with pytest.raises(PatchError, match="an Auto class, such as"):
+        BY_CLASS[way](model, tmp_path)
+
+
+@each_family
+def test_an_auto_class_makes_a_patched_model_from_the_config_of_one(tmp_path, name):
+    model = FAMILIES[name]()
+    softmax = answer(model)
+    patch_model(model, "linear")
+    weights = model.state_dict()
+    model.save_pretrained(tmp_path)
+    auto = AutoModelForCausalLM if name == "llama" else AutoModel
+    for config in (model.config, AutoConfig.from_pretrained(tmp_path)):
+        made = auto.from_config(config).eval()
+        assert is_patched(made) and len(get_mechanisms(made)) == len(get_mechanisms(model))
+        if type(made) is type(model):
+            made.load_state_dict(weights)
+            assert torch.equal(answer(made), answer(model))
+            with original_attention(made):
+                torch.testing.assert_close(answer(made), softmax)
+
+
+# -- attention without a mechanism ------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_was_put_in_later_is_named():
+    model = patch_model(make_model("llama"), "linear")
+    model.model.layers[1] = copy.deepcopy(make_model("llama").model.layers[1])
+    model.model.layers[1].self_attn.config = model.config
+    with pytest.raises(PatchError, match="LlamaAttention has attn_implementation 'hf_linattn' and no mechanism"):
+        logits_of(model, IDS)
+
+
+@pytest.mark.parametrize("name", SPINE)
+def test_our_attention_by_its_name_alone_is_refused_until_the_model_is_patched(name):
+    softmax, expected = logits_of(make_model(name), IDS), logits_of(make_patched(name, "linear"), IDS)
+    model = make_model(name, attn_implementation="hf_linattn")
+    with pytest.raises(PatchError, match="no mechanism; call patch_model"):
+        logits_of(model, IDS)
+    patch_model(model, "linear")
+    assert torch.equal(logits_of(model, IDS), expected)
+    with original_attention(model):
+        assert torch.equal(logits_of(model, IDS), softmax)
+    assert torch.equal(logits_of(unpatch_model(model), IDS), softmax)
+
+
+# -- a part and the whole ---------------------------------------------------------------------------------------------
+
+PARTS = {
+    "bert": "bert", "gpt2": "transformer", "llama": "model", "llava": "model.language_model", "bart": "model.decoder"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "part"), PARTS.items())
+def test_a_part_and_the_whole_are_not_both_patched(name, part):
+    model = FAMILIES[name]()
+    original = Snapshot.of(model)
+    for first, second in ((model, model.get_submodule(part)), (model.get_submodule(part), model)):
+        patch_model(first, "linear")
+        assert is_patched(first) and is_patched(second)
+        before = Snapshot.of(model)
+        with pytest.raises(PatchError, match=r"patched already.*unpatch_model"):
+            patch_model(second, "local", window_size=4)
+        before.assert_kept(model)
+        unpatch_model(model)
+        assert not is_patched(first) and not is_patched(second)
+        original.assert_kept(model)
+
+
+def test_parts_are_undone_and_run_as_softmax_by_the_whole():
+    model = make_llava()
+    original = Snapshot.of(model)
+    patch_model(model.model.language_model, "linear")
+    patch_model(model.model.vision_tower, "linear")
+    with original_attention(model):
+        assert torch.equal(answer(model), original.logits)
+    paths = get_mechanisms(model)
+    assert len(paths) == 4 and all(model.get_submodule(path).hf_linattn for path in paths)
+    unpatch_model(model)
+    original.assert_kept(model)
+    patch_model(model, "linear")
+    with pytest.raises(PatchError, match=r"CLIPVisionModel is part of a model that is patched already; .*the whole"):
+        unpatch_model(model.model.vision_tower)
+
+
+# -- a model is loaded again by its name ------------------------------------------------------------------------------
+
+
+WITH_MECHANISMS: dict[str, Any] = {"modules_to_save": ["hf_linattn"], "task_type": "CAUSAL_LM"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_an_adapter_does_not_name_the_softmax_model_as_its_base(tmp_path, name):
+    make_model(name).save_pretrained(tmp_path / "base")
+    model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "hedgehog")
+    assert not model.config._name_or_path, "TRL loads its reference model by this name"
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", **WITH_MECHANISMS))
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with pytest.raises(OSError, match=NAME_IN_MEMORY):
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+
+
+def test_an_adapter_names_the_converted_model_that_was_loaded(tmp_path):
+    make_patched("llama", "hedgehog").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **WITH_MECHANISMS)
+    adapted = get_peft_model(model, lora).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    assert is_patched(loaded)
+    torch.testing.assert_close(logits_of(loaded, IDS), logits_of(adapted, IDS))
+    assert str(tmp_path / "base") not in (unpatch_model(model).name_or_path, model.config._name_or_path)
+
+
+def test_names_come_back(tmp_path):
+    make_model("llama").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    unpatch_model(patch_model(model, "linear"))
+    assert model.name_or_path == model.model.name_or_path == model.config._name_or_path == str(tmp_path)
+
+
+# -- pages ------------------------------------------------------------------------------------------------------------
+
+PAGED = {
+    "init": lambda model: model.init_continuous_batching(),
+    "batch": lambda model: model.generate_batch([[7, 8]]),
+    "generate": lambda model: model.generate(IDS[:1], cache_implementation="paged"),
+    "a call": lambda model: model(IDS[:1], cache=object()),
+}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("way", PAGED)
+def test_continuous_batching_is_refused(name, way):
+    model = make_patched(name)
+    before = Snapshot.of(model)
+    with pytest.raises(UnsupportedModeError, match=r"continuous batching.*call generate"):
+        PAGED[way](model)
+    before.assert_kept(model)
