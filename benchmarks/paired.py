@@ -33,7 +33,7 @@ from hf_linattn.backends import use_backend
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
 
-HEADS, DIM, LAYERS = 8, 64, 4  # of the operations, and of the model that decodes
+HEADS, DIM, LAYERS = 8, 64, 4  # of the operations, and of the model that decodes, as in `benchmarks.run`
 CONTEXT = 1024  # tokens before a step
 TURN = 0.03  # seconds that a turn takes at least
 T_QUANTILE = {10: 2.262, 20: 2.093, 30: 2.045, 40: 2.023}  # Student's t, two-sided 95 %, by the number of rounds
@@ -87,7 +87,7 @@ def decoding(row: Row, options: Mapping[str, Any], backend: str) -> Callable[[],
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=HEADS * DIM, intermediate_size=64, num_hidden_layers=LAYERS,
+        vocab_size=1024, hidden_size=HEADS * DIM, intermediate_size=1536, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, max_position_embeddings=2**20,
     )  # fmt: skip
     model = patch_model(LlamaForCausalLM(config).eval(), row.mechanism, **options)
@@ -96,7 +96,7 @@ def decoding(row: Row, options: Mapping[str, Any], backend: str) -> Callable[[],
             use_backend(module, backend)
     cache, token = DynamicCache(config=config), torch.zeros(1, 1, dtype=torch.long)
     with torch.no_grad():
-        model(torch.randint(64, (1, row.length)), past_key_values=cache, use_cache=True)
+        model(torch.randint(1024, (1, row.length)), past_key_values=cache, use_cache=True)
     return torch.no_grad()(lambda: model(token, past_key_values=cache, use_cache=True))
 
 
