@@ -196,7 +196,7 @@ def describe_layer(
         num_heads=num_heads,
         num_key_value_heads=shared_heads or num_heads,
         head_dim=head_dim,
-        causal=_is_causal(module),
+        causal=is_causal(module),
         scaling=float(scaling) if isinstance(scaling, (int, float)) else head_dim**-0.5,
         device=torch.device(device if device is not None else "meta"),
         dtype=floating_dtype(module, model),
@@ -240,8 +240,14 @@ def _first_device(module: nn.Module, model: PreTrainedModel) -> torch.device:
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-def _is_causal(module: nn.Module) -> bool:
-    """Whether a self-attention module says so, or says that it is a decoder's: then its model masks the future."""
+def is_causal(module: nn.Module) -> bool:
+    """Whether a self-attention module masks the future: its config says so, or else it says so or is a decoder's.
+
+    `config.is_causal` is what transformers tells its masks and attention functions in every call, where it is set: it
+    makes an encoder of a decoder.
+    """
+    if (asked := getattr(module.config, "is_causal", None)) is not None:
+        return bool(asked)
     said = getattr(module, "is_causal", getattr(module.config, "is_decoder", False))
     return bool(said or getattr(module, "is_decoder", False))
 

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 
+from . import architecture
 from .architecture import root_model
 from .cache import EncoderStateLayer, StateLayer
 from .errors import UnsupportedModeError, UnsupportedModelError
@@ -127,7 +128,7 @@ def base_models(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[P
 
 
 def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hand this layer's cache to the attention function, a state layer in its place unless it stays softmax."""
+    """Hand this layer's cache to the attention function, a state layer in its place if a state is what it keeps."""
     call = begin_call(module)
     mechanism: Mechanism = mechanism_of(module)
     if get_implementation(module.config) != IMPLEMENTATION:
@@ -143,12 +144,17 @@ def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     index: Any = module.layer_idx
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
-    if not isinstance(mechanism, SoftmaxMechanism):
+    if keeps_states(mechanism):
         if not isinstance(cache.layers[index], StateLayer):
             kind = EncoderStateLayer if across else StateLayer
             cache.layers[index] = kind.adopt(cache.layers[index])
         cache.layers[index].expected = True
     call.layer = cache.layers[index]
+
+
+def keeps_states(mechanism: Mechanism) -> bool:
+    """Whether the cache holds states for a mechanism; softmax and bidirectional layers need the keys themselves."""
+    return mechanism.layer.mode != "bidirectional" and not isinstance(mechanism, SoftmaxMechanism)
 
 
 def attention_post_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -252,13 +258,15 @@ def attention_forward(
     s_aux: the learned sinks [H] in the denominator, as gpt-oss and others have them.
     """
     mechanism: Mechanism | None = mechanism_of(module)
-    causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
+    causal = architecture.is_causal(module) if is_causal is None else is_causal
     running = current_call(module)
     layer = None if mechanism is None or running is None else _cache_layer(module, mechanism, running)
     if layer is not None and not isinstance(layer, StateLayer):
         key, value = (x[:, :, : int(layer.get_seq_length())] for x in (key, value))  # a static cache is longer
     num_queries, num_keys = query.shape[2], key.shape[2]
     key_padding_mask = _key_padding_mask(attention_mask, num_keys)
+    if sliding_window is not None and getattr(module.config, "is_causal", None) is False:
+        sliding_window += 1  # transformers' own window both ways: at most so far away, where others say less than that
     exact: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "dropout": dropout, "sink": s_aux}
     if mechanism is None:
         require_left_out(module)
@@ -276,13 +284,14 @@ def attention_forward(
         )
     query = _scaled(query, scaling, mechanism)
     sequence_ids = _sequence_ids(position_ids, cu_seq_lens_q, key_padding_mask, num_queries, num_keys)
-    if running is not None and layer is not None and not isinstance(mechanism, SoftmaxMechanism):
+    stateful = layer is not None and keeps_states(mechanism)
+    if running is not None and stateful:
         running.consumed = True
     call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact)
     if (observer := observer_of(mechanism)) is not None:
         mechanism.count_call()
         return observer(call).transpose(1, 2).contiguous(), None
-    if layer is None or isinstance(mechanism, SoftmaxMechanism):  # its cache holds the keys
+    if not stateful:  # without a cache, or it holds the keys
         output = call.by(mechanism)
     else:
         output, layer.state = mechanism(*call[:5], layer.state, **mechanism.keywords(exact))

@@ -13,7 +13,7 @@ from hf_linattn import list_mechanisms, original_attention, patch_model, unpatch
 from hf_linattn.cache import StateLayer, state_bytes
 from hf_linattn.errors import UnsupportedModeError
 from hf_linattn.mechanisms import MECHANISMS
-from tests.helpers import assert_close, generate, logits_of, make_patched, make_tokens
+from tests.helpers import assert_close, each_of, generate, logits_of, make_patched, make_tokens
 from tests.models import NUM_HEADS, NUM_KEY_VALUE_HEADS, NUM_LAYERS, make_model
 
 KEY_VALUE_HEADS = {"gpt2": NUM_HEADS, "llama": NUM_KEY_VALUE_HEADS}
@@ -172,3 +172,21 @@ def test_a_failed_forward_does_not_poison_the_next():
     assert torch.equal(logits_of(model, ids), expected)
     cache.reset()
     assert torch.equal(read(model, ids, past_key_values=cache).logits, expected)
+
+
+BOTH_WAYS = [name for name in list_mechanisms() if "bidirectional" in MECHANISMS.get(name).modes]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mechanism", each_of(BOTH_WAYS))
+def test_a_bidirectional_layer_sees_the_keys_of_all_calls_with_one_cache(mechanism):
+    """As those of a prefix. In one layer the last tokens then get what they get beside all others in one call."""
+    model = make_patched("bert", mechanism, "LMHeadModel", num_hidden_layers=1)
+    tokens, cache = make_tokens(2, 14), DynamicCache()
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    whole = model(tokens, attention_mask=mask).logits
+    for first, end in ((0, 6), (6, 10), (10, 14)):
+        got = model(tokens[:, first:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True).logits
+    assert_close(got, whole[:, 10:])
+    assert cache.get_seq_length() == 14

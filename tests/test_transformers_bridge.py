@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from hf_linattn import UnsupportedModeError, UnsupportedModelError, architecture, original_attention
+from hf_linattn import UnsupportedModeError, UnsupportedModelError, architecture, original_attention, patch_model
 from hf_linattn import transformers_bridge as bridge
 from tests.helpers import Snapshot, assert_close, generate, logits_of, make_patched, make_tokens, pad
-from tests.models import SPINE
+from tests.models import CAUSAL, SPINE, make_model
 
 each_family = pytest.mark.parametrize("name", SPINE)
 POSITIONS = 64  # of every tiny model with a table
@@ -150,3 +151,22 @@ def test_a_wholly_padded_row_is_finite(name):
     logits = logits_of(model, ids, attention_mask=mask)
     assert torch.isfinite(logits).all()
     assert_close(logits[0], logits_of(model, ids[:1])[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_decoder_that_its_config_makes_an_encoder(name, tmp_path):
+    """It is one as patched, saved and loaded; a config that changes afterwards is refused."""
+    ids = make_tokens(2, 9)
+    original = make_model(name, is_causal=False, attn_implementation="eager")
+    want = original(ids).logits
+    assert not torch.allclose(want, make_model(name, attn_implementation="eager")(ids).logits)
+    model = patch_model(original, {"local": {"layers": 0, "window_size": 64}})
+    if getattr(model.config, "sliding_window", None) is None and name != "gemma2":  # which local has not
+        assert_close(model(ids).logits, want)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+    assert_close(patch_model(make_model(name, is_causal=False), "softmax")(ids).logits, want)
+    model.config.is_causal = True
+    with pytest.raises(UnsupportedModeError, match="is_causal=True was asked of layer 0, which was patched with is_c"):
+        model(ids)

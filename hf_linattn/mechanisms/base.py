@@ -208,15 +208,14 @@ class Mechanism(nn.Module):
                     state = self.run_hook(call, "cross_state", key, wide_value, key_padding_mask)
                 output, state = self.run_hook(call, "cross_attention", query, state)
                 return output.to(value.dtype), state
-            if not self.layer.causal:
-                heads = (query, key, wide_value, key_padding_mask, sequence_ids)
-                output = self.run_hook(call, "bidirectional_attention", *heads)
-                return output.to(value.dtype), None
             earlier = key.shape[2] - query.shape[2]
             if earlier:  # keys that came without their queries, as from a prefix or another model's cache
                 query = torch.cat([query.new_zeros(*query.shape[:2], earlier, query.shape[3]), query], dim=2)
             heads = (query, key, wide_value, key_padding_mask, sequence_ids)
-            output, state = (self.causal_reader or read_at_once)(self, *heads, state, call)
+            if self.layer.causal:
+                output, state = (self.causal_reader or read_at_once)(self, *heads, state, call)
+            else:
+                output, state = self.run_hook(call, "bidirectional_attention", *heads), None
             return (output[:, :, earlier:] if earlier else output).to(value.dtype), state
 
     def call_options(self, return_state: bool, sink: Tensor | None) -> CallOptions:
