@@ -27,6 +27,7 @@ from hf_linattn import architecture
 from hf_linattn import transformers_bridge as bridge
 from hf_linattn.errors import DataError, OptionError, did_you_mean
 from hf_linattn.evaluation import is_masked_language_model, perplexity
+from hf_linattn.hub import class_names
 from hf_linattn.running import evaluation_mode
 from hf_linattn.training.arguments import DataArguments, RecipeArguments
 from hf_linattn.training.data import PackedMaskingCollator, TrainingData, load_text_splits, tokenize_and_pack
@@ -232,7 +233,7 @@ def task_of(model: nn.Module) -> Task:
 def load_model(name_or_path: str, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
     """Load a checkpoint as what it was saved as: a causal or masked language model, or a classifier of texts."""
     config = AutoConfig.from_pretrained(name_or_path)
-    saved_as = set(config.architectures or ())
+    saved_as = set(class_names(config))
     if saved_as & CLASSIFIERS:
         task: Task = CLASSIFICATION
     elif type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING and not saved_as & set(
