@@ -3,12 +3,17 @@
 In memory a patched model's config is a subclass of the original one that differs in how it is written to disk:
 
     {"model_type": "hf_linattn", "base_model_type": "llama", "base_config": {... the rest of the original config ...},
-     "hf_linattn": {... PatchConfig ...}, "vocab_size": "... how to load it ...", "auto_map": {... see below ...}}
+     "hf_linattn": {... PatchConfig ...}, "vocab_size": "... how to load it ...", "auto_map": {... see below ...},
+     "architectures": ["HfLinattnLlamaForCausalLM"]}
+
+Where only parts of the model are patched, `hf_linattn` is {"parts": {path: {... PatchConfig ...}}}.
 
 Whatever loads the checkpoint without this library must fail loudly instead of running softmax. The Auto classes find
 a model type that they do not know and code to be trusted. A class such as LlamaForCausalLM would take its sizes from
 a nested config of its own type, which is why that type stands outside, or fall back on its default sizes, which may
 well be the right ones, and therefore meets a size of its own, such as that of the vocabulary, which is no number.
+A serving engine chooses its own model by `architectures`, of the file or of the config in memory: both bear names of
+this library.
 
 Beside the config lies a module of a few lines, named in `auto_map`, which does what `import hf_linattn` does wherever
 a model is loaded by its name with `trust_remote_code=True`.
@@ -41,6 +46,8 @@ MODEL_TYPE = "hf_linattn"
 HOW_TO_LOAD = "this is an hf_linattn checkpoint: `import hf_linattn` and load it through an Auto class of transformers"
 # what matches the paths of mechanisms and their parts where quantisers look for layers to leave as they are
 NOT_QUANTISED = rf".*\.{MODEL_TYPE}"
+PREFIX = "HfLinattn"  # of the names in `architectures`
+PARTS = "parts"  # the field of `hf_linattn` that says which parts of a model are patched
 SHIM = "configuration_hf_linattn"
 SHIM_CODE = '''\
 """Lets `trust_remote_code=True` load this model, whose attention comes from a package: `pip install hf_linattn`."""
@@ -75,7 +82,7 @@ class LinearizedConfigMixin(PinnedConfigMixin):
             "base_model_type": base.pop("model_type"),
             size_field(self): HOW_TO_LOAD,
             "auto_map": {"AutoConfig": f"{SHIM}.{HfLinattnConfig.__name__}"},
-            "architectures": base.get("architectures"),
+            "architectures": own_names(base.pop("architectures", None)),
             "dtype": base.get("dtype"),
             MODEL_TYPE: base.pop(MODEL_TYPE),
             "base_config": base,
@@ -98,6 +105,16 @@ def size_field(config: Any) -> str:
     return "vocab_size" if "vocab_size" in sizes else next(iter([*sizes, *base.sub_configs]), "vocab_size")
 
 
+def unfinished(config: Any) -> dict[str, Any]:
+    """Return what stands in the place of config.json while the files of a checkpoint are replaced by others."""
+    return {
+        "model_type": MODEL_TYPE,
+        "unfinished": "the save of this checkpoint was interrupted and its files are of two models: save it again",
+        size_field(config): HOW_TO_LOAD,
+        "auto_map": {"AutoConfig": f"{SHIM}.{HfLinattnConfig.__name__}"},
+    }
+
+
 class HfLinattnConfig(PreTrainedConfig):
     """What `AutoConfig` finds under the model type `hf_linattn`; reading it gives the linearised base config."""
 
@@ -106,28 +123,58 @@ class HfLinattnConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Return the base config described by `base_config`, marked with the patch; `CheckpointError` if malformed."""
+        if "unfinished" in config_dict:
+            raise CheckpointError(f"config.json says {config_dict['unfinished']!r}")
         for name in ("base_config", MODEL_TYPE):
             if not isinstance(config_dict.get(name), dict):
                 raise CheckpointError(
                     f"config.json has no field {name!r} (got {config_dict.get(name)!r}); save the model again with"
                     " save_pretrained of a patched model"
                 )
-        patch = PatchConfig.from_dict(config_dict[MODEL_TYPE])
+        described = config_dict[MODEL_TYPE]
+        read_patches(described)
         model_type = config_dict.get("base_model_type")
         if model_type == MODEL_TYPE or model_type not in CONFIG_MAPPING:
             raise CheckpointError(
                 f"config.json has base_model_type {model_type!r}, which is no model type that this version of"
                 " transformers knows; try a newer one, or save the model again"
             )
-        result = CONFIG_MAPPING[model_type].from_dict(dict(config_dict["base_config"]), **kwargs)
-        mark_config(result[0] if isinstance(result, tuple) else result, patch)
+        architectures = config_dict.get("architectures", config_dict["base_config"].get("architectures"))
+        base = {**config_dict["base_config"], "architectures": architectures}
+        result = CONFIG_MAPPING[model_type].from_dict(base, **kwargs)
+        mark_config(result[0] if isinstance(result, tuple) else result, described)
         return result
 
 
-def mark_config(config: PreTrainedConfig, patch: PatchConfig) -> None:
-    """Make the config of a patched model one that is saved in the nested form."""
+def read_patches(described: Mapping[str, Any]) -> dict[str, PatchConfig]:
+    """Return path of a part -> its patch, of the whole model under `""`, or raise `CheckpointError`."""
+    if PARTS not in described:
+        return {"": PatchConfig.from_dict(described)}
+    parts = described[PARTS]
+    if not isinstance(parts, Mapping) or not parts or not all(isinstance(part, Mapping) for part in parts.values()):
+        raise CheckpointError(f"hf_linattn.{PARTS} must say what is patched in each part, got {parts!r}; save anew")
+    return {path: PatchConfig.from_dict(part) for path, part in parts.items()}
+
+
+def own_names(architectures: list[str] | None) -> list[str] | None:
+    """Return names of classes as this library's checkpoints have them in `architectures`.
+
+    >>> own_names(["LlamaForCausalLM"])
+    ['HfLinattnLlamaForCausalLM']
+    """
+    return architectures and [PREFIX + name.removeprefix(PREFIX) for name in architectures]
+
+
+def class_names(config: PreTrainedConfig) -> list[str]:
+    """Return the names in `architectures` as transformers has them, whether the config is marked or not."""
+    return [name.removeprefix(PREFIX) for name in config.architectures or ()]
+
+
+def mark_config(config: PreTrainedConfig, described: dict[str, Any]) -> None:
+    """Make the config of a patched model one that is saved in the nested form, with this under `hf_linattn`."""
     config.__class__ = linearized_config_class(base_class(type(config)))  # type: ignore[arg-type]
-    config.hf_linattn = patch.to_dict()
+    config.hf_linattn = described
+    config.architectures = own_names(config.architectures)
 
 
 def unmark_config(config: PreTrainedConfig) -> None:
@@ -135,6 +182,7 @@ def unmark_config(config: PreTrainedConfig) -> None:
     if isinstance(config, LinearizedConfigMixin):
         unpin_config(config)
         del config.hf_linattn
+        config.architectures = config.architectures and class_names(config)
 
 
 def _new_config(base: Any) -> PreTrainedConfig:
@@ -176,7 +224,7 @@ def load_checkpoint(name_or_path: str, **options: Any) -> PreTrainedModel:
         CheckpointError: no Auto class knows it by the name in its `architectures`.
     """
     config = AutoConfig.from_pretrained(name_or_path)
-    saved_as = (config.architectures or ["no class"])[0]
+    saved_as = (class_names(config) or ["no class"])[0]
     for auto_class, model_class in auto_classes(type(config)):
         if model_class.__name__ == saved_as:
             return auto_class.from_pretrained(name_or_path, **options)
@@ -193,14 +241,15 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
         def __init__(self, config: Any, *args: Any, **kwargs: Any):
             from .patching import patch_model, rename_patched  # here, since patching marks configs with this module
 
-            patch = PatchConfig.from_dict(config.hf_linattn)
+            patches = read_patches(config.hf_linattn)
             config = copy.deepcopy(config)  # the caller's may serve for another model
             unmark_config(config)
             free_config(config)
             name, config.name_or_path = config.name_or_path, ""
-            base.__init__(self, config, *args, **kwargs)
             self.__class__ = base  # a loaded model and one patched in memory are the same thing
-            patch_model(self, patch)
+            base.__init__(self, config, *args, **kwargs)
+            for path, patch in patches.items():
+                patch_model(find_part(self, path), patch)
             if getattr(config, "quantization_config", None) is not None:  # of the call, or of the checkpoint
                 self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), NOT_QUANTISED}
             if name:  # of what is patched by itself when it is loaded
@@ -226,6 +275,23 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
     return Linearized
 
 
+def find_part(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """Return the part of a model at `path`, which may be its path in the same model with another head, or with none.
+    """
+    prefix = f"{model.base_model_prefix}."
+    for candidate in (path, path.removeprefix(prefix), prefix + path):
+        try:
+            part = model.get_submodule(candidate)
+        except AttributeError:
+            continue
+        if isinstance(part, PreTrainedModel):
+            return part
+    raise CheckpointError(
+        f"hf_linattn.{PARTS} in config.json names {path!r}, which {type(model).__name__} does not have; load the"
+        " checkpoint as the class that it was saved as"
+    )
+
+
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], name: Any, ignore_mismatched_sizes: bool) -> None:
     """Raise `CheckpointError` if tensors have another shape, or are missing.
 
@@ -241,7 +307,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], name: Any, ign
     from .patching import get_mechanisms  # here, as above
 
     attention = tuple(f"{path}." for path in get_mechanisms(model))
-    whole = type(model).__name__ in (model.config.architectures or ())
+    whole = type(model).__name__ in class_names(model.config)
     missing = sorted(tensor for tensor in info["missing_keys"] if whole or tensor.startswith(attention))
     if missing:
         raise CheckpointError(

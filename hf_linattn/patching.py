@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from . import architecture, hub, pinning
+from . import architecture, hub, pinning, saving
 from . import transformers_bridge as bridge
 from .config import LayerSpec, MechanismConfig, PatchConfig, make_config, require_count
 from .errors import OptionError, PatchError
@@ -68,7 +68,7 @@ class Patch:
         for config, _ in self.implementations:
             bridge.set_implementation(config, bridge.IMPLEMENTATION)
             pinning.pin_config(config)
-        hub.mark_config(model.config, self.config)
+        hub.mark_config(model.config, self.config.to_dict())
         self.pageable = pinning.forbid_paging(model)
         self.names = pinning.take_names(model)
 
@@ -249,6 +249,7 @@ def patched_parts(model: nn.Module) -> dict[str, tuple[PreTrainedModel, Patch]]:
 
 def rename_patched(model: PreTrainedModel, name: str) -> None:
     """Name a patched model and its parts after the checkpoint that loads it as it is."""
+    model.name_or_path = model.config._name_or_path = name
     for _, patch in patched_parts(model).values():
         pinning.give_names(patch.names, name)
 
@@ -361,3 +362,6 @@ def _forget_compiled(model: nn.Module) -> None:
 
     if any(isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()):
         torch.compiler.reset()
+
+
+saving.install()

@@ -167,7 +167,7 @@ for name in sys.argv[1:]:
         print(str(error).replace("\\n", " "))
 """
     configs = {name: json.loads((folder / name / "config.json").read_text()) for name in CHECKPOINTS}
-    classes = [f"{config['architectures'][0]}={name}" for name, config in configs.items()]
+    classes = [f"{config['architectures'][0].removeprefix('HfLinattn')}={name}" for name, config in configs.items()]
     command = [sys.executable, "-c", program, *classes]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     answers = done.stdout.splitlines()

@@ -8,8 +8,8 @@ from typing import Any
 from transformers.models.auto import modeling_auto as auto
 
 from hf_linattn.errors import OptionError, UnsupportedModelError
+from hf_linattn.hub import PREFIX, class_names
 
-PREFIX = "HfLinattn"  # of the classes of converted models
 TEXT = "input_ids"
 
 # in this order: a model type may have the same class for two of them
@@ -35,7 +35,7 @@ def trained_head(name_or_path: str, config: Any) -> str:
         OptionError: a classifier that does not give one class per text.
     """
     classes = {kind: model_class for kind, mapping in HEADS.items() if (model_class := _class_of(mapping, config))}
-    saved_as = {name.removeprefix(PREFIX) for name in config.architectures or ()}
+    saved_as = set(class_names(config))
     names = {kind: model_class.__name__.removeprefix(PREFIX) for kind, model_class in classes.items()}
     found = next((kind for kind in classes if names[kind] in saved_as), None)
     if found is None and "masked" in names and (_pretraining_name(names["masked"]) in saved_as or not saved_as):

@@ -1,0 +1,148 @@
+"""`save_pretrained` of models that hold patched attention: marked as they are, and in place whole or not at all.
+
+transformers writes config.json before the weights, and the config decides what the weights compute. A save that was
+killed in between would pair two models, so the files are written to a folder of their own and moved into place at the
+end, the config last; while they are moved the config in place says so, and loads as a `CheckpointError`.
+
+transformers has no seam for this, nor one by which a part of a model could mark the config of the whole: importing
+the library therefore wraps `PreTrainedModel.save_pretrained`. Models that have nothing to do with this library are
+saved as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
+
+from . import hub
+from .errors import PatchError
+from .files import write_text
+
+PLAIN_SAVE = PreTrainedModel.save_pretrained
+SIGNATURE = inspect.signature(PLAIN_SAVE)
+
+
+@functools.wraps(PLAIN_SAVE)
+def save_pretrained(self: PreTrainedModel, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+    """Save a model so that it loads as what it computes; see transformers for the arguments.
+
+    Raises:
+        PatchError: the model is a part, with a config of its own, of one that is patched as a whole.
+    """
+    described, folder = describe_patches(self), Path(save_directory)
+    if (described is None and not is_marked(folder)) or folder.is_file():
+        return PLAIN_SAVE(self, save_directory, *args, **kwargs)
+    call = SIGNATURE.bind(self, save_directory, *args, **kwargs)
+    if call.arguments.get("push_to_hub"):
+        call.arguments.setdefault("kwargs", {}).setdefault("repo_id", folder.name)
+    with _marked(self.config, described):
+        if call.arguments.get("distributed_checkpoint"):  # written by many processes at once, to go on training
+            return PLAIN_SAVE(*call.args, **call.kwargs)
+        with _whole(folder, call.arguments.get("variant"), self.config) as aside:
+            call.arguments["save_directory"] = aside
+            PLAIN_SAVE(*call.args, **call.kwargs)
+
+
+def install() -> None:
+    """Have every transformers model be saved by `save_pretrained` of this module."""
+    PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]
+
+
+def describe_patches(model: PreTrainedModel) -> dict[str, Any] | None:
+    """Return what a config has to say of a model: the JSON form of its patch, or of its parts'; None if unpatched."""
+    from .patching import is_patched, patched_parts  # here, since patching marks configs, which are saved here
+
+    parts = {path: patch.config.to_dict() for path, (_, patch) in patched_parts(model).items()}
+    if parts:
+        return parts[""] if "" in parts else {hub.PARTS: parts}
+    if not is_patched(model):
+        return None
+    if not isinstance(model.config, hub.LinearizedConfigMixin):
+        raise PatchError(
+            f"{type(model).__name__} is part of a model that is patched as a whole, and its own config does not say"
+            " so; save the whole, or unpatch_model(whole), patch_model(part, ...) and save the part"
+        )
+    return model.config.hf_linattn
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether the folder has a checkpoint of this library."""
+    try:
+        text = (folder / CONFIG_NAME).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    return isinstance(data, dict) and data.get("model_type") == hub.MODEL_TYPE
+
+
+@contextmanager
+def _marked(config: Any, described: dict[str, Any] | None) -> Iterator[None]:
+    """Mark a config for a while, where it is not marked by its own patch."""
+    if described is None or isinstance(config, hub.LinearizedConfigMixin):
+        yield
+        return
+    before = vars(config).get(hub.MODEL_TYPE)  # such as EncoderDecoderConfig copies from the config of a part
+    hub.mark_config(config, described)
+    try:
+        yield
+    finally:
+        hub.unmark_config(config)
+        if before is not None:
+            config.hf_linattn = before
+
+
+@contextmanager
+def _whole(folder: Path, variant: str | None, config: Any) -> Iterator[Path]:
+    """Give a folder beside the old files to write to, and put what was written in their place if all went well."""
+    _clear(folder)
+    aside = folder / f".{os.getpid()}.{socket.gethostname()}.saving"
+    aside.mkdir(parents=True, exist_ok=True)
+    try:
+        yield aside
+        _put_in_place(aside, folder, variant, json.dumps(hub.unfinished(config), indent=2) + "\n")
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what saves of processes that were killed have left."""
+    for left in folder.glob(f".*.{socket.gethostname()}.saving"):
+        process = left.name.split(".")[1]
+        if Path("/proc").is_dir() and process.isdigit() and not Path("/proc", process).exists():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _put_in_place(aside: Path, folder: Path, variant: str | None, unfinished: str) -> None:
+    """Move files into place; where a config is among them, it comes last, and `unfinished` stands in for it."""
+    written = {path.relative_to(aside) for path in aside.rglob("*") if path.is_file()}
+    config = Path(CONFIG_NAME)
+    if config in written:
+        if (folder / config).exists():
+            os.replace(write_text(aside / "unfinished", unfinished), folder / config)
+        for old in folder.iterdir():
+            if _is_weights(old.name, variant) and Path(old.name) not in written:
+                old.unlink(missing_ok=True)
+    for path in sorted(written, key=lambda path: (path == config, path)):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(aside / path, folder / path)
+
+
+def _is_weights(name: str, variant: str | None) -> bool:
+    """Whether a file is one of the weights, or their index, that a save with this variant replaces."""
+    kind = "" if variant is None else re.escape(f".{variant}")
+    return bool(re.fullmatch(rf"model{kind}(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index{kind}\.json", name))
