@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from hf_linattn.training.arguments import Arguments, ModelArguments, tokens_per_
 from hf_linattn.training.block_transfer import BlockTransfer
 from hf_linattn.training.data import TrainingData
 from hf_linattn.training.distillation import Teacher, WindowDropout, add_adapters
-from hf_linattn.training.finetuning import validation_loss
+from hf_linattn.training.finetuning import rehearse, validation_loss
+from hf_linattn.training.finetuning_arguments import FinetuningArguments
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import FREE, model_digest, rows_digest, training_options
 from hf_linattn.training.task import Reader, Task, load_model, task_of
@@ -105,7 +106,54 @@ class Recipe:
         digests |= {f"{name}_digest": rows_digest(rows) for name, rows in read.items()}
         recipe = cls(arguments, tokenizer, splits, data, task, timed, long_data, digests)
         recipe.check_measurements()
+        recipe.rehearse(model)
         return recipe
+
+    def rehearse(self, model: PreTrainedModel) -> None:
+        """Set up the Trainer of every stage of training; `OptionError` if one does not take the options.
+
+        Args:
+            model: the converted model, of which nothing is asked afterwards.
+        """
+        options, distillation, training = self.arguments.recipe, self.arguments.distillation, self.arguments.training
+        search = self.steps(options.lr_search_tokens or 0)
+        if options.control_dir is None:
+            rates, steps = options.control_learning_rates or [], self.steps(options.max_train_tokens)
+            rehearse(
+                "control_training", lambda: model, self.data, training, learning_rate=rates[0], max_steps=steps,
+                search_steps=search if len(rates) > 1 else 0,
+            )  # fmt: skip
+        if distillation.transfer_tokens:
+            rehearse(
+                "transfer", lambda: self.transfer(model), self.data, self.transfer_training,
+                learning_rate=distillation.transfer_learning_rate, max_steps=self.steps(distillation.transfer_tokens),
+            )  # fmt: skip
+        rates, trainee = options.learning_rates or [], self.adapted
+        rehearse(
+            "recovered_training", lambda: trainee(model), self.data, training, learning_rate=rates[0],
+            max_steps=self.recovery_steps, search_steps=search if len(rates) > 1 else 0,
+        )  # fmt: skip
+        if self.long_data is not None:
+            rehearse(
+                "long_training", lambda: model, self.long_data, self.long_training, learning_rate=rates[0],
+                max_steps=self.steps(distillation.long_tokens),
+            )  # fmt: skip
+
+    @property
+    def transfer_training(self) -> FinetuningArguments:
+        """The options of attention transfer: nothing decays; no activations are kept from layer to layer anyway."""
+        training = self.arguments.training
+        names = ("gradient_checkpointing", "activation_checkpointing")  # newer transformers has the second name
+        changes: dict[str, Any] = {f.name: False for f in fields(training) if f.name in names}
+        return replace(training, weight_decay=0.0, **changes)
+
+    @property
+    def long_training(self) -> FinetuningArguments:
+        """The options of the stage of longer rows: as many tokens to a step."""
+        training, longer = self.arguments.training, self.arguments.distillation.long_block_size or 1
+        shorter = training.per_device_train_batch_size * self.arguments.data.block_size // longer
+        rows: dict[str, Any] = {"per_device_train_batch_size": max(1, shorter)}
+        return replace(training, **rows)
 
     def check_measurements(self) -> None:
         """Raise now what would otherwise come up after hours: too little text, a control that does not serve."""
