@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import difflib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_linattn.config import json_object, require, require_count
 from hf_linattn.errors import OptionError
 from hf_linattn.training.finetuning_arguments import FinetuningArguments
+from hf_linattn.training.flags import flags_of, refusing, unknown_option
+from hf_linattn.training.stage_options import check_stages
 
 YAML_SUFFIXES = (".yaml", ".yml")
 AUTO = "auto"  # value of `layers`
@@ -143,7 +141,7 @@ class RecipeArguments:
         metadata={"help": "Output folder of a run on the same tokens, whose control serves here too; empty: none."},
     )
     lr_search_tokens: int | None = field(
-        default=None, metadata={"help": "Tokens of each search run; default: 15 % of max_train_tokens."}
+        default=None, metadata={"help": "Tokens of each search run; default: 0.15 of max_train_tokens."}
     )
     kl_weight: float = field(
         default=0.0, metadata={"help": "Of the KL divergence from the original's predictions; control: none."}
@@ -168,6 +166,7 @@ class RecipeArguments:
     )
 
     def __post_init__(self) -> None:
+        self.searches_a_share = not self.lr_search_tokens  # messages speak of what was given
         self.lr_search_tokens = self.lr_search_tokens or int(0.15 * self.max_train_tokens)
         self.control_dir = self.control_dir or None  # a flag that takes back what a file says
         for name in ("learning_rates", "control_learning_rates"):
@@ -245,6 +244,8 @@ class DistillationArguments:
             require(name, given, given is None or given >= 1, "an integer >= 1, or absent")
         for name in ("lora_dropout", "window_dropout"):
             require(name, getattr(self, name), 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+        some = bool(self.transfer_output_weight or self.transfer_weights_weight)
+        require("transfer_output_weight", self.transfer_output_weight, some, "above 0 if transfer_weights_weight is 0")
         given, both = self.long_block_size, (self.long_block_size is None) == (not self.long_tokens)
         require("long_block_size", given, both, "given with long_tokens, and only so")
         if self.transfer_block_layers is not None:
@@ -287,17 +288,16 @@ def parse_arguments(argv: Sequence[str], kinds: Sequence[type] = FINETUNING) -> 
     known = {f.name for kind in kinds for f in dataclasses.fields(kind) if f.init}
     flags = list(argv)
     if flags and flags[0].endswith(YAML_SUFFIXES):
-        flags = _flags_of(Path(flags[0]), known) + flags[1:]
-    parser = HfArgumentParser(kinds, allow_abbrev=False, exit_on_error=False)  # type: ignore[arg-type]
-    try:
+        flags = flags_of(Path(flags[0]), known) + flags[1:]
+    parser = HfArgumentParser(kinds, allow_abbrev=False, exit_on_error=False, add_help=False)  # type: ignore[arg-type]
+    with refusing(flags):
         *parsed, unknown = parser.parse_args_into_dataclasses(
             flags, return_remaining_strings=True, look_for_args_file=False
         )
-    except argparse.ArgumentError as error:
-        raise OptionError(str(error)) from error
     if unknown:
-        raise _unknown_option(unknown[0], known)
+        raise unknown_option(unknown[0], known)
     arguments = Arguments(*parsed)
+    check_stages(arguments.training)
     _check_together(arguments)
     return arguments
 
@@ -322,19 +322,20 @@ def _check_together(arguments: Arguments) -> None:
     above = longer is None or longer > data.block_size
     require("long_block_size", longer, above, f"above block_size={data.block_size}")
     before = recipe.calibration_tokens + distillation.transfer_tokens + distillation.long_tokens
+    share = "max_train_tokens, of which the search takes 0.15,"
     wanted = {
         "max_train_tokens": recipe.max_train_tokens - before,
-        "lr_search_tokens": searched,
+        share if recipe.searches_a_share else "lr_search_tokens": searched,
         "transfer_tokens": distillation.transfer_tokens or None,
         "long_tokens": distillation.long_tokens or None,
     }
     for name, tokens in wanted.items():
         if tokens is not None and tokens < step:
-            shared = f" ({before} of the other stages are part of it)" if name == "max_train_tokens" else ""
+            shared = f" ({before} of the other stages are part of it)" if name == "max_train_tokens" and before else ""
             raise OptionError(
-                f"{name} leaves {tokens} tokens{shared if before else ''}, less than one step of {step} tokens"
+                f"{name} leaves {tokens} tokens{shared}, less than one step of {step} tokens"
                 f" (block_size={data.block_size} x global batch of {step // data.block_size}); raise it or lower"
-                " per_device_train_batch_size"
+                " block_size or per_device_train_batch_size"
             )
 
 
@@ -356,28 +357,3 @@ def options_table(kinds: Sequence[type] = FINETUNING) -> str:
                 f"| `--{option.name}` | {'' if shown is None else f'`{shown}`'} | {option.metadata['help']} |"
             )
     return "\n".join(lines)
-
-
-def _unknown_option(name: object, known: set[str]) -> OptionError:
-    """Name the nearest options; all of them would be a page."""
-    plain = str(name).lstrip("-").partition("=")[0].replace("-", "_")
-    nearest = difflib.get_close_matches(plain, known, n=3)
-    hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
-    return OptionError(f"unknown option {name!r}{hint} (--help lists them all)")
-
-
-def _flags_of(path: Path, known: set[str]) -> list[str]:
-    """Turn a YAML mapping into flags."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise OptionError(f"the configuration file {str(path)!r} cannot be read: {error}") from error
-    require(str(path), content, isinstance(content, Mapping), "a mapping of option names to values")
-    flags: list[str] = []
-    for name, value in content.items():
-        if name not in known:
-            raise _unknown_option(name, known)
-        if value is not None:
-            values = value if isinstance(value, list) else [value]
-            flags += [f"--{name}", *(json.dumps(v) if isinstance(v, Mapping) else str(v) for v in values)]
-    return flags

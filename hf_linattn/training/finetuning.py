@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,18 +18,25 @@ from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from hf_linattn import chunk_feed_forward, is_patched
-from hf_linattn.errors import CheckpointError, OptionError
+from hf_linattn import architecture, chunk_feed_forward, is_patched
+from hf_linattn.errors import CheckpointError, HfLinattnError, OptionError
+from hf_linattn.reading import one_line
 from hf_linattn.running import accepted, evaluation_mode
 from hf_linattn.training.checkpoints import has_ended, last_complete_checkpoint, read_state
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.distillation import Teacher
 from hf_linattn.training.finetuning_arguments import FinetuningArguments
+from hf_linattn.training.objective import Objective
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.task import load_model, task_of
 from hf_linattn.training.trainers import RecoveryTrainer
 
 logger = logging.getLogger(__name__)
+
+# at what: options of the loss of a language model and of its embeddings, which an objective of its own has not
+OF_TEXT = {"label_smoothing_factor": 0.0, "neftune_noise_alpha": None}
+# what Trainers, optimizers, schedules, adapters and data loaders raise for options that do not fit
+SETUP_ERRORS = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 
 
 class Trained(NamedTuple):
@@ -63,7 +71,7 @@ def fine_tune(
         the main process, if training sharded the model (FSDP, ZeRO-3), which then is of no more use; else None.
     """
     arguments = _stage_arguments(
-        training, folder, keep_checkpoints, learning_rate=learning_rate, max_steps=max_steps
+        model, training, folder, keep_checkpoints, learning_rate=learning_rate, max_steps=max_steps
     )
     config: Any = getattr(model, "config", None)
     use_cache = getattr(config, "use_cache", None)
@@ -114,12 +122,58 @@ def validation_loss(model: PreTrainedModel, data: TrainingData, batch_size: int)
     return total / count
 
 
+def rehearse(
+    stage: str,
+    make_model: Callable[[], nn.Module],
+    data: TrainingData,
+    training: FinetuningArguments,
+    *,
+    learning_rate: float,
+    max_steps: int,
+    search_steps: int = 0,
+) -> None:
+    """Set up the Trainers of a stage as `fine_tune` will, without a step, so that what they refuse is said before.
+
+    Args:
+        search_steps: of the runs that search for a learning rate; 0: there are none.
+
+    Raises:
+        OptionError: a Trainer, its data loader, optimizer or schedule cannot be made with these options.
+    """
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
+        try:
+            model = make_model()
+            for keep, steps in ((True, max_steps), (False, search_steps)):
+                if not steps:
+                    continue
+                arguments = _stage_arguments(
+                    model, training, Path(folder), keep, learning_rate=learning_rate, max_steps=steps, report_to="none"
+                )
+                trainer = RecoveryTrainer(model, arguments, data)
+                trainer.get_train_dataloader()
+                if arguments.neftune_noise_alpha is not None:
+                    architecture.root_model(model).get_input_embeddings()
+                if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):  # they make their own
+                    trainer.create_optimizer_and_scheduler(steps)
+        except HfLinattnError:
+            raise
+        except SETUP_ERRORS as error:
+            raise OptionError(
+                f"the stage {stage} cannot be set up with the options of this training:"
+                f" {type(error).__name__}: {one_line(error)}; change or leave out the option that this is about"
+            ) from error
+        finally:
+            unset_hf_deepspeed_config()
+
+
 def _stage_arguments(
-    training: FinetuningArguments, folder: Path, keep_checkpoints: bool, **changes: Any
+    model: nn.Module, training: FinetuningArguments, folder: Path, keep_checkpoints: bool, **changes: Any
 ) -> FinetuningArguments:
-    """Return the options of the run as one Trainer of it needs them."""
+    """Return the options of the run as one Trainer of it needs them; raises what transformers says of them."""
     if not keep_checkpoints:
         changes |= {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False}
+    if isinstance(model, Objective):
+        changes |= {name: value for name, value in OF_TEXT.items() if getattr(training, name) != value}
     changes |= {
         "output_dir": str(folder),
         "remove_unused_columns": False,  # position_ids must arrive, or packed documents see each other

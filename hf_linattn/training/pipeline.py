@@ -6,7 +6,7 @@ import logging
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,14 +101,11 @@ def transfer_stage(recipe: Recipe, run: RunDirectory, mechanisms: Path | None) -
     if run.finished("transfer") is None:
         logger.info("stage transfer: %d steps", recipe.steps(options.transfer_tokens))
         model = recipe.convert(mechanisms)
-        # no activations are kept from layer to layer anyway; newer transformers has a second name for it
-        names = ("gradient_checkpointing", "activation_checkpointing")
-        without_checkpointing: dict[str, Any] = {f.name: False for f in fields(training) if f.name in names}
         transfer = recipe.transfer(model)
         result, state = fine_tune(
             transfer,
             recipe.data,
-            replace(training, weight_decay=0.0, **without_checkpointing),
+            recipe.transfer_training,
             run.checkpoints("transfer"),
             learning_rate=options.transfer_learning_rate,
             max_steps=recipe.steps(options.transfer_tokens),
@@ -129,12 +126,10 @@ def transfer_stage(recipe: Recipe, run: RunDirectory, mechanisms: Path | None) -
 
 def long_stage(recipe: Recipe, run: RunDirectory, start: Path, learning_rate: float) -> dict[str, Any] | None:
     """Go on with the recovered model on longer rows, as many tokens to a step, if that was asked for."""
-    options, training, data = recipe.arguments.distillation, recipe.arguments.training, recipe.long_data
+    options, data = recipe.arguments.distillation, recipe.long_data
     if data is None:
         return None
-    shorter = training.per_device_train_batch_size * recipe.arguments.data.block_size // (options.long_block_size or 1)
-    rows: dict[str, Any] = {"per_device_train_batch_size": max(1, shorter)}
-    long_run = RunDirectory(run.path, replace(training, **rows))
+    long_run = RunDirectory(run.path, recipe.long_training)
     return recover(
         long_run, "long_training", lambda: recipe.adapted(recipe.load(start)), data, [learning_rate], 0,
         recipe.steps(options.long_tokens), run.path, recipe.teacher(inside=False), recipe.callbacks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,14 @@ from hf_linattn.training.arguments import Arguments, ModelArguments, tokens_per_
 from hf_linattn.training.block_transfer import BlockTransfer
 from hf_linattn.training.data import TrainingData
 from hf_linattn.training.distillation import Teacher, WindowDropout, add_adapters
-from hf_linattn.training.finetuning import validation_loss
+from hf_linattn.training.finetuning import rehearse, validation_loss
+from hf_linattn.training.finetuning_arguments import FinetuningArguments
 from hf_linattn.training.run_directory import RunDirectory
+from hf_linattn.training.same_run import FREE, model_digest, rows_digest, training_options
 from hf_linattn.training.task import Reader, Task, load_model, task_of
 from hf_linattn.training.transfer import AttentionTransfer, Transfer
 
 logger = logging.getLogger(__name__)
-
-# options of transformers.TrainingArguments that change the result: a run continues only with the same ones
-RESULT_OPTIONS = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "lr_scheduler_type", "warmup_steps",
-    "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim", "seed", "data_seed", "bf16",
-    "fp16", "load_best_model_at_end", "eval_steps", "early_stopping_patience",
-)  # fmt: skip
 
 # options that say nothing about the control: it may come from a run with others, however its learning rate was found
 CONVERSION_OPTIONS = (
@@ -62,6 +57,7 @@ class Recipe:
     task: Task
     speed_lengths: list[int]
     long_data: TrainingData | None = None
+    digests: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def prepare(cls, arguments: Arguments) -> Recipe:
@@ -72,6 +68,7 @@ class Recipe:
             raise OptionError(
                 f"model_name_or_path={model_options.model_name_or_path!r} is converted already; give the original"
             )
+        digests = {"model_digest": model_digest(model)}
         task = task_of(model)
         task.check(model, data_options, recipe_options)
         patch_model(model, **model_options.patch_arguments())
@@ -104,9 +101,59 @@ class Recipe:
                 long_data = task.rows(splits, Reader(tokenizer, long_options), model, distillation.long_tokens)
         timed = [n for n in sorted(set(recipe_options.speed_lengths)) if limit is None or n <= limit]
         timed = timed or [limit or data_options.block_size]
-        recipe = cls(arguments, tokenizer, splits, data, task, timed, long_data)
+        read = {"train": data.train, "validation": data.validation, "test": splits["test"]}
+        read |= {} if long_data is None else {"long": long_data.train}
+        digests |= {f"{name}_digest": rows_digest(rows) for name, rows in read.items()}
+        recipe = cls(arguments, tokenizer, splits, data, task, timed, long_data, digests)
         recipe.check_measurements()
+        recipe.rehearse(model)
         return recipe
+
+    def rehearse(self, model: PreTrainedModel) -> None:
+        """Set up the Trainer of every stage of training; `OptionError` if one does not take the options.
+
+        Args:
+            model: the converted model, of which nothing is asked afterwards.
+        """
+        options, distillation, training = self.arguments.recipe, self.arguments.distillation, self.arguments.training
+        search = self.steps(options.lr_search_tokens or 0)
+        if options.control_dir is None:
+            rates, steps = options.control_learning_rates or [], self.steps(options.max_train_tokens)
+            rehearse(
+                "control_training", lambda: model, self.data, training, learning_rate=rates[0], max_steps=steps,
+                search_steps=search if len(rates) > 1 else 0,
+            )  # fmt: skip
+        if distillation.transfer_tokens:
+            rehearse(
+                "transfer", lambda: self.transfer(model), self.data, self.transfer_training,
+                learning_rate=distillation.transfer_learning_rate, max_steps=self.steps(distillation.transfer_tokens),
+            )  # fmt: skip
+        rates, trainee = options.learning_rates or [], self.adapted
+        rehearse(
+            "recovered_training", lambda: trainee(model), self.data, training, learning_rate=rates[0],
+            max_steps=self.recovery_steps, search_steps=search if len(rates) > 1 else 0,
+        )  # fmt: skip
+        if self.long_data is not None:
+            rehearse(
+                "long_training", lambda: model, self.long_data, self.long_training, learning_rate=rates[0],
+                max_steps=self.steps(distillation.long_tokens),
+            )  # fmt: skip
+
+    @property
+    def transfer_training(self) -> FinetuningArguments:
+        """The options of attention transfer: nothing decays; no activations are kept from layer to layer anyway."""
+        training = self.arguments.training
+        names = ("gradient_checkpointing", "activation_checkpointing")  # newer transformers has the second name
+        changes: dict[str, Any] = {f.name: False for f in fields(training) if f.name in names}
+        return replace(training, weight_decay=0.0, **changes)
+
+    @property
+    def long_training(self) -> FinetuningArguments:
+        """The options of the stage of longer rows: as many tokens to a step."""
+        training, longer = self.arguments.training, self.arguments.distillation.long_block_size or 1
+        shorter = training.per_device_train_batch_size * self.arguments.data.block_size // longer
+        rows: dict[str, Any] = {"per_device_train_batch_size": max(1, shorter)}
+        return replace(training, **rows)
 
     def check_measurements(self) -> None:
         """Raise now what would otherwise come up after hours: too little text, a control that does not serve."""
@@ -116,11 +163,11 @@ class Recipe:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """What determines the result; chunks of the feed-forward only save memory."""
+        """What determines the result: all options but those in `FREE`, and the content of model and data."""
         model, data, recipe, training, distillation = self.arguments
         named = asdict(model) | asdict(data) | asdict(recipe) | asdict(distillation)
-        del named["overwrite_output_dir"], named["chunk_feed_forward"]
-        return named | {name: _plain(getattr(training, name)) for name in RESULT_OPTIONS}
+        named = {name: value for name, value in named.items() if name not in FREE}
+        return named | training_options(training) | self.digests
 
     @cached_property
     def lent_control(self) -> dict[str, Any]:
@@ -128,7 +175,7 @@ class Recipe:
         training, folder = self.arguments.training, self.arguments.recipe.control_dir
         if folder is None:
             return {}
-        ignored = {*CONVERSION_OPTIONS, *asdict(self.arguments.distillation)}
+        ignored = {*CONVERSION_OPTIONS, *asdict(self.arguments.distillation), "long_digest"}
         return RunDirectory(folder, training).lend(("control_training", "control"), self.options, ignored)
 
     def steps(self, tokens: int) -> int:
@@ -263,8 +310,3 @@ def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
     name = getattr(options, option)
     with reading(option, name, "it needs a tokenizer beside it; give another tokenizer_name"):
         return AutoTokenizer.from_pretrained(name)
-
-
-def _plain(value: Any) -> Any:
-    """Enumerations as their values."""
-    return getattr(value, "value", value)

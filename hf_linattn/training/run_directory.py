@@ -12,6 +12,7 @@ from typing import Any
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.files import write_text
 from hf_linattn.training.finetuning_arguments import FinetuningArguments
+from hf_linattn.training.same_run import DIGESTS, difference, told_difference
 
 logger = logging.getLogger(__name__)
 
@@ -99,13 +100,19 @@ class RunDirectory:
                     f"{str(self.path)!r} has not finished its stage {name}; run the recipe of that folder first, or"
                     " give another one"
                 )
-        theirs, own = json.loads(json.dumps(options)), own or {}
-        for option in sorted((theirs.keys() | own.keys()) - set(ignored)):
-            if theirs.get(option) != own.get(option):
-                raise OptionError(
-                    f"{str(self.path)!r} ran with {option}={own.get(option)!r}, this run has {theirs.get(option)!r}:"
-                    f" its {names[0]} does not compare; give another folder, or none"
-                )
+        theirs, own = (
+            {name: value for name, value in found.items() if name not in ignored}
+            for found in (json.loads(json.dumps(options)), own or {})
+        )
+        option = difference(own, theirs)
+        if option is not None:
+            if option in DIGESTS:
+                said = f"holds a run {told_difference(option, own, theirs)}"
+            else:
+                said = f"ran with {option}={own.get(option)!r}, this run has {theirs.get(option)!r}"
+            raise OptionError(
+                f"{str(self.path)!r} {said}: its {names[0]} does not compare; give another folder, or none"
+            )
         return results
 
     def checkpoints(self, name: str) -> Path:
@@ -132,9 +139,9 @@ class RunDirectory:
 
     def _check_options(self, started: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """Refuse to continue a run with other options than it was started with."""
-        for name in sorted(started.keys() | options.keys()):
-            if started.get(name) != options.get(name):
-                raise OptionError(
-                    f"output_dir={str(self.path)!r} holds a run with {name}={started.get(name)!r}, got"
-                    f" {options.get(name)!r}; give another output_dir, or --overwrite_output_dir"
-                )
+        name = difference(started, options)
+        if name is not None:
+            raise OptionError(
+                f"output_dir={str(self.path)!r} holds a run {told_difference(name, started, options)}; give another"
+                " output_dir, or --overwrite_output_dir"
+            )

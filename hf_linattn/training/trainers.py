@@ -8,8 +8,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import (
     Trainer,
@@ -33,7 +35,7 @@ class RecoveryTrainer(Trainer):
 
     With a `teacher` the training loss is ce_weight cross-entropy + kl_weight KL + hidden_weight hidden: every token
     then says what all layers should make of it, and not the predicted ones alone. The validation loss stays the
-    cross-entropy.
+    cross-entropy, and is not smoothed where `label_smoothing_factor` smooths that of training.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class RecoveryTrainer(Trainer):
         self.remove_callback(PrinterCallback)  # prints with a bare print where progress bars are off
         self.evaluation_collator = data.evaluation_collator
         self.teacher = teacher
+        self.label_smoother = None  # transformers' knows models by their names, and smooths the validation loss too
+        self.smoothing: float = args.label_smoothing_factor
         self.has_ended = False  # before it was resumed: there is no step left to take
         self._averages = False
         self.model_accepts_loss_kwargs: bool
@@ -92,29 +96,51 @@ class RecoveryTrainer(Trainer):
         labels, counted = inputs.get("labels"), num_items_in_batch if self.model_accepts_loss_kwargs else None
         if self.teacher is None or not model.training:
             loss, output = super().compute_loss(model, inputs, True, num_items_in_batch)
-            loss = self._weighted(loss, model, labels, counted)
+            loss = self._weighted(loss, output, model, labels, counted)
             return (loss, output) if return_outputs else loss
         inputs = {**inputs, "output_hidden_states": bool(self.teacher.hidden_weight)}
         example = self.teacher.example(model, inputs)  # first: switching adapters off and on disturbs gradients
         loss, output = super().compute_loss(model, inputs, True, num_items_in_batch)
-        loss = self._weighted(loss, model, labels, counted)
+        loss = self._weighted(loss, output, model, labels, counted)
         divergence, hidden = distillation_loss(
             output, example, inputs["labels"], self.teacher, task_of(model), counted, inputs.get("attention_mask")
         )
         if counted is not None:
             # as with the cross-entropy, the Trainer adds up what accumulated batches and averages what processes say
-            processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            divergence = divergence * processes
+            divergence = divergence * self._processes
             hidden = hidden / self.args.gradient_accumulation_steps
         authority = self.teacher.authority(self.state.global_step, self.state.max_steps)
         loss = self.teacher.ce_weight * loss + authority * (divergence + hidden)
         return (loss, output) if return_outputs else loss
 
-    def _weighted(self, loss: Tensor, model: nn.Module, labels: Tensor | None, counted: Tensor | int | None) -> Tensor:
-        """Turn the mean over a batch into its part of the mean over all batches of a step."""
-        if not self._averages or counted is None or labels is None:
+    @property
+    def _processes(self) -> int:
+        """By what a process multiplies a loss that is divided by the number of predictions in all of them."""
+        return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+
+    def _weighted(
+        self, loss: Tensor, output: Any, model: nn.Module, labels: Tensor | None, counted: Tensor | int | None
+    ) -> Tensor:
+        """Turn the mean over a batch into its part of the mean over all batches of a step, smoothed if asked for."""
+        if labels is None:
+            return loss
+        if self.smoothing and model.training:
+            return self._smoothed(output.logits, labels, model, counted)
+        if not self._averages or counted is None:
             return loss
         return loss * (task_of(model).predicted(labels) != IGNORED_LABEL).sum() / counted
+
+    def _smoothed(self, logits: Tensor, labels: Tensor, model: nn.Module, counted: Tensor | int | None) -> Tensor:
+        """Return the cross-entropy with labels that leave `label_smoothing_factor` to all classes alike."""
+        task = task_of(model)
+        logits, wanted = task.predicting(logits).flatten(0, -2), task.predicted(labels).flatten()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        total = cross_entropy(
+            logits, wanted, ignore_index=IGNORED_LABEL, label_smoothing=self.smoothing, reduction="sum"
+        )
+        if counted is None:
+            return total / (wanted != IGNORED_LABEL).sum()
+        return total / counted * self._processes
 
 
 class StopAtDivergence(TrainerCallback):

@@ -1,0 +1,66 @@
+"""The command line of a recipe: a YAML file as flags, options that are not known, values that transformers refuses."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import yaml
+
+from hf_linattn.config import require
+from hf_linattn.errors import HfLinattnError, OptionError
+from hf_linattn.reading import one_line
+
+
+@contextmanager
+def refusing(flags: Sequence[str]) -> Iterator[None]:
+    """Turn what argparse and transformers' TrainingArguments raise for these flags into `OptionError`, in one line.
+
+    Some of them say a value and not whose it is; the option is added.
+    """
+    try:
+        yield
+    except HfLinattnError:
+        raise
+    except argparse.ArgumentError as error:
+        raise OptionError(str(error)) from error
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        said = one_line(error)
+        given = [(flag[2:], value) for flag, value in pairwise(flags) if flag.startswith("--")]
+        if isinstance(error, json.JSONDecodeError):
+            named = [f"{name}={value}" for name, value in given if value == error.doc]
+        else:
+            said_of = [(name, value) for name, value in given if len(value) > 4 and value in said and name not in said]
+            named = [f"{name}={value}" for name, value in said_of]
+        source = f" ({', '.join(named)})" if named else ""
+        raise OptionError(f"the options of the training do not fit together: {said}{source}; change one") from error
+
+
+def unknown_option(name: object, known: set[str]) -> OptionError:
+    """Name the nearest options; all of them would be a page."""
+    plain = str(name).lstrip("-").partition("=")[0].replace("-", "_")
+    nearest = difflib.get_close_matches(plain, known, n=3)
+    hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
+    return OptionError(f"unknown option {name!r}{hint} (--help lists them all)")
+
+
+def flags_of(path: Path, known: set[str]) -> list[str]:
+    """Turn a YAML mapping into flags."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise OptionError(f"the configuration file {str(path)!r} cannot be read: {error}") from error
+    require(str(path), content, isinstance(content, Mapping), "a mapping of option names to values")
+    flags: list[str] = []
+    for name, value in content.items():
+        if name not in known:
+            raise unknown_option(name, known)
+        if value is not None:
+            values = value if isinstance(value, list) else [value]
+            flags += [f"--{name}", *(json.dumps(v) if isinstance(v, Mapping) else str(v) for v in values)]
+    return flags

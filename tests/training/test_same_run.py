@@ -1,0 +1,109 @@
+"""When two starts of a recipe are the same run: options of every kind, and the content of model and data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+
+from hf_linattn.errors import OptionError
+from hf_linattn.training.finetuning_arguments import FinetuningArguments
+from hf_linattn.training.run_directory import RunDirectory
+from hf_linattn.training.same_run import FREE, difference, model_digest, rows_digest, training_options
+from tests.models import make_model
+from tests.training.test_finetuning import make_training
+
+OTHERS = {
+    "lr_scheduler_kwargs": {"num_cycles": 3}, "label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0,
+    "optim_args": "foreach=False", "save_steps": 0.25, "optim": "sgd", "seed": 1, "adam_beta2": 0.5,
+    "gradient_accumulation_steps": 2, "max_grad_norm": 3.0, "load_best_model_at_end": False, "eval_steps": 0.0625,
+    "dataloader_drop_last": True, "full_determinism": True, "train_sampling_strategy": "sequential",
+    "early_stopping_patience": 3, "warmup_steps": 7, "weight_decay": 0.3, "per_device_eval_batch_size": 3,
+}  # fmt: skip
+MAY_DIFFER = {"logging_steps": 0.5, "report_to": "none", "save_total_limit": 4, "run_name": "x", "disable_tqdm": False}
+
+
+def test_every_option_of_a_training_is_compared_but_the_free_ones(tmp_path):
+    names = {f.name for f in dataclasses.fields(FinetuningArguments) if f.init}
+    recorded = training_options(make_training(tmp_path))
+    assert recorded.keys() == names - FREE | {"world_size", "train_batch_size"}
+    assert json.loads(json.dumps(recorded)) == recorded
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_run_is_not_continued_with_another_option(tmp_path, name):
+    started, now = (training_options(make_training(tmp_path, **options)) for options in ({}, {name: OTHERS[name]}))
+    assert difference(started, now) == name
+    RunDirectory(tmp_path, make_training(tmp_path)).open(started)
+    with pytest.raises(OptionError, match=f"holds a run with {name}=.*give another output_dir"):
+        RunDirectory(tmp_path, make_training(tmp_path)).open(now)
+
+
+@pytest.mark.parametrize("name", MAY_DIFFER)
+def test_a_run_is_continued_with_what_changes_no_number(tmp_path, name):
+    assert name in FREE
+    started, now = (training_options(make_training(tmp_path, **x)) for x in ({}, {name: MAY_DIFFER[name]}))
+    assert difference(started, now) is None
+
+
+def test_an_option_that_a_newer_version_added_counts_as_its_default(tmp_path):
+    now = training_options(make_training(tmp_path))
+    started = {name: value for name, value in now.items() if name not in ("label_smoothing_factor", "optim")}
+    assert difference(started, now) is None
+    assert difference(started, now | {"label_smoothing_factor": 0.1}) == "label_smoothing_factor"
+
+
+@pytest.mark.parametrize(
+    ("digest", "options", "message"),
+    [
+        ("train_digest", {"train_file": "a.txt"}, r"the training rows were others \(train_file='a.txt'\)"),
+        ("test_digest", {"dataset_name": "d"}, r"the test texts were others \(dataset_name='d'\)"),
+        ("model_digest", {"model_name_or_path": "m"}, r"the weights of the model were .*name_or_path='m'"),
+    ],
+)
+def test_other_content_is_refused_in_terms_of_the_options(tmp_path, digest, options, message):
+    run = RunDirectory(tmp_path, make_training(tmp_path))
+    run.open({**options, digest: "1"})
+    run.open({**options, digest: "1"})
+    with pytest.raises(OptionError, match=message):
+        run.open({**options, digest: "2"})
+    run.record("control", {})
+    with pytest.raises(OptionError, match=f"holds a run on other content: {message}.*does not compare"):
+        run.lend(["control"], {**options, digest: "2"}, ())
+    run.record("recipe", options)  # as a version before this one did
+    with pytest.raises(OptionError, match="did not record the content"):
+        run.open({**options, digest: "2"})
+
+
+COLUMNS = [
+    {"input_ids": [[1, 2], [3, 4]], "labels": [[1, -100], [3, 4]]},
+    {"input_ids": [[1, 2], [3, 5]], "labels": [[1, -100], [3, 4]]},
+    {"input_ids": [[3, 4], [1, 2]], "labels": [[3, 4], [1, -100]]},
+    {"input_ids": [[1, 2, 3], [4]], "labels": [0, 1]},
+    {"input_ids": [[1, 2], [3, 4]], "labels": [0, 1]},
+    {"text": ["ab", "c"]},
+    {"text": ["a", "bc"]},
+    {"text": ["ab", "c"], "label": ["x", "y"]},
+]
+
+
+def test_rows_have_the_same_digest_if_and_only_if_they_are_the_same():
+    digests = [rows_digest(Dataset.from_dict(columns)) for columns in COLUMNS]
+    assert len(set(digests)) == len(COLUMNS)
+    assert digests == [rows_digest(Dataset.from_dict(columns).with_format("torch")) for columns in COLUMNS]
+    twice = Dataset.from_dict({"text": ["ab", "c", "ab", "c"]})
+    assert rows_digest(twice.select([0, 3])) == digests[5], "however the rows came together"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_has_another_digest_after_any_change_of_a_weight(dtype):
+    model = make_model("gpt2").to(dtype)
+    before = model_digest(model)
+    assert before == model_digest(make_model("gpt2").to(dtype))
+    weight = next(reversed(list(model.parameters())))
+    with torch.no_grad():
+        weight.flatten()[-1] += 1
+    assert model_digest(model) != before

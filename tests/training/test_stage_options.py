@@ -1,0 +1,162 @@
+"""Options of transformers' TrainingArguments and the stages of a recipe: honoured, or refused before anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from datasets import DatasetDict
+from torch.nn.functional import log_softmax
+from transformers import TrainerCallback
+
+from hf_linattn import patch_model
+from hf_linattn.errors import OptionError
+from hf_linattn.training.arguments import DISTILLATION, DataArguments, parse_arguments
+from hf_linattn.training.distillation import Teacher, add_adapters
+from hf_linattn.training.finetuning import fine_tune, rehearse
+from hf_linattn.training.task import CLASSIFICATION, Reader, task_of
+from hf_linattn.training.trainers import RecoveryTrainer
+from hf_linattn.training.transfer import AttentionTransfer
+from tests.helpers import make_tokenizer
+from tests.models import SPINE, make_model
+from tests.training.test_finetuning import REQUIRED, make_data, make_training
+from tests.training.test_task import CLASSIFIER, classified, classifier
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--num_train_epochs 5", "num_train_epochs=5.0: the length of a run is given by .*; leave it out"),
+        ("--auto_find_batch_size True", "auto_find_batch_size=True: .* give per_device_train_batch_size"),
+        ("--enable_jit_checkpoint True", "enable_jit_checkpoint=True"),
+        ("--save_only_model True", "save_only_model=True"),
+        ("--ignore_data_skip True", "ignore_data_skip=True"),
+        ("--eval_on_start True", "eval_on_start=True"),
+        ("--label_names classes", "label_names="),
+        ("--greater_is_better True", "greater_is_better=True"),
+        ("--push_to_hub True", "push_to_hub=True: .* run hf-linattn push"),
+        ("--use_liger_kernel True", "use_liger_kernel=True"),
+        ("--metric_for_best_model accuracy", "metric_for_best_model must be 'loss'.*got 'accuracy'"),
+        ("--early_stopping_patience 0", "early_stopping_patience must be an integer >= 1, or absent, got 0"),
+        (
+            "--early_stopping_patience 2 --eval_strategy no --load_best_model_at_end False",
+            "early_stopping_patience must be absent where eval_strategy is 'no', got 2",
+        ),
+        ("--resume_from_checkpoint elsewhere", "resume_from_checkpoint must be 'True', the output_dir.*'elsewhere'"),
+        ("--report_to comet", "report_to='comet' is not known.* Known: .*wandb"),
+        ("--bf16 True --fp16 True", "fp16 and bf16"),
+        ("--eval_strategy no", "load_best_model_at_end requires the save and eval strategy to match"),
+        ("--lr_scheduler_type cosinus", r"lr_scheduler_type.*cosinus|cosinus.*lr_scheduler_type"),
+        ("--lr_scheduler_kwargs {", "lr_scheduler_kwargs"),
+        ("--transfer_output_weight 0 --transfer_weights_weight 0", "transfer_output_weight must be above 0"),
+        ("--max_train_tokens 4096 --learning_rates 1e-3 1e-2", "max_train_tokens, of which the search takes 0.15,"),
+        ("--lr_scheduler_kwargs abc", "lr_scheduler_kwargs must be JSON"),
+        ("--per_device_train_batch_size 0", "per_device_train_batch_size must be at least 1, got 0"),
+        ("--gradient_accumulation_steps 0", "gradient_accumulation_steps must be at least 1, got 0"),
+        ("--learning_rate nan", "learning_rate must be above 0 and finite"),
+        ("--label_smoothing_factor 1", "label_smoothing_factor must be at least 0 and below 1"),
+    ],
+)
+def test_what_no_stage_can_honour_is_refused_with_the_options(flags, message):
+    with pytest.raises(OptionError, match=message) as refused:
+        parse_arguments([*REQUIRED, "--use_cpu", "True", *flags.split()], DISTILLATION)
+    assert "\n" not in str(refused.value)
+
+
+def transfer():
+    return AttentionTransfer(patch_model(make_model("gpt2"), "hedgehog"))
+
+
+def adapted():
+    return add_adapters(patch_model(make_model("gpt2"), "hedgehog"), rank=2)
+
+
+STAGES = {"control": lambda: patch_model(make_model("gpt2"), "softmax"), "transfer": transfer, "recovered": adapted}
+FIT = [
+    {"label_smoothing_factor": 0.1}, {"neftune_noise_alpha": 5.0}, {"gradient_accumulation_steps": 2},
+    {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 3}}, {"optim": "sgd"},
+    {"early_stopping_patience": 1}, {"include_num_input_tokens_seen": "all"}, {"save_strategy": "best"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("options", FIT, ids=str)
+def test_an_option_that_is_accepted_trains_in_every_stage(tmp_path, stage, options):
+    training, data = make_training(tmp_path, **options), make_data(make_model("gpt2"))
+    try:
+        rehearse(stage, STAGES[stage], data, training, learning_rate=1e-3, max_steps=2, search_steps=2)
+        result, _ = fine_tune(STAGES[stage](), data, training, tmp_path, learning_rate=1e-3, max_steps=2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert result["steps"] == 2 and result["eval_loss"] is not None
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr_scheduler_kwargs": {"cycles": 3}}, "unexpected keyword argument 'cycles'"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "num_decay_steps"),
+        ({"optim": "galore_adamw"}, "[Gg]a[Ll]ore"),
+        ({"dataloader_persistent_workers": True}, "persistent_workers"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "eval"),  # the runs of the search do not evaluate
+    ],
+    ids=str,
+)
+def test_an_option_that_a_stage_would_die_of_is_found_without_a_step(tmp_path, stage, options, message):
+    training, data = make_training(tmp_path, **options), make_data(make_model("gpt2"))
+    state = torch.get_rng_state()
+    with pytest.raises(OptionError, match=f"the stage {stage} cannot be set up .*{message}"):
+        rehearse(stage, STAGES[stage], data, training, learning_rate=1e-3, max_steps=2, search_steps=2)
+    assert not list(tmp_path.iterdir()) and torch.equal(state, torch.get_rng_state())
+
+
+def test_adapters_that_find_no_module_are_refused_before_any_stage(tmp_path):
+    wrong = lambda: add_adapters(STAGES["control"](), rank=2, target_modules=["absent"])  # noqa: E731
+    with pytest.raises(OptionError, match=r"the stage recovered cannot be set up.*absent"):
+        rehearse("recovered", wrong, None, make_training(tmp_path), learning_rate=1e-3, max_steps=2)
+
+
+class Losses(TrainerCallback):
+    def __init__(self):
+        self.train, self.validation = [], []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.train += [logs["loss"]] if "loss" in logs else []
+        self.validation += [logs["eval_loss"]] if "eval_loss" in logs else []
+
+
+@pytest.mark.parametrize("taught", [False, True])
+@pytest.mark.parametrize("head", [None, CLASSIFIER])
+@pytest.mark.parametrize("name", SPINE)
+def test_smoothed_labels_change_the_training_loss_alone(tmp_path, name, head, taught):
+    """Compared with the sum over all classes in float64, over the accumulated batches of the first step."""
+    model = classifier(name, std=0.3) if head else make_model(name, std=0.3)
+    if head:
+        splits = DatasetDict({"train": classified(8), "validation": classified(8)})
+        data = CLASSIFICATION.rows(splits, Reader(make_tokenizer(), DataArguments(block_size=16)), model, 128)
+    else:
+        data = make_data(model)
+    data = replace(data, collator=data.evaluation_collator, train=data.train.select(range(8)))
+    patch_model(model, "linear")
+    batches = [data.collator([data.train[i] for i in (2 * j, 2 * j + 1)]) for j in range(4)]
+    wanted, task = [], task_of(model)
+    for batch in batches:
+        with torch.no_grad():
+            logits = task.predicting(model(**{k: v for k, v in batch.items() if k != "labels"}).logits).double()
+        labels = task.predicted(batch["labels"])
+        log = log_softmax(logits[labels != -100], -1)
+        right = labels[labels != -100]
+        wanted += (-0.7 * log.gather(-1, right[:, None])[:, 0] - 0.3 * log.mean(-1)).tolist()
+    training = make_training(
+        tmp_path, label_smoothing_factor=0.3, max_steps=1, learning_rate=0.0, per_device_train_batch_size=2,
+        gradient_accumulation_steps=4, logging_steps=1, eval_steps=1, remove_unused_columns=False,
+        train_sampling_strategy="sequential", save_strategy="no",
+    )  # fmt: skip
+    losses = Losses()
+    teacher = Teacher(patch_model(classifier(name) if head else make_model(name), "softmax")) if taught else None
+    RecoveryTrainer(model, training, data, teacher, [losses]).train()
+    assert losses.train == [pytest.approx(sum(wanted) / len(wanted), rel=1e-4)]
+    plain = replace(training, label_smoothing_factor=0.0)
+    assert losses.validation == [RecoveryTrainer(model, plain, data).evaluate()["eval_loss"]]
