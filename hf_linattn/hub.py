@@ -199,7 +199,8 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
             self.__class__ = base  # a loaded model and one patched in memory are the same thing
             patch_model(self, patch)
             if getattr(config, "quantization_config", None) is not None:  # of the call, or of the checkpoint
-                self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), NOT_QUANTISED}
+                kept = vars(self).get("_keep_in_fp32_modules") or ()  # which quantisers leave as they are, too
+                self._keep_in_fp32_modules = {*kept, NOT_QUANTISED}
 
         @classmethod
         def from_pretrained(

@@ -24,6 +24,7 @@ from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
 from .observation import AttentionCall
 from .ops.softmax import softmax_attention
+from .tensor_parallel import heads_apart, refuse_other_heads
 
 IMPLEMENTATION = "hf_linattn"  # the name of our attention and mask functions
 MECHANISM = "hf_linattn"  # the attribute of an attention module that holds its mechanism
@@ -265,6 +266,8 @@ def attention_forward(
             f"is_causal={causal} was asked of layer {mechanism.layer.index}, which was patched with"
             f" is_causal={mechanism.layer.causal}; unpatch the model, change it, and patch it again"
         )
+    if query.shape[1] != mechanism.layer.num_heads and not heads_apart(mechanism):
+        refuse_other_heads(mechanism, query.shape[1])
     query = _scaled(query, scaling, mechanism)
     sequence_ids = _sequence_ids(position_ids, cu_seq_lens_q, key_padding_mask, num_queries, num_keys)
     if layer is not None and not isinstance(mechanism, SoftmaxMechanism):
