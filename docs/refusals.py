@@ -36,6 +36,18 @@ REFUSALS: dict[str, Refusal] = {
         "the model would only look patched; found after the first evaluation forward",
         "leave the layer out with `layers=...`",
     ),
+    "shared heads": Refusal(
+        "tensor parallelism over the heads of a layer whose mechanism has parameters or choices for each head",
+        UnsupportedModelError,
+        "each process has some of the heads, and the mechanism those of all; found when patched, or loaded by a plan",
+        "one of the mechanisms that the message lists, or a plan that leaves attention whole",
+    ),
+    "no floating dtype": Refusal(
+        "a quantised model that nowhere says the floating dtype it computes in",
+        UnsupportedModelError,
+        "mechanisms keep their parameters and states in that dtype",
+        "set `model.config.dtype`",
+    ),
     "missing form": Refusal(
         "a mechanism without the causal or bidirectional form that a layer needs",
         UnsupportedModeError,

@@ -251,7 +251,8 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
             for path, patch in patches.items():
                 patch_model(find_part(self, path), patch)
             if getattr(config, "quantization_config", None) is not None:  # of the call, or of the checkpoint
-                self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), NOT_QUANTISED}
+                kept = vars(self).get("_keep_in_fp32_modules") or ()  # which quantisers leave as they are, too
+                self._keep_in_fp32_modules = {*kept, NOT_QUANTISED}
             if name:  # of what is patched by itself when it is loaded
                 rename_patched(self, name)
 

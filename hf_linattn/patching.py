@@ -19,6 +19,7 @@ from .config import LayerSpec, MechanismConfig, PatchConfig, make_config, requir
 from .errors import OptionError, PatchError
 from .feed_forward import FeedForward, find_feed_forwards
 from .mechanisms import MECHANISMS, AttentionLayer, Mechanism
+from .tensor_parallel import require_heads_apart
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Patch:
 
     def attach(self, mechanisms: Mapping[str, Mechanism], model: PreTrainedModel) -> None:
         """Put mechanisms, hooks and the attention implementation in place."""
+        require_heads_apart(model, self.attention, mechanisms)
         for path, module in self.attention.items():
             setattr(module, bridge.MECHANISM, mechanisms[path].train(module.training))
             self.handles.append(module.register_forward_pre_hook(bridge.attention_pre_hook, with_kwargs=True))
@@ -133,7 +135,7 @@ def patch_model(
         UnknownNameError: no such mechanism; the message has the nearest names.
         OptionError: no such option, a value out of range, a layer the model does not have.
         PatchError: the model is patched already.
-        UnsupportedModelError: its attention cannot be reached, or its feed-forward not be split; the message says why.
+        UnsupportedModelError: its attention cannot be reached, its feed-forward or heads not be split; it says why.
         UnsupportedModeError: the mechanism lacks the causal, bidirectional or cross form the model needs.
         After any of them the model is as it was.
 

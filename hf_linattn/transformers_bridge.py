@@ -27,6 +27,7 @@ from .module_calls import ModuleCall, begin_call, current_call, end_call
 from .observation import AttentionCall, observer_of
 from .ops.softmax import softmax_attention
 from .pinning import CHOICE, IMPLEMENTATION, refuse_paging, require_left_out
+from .tensor_parallel import heads_apart, refuse_other_heads
 
 MECHANISM = "hf_linattn"  # the attribute of an attention module that holds its mechanism
 RECORD = "_hf_linattn_layers"  # the attribute of a transformers model that holds its PatchedModel
@@ -282,6 +283,8 @@ def attention_forward(
             f"is_causal={causal} was asked of layer {mechanism.layer.index}, which was patched with"
             f" is_causal={mechanism.layer.causal}; unpatch the model, change it, and patch it again"
         )
+    if query.shape[1] != mechanism.layer.num_heads and not heads_apart(mechanism):
+        refuse_other_heads(mechanism, query.shape[1])
     query = _scaled(query, scaling, mechanism)
     sequence_ids = _sequence_ids(position_ids, cu_seq_lens_q, key_padding_mask, num_queries, num_keys)
     stateful = layer is not None and keeps_states(mechanism)

@@ -78,6 +78,20 @@ def idle_layer():
     logits_of(model, TOKENS)
 
 
+def shared_heads():
+    model = make_model("llama")
+    model._tp_size = 2  # as transformers leaves it
+    patch_model(model, "hedgehog")
+
+
+def no_floating_dtype():
+    model = make_model("llama")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float8_e4m3fn)
+    model.config.dtype = None
+    patch_model(model, "hedgehog")
+
+
 def other_direction():
     model = make_patched("gpt2")
     next(iter(self_attention_modules(model).values())).is_causal = False
@@ -107,6 +121,8 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "no attention": bloom_and_mamba,
     "position bias": t5,
     "idle layer": idle_layer,
+    "shared heads": shared_heads,
+    "no floating dtype": no_floating_dtype,
     "missing form": lambda: patch_model(make_model("bert"), causal_only()),
     "other direction": other_direction,
     "4-D mask": lambda: make_patched("gpt2")(TOKENS, attention_mask=torch.ones(1, 1, 5, 5)),

@@ -125,16 +125,16 @@ class Mechanism(nn.Module):
     Class attributes:
         config_class: dataclass of its options. modes: what it can do, of {"causal", "bidirectional", "cross"}.
         constant_state: whether its decoding state has a size that does not grow with the context.
-        subquadratic: whether its cost grows slower than N^2.
+        subquadratic: whether its cost grows slower than N^2. prepares: whether `prepare` fits anything.
         continuous: whether nearby inputs give nearby outputs; not where rounding may change which keys are chosen.
         averages: whether outputs are weighted means of values (and of zero, with a sink), never beyond their range.
-        prepares: whether `prepare` fits anything.
         growth: by how much its cost grows when 2,048 tokens become 4,096; 2 if it is linear.
         position_limit: how many tokens a sequence may have at most; None if it does not matter.
             An instance may say each of these seven for itself, and `takes_half`.
         takes_exact: whether `forward` takes the layer's own sliding window, soft cap and dropout as keywords.
         takes_half: whether it takes heads in half precision as they come; else they come in float32.
         takes_sink: whether it takes the layer's own learned sinks; an instance may say so for itself.
+        splits: whether some of the heads alone get what they get among all, but for parameters of each head.
         backends: which of `hf_linattn.backends` can work through its causal form.
         limit: how it relates to softmax attention; an instance may state its own. citation: the paper it comes from.
     """
@@ -151,6 +151,7 @@ class Mechanism(nn.Module):
     takes_exact: ClassVar[bool] = False
     takes_half: bool = False
     takes_sink: bool = False
+    splits: ClassVar[bool] = False
     backends: ClassVar[tuple[str, ...]] = ("auto", "torch")
     limit: ExactnessLimit = ExactnessLimit("none stated")
     citation: ClassVar[str] = ""
@@ -286,8 +287,7 @@ class Mechanism(nn.Module):
         return False
 
     def scores(self, pairs: Pairs) -> Tensor:
-        """Return [B, H, C, N] whose softmax over the allowed keys, beside `log_sink` if there is one, are the weights;
-        they may be anything elsewhere."""
+        """Return [B, H, C, N] whose softmax over the allowed keys, beside `log_sink`, are the weights, else any."""
         raise UnsupportedModeError(f"mechanism {self.config.mechanism!r} has no scores whose softmax are its weights")
 
     def log_sink(self, like: Tensor, given: Tensor | None = None) -> Tensor | None:

@@ -39,6 +39,7 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """
 
     takes_half = True
+    splits = True
     backends = ("auto", "torch", "triton")
     config: Any  # of the subclass's own config class
     config_class: ClassVar[type[SoftmaxTypeConfig]] = BlockSparseConfig

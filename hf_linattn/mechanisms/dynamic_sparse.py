@@ -54,6 +54,7 @@ class DynamicSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     config: Any  # of config_class
     config_class: ClassVar[type[MechanismConfig]] = DynamicSparseConfig
     constant_state = False
+    splits = True
     continuous = False
     growth = 3.7  # with blocks of 8 tokens the gates, N^2 / 8, cost most; with the default 64, 2.1
     limit = ExactnessLimit("num_blocks * block_size >= length", equal=lambda length: {"num_blocks": length})

@@ -155,6 +155,7 @@ class LinearMechanism(FeatureMapMechanism):
     limit = ExactnessLimit("attention with the kernel phi(q) . phi(k), computed naively", kernel=True)
     citation = "Katharopoulos et al. 2020, Transformers are RNNs, arXiv 2006.16236"
     takes_half = True
+    splits = True
     decays_by_distance: ClassVar[bool] = True  # or not at all: nothing but q, k and |i - j| makes a weight
 
     def __init__(self, config: KernelConfig, layer: AttentionLayer):

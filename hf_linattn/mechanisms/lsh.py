@@ -87,6 +87,7 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     rotations: Tensor
 
     config_class = LshConfig
+    splits = True
     continuous = False
     limit = ExactnessLimit(
         "softmax attention with one bucket and bucket_size >= n",

@@ -33,6 +33,7 @@ class RandomMechanism(BlockSparseMechanism):
 
     config_class = RandomConfig
     shifts = False
+    splits = False  # every head draws blocks of its own
     whole_blocks = True
     constant_state = False
     limit = ExactnessLimit("one block", equal=lambda length: {"block_size": length})

@@ -51,6 +51,7 @@ class RetentionMechanism(LinearMechanism):
     """
 
     modes = Mechanism.modes
+    splits = False  # every head has a rate of its own
     config_class = RetentionConfig
     limit = ExactnessLimit("attention with the kernel phi(q) . phi(k) gamma^|i - j|, computed naively", kernel=True)
     citation = "Sun et al. 2023, Retentive Network, arXiv 2307.08621"
