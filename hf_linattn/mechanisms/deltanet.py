@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ..ops.chunk_sums import unit_length
 from ..ops.delta_rule import delta_rule
+from ..ops.exponential import bounded
 from .base import AttentionLayer, ExactnessLimit, SequenceMechanism, register_mechanism
 from .gla import ForgetGate
 from .linear import FeatureMapConfig, FeatureMapMechanism
@@ -75,6 +76,7 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
     ) -> tuple[Tensor, DeltaState]:
         mask = None if lengths is None else torch.arange(key.shape[2], device=key.device) < lengths[:, None]
         query_map, key_map = self.maps
+        query, key = (bounded(x) if x.shape[2] > 1 else x for x in (query, key))  # no 0 * inf where a chunk is solved
         if state is None:
             state = DeltaState(value.new_zeros(*value.shape[:2], key_map.feature_dim, value.shape[3]))
         output, memory = delta_rule(
