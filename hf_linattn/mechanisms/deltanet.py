@@ -83,11 +83,11 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
             query, key, value, lambda x: unit_length(query_map(x).values), lambda x: unit_length(key_map(x).values),
             self._beta(key, mask), self.gate(key, mask) if self.config.gate else None, state.memory,
         )  # fmt: skip
-        return output * self.output_scale.to(output.dtype)[:, None, None], DeltaState(memory)
+        return output * bounded(self.output_scale.to(output.dtype))[:, None, None], DeltaState(memory)
 
     def _beta(self, key: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Return beta [B, Hkv, N], zero where masked."""
-        weight, bias = self.write_weight.to(key.dtype), self.write_bias.to(key.dtype)
+        weight, bias = (bounded(x.to(key.dtype)) for x in (self.write_weight, self.write_bias))
         beta = torch.sigmoid((key @ weight[..., None]).squeeze(-1) + bias[:, None])
         return beta if key_padding_mask is None else beta * key_padding_mask[:, None]
 

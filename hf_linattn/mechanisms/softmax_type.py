@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..config import MechanismConfig, require
 from ..errors import OptionError
+from ..ops.exponential import LARGEST, bounded
 from .base import AttentionLayer, Mechanism
 
 SINKS = ("one", "learned")
@@ -98,7 +99,7 @@ class SoftmaxTypeMechanism(SinkHolder):
     def log_sink(self, like: Tensor, given: Tensor | None = None) -> Tensor | None:
         given = self.held[0] if given is None else given
         if given is not None:
-            return given.to(like)
+            return given.to(like).clamp(-LARGEST, LARGEST)
         if self.config.sink == "learned":
-            return self.sink_logit.to(like)
+            return bounded(self.sink_logit.to(like))
         return like.new_zeros(self.layer.num_heads) if self.config.sink == "one" else None

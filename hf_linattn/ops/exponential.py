@@ -18,13 +18,20 @@ def fast_exp(x: Tensor) -> Tensor:
     return (x * LOG2_E).exp2_()
 
 
-def bounded(x: Tensor) -> Tensor:
-    """x within `LARGEST` of zero, for products to which `LOWEST` is added; what is not finite becomes NaN.
+def bounded(x: Tensor, least: float = -LARGEST, most: float = LARGEST) -> Tensor:
+    """x between two bounds, beyond which it has no gradient; what is not finite becomes NaN.
+
+    Of heads, for products to which `LOWEST` is added; of a trained number, for whatever finite value it has.
 
     >>> bounded(torch.tensor([2.0, -3e38, torch.inf]))
     tensor([ 2.0000e+00, -1.0000e+17,         nan])
     """
-    return torch.add(x.clamp(-LARGEST, LARGEST), x, alpha=0.0)
+    return torch.add(x.clamp(least, most), x, alpha=0.0)
+
+
+def positive(log: Tensor) -> Tensor:
+    """exp(log) of a trained rate or penalty, from 1e-13, which is none, to 8,103, by which e^-x is zero."""
+    return bounded(log, -30.0, 9.0).exp()
 
 
 def dense(x: Tensor) -> Tensor:
