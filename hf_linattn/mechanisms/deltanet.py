@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ..ops.chunk_sums import unit_length
 from ..ops.delta_rule import delta_rule
+from ..ops.exponential import bounded
 from .base import AttentionLayer, ExactnessLimit, register_mechanism
 from .gla import ForgetGate
 from .linear import FeatureMapConfig, FeatureMapMechanism
@@ -76,17 +77,18 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
     ) -> tuple[Tensor, DeltaState]:
         mask = None if lengths is None else torch.arange(key.shape[2], device=key.device) < lengths[:, None]
         query_map, key_map = self.maps
+        query, key = (bounded(x) if x.shape[2] > 1 else x for x in (query, key))  # no 0 * inf where a chunk is solved
         if state is None:
             state = DeltaState(value.new_zeros(*value.shape[:2], key_map.feature_dim, value.shape[3]))
         output, memory = delta_rule(
             query, key, value, lambda x: unit_length(query_map(x).values), lambda x: unit_length(key_map(x).values),
             self._beta(key, mask), self.gate(key, mask) if self.config.gate else None, state.memory,
         )  # fmt: skip
-        return output * self.output_scale.to(output.dtype)[:, None, None], DeltaState(memory)
+        return output * bounded(self.output_scale.to(output.dtype))[:, None, None], DeltaState(memory)
 
     def _beta(self, key: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Return beta [B, Hkv, N], zero where masked."""
-        weight, bias = self.write_weight.to(key.dtype), self.write_bias.to(key.dtype)
+        weight, bias = (bounded(x.to(key.dtype)) for x in (self.write_weight, self.write_bias))
         beta = torch.sigmoid((key @ weight[..., None]).squeeze(-1) + bias[:, None])
         return beta if key_padding_mask is None else beta * key_padding_mask[:, None]
 

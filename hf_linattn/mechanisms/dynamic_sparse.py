@@ -133,7 +133,7 @@ class DynamicSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             gates = gates.masked_fill(number > own, float("-inf"))
         gates = gates.masked_fill(number == own, float("inf"))
         best = gates.topk(min(self.config.num_blocks + 1, count), dim=-1)
-        return best.indices, best.values > float("-inf")
+        return best.indices, best.values != float("-inf")  # what is no number stays open, and shows
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         size, rank = self.config.block_size, naive.positions(allowed)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..config import require, require_known
 from ..ops import naive
+from ..ops.exponential import bounded
 from ..ops.mixed_blocks import MixedState, MixedWeights, causal_mixed_attention, mixed_attention
 from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
 from .hybrid import HybridConfig, HybridMechanism
@@ -91,9 +92,6 @@ class FlashMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             self.takes_sink = False
             self.limit = ExactnessLimit("attention with the weights it states, computed naively", kernel=True)
 
-    def _decay_rate(self, dtype: torch.dtype) -> Tensor | None:
-        return self.linear.log_decay_rate.to(dtype).exp() if self.linear.config.decay else None
-
     def _pair_weights(self, like: Tensor, call: CallOptions) -> MixedWeights:
         query_map, key_map = self.linear.maps
         return MixedWeights(
@@ -102,8 +100,8 @@ class FlashMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             query_map,
             key_map,
             self.log_mix.to(like.dtype),
-            self._decay_rate(like.dtype),
-            None if self.bias is None else self.bias.to(like.dtype),
+            self.linear.decay_rate(like),
+            None if self.bias is None else bounded(self.bias.to(like.dtype)),
             self.log_sink(like, call.sink),
         )
 
@@ -141,7 +139,7 @@ class FlashMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         features = query_map.exact(query.unflatten(1, (-1, groups))).flatten(1, 2)
         kernel = torch.einsum("bhif,bhjf->bhij", features, key_map.exact(key).repeat_interleave(groups, dim=1))
         kernel = kernel * self.log_mix.to(key.dtype).exp()[:, None, None]
-        rate = self._decay_rate(key.dtype)
+        rate = self.linear.decay_rate(key)
         if rate is not None:
             kernel = kernel * torch.exp(-rate.repeat_interleave(groups)[:, None, None] * (own - count).abs())
 

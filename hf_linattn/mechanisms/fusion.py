@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from ..config import require
 from ..errors import UnsupportedModeError, UnsupportedModelError
 from ..ops import naive
+from ..ops.exponential import bounded
 from ..ops.precision import widened
 from .base import MECHANISMS, PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
 from .composite import CompositeConfig, CompositeMechanism
@@ -122,7 +123,7 @@ class FusionMechanism(CompositeMechanism):
                 " the layer out with layers=..."
             )
         weight, bias, score, member_bias = (
-            x.to(like) for x in (self.pool_weight, self.pool_bias, self.pool_score, self.member_bias)
+            bounded(x.to(like)) for x in (self.pool_weight, self.pool_bias, self.pool_score, self.member_bias)
         )
         judged = [(F.relu(x @ weight.mT + bias[:, None]) @ score[..., None])[..., 0] for x in outputs]
         return torch.softmax(torch.stack(judged) + member_bias[:, None, :, None], dim=0)

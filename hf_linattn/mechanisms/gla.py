@@ -12,10 +12,12 @@ from torch.nn import functional as F
 
 from ..config import require
 from ..ops import naive
+from ..ops.exponential import bounded
 from .base import AttentionLayer, ExactnessLimit, Mechanism, Pairs, register_mechanism
 from .linear import FeatureMapConfig, KernelConfig, LinearMechanism
 
 INITIAL_DECAY = 2.0**-8
+SHUT = 1e4  # -log g of a gate that leaves nothing
 
 
 class ForgetGate(nn.Module):
@@ -28,8 +30,8 @@ class ForgetGate(nn.Module):
 
     def forward(self, key: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return log g [B, Hkv, N] of keys [B, Hkv, N, D], zero where masked."""
-        weight, bias = self.weight.to(key.dtype), self.bias.to(key.dtype)
-        log_gate = -F.softplus((key @ weight[..., None]).squeeze(-1) + bias[:, None])
+        weight, bias = (bounded(x.to(key.dtype)) for x in (self.weight, self.bias))
+        log_gate = -F.softplus((key @ weight[..., None]).squeeze(-1) + bias[:, None]).clamp(max=SHUT)
         return log_gate if key_padding_mask is None else log_gate * key_padding_mask[:, None]
 
 

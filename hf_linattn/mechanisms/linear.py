@@ -16,6 +16,7 @@ from ..ops import naive
 from ..ops.causal_linear import causal_linear_attention, linear_attention, read_state, sum_keys
 from ..ops.chunk_sums import LinearState
 from ..ops.distances import matching_decay_rate
+from ..ops.exponential import positive
 from ..ops.operations import operations_for
 from ..ops.precision import wide_number
 from .base import AttentionLayer, ExactnessLimit, Mechanism, Pairs, register_mechanism
@@ -238,7 +239,7 @@ class LinearMechanism(FeatureMapMechanism):
 
     def decay_rate(self, like: Tensor) -> Tensor | None:
         """Return r [Hkv] in the dtype and place of `like`; None without decay."""
-        return self.log_decay_rate.to(like).exp() if self.config.decay else None
+        return positive(self.log_decay_rate.to(like)) if self.config.decay else None
 
     def log_decay(self, key: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
         """Return the log decay of every token [B, Hkv, N], zero where masked; None without decay."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..feature_maps import FeatureMap
 from ..ops import naive
 from ..ops.chunk_sums import unit_length
+from ..ops.exponential import bounded, positive
 from ..ops.ridge import ridge_attention
 from .base import AttentionLayer, ExactnessLimit
 
@@ -48,7 +49,7 @@ class RidgeReading(nn.Module):
         sequence_ids: Tensor | None,
     ) -> Tensor:
         """Return o [B, H, N, Dv] for the mechanism's own output `average`."""
-        penalty = self.log_penalty.to(key).exp()
+        penalty = positive(self.log_penalty.to(key))
         read = ridge_attention(query, key, value, *maps, penalty, key_padding_mask, sequence_ids)
         return self._mix(average, read)
 
@@ -60,11 +61,11 @@ class RidgeReading(nn.Module):
         keys = unit_length(maps[1].exact(key))
         together = allowed & allowed.mT
         gram = keys @ keys.mT * together + torch.diag_embed(
-            self.log_penalty.to(key).exp()[:, None].expand(*key.shape[1:3])
+            positive(self.log_penalty.to(key))[:, None].expand(*key.shape[1:3])
         )
         alike = queries @ naive.repeat_heads(keys, queries).mT * allowed
         return self._mix(average, alike @ naive.repeat_heads(gram.inverse(), queries))
 
     def _mix(self, average: Tensor, read: Tensor) -> Tensor:
-        average_scale, ridge_scale = (x.to(read)[:, None, None] for x in (self.average_scale, self.ridge_scale))
-        return average_scale * average + ridge_scale * read
+        average_scale, ridge_scale = (bounded(x.to(read)) for x in (self.average_scale, self.ridge_scale))
+        return average_scale[:, None, None] * average + ridge_scale[:, None, None] * read

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..config import MechanismConfig, require
 from ..errors import OptionError
+from ..ops.exponential import LARGEST, bounded
 from .base import AttentionLayer, Mechanism
 
 SINKS = ("one", "learned")
@@ -57,7 +58,7 @@ class SoftmaxTypeMechanism(Mechanism):
 
     def log_sink(self, like: Tensor, given: Tensor | None = None) -> Tensor | None:
         if given is not None:
-            return given.to(like)
+            return given.to(like).clamp(-LARGEST, LARGEST)
         if self.config.sink == "learned":
-            return self.sink_logit.to(like)
+            return bounded(self.sink_logit.to(like))
         return like.new_zeros(self.layer.num_heads) if self.config.sink == "one" else None

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .block_softmax import BlockSoftmax, Keys, attend_blocks
-from .exponential import LOWEST
+from .exponential import LOWEST, bounded
 from .fused_attention import fused_attention
 from .native.block_softmax import NATIVE_BLOCKS
 from .precision import wide_number, widened
@@ -120,6 +120,7 @@ def block_sparse_attention(
     if causal or not count or not pattern.global_queries:
         return output
     rows, key, value = widened(query[:, :, :count], key, value)
+    rows, key = bounded(rows), bounded(key)
     bias = rows.new_zeros(1, 1, 1, length)
     if lengths is not None:
         behind = torch.arange(length, device=query.device) >= lengths[:, None, None, None]
@@ -173,7 +174,9 @@ def _attend_copies(query, key, value, pattern, parts: list[Part], scaling, causa
     """Return the output [B, H, N, Dv] of all parts, for whose queries the keys are brought together."""
     length, size = query.shape[2], parts[0].size
     missing = -length % size
-    padded = [F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous() for x in widened(query, key, value)]
+    query, key, value = widened(query, key, value)
+    heads = bounded(query), bounded(key), value
+    padded = [F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous() for x in heads]
     blocks = [x.unflatten(2, (-1, size)) for x in padded]
     sources = [Source(x) for x in blocks[1:]]
     outputs = []
@@ -327,6 +330,7 @@ def biased_attention(
 ) -> Tensor:
     """Return softmax attention with scores + bias [B or 1, H or 1, Nq or 1, Nk], which is `LOWEST` for hidden pairs.
 
+    Queries and keys are `bounded` where keys may be hidden that a caller cannot answer for, as those to come.
     A row without any other is zero; `empty_rows=False` promises that there is none.
     """
     width = value.shape[3]

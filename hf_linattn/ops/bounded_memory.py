@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .block_softmax import BlockSoftmax
-from .exponential import LOWEST
+from .exponential import LOWEST, bounded
 from .memory_blocks import Begun, Pooled, find_operation, whole_rows
 from .native.block_softmax import NATIVE_BLOCKS
 from .precision import wide, wide_dtype, widened
@@ -108,6 +108,7 @@ def bounded_memory_attention(
         output, pooled = whole_rows(blocks, query, tokens, sources, num_slots, block_size, scaling, sink)
     else:
         query, key, value = widened(query, key, value)
+        query, key = bounded(query), bounded(key)
         tokens, pooled = Summary(key, value, *writer(Source(key))), None
         output = _whole_rows(query, tokens, num_slots, block_size, scaling, sink)
     return output, _state_after(tokens, lengths, num_slots, block_size, pooled) if keep_state else None

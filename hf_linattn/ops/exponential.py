@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-LOWEST = -1e30  # below every log weight and far inside the range of float32
+LOWEST = -1e38  # below every score and log weight; twice that, and half as much again, is still a float32
+LARGEST = 1e17  # of operands whose products, added up over a head, are to stay far inside LOWEST
 LN_2 = math.log(2)
 LOG2_E = 1 / LN_2
 
@@ -15,6 +16,22 @@ LOG2_E = 1 / LN_2
 def fast_exp(x: Tensor) -> Tensor:
     """e^x, as fast where it vanishes as elsewhere; torch.exp then takes ten times as long."""
     return (x * LOG2_E).exp2_()
+
+
+def bounded(x: Tensor, least: float = -LARGEST, most: float = LARGEST) -> Tensor:
+    """x between two bounds, beyond which it has no gradient; what is not finite becomes NaN.
+
+    Of heads, for products to which `LOWEST` is added; of a trained number, for whatever finite value it has.
+
+    >>> bounded(torch.tensor([2.0, -3e38, torch.inf]))
+    tensor([ 2.0000e+00, -1.0000e+17,         nan])
+    """
+    return torch.add(x.clamp(least, most), x, alpha=0.0)
+
+
+def positive(log: Tensor) -> Tensor:
+    """exp(log) of a trained rate or penalty, from 1e-13, which is none, to 8,103, by which e^-x is zero."""
+    return bounded(log, -30.0, 9.0).exp()
 
 
 def dense(x: Tensor) -> Tensor:

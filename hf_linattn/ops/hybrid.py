@@ -206,10 +206,9 @@ def _remember(rows: _Rows, weights: HybridWeights, linear: Any) -> HybridState:
 
 
 def _band(like: Tensor, sinks: int, size: int, reach: int) -> Tensor:
-    """Return 0 where a query sees a key of [sinks, window] and LOWEST elsewhere, away from both ends: [C, S + K]."""
+    """Return where a query sees no key of [sinks, window], away from both ends: [C, S + K]."""
     other = torch.arange(size + reach, device=like.device)  # made where it is read: a copy would be waited for
-    band = F.pad((other < other[:size, None]) | (other > other[:size, None] + reach), (sinks, 0))
-    return like.new_zeros(band.shape).masked_fill(band, LOWEST)
+    return F.pad((other < other[:size, None]) | (other > other[:size, None] + reach), (sinks, 0))
 
 
 def _near(
@@ -227,7 +226,7 @@ def _near(
     # in powers of two, see fast_exp; in place, since every pass over the scores counts
     query = _chunked(_places(rows.query, first, last, 3), chunks) * (weights.scaling / LN_2)
     keys = seen(rows.key, rows.sink_key, rows.ring_key)
-    scores = (query.flatten(3, 4) @ keys.transpose(-1, -2)).unflatten(3, (-1, size)).add_(band)
+    scores = (query.flatten(3, 4) @ keys.transpose(-1, -2)).unflatten(3, (-1, size)).masked_fill_(band, LOWEST)
     whole = causal or (not rows.padded and last + right <= rows.key.whole.shape[2])
     if first - left < weights.num_sinks or not whole:
         scores.masked_fill_(_hidden_at_ends(rows, weights.num_sinks, first, (chunks, size), sides, causal), LOWEST)

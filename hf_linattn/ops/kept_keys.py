@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from .block_softmax import BlockSoftmax, attend_blocks
 from .block_sparse import Part, Pattern, add_log_weight, biased_attention, find_keys, is_weighted, make_parts
 from .bounded_memory import take
-from .exponential import LOWEST
+from .exponential import LOWEST, bounded
 from .native.block_softmax import NATIVE_BLOCKS
 from .precision import wide, widened
 from .sequences import first_of_block, read_in_turn
@@ -121,6 +121,8 @@ def _attend_block_by_block(
 ) -> tuple[Tensor, KeptKeys]:
     """Read on a block at a time: every row stands at a place of its own."""
     outputs, (query, key, value) = [], widened(query, key, value)
+    if query.shape[2] > 1:  # a single token has none to come
+        query, key = bounded(query), bounded(key)
     for start in range(0, query.shape[2], pattern.block_size):
         span = slice(start, start + pattern.block_size)
         new_key, new_value = key[:, :, span], value[:, :, span]

@@ -301,7 +301,7 @@ class _RunAttention(torch.autograd.Function):
 def _scores(query, scaling, queries, keys, visible) -> Tensor:
     """Return the scaled scores [t, TILE, width] in powers of two, see `fast_exp`; LOWEST where hidden."""
     scores = (pick(query, queries.clamp(max=len(query) - 1)) * (scaling / LN_2)) @ keys.mT
-    return scores.add_(visible, alpha=-LOWEST)
+    return scores.masked_fill_(visible.bool(), LOWEST)
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:

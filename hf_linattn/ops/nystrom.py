@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .bounded_memory import take
-from .exponential import LOWEST
+from .exponential import LOWEST, bounded
 from .source import Source
 from .summaries import Summary, find_runs, open_segments, segment_size
 
@@ -113,6 +113,7 @@ def causal_nystrom_attention(
         lengths: [B], real tokens of each row; None if all are. state: what was read before.
         keep_state: whether rows that begin need a state; None else.
     """
+    query, key = (bounded(x) if x.shape[2] > 1 else x for x in (query, key))  # a single token has none to come
     if state is not None:
         return _continue(query, key, value, rule, lengths, state)
     output = _whole_rows(query, key, value, rule)

@@ -14,6 +14,7 @@ from .fused_attention import fused_attention
 from .precision import wide, wide_dtype
 from .sink import softmax_beside
 
+FEW = 16  # keys among which PyTorch's kernel without a mask answers a query of NaN with zero
 QUERIES = 8192  # of all heads at a time: large enough for the products, small enough for the cache
 
 
@@ -73,6 +74,8 @@ def slot_attention(
     # the queries of a group stand together, beside their one set of slots
     rows = query.reshape(batch, slot_key.shape[1], -1, query.shape[3])
     if kernel:
+        if bias is None and slot_key.shape[2] < FEW:
+            bias = slot_key.new_zeros(1, 1, 1, slot_key.shape[2])
         output = fused_attention(rows, slot_key, slot_value, attn_mask=bias, scale=scaling)
         return output.reshape(batch, heads, length, -1)
     keys = slot_key.transpose(-1, -2) * scaling

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .exponential import bounded
 from .fused_attention import fused_attention
 from .naive import allowed_pairs
 from .sink import softmax_beside, with_sink_key
@@ -92,6 +93,8 @@ def masked_attention(
     if sink is not None:
         query, key, value = with_sink_key(query, key, value, sink, scaling)
         allowed = F.pad(allowed, (1, 0), value=True)
+    if query.shape[2] > 1:  # the kernels add to scores what hides a pair; a single token has none to come
+        query, key = bounded(query), bounded(key)
     some = allowed.any(-1, keepdim=True)  # the kernels differ on rows without a key: let those see all, then zero them
     output = fused_attention(
         query, key, value, attn_mask=allowed | ~some, scale=scaling, dropout_p=dropout, enable_gqa=True

@@ -56,8 +56,7 @@ static void read_keys(void *work, const struct keys *read)
     if (!p->parts)
         fetch_ahead(&s->next, PIECE / 2);
     const operand *key = read->shared ? &p->shared_key : &p->key, *value = read->shared ? &p->shared_value : &p->value;
-    const struct beginning begun = begin_scores(p, s->scores, read, w->rows);
-    const int adds = begun.shown != ALL_PLAIN;
+    const struct beginning begun = begin_scores(p, s->bias, read, w->rows);
     if (begun.seen.start >= begun.seen.end)
         return;
     if (p->parts) {
@@ -65,7 +64,7 @@ static void read_keys(void *work, const struct keys *read)
         if (!find_piece(&s->pieces, name_of(key, w->batch, w->head, read), &piece))
             put_piece(s, &piece, rows_for_tiles(p, key, w->batch, w->head, read, p->key_size, s->keys, s->rows),
                       rows_for_tiles(p, value, w->batch, w->head, read, p->value_size, s->values, s->value));
-        read_tiles(s, &begun.seen, &piece, adds, begun.bias);
+        read_tiles(s, &begun.seen, &piece, begun.shown, begun.bias);
         return;
     }
     struct rows keys = {s->rows, s->keys, FLOAT32}, values = {s->value, s->values, FLOAT32};
@@ -78,7 +77,7 @@ static void read_keys(void *work, const struct keys *read)
         values = (struct rows){row_of(value, w->batch, w->head, 0, read->at), value->token, FLOAT32};
     else
         pack(s->value, read->count, value, w->batch, w->head, 0, read->at, read->count, p->value_size, s->values);
-    read_piece(s, &begun.seen, keys, values, read->count, adds);
+    read_piece(s, &begun.seen, keys, values, read->count, begun.shown);
 }
 
 /* One query block of one head. */
@@ -94,9 +93,9 @@ static void read_block(struct scratch *s, const struct problem *p, int64_t batch
         for_keys(p, batch, head * p->groups + group, block, at, read_keys, &work);
         end_queries(s);
         for (int64_t i = 0; i < work.rows; i++) {
-            const float weight = s->weight[i], factor = weight > 0.0f ? 1.0f / weight : 0.0f;
+            const float weight = s->weight[i], factor = weight != 0.0f ? 1.0f / weight : 0.0f; /* of NaN, NaN */
             write_row(&p->out, batch, head, group, at + i, factor, s->out + i * s->values, p->value_size, large);
-            *place(&p->log, batch, head, group, at + i) = weight > 0.0f ? s->top[i] + logf(weight) : LOWEST;
+            *place(&p->log, batch, head, group, at + i) = weight != 0.0f ? s->top[i] + logf(weight) : LOWEST;
         }
     }
 }

@@ -55,22 +55,21 @@ for_keys(const struct problem *p, int64_t batch, int64_t query_head, int64_t blo
     }
 }
 
-/* How the scores of a piece begin: which pairs are seen, whether products are added to what is there, and the bias that
- * all of them have beside. */
+/* Which pairs of a piece are seen, whether their scores have a bias, and the one that all of them have beside. */
 struct beginning {
     struct seen seen;
     enum shown shown;
     float bias;
 };
 
-static inline struct beginning begin_scores(const struct problem *p, float *scores, const struct keys *keys,
+static inline struct beginning begin_scores(const struct problem *p, float *bias, const struct keys *keys,
                                             int64_t rows)
 {
     const int same = p->parts && keys->bias && !p->bias.token && is_same(keys->bias, keys->count);
     struct beginning found = {.shown = ALL_PLAIN, .bias = same ? *keys->bias : 0.0f};
     if (!same)
-        found.shown = show(scores, keys->bias, p->bias.token, rows, keys->count, keys->ahead);
-    found.seen = find_seen(scores, found.shown);
+        found.shown = show(bias, keys->bias, p->bias.token, rows, keys->count, keys->ahead);
+    found.seen = find_seen(bias, found.shown);
     return found;
 }
 

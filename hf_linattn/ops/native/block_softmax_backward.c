@@ -32,7 +32,7 @@ static void meet_tiles(struct work *w, const operand *key, const operand *value,
     if (!find_piece(&s->pieces, name_of(key, w->batch, w->head, met), &piece))
         put_pairs_piece(s, &piece, rows_for_tiles(p, key, w->batch, w->head, met, p->key_size, s->keys, s->key),
                         rows_for_tiles(p, value, w->batch, w->head, met, p->value_size, s->values, s->value));
-    read_pair_tiles(s, &piece, gradients, &begun->seen, begun->shown != ALL_PLAIN, begun->bias);
+    read_pair_tiles(s, &piece, gradients, &begun->seen, begun->shown, begun->bias);
 }
 
 static void read_keys(void *work, const struct keys *met)
@@ -45,7 +45,7 @@ static void read_keys(void *work, const struct keys *met)
     const operand *key = met->shared ? &p->shared_key : &p->key, *value = met->shared ? &p->shared_value : &p->value;
     const operand *d_key = met->shared ? &p->d_shared_key : &p->d_key;
     const operand *d_value = met->shared ? &p->d_shared_value : &p->d_value;
-    const struct beginning begun = begin_scores(p, s->weights, met, w->rows);
+    const struct beginning begun = begin_scores(p, s->bias, met, w->rows);
     if (begun.seen.start >= begun.seen.end)
         return;
     float *d_keys = place(d_key, w->batch, w->head, 0, met->at);

@@ -44,17 +44,17 @@ static void begin(struct work *w)
 static void read_rows(struct scratch *s, int64_t count)
 {
     const struct rows keys = {s->rows, s->keys, FLOAT32}, values = {s->value, s->values, FLOAT32};
-    const struct seen seen = find_seen(s->scores, SOME);
+    const struct seen seen = find_seen(s->bias, SOME);
     struct piece piece;
     if (seen.start >= seen.end)
         return;
     if (!s->factors.parts) {
-        read_piece(s, &seen, keys, values, count, 1);
+        read_piece(s, &seen, keys, values, count, SOME);
         return;
     }
     find_piece(&s->pieces, 0, &piece);
     put_piece(s, &piece, keys, values);
-    read_tiles(s, &seen, &piece, 1, 0.0f);
+    read_tiles(s, &seen, &piece, SOME, 0.0f);
 }
 
 static void read_runs(void *work, int64_t round, const int32_t *member, const int32_t *queries, int64_t rows)
@@ -82,7 +82,7 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
         }
         memset(s->rows + count * s->keys, 0, (PIECE - count) * s->keys * sizeof(float)); /* whole tiles are read */
         memset(s->value + count * s->values, 0, (PIECE - count) * s->values * sizeof(float));
-        hide_keys(s->scores, l, p, round, member, at, count);
+        hide_keys(s->bias, l, p, round, member, at, count);
         read_rows(s, count);
     }
     end_queries(s);
@@ -101,7 +101,7 @@ static void read_head(struct work *w, const struct problem *p)
     for_runs(&w->lists, p, w->sequence, w->group, read_runs, w);
     for (int64_t i = 0; i < p->length; i++) {
         float *out = place(&p->out, w->batch, w->head, w->group, i);
-        const float weight = w->lists.weight[i], factor = weight > 0.0f ? 1.0f / weight : 0.0f;
+        const float weight = w->lists.weight[i], factor = weight != 0.0f ? 1.0f / weight : 0.0f; /* of NaN, NaN */
         for (int64_t column = 0; column < p->value_size; column++)
             out[column] *= factor;
         if (!factor)

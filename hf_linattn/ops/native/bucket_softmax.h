@@ -88,9 +88,9 @@ static void note_runs(struct lists *l, const struct problem *p, int64_t round, c
     }
 }
 
-/* Begin the scores of the keys from `at` to `at` + `count` of a round's list, hiding from each query what it does not
+/* Find the bias of the keys from `at` to `at` + `count` of a round's list, which hides from each query what it does not
  * see or has seen in an earlier round. */
-static void hide_keys(float *scores, const struct lists *l, const struct problem *p, int64_t round,
+static void hide_keys(float *bias, const struct lists *l, const struct problem *p, int64_t round,
                       const int32_t *member, int64_t at, int64_t count)
 {
     for (int64_t j = 0; j < PIECE; j++)
@@ -105,7 +105,7 @@ static void hide_keys(float *scores, const struct lists *l, const struct problem
             }
             if (p->shared && j < count)
                 seen &= *(const mask_anywhere *)(l->queries + i) != member[at + j];
-            store(scores + j * PIECE + i, choose(seen, (lanes){0}, (lanes){0} + LOWEST));
+            store(bias + j * PIECE + i, choose(seen, (lanes){0}, (lanes){0} + LOWEST));
         }
 }
 

@@ -38,7 +38,7 @@ static void read_rows(struct pairs *s, const struct met *met, const struct seen 
     struct piece piece;
     find_piece(&s->pieces, 0, &piece);
     put_pairs_piece(s, &piece, (struct rows){s->key, s->keys, FLOAT32}, (struct rows){s->value, s->values, FLOAT32});
-    read_pair_tiles(s, &piece, met, seen, 1, 0.0f);
+    read_pair_tiles(s, &piece, met, seen, SOME, 0.0f);
 }
 
 static void read_runs(void *work, int64_t round, const int32_t *member, const int32_t *queries, int64_t rows)
@@ -68,8 +68,8 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
         }
         memset(s->key + count * s->keys, 0, (PIECE - count) * s->keys * sizeof(float)); /* whole tiles are read */
         memset(s->value + count * s->values, 0, (PIECE - count) * s->values * sizeof(float));
-        hide_keys(s->weights, l, p, round, member, at, count);
-        const struct seen seen = find_seen(s->weights, SOME);
+        hide_keys(s->bias, l, p, round, member, at, count);
+        const struct seen seen = find_seen(s->bias, SOME);
         if (seen.start >= seen.end)
             continue;
         const struct met met = meet_copies(s);

@@ -16,7 +16,7 @@
 #include <omp.h>
 #endif
 
-#define LOWEST -1e30f /* as in ops/exponential.py */
+#define LOWEST -1e38f /* as in ops/exponential.py */
 
 #if defined(__AVX512F__)
 #define LANES 16

@@ -13,6 +13,7 @@
 
 struct scratch {
     float *query, *rows, *value, *scores, *out; /* query: scaled, [key_size, PIECE]; rows: where a piece is no whole one */
+    float *bias;                                /* of the scores: what `show` made of a piece */
     float top[PIECE], weight[PIECE];            /* the weights e^(score - top) are summed up */
     int64_t key_size, keys, values;             /* keys, values: sizes, padded */
     struct factors factors;                     /* left: of the queries; right: of the weights */
@@ -33,6 +34,7 @@ static inline int64_t arrange(struct scratch *s, int64_t key_size, int64_t value
     s->rows = take(memory, &used, PIECE * s->keys);
     s->value = take(memory, &used, PIECE * s->values);
     s->scores = take(memory, &used, PIECE * PIECE);
+    s->bias = take(memory, &used, PIECE * PIECE);
     s->out = take(memory, &used, PIECE * s->values);
     s->factors = take_factors(memory, &used, PIECE * s->keys, PIECE * PIECE, parts);
     s->turned_out = parts ? take(memory, &used, PIECE * s->values) : NULL;
@@ -64,8 +66,8 @@ struct seen {
     int64_t first[GROUPS], last[GROUPS], start, end;
 };
 
-/* Which pairs of a piece are seen: some; all, with nothing added to their scores; all, with what these begin with. */
-enum shown { SOME, ALL_PLAIN, ALL_BEGUN };
+/* Which pairs of a piece are seen: some; all, with nothing added to their scores; all, with a bias. */
+enum shown { SOME, ALL_PLAIN, ALL_BIASED };
 
 /* Whether nothing is added to any score of PIECE queries and as many keys, as in the middle of a window. */
 static int is_zero(const float *bias, int64_t bias_step)
@@ -89,16 +91,16 @@ static inline int is_same(const float *bias, int64_t count)
     return count == PIECE && bias[0] > LOWEST / 2 && !any_of(others);
 }
 
-/* Begin the scores of `count` keys with the bias of each of `rows` queries, in rows of `bias_step` numbers, or one row
- * for all. Without a bias query i sees the first `ahead` + i + 1 of them. Where nothing is added it begins nothing. */
-static enum shown show(float *scores, const float *bias, int64_t bias_step, int64_t rows, int64_t count, int64_t ahead)
+/* Find what the scores of `count` keys get from the bias of each of `rows` queries, in rows of `bias_step` numbers, or
+ * one row for all. Without a bias query i sees the first `ahead` + i + 1 of them. Where all is zero nothing is written. */
+static enum shown show(float *shown, const float *bias, int64_t bias_step, int64_t rows, int64_t count, int64_t ahead)
 {
     if (!bias && count == PIECE && ahead >= PIECE - 1)
         return ALL_PLAIN;
     if (bias && bias_step && rows == PIECE && count == PIECE) {
         if (is_zero(bias, bias_step))
             return ALL_PLAIN;
-        turn(scores, PIECE, bias, bias_step, PIECE, PIECE);
+        turn(shown, PIECE, bias, bias_step, PIECE, PIECE);
         return SOME;
     }
     int all = bias && !bias_step;
@@ -106,19 +108,19 @@ static enum shown show(float *scores, const float *bias, int64_t bias_step, int6
         const float there = j >= count ? LOWEST : bias && !bias_step ? bias[j] : 0.0f;
         all = all && there > LOWEST / 2;
         for (int64_t i = 0; i < PIECE; i += LANES)
-            store(scores + j * PIECE + i, (lanes){0} + there);
+            store(shown + j * PIECE + i, (lanes){0} + there);
     }
     for (int64_t j = 0; !bias && j < count; j++) /* the first that sees it is query j - ahead */
         for (int64_t i = 0; i < smaller(j - ahead, PIECE); i++)
-            scores[j * PIECE + i] = LOWEST;
+            shown[j * PIECE + i] = LOWEST;
     for (int64_t j = 0; bias && bias_step && j < count; j++)
         for (int64_t i = 0; i < rows; i++)
-            scores[j * PIECE + i] = bias[i * bias_step + j];
-    return all ? ALL_BEGUN : SOME;
+            shown[j * PIECE + i] = bias[i * bias_step + j];
+    return all ? ALL_BIASED : SOME;
 }
 
-/* Find which keys are seen with the bias that scores begin with. */
-static struct seen find_seen(const float *scores, enum shown shown)
+/* Find which keys are seen with that bias. */
+static struct seen find_seen(const float *bias, enum shown shown)
 {
     const int all = shown != SOME;
     struct seen found = {.start = all ? 0 : PIECE, .end = all ? PIECE : 0};
@@ -128,9 +130,9 @@ static struct seen find_seen(const float *scores, enum shown shown)
     }
     for (int64_t group = 0; !all && group < GROUPS; group++)
         for (int64_t j = 0; j < PIECE; j += TILE_ROWS) {
-            lanes largest = load(scores + j * PIECE + group * LANES);
+            lanes largest = load(bias + j * PIECE + group * LANES);
             for (int64_t row = 1; row < TILE_ROWS; row++)
-                largest = larger_of(largest, load(scores + (j + row) * PIECE + group * LANES));
+                largest = larger_of(largest, load(bias + (j + row) * PIECE + group * LANES));
             if (max_of(largest) <= LOWEST / 2)
                 continue;
             found.first[group] = smaller(found.first[group], j);
@@ -170,18 +172,41 @@ static inline void scale_sums(struct scratch *s, int64_t group, lanes left, mask
         }
 }
 
+/* Scores beside their bias; a hidden pair has LOWEST, whatever its product came to. */
+static inline __attribute__((always_inline)) lanes beside_bias(lanes scores, lanes bias)
+{
+    return choose(bias > LOWEST / 2, scores + bias, (lanes){0} + LOWEST);
+}
+
+/* Find the largest scores of the keys from `start` to `end`, which get their bias first if they are `biased`. */
+static inline __attribute__((always_inline)) void
+find_tops(lanes *top, const struct scratch *s, int64_t start, int64_t end, int biased)
+{
+    for (int64_t j = start; j < end; j++)
+#pragma GCC unroll 8
+        for (int group = 0; group < GROUPS; group++) {
+            float *at = s->scores + j * PIECE + group * LANES;
+            lanes score = load(at);
+            if (biased) {
+                score = beside_bias(score, load(s->bias + j * PIECE + group * LANES));
+                store(at, score);
+            }
+            top[group] = larger_of(top[group], score);
+        }
+}
+
 /* See to it that the `top` of a query is at most ROOM below its largest score, of the keys from `start` to `end` that
- * all have a bias: where it was less, what was summed up before is brought down to the new one. */
-static inline void raise_tops(struct scratch *s, int64_t start, int64_t end, float bias)
+ * all have a bias beside their own ones: where it was less, what was summed up before is brought down to the new one. */
+static inline void raise_tops(struct scratch *s, int64_t start, int64_t end, enum shown shown, float bias)
 {
     lanes top[GROUPS];
 #pragma GCC unroll 8
     for (int group = 0; group < GROUPS; group++)
         top[group] = (lanes){0} + LOWEST;
-    for (int64_t j = start; j < end; j++)
-#pragma GCC unroll 8
-        for (int group = 0; group < GROUPS; group++)
-            top[group] = larger_of(top[group], load(s->scores + j * PIECE + group * LANES));
+    if (shown == ALL_PLAIN)
+        find_tops(top, s, start, end, 0);
+    else
+        find_tops(top, s, start, end, 1);
     for (int64_t group = 0; group < GROUPS; group++) {
         const lanes before = load(s->top + group * LANES);
         top[group] += bias;
@@ -197,9 +222,9 @@ static inline void raise_tops(struct scratch *s, int64_t start, int64_t end, flo
 }
 
 /* Scores become weights under the `top` of their query. */
-static inline void weigh(struct scratch *s, int64_t start, int64_t end)
+static inline void weigh(struct scratch *s, int64_t start, int64_t end, enum shown shown)
 {
-    raise_tops(s, start, end, 0.0f);
+    raise_tops(s, start, end, shown, 0.0f);
     lanes top[GROUPS], sum[GROUPS];
 #pragma GCC unroll 8
     for (int group = 0; group < GROUPS; group++) {
@@ -218,13 +243,13 @@ static inline void weigh(struct scratch *s, int64_t start, int64_t end)
         store(s->weight + group * LANES, sum[group]);
 }
 
-/* Take in keys, in whole tiles, and their values before `end`, with scores that begin as `show` left them. */
+/* Take in keys, in whole tiles, and their values before `end`, with the bias that `show` left. */
 static void read_piece(struct scratch *s, const struct seen *seen, struct rows keys, struct rows values, int64_t end,
-                       int adds)
+                       enum shown shown)
 {
     const float *value = values.data;
-    make_scores(s->scores, seen, keys.data, keys.row, s->query, s->key_size, adds);
-    weigh(s, seen->start, seen->end);
+    make_scores(s->scores, seen, keys.data, keys.row, s->query, s->key_size, 0);
+    weigh(s, seen->start, seen->end, shown);
     for (int64_t i = 0; i < PIECE; i += TILE_ROWS) {
         const int64_t first = seen->first[i / LANES], last = smaller(seen->last[i / LANES], end);
         for (int64_t column = 0; first < last && column < s->values; column += TILE_COLUMNS)
@@ -270,14 +295,15 @@ static void put_piece(const struct scratch *s, const struct piece *piece, struct
     put_turned_left((void *)piece->turned.data, values, s->values, PIECE, s->factors.parts);
 }
 
-/* Take in a piece that is there in tiles, with scores that begin as `show` left them, all with the same bias beside. */
-static void read_tiles(struct scratch *s, const struct seen *seen, const struct piece *piece, int adds, float bias)
+/* Take in a piece that is there in tiles, with the bias that `show` left, all with the same one beside. */
+static void read_tiles(struct scratch *s, const struct seen *seen, const struct piece *piece, enum shown shown,
+                       float bias)
 {
     const int64_t first = seen->start / BLOCK * BLOCK, keys = round_up(seen->end - first, BLOCK);
     float *scores = s->scores + first * PIECE;
-    multiply(scores, PIECE, without(piece->key, first, 0), s->queries, keys, PIECE, s->key_size, adds,
+    multiply(scores, PIECE, without(piece->key, first, 0), s->queries, keys, PIECE, s->key_size, 0,
              &s->next, FETCHED);
-    raise_tops(s, first, first + keys, bias);
+    raise_tops(s, first, first + keys, shown, bias);
     const struct tiles weights = put_weights(s, scores, keys, bias);
     multiply(s->turned_out, PIECE, without(piece->turned, 0, first), weights, s->values, PIECE, keys, 1,
              &s->next, FETCHED);

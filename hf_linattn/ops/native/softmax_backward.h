@@ -14,7 +14,7 @@
  * [keys, queries]. */
 struct pairs {
     float *query, *grad, *turned_query, *turned_grad, *d_query; /* the queries scaled; what their gradient adds up to */
-    float *key, *value, *weights, *slopes, *d_key, *d_value;
+    float *key, *value, *bias, *weights, *slopes, *d_key, *d_value; /* bias: of the scores, as in `scratch` */
     float log[PIECE], weight_grad[PIECE];
     int64_t key_size, value_size, keys, values;
     struct factors factors;                                      /* left: weights or slopes; right: slopes */
@@ -46,6 +46,7 @@ static int64_t arrange_pairs(struct pairs *w, int64_t key_size, int64_t value_si
         *of_keys[part] = take(memory, &used, PIECE * w->keys);
     for (int part = 0; part < 4; part++)
         *of_values[part] = take(memory, &used, PIECE * w->values);
+    w->bias = take(memory, &used, PIECE * PIECE);
     w->weights = take(memory, &used, PIECE * PIECE);
     w->slopes = take(memory, &used, PIECE * PIECE);
     w->factors = take_factors(memory, &used, 2 * PIECE * PIECE, PIECE * PIECE, parts);
@@ -98,29 +99,33 @@ static struct met meet_copies(struct pairs *w)
     return (struct met){w->key, w->value, w->d_key, w->d_value, w->keys, w->values};
 }
 
-/* Scores become weights, and what is there of their gradients becomes slopes. */
-static inline void weigh_pairs(struct pairs *w, const struct seen *seen)
+/* Scores, beside their bias if they are `biased`, become weights, and what is there of their gradients slopes. */
+static inline __attribute__((always_inline)) void weigh_pairs(struct pairs *w, const struct seen *seen, int biased)
 {
     for (int64_t j = seen->start; j < seen->end; j++)
 #pragma GCC unroll 8
         for (int64_t i = 0; i < PIECE; i += LANES) {
-            const lanes weight = exp_of(load(w->weights + j * PIECE + i) - load(w->log + i));
+            const lanes product = load(w->weights + j * PIECE + i);
+            const lanes score = biased ? beside_bias(product, load(w->bias + j * PIECE + i)) : product;
+            const lanes weight = exp_of(score - load(w->log + i));
             store(w->weights + j * PIECE + i, weight);
             store(w->slopes + j * PIECE + i, weight * (load(w->slopes + j * PIECE + i) - load(w->weight_grad + i)));
         }
 }
 
-/* Go through the pairs of `rows` queries with keys before `end`, with what weights begin with as scores do in
- * `read_piece`. */
+/* Go through the pairs of `rows` queries with keys before `end`, with a bias as in `read_piece`. */
 static void read_pairs(struct pairs *w, const struct met *met, const struct seen *seen, int64_t end, int64_t rows,
                        enum shown shown)
 {
-    const int adds = shown != ALL_PLAIN, some = shown == SOME;
+    const int some = shown == SOME;
     if (some)
         memset(w->slopes, 0, PIECE * PIECE * sizeof(float));
-    make_scores(w->weights, seen, met->key, w->keys, w->turned_query, w->key_size, adds);
+    make_scores(w->weights, seen, met->key, w->keys, w->turned_query, w->key_size, 0);
     make_scores(w->slopes, seen, met->value, w->values, w->turned_grad, w->value_size, some);
-    weigh_pairs(w, seen);
+    if (shown == ALL_PLAIN)
+        weigh_pairs(w, seen, 0);
+    else
+        weigh_pairs(w, seen, 1);
     for (int64_t j = seen->start; j < seen->end; j += TILE_ROWS) {
         for (int64_t column = 0; column < w->values; column += TILE_COLUMNS)
             add_tile(met->d_value + j * met->d_value_row + column, met->d_value_row, w->weights + j * PIECE, PIECE, 1,
@@ -153,7 +158,7 @@ struct pair_tiles {
 /* The same numbers of two rows, PAIRS apart, of `number` and the row behind it, in left tiles and a right one. */
 static inline WITH_TILES __attribute__((always_inline)) void
 put_weights_and_slopes(const struct pairs *w, const struct pair_tiles *made, const float *weights, const float *slopes,
-                       float bias, int64_t at, int64_t number, int64_t i, int parts)
+                       const float *own, float bias, int64_t at, int64_t number, int64_t i, int parts)
 {
     lanes weight[2][2], slope[2][2]; /* of two rows, and of two groups of queries */
 #pragma GCC unroll 2
@@ -161,7 +166,8 @@ put_weights_and_slopes(const struct pairs *w, const struct pair_tiles *made, con
 #pragma GCC unroll 2
         for (int64_t group = 0; group < 2; group++) {
             const int64_t place = (at + number + row * PAIRS) * PIECE + i + group * LANES, query = i + group * LANES;
-            const lanes score = load(weights + place) - (load(w->log + query) - bias);
+            const lanes product = load(weights + place), here = own ? beside_bias(product, load(own + place)) : product;
+            const lanes score = here - (load(w->log + query) - bias);
             weight[row][group] = parts == 3 ? exp_of(score) : rounded_exp_of(score);
             slope[row][group] = weight[row][group] * (load(slopes + place) - load(w->weight_grad + query));
         }
@@ -177,8 +183,9 @@ put_weights_and_slopes(const struct pairs *w, const struct pair_tiles *made, con
     }
 }
 
+/* own: the bias of each pair; NULL where there is none. */
 static WITH_TILES struct pair_tiles put_pair_tiles(const struct pairs *w, const float *weights, const float *slopes,
-                                                   float bias, int64_t keys)
+                                                   const float *own, float bias, int64_t keys)
 {
     const int64_t parts = w->factors.parts;
     const struct pair_tiles made = {
@@ -191,23 +198,24 @@ static WITH_TILES struct pair_tiles put_pair_tiles(const struct pairs *w, const 
 #pragma GCC unroll 2
             for (int64_t i = 0; i < PIECE; i += BLOCK)
                 if (parts == 3)
-                    put_weights_and_slopes(w, &made, weights, slopes, bias, at, number, i, 3);
+                    put_weights_and_slopes(w, &made, weights, slopes, own, bias, at, number, i, 3);
                 else
-                    put_weights_and_slopes(w, &made, weights, slopes, bias, at, number, i, 1);
+                    put_weights_and_slopes(w, &made, weights, slopes, own, bias, at, number, i, 1);
     return made;
 }
 
 /* `read_pairs` for a piece in tiles, all of whose pairs have the same bias beside. */
 static void read_pair_tiles(struct pairs *w, const struct piece *piece, const struct met *met, const struct seen *seen,
-                            int adds, float bias)
+                            enum shown shown, float bias)
 {
     const int64_t first = seen->start / BLOCK * BLOCK, keys = round_up(seen->end - first, BLOCK);
     float *weights = w->weights + first * PIECE, *slopes = w->slopes + first * PIECE;
-    multiply(weights, PIECE, without(piece->key, first, 0), w->turned_queries, keys, PIECE, w->key_size, adds, &w->met,
+    const float *own = shown == ALL_PLAIN ? NULL : w->bias + first * PIECE;
+    multiply(weights, PIECE, without(piece->key, first, 0), w->turned_queries, keys, PIECE, w->key_size, 0, &w->met,
              2 * FETCHED);
     multiply(slopes, PIECE, without(piece->value, first, 0), w->turned_grads, keys, PIECE, w->value_size, 0, &w->met,
              2 * FETCHED);
-    const struct pair_tiles made = put_pair_tiles(w, weights, slopes, bias, keys);
+    const struct pair_tiles made = put_pair_tiles(w, weights, slopes, own, bias, keys);
     multiply(met->d_value + first * met->d_value_row, met->d_value_row, made.weights, w->grads, keys, w->values, PIECE,
              1, &w->next, FETCHED);
     multiply(met->d_key + first * met->d_key_row, met->d_key_row, made.slopes, w->queries, keys, w->keys, PIECE, 1,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-1e30)  # `exponential.LOWEST`
+LOWEST = tl.constexpr(-1e38)  # `exponential.LOWEST`
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 ANYWHERE = tl.constexpr(0x7FFFFFFF)  # no place is behind it

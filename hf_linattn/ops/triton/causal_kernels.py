@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-HIDDEN = tl.constexpr(-1e30)  # `exponential.LOWEST`
+HIDDEN = tl.constexpr(-1e38)  # `exponential.LOWEST`
 ALIKE = tl.constexpr(16)  # columns, as few as a product may have
 
 

@@ -9,6 +9,7 @@ from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
 from hf_linattn.ops.block_softmax import Keys, continue_blocks
+from hf_linattn.ops.exponential import LOWEST
 from hf_linattn.ops.native.block_softmax import NATIVE_BLOCKS
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
@@ -51,7 +52,7 @@ def test_it_goes_on_from_what_was_read_before(variant):
     scores = query @ key[:, :, None].mT
     scores[:, :, 0, :, :first] = -torch.inf  # one head of each group sees nothing of them
     want = scores.softmax(-1) @ value[:, :, None]
-    log = scores[..., :first].logsumexp(-1).clamp(min=-1e30)
+    log = scores[..., :first].logsumexp(-1).clamp(min=LOWEST)
     before = (scores[..., :first] - log[..., None]).exp() @ value[:, :, None, :first]
     out, operands = before.float(), [x.float() for x in (query, key, value)]
     count = -(-LENGTH // 64)

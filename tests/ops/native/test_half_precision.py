@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.composite import CompositeMechanism
+from hf_linattn.ops.exponential import LOWEST
 from hf_linattn.ops.native import library
 from hf_linattn.ops.native.block_softmax import NATIVE_BLOCKS
 from tests.ops.block_softmax import check_what_was_read_before
@@ -119,7 +120,7 @@ def test_numbers_are_rounded_as_pytorch_rounds_them(variant, kind):
     value[0, 0, 6] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     value[0, 0, 7] = -torch.inf
     table, log = torch.zeros(1, 1, 1, dtype=torch.int64), torch.empty(1, 1, 1, 70)
-    bias = torch.full((1, 1, 1, 70, 70), -1e30).diagonal_scatter(torch.zeros(1, 1, 1, 70), dim1=3, dim2=4)
+    bias = torch.full((1, 1, 1, 70, 70), LOWEST).diagonal_scatter(torch.zeros(1, 1, 1, 70), dim1=3, dim2=4)
     for place in range(70):  # one query that sees one value, and nothing else in its products
         row, seen = value[:, :, place : place + 1].contiguous(), bias[..., :1, :1].contiguous()
         out, exact = torch.empty(1, 1, 1, 1, 21, dtype=kind), torch.empty(1, 1, 1, 1, 21)

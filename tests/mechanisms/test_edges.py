@@ -1,0 +1,136 @@
+"""Numbers at the edge of float32: huge keys to come, what is not finite, and trained numbers of any size."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_linattn import list_mechanisms
+from hf_linattn.backends import use_backend
+from hf_linattn.config import make_config
+from hf_linattn.mechanisms import MECHANISMS, AttentionLayer, Mechanism
+from tests.helpers import is_plain_pattern
+
+LENGTH, AT = 45, 25
+SMALL = {"block_size": 8, "window_size": 8, "bucket_size": 8, "num_buckets": 4, "num_features": 16}
+SMALL |= {"num_landmarks": 7, "num_slots": 7, "num_codes": 7}
+LEARNED = {"gate": True, "decay": "learned", "self_weight": "learned", "ridge": "learned", "sink": "learned"}
+FURTHER = {
+    "flash": [{"inside": "relu2"}, {"linear": "performer", "linear_options": {"decay": "learned"}}],
+    "fusion": [{}, {"members": {"local": {}, "linear": {"decay": "learned"}}}],
+    "gla": [{}],
+    "hybrid": [{"linear": "linear", "linear_options": {"decay": "learned"}}, {"window_scale": "maximum"}],
+    "synthesizer": [{}],
+}
+MATRICES = ("_map.", "projection", "kernel", "taps", "synthetic")  # as large as what they make
+both_backends = pytest.mark.parametrize("backend", ["auto", "torch"])
+
+
+def mechanisms_of(mode: str) -> list[str]:
+    """Return the mechanisms that have a form, plain patterns but for two: all of them take the same way."""
+    names = [name for name in list_mechanisms() if mode in MECHANISMS.get(name).modes]
+    return [name for name in names if not is_plain_pattern(name) or name in ("sinks", "random")]
+
+
+def make(name: str, causal: bool, backend: str = "auto", **options) -> Mechanism:
+    """Return a mechanism for two query heads and one key/value head of 16 numbers, with small blocks."""
+    layer = AttentionLayer(0, 2, 1, 16, causal, 0.25, torch.device("cpu"), torch.float32)
+    kind = MECHANISMS.get(name)
+    fields = {x.name for x in dataclasses.fields(kind.config_class)}
+    known = {field: size for field, size in SMALL.items() if field in fields}
+    made = kind(make_config(name, {**known, **options}), layer)
+    use_backend(made, backend)
+    return made.eval()
+
+
+def make_heads() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, heads, LENGTH, 16, generator=generator) for heads in (2, 1, 1)]
+
+
+def past_of(mechanism: Mechanism, heads: list[Tensor], ids: Tensor | None) -> list[Tensor]:
+    """Return the outputs before place AT and their gradients with respect to the heads there."""
+    heads = [x.clone().requires_grad_() for x in heads]
+    output = mechanism(*heads, None, ids)[0][:, :, :AT]
+    return [output.detach(), *(x[:, :, :AT] for x in torch.autograd.grad(output.sin().sum(), heads))]
+
+
+@both_backends
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", mechanisms_of("causal"))
+def test_no_key_to_come_changes_what_was_before_however_large(name, packed, backend):
+    mechanism, (query, key, value) = make(name, True, backend), make_heads()
+    ids = (torch.arange(LENGTH) >= 17).long().expand(2, -1) if packed else None
+    slopes = past_of(mechanism, [query, key, value], ids)
+    for dtype in (torch.float32, torch.bfloat16):
+        heads = [x.to(dtype) for x in (query, key, value)]
+        with torch.no_grad():
+            want = mechanism(*heads, None, ids)[0][:, :, :AT]
+        for size in (1e25, 1e30, 1e36, 3e38):
+            huge = heads[1].clone()
+            huge[:, :, AT] = huge[:, :, AT].sign() * size
+            huge[:, :, AT + 12] = -size
+            with torch.no_grad():
+                got = mechanism(heads[0], huge, heads[2], None, ids)[0][:, :, :AT]
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 2e-2)
+    huge = key.clone()
+    huge[:, :, AT] = huge[:, :, AT].sign() * 1e30
+    if name not in ("taylor", "learned_exp"):  # whose later outputs overflow, and so do their gradients
+        for got, want in zip(past_of(mechanism, [query, huge, value], ids), slopes, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@both_backends
+@pytest.mark.parametrize(
+    ("name", "causal"), [(x, c) for c in (True, False) for x in mechanisms_of("causal" if c else "bidirectional")]
+)
+def test_what_is_not_finite_shows_where_it_is_seen(name, causal, backend):
+    mechanism = make(name, causal, backend)
+    for part, number in itertools.product(range(3), (torch.nan, torch.inf)):
+        heads = make_heads()
+        heads[part][:, :, AT] = number
+        with torch.no_grad():
+            output = mechanism(*heads)[0]
+        assert not output[:, :, AT].isfinite().any(-1).any(), (part, number)
+        if part == 0 and (causal or name != "nystrom"):  # whose landmarks are of all queries
+            assert output[:, :, :AT].isfinite().all(), number
+
+
+def learned_of(name: str, causal: bool) -> list[dict]:
+    """Return the options that give a mechanism trained numbers."""
+    fields = {x.name for x in dataclasses.fields(MECHANISMS.get(name).config_class)}
+    all_of_it = {k: v for k, v in LEARNED.items() if k in fields and not (k == "ridge" and causal)}
+    return [all_of_it] * bool(all_of_it) + FURTHER.get(name, [])
+
+
+NUMBERS = [
+    (name, causal, options)
+    for causal in (True, False)
+    for name in mechanisms_of("causal" if causal else "bidirectional")
+    for options in learned_of(name, causal)
+]
+
+
+@both_backends
+@pytest.mark.parametrize(("name", "causal", "options"), NUMBERS)
+def test_a_trained_number_of_any_finite_size_gives_finite_outputs_and_gradients(name, causal, options, backend):
+    mechanism = make(name, causal, backend, **options)
+    numbers = {x: p for x, p in mechanism.named_parameters() if not any(matrix in x for matrix in MATRICES)}
+    for (parameter, number), size in itertools.product(numbers.items(), (-3e38, -96.0, 60.0, 88.0, 550.0, 3e38)):
+        before = number.detach().clone()
+        number.data.fill_(size)
+        heads = [x.requires_grad_() for x in make_heads()]
+        output, _ = mechanism(*heads)
+        gradients = torch.autograd.grad(output.sin().sum(), [*heads, number], allow_unused=True)
+        for x in (output, *(x for x in gradients if x is not None)):
+            assert x.isfinite().all(), (parameter, size)
+        if causal:
+            with torch.no_grad():
+                _, state = mechanism(*(x[:, :, :-1] for x in heads))
+                step, _ = mechanism(*(x[:, :, -1:] for x in heads), state=state)
+            assert step.isfinite().all(), (parameter, size)
+        number.data.copy_(before)
