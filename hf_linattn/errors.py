@@ -33,6 +33,10 @@ class UnsupportedModeError(HfLinattnError, ValueError):
     """A call that this mechanism, or any mechanism without an N x N matrix, cannot answer."""
 
 
+class OperandError(HfLinattnError, ValueError):
+    """Tensors of one call that fit neither each other nor the layer, or a decoding state of other rows."""
+
+
 class CheckpointError(HfLinattnError, ValueError):
     """A checkpoint that is damaged, foreign or made by a newer version."""
 
