@@ -24,6 +24,9 @@ from .rotation import Rotation, find_rotation
 # where attention modules and configs keep their sizes, most specific first
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIM = ("head_dim", "attention_head_size", "dim_head", "d_head")
+# the projections that make keys of whole heads, and of latent attention the queries, whose heads are as wide as keys
+KEY_PROJECTIONS = ("k_proj", "key", "k_lin")
+LATENT_QUERIES = ("q_b_proj", "q_proj")
 # models whose attention modules say is_causal=False, and which pass is_causal=True with every call
 CALLED_CAUSAL = (
     "CLIPTextModel", "CLIPSegTextModel", "MetaClip2TextModel", "OwlViTTextTransformer", "Owlv2TextTransformer",
@@ -181,12 +184,13 @@ def describe_layers(model: PreTrainedModel, attention: dict[str, nn.Module]) -> 
 def describe_layer(
     index: int, module: nn.Module, model: PreTrainedModel, rotation: Rotation | None = None
 ) -> AttentionLayer:
-    """Read a layer's sizes off its module, else off its config."""
+    """Read a layer's sizes off its module, else off its config; the widths of its heads off their projections."""
     config: Any = module.config
     num_heads = _first(module, config, NUM_HEADS)
-    head_dim = _first(module, config, HEAD_DIM) or config.hidden_size // num_heads
     groups = getattr(module, "num_key_value_groups", None)
     shared_heads = num_heads // groups if groups else _first(module, config, ("num_key_value_heads",))
+    head_dim, value_dim = _head_widths(module, num_heads, shared_heads or num_heads)
+    head_dim = head_dim or _first(module, config, HEAD_DIM) or config.hidden_size // num_heads
     scaling = getattr(module, "scaling", None)
     stored_on = _first_device(module, model)
     hook = getattr(module, "_hf_hook", None)  # accelerate's, when the weights are kept elsewhere between calls
@@ -201,9 +205,28 @@ def describe_layer(
         device=torch.device(device if device is not None else "meta"),
         dtype=floating_dtype(module, model),
         rotation=rotation,
-        value_dim=getattr(module, "v_head_dim", None),
+        value_dim=value_dim or getattr(module, "v_head_dim", None),
         has_sinks=getattr(module, "sinks", None) is not None,
     )
+
+
+def _head_widths(module: nn.Module, num_heads: int, shared_heads: int) -> tuple[int | None, int | None]:
+    """Return how wide the heads of keys and values are, as far as the projections say it.
+
+    In latent attention `head_dim` is that of the rotary part alone: keys have another part beside it, and values are
+    as wide as what the output projection takes.
+    """
+    if getattr(module, "kv_b_proj", None) is None:
+        return _width(module, KEY_PROJECTIONS, "out_features", shared_heads), None
+    taken = _width(module, OUTPUT_PROJECTIONS, "in_features", num_heads)
+    return _width(module, LATENT_QUERIES, "out_features", num_heads), taken
+
+
+def _width(module: nn.Module, names: tuple[str, ...], side: str, heads: int) -> int | None:
+    """Return the numbers of one head on one side of the first of these projections that there is."""
+    sizes = (getattr(getattr(module, name, None), side, None) for name in names)
+    size = next((size for size in sizes if isinstance(size, int)), None)
+    return size // heads if size and size % heads == 0 else None
 
 
 def floating_dtype(module: nn.Module, model: PreTrainedModel) -> torch.dtype:

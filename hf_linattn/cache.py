@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from .errors import UnsupportedModeError
+from .operands import check_rows
 
 
 class StateLayer(CacheLayerMixin):
@@ -60,6 +61,9 @@ class StateLayer(CacheLayerMixin):
                 " give it a cache of its own"
             )
         self.expected = False
+        for kept in (self.state, self.pending):
+            if kept is not None:
+                check_rows(kept, key_states.shape[0])
         self.is_initialized = True
         self._keep_none(key_states, value_states)
         self.seq_length += key_states.shape[-2]

@@ -37,6 +37,10 @@ class DerivativeError(HfLinattnError, RuntimeError):
     """A derivative of a gradient that was asked for from operations which have none."""
 
 
+class OperandError(HfLinattnError, ValueError):
+    """Tensors of one call that fit neither each other nor the layer, or a decoding state of other rows."""
+
+
 class CheckpointError(HfLinattnError, ValueError):
     """A checkpoint that is damaged, foreign or made by a newer version."""
 

@@ -13,6 +13,7 @@ BUILT_IN = {
     "PatchError": RuntimeError,
     "UnsupportedModelError": TypeError,
     "UnsupportedModeError": ValueError,
+    "OperandError": ValueError,
     "CheckpointError": ValueError,
     "DataError": ValueError,
     "DerivativeError": RuntimeError,

@@ -46,6 +46,7 @@ PATCHED_MISTAKES: dict[str, Callable[[Any], Any]] = {
     "attentions": lambda model: model(tokens(4), output_attentions=True),
     "4-D mask": lambda model: model(tokens(4), attention_mask=torch.ones(1, 1, 4, 4)),
     "too long": lambda model: model(tokens(100)),
+    "rows": lambda model: model(tokens(4).expand(4, 4), past_key_values=model(tokens(4)).past_key_values),
     "crop": lambda model: model(tokens(4), use_cache=True).past_key_values.crop(2),
 }
 MISTAKES: dict[str, Callable[[Any], Any]] = {

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..config import MechanismConfig
 from ..errors import UnsupportedModeError
 from ..offloading import loaded
+from ..operands import fitting
 from ..ops import naive
 from ..ops.operations import DEFAULT_BACKEND, NOTHING
 from ..ops.precision import admitted
@@ -128,9 +129,8 @@ class Mechanism(nn.Module):
         subquadratic: whether its cost grows slower than N^2. prepares: whether `prepare` fits anything.
         continuous: whether nearby inputs give nearby outputs; not where rounding may change which keys are chosen.
         averages: whether outputs are weighted means of values (and of zero, with a sink), never beyond their range.
-        growth: by how much its cost grows when 2,048 tokens become 4,096; 2 if it is linear.
-        position_limit: how many tokens a sequence may have at most; None if it does not matter.
-            An instance may say each of these seven for itself, and `takes_half`.
+        growth: what 4,096 tokens cost, as a multiple of 2,048.
+        position_limit: most tokens of a sequence, or None. An instance may say these seven, and `takes_half`, itself.
         takes_exact: whether `forward` takes the layer's own sliding window, soft cap and dropout as keywords.
         takes_half: whether it takes heads in half precision as they come; else they come in float32.
         takes_sink: whether it takes the layer's own learned sinks; an instance may say so for itself.
@@ -196,10 +196,11 @@ class Mechanism(nn.Module):
                 except in cross-attention, where each sees all keys; with a state, which has these, they are not read.
             key_padding_mask: [B, Nk], true for real keys; None if all are.
             sequence_ids: [B, Nk], equal inside a packed sequence; None if nothing is packed.
-            state: what an earlier call returned, if this one continues it.
+            state: what an earlier call returned, if this one continues it. `OperandError` where these do not fit.
             return_state: whether the state is of use; without it, what is returned in its place means nothing.
             sink: the layer's own learned sinks [H], where `takes_sink` says that these are read.
         """
+        key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
         self.count_call()
         call = self.call_options(return_state, sink)
         with loaded(self), torch.autocast(query.device.type, enabled=False):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..config import parse_indices, require
 from ..errors import OptionError
+from ..operands import fitting
 from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
 from .composite import CompositeConfig, CompositeMechanism
 
@@ -112,6 +113,7 @@ class ByHeadMechanism(CompositeMechanism):
         **exact: Any,
     ) -> tuple[Tensor, Any]:
         """As the base, which each member does for itself; `exact` as for softmax, whose heads keep the given dtype."""
+        key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
         self.count_call()
         shared = self.heads_of_members(query, key, value)
         call = self.call_options(return_state, sink)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..operands import fitting
 from ..ops import naive
 from ..ops.softmax import softmax_attention
 from .base import PLAIN, CallOptions, ExactnessLimit, Pairs, register_mechanism
@@ -65,6 +66,7 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
 
         In a patched model the cache holds keys and values instead of the state, unless this is part of `by_head`.
         """
+        key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
         self.count_call()
         real = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
         ids = None if sequence_ids is None else sequence_ids.expand_as(real)

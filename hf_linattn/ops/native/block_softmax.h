@@ -21,6 +21,15 @@ struct problem {
     float scaling;
 };
 
+/* Whether places in the blocks of the table can be counted; those of no block, or behind the last one, are no keys. */
+static inline int fits(const struct problem *p)
+{
+    int bad = 0;
+    for (int64_t i = 0; i < p->blocks * p->table_heads * p->width; i++)
+        bad |= p->table[i] < INT32_MIN || p->table[i] > INT32_MAX;
+    return !bad;
+}
+
 /* Whether a query begins with something of any weight. */
 static inline int has_before(const struct problem *p, int64_t batch, int64_t head, int64_t group, int64_t at)
 {

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..block_softmax import BlockSoftmax, count_flops, count_reverse_flops
 from .library import KINDS, Operand, call, operation, product_parts, suits
+from .operands import require, size_of
 
 OPERANDS = (
     "query", "key", "value", "out", "log", "before", "before_log", "shared_key", "shared_value",
@@ -42,6 +43,21 @@ def _run(
     function: str, operands: dict[str, Any], bias: Tensor | None, table: Tensor, first: int, size: int,
     scaling: float, begun: int, causal: bool,
 ) -> None:  # fmt: skip
+    for name, number, least in (("block_size", size, 1), ("first", first, 0), ("begun", begun, 0)):
+        require(function, name, number, least)
+    heads, groups, length = (size_of(operands["query"], dim) for dim in (1, 2, 3))
+    blocks, width, shared = size_of(table, 0), size_of(table, 2), size_of(operands["shared_key"], 2)
+    # a bias of what stands by itself, or of that and of the blocks
+    columns = shared if bias is not None and bias.shape[-1] == shared else shared + width * size
+    fixed = [("T", blocks), ("Q", heads * groups), ("C", size), ("K", columns), ("L", max(length - begun, 0))]
+    how = first, size, scaling, begun, causal
+    call(function, {**operands, "bias": bias, "table": table}, fixed, lambda: _describe(operands, bias, table, *how))
+
+
+def _describe(
+    operands: dict[str, Any], bias: Tensor | None, table: Tensor, first: int, size: int, scaling: float, begun: int,
+    causal: bool,
+) -> Problem:  # fmt: skip
     (blocks, table_heads, width), shown, columns = table.shape, Operand(), 0
     if bias is not None:
         steps = zip(bias.shape[:-1], bias.stride(), strict=False)
@@ -52,14 +68,13 @@ def _run(
     places = (
         first, blocks, size, table_heads, width, shared, columns, begun, causal, torch.get_num_threads(), parts
     )  # fmt: skip
-    problem = Problem(
+    return Problem(
         **{name: Operand.of(x, name in GROUPED, False) for name, x in operands.items()},
         bias=shown,
         table=table.data_ptr(),
         **dict(zip(SIZES + PLACES, (*operands["query"].shape, operands["value"].shape[3], *places), strict=True)),
         scaling=scaling,
     )
-    call(function, problem)
 
 
 @operation("out", "log")

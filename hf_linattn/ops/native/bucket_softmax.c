@@ -122,11 +122,13 @@ static void read_task(const void *problem, float *memory, int64_t task)
     end_tiles(p->parts);
 }
 
-/* Work through all key/value heads of a problem; returns 0, or 1 where there was no memory to work in. */
+/* Work through all key/value heads of a problem; returns 0, 1 where there was no memory to work in, or BAD_NUMBERS. */
 int bucket_softmax(const struct problem *p)
 {
     struct scratch s;
     struct lists l;
+    if (!fits(p))
+        return BAD_NUMBERS;
     const int64_t size = arrange(&s, p->key_size, p->value_size, p->parts, NULL) + arrange_lists(&l, p, NULL);
     return run_tasks(read_task, p, p->batches * p->heads, p->threads, size);
 }

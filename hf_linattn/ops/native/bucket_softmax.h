@@ -30,6 +30,21 @@ struct lists {
     int32_t *queries;              /* [PIECE]: which these are */
 };
 
+/* Whether all buckets are among those that there are. */
+static int are_buckets(const int32_t *numbers, int64_t count, int64_t buckets)
+{
+    int bad = 0;
+    for (int64_t i = 0; i < count; i++)
+        bad |= numbers[i] < 0 || numbers[i] >= buckets;
+    return !bad;
+}
+
+static int fits(const struct problem *p)
+{
+    const int64_t keys = p->rounds * p->batches * p->heads * p->length;
+    return are_buckets(p->query_bucket, keys * p->groups, p->buckets) && are_buckets(p->key_bucket, keys, p->buckets);
+}
+
 static int64_t arrange_lists(struct lists *l, const struct problem *p, float *memory)
 {
     const int64_t all = p->rounds * p->length;

@@ -12,10 +12,12 @@ from torch.utils.flop_counter import register_flop_formula
 from ..derivatives import first_order
 from .library import Operand, call, dense_rows, operation, product_parts
 from .memory import empty_output
+from .operands import require, size_of
 
 OPERANDS = ("query", "key", "value", "out", "log", "grad", "weight_grad", "d_query", "d_key", "d_value")
 GROUPED = ("query", "out", "log", "grad", "weight_grad", "d_query")
 POINTERS = ("query_bucket", "key_bucket", "member", "bounds")
+LISTS = ("of_query", "of_key", "member", "bounds")
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size")
 CHOICES = ("rounds", "buckets", "behind", "ahead", "shared", "threads", "parts")
 
@@ -50,16 +52,23 @@ class Buckets(NamedTuple):
 
 
 def _run(function: str, operands: dict[str, Tensor], buckets: Buckets, scaling: float) -> None:
+    require(function, "behind", buckets.behind, 0)
+    require(function, "ahead", buckets.ahead, 0)
+    lists = dict(zip(LISTS, buckets[:4], strict=True))
+    fixed = [("Q", size_of(operands["query"], 1) * size_of(operands["query"], 2))]
+    call(function, operands | lists, fixed, lambda: _describe(operands, buckets, scaling))
+
+
+def _describe(operands: dict[str, Tensor], buckets: Buckets, scaling: float) -> Problem:
     sizes = (*operands["query"].shape, operands["value"].shape[3])
     how = torch.get_num_threads(), product_parts(operands["query"], exact=False)
     places = (len(buckets.member), buckets.bounds.shape[-1] - 1, *buckets[4:], *how)
-    problem = Problem(
+    return Problem(
         **{name: Operand.of(x, name in GROUPED, False) for name, x in operands.items()},
         **{name: x.data_ptr() for name, x in zip(POINTERS, buckets[:4], strict=True)},
         **dict(zip(SIZES + CHOICES, (*sizes, *places), strict=True)),
         scaling=scaling,
     )
-    call(function, problem)
 
 
 @operation("out", "log", "member", "bounds")

@@ -188,10 +188,11 @@ static void load_features(float *to, struct scratch *s, const struct problem *p,
         return;
     }
     if (map->weight.data) {
+        const int64_t used = p->activation == SOFTMAX_PAIR ? p->key_size / 2 : p->key_size;
         pack(s->input, s->chunk, x, batch, head, group, at, count, p->input_size, s->inputs);
         for (int64_t row = 0; row < s->chunk && map->bias.data; row++) {
-            memcpy(to + row * s->keys, place(&map->bias, 0, head, group, 0), p->key_size * sizeof(float));
-            memset(to + row * s->keys + p->key_size, 0, (s->keys - p->key_size) * sizeof(float));
+            memcpy(to + row * s->keys, place(&map->bias, 0, head, group, 0), used * sizeof(float));
+            memset(to + row * s->keys + used, 0, (s->keys - used) * sizeof(float));
         }
         const int64_t columns = p->activation == SOFTMAX_PAIR ? round_up(p->key_size / 2, TILE_COLUMNS) : s->keys;
         const float *weight = place(&map->weight, 0, head, group, 0);

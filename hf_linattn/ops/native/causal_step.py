@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..causal_sums import log_weight
 from ..chunk_sums import LinearState
-from .causal_sums import OPERANDS, NativeMap, describe, map_operands
+from .causal_sums import OPERANDS, NativeMap, all_operands, describe, map_operands, sizes_of
 from .library import call, dense_rows, operation
 from .memory import empty_output
 
@@ -26,7 +26,9 @@ def causal_step(
     operands = (query, key, value, sums, log_scale, log_decay, None, factor, top)
     states, maps = (state, log_max, state_after, log_max_after), (query_weight, query_bias, key_weight, key_bias)
     named = dict(zip(OPERANDS, operands, strict=True))
-    call("causal_step", describe(named, states, maps, activation, quadratic, offset, strict=strict))
+    everything = all_operands(named, states, maps)
+    sizes, how = [*sizes_of(everything, activation), ("N", 1)], (activation, quadratic, offset)
+    call("causal_step", everything, sizes, lambda: describe(named, states, maps, *how, strict=strict))
 
 
 @register_flop_formula(torch.ops.hf_linattn.causal_step)

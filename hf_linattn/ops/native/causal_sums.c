@@ -144,9 +144,11 @@ static void read_task(const void *problem, float *memory, int64_t task)
     }
 }
 
-/* Work through all rows of a problem; returns 0, or 1 where there was no memory to work in. */
+/* Work through all rows of a problem; returns 0, 1 where there was no memory to work in, or BAD_NUMBERS. */
 int causal_sums(const struct problem *p)
 {
     struct scratch s;
+    if (!fits(p))
+        return BAD_NUMBERS;
     return run_tasks(read_task, p, p->batches * p->heads, p->threads, arrange(&s, p, NULL));
 }

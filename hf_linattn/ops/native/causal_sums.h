@@ -63,6 +63,19 @@ static inline int64_t first_of(const struct problem *p, int64_t row)
     return low;
 }
 
+/* Whether all sequences lie in rows that there are, row by row. */
+static inline int fits(const struct problem *p)
+{
+    for (int64_t number = 0; number < p->sequences && p->packed; number++) {
+        const struct sequence one = p->packed[number];
+        const int64_t before = number ? p->packed[number - 1].row : 0;
+        if (one.row < before || one.row >= p->batches || one.start < 0 || one.length < 0 || one.start > p->length
+            || one.length > p->length - one.start)
+            return 0;
+    }
+    return 1;
+}
+
 /* Let an operand begin at a token. */
 static inline void begin_at(operand *x, int64_t start)
 {

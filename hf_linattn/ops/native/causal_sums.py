@@ -21,8 +21,10 @@ from ..chunk_sums import LEAST_WEIGHT
 from ..exponential import LOWEST
 from ..sequences import Packed
 from .library import KINDS, Operand, call, operation, product_parts, suits
+from .operands import require, size_of
 
 ACTIVATIONS = ("given", "elu", "relu", "exponential", "softmax_pair")  # `enum activation` of causal_sums.h
+PAIR = ACTIVATIONS.index("softmax_pair")
 COLUMNS = 32  # a multiple of the width of any tile
 
 
@@ -171,6 +173,40 @@ def describe(
     )
 
 
+MAPPED = ("query_weight", "query_bias", "key_weight", "key_bias")
+
+
+def all_operands(
+    named: dict[str, Any], states: tuple[Tensor | None, ...], maps: tuple[Tensor | None, ...],
+    packed: Tensor | None = None, checkpoints: Tensor | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Name the operands of `describe` as `operands.FORMS` does."""
+    rest = dict(zip(STATES, states, strict=True)) | dict(zip(MAPPED, maps, strict=True))
+    return named | rest | {"packed": packed, "checkpoints": checkpoints}
+
+
+def sizes_of(
+    operands: dict[str, Any], activation: int, normalise: bool = True, bidirectional: bool = False
+) -> list[tuple[str, int]]:
+    """Return the sizes that follow from each other, by their names in `operands.FORMS`.
+
+    Raises:
+        OperandError: there is no such activation, or it makes two features of each column and these are odd.
+    """
+    query, packed = operands["query"], operands["packed"]
+    require("causal_sums", "activation", activation, 0, len(ACTIVATIONS))
+    features, width = size_of(operands["state_after"], 2), size_of(operands["value"], 3) + normalise
+    columns = features // 2 if activation == PAIR else features
+    rows, length = size_of(query, 0), size_of(query, 3)
+    sequences = rows if packed is None else size_of(packed, 0)
+    places = rows * -(-length // SEGMENT) + sequences
+    keys, values = (-(-size // COLUMNS) * COLUMNS for size in (features, width - normalise))
+    sizes = [("K", columns * 2 if activation == PAIR else features), ("W", width), ("M", columns)]
+    sizes += [("P", -(-columns // COLUMNS) * COLUMNS), ("X", places), ("Y", keys * (values + 1) + 1), ("B", rows)]
+    sizes.append(("S", sequences if bidirectional else rows))
+    return sizes if operands["query_weight"] is not None else [*sizes, ("D", columns)]
+
+
 def make_checkpoints(query: Tensor, num_features: int, value_size: int, packed: Tensor | None) -> Tensor:
     """Return memory for the states before every `SEGMENT` tokens of each sequence, where a backward pass goes on.
 
@@ -213,8 +249,10 @@ def causal_sums(
     named = dict(zip(OPERANDS, operands, strict=True))
     settings: dict[str, Any] = {"normalise": normalise, "reverse": reverse, "bidirectional": bidirectional}
     settings |= {"packed": packed, "checkpoints": checkpoints}
-    problem = describe(named, states, maps, activation, quadratic, offset, **settings)
-    call("causal_sums", problem)
+    everything = all_operands(named, states, maps, packed, checkpoints)
+    sizes = sizes_of(everything, activation, normalise, bidirectional)
+    how = activation, quadratic, offset
+    call("causal_sums", everything, sizes, lambda: describe(named, states, maps, *how, **settings))
 
 
 def packed_rows(sequence_ids: Tensor) -> tuple[Any, ...]:

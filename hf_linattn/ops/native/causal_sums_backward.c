@@ -344,10 +344,12 @@ static void read_task(const void *problem, float *memory, int64_t task)
     write_map(&w, f, &w.maps[f->groups], p->d_key_weight, p->d_key_bias, task);
 }
 
-/* Work through all rows; returns 0, or 1 where there was no memory to work in. */
+/* Work through all rows; returns 0, 1 where there was no memory to work in, or BAD_NUMBERS. */
 int causal_sums_backward(const struct backward *p)
 {
     struct work w;
+    if (!fits(&p->forward))
+        return BAD_NUMBERS;
     return run_tasks(read_task, p, p->forward.batches * p->forward.heads, p->forward.threads,
                      arrange_all(&w, p, NULL));
 }

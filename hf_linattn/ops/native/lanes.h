@@ -225,6 +225,8 @@ static inline void *take(float *memory, int64_t *used, int64_t count)
     return memory ? memory + first : NULL;
 }
 
+#define BAD_NUMBERS 2 /* what a function returns for numbers that name what is not there; it has done nothing then */
+
 #define CLEARED 64 /* numbers that are kept for all tasks of a thread, at most */
 
 /* Do `tasks` pieces of work on `threads` threads, each with `size` numbers of memory, of which the first CLEARED are

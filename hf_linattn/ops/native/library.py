@@ -9,16 +9,24 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...errors import OperandError
 from ..tracing import is_watched
+from .operands import check_operands
 
 VARIANTS = {"AVX512": "_avx512", "AVX2": "_avx2"}  # PyTorch's names of what the CPU can do
 KINDS = (torch.float32, torch.bfloat16, torch.float16)  # `enum kind` of operands.h
+BAD_NUMBERS = 2  # as in lanes.h
+PLACES = {  # what the C says no to by BAD_NUMBERS
+    **dict.fromkeys(("causal_sums", "causal_sums_backward"), "'packed' names tokens that its rows do not have"),
+    **dict.fromkeys(("bucket_softmax", "bucket_softmax_backward"), "'of_query' or 'of_key' names a bucket too many"),
+    **dict.fromkeys(("block_softmax", "block_softmax_backward"), "'table' has numbers that are no 32-bit ones"),
+}
 OPERATIONS = torch.library.Library("hf_linattn", "FRAGMENT")
 
 
@@ -87,9 +95,24 @@ def product_parts(*heads: Tensor, exact: bool = True) -> int:
     return parts if parts and has_matrix_unit() else 0
 
 
-def call(function: str, problem: ctypes.Structure) -> None:
-    """Call a function of the build for this processor with its problem."""
-    if getattr(build(), function)(ctypes.byref(problem)):
+def call(
+    function: str, operands: Mapping[str, Tensor | None], sizes: Iterable[tuple[str, int]],
+    describe: Callable[[], ctypes.Structure],
+) -> None:  # fmt: skip
+    """Call a function of the build for this processor: the one way to the C.
+
+    Args:
+        operands, sizes: see `check_operands`.
+        describe: returns its problem, made only of operands that were found right.
+
+    Raises:
+        OperandError: they are wrong. MemoryError: there is none for what the function works in.
+    """
+    check_operands(function, operands, sizes)
+    failed = getattr(build(), function)(ctypes.byref(describe()))
+    if failed == BAD_NUMBERS:
+        raise OperandError(f"{function}: {PLACES[function]}; nothing was computed")
+    if failed:
         raise MemoryError(f"no memory for what {function} works in; use a smaller batch")
 
 

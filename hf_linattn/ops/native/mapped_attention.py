@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
+from ...errors import OperandError
 from ..causal_sums import decay_gradient, log_weight, read
 from ..chunk_sums import LinearState
 from ..derivatives import first_order
@@ -23,11 +24,13 @@ from .causal_sums import (
     SEGMENT,
     NativeMap,
     Problem,
+    all_operands,
     causal_sums,
     chunk_size,
     describe,
     make_checkpoints,
     map_operands,
+    sizes_of,
 )
 from .library import Operand, call, dense_rows, operation
 from .memory import empty_like, empty_output
@@ -71,16 +74,24 @@ def causal_sums_backward(
     forward |= {"query": query, "key": key, "value": value, "sums": sums, "factor": factor}
     forward |= {"log_scale": log_scale, "log_decay": log_decay}
     states, maps = (state, log_max, state_after, log_max_after), (query_weight, query_bias, key_weight, key_bias)
-    gradients = zip(GRADIENTS, (d_sums, d_log, d_query, d_key, d_value, d_scale), strict=True)
-    places = (d_query_weight, d_query_bias, d_key_weight, d_key_bias, d_state, d_before)
+    gradients = dict(zip(GRADIENTS, (d_sums, d_log, d_query, d_key, d_value, d_scale), strict=True))
+    learned = (d_query_weight, d_query_bias, d_key_weight, d_key_bias, d_state, d_before)
+    places = dict(zip(PLACES, learned, strict=True))
     settings: dict[str, Any] = {"reverse": reverse, "bidirectional": bidirectional, "packed": packed}
     settings |= {"checkpoints": checkpoints}
-    problem = BackwardProblem(
-        forward=describe(forward, states, maps, activation, quadratic, offset, **settings),
-        **{name: Operand.of(x, name in GROUPED_GRADIENTS, reverse) for name, x in gradients},
-        **{name: None if x is None else x.data_ptr() for name, x in zip(PLACES, places, strict=True)},
-    )
-    call("causal_sums_backward", problem)
+    operands = all_operands(forward, states, maps, packed, checkpoints)
+    if checkpoints is None and not bidirectional:
+        raise OperandError("causal_sums_backward: there are no 'checkpoints'; hand over those of causal_sums")
+
+    def describe_both() -> BackwardProblem:
+        return BackwardProblem(
+            forward=describe(forward, states, maps, activation, quadratic, offset, **settings),
+            **{name: Operand.of(x, name in GROUPED_GRADIENTS, reverse) for name, x in gradients.items()},
+            **{name: None if x is None else x.data_ptr() for name, x in places.items()},
+        )
+
+    sizes = sizes_of(operands, activation, bidirectional=bidirectional)
+    call("causal_sums_backward", operands | gradients | places, sizes, describe_both)
 
 
 @register_flop_formula(torch.ops.hf_linattn.causal_sums_backward, get_raw=True)

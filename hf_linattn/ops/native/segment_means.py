@@ -12,6 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..derivatives import first_order
 from ..source import Source
 from .library import Operand, call, dense_rows, operation
+from .operands import require, size_of
 
 OPERANDS = ("row", "mean", "weight", "total", "d_row", "d_mean", "d_weight", "d_total")
 SIZES = ("batches", "heads", "segments", "segment_size", "row_size", "threads")
@@ -61,10 +62,15 @@ def segment_means_backward(
 
 
 def _run(function: str, operands: dict[str, Tensor], size: int) -> None:
-    batch, heads, count, width = operands["mean"].shape
-    described = {name: Operand.of(x, False, False) for name, x in operands.items()}
-    sizes = zip(SIZES, (batch, heads, count, size, width, torch.get_num_threads()), strict=True)
-    call(function, Problem(**described, **dict(sizes)))
+    require(function, "size", size, 1)
+
+    def describe() -> Problem:
+        described = {name: Operand.of(x, False, False) for name, x in operands.items()}
+        batch, heads, count, width = operands["mean"].shape
+        sizes = zip(SIZES, (batch, heads, count, size, width, torch.get_num_threads()), strict=True)
+        return Problem(**described, **dict(sizes))
+
+    call(function, operands, [("L", size_of(operands["mean"], 2) * size)], describe)
 
 
 @register_flop_formula(torch.ops.hf_linattn.segment_means_forward)
