@@ -76,7 +76,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("deltanet", {"feature_dim": 16}),
     ("deltanet", {"feature_dim": 64}),
     ("deltanet", {"feature_dim": 64, "gate": True}),
-    ("hybrid", {"window_size": 16, "num_sinks": 1, "linear": "learned_exp"}),
+    ("hybrid", {"window_size": 16, "num_sinks": 1, "linear": "learned_exp", "initial_share": 1}),
     ("flash", {"block_size": 16}),
     ("fusion", {"members": {"local": {"window_size": 16}, "deltanet": {"feature_dim": 64}}}),
     ("vq", {"num_codes": 32, "block_size": 16}),

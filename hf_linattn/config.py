@@ -29,6 +29,8 @@ class MechanismConfig:
     """
 
     mechanism: ClassVar[str] = ""
+    # options that saved models may lack, as older versions wrote them -> what computes what these did
+    formerly: ClassVar[Mapping[str, Any]] = {}
 
     seed: int = field(default=0, metadata={"help": "seed of everything random in the mechanism; one stream per layer"})
 
@@ -46,6 +48,11 @@ class MechanismConfig:
             if name not in known:
                 raise OptionError(f"mechanism {cls.mechanism!r} has no option {name!r}{did_you_mean(name, known)}")
         return cls(**options)
+
+    @classmethod
+    def complete_saved(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options of a saved model, with those that came after it as they were before there were any."""
+        return {**cls.formerly, **options}
 
     def require_counts(self, *names: str, least: int = 1) -> None:
         """Raise `OptionError` unless the named options are integers of at least `least`."""
@@ -156,7 +163,8 @@ class PatchConfig:
         _warn_of_unknown(data, (*others, "num_layers", "groups"), within)
         for number, group in enumerate(_read(data, "groups", list, within)):
             place = f"{within}groups[{number}]."
-            config = make_config(_read(group, "mechanism", str, place), _read(group, "options", dict, place))
+            name, options = _read(group, "mechanism", str, place), _read(group, "options", dict, place)
+            config = make_config(name, options, saved=True)
             _warn_of_unknown(group, ("mechanism", "options", "layers"), place)
             for index in parse_layers(_read(group, "layers", list, place), num_layers):
                 if index in layers:
@@ -192,11 +200,15 @@ class PatchConfig:
         return cls(dict.fromkeys(parse_layers(layers, num_layers), config), num_layers)
 
 
-def make_config(name: str, options: Mapping[str, Any]) -> MechanismConfig:
-    """Return the config of the mechanism registered as `name`, with `options` applied and checked."""
+def make_config(name: str, options: Mapping[str, Any], saved: bool = False) -> MechanismConfig:
+    """Return the config of the mechanism registered as `name`, with `options` applied and checked.
+
+    saved: whether these are all the options of a saved model, which an older version may have written.
+    """
     from .mechanisms import MECHANISMS  # here, since mechanisms define their configs with this module
 
-    return MECHANISMS.get(name).config_class.from_options(options)
+    kind = MECHANISMS.get(name).config_class
+    return kind.from_options(kind.complete_saved(options) if saved else options)
 
 
 def _read(data: object, name: str, kind: type[T], place: str = "") -> T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ KEPT = "softmax"  # what serves the heads that a plan leaves out
 @dataclass
 class ByHeadConfig(CompositeConfig):
     """Options of `by_head`."""
+
+    holds: ClassVar[str] = "plan"
 
     plan: dict[str, Any] | None = field(
         default=None,

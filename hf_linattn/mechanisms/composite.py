@@ -17,7 +17,20 @@ from .base import MECHANISMS, AttentionLayer, CallOptions, Mechanism
 
 @dataclass
 class CompositeConfig(MechanismConfig):
-    """Options of every mechanism made of others, each of which it names once."""
+    """Options of every mechanism made of others, each of which it names once, in the option called `holds`."""
+
+    holds: ClassVar[str] = "members"
+
+    @classmethod
+    def complete_saved(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """As the base, the options of members, too."""
+        options = super().complete_saved(options)
+        if isinstance(options.get(cls.holds), Mapping):
+            options[cls.holds] = {
+                name: MECHANISMS.get(name).config_class.complete_saved(own) if isinstance(own, Mapping) else own
+                for name, own in options[cls.holds].items()
+            }
+        return options
 
     def complete_options(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return all options of a member, as other versions may have other defaults; the seed only if it is given."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 FIRST_SHARE = -2.197  # LoLCATs' start: sigmoid of it is 0.1
+GATE_GAIN = 10.0  # so that the usual learning rates open a gate in a few hundred steps
 
 
 @dataclass
@@ -41,6 +42,12 @@ class HybridConfig(SoftmaxTypeConfig):
         default="exact",
         metadata={"help": "`exact`, or `maximum`: a query's exact weights over their largest, times a trained share"},
     )
+    initial_share: float = field(
+        default=1e-3,
+        metadata={"help": "the most weight that keys beyond the window have at first, trained; 1: no limit, ever"},
+    )
+
+    formerly: ClassVar[dict[str, Any]] = {"initial_share": 1.0}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,6 +60,10 @@ class HybridConfig(SoftmaxTypeConfig):
         self.require_counts("num_sinks", least=0)
         scale = self.window_scale
         require("window_scale", scale, scale in ("exact", "maximum"), "'exact' or 'maximum'")
+        share = self.initial_share
+        number = isinstance(share, (int, float)) and not isinstance(share, bool)
+        allowed = "a number from 1e-6 to 1 (a share of 0 would have no gradient)"
+        require("initial_share", share, number and 1e-6 <= share <= 1, allowed)
         given = self.linear_config()
         for name in ("self_weight", "ridge"):  # neither has weights that could share a denominator
             require("linear_options", options, getattr(given, name, None) is None, f"options without {name}")
@@ -66,12 +77,16 @@ class HybridConfig(SoftmaxTypeConfig):
 
 @register_mechanism("hybrid")
 class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
-    """Softmax near, linear far: o_i = sum_j w_ij v_j / sum_j w_ij with one denominator for both.
+    """Softmax near, linear far: o_i = (1 - c_h) n_i + c_h sum_j w_ij v_j / sum_j w_ij with one denominator for both.
 
     w_ij = exp(scaling q_i . k_j) for keys less than `window_size` tokens away (on both sides if bidirectional) and for
     the first `num_sinks` tokens; w_ij = exp(g_h) phi(q_i) . phi(k_j) exp(-r |i - j|) for all others. phi and, with
     `linear_options={"decay": "learned"}`, r come from the linear mechanism, the submodule `linear`; g_h is the trained
-    parameter `log_mix` [H]. Sinks follow Xiao et al. 2024 (arXiv 2309.17453).
+    parameter `log_mix` [H]. n_i is the same sum over the near keys and the first ones alone: `sinks`. Far keys have at
+    most the share c_h = sigmoid(10 a_h), with the trained parameter `far_gate` a [H]; c_h starts as `initial_share`,
+    nearly closed, so that a patched model is as good as its window whatever phi makes of its heads, and `calibrate` or
+    training opens it. With `initial_share=1` c_h is 1 and there is no such parameter. Sinks follow Xiao et al. 2024
+    (arXiv 2309.17453).
 
     Time is O(N (window_size + F) Dv). The decoding state has constant size, float32, per key/value head: the last
     window_size - 1 keys and values, the sinks, and the sums over all that have left the window.
@@ -111,6 +126,10 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             self.log_mix = nn.Parameter(self._matching_mix())
         else:
             self.window_share = nn.Parameter(torch.full((layer.num_heads,), FIRST_SHARE, device="cpu"))
+        self.far_gate = None
+        if config.initial_share < 1:
+            start = math.log(config.initial_share / (1 - config.initial_share)) / GATE_GAIN
+            self.far_gate = nn.Parameter(torch.full((layer.num_heads,), start, device="cpu"))
         self.window_shut = False  # in training a query then sees its own key and the sinks alone exactly
         self.far_shut = False  # for measuring what the far part is worth: its weights are then zero
 
@@ -156,6 +175,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             self.linear.decay_rate(like),
             window_log,
             self.log_sink(like, call.sink),
+            None if self.far_gate is None else torch.sigmoid(GATE_GAIN * self.far_gate.to(like.dtype)),
         )
 
     def causal_sequences(
@@ -184,7 +204,8 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     def scores(self, pairs: Pairs) -> Tensor:
         """scaling q_i . k_j near and on sinks, g_h + log(phi(q_i) . phi(k_j)) - r |i - j| elsewhere.
 
-        With a share s_h for the window m_i - log sigmoid(s_h) is added elsewhere, which comes to the same.
+        With a share s_h for the window m_i - log sigmoid(s_h) is added elsewhere, which comes to the same, and with a
+        gate log(c_h / (1 + (1 - c_h) A_i / N_i)), where A_i and N_i are the sums of a query's far and exact weights.
         """
         near = pairs.query @ naive.repeat_heads(pairs.key, pairs.query).transpose(-1, -2) * self.layer.scaling
         log_mix, window_log = self._logs(near.dtype)
@@ -192,7 +213,21 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         exact = self.is_exact(pairs)
         if window_log is not None:
             far = far + _largest(near, exact & pairs.allowed, self.log_sink(near)) - window_log[:, None, None]
+        if self.far_gate is not None:
+            far = far + self._log_gate(near, far, exact, pairs.allowed)
         return torch.where(exact, near, far)
+
+    def _log_gate(self, near: Tensor, far: Tensor, exact: Tensor, allowed: Tensor) -> Tensor:
+        """Return what the gate takes from the scores of a query's far keys: [B, H, C, 1]."""
+        if self.far_gate is None:
+            return near.new_zeros(())
+        lowest = torch.finfo(near.dtype).min / 4
+        own = near.masked_fill(~(exact & allowed), lowest).logsumexp(-1, keepdim=True)
+        sink = self.log_sink(near)
+        own = own if sink is None else torch.logaddexp(own, sink[:, None, None])
+        others = far.masked_fill(exact | ~allowed, lowest).logsumexp(-1, keepdim=True)
+        logit = GATE_GAIN * self.far_gate.to(near.dtype)[:, None, None]
+        return F.logsigmoid(logit) - F.softplus(F.logsigmoid(-logit) + others - own)
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         groups = query.shape[1] // key.shape[1]
@@ -222,10 +257,21 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             beside = (sink[:, None, None] - top).exp()
         near = (scores - top).masked_fill(~exact, -math.inf).exp()
         far = kernel * (log_factor - top).masked_fill(exact | ~allowed, -math.inf).exp()
-        return naive.normalise((near + far) * allowed, beside)
+        joint = naive.normalise((near + far) * allowed, beside)
+        if self.far_gate is None:
+            return joint
+        gate = torch.sigmoid(GATE_GAIN * self.far_gate.to(key.dtype))[:, None, None]
+        return torch.lerp(_softmax(scores, exact & allowed, sink), joint, gate)
 
     def before_forward(self) -> None:
         self.linear.before_forward()
+
+
+def _softmax(scores: Tensor, among: Tensor, sink: Tensor | None) -> Tensor:
+    """Return the softmax over some keys and the sink [..., N]; zero where there are none."""
+    top = _largest(scores, among, sink)
+    shares = (scores - top).masked_fill(~among, -math.inf).exp()
+    return naive.normalise(shares, 0.0 if sink is None else (sink[:, None, None] - top).exp())
 
 
 def _largest(scores: Tensor, among: Tensor, sink: Tensor | None) -> Tensor:

@@ -106,14 +106,15 @@ def attend_blocks(
 
 def continue_blocks(
     blocks: BlockSoftmax, query: Tensor, key: Tensor, value: Tensor, part: Keys, out: Tensor, log: Tensor, *,
-    block_size: int, scaling: float, causal: bool,
+    block_size: int, scaling: float, causal: bool, begin: bool = False,
 ) -> None:  # fmt: skip
-    """Go on from what stands in `out`, one more key with the weight exp(log); without gradients."""
+    """Go on from what stands in `out`, one more key with the weight exp(log), unless to `begin`; without gradients."""
     count = part.shared
     alone = (key[:, :, :count], value[:, :, :count]) if isinstance(count, int) else count
     query, key, value, *shared = (dense_rows(x) for x in (query, key, value, *alone))
     known = _with_rows(part.bias), part.table.contiguous(), part.first, block_size, scaling, causal
-    blocks.forward(query, key, value, out, log, out, log, 0, *shared, *known)
+    before = (None, None) if begin else (out, log)
+    blocks.forward(query, key, value, out, log, *before, 0, *shared, *known)
 
 
 def _with_rows(bias: Tensor | None) -> Tensor | None:

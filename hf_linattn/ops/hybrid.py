@@ -5,7 +5,8 @@
 
 Near is |i - j| < window_size, sinks are the first `num_sinks` tokens; g is a number per query head, r one per
 key/value head. Both parts are summed with a log factor of their own and meet under their common maximum, so neither is
-rescaled against the other and neither overflows.
+rescaled against the other and neither overflows. With a gate c per query head the output is (1 - c) times that of the
+near weights alone plus c times this: far keys then have at most the share c.
 
 The far part is strictly causal linear attention over keys that lie window_size - 1 positions back: query i stands
 beside key i - (window_size - 1) and reads only what is before it. So the window slides token by token, in a prefill as
@@ -109,7 +110,7 @@ def causal_hybrid_attention(
     linear = before
     for first, far, linear in _far(rows, weights, before, chunk_size):  # noqa: B007 - the last one is kept
         near = _near(rows, weights, first, far.total.shape[2], band, (left, 0), causal=True)
-        outputs.append(_in_order(_join([near, far])))
+        outputs.append(_in_order(_join([near, far], weights.gate)))
     output = torch.cat(outputs, dim=3)[:, :, :, : query.shape[2]]
     return output.flatten(1, 2), _remember(rows, weights, linear)
 
@@ -156,7 +157,7 @@ def hybrid_attention(
         near = _near(rows, weights, first, chunks, band, (reach, reach), causal=False)
         columns = _chunked(_places(after, first, first + chunks * size, 3), chunks)
         behind = _Sums(columns[..., :-2], columns[..., -2], columns[..., -1])
-        outputs.append(_in_order(_join([near, before, behind])))
+        outputs.append(_in_order(_join([near, before, behind], weights.gate)))
     return torch.cat(outputs, dim=3)[:, :, :, :length].flatten(1, 2)
 
 
@@ -308,8 +309,8 @@ def _far_keys(rows: _Rows, weights: HybridWeights, first: int, last: int, end: T
     return key, with_ones(_places(rows.value, *span, 2, rows.ring_value)), log_scale
 
 
-def _join(parts: list[_Sums]) -> Tensor:
-    """Divide summed values by summed weights under the parts' common maximum: [B, Hkv, T, G, C, Dv].
+def _join(parts: list[_Sums], gate: Tensor | None) -> Tensor:
+    """Divide summed values by summed weights under the parts' common maximum: [B, Hkv, T, G, C, Dv]; near ones first.
 
     Each part counts with the weight it has, not with what its log factor allows for: features that hardly meet would
     otherwise push the others below what a float can hold. Sums that all but vanished are noise and left out.
@@ -325,9 +326,15 @@ def _join(parts: list[_Sums]) -> Tensor:
     weights = [part.weight * factor for part, factor in zip(parts, factors, strict=True)]
     weight = functools.reduce(torch.add, weights)
     weight = torch.where(weight == 0, 1.0, weight)
-    joint = parts[0].total * (factors[0] / weight)[..., None]
+    factors = [factor / weight for factor in factors]
+    if gate is not None:
+        near, opening = parts[0].weight, gate.view(weight.shape[1], 1, -1, 1)
+        factors[1:] = [factor * opening for factor in factors[1:]]
+        far = functools.reduce(torch.add, (part.weight * x for part, x in zip(parts[1:], factors[1:], strict=True)))
+        factors[0] = (1 - far) / torch.where(near == 0, 1.0, near)
+    joint = parts[0].total * factors[0][..., None]
     for part, factor in zip(parts[1:], factors[1:], strict=True):
-        joint = torch.addcmul(joint, part.total, (factor / weight)[..., None])
+        joint = torch.addcmul(joint, part.total, factor[..., None])
     return joint
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .block_softmax import Before, Keys, attend_blocks
 from .causal_linear import FeatureMap, masked, own_maps
@@ -37,7 +38,8 @@ class HybridWeights(NamedTuple):
     log_mix: [H], g there, as it is stored. decay_rate: [Hkv], r there; None is no decay. query_map sees
     [B, Hkv, G, N, D] and key_map [B, Hkv, N, D]; their log scales count. window_log [H]: the exact weights of a query
     are divided by their largest and multiplied by exp(window_log); None leaves them as they are. sink: [H], the score
-    of one more exact weight, of no value (`hf_linattn.ops.sink`).
+    of one more exact weight, of no value (`hf_linattn.ops.sink`). gate: c [H], in [0, 1], how much of the output is
+    that of all weights, as against that of the exact ones alone; None is 1.
     """
 
     window_size: int
@@ -49,6 +51,7 @@ class HybridWeights(NamedTuple):
     decay_rate: Tensor | None = None
     window_log: Tensor | None = None
     sink: Tensor | None = None
+    gate: Tensor | None = None
 
     @property
     def reach(self) -> int:
@@ -102,9 +105,13 @@ def causal_attention(
     start, sources = window + sinks, [Source(x) for x in (query.unflatten(1, (key.shape[1], -1)), key, value)]
     rows = sources[0].narrow(3, start, length - start)
     far, far_log, state = _far(operations, (rows, *(x.narrow(2, sinks, length - start) for x in sources[1:])), weights)
-    near = _near(operations, sources, weights, Before(far, far_log, start), causal=True)
     leaving = (x.narrow(2, length - window, 1) for x in sources[1:])  # from the window of the token that will come
-    return beside_sink(*near, weights), _with_key(operations, weights, state, *leaving)
+    state = _with_key(operations, weights, state, *leaving)
+    if weights.gate is not None:
+        near = beside_sink(*_near(operations, sources, weights, None, causal=True), weights)
+        return gated(*near, far, far_log, weights.gate, start).flatten(1, 2), state
+    near = _near(operations, sources, weights, Before(far, far_log, start), causal=True)
+    return beside_sink(*near, weights)[0].flatten(1, 2), state
 
 
 def bidirectional_attention(
@@ -119,11 +126,19 @@ def bidirectional_attention(
     before = [x.narrow(-2, at, length - window - sinks) for x, at in zip(sources, first, strict=True)]
     after = [x.narrow(-2, at, length - window) for x, at in zip(sources, last, strict=True)]
     far, far_log, _ = _far(operations, before, weights)
-    before_window = Before(far, far_log, window + sinks)
-    output, log = _near(operations, sources, weights, before_window, False, lengths)
     mask = None if lengths is None else torch.arange(window, length, device=key.device) < lengths[:, None]
-    far, far_log, _ = _far(operations, after, weights, reverse=True, mask=mask)
-    return beside_sink(*join(output, log, far, far_log), weights)
+    far_after, log_after, _ = _far(operations, after, weights, reverse=True, mask=mask)
+    if weights.gate is not None:
+        near = beside_sink(*_near(operations, sources, weights, None, False, lengths), weights)
+        far, far_log = join(*_from_start(far, far_log, window + sinks), far_after, log_after)
+        return gated(*near, far, far_log, weights.gate).flatten(1, 2)
+    output, log = _near(operations, sources, weights, Before(far, far_log, window + sinks), False, lengths)
+    return beside_sink(*join(output, log, far_after, log_after), weights)[0].flatten(1, 2)
+
+
+def _from_start(far: Tensor, log: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Return what queries from `start` on have, for all: those before it have no weight."""
+    return F.pad(far, (0, 0, start, 0)), F.pad(log, (start, 0), value=LOWEST)
 
 
 def _far(
@@ -177,7 +192,7 @@ def remember(key: Tensor, value: Tensor, weights: HybridWeights, far_sums: Linea
 
 
 def _near(
-    operations: Operations, sources: list[Source], weights: HybridWeights, before: Before, causal: bool,
+    operations: Operations, sources: list[Source], weights: HybridWeights, before: Before | None, causal: bool,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention to what queries begin with, the window and the sinks, and its log."""
@@ -200,10 +215,19 @@ def distant(log: Tensor, weights: HybridWeights) -> Tensor:
     return log if rate is None else log - (rate * weights.window_size).view(-1, 1, 1)
 
 
-def beside_sink(output: Tensor, log: Tensor, weights: HybridWeights) -> Tensor:
-    """Return the joint output [B, H, N, Dv], beside the sink if there is one."""
-    sink = None if weights.sink is None else weights.sink.view(log.shape[1], -1, 1)
-    return attenuate(output, log, sink).flatten(1, 2)
+def beside_sink(output: Tensor, log: Tensor, weights: HybridWeights) -> tuple[Tensor, Tensor]:
+    """Return the output [B, Hkv, G, N, Dv] and its log weights beside the sink, if there is one."""
+    if weights.sink is None:
+        return output, log
+    sink = weights.sink.view(log.shape[1], -1, 1)
+    return attenuate(output, log, sink), torch.logaddexp(log, sink.to(log.dtype))
+
+
+def gated(near: Tensor, near_log: Tensor, far: Tensor, far_log: Tensor, gate: Tensor, start: int = 0) -> Tensor:
+    """Return (1 - c) times the near output [B, Hkv, G, N, Dv] plus c times the joint; no far keys before `start`."""
+    share = torch.sigmoid(far_log - near_log[..., start:]) * gate.view(near_log.shape[1], -1, 1)
+    joint = torch.lerp(near[..., start:, :], far.to(near.dtype), share[..., None].to(near.dtype))
+    return torch.cat([near[..., :start, :], joint], dim=-2) if start else joint
 
 
 def near_parts(

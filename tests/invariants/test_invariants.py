@@ -35,11 +35,11 @@ VARIANTS = {
     "hedgehog": [{"feature_dim": 6, "decay": "learned", "self_weight": "learned"}],
     "learned_sparse": [{"block_size": 8, "reach": 3}, {"block_size": 8, "reach": 4, "top_blocks": 2}],
     "hybrid": [
-        {"linear": "performer", "linear_options": {"num_features": 16}, "window_size": 9, "num_sinks": 2},
-        {"linear": "linear", "linear_options": {"decay": "learned"}, "window_size": 5, "num_sinks": 0},
-        {"window_scale": "maximum", "window_size": 6, "num_sinks": 0},
-        {"window_size": 9, "num_sinks": 2, "sink": "learned", "initial_sink": 0.5},
-        {"window_scale": "maximum", "window_size": 6, "sink": "learned", "initial_sink": 1.0},
+        {"linear": "performer", "linear_options": {"num_features": 16}, "window_size": 9, "initial_share": 0.5},
+        {"linear": "linear", "linear_options": {"decay": "learned"}, "window_size": 5, "initial_share": 1},
+        {"window_scale": "maximum", "window_size": 6, "num_sinks": 0, "initial_share": 1},
+        {"window_size": 9, "num_sinks": 2, "sink": "learned", "initial_sink": 0.5, "initial_share": 0.5},
+        {"window_scale": "maximum", "window_size": 6, "sink": "learned", "initial_sink": 1.0, "initial_share": 0.3},
     ],
     "linear": [{"feature_map": "relu"}, {"decay": "learned"}],
     "local": [

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_linattn import OptionError, UnknownNameError, get_mechanisms, list_mechanisms, patch_model
 from hf_linattn.config import make_config
+from hf_linattn.evaluation.fidelity import linear_share
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.linear import LinearMechanism
 from hf_linattn.ops import naive
 from hf_linattn.testing import Case, random_tokens, tiny_model
 
 PERFORMER = {"linear": "performer", "linear_options": {"num_features": 16, "decay": "learned"}, "window_size": 9}
+OPEN = {"initial_share": 1}
 
 
 def by_query(mechanism, query, key, value) -> torch.Tensor:
@@ -28,16 +34,21 @@ def by_query(mechanism, query, key, value) -> torch.Tensor:
             near = ((i - j).abs() < config.window_size) | (j < config.num_sinks)
             exact = (layer.scaling * (q * k).sum(-1)).exp()
             kernel = (phi(q) * phi(k)).sum(-1) * (mechanism.log_mix[h] - rates[shared] * (i - j).abs()).exp()
-            weights = torch.where(near, exact, kernel)
-            output[:, h, i] = ((weights / weights.sum(-1, keepdim=True))[..., None] * value[:, shared, j]).sum(1)
+            shares = []
+            for weights in (torch.where(near, exact, 0.0), torch.where(near, exact, kernel)):
+                shares.append(weights / weights.sum(-1, keepdim=True))
+            gate = 1.0 if mechanism.far_gate is None else torch.sigmoid(10 * mechanism.far_gate[h])
+            weights = torch.lerp(*shares, torch.as_tensor(gate, dtype=query.dtype))
+            output[:, h, i] = (weights[..., None] * value[:, shared, j]).sum(1)
     return output
 
 
+@pytest.mark.parametrize("share", [1, 0.4])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("size", [0.5, 4.0])
-def test_equals_the_formula(causal, size):
+def test_equals_the_formula(causal, size, share):
     """At size 4 logits and log scales reach into the hundreds; which part has the maximum changes by query."""
-    case = Case("hybrid", "llama", causal, PERFORMER)
+    case = Case("hybrid", "llama", causal, {**PERFORMER, "initial_share": share})
     query, key, value = case.heads(80, size=size)
     mechanism = case.make()
     with torch.no_grad():
@@ -64,7 +75,7 @@ def test_a_window_of_the_whole_length_is_softmax_attention():
 )
 def test_zero_vectors_start_with_the_weight_softmax_gives_them(linear, options):
     """So keys of zero get equal weights, whether near or far: the output is their mean."""
-    case = Case("hybrid", "llama", True, {"linear": linear, "linear_options": options, "window_size": 3})
+    case = Case("hybrid", "llama", True, {"linear": linear, "linear_options": options, "window_size": 3, **OPEN})
     query, key, value = case.heads(40, size=0.0)
     output, _ = case.make()(query, key, value)
     mean = value.repeat_interleave(2, 1).cumsum(2) / torch.arange(1, 41)[:, None]
@@ -149,3 +160,78 @@ def test_a_learned_map_beside_a_window_makes_head_dim_features_unless_told(optio
     assert mechanism.layer.head_dim == 8
     _, state = mechanism(*Case("hybrid", "llama", True).heads(5))
     assert state.kv.shape[2] == width
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", ["exact", "maximum"])
+@pytest.mark.parametrize("linear", ["linear", "performer", "hedgehog", "learned_exp", "t2r"])
+def test_starts_as_its_window_whatever_the_features_make_of_large_heads(linear, scale, causal):
+    """At size 6 features of some maps outweigh every exact weight: the far keys still have a thousandth at most."""
+    window = {"window_size": 9, "num_sinks": 2}
+    case = Case("hybrid", "llama", causal, {**window, "linear": linear, "window_scale": scale})
+    query, key, value = case.heads(80, size=6.0)
+    mechanism = case.make()
+    with torch.no_grad():
+        got, alone = (m(query, key, value)[0] for m in (mechanism, Case("sinks", "llama", causal, window).make()))
+        shares = (mechanism.attention_matrix(query, key) * far_pairs(80, **window)).sum(-1)
+    assert 0 < shares.max() <= 1.0001e-3
+    assert (got - alone).abs().max() <= 2.001e-3 * value.abs().max()
+
+
+def far_pairs(length: int, window_size: int, num_sinks: int) -> torch.Tensor:
+    steps = torch.arange(length)
+    return ((steps[:, None] - steps).abs() >= window_size) & (steps >= num_sinks)
+
+
+def test_training_opens_the_far_part_where_it_is_needed():
+    """Recall of a token that only the far part can see: a share of a thousandth becomes more than a tenth."""
+    model = patch_model(tiny_model("llama", True, torch.float32), "hybrid", window_size=2, num_sinks=0)
+    vocabulary = model.config.vocab_size
+
+    def batch(seed: int) -> torch.Tensor:
+        ids = random_tokens(32, 8, seed=seed).clamp(max=vocabulary - 2)
+        ids[:, 1:-1], ids[:, -1] = vocabulary - 1, ids[:, 0]  # one token, nothing new, and the token again
+        return ids
+
+    before = linear_share(model, batch(-1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(200):
+        ids = batch(step)
+        loss = torch.nn.functional.cross_entropy(model(ids, use_cache=False).logits[:, -2], ids[:, -1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert before < 1e-3 and linear_share(model, batch(-1)) > 0.1
+    assert loss < 0.5
+
+
+@pytest.mark.parametrize("share", [0, 1e-7, 1.5, -1.0, math.nan, "half", True])
+def test_a_share_that_could_not_open_is_refused(share):
+    with pytest.raises(OptionError, match="initial_share must be a number from 1e-6 to 1"):
+        make_config("hybrid", {"initial_share": share})
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "options", "place"),
+    [
+        ("hybrid", {"window_size": 5, **OPEN}, ()),
+        ("fusion", {"members": {"hybrid": {"window_size": 5, **OPEN}, "linear": {}}}, ("members", "hybrid")),
+        ("by_head", {"plan": {"hybrid": {"heads": 0, "window_size": 5, **OPEN}}}, ("plan", "hybrid")),
+    ],
+    ids=["hybrid", "fusion", "by_head"],
+)
+def test_a_model_saved_before_there_was_a_gate_computes_what_it_did(tmp_path, mechanism, options, place):
+    """Its options name none, and its weights have no parameter of it."""
+    model = patch_model(tiny_model("llama", True, torch.float32), mechanism, **options)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    saved = config["hf_linattn"]["groups"][0]["options"]
+    for name in place:
+        saved = saved[name]
+    del saved["initial_share"]
+    file.write_text(json.dumps(config))
+    again, tokens = AutoModelForCausalLM.from_pretrained(tmp_path), random_tokens(2, 30)
+    assert not [name for name, _ in again.named_parameters() if "far_gate" in name]
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)

@@ -31,7 +31,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("learned_exp", {"decay": "learned"}),
     ("hedgehog", {"decay": "learned", "self_weight": "learned"}),
     ("gla", {"self_weight": "learned"}),
-    ("hybrid", {"window_size": 5, "num_sinks": 1, "window_scale": "maximum"}),
+    ("hybrid", {"window_size": 5, "num_sinks": 1, "window_scale": "maximum", "initial_share": 0.5}),
     ("hybrid", {"window_size": 5, "num_sinks": 2, "linear": "learned_exp", "linear_options": {"decay": "learned"}}),
 ]
 

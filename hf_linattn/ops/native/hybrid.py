@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ..block_softmax import continue_blocks
 from ..chunk_sums import LinearState
 from ..exponential import LOWEST
-from ..hybrid_parts import BLOCK_SIZE, beside_sink, distant, is_beyond, near_parts
+from ..hybrid_parts import BLOCK_SIZE, beside_sink, distant, gated, is_beyond, near_parts
 from ..precision import wide, wide_number, widened
 from .block_softmax import NATIVE_BLOCKS
 from .causal_step import strict_step
@@ -57,12 +57,13 @@ def causal_hybrid_attention(
     length, window = query.shape[2], weights.window_size
     heads = query.unflatten(1, (key.shape[1], -1)), key, value
     output = empty_output(heads[0], value)
-    log, state = _before(*heads, weights, output, before)
+    far = output if weights.gate is None else empty_output(heads[0], value)
+    log, state = _before(*heads, weights, far, before)
     # one more key has left the window of the token that will come
     left, nowhere = slice(length - window, length - window + 1), torch.empty_like(output[..., :1, :])
     state, _ = _far(heads[0][:, :, :, :1], key[:, :, left], value[:, :, left], weights, state, nowhere)
-    _read_near(*heads, weights, output, log, causal=True)
-    return beside_sink(output, log, weights), state
+    start = window + weights.num_sinks - (before is not None)
+    return _join_near(*heads, weights, output, far, log, start, causal=True), state
 
 
 def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> Tensor:
@@ -70,18 +71,20 @@ def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) ->
     length, window = query.shape[2], weights.window_size
     heads = query.unflatten(1, (key.shape[1], -1)), key, value
     output = empty_output(heads[0], value)
-    log, _ = _before(*heads, weights, output)
+    far = output if weights.gate is None else empty_output(heads[0], value)
+    log, _ = _before(*heads, weights, far)
     end = length - window  # only queries before this one have far keys after them
     rows, keys, values = heads[0][:, :, :, :end], key[:, :, window:], value[:, :, window:]
     after = empty_output(rows, value)
     _, log_after = _far(rows, keys, values, weights, None, after, reverse=True)
     both = min(window + weights.num_sinks, end)  # queries from this one on may have far keys before them, too
-    output[:, :, :, :both] = after[:, :, :, :both]
-    share = torch.sigmoid(log_after - log[..., :end])[..., both:, None].to(output.dtype)
-    output[:, :, :, both:end].lerp_(after[:, :, :, both:], share)
+    far[:, :, :, :both] = after[:, :, :, :both]
+    share = torch.sigmoid(log_after - log[..., :end])[..., both:, None].to(far.dtype)
+    far[:, :, :, both:end].lerp_(after[:, :, :, both:], share)
     log[..., :end] = torch.logaddexp(log[..., :end], log_after)
-    _read_near(*heads, weights, output, log, causal=False)
-    return beside_sink(output, log, weights)
+    if weights.gate is not None and both < window + weights.num_sinks:
+        far[:, :, :, both : window + weights.num_sinks] = 0  # queries without far keys
+    return _join_near(*heads, weights, output, far, log, 0, causal=False)
 
 
 def continued_attention(
@@ -123,8 +126,11 @@ def _step(query: Tensor, key: Tensor, value: Tensor, weights: Any, sums: LinearS
     scores = (grouped.squeeze(3) @ key.mT).mul_(weights.scaling)
     near_log = scores.logsumexp(-1, keepdim=True)
     near = scores.sub_(near_log).exp_() @ value
+    if weights.gate is not None:
+        near, near_log = beside_sink(near[..., None, :], near_log, weights)
+        return gated(near, near_log, far, far_log, weights.gate).flatten(1, 2), sums
     output = near.lerp_(far.squeeze(3), torch.sigmoid(far_log - near_log))[..., None, :]
-    return beside_sink(output, torch.logaddexp(near_log, far_log), weights), sums
+    return beside_sink(output, torch.logaddexp(near_log, far_log), weights)[0].flatten(1, 2), sums
 
 
 def _before(
@@ -152,11 +158,32 @@ def _far(query, key, value, weights: Any, state: LinearState | None, place: Tens
     return state, distant(far, weights)
 
 
-def _read_near(query, key, value, weights: Any, output: Tensor, log: Tensor, causal: bool) -> None:
-    """Go on from the far output with the window and the sinks; `log` becomes that of all weights."""
+def _join_near(
+    query, key, value, weights: Any, output: Tensor, far: Tensor, log: Tensor, start: int, causal: bool
+) -> Tensor:
+    """Return the output [B, H, N, Dv], made in `output`, where without a gate the far output stands already.
+
+    log: [B, Hkv, G, N], that of far weights; it is overwritten. start: the first query that has far keys.
+    """
+    if weights.gate is None:
+        _read_near(query, key, value, weights, output, log, log, causal)
+        return beside_sink(output, log, weights)[0].flatten(1, 2)
+    near_log = torch.empty_like(log)
+    _read_near(query, key, value, weights, output, None, near_log, causal)
+    output, near_log = beside_sink(output, near_log, weights)
+    share = torch.sigmoid(log - near_log).mul_(weights.gate.view(log.shape[1], -1, 1))[..., start:, None]
+    output[:, :, :, start:].lerp_(far[:, :, :, start:], share.to(output.dtype))
+    return output.flatten(1, 2)
+
+
+def _read_near(
+    query, key, value, weights: Any, output: Tensor, before: Tensor | None, log: Tensor, causal: bool
+) -> None:
+    """Read the window and the sinks, from what stands in `output` with the logs `before` on; write all logs to `log`.
+    """
     window, sinks = weights.window_size, weights.num_sinks
     for part in near_parts(key.shape[2], window, sinks, wide_number(query), causal):
         continue_blocks(
             NATIVE_BLOCKS, query, key, value, part, output, log, block_size=BLOCK_SIZE, scaling=weights.scaling,
-            causal=causal,
+            causal=causal, begin=before is None,
         )  # fmt: skip

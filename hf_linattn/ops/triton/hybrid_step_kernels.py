@@ -62,13 +62,20 @@ def see_near(
 
 
 @triton.jit
-def join(log, weight, total, far_log, far_weight, far_total, least_weight):
-    """The average over near keys, whose sums count exp(log) times, and far ones: see `ops.hybrid._join`."""
+def join(log, weight, total, far_log, far_weight, far_total, least_weight, gate, GATED: tl.constexpr):
+    """The average over near keys, whose sums count exp(log) times, and far ones: see `ops.hybrid._join`.
+
+    Where GATED the share of far keys is `gate` times what it would be.
+    """
     there = far_weight >= least_weight
     far_mass = tl.where(there, far_log + tl.log(tl.where(there, far_weight, 1.0)), HIDDEN)
     most = tl.maximum(log + tl.log(weight), far_mass)
     near, far = tl.exp(log - most), tl.exp(tl.where(there, far_log - most, HIDDEN))
-    return (total * near + far_total * far) / (weight * near + far_weight * far)
+    whole = weight * near + far_weight * far
+    if GATED:
+        far = far / whole * gate
+        return total * ((1.0 - far_weight * far) / weight) + far_total * far
+    return (total * near + far_total * far) / whole
 
 
 @triton.jit
@@ -118,17 +125,19 @@ def keep_rows(
 @triton.jit
 def step_hybrid(
     query, key, value, query_features, query_log, key_features, key_log,
-    ring_key, ring_value, sink_key, sink_value, kv, log_max, length, log_mix, decay_rate, window_log, sink, sums,
+    ring_key, ring_value, sink_key, sink_value, kv, log_max, length,
+    log_mix, decay_rate, window_log, sink, gate, sums,
     ring_key_after, ring_value_after, sink_key_after, sink_value_after, kv_after, log_max_after, length_after,
     query_batch, query_head, key_batch, key_head, value_batch, value_head, heads, groups, scaling, least_weight,
     KEY_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUES: tl.constexpr,
     NUM_FEATURES: tl.constexpr, FEATURES: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
     SINK_ROWS: tl.constexpr, SCALED: tl.constexpr, DECAYED: tl.constexpr, SHARED: tl.constexpr, BESIDE: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """One more token of a sequence, and all queries of its groups, in VALUES columns of its values.
 
     key_features, key_log: of the oldest of RING keys, of the new one if there are none. Log scales are read where
-    SCALED, decay_rate where DECAYED, window_log where SHARED, sink where BESIDE.
+    SCALED, decay_rate where DECAYED, window_log where SHARED, sink where BESIDE, gate where GATED.
     """
     sequence, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     batch, head, inputs, features = sequence // heads, sequence % heads, tl.arange(0, KEYS), tl.arange(0, FEATURES)
@@ -157,7 +166,8 @@ def step_hybrid(
         )  # fmt: skip
         near_log = tl.load(window_log + own).to(tl.float32) if SHARED else top
         far_weight, far = tl.sum(asked * total, 0), tl.sum(asked[:, None] * kept, 0)
-        result = join(near_log, weight, near, log, far_weight, far, least_weight)
+        opening = tl.load(gate + own, mask=GATED, other=1.0).to(tl.float32)
+        result = join(near_log, weight, near, log, far_weight, far, least_weight, opening, GATED)
         tl.store(sums + row * VALUE_SIZE + columns, result, mask=columns < VALUE_SIZE)
     fold_key(
         leaving_key, leaving_log, leaving, before, kept, total, kv_after, log_max_after, sequence, features, columns,

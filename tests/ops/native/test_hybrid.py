@@ -18,7 +18,8 @@ WINDOWS = [(16, 4), (64, 1), (100, 70), (1, 0), (65, 64)]  # inside a block, ove
 
 
 def make_hybrid(causal: bool, linear: str, decay: str | None, window_size: int, num_sinks: int):
-    options = {"linear": linear, "linear_options": {"decay": decay}}
+    # with a gate half open, and with none
+    options = {"linear": linear, "linear_options": {"decay": decay}, "initial_share": 0.5 if num_sinks else 1}
     return make_mechanism("hybrid", causal, **options, window_size=window_size, num_sinks=num_sinks)
 
 

@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "share beside a sink": {"window_size": 5, "num_sinks": 1, "window_scale": "maximum", "sink": "learned", **DECAY},
     "sink": {"window_size": 5, "num_sinks": 4, "sink": "learned"},
     "no window": {"window_size": 1, "num_sinks": 0, **PERFORMER},
+    "no gate": {"window_size": 5, "num_sinks": 2, "initial_share": 1, **DECAY},
     "sinks alone": {"window_size": 1, "num_sinks": 4},
     "more sinks than window": {"window_size": 3, "num_sinks": 6},
 }
@@ -59,7 +60,8 @@ def make(**options: Any) -> Any:
         index=0, num_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=DIM, causal=True, scaling=0.6,
         device=torch.device("cpu"), dtype=torch.float32,
     )  # fmt: skip
-    mechanism = MECHANISMS.get("hybrid")(make_config("hybrid", {"initial_sink": 0.0, **options}), layer).eval()
+    given = {"initial_sink": 0.0, "initial_share": 0.5, **options}
+    mechanism = MECHANISMS.get("hybrid")(make_config("hybrid", given), layer).eval()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in mechanism.parameters():
@@ -273,7 +275,7 @@ for kind, size, window, full in (
     heads = [torch.empty(1, h, 1, size, dtype=kind) for h in (4, 2, 2)]
     rows = [torch.empty(1, 2, count, size) for count in (window - 1, window - 1, 4, 4)]
     state = HybridState(*rows, torch.empty(1, 2, size, size + 1), torch.empty(1, 2), torch.zeros(1, dtype=torch.long))
-    numbers = {"decay_rate": torch.empty(2), "window_log": torch.empty(4), "sink": torch.empty(4)}
+    numbers = {"decay_rate": torch.empty(2), **{name: torch.empty(4) for name in ("window_log", "sink", "gate")}}
     numbers = {name: x if full else None for name, x in numbers.items()}
     weights = SimpleNamespace(reach=window - 1, scaling=1.0, log_mix=torch.empty(4, dtype=kind), **numbers)
     hybrid_step.step_attention(*heads, weights, [make, make], state)
