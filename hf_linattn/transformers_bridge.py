@@ -276,6 +276,8 @@ def attention_forward(
             query, key, value, scaling=scaling, causal=causal, key_padding_mask=key_padding_mask, **exact
         )
         return output.transpose(1, 2).contiguous(), None
+    if query.shape[1] != mechanism.layer.num_heads and not heads_apart(mechanism):
+        refuse_other_heads(mechanism, query.shape[1])
     if mechanism.layer.cross:
         return _attend_across(mechanism, layer, query, key, value, key_padding_mask, scaling, exact), None
     if causal != mechanism.layer.causal:
@@ -283,8 +285,6 @@ def attention_forward(
             f"is_causal={causal} was asked of layer {mechanism.layer.index}, which was patched with"
             f" is_causal={mechanism.layer.causal}; unpatch the model, change it, and patch it again"
         )
-    if query.shape[1] != mechanism.layer.num_heads and not heads_apart(mechanism):
-        refuse_other_heads(mechanism, query.shape[1])
     query = _scaled(query, scaling, mechanism)
     sequence_ids = _sequence_ids(position_ids, cu_seq_lens_q, key_padding_mask, num_queries, num_keys)
     stateful = layer is not None and keeps_states(mechanism)
