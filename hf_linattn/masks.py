@@ -97,7 +97,7 @@ def mask_of_rule(key_mask: Tensor | None, sizes: MaskSizes, options: Mapping[str
         return sdpa_mask(**whole, attention_mask=key_mask)
     columns = None if key_mask is None else key_columns(key_mask, sizes).bool()
     window = options.get("local_size") or getattr(config, "sliding_window", None)
-    found = _plain_patterns(sizes, window, given)
+    found = _plain_patterns(sizes, window, given, columns)
     if (True, None) in found:
         return None
     if (False, None) in found:
@@ -111,15 +111,20 @@ def mask_of_rule(key_mask: Tensor | None, sizes: MaskSizes, options: Mapping[str
     return mask
 
 
-def _plain_patterns(sizes: MaskSizes, window: int | None, given: Mapping[str, Any]) -> list[tuple[bool, Any]]:
-    """Return which patterns (causal, window) a rule comes to, pads left out of account."""
+def _plain_patterns(
+    sizes: MaskSizes, window: int | None, given: Mapping[str, Any], columns: Tensor | None
+) -> list[tuple[bool, Any]]:
+    """Return which patterns (causal, window) a rule comes to, whatever it says of pads, which nobody sees."""
+    pads: Any = False
+    if columns is not None:  # of a static cache there may be fewer than it has room for
+        pads = ~torch.nn.functional.pad(columns, (0, sizes.keys - columns.shape[1]))[:, None, None]
     left = [(causal, width) for causal in (True, False) for width in {None, window}]
     keys = torch.arange(sizes.keys, device=given.get("device")) + sizes.key_offset
     for first in range(0, sizes.queries, ROWS):
         rows, offset = min(ROWS, sizes.queries - first), sizes.query_offset + first
         allowed = sdpa_mask(**given, q_length=rows, q_offset=offset, attention_mask=None)
         distance = (torch.arange(rows, device=keys.device) + offset)[:, None] - keys
-        left = [pattern for pattern in left if bool((allowed == _in_pattern(distance, *pattern)).all())]
+        left = [x for x in left if bool(((allowed == _in_pattern(distance, *x)) | pads).all())]
         if not left:
             break
     return left

@@ -272,7 +272,11 @@ def attention_forward(
     s_aux: the learned sinks [H] in the denominator, as gpt-oss and others have them.
     """
     mechanism: Mechanism | None = mechanism_of(module)
-    causal = architecture.is_causal(module) if is_causal is None else is_causal
+    if is_causal is None:
+        own = mechanism is not None and not mechanism.layer.cross
+        causal = architecture.is_causal(module) if own else bool(getattr(module, "is_causal", False))
+    else:
+        causal = is_causal
     running = current_call(module)
     layer = None if mechanism is None or running is None else _cache_layer(module, mechanism, running)
     if layer is not None and not isinstance(layer, StateLayer):

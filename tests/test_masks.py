@@ -50,16 +50,18 @@ PLAIN: dict[str, Callable[..., Any]] = {
 }
 
 
-def padded() -> dict[str, Tensor]:
+def padded(left: bool = False) -> dict[str, Tensor]:
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[1, LENGTH - 3 :] = 0
-    return {"input_ids": make_tokens(2, LENGTH), "attention_mask": mask}
+    return {"input_ids": make_tokens(2, LENGTH), "attention_mask": mask.flip(1) if left else mask}
 
 
 def logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Of the real tokens."""
     with torch.no_grad():
-        return model(**inputs, use_cache=False).logits[padded()["attention_mask"].bool()]
+        found = model(**inputs, use_cache=False).logits
+    mask = inputs.get("attention_mask")
+    return found[mask.bool()] if mask is not None and mask.dim() == 2 else found
 
 
 @pytest.fixture
@@ -89,8 +91,10 @@ def test_softmax_keeps_a_rule_and_others_refuse_it_by_name(name, mask, ruled):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_rule_that_comes_to_the_order_of_tokens_is_none(name, ruled):
-    inputs, told = padded(), {"attention_chunk_size": LENGTH, "sliding_window": WINDOW}
+@pytest.mark.parametrize("left", [True, False])
+def test_a_rule_that_comes_to_the_order_of_tokens_is_none(name, left, ruled):
+    """Whatever it says of pads: chunks are counted from the first token behind those on the left."""
+    inputs, told = padded(left), {"attention_chunk_size": LENGTH, "sliding_window": WINDOW}
     patched = logits(make_patched("llama", **told), inputs)
     ruled(PLAIN[name])
     assert torch.equal(logits(make_patched("llama", **told), inputs), patched)
