@@ -61,10 +61,23 @@ REFUSALS: dict[str, Refusal] = {
         "unpatch the model, change it, patch it again",
     ),
     "4-D mask": Refusal(
-        "an attention mask [batch, heads, queries, keys], one for all queries apart",
+        "an attention mask [batch, heads, queries, keys], one for all queries apart; `softmax` takes it",
         UnsupportedModeError,
         "it is a matrix over pairs",
         "a 2-D key mask [batch, length]; for packed documents `position_ids` that restart at 0",
+    ),
+    "rule": Refusal(
+        "a rule of the model over pairs, such as images whose tokens see each other (`block_sequence_ids`); `softmax`"
+        " obeys it",
+        UnsupportedModeError,
+        "a mechanism would read the input in the order of its tokens",
+        "`softmax` in that layer, or inputs without images",
+    ),
+    "other mask": Refusal(
+        "an attention mask of another batch or length than the input's, with what the cache holds",
+        UnsupportedModeError,
+        "there is no telling which tokens it means",
+        "a column for each token",
     ),
     "attentions": Refusal(
         "`output_attentions=True`",

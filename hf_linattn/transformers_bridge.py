@@ -21,6 +21,7 @@ from . import architecture
 from .architecture import root_model
 from .cache import EncoderStateLayer, StateLayer
 from .errors import UnsupportedModeError, UnsupportedModelError
+from .masks import UNMASKED, MaskSizes, key_columns, mask_of_rule, masks_of, require_batch, window_of
 from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
 from .module_calls import ModuleCall, begin_call, current_call, end_call
@@ -170,6 +171,7 @@ def model_pre_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
         return
     if kwargs.get("cache") is not None:  # what continuous batching calls its pages
         refuse_paging()
+    require_batch(args, kwargs)
     if kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False):
         raise UnsupportedModeError(
             "output_attentions=True asks for N x N matrices, which a patched model never builds; use"
@@ -230,10 +232,24 @@ def attention_mask(
     device: torch.device | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Pass on the 2-D key mask [B, at most kv_length] and build no matrix; None if nothing is masked."""
-    if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
+    """Pass on the 2-D key mask [B, at most kv_length] and build no matrix; None if nothing is masked.
+
+    Only a rule over pairs that no key mask can say becomes a matrix (`masks`).
+    """
+    sizes = MaskSizes(batch_size, q_length, kv_length, q_offset, kwargs.get("kv_offset", 0))
+    options = {**kwargs, "device": device}
+    if (pairs := mask_of_rule(attention_mask, sizes, options)) is not None:
+        return pairs
+    if attention_mask is None:
         return None
-    return attention_mask[:, -kv_length:]
+    columns = key_columns(attention_mask, sizes)
+    # without a cache, and not of the queries' length: whether that is the keys' shows where these are
+    unsure = sizes.seen is None and isinstance(q_offset, int) and q_length > 1
+    if torch.compiler.is_compiling() or not bool(columns.all()):
+        return columns
+    if unsure:
+        setattr(columns, UNMASKED, True)
+    return columns if unsure else None
 
 
 def attention_forward(
@@ -259,16 +275,22 @@ def attention_forward(
     s_aux: the learned sinks [H] in the denominator, as gpt-oss and others have them.
     """
     mechanism: Mechanism | None = mechanism_of(module)
-    causal = architecture.is_causal(module) if is_causal is None else is_causal
+    if is_causal is None:
+        own = mechanism is not None and not mechanism.layer.cross
+        causal = architecture.is_causal(module) if own else bool(getattr(module, "is_causal", False))
+    else:
+        causal = is_causal
     running = current_call(module)
     layer = None if mechanism is None or running is None else _cache_layer(module, mechanism, running)
     if layer is not None and not isinstance(layer, StateLayer):
         key, value = (x[:, :, : int(layer.get_seq_length())] for x in (key, value))  # a static cache is longer
     num_queries, num_keys = query.shape[2], key.shape[2]
-    key_padding_mask = _key_padding_mask(attention_mask, num_keys)
-    if sliding_window is not None and getattr(module.config, "is_causal", None) is False:
-        sliding_window += 1  # transformers' own window both ways: at most so far away, where others say less than that
+    masks = masks_of(attention_mask, query, key, causal, layer is not None, mechanism)
+    key_padding_mask = masks.keys
+    sliding_window = window_of(module.config, sliding_window, causal)
     exact: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "dropout": dropout, "sink": s_aux}
+    if masks.pairs is not None:
+        exact["pair_mask"] = masks.pairs
     if mechanism is None:
         require_left_out(module)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -294,7 +316,7 @@ def attention_forward(
     if (observer := observer_of(mechanism)) is not None:
         mechanism.count_call()
         return observer(call).transpose(1, 2).contiguous(), None
-    if not stateful:  # without a cache, or it holds the keys
+    if layer is None or not stateful:  # without a cache, or it holds the keys
         output = call.by(mechanism)
     else:
         output, layer.state = mechanism(*call[:5], layer.state, **mechanism.keywords(exact))
@@ -347,21 +369,6 @@ def _cache_layer(module: nn.Module, mechanism: Mechanism, call: ModuleCall) -> A
             " decoding state; pass use_cache=False"
         )
     return layer
-
-
-def _key_padding_mask(mask: Tensor | None, num_keys: int) -> Tensor | None:
-    """Return the part of the 2-D mask that belongs to the keys at hand."""
-    if mask is None:
-        return None
-    if mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1:
-        mask = mask[:, 0, 0]  # what some models add to the scores of all queries alike
-        mask = mask if mask.dtype == torch.bool else mask >= 0
-    if mask.dim() != 2:
-        raise UnsupportedModeError(
-            f"attention_mask has {mask.dim()} dimensions {tuple(mask.shape)}; a patched model takes a 2-D key mask"
-            " [batch, length] (packed documents: position_ids that restart at 0)"
-        )
-    return mask[:, -num_keys:].bool()
 
 
 def _sequence_ids(

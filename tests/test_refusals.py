@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 from transformers.cache_utils import QuantizedLayer
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama import modeling_llama
 
 from docs.generate import missing_forms
 from docs.refusals import REFUSALS
@@ -117,6 +120,13 @@ def unreadable_keys():
     patch_model(model, "linear")(TOKENS, past_key_values=cache, use_cache=True)
 
 
+def images():
+    rule = partial(create_causal_mask, block_sequence_ids=torch.zeros_like(TOKENS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_llama, "create_causal_mask", rule)
+        logits_of(make_patched("llama"), TOKENS)
+
+
 PROVOKED: dict[str, Callable[[], object]] = {
     "no attention": bloom_and_mamba,
     "position bias": t5,
@@ -126,6 +136,8 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "missing form": lambda: patch_model(make_model("bert"), causal_only()),
     "other direction": other_direction,
     "4-D mask": lambda: make_patched("gpt2")(TOKENS, attention_mask=torch.ones(1, 1, 5, 5)),
+    "rule": images,
+    "other mask": lambda: make_patched("llama")(TOKENS, attention_mask=torch.ones(1, 4)),
     "attentions": lambda: make_patched("gpt2")(TOKENS, output_attentions=True),
     "no matrix": no_matrix,
     "too long": lambda: make_patched("gpt2")(make_tokens(1, 65)),

@@ -16,8 +16,12 @@ POSITIONS = 64  # of every tiny model with a table
 WITH_TABLE = ("bert", "gpt2", "opt", "roberta")
 
 
-def square_mask(model, ids):
-    model(input_ids=ids, attention_mask=torch.ones(2, 1, 9, 9))
+def other_batch(model, ids):
+    model(input_ids=ids, attention_mask=torch.ones(3, 9))
+
+
+def other_length(model, ids):
+    model(input_ids=ids, attention_mask=torch.ones(2, 12), use_cache=False)
 
 
 def attentions_by_argument(model, ids):
@@ -34,7 +38,8 @@ def other_direction(model, ids):
 
 
 REFUSED = [
-    (square_mask, r"attention_mask has 4 dimensions \(2, 1, 9, 9\)"),
+    (other_batch, r"attention_mask is \(3, 9\), but the call has a batch of 2"),
+    (other_length, r"attention_mask is \(2, 12\), but .* 9 queries and 9 keys"),
     (attentions_by_argument, "output_attentions=True .*original_attention"),
     (other_direction, r"is_causal=(True|False) was asked of layer 0, .*unpatch"),
 ]

@@ -27,6 +27,7 @@ def softmax_attention(
     softcap: float | None = None,
     dropout: float = 0.0,
     sink: Tensor | None = None,
+    pair_mask: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(scaling q k^T) v over the allowed keys, by PyTorch's scaled_dot_product_attention.
 
@@ -41,10 +42,14 @@ def softmax_attention(
         softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
         dropout: probability of dropping an attention weight.
         sink: [H], the score of one more key without value (`hf_linattn.ops.sink`), which no mask hides.
+        pair_mask: [B or 1, H or 1, Nq or 1, Nk], which pairs see each other, in the place of the order of tokens, of
+            padding, packing and window; a float mask is added to the scores.
 
     Returns:
         [B, H, Nq, Dv] in the dtype of `value`.
     """
+    if pair_mask is not None:
+        return masked_attention(query, key, value, pair_mask, scaling, softcap, dropout, sink)
     num_queries, num_keys = query.shape[2], key.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < num_keys else None
     plain = key_padding_mask is None and sequence_ids is None and window is None
@@ -86,15 +91,24 @@ def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float, softcap: float | None = None,
     dropout: float = 0.0, sink: Tensor | None = None,
 ) -> Tensor:
-    """Return `softmax_attention` over the allowed pairs [B or 1, 1, Nq, Nk]; rows without one are zero."""
+    """Return `softmax_attention` over the allowed pairs [B or 1, 1, Nq, Nk]; rows without one are zero.
+
+    Numbers in the place of true and false are added to the scores.
+    """
     if softcap is not None:
         return _softcapped(query, key, value, allowed, scaling, softcap, dropout, sink)
     width = value.shape[3]
     if sink is not None:
         query, key, value = with_sink_key(query, key, value, sink, scaling)
-        allowed = F.pad(allowed, (1, 0), value=True)
+        allowed = F.pad(allowed, (1, 0), value=allowed.dtype == torch.bool)  # seen, or with nothing added
     if query.shape[2] > 1:  # the kernels add to scores what hides a pair; a single token has none to come
         query, key = bounded(query), bounded(key)
+    if allowed.dtype != torch.bool:
+        added = allowed.to(query.dtype)
+        output = fused_attention(
+            query, key, value, attn_mask=added, scale=scaling, dropout_p=dropout, enable_gqa=True
+        )
+        return output[..., :width]
     some = allowed.any(-1, keepdim=True)  # the kernels differ on rows without a key: let those see all, then zero them
     output = fused_attention(
         query, key, value, attn_mask=allowed | ~some, scale=scaling, dropout_p=dropout, enable_gqa=True
@@ -110,7 +124,10 @@ def _softcapped(
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * scaling / softcap)
-    scores = scores.float().masked_fill(~allowed, torch.finfo(torch.float32).min)
+    scores, lowest = scores.float(), torch.finfo(torch.float32).min
+    if allowed.dtype != torch.bool:
+        scores, allowed = scores + allowed, torch.ones_like(allowed, dtype=torch.bool)
+    scores = scores.masked_fill(~allowed, lowest)
     beside = None if sink is None else sink.to(scores.dtype)[:, None, None]
     weights = F.dropout(softmax_beside(scores, beside) * allowed, dropout)
     return weights.to(value.dtype) @ value

@@ -1,0 +1,210 @@
+"""Masks as transformers hands them over: which keys are pads, and rules over pairs of a query and a key.
+
+A rule (`block_sequence_ids` of images, `or_mask_function`, `and_mask_function`, chunks) is made a mask of all pairs,
+as for transformers' own softmax, unless it comes to what layers do anyway. Layers that keep softmax obey that mask,
+others refuse it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+from .errors import UnsupportedModeError
+from .mechanisms import Mechanism
+from .mechanisms.softmax import SoftmaxMechanism
+
+ROWS = 512  # queries for which a rule is compared at a time
+RULE = "_hf_linattn_rule"  # the attribute of a mask of pairs that names the rule it was made of
+WINDOW = "_hf_linattn_window"  # that of one which is a sliding window: whether it is causal, and the key mask
+UNMASKED = "_hf_linattn_unmasked"  # that of a key mask which masks nothing, handed on for its length to be checked
+
+
+class MaskSizes(NamedTuple):
+    """What a mask is made for: `queries` from position `query_offset` on, `keys` from position `key_offset` on."""
+
+    batch: int
+    queries: int
+    keys: int
+    query_offset: Any  # a tensor with a static cache
+    key_offset: int
+
+    @property
+    def seen(self) -> int | None:
+        """How many tokens of a row have come so far; None where a cache has room for more, or none is there."""
+        if not isinstance(self.query_offset, int) or self.key_offset + self.keys != self.query_offset + self.queries:
+            return None
+        return self.query_offset + self.queries
+
+
+def key_columns(mask: Tensor, sizes: MaskSizes) -> Tensor:
+    """Return the columns of the caller's 2-D mask that belong to the keys; refuse one of another batch or length."""
+    if torch.compiler.is_compiling():
+        return mask[:, -sizes.keys :]
+    if mask.shape[0] != sizes.batch or (sizes.seen is not None and mask.shape[1] < sizes.seen):
+        raise UnsupportedModeError(
+            f"attention_mask is {tuple(mask.shape)}, but the call has a batch of {sizes.batch} with"
+            f" {sizes.seen or sizes.keys} tokens a row, those in the cache counted; give it a column for each of them"
+        )
+    return mask[:, : sizes.seen][:, -sizes.keys :]
+
+
+def require_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a 2-D mask of another batch than a model's input, before the model makes another shape of it."""
+    mask, names = kwargs.get("attention_mask"), ("input_ids", "inputs_embeds")
+    given = next((x for x in (*map(kwargs.get, names), *args[:1]) if x is not None), None)
+    if not (isinstance(mask, Tensor) and isinstance(given, Tensor)) or mask.dim() != 2:
+        return
+    if len(mask) != len(given):
+        raise UnsupportedModeError(
+            f"attention_mask is {tuple(mask.shape)}, but the call has a batch of {len(given)}; give it a row for each"
+        )
+
+
+def rule_of(mask_function: Any, use_vmap: bool, local_size: int | None, config: Any) -> str | None:
+    """Return the name of a rule beyond the order of tokens, sliding windows and packed rows; None without one."""
+    if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
+        return None
+    if use_vmap:
+        return "or_mask_function or and_mask_function"
+    name = mask_function.__name__
+    if name != "and_mask":
+        return "block_sequence_ids" if name == "or_mask" else f"the mask function {name}"
+    chunk = getattr(config, "attention_chunk_size", None)
+    chunked = chunk is not None and local_size == chunk and chunk != getattr(config, "sliding_window", None)
+    return f"attention_chunk_size={chunk}" if chunked else None
+
+
+def mask_of_rule(key_mask: Tensor | None, sizes: MaskSizes, options: Mapping[str, Any]) -> Tensor | None:
+    """Return the pairs that a rule in `options`, of transformers' call for a mask, lets see each other.
+
+    None without a rule, or if it comes to causal attention; [B, 1, 1, Nk] if all queries see the same keys; else
+    [B, 1, Nq, Nk].
+    """
+    function, config = options.get("mask_function", causal_mask_function), options.get("config")
+    rule = rule_of(function, options.get("use_vmap", False), options.get("local_size"), config)
+    if rule is None:
+        return None
+    given = {**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    given |= {"batch_size": sizes.batch, "kv_length": sizes.keys, "kv_offset": sizes.key_offset}
+    whole = {**given, "q_length": sizes.queries, "q_offset": sizes.query_offset}
+    if torch.compiler.is_compiling():
+        return sdpa_mask(**whole, attention_mask=key_mask)
+    columns = None if key_mask is None else key_columns(key_mask, sizes).bool()
+    window = options.get("local_size") or getattr(config, "sliding_window", None)
+    found = _plain_patterns(sizes, window, given, columns)
+    if (True, None) in found:
+        return None
+    if (False, None) in found:
+        every = torch.ones(sizes.batch, sizes.keys, dtype=torch.bool, device=options.get("device"))
+        mask = (every if columns is None else columns)[:, None, None]
+    else:
+        mask = sdpa_mask(**whole, attention_mask=key_mask)
+    setattr(mask, RULE, rule)
+    if found and mask.shape[2] == sizes.queries:  # others than softmax do not ask how wide a layer's window is
+        setattr(mask, WINDOW, (found[0][0], columns))
+    return mask
+
+
+def _plain_patterns(
+    sizes: MaskSizes, window: int | None, given: Mapping[str, Any], columns: Tensor | None
+) -> list[tuple[bool, Any]]:
+    """Return which patterns (causal, window) a rule comes to, whatever it says of pads, which nobody sees."""
+    pads: Any = False
+    if columns is not None:  # of a static cache there may be fewer than it has room for
+        pads = ~torch.nn.functional.pad(columns, (0, sizes.keys - columns.shape[1]))[:, None, None]
+    left = [(causal, width) for causal in (True, False) for width in {None, window}]
+    keys = torch.arange(sizes.keys, device=given.get("device")) + sizes.key_offset
+    for first in range(0, sizes.queries, ROWS):
+        rows, offset = min(ROWS, sizes.queries - first), sizes.query_offset + first
+        allowed = sdpa_mask(**given, q_length=rows, q_offset=offset, attention_mask=None)
+        distance = (torch.arange(rows, device=keys.device) + offset)[:, None] - keys
+        left = [x for x in left if bool(((allowed == _in_pattern(distance, *x)) | pads).all())]
+        if not left:
+            break
+    return left
+
+
+def _in_pattern(distance: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Return which pairs at these distances, of queries from their keys, see each other."""
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    return seen if window is None else seen & (distance.abs() < window)
+
+
+def window_of(config: PreTrainedConfig, sliding_window: int | None, causal: bool) -> int | None:
+    """Return how far away the first key is that a query does not see, for the sliding window a layer hands over.
+
+    transformers' masks for windows both ways let a query see keys that are exactly `config.sliding_window` tokens
+    away. Most encoders hand over one more than that; those that do not are corrected here. Gemma 3 has its own mask.
+    """
+    if causal or sliding_window is None or sliding_window != getattr(config, "sliding_window", None):
+        return sliding_window
+    return sliding_window + (getattr(config, "use_bidirectional_attention", None) is not True)
+
+
+class Masks(NamedTuple):
+    """What one attention call is masked by: pads [B, Nk], true for real keys, and pairs [B or 1, H or 1, Nq, Nk]."""
+
+    keys: Tensor | None = None
+    pairs: Tensor | None = None
+
+
+def masks_of(
+    mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, cached: bool, mechanism: Mechanism | None
+) -> Masks:
+    """Return what a mask that an attention function is given says, for a mechanism or, without one, for softmax.
+
+    query [B, H, Nq, D], key [B, Hkv, Nk, D]. cached: whether the mask may have columns for keys that are not at hand.
+    """
+    if mask is None:
+        return Masks()
+    (batch, heads, num_queries, _), num_keys = query.shape, key.shape[2]
+    shape, unmasked, softmax = tuple(mask.shape), hasattr(mask, UNMASKED), _is_softmax(mechanism)
+    window = None if softmax else getattr(mask, WINDOW, None)
+    if window is not None and window[0] == causal:
+        return masks_of(window[1], query, key, causal, cached, mechanism)
+    if mask.dim() == 4 and shape[1] == shape[2] == 1 and not softmax and (num_queries == 1 or not causal):
+        mask = mask[:, 0, 0]  # what some models add to the scores of all queries alike
+        mask = mask if mask.dtype == torch.bool else mask >= 0
+        unmasked = num_queries > 1 and not torch.compiler.is_compiling() and bool(mask.all())
+    if mask.dim() not in (2, 4):
+        raise UnsupportedModeError(
+            f"attention_mask has {mask.dim()} dimensions {shape}; it must be a key mask [batch, length] or, for layers"
+            " that keep softmax, a mask of pairs [batch, 1, queries, keys]"
+        )
+    fits = mask.shape[-1] == num_keys or (cached and mask.shape[-1] > num_keys)
+    fits = fits and mask.shape[0] in (1, batch)
+    if mask.dim() == 4:
+        fits = fits and mask.shape[1] in (1, heads) and mask.shape[2] in (1, num_queries)
+    if not fits:
+        raise UnsupportedModeError(
+            f"attention_mask is {shape}, but the attention is of a batch of {batch} with {num_queries} queries and"
+            f" {num_keys} keys; give it as many rows and columns"
+        )
+    if mask.dim() == 4:
+        if mechanism is not None and not softmax:
+            _refuse_pairs(mask, mechanism)
+        return Masks(pairs=mask[..., :num_keys])
+    return Masks() if unmasked else Masks(keys=mask[:, -num_keys:].bool().expand(batch, -1))
+
+
+def _is_softmax(mechanism: Mechanism | None) -> bool:
+    return mechanism is None or isinstance(mechanism, SoftmaxMechanism)
+
+
+def _refuse_pairs(mask: Tensor, mechanism: Mechanism) -> NoReturn:
+    if (rule := getattr(mask, RULE, None)) is not None:
+        raise UnsupportedModeError(
+            f"the model masks pairs by {rule}, which mechanism {mechanism.config.mechanism!r} of layer"
+            f" {mechanism.layer.index} cannot keep; for such inputs patch the model with 'softmax' in that layer, or"
+            " leave the rule out"
+        )
+    raise UnsupportedModeError(
+        f"attention_mask has 4 dimensions {tuple(mask.shape)}; a patched model takes a 2-D key mask [batch, length]"
+        " (packed documents: position_ids that restart at 0); layers that keep softmax take masks of pairs, too"
+    )

@@ -1,0 +1,147 @@
+"""Rules over pairs that transformers hands to mask functions, and masks of pairs: kept, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import masking_utils
+from transformers.models.llama import modeling_llama
+
+from hf_linattn import UnsupportedModeError, patch_model
+from tests.helpers import OPTIONS, assert_close, make_patched, make_tokens
+from tests.models import make_model
+
+LENGTH, WINDOW = 14, 5
+IMAGES = torch.full((2, LENGTH), -1)
+IMAGES[0, 2:5], IMAGES[0, 7:12], IMAGES[1, 1:6] = 0, 1, 0
+
+
+def in_prefix(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+    return (query < 4) & (key < 4)
+
+
+def in_step(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+    return (query - key) % 2 == 0
+
+
+def nothing(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+    return query < 0
+
+
+causal = masking_utils.create_causal_mask
+RULES: dict[str, tuple[Callable[..., Any], str]] = {
+    "images": (partial(causal, block_sequence_ids=IMAGES), "block_sequence_ids"),
+    "prefix": (partial(causal, or_mask_function=in_prefix), "or_mask_function or and_mask_function"),
+    "step": (partial(causal, and_mask_function=in_step), "or_mask_function or and_mask_function"),
+    "chunks": (masking_utils.create_chunked_causal_mask, "attention_chunk_size=5"),
+}
+# rules that come to what a causal layer does, but for the width of a window, which only softmax asks for
+PLAIN: dict[str, Callable[..., Any]] = {
+    "no images": partial(causal, block_sequence_ids=torch.full((2, LENGTH), -1)),
+    "nothing more": partial(causal, or_mask_function=nothing),
+    "window": partial(causal, and_mask_function=masking_utils.sliding_window_overlay(WINDOW)),
+    "short chunk": masking_utils.create_chunked_causal_mask,
+}
+
+
+def padded(left: bool = False) -> dict[str, Tensor]:
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, LENGTH - 3 :] = 0
+    return {"input_ids": make_tokens(2, LENGTH), "attention_mask": mask.flip(1) if left else mask}
+
+
+def logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Of the real tokens."""
+    with torch.no_grad():
+        found = model(**inputs, use_cache=False).logits
+    mask = inputs.get("attention_mask")
+    return found[mask.bool()] if mask is not None and mask.dim() == 2 else found
+
+
+@pytest.fixture
+def ruled(monkeypatch):
+    """Let Llama build its mask by another function."""
+
+    def rule(create: Callable[..., Any]) -> None:
+        monkeypatch.setattr(modeling_llama, "create_causal_mask", create)
+
+    return rule
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("mask", [True, False])
+def test_softmax_keeps_a_rule_and_others_refuse_it_by_name(name, mask, ruled):
+    create, said = RULES[name]
+    inputs = {k: v for k, v in padded().items() if mask or k == "input_ids"}
+    plain = logits(make_model("llama"), inputs)
+    ruled(create)
+    want = logits(make_model("llama", attention_chunk_size=5), inputs)
+    assert not torch.allclose(want, plain, atol=1e-3)
+    assert_close(logits(make_patched("llama", "softmax", attention_chunk_size=5), inputs), want)
+    plan = {"performer": {"layers": 1, **OPTIONS["performer"]}}
+    mixed = patch_model(make_model("llama", attention_chunk_size=5), plan)
+    with pytest.raises(UnsupportedModeError, match=f"masks pairs by {said}, which mechanism 'performer' of layer 1"):
+        logits(mixed, inputs)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("left", [True, False])
+def test_a_rule_that_comes_to_the_order_of_tokens_is_none(name, left, ruled):
+    """Whatever it says of pads: chunks are counted from the first token behind those on the left."""
+    inputs, told = padded(left), {"attention_chunk_size": LENGTH, "sliding_window": WINDOW}
+    patched = logits(make_patched("llama", **told), inputs)
+    ruled(PLAIN[name])
+    assert torch.equal(logits(make_patched("llama", **told), inputs), patched)
+    want = logits(make_model("llama", **told), inputs)
+    assert_close(logits(make_patched("llama", "softmax", **told), inputs), want)
+
+
+@torch.no_grad()
+def test_softmax_keeps_a_rule_when_decoding(ruled):
+    ruled(RULES["prefix"][0])
+    ids, results = make_tokens(2, LENGTH), []
+    for model in (make_model("llama"), make_patched("llama", "softmax")):
+        cache = model(ids[:, :6], use_cache=True).past_key_values
+        steps = [model(ids[:, i : i + n], past_key_values=cache).logits for i, n in ((6, 3), (9, 1), (10, 4))]
+        results.append(torch.cat(steps, 1))
+    assert_close(results[1], results[0])
+
+
+BOTH = torch.bool, torch.float32
+
+
+# gemma2, whose scores have a cap, adds masks only
+@pytest.mark.parametrize(("name", "kind"), [*product(("bert", "llama"), BOTH), ("gemma2", torch.float32)])
+def test_softmax_takes_a_mask_of_pairs_and_others_refuse_it(name, kind):
+    """True or false, or what is added to the scores."""
+    drawn = torch.rand(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0))
+    pairs = (drawn < 0.5) | torch.eye(LENGTH, dtype=torch.bool)
+    pairs = pairs if kind == torch.bool else torch.where(pairs, drawn, torch.finfo(kind).min)
+    inputs = {"input_ids": make_tokens(2, LENGTH), "attention_mask": pairs}
+    want = logits(make_model(name), inputs)
+    assert_close(logits(make_patched(name, "softmax"), inputs), want)
+    with pytest.raises(UnsupportedModeError, match=r"attention_mask has 4 dimensions \(2, 1, 14, 14\); .* softmax"):
+        logits(make_patched(name), inputs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mechanism", ["linear", "softmax"])
+def test_columns_of_tokens_to_come_are_left_out_and_missing_ones_refused(mechanism):
+    """As transformers does, which reads a mask from the first token on."""
+    model, inputs = make_patched("llama", mechanism), padded()
+    inputs["attention_mask"] = inputs["attention_mask"].flip(1)
+    want = model(**inputs).logits
+    cache = model(inputs["input_ids"][:, :6], attention_mask=inputs["attention_mask"][:, :6], use_cache=True)
+    got = model(
+        inputs["input_ids"][:, 6:10], attention_mask=inputs["attention_mask"], past_key_values=cache.past_key_values
+    ).logits
+    assert_close(got, want[:, 6:10])
+    with pytest.raises(UnsupportedModeError, match=r"attention_mask is \(2, 4\), but the call .* 14 tokens"):
+        model(inputs["input_ids"][:, 10:], attention_mask=torch.ones(2, 4), past_key_values=cache.past_key_values)
+    assert cache.past_key_values.get_seq_length() == 10
