@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_linattn.errors import HfLinattnError, UnsupportedModeError, UnsupportedModelError
+from hf_linattn.errors import HfLinattnError, PatchError, UnsupportedModeError, UnsupportedModelError
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,18 @@ REFUSALS: dict[str, Refusal] = {
         UnsupportedModeError,
         "N x N matrices are never built",
         "`original_attention(model)`, or `attention_matrix(...)` of a mechanism",
+    ),
+    "other attention": Refusal(
+        "`set_attn_implementation` of a patched model, and its class called with its config",
+        PatchError,
+        "it would answer by softmax, and be saved as what it is not",
+        "`original_attention(model)`, `unpatch_model(model)`; an Auto class makes a patched model from the config",
+    ),
+    "pages": Refusal(
+        "continuous batching: `generate_batch`, `cache_implementation=\"paged\"`",
+        UnsupportedModeError,
+        "its pages hold keys for softmax, a mechanism keeps a decoding state",
+        "`generate` with a padded batch",
     ),
     "no matrix": Refusal(
         "`attention_matrix(...)` of a mechanism that does not write `weights`",

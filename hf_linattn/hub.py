@@ -62,6 +62,7 @@ class LinearizedConfigMixin(PinnedConfigMixin):
     """Mixed into the config class of a patched model; `hf_linattn` is the JSON form of its `PatchConfig`."""
 
     hf_linattn: dict[str, Any]
+    architectures: list[str] | None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # the class is made while running, where pickle cannot look it up by name

@@ -89,7 +89,7 @@ def _new_config(base: Any) -> PreTrainedConfig:
 def pin_config(config: PreTrainedConfig) -> None:
     """Have a config keep the attention that `set_implementation` chooses for it."""
     if not isinstance(config, PinnedConfigMixin):
-        config.__class__ = _pinned_class(type(config))
+        config.__class__ = _pinned_class(type(config))  # type: ignore[arg-type]
 
 
 def unpin_config(config: PreTrainedConfig) -> None:

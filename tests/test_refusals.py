@@ -139,6 +139,8 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "rule": images,
     "other mask": lambda: make_patched("llama")(TOKENS, attention_mask=torch.ones(1, 4)),
     "attentions": lambda: make_patched("gpt2")(TOKENS, output_attentions=True),
+    "other attention": lambda: make_patched("llama").set_attn_implementation("sdpa"),
+    "pages": lambda: make_patched("gpt2").generate_batch([[7, 8]]),
     "no matrix": no_matrix,
     "too long": lambda: make_patched("gpt2")(make_tokens(1, 65)),
     "unsplit feed-forward": lambda: patch_model(make_model("opt"), "linear", chunk_feed_forward=8),
