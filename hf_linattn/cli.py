@@ -38,7 +38,8 @@ PACKAGES = (
     "torch", "transformers", "huggingface_hub", "safetensors", "accelerate", "datasets", "peft", "evaluate",
 )  # fmt: skip
 PROCESSORS: dict[str, Any] = {"tokenizer_config.json": AutoTokenizer, "preprocessor_config.json": AutoProcessor}
-PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+# --help too: a recipe lists its options itself
+PASSED_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 app = typer.Typer(
     name="hf-linattn", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
