@@ -378,7 +378,7 @@ def versions() -> dict[str, str]:
 def main() -> None:
     """Run the recipe; the output folder appears whole or not at all."""
     help_if_asked(sys.argv[1:], "python recipes/pretrain.py", [PretrainArguments], GROUPS)
-    (options,) = HfArgumentParser(PretrainArguments).parse_args_into_dataclasses()
+    (options,) = HfArgumentParser(PretrainArguments).parse_args_into_dataclasses()  # exits with 2 itself
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(options.threads)
     set_seed(options.seed)
