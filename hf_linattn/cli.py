@@ -33,13 +33,14 @@ from .hub import MODEL_TYPE, load_checkpoint
 from .mechanisms import MECHANISMS
 from .ops.native import library
 from .ops.operations import DEFAULT_BACKEND
-from .reading import exit_with_one_line, reading
+from .reading import exit_with_one_line, read_tokenizer, reading
 
 PACKAGES = (
     "torch", "transformers", "huggingface_hub", "safetensors", "accelerate", "datasets", "peft", "evaluate",
 )  # fmt: skip
 PROCESSORS: dict[str, Any] = {"tokenizer_config.json": AutoTokenizer, "preprocessor_config.json": AutoProcessor}
-PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+# --help too: a recipe lists its options itself
+PASSED_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 app = typer.Typer(
     name="hf-linattn", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -205,12 +206,6 @@ def load(model: str, **options: Any) -> PreTrainedModel:
         return load_checkpoint(model, **options)
 
 
-def tokenizer_of(model: str) -> Any:
-    """Load the tokenizer beside a model; `CheckpointError` if there is none."""
-    with reading("model", model, "it needs a tokenizer beside it"):
-        return AutoTokenizer.from_pretrained(model)
-
-
 def processors(model: str) -> dict[str, Any]:
     """Return what lies beside a model to make its inputs; the Auto classes invent a tokenizer where there is none."""
     return {
@@ -262,7 +257,7 @@ def evaluate(
         texts = [read_text(file) for file in files]
         loaded = on_device(load(model))
         found = perplexity(
-            loaded, tokenizer_of(model), texts, max_length=max_length, stride=stride,
+            loaded, read_tokenizer("model", model), texts, max_length=max_length, stride=stride,
             batch_size=batch_size, progress=not as_json,
         )  # fmt: skip
     document = {"model": model, **found}

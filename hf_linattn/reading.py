@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from safetensors import SafetensorError
+from transformers import AutoTokenizer
+from transformers.utils.hub import cached_file
 
 from .errors import CheckpointError, HfLinattnError
 
@@ -30,6 +33,24 @@ def reading(
         raise
     except UNREADABLE as error:
         raise error_class(f"{option}={str(value)!r} cannot be read: {one_line(error)}; {remedy}") from error
+
+
+def read_tokenizer(option: str, name: str) -> Any:
+    """Load the tokenizer that was saved in a folder or under a name on the Hub.
+
+    Where there is none the Auto classes of transformers invent one without words for some model types.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read; the message names `option`.
+    """
+    remedy = "it needs a tokenizer that was saved there; save one beside the model, or give another tokenizer_name"
+    with reading(option, name, remedy):
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        files = {*tokenizer.vocab_files_names.values(), "tokenizer.json"}
+        found = [cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in sorted(files)]
+    if tokenizer.vocab_files_names and not any(found):  # those that work on bytes have none
+        raise CheckpointError(f"{option}={name!r} has none of the files {', '.join(sorted(files))}; {remedy}")
+    return tokenizer
 
 
 def one_line(error: BaseException) -> str:

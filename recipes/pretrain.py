@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -48,7 +49,9 @@ from transformers import (
 
 from hf_linattn import patch_model, unpatch_model
 from hf_linattn.evaluation import perplexity
+from hf_linattn.reading import exit_with_one_line
 from hf_linattn.training.data import PackedMaskingCollator, load_text_splits, tokenize_and_pack
+from hf_linattn.training.options_help import help_if_asked
 
 logger = logging.getLogger("pretrain")
 
@@ -58,6 +61,7 @@ MLM_PROBABILITY = 0.2  # of BERT's tokens
 POSITION_SCALE = 2 * math.sqrt(2)  # position tables start with twice the root mean square of the token embeddings
 END, PAD, CLS, SEP, MASK = SPECIAL_TOKENS = ["<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 CAUSAL_TOKENS = {"bos_token": END, "eos_token": END, "pad_token": PAD}
+GROUPS = {"model": ["architecture"], "data": ["*_file"], "output": ["output_dir"], "training": ["*"]}  # of --help
 MASKED_TOKENS = {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK, "pad_token": PAD}
 
 
@@ -373,7 +377,8 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     """Run the recipe; the output folder appears whole or not at all."""
-    (options,) = HfArgumentParser(PretrainArguments).parse_args_into_dataclasses()
+    help_if_asked(sys.argv[1:], "python recipes/pretrain.py", [PretrainArguments], GROUPS)
+    (options,) = HfArgumentParser(PretrainArguments).parse_args_into_dataclasses()  # exits with 2 itself
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(options.threads)
     set_seed(options.seed)
@@ -390,4 +395,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with exit_with_one_line():
+        main()

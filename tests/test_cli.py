@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from hf_linattn.cli import app
 from hf_linattn.evaluation import perplexity
 from hf_linattn.hub import load_checkpoint
 from hf_linattn.ops.native import library
+from hf_linattn.reading import exit_with_one_line
+from hf_linattn.training import pipeline
 from tests.helpers import make_tokenizer
 from tests.models import make_model
 from tests.recipes.test_finetune import command, material
@@ -167,3 +171,50 @@ def test_what_is_wrong_is_said_in_one_line_with_exit_code_1(converted, tmp_path)
     assert "has no config.json" in refuse("push", tmp_path, "me/model")
     assert "Traceback" not in run("convert", original, tmp_path / "out", "--mechanism", "perfomer", code=1)
     assert CliRunner().invoke(app, ["convert", "--nonsense"]).exit_code == 2
+
+
+RECIPE = ("--mechanism", "linear", "--output_dir", "out", "--use_cpu", "True")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("convert", "absent/model", "out", "--mechanism", "linear"), "model='absent/model' cannot be read"),
+        (("eval", "no such name", "text.txt"), "model='no such name' cannot be read"),
+        (("bench", "text.txt"), "model='text.txt' cannot be read"),
+        (("finetune", "--model_name_or_path", "text.txt", *RECIPE), "model_name_or_path='text.txt' cannot be read"),
+        (("distill", "--model_name_or_path", "absent/m", *RECIPE), "model_name_or_path='absent/m' cannot be read"),
+        (("distill", "--model_name_or_path", "model", "--report_to", "wandbb", *RECIPE), "report_to='wandbb'"),
+        (("distill", "--model_name_or_path", "model", "--bf16", "1", "--fp16", "1", *RECIPE), "fp16 and bf16"),
+        (("finetune", "--model_name_or_path", "model", *RECIPE), "model_name_or_path='model' has none of .*vocab"),
+        (("eval", "model", "text.txt"), "model='model' has none of the files .*vocab.json"),
+        (
+            ("finetune", "--model_name_or_path", "whole", "--dataset_name", "absent/data", *RECIPE),
+            "dataset_name='absent/data' cannot be read",
+        ),
+        (("finetune", "--model_name_or_path", "whole", "--train_file", "whole", *RECIPE), "'whole' is a folder"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_read_is_said_in_one_line_that_names_the_option(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    make_model("gpt2", n_positions=512).save_pretrained("model")
+    make_model("gpt2", n_positions=512).save_pretrained("whole")
+    make_tokenizer().save_pretrained("whole")
+    Path("text.txt").write_text("w5 w6")
+    said = refuse(*arguments).strip().splitlines()[-1]
+    assert re.search(message, said) and re.match(r"(OptionError|CheckpointError|DataError): ", said), said
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("error", [OSError("no space left\n on device"), ValueError("wrong"), ConnectionError("gone")])
+def test_any_error_of_what_is_read_and_written_ends_a_command_with_one_line(monkeypatch, error):
+    monkeypatch.setattr(pipeline, "main", Mock(side_effect=error))
+    said = refuse("finetune").strip()
+    assert said.startswith(f"{type(error).__name__}: ") and "\n" not in said and "; look at" in said
+    with pytest.raises(SystemExit, match=r"; look at .* HF_LINATTN_TRACEBACK=1"), exit_with_one_line():
+        raise error
+    monkeypatch.setenv("HF_LINATTN_TRACEBACK", "1")
+    with pytest.raises(type(error)), exit_with_one_line():
+        raise error
+    assert isinstance(CliRunner().invoke(app, ["finetune"]).exception, type(error))

@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, default_data_collator
 
 from hf_linattn.errors import DataError, did_you_mean
+from hf_linattn.reading import one_line, reading
 from hf_linattn.training.corpus import standard_library_corpus
 
 FILE_BUILDERS = {
@@ -82,7 +83,9 @@ def load_text_splits(
     if dataset_name and files:
         raise DataError(f"dataset_name={dataset_name!r} and {sorted(files)} files were both given; give one of them")
     if dataset_name:
-        splits = load_dataset(dataset_name, dataset_config_name)
+        remedy = "give the name of a data set on the Hub and a connection to it, or text of your own with train_file"
+        with reading("dataset_name", dataset_name, remedy, DataError):
+            splits = load_dataset(dataset_name, dataset_config_name)
     elif files:
         splits = DatasetDict({split: _load_file(split, path) for split, path in files.items()})
     else:
@@ -180,6 +183,8 @@ class PackedMaskingCollator:
 
 def _load_file(split: str, path: Path) -> Dataset:
     """Load one local file with the builder of its extension."""
+    if path.is_dir():
+        raise DataError(f"{split}_file={str(path)!r} is a folder; give one of the files in it")
     if not path.is_file():
         raise DataError(f"{split}_file={str(path)!r} does not exist or is not a file")
     if not path.stat().st_size:
@@ -192,8 +197,8 @@ def _load_file(split: str, path: Path) -> Dataset:
     options = {"sample_by": "document"} if builder == "text" else {}
     try:
         return load_dataset(builder, data_files={split: str(path)}, split=split, **options)
-    except DatasetGenerationError as error:
-        reason = error.__cause__ or error
+    except (DatasetGenerationError, OSError, ValueError) as error:
+        reason = one_line(error.__cause__ or error)
         raise DataError(f"{split}_file={str(path)!r} is not valid {builder}: {reason}; repair the file") from error
 
 

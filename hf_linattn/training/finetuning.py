@@ -151,8 +151,7 @@ def rehearse(
                 )
                 trainer = RecoveryTrainer(model, arguments, data)
                 trainer.get_train_dataloader()
-                if arguments.neftune_noise_alpha is not None:
-                    architecture.root_model(model).get_input_embeddings()
+                check_model(model, arguments)
                 if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):  # they make their own
                     trainer.create_optimizer_and_scheduler(steps)
         except HfLinattnError:
@@ -164,6 +163,18 @@ def rehearse(
             ) from error
         finally:
             unset_hf_deepspeed_config()
+
+
+def check_model(model: nn.Module, arguments: FinetuningArguments) -> None:
+    """Raise now what a model raises in the first step of a training with these options."""
+    if isinstance(model, Objective):  # whose trainings are asked for neither
+        return
+    root: Any = architecture.root_model(model)
+    if arguments.neftune_noise_alpha is not None:
+        root.get_input_embeddings()
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # newer transformers has the first name
+        if getattr(arguments, name, None) and not root.supports_gradient_checkpointing:
+            raise OptionError(f"{name}=True: {type(root).__name__} cannot compute activations anew; leave it out")
 
 
 def _stage_arguments(

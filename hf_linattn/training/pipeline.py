@@ -35,6 +35,7 @@ from hf_linattn.report import (
 )
 from hf_linattn.training.arguments import AUTO, Arguments, parse_arguments, tokens_per_step
 from hf_linattn.training.finetuning import fine_tune, recover
+from hf_linattn.training.options_help import help_if_asked
 from hf_linattn.training.recipe import Recipe
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.transformers_bridge import MECHANISM
@@ -275,7 +276,11 @@ def main(argv: Sequence[str], kinds: Sequence[type], program: str, console: Cons
     Args:
         kinds: the groups of options it takes. program: how it was started, for the command that the report names.
         console: takes the tables; None: standard output.
+
+    Raises:
+        SystemExit: with code 0, when the help that was asked for is printed.
     """
+    help_if_asked(argv, program, kinds, console=console)
     arguments = parse_arguments(argv, kinds)
     training = arguments.training
     logging.basicConfig(level=logging.INFO if training.should_log else logging.WARNING, format="%(message)s")

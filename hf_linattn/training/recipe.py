@@ -12,7 +12,7 @@ from typing import Any
 from datasets import DatasetDict
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from hf_linattn import chunk_feed_forward, get_mechanisms, is_patched, patch_model
 from hf_linattn.calibration import own_parameters, what_is_fitted
@@ -24,7 +24,7 @@ from hf_linattn.evaluation import (
     whole_windows,
     without_far_keys,
 )
-from hf_linattn.reading import reading
+from hf_linattn.reading import read_tokenizer
 from hf_linattn.training.arguments import Arguments, ModelArguments, tokens_per_step
 from hf_linattn.training.block_transfer import BlockTransfer
 from hf_linattn.training.data import TrainingData
@@ -158,7 +158,13 @@ class Recipe:
     def check_measurements(self) -> None:
         """Raise now what would otherwise come up after hours: too little text, a control that does not serve."""
         if self.arguments.recipe.fidelity_windows:
-            whole_windows(self.tokenizer, self.splits["test"]["text"], self.arguments.data.block_size)
+            try:
+                whole_windows(self.tokenizer, self.splits["test"]["text"], self.arguments.data.block_size)
+            except OptionError as error:
+                raise OptionError(
+                    f"fidelity_windows={self.arguments.recipe.fidelity_windows}, windows of block_size in the test"
+                    f" split: {error}"
+                ) from error
         _ = self.lent_control
 
     @cached_property
@@ -307,6 +313,4 @@ class Recipe:
 def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a run; `CheckpointError`, which names the option, if it cannot be read."""
     option = "tokenizer_name" if options.tokenizer_name else "model_name_or_path"
-    name = getattr(options, option)
-    with reading(option, name, "it needs a tokenizer beside it; give another tokenizer_name"):
-        return AutoTokenizer.from_pretrained(name)
+    return read_tokenizer(option, getattr(options, option))

@@ -25,6 +25,7 @@ from transformers.models.auto import modeling_auto as auto
 
 from hf_linattn import architecture
 from hf_linattn import transformers_bridge as bridge
+from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError, DataError, OptionError, did_you_mean
 from hf_linattn.evaluation import is_masked_language_model, perplexity
 from hf_linattn.reading import reading
@@ -83,6 +84,8 @@ class LanguageModeling(Task):
     def rows(self, splits: DatasetDict, reader: Reader, model: PreTrainedModel, max_tokens: int) -> TrainingData:
         tokenizer, data = reader
         limits = {"train": max_tokens, "validation": data.max_validation_tokens}
+        least = data.max_validation_tokens is None or data.max_validation_tokens >= data.block_size
+        require("max_validation_tokens", data.max_validation_tokens, least, f"at least block_size={data.block_size}")
         first = first_position(model)
         rows = {
             name: tokenize_and_pack(splits[name], tokenizer, data.block_size, limit) for name, limit in limits.items()

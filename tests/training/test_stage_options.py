@@ -11,6 +11,7 @@ from torch.nn.functional import log_softmax
 from transformers import TrainerCallback
 
 from hf_linattn import patch_model
+from hf_linattn.architecture import root_model
 from hf_linattn.errors import OptionError
 from hf_linattn.training.arguments import DISTILLATION, DataArguments, parse_arguments
 from hf_linattn.training.distillation import Teacher, add_adapters
@@ -116,6 +117,16 @@ def test_adapters_that_find_no_module_are_refused_before_any_stage(tmp_path):
     wrong = lambda: add_adapters(STAGES["control"](), rank=2, target_modules=["absent"])  # noqa: E731
     with pytest.raises(OptionError, match=r"the stage recovered cannot be set up.*absent"):
         rehearse("recovered", wrong, None, make_training(tmp_path), learning_rate=1e-3, max_steps=2)
+
+
+@pytest.mark.parametrize("stage", ["control", "recovered"])
+def test_a_model_that_cannot_compute_activations_anew_is_refused_by_name(tmp_path, stage):
+    model = STAGES[stage]()
+    root_model(model).supports_gradient_checkpointing = False
+    training, data = make_training(tmp_path, gradient_checkpointing=True), make_data(make_model("gpt2"))
+    with pytest.raises(OptionError, match=r"_checkpointing=True: .*GPT2LMHeadModel cannot"):
+        rehearse(stage, lambda: model, data, training, learning_rate=1e-3, max_steps=2)
+    rehearse(stage, STAGES[stage], data, training, learning_rate=1e-3, max_steps=2)
 
 
 class Losses(TrainerCallback):
