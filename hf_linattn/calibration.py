@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,10 +15,13 @@ from tqdm.auto import tqdm
 from .architecture import root_model
 from .config import require_count
 from .errors import OptionError
+from .lowering import lower
 from .mechanisms import Mechanism
 from .observation import AttentionCall, observed
 from .patching import get_mechanisms
 from .running import accepted, evaluation_mode, without_labels
+
+logger = logging.getLogger(__name__)
 
 
 def calibrate(
@@ -32,7 +36,8 @@ def calibrate(
     on the queries, keys and values that the original model makes of the batch: every layer hands on o', so layers do
     not wait for each other, and no gradient runs through the model. Memory is that of one layer. Before that, and
     without parameters instead of it, a mechanism fits what has no gradient, such as a codebook, in its own way
-    (`Mechanism.prepare`).
+    (`Mechanism.prepare`). A layer for which a step comes to what is not finite goes back to its last finite point; a
+    warning names it and the batch.
 
     Args:
         model: a patched model.
@@ -47,7 +52,7 @@ def calibrate(
 
     Raises:
         PatchError: the model is not patched.
-        OptionError: no batches, steps below 1, an error that is not finite.
+        OptionError: no batches, steps below 1, a layer whose error before its fit to a batch is not finite.
         After any of them, or another error, all parameters and buffers are as they were.
 
     >>> import torch, hf_linattn
@@ -92,30 +97,25 @@ class _Fit:
             return errors.sum() / sizes.sum()
 
         error = float(measure())
+        if not math.isfinite(error):
+            raise OptionError(
+                f"layer {self.mechanism.layer.index} cannot be fitted to batch {len(self.errors) + 1}, of which its"
+                f" error is {error}; leave out inputs that are extreme or not finite"
+            )
         self.mechanism.prepare(*call[:4])
         if self.parameters:
             self._lower(measure)
-        if not math.isfinite(error) or not all(bool(p.isfinite().all()) for p in self.parameters):
-            raise OptionError(
-                f"the fit of layer {self.mechanism.layer.index} is not finite (error {error}); use fewer steps, or"
-                " batches without extreme inputs"
-            )
         self.errors.append(error)
         return target
 
     def _lower(self, measure: Callable[[], Tensor]) -> None:
-        """Lower an error by L-BFGS."""
-        # a new one for each batch: what it knows of the curvature belongs to the last one
-        optimizer = torch.optim.LBFGS(self.parameters, max_iter=self.steps, line_search_fn="strong_wolfe")
-
-        @torch.enable_grad()
-        def evaluate() -> Tensor:
-            optimizer.zero_grad()
-            error = measure()
-            error.backward()
-            return error
-
-        optimizer.step(evaluate)  # type: ignore[arg-type]  # a tensor is as good as a number
+        """Lower an error by L-BFGS, as far as it is finite."""
+        if not lower(self.parameters, measure, self.steps):
+            logger.warning(
+                "calibrate: in the fit of layer %d to batch %d a trial step was not finite; the layer is back at its"
+                " last finite point, and the other layers keep their fits",
+                self.mechanism.layer.index, len(self.errors) + 1,
+            )  # fmt: skip
 
 
 def squared_errors(output: Tensor, target: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:

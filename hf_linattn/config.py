@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2  # added cross_attention; what has none is written as 1, which older versions read
 LARGEST_COUNT = 2**24  # no option needs more; a checkpoint cannot ask for any amount of memory
+LARGEST_SEED = 2**63 - 1  # which every generator takes
 
 LayerSpec = str | int | Iterable[int] | None
 
@@ -35,7 +36,8 @@ class MechanismConfig:
     seed: int = field(default=0, metadata={"help": "seed of everything random in the mechanism; one stream per layer"})
 
     def __post_init__(self) -> None:
-        require("seed", self.seed, isinstance(self.seed, int) and self.seed >= 0, "an integer >= 0")
+        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        require("seed", self.seed, whole and 0 <= self.seed <= LARGEST_SEED, f"an integer from 0 to {LARGEST_SEED}")
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             require(f.name, value, f.type not in (bool, "bool") or isinstance(value, bool), "True or False")

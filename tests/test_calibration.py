@@ -175,3 +175,45 @@ def test_nothing_is_half_done(mechanism):
 def test_an_unpatched_model_is_refused():
     with pytest.raises(PatchError, match="not patched"):
         calibrate(tiny_model("gpt2", True), make_batches(1))
+
+
+@torch.no_grad()
+def _break_when_it_has_moved(mechanism):
+    """Have a mechanism answer with NaN as soon as its parameters are not where they were."""
+    first, forward = mechanism.log_decay_rate.clone(), mechanism.forward
+
+    def answer(*heads, **options):
+        output, state = forward(*heads, **options)
+        moved = not torch.equal(mechanism.log_decay_rate, first)
+        return (output * torch.nan if moved else output), state
+
+    mechanism.forward = answer
+    return first
+
+
+def test_a_layer_whose_trial_step_is_not_finite_goes_back_and_the_others_keep_their_fits(caplog):
+    model, alone = make("llama", "linear", decay="learned"), make("llama", "linear", decay="learned")
+    (path, broken), (other, _) = get_mechanisms(model).items()
+    first = _break_when_it_has_moved(broken)
+    batches = make_batches(2)
+    calibrate(alone, batches, steps=5)
+    result = calibrate(model, batches, steps=5)
+    assert torch.equal(broken.log_decay_rate, first)
+    fitted = get_mechanisms(alone)[other].log_decay_rate
+    assert torch.equal(get_mechanisms(model)[other].log_decay_rate, fitted)
+    assert len(result[path]) == len(result[other]) == 2
+    warnings = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
+    assert [f"layer 0 to batch {number} " in text for number, text in enumerate(warnings, start=1)] == [True] * 2
+
+
+def test_an_input_that_is_not_finite_names_layer_and_batch_and_leaves_all_as_it_was():
+    model = make("llama", "linear", decay="learned")
+    before = state(model)
+    batches = make_batches(2)
+    embedded = model.get_input_embeddings()(batches[1].pop("input_ids")).detach()
+    batches[1]["inputs_embeds"] = embedded.clone()
+    batches[1]["inputs_embeds"][0, 3] = torch.nan
+    with pytest.raises(OptionError, match="layer 0 cannot be fitted to batch 2, of which its error is nan"):
+        calibrate(model, batches, steps=2)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -117,9 +118,18 @@ FLAGS = [
 ]
 
 
+NUMBERS = [
+    (name, field.name)
+    for name in list_mechanisms()
+    for field in dataclasses.fields(make_config(name, {}))
+    if field.name != "seed" and any(kind in str(field.type) for kind in ("int", "float")) and "dict" not in field.type
+]
+
+
 @pytest.mark.parametrize(
     ("name", "option", "value"),
-    [(name, "seed", value) for name in list_mechanisms() for value in (-1, 1.5, "0", None)]
+    [(name, "seed", value) for name in list_mechanisms() for value in (-1, 1.5, "0", None, True, 2**63, 10**40)]
+    + [(name, option, value) for name, option in NUMBERS for value in (math.nan, math.inf, -math.inf, 2**63, 10**40)]
     + [("performer", "num_features", value) for value in (0, -3, 1.5, True, "8", None)]
     + [("performer", "redraw_interval", value) for value in (0, -1, 2.5, True)]
     + [(name, option, value) for name, option in FLAGS for value in (1, None, "no", {})],
