@@ -10,6 +10,7 @@ from .backends import set_backend
 from .calibration import calibrate
 from .config import MechanismConfig, PatchConfig
 from .errors import (
+    BuildError,
     CheckpointError,
     DataError,
     DerivativeError,
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionLayer",
+    "BuildError",
     "CheckpointError",
     "DataError",
     "DerivativeError",

@@ -41,6 +41,10 @@ class OperandError(HfLinattnError, ValueError):
     """Tensors of one call that fit neither each other nor the layer, or a decoding state of other rows."""
 
 
+class BuildError(HfLinattnError, ImportError):
+    """Compiled code that belongs to another version of the library."""
+
+
 class CheckpointError(HfLinattnError, ValueError):
     """A checkpoint that is damaged, foreign or made by a newer version."""
 

@@ -14,6 +14,7 @@ BUILT_IN = {
     "UnsupportedModelError": TypeError,
     "UnsupportedModeError": ValueError,
     "OperandError": ValueError,
+    "BuildError": ImportError,
     "CheckpointError": ValueError,
     "DataError": ValueError,
     "DerivativeError": RuntimeError,

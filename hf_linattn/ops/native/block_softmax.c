@@ -120,3 +120,5 @@ int block_softmax(const struct problem *p)
     const int64_t size = arrange(&s, p->key_size, p->value_size, p->parts, NULL);
     return run_tasks(read_task, p, p->batches * p->heads * p->groups * p->blocks, p->threads, size);
 }
+
+LAYOUT(block_softmax, struct problem, 0xdd6521a5)

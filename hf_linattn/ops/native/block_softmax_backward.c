@@ -149,3 +149,5 @@ int block_softmax_backward(const struct problem *p)
     const int64_t size = arrange_pairs(&pairs, p->key_size, p->value_size, p->parts, NULL);
     return run_tasks(read_task, p, p->batches * p->heads, p->threads, size);
 }
+
+LAYOUT(block_softmax_backward, struct problem, 0xdd6521a5)

@@ -132,3 +132,5 @@ int bucket_softmax(const struct problem *p)
     const int64_t size = arrange(&s, p->key_size, p->value_size, p->parts, NULL) + arrange_lists(&l, p, NULL);
     return run_tasks(read_task, p, p->batches * p->heads, p->threads, size);
 }
+
+LAYOUT(bucket_softmax, struct problem, 0x67a7d141)

@@ -114,3 +114,5 @@ int bucket_softmax_backward(const struct problem *p)
     const int64_t size = arrange_pairs(&pairs, p->key_size, p->value_size, p->parts, NULL);
     return run_tasks(read_task, p, p->batches * p->heads, p->threads, size + arrange_lists(&l, p, NULL));
 }
+
+LAYOUT(bucket_softmax_backward, struct problem, 0x67a7d141)

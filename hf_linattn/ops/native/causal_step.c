@@ -96,3 +96,5 @@ int causal_step(const struct problem *p)
     struct scratch s;
     return run_tasks(read_token, p, p->batches * p->heads, p->threads, arrange(&s, p, NULL));
 }
+
+LAYOUT(causal_step, struct problem, 0x77eda765)

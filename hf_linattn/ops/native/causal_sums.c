@@ -152,3 +152,5 @@ int causal_sums(const struct problem *p)
         return BAD_NUMBERS;
     return run_tasks(read_task, p, p->batches * p->heads, p->threads, arrange(&s, p, NULL));
 }
+
+LAYOUT(causal_sums, struct problem, 0x77eda765)

@@ -353,3 +353,5 @@ int causal_sums_backward(const struct backward *p)
     return run_tasks(read_task, p, p->forward.batches * p->forward.heads, p->forward.threads,
                      arrange_all(&w, p, NULL));
 }
+
+LAYOUT(causal_sums_backward, struct backward, 0xbc0f44bd)

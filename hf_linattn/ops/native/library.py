@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import OperandError
+from ...errors import BuildError, OperandError
 from ..tracing import is_watched
 from .operands import check_operands
 
@@ -57,6 +58,34 @@ def load_variant(name: str) -> Any:
     return None if spec is None or spec.origin is None else ctypes.CDLL(spec.origin)
 
 
+def layout_of(problem: type[ctypes.Structure]) -> tuple[int, int]:
+    """Return how many bytes a problem has, and a checksum of what its fields are called, in their order."""
+
+    def names(kind: Any) -> str:
+        nested = hasattr(kind, "_fields_")
+        return "(" + " ".join(name + names(own) for name, own, *_ in kind._fields_) + ")" if nested else ""
+
+    return ctypes.sizeof(problem), zlib.crc32(names(problem).encode())
+
+
+@functools.cache
+def _require_layout(library: Any, function: str, problem: type[ctypes.Structure]) -> None:
+    """Raise `BuildError` where a function of a build takes another struct: it was built of another version."""
+    try:
+        found = [
+            kind.in_dll(library, f"{function}_{name}").value
+            for kind, name in ((ctypes.c_int64, "size"), (ctypes.c_uint32, "fields"))
+        ]
+    except ValueError:  # it knows nothing of the like
+        found = []
+    if found != list(layout := layout_of(problem)):
+        raise BuildError(
+            f"{library._name} is the build of another version: {function} takes a struct of (bytes, names)"
+            f" {tuple(found) or 'unknown layout'} there and {layout} here; build it again: `make install`, or"
+            " `pip install --force-reinstall -e .`, or call set_backend(model, 'torch')"
+        )
+
+
 def build() -> Any:
     """Return the build for this processor, None where there is none."""
     return load_variant(torch.backends.cpu.get_cpu_capability())
@@ -76,7 +105,7 @@ def suits(*tensors: Tensor, kinds: Sequence[torch.dtype] = (torch.float32,)) -> 
 @functools.cache
 def _reaches_matrix_unit(name: str) -> bool:
     variant = load_variant(name)
-    return variant is not None and bool(variant.has_matrix_unit())
+    return hasattr(variant, "has_matrix_unit") and bool(variant.has_matrix_unit())
 
 
 def has_matrix_unit() -> bool:
@@ -109,7 +138,9 @@ def call(
         OperandError: they are wrong. MemoryError: there is none for what the function works in.
     """
     check_operands(function, operands, sizes)
-    failed = getattr(build(), function)(ctypes.byref(describe()))
+    problem, library = describe(), build()
+    _require_layout(library, function, type(problem))
+    failed = getattr(library, function)(ctypes.byref(problem))
     if failed == BAD_NUMBERS:
         raise OperandError(f"{function}: {PLACES[function]}; nothing was computed")
     if failed:

@@ -65,7 +65,8 @@ def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def fetch_pages(x: Tensor) -> None:
     """Give new memory large pages, all of them at once."""
     size, threads = ctypes.c_int64(x.nbytes), ctypes.c_int64(torch.get_num_threads())
-    build().large_pages(ctypes.c_void_p(x.data_ptr()), size, threads)
+    if hasattr(build(), "large_pages"):  # not in a build of an older version, which `library.call` refuses
+        build().large_pages(ctypes.c_void_p(x.data_ptr()), size, threads)
 
 
 class Kept:
@@ -91,6 +92,8 @@ class Kept:
     def take(self, count: int) -> torch.UntypedStorage | None:
         """Return a free one of `count` bytes, None if there is none."""
         with self.lock:
+            # what was sent to another process lies in memory that this one has no count of
+            self.storages = [x for x in self.storages if not x.is_shared()]
             for number in range(0 if self.pauses else len(self.storages)):
                 if self.storages[number].nbytes() == count and self._is_free(number):
                     self.storages.append(self.storages.pop(number))

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "abi.h"
 #include "lanes.h"
 
 #define LINE 64 /* bytes of a cache line */

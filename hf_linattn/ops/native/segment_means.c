@@ -76,3 +76,6 @@ int segment_means_backward(const struct problem *p)
 {
     return run_tasks(reverse_task, p, p->batches * p->heads * p->segments, p->threads, 16);
 }
+
+LAYOUT(segment_means, struct problem, 0xa630b913)
+LAYOUT(segment_means_backward, struct problem, 0xa630b913)

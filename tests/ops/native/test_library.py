@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import shutil
+from pathlib import Path
 
+import pytest
 import torch
 
+from hf_linattn import BuildError
 from hf_linattn.ops.native import library
+from tests.ops.native.cases import make_heads, make_mechanism
 
 
 def test_it_is_built_where_there_is_a_compiler():
@@ -25,3 +30,29 @@ def test_each_build_is_loaded_once_and_unknown_processors_have_none(monkeypatch)
 def test_what_it_suits(variant):
     x = torch.ones(1)
     assert library.suits(x) and not library.suits(x, x.double()) and not library.suits(x.to("meta"))
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("name", ["linear", "local", "lsh"])
+def test_the_build_of_another_version_is_refused_before_it_is_called(monkeypatch, name, older):
+    """A struct with one more field, or a build that says nothing of its structs, as one of libc."""
+    if older:
+        monkeypatch.setattr(library, "load_variant", lambda _: ctypes.CDLL(None))
+    else:
+        kinds = {x: type(x.__name__, (x,), {"_fields_": [("more", ctypes.c_int64)]}) for x in problems()}
+        require = library._require_layout
+        monkeypatch.setattr(library, "_require_layout", lambda *args: require(*args[:2], kinds[args[2]]))
+    with pytest.raises(BuildError, match="build it again: `make install`"):
+        make_mechanism(name, causal=True)(*make_heads(2, 100))
+
+
+def problems():
+    found = [x for x in ctypes.Structure.__subclasses__() if x.__module__.startswith("hf_linattn.ops.native")]
+    return [x for x in found if x.__name__.endswith("Problem")]
+
+
+def test_every_function_says_what_struct_it_takes():
+    from hf_linattn.ops.native import operands
+
+    text = "".join(path.read_text(encoding="utf-8") for path in Path(library.__file__).parent.glob("*.c"))
+    assert all(f"LAYOUT({function}, " in text for function in operands.FORMS)

@@ -47,8 +47,10 @@ def test_what_is_free_is_taken_up_again():
         lambda x: (x[..., 0] * torch.ones(1, requires_grad=True)).grad_fn,  # saved for a backward pass
         lambda x: memoryview(x.detach().numpy()[0, 0, 0]),
         lambda x: torch.utils.dlpack.to_dlpack(x),
+        lambda x: torch.from_dlpack(x.detach()),
+        lambda x: torch.from_numpy(x.detach().numpy())[..., 1:],
     ],
-    ids=["tensor", "view", "numpy", "storage", "autograd", "buffer", "dlpack"],
+    ids=["tensor", "view", "numpy", "storage", "autograd", "buffer", "dlpack", "tensor of dlpack", "tensor of numpy"],
 )
 def test_what_anybody_holds_is_not(hold):
     output = make_output()
@@ -125,3 +127,11 @@ def test_threads_do_not_get_the_same():
     for thread in threads:
         thread.join()
     assert len({x.data_ptr() for x in found}) == 4
+
+
+def test_what_another_process_may_read_is_never_taken_up_again(kept):
+    output = make_output().fill_(1.0)
+    output.share_memory_()  # as by sending it through a queue of torch.multiprocessing
+    place = output.data_ptr()
+    del output
+    assert make_output().data_ptr() != place and len(kept.storages) == 1
