@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,12 @@ from .running import accepted, evaluation_mode, without_labels
 
 logger = logging.getLogger(__name__)
 
+HELD_BACK = 4  # of so many rows the second is held back
+
 
 def calibrate(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], *, steps: int = 20, progress: bool = False
-) -> dict[str, list[float]]:
+) -> Calibration:
     """Fit each mechanism's own parameters to the softmax attention of its layer, and nothing else in the model.
 
     In each layer, for each batch, `steps` iterations of L-BFGS lower
@@ -39,6 +41,10 @@ def calibrate(
     (`Mechanism.prepare`). A layer for which a step comes to what is not finite goes back to its last finite point; a
     warning names it and the batch.
 
+    Of every four rows the second is held back: nothing is fitted to it. In the end each layer's error on these rows is
+    compared with the one before. Where it is not lower by more than the standard error of the difference, the layer
+    keeps the parameters and buffers that it had, as a warning says. A single row can only be judged by itself.
+
     Args:
         model: a patched model.
         batches: what the model takes, such as `{"input_ids": ..., "attention_mask": ...}`; labels are ignored. A dozen
@@ -48,7 +54,8 @@ def calibrate(
 
     Returns:
         Path of the attention module -> the error above for each batch, before the layer was fitted to it: unseen text.
-        Layers whose mechanism has nothing to fit are left out.
+        Layers whose mechanism has nothing to fit are left out. Its `held_back` has the error on the rows held back
+        before and after, and whether the fit was taken.
 
     Raises:
         PatchError: the model is not patched.
@@ -62,49 +69,159 @@ def calibrate(
     >>> errors = hf_linattn.calibrate(model, [{"input_ids": torch.randint(50, (2, 32))} for _ in range(3)], steps=5)
     >>> list(errors)
     ['transformer.h.0.attn']
+    >>> errors.held_back['transformer.h.0.attn'].taken
+    True
     """
     require_count("steps", steps)
     mechanisms = get_mechanisms(model)
     fitted = what_is_fitted(mechanisms)
-    fits = {path: _Fit(mechanisms[path], parameters, steps) for path, parameters in fitted.items()}
+    split = _Split()
+    fits = {path: _Fit(mechanisms[path], parameters, steps, split) for path, parameters in fitted.items()}
     parameters = [parameter for several in fitted.values() for parameter in several]
     tensors = [*parameters, *(buffer for path in fitted for buffer in mechanisms[path].buffers())]
-    count, backbone = 0, root_model(model).base_model
+    backbone, read = root_model(model).base_model, list[Mapping[str, Any]]()
+
+    def show(batch: Mapping[str, Any]) -> None:
+        backbone(**without_labels(batch), **accepted(backbone, use_cache=False))  # predictions are not looked at
+        split.next_batch()
+
     with ExitStack() as undo:
         undo.callback(_write, tensors, [tensor.detach().clone() for tensor in tensors])
-        with evaluation_mode(model), _trainable(parameters), observed(mechanisms, fits), torch.no_grad():
-            for count, batch in enumerate(tqdm(batches, desc="calibrate", disable=not progress), start=1):  # noqa: B007
-                # predictions are not looked at
-                backbone(**without_labels(batch), **accepted(backbone, use_cache=False))
-        if not count:
-            raise OptionError("batches must hold at least one batch, got none")
+        with evaluation_mode(model), _trainable(parameters), torch.no_grad():
+            judges = {path: _Judge(mechanisms[path], own, split) for path, own in fitted.items()}
+            with observed(mechanisms, fits):
+                for batch in tqdm(batches, desc="calibrate", disable=not progress):
+                    show(batch)
+                    read.append(batch)
+            if not read:
+                raise OptionError("batches must hold at least one batch, got none")
+            held_back = _take_the_better(judges, lambda: _show_again(show, mechanisms, judges, read, split))
         undo.pop_all()
-    return {path: fit.errors for path, fit in fits.items()}
+    return Calibration({path: fit.errors for path, fit in fits.items()}, held_back)
+
+
+class HeldBack(NamedTuple):
+    """A layer's error on rows that nothing was fitted to, before and after the fit, and whether the fit was taken."""
+
+    before: float
+    after: float
+    taken: bool
+
+
+class Calibration(dict[str, list[float]]):
+    """Path of an attention module -> its errors batch by batch, each before the fit to it.
+
+    held_back: path -> its error on the rows held back.
+    """
+
+    def __init__(self, errors: Mapping[str, list[float]], held_back: Mapping[str, HeldBack]):
+        super().__init__(errors)
+        self.held_back = dict(held_back)
+
+
+class _Split:
+    """Which rows of the batch at hand are held back: of every four the second, counted over all batches."""
+
+    def __init__(self) -> None:
+        self.first = self.size = 0
+
+    def restart(self) -> None:
+        """Begin again with the first batch."""
+        self.first = self.size = 0
+
+    def next_batch(self) -> None:
+        """Go on to the batch after the one that was read."""
+        self.first, self.size = self.first + self.size, 0
+
+    def rows(self, call: AttentionCall, held_back: bool) -> AttentionCall | None:
+        """Return the call of the rows that are held back, or of the others; None if there are none."""
+        self.size = len(call.query)
+        chosen = [row for row in range(self.size) if ((self.first + row) % HELD_BACK == 1) == held_back]
+        return call.rows(chosen) if chosen else None
+
+
+class _Judge:
+    """Measures a layer with what it had before its fit and with what it has now, on rows held back from it."""
+
+    def __init__(self, mechanism: Mechanism, parameters: list[nn.Parameter], split: _Split):
+        self.mechanism, self.split = mechanism, split
+        self.tensors: list[Tensor] = [*parameters, *mechanism.buffers()]
+        self.before = [tensor.detach().clone() for tensor in self.tensors]
+        self.alone = False  # whether there is one row in all
+        self.errors, self.size = (list[Tensor](), list[Tensor]()), 0.0
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        target, judged = call.by_softmax(self.mechanism), self.split.rows(call, held_back=not self.alone)
+        if judged is not None:
+            wanted = judged.by_softmax(self.mechanism)
+            after = [tensor.detach().clone() for tensor in self.tensors]
+            for found, values in zip(self.errors, (self.before, after), strict=True):
+                _write(self.tensors, values)
+                errors, sizes = squared_errors(judged.by(self.mechanism), wanted, judged.real)
+                found.append(errors.double())
+            self.size += float(sizes.sum())
+        return target
+
+    def decide(self) -> HeldBack:
+        """Go back to what was before unless the error is lower now, by more than chance; return both."""
+        before, after = (torch.cat(errors) for errors in self.errors)
+        gains = before - after
+        doubt = gains.std() * math.sqrt(len(gains)) if len(gains) > 1 else gains.new_zeros(())
+        taken = bool(gains.sum() > doubt)  # not where it is not a number
+        if not taken:
+            _write(self.tensors, self.before)
+        return HeldBack(float(before.sum()) / self.size, float(after.sum()) / self.size, taken)
+
+
+def _show_again(
+    show: Callable[[Mapping[str, Any]], None], mechanisms: Mapping[str, Mechanism], judges: Mapping[str, _Judge],
+    batches: Sequence[Mapping[str, Any]], split: _Split,
+) -> None:  # fmt: skip
+    """Show the judges every batch once more."""
+    alone = split.first == 1
+    split.restart()
+    for judge in judges.values():
+        judge.alone = alone
+    with observed(mechanisms, judges):
+        for batch in batches:
+            show(batch)
+
+
+def _take_the_better(judges: Mapping[str, _Judge], measure: Callable[[], None]) -> dict[str, HeldBack]:
+    """Measure every layer on the rows held back, and undo the fit of those that it did not serve."""
+    if not judges:
+        return {}
+    measure()
+    found = {path: judge.decide() for path, judge in judges.items()}
+    if kept := [path for path, result in found.items() if not result.taken]:
+        logger.warning(
+            "calibrate: the fit of %s was no better on rows held back from it (%s), and what was before it is kept",
+            ", ".join(kept),
+            ", ".join(f"error {found[path].before:.4g} before, {found[path].after:.4g} after" for path in kept),
+        )
+    return found
 
 
 class _Fit:
     """Fits one mechanism to every call of its layer, and answers as softmax does."""
 
-    def __init__(self, mechanism: Mechanism, parameters: list[nn.Parameter], steps: int):
-        self.mechanism, self.parameters, self.steps = mechanism, parameters, steps
+    def __init__(self, mechanism: Mechanism, parameters: list[nn.Parameter], steps: int, split: _Split):
+        self.mechanism, self.parameters, self.steps, self.split = mechanism, parameters, steps, split
         self.errors: list[float] = []
 
     def __call__(self, call: AttentionCall) -> Tensor:
         target = call.by_softmax(self.mechanism)
-
-        def measure() -> Tensor:
-            errors, sizes = squared_errors(call.by(self.mechanism), target, call.real)
-            return errors.sum() / sizes.sum()
-
-        error = float(measure())
+        error = float(relative_error(call, self.mechanism, target))
         if not math.isfinite(error):
             raise OptionError(
                 f"layer {self.mechanism.layer.index} cannot be fitted to batch {len(self.errors) + 1}, of which its"
                 f" error is {error}; leave out inputs that are extreme or not finite"
             )
-        self.mechanism.prepare(*call[:4])
-        if self.parameters:
-            self._lower(measure)
+        if (given := self.split.rows(call, held_back=False)) is not None:
+            wanted = target if given is call else given.by_softmax(self.mechanism)
+            self.mechanism.prepare(*given[:4])
+            if self.parameters:
+                self._lower(lambda: relative_error(given, self.mechanism, wanted))
         self.errors.append(error)
         return target
 
@@ -116,6 +233,12 @@ class _Fit:
                 " last finite point, and the other layers keep their fits",
                 self.mechanism.layer.index, len(self.errors) + 1,
             )  # fmt: skip
+
+
+def relative_error(call: AttentionCall, mechanism: Mechanism, target: Tensor) -> Tensor:
+    """Return sum |o - o'|^2 / sum |o'|^2 over the real tokens of a call, o' the target [B, H, N, Dv]."""
+    errors, sizes = squared_errors(call.by(mechanism), target, call.real)
+    return errors.sum() / sizes.sum()
 
 
 def squared_errors(output: Tensor, target: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:

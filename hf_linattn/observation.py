@@ -38,6 +38,13 @@ class AttentionCall(NamedTuple):
         mask = None if self.cross else self.key_padding_mask
         return None if mask is None else mask[:, -self.query.shape[2] :]
 
+    def rows(self, chosen: list[int]) -> AttentionCall:
+        """Return the call of some of its rows."""
+        if len(chosen) == len(self.query):
+            return self
+        tensors = (x if x is None or len(x) == 1 < len(self.query) else x[chosen] for x in self[:5])
+        return AttentionCall(*tensors, self.exact, self.cross)  # type: ignore[arg-type]
+
     def by(self, mechanism: Mechanism) -> Tensor:
         """Return the mechanism's answer [B, H, N, Dv]; nobody has any use for its state."""
         return mechanism(*self[:5], return_state=False, **mechanism.keywords(self.exact))[0]

@@ -62,7 +62,7 @@ def test_unseen_text_is_nearer_to_softmax_and_only_own_parameters_moved(architec
     own = {id(p) for several in own_parameters(get_mechanisms(model)).values() for p in several}
     before, errors_before = state(model), layer_errors(model, unseen)
     named = dict(model.named_parameters())
-    result = calibrate(model, make_batches(), steps=10)
+    result = calibrate(model, make_batches(batch=24), steps=10)
     assert list(result) == list(own_parameters(get_mechanisms(model)))
     assert all(len(errors) == 3 for errors in result.values())
     for error, earlier in zip(layer_errors(model, unseen), errors_before, strict=True):
@@ -132,18 +132,54 @@ def test_a_bfloat16_model_is_fitted_in_float32_and_stays_bfloat16():
     model = make("llama", dtype=torch.bfloat16)
     unseen = {"input_ids": random_tokens(8, LENGTH, seed=99)}
     before = layer_errors(model, unseen)
-    calibrate(model, make_batches(), steps=10)
+    calibrate(model, make_batches(batch=24), steps=10)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert all(error < 0.97 * earlier for error, earlier in zip(layer_errors(model, unseen), before, strict=True))
 
 
 @pytest.mark.parametrize("name", list_mechanisms())
-def test_every_mechanism_can_be_calibrated(name):
-    model = make("llama", name)
-    result = calibrate(model, make_batches(1, batch=2), steps=1)
+def test_no_mechanism_ends_worse_than_it_began_on_rows_held_back(name, caplog):
+    """Of rows that have nothing in common; what is said of them is what is measured without it."""
+    model, rows = make("llama", name), make_batches(1, batch=6)[0]["input_ids"]
+    held_back = {"input_ids": rows[[1, 5]]}
+    before, start = state(model), layer_errors(model, held_back)
+    result = calibrate(model, [{"input_ids": rows[:3]}, {"input_ids": rows[3:]}], steps=4)
     mechanisms = get_mechanisms(model)
-    fitted = any(list(m.parameters()) or m.prepares for m in mechanisms.values())
-    assert bool(result) == fitted
+    assert bool(result) == any(list(m.parameters()) or m.prepares for m in mechanisms.values())
+    assert result.keys() == result.held_back.keys()
+    after = dict(zip(mechanisms, layer_errors(model, held_back), strict=True))
+    for path, error in dict(zip(mechanisms, start, strict=True)).items():
+        assert after[path] <= error * (1 + 1e-5) or path not in result
+    for path, (error, found, taken) in result.held_back.items():
+        assert error == pytest.approx(dict(zip(mechanisms, start, strict=True))[path], rel=1e-3, abs=1e-9)
+        assert (found < error or not taken) and (path in caplog.text) != taken
+        own = {n: x for n, x in model.state_dict().items() if n.startswith(path)}
+        assert taken or all(torch.equal(x, before[n]) for n, x in own.items())
+
+
+def test_a_fit_that_serves_other_rows_worse_is_undone(caplog):
+    """Layer by layer: where the fit spoils a layer, it gets its parameters and buffers back, and it is named."""
+    model = make("llama", "hedgehog")
+    (spoilt, first), (fine, second) = get_mechanisms(model).items()
+    before = state(model)
+
+    def spoil(*_):
+        with torch.no_grad():
+            for parameter in first.parameters():
+                parameter.mul_(-5.0)
+
+    first.prepare = spoil
+    result = calibrate(model, make_batches(2), steps=1)
+    assert not result.held_back[spoilt].taken and result.held_back[fine].taken
+    assert result.held_back[spoilt].after >= result.held_back[spoilt].before
+    assert spoilt in caplog.text and fine not in caplog.text
+    for name, x in model.named_parameters():
+        assert torch.equal(x, before[name]) != any(x is own for own in second.parameters()), name
+
+
+def test_a_single_row_is_judged_by_itself():
+    ((error, after, taken), *_) = calibrate(make("llama"), make_batches(1, batch=1), steps=5).held_back.values()
+    assert taken and after < error
 
 
 def test_a_shared_parameter_is_fitted_once():

@@ -158,12 +158,14 @@ def test_pads_and_borders_of_packed_rows_have_no_say_in_calibration(side):
     mask = torch.cat(order(torch.ones_like(tokens), pads), 1)
     padded = {"input_ids": torch.cat(order(tokens, pads), 1), "attention_mask": mask}
     packed = {"input_ids": tokens.view(2, 240), "position_ids": torch.arange(120).repeat(2)[None].expand(2, -1)}
-    plain, others = model_with(), (model_with(), model_with())
+    plain, first_two, others = model_with(), model_with(), (model_with(), model_with())
     want = calibrate(plain, [{"input_ids": tokens}])
-    for other, inputs in zip(others, ({**padded, "position_ids": positions_of(mask)}, packed), strict=True):
+    calibrate(first_two, [{"input_ids": tokens[[0, 2, 1]]}])  # the second row is held back, of the packed ones too
+    given = (plain, {**padded, "position_ids": positions_of(mask)}), (first_two, packed)
+    for other, (same, inputs) in zip(others, given, strict=True):
         for path, errors in calibrate(other, [inputs]).items():
             assert errors == pytest.approx(want[path], rel=1e-6)
-        for name, x in buffers(plain).items():
+        for name, x in buffers(same).items():
             torch.testing.assert_close(buffers(other)[name], x)
 
 
