@@ -36,10 +36,8 @@ def calibrate(
         sum_i |o_i - o'_i|^2 / sum_i |o'_i|^2,   o: the mechanism's output, o': softmax attention's, i: real tokens
 
     on the queries, keys and values that the original model makes of the batch: every layer hands on o', so layers do
-    not wait for each other, and no gradient runs through the model. Memory is that of one layer. Before that, and
-    without parameters instead of it, a mechanism fits what has no gradient, such as a codebook, in its own way
-    (`Mechanism.prepare`). A layer for which a step comes to what is not finite goes back to its last finite point; a
-    warning names it and the batch.
+    not wait for each other, and memory is that of one layer. Before that a mechanism fits what has no gradient, such as
+    a codebook (`Mechanism.prepare`). A layer whose step is not finite goes back to its last finite point, with a warning.
 
     Of every four rows the second is held back: nothing is fitted to it. In the end each layer's error on these rows is
     compared with the one before. Where it is not lower by more than the standard error of the difference, the layer
@@ -53,9 +51,8 @@ def calibrate(
         progress: whether to show a progress bar over the batches.
 
     Returns:
-        Path of the attention module -> the error above for each batch, before the layer was fitted to it: unseen text.
-        Layers whose mechanism has nothing to fit are left out. Its `held_back` has the error on the rows held back
-        before and after, and whether the fit was taken.
+        Path of the attention module -> the error above for each batch, before the layer was fitted to it; only layers
+        with something to fit. Its `held_back` has the errors on the rows held back, and whether the fit was taken.
 
     Raises:
         PatchError: the model is not patched.

@@ -277,9 +277,8 @@ def attention_forward(
     mechanism: Mechanism | None = mechanism_of(module)
     if is_causal is None:
         own = mechanism is not None and not mechanism.layer.cross
-        causal = architecture.is_causal(module) if own else bool(getattr(module, "is_causal", False))
-    else:
-        causal = is_causal
+        is_causal = architecture.is_causal(module) if own else bool(getattr(module, "is_causal", False))
+    causal = is_causal
     running = current_call(module)
     layer = None if mechanism is None or running is None else _cache_layer(module, mechanism, running)
     if layer is not None and not isinstance(layer, StateLayer):
