@@ -27,11 +27,11 @@ from .mechanisms.softmax import SoftmaxMechanism
 from .module_calls import ModuleCall, begin_call, current_call, end_call
 from .observation import AttentionCall, observer_of
 from .ops.softmax import softmax_attention
+from .position_tables import check_length, position_tables
 
 IMPLEMENTATION = "hf_linattn"  # the name of our attention and mask functions
 MECHANISM = "hf_linattn"  # the attribute of an attention module that holds its mechanism
 RECORD = "_hf_linattn_layers"  # the attribute of a transformers model that holds its PatchedModel
-POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
 
 
 # -- selecting our attention ------------------------------------------------------------------------------------------
@@ -89,12 +89,8 @@ class PatchedModel:
     @classmethod
     def of(cls, model: PreTrainedModel, attention: dict[str, nn.Module]) -> PatchedModel:
         """Collect the facts of `model`, the innermost transformers model that holds these attention modules."""
-        tables = {
-            path: _served_positions(table)
-            for path, table in model.named_modules()
-            if path.rsplit(".", 1)[-1] in POSITION_TABLES and isinstance(table, nn.Embedding)
-        }
-        return cls(attention, tables, joined=tuple(mechanism_of(module) for module in attention.values()))
+        mechanisms = tuple(mechanism_of(module) for module in attention.values())
+        return cls(attention, position_tables(model), joined=mechanisms)
 
     @property
     def active(self) -> bool:
@@ -109,13 +105,6 @@ class PatchedModel:
                 mechanism.join(found[:i])
         self.joined = found
         return found
-
-
-def _served_positions(table: nn.Embedding) -> tuple[int, int]:
-    """RoBERTa's positions start behind its padding index; OPT's at 0, and its table adds an offset itself."""
-    if (offset := getattr(table, "offset", None)) is not None:
-        return 0, table.num_embeddings - offset
-    return 0 if table.padding_idx is None else table.padding_idx + 1, table.num_embeddings
 
 
 def base_models(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[PreTrainedModel, PatchedModel]:
@@ -175,7 +164,7 @@ def model_pre_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
             " hf_linattn.original_attention(model) for the original's, or a mechanism's attention_matrix(...)"
         )
     if patched.position_tables:
-        _check_length(model, patched.position_tables, args, kwargs)
+        check_length(model, patched.position_tables, args, kwargs)
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache) and int(cache.get_seq_length()):
         return  # a forward that continues another one changes nothing
@@ -195,26 +184,6 @@ def model_post_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
             " looks patched; call unpatch_model(model), or leave these layers out with layers=..."
         )
     patched.verified = True
-
-
-def _check_length(
-    model: PreTrainedModel, tables: dict[str, tuple[int, int]], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Name the position table when an input does not fit in it: the look-up would only say 'index out of range'."""
-    inputs = next((x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None), None)
-    positions, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
-    if not isinstance(inputs, Tensor) or torch.compiler.is_compiling():
-        return
-    for path, (first, end) in tables.items():
-        if positions is not None:
-            length = int(positions.max()) + 1 - first
-        else:
-            length = inputs.shape[1] + (int(cache.get_seq_length()) if isinstance(cache, Cache) else 0)
-        if length > end - first:
-            raise UnsupportedModeError(
-                f"the input reaches position {length}, but {type(model).__name__}.{path} holds {end - first}; shorten"
-                " the input or use a model with a longer table (attention is not the limit)"
-            )
 
 
 # -- the attention and mask functions ---------------------------------------------------------------------------------

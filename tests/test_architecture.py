@@ -7,6 +7,8 @@ import torch
 
 from hf_linattn import UnsupportedModelError, architecture, get_mechanisms, patch_model
 from hf_linattn.errors import HfLinattnError
+from hf_linattn.position_tables import position_tables
+from hf_linattn.support.tiny import tiny_model
 from tests.models import ARCHITECTURES, HEAD_DIM, NUM_HEADS, make_model
 
 UNGROUPED = {"bert", "gpt2", "opt", "roberta", "distilbert", "modernbert"}
@@ -62,3 +64,16 @@ def test_a_missing_output_projection_is_named():
 def test_what_is_no_transformers_model_is_refused():
     with pytest.raises(HfLinattnError, match="must be a transformers PreTrainedModel"):
         architecture.root_model(torch.nn.ReLU())
+
+
+@torch.no_grad()
+def test_a_position_table_is_that_of_the_inputs_it_serves():
+    """Not of a tower inside, nor of features whose second dimension counts no tokens."""
+    towers = tiny_model("xclip")
+    assert not position_tables(towers)
+    assert all(position_tables(tower) for tower in (towers.text_model, towers.vision_model))
+    sound = tiny_model("whisper")
+    bins, table = sound.config.num_mel_bins, sound.model.encoder.embed_positions.num_embeddings
+    features = torch.randn(1, bins, 2 * table)
+    assert bins > table
+    patch_model(sound, "linear").model.encoder(features)
