@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import WhisperConfig, WhisperModel
 
 from hf_linattn import UnsupportedModelError, architecture, get_mechanisms, patch_model
 from hf_linattn.errors import HfLinattnError
@@ -72,8 +73,6 @@ def test_a_position_table_is_that_of_the_inputs_it_serves():
     towers = tiny_model("xclip")
     assert not position_tables(towers)
     assert all(position_tables(tower) for tower in (towers.text_model, towers.vision_model))
-    sound = tiny_model("whisper")
-    bins, table = sound.config.num_mel_bins, sound.model.encoder.embed_positions.num_embeddings
-    features = torch.randn(1, bins, 2 * table)
-    assert bins > table
-    patch_model(sound, "linear").model.encoder(features)
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sound = WhisperConfig(d_model=16, num_mel_bins=20, max_source_positions=10, vocab_size=90, pad_token_id=0, **sizes)
+    patch_model(WhisperModel(sound), "linear").encoder(torch.randn(1, 20, 20))
