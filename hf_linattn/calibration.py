@@ -36,8 +36,8 @@ def calibrate(
         sum_i |o_i - o'_i|^2 / sum_i |o'_i|^2,   o: the mechanism's output, o': softmax attention's, i: real tokens
 
     on the queries, keys and values that the original model makes of the batch: every layer hands on o', so layers do
-    not wait for each other, and memory is that of one layer. Before that a mechanism fits what has no gradient, such as
-    a codebook (`Mechanism.prepare`). A layer whose step is not finite goes back to its last finite point, with a warning.
+    not wait for each other; memory is that of one layer. Before that a mechanism fits what has no gradient, such as a
+    codebook (`Mechanism.prepare`). A layer whose step is not finite goes back to its last finite point, with a warning.
 
     Of every four rows the second is held back: nothing is fitted to it. In the end each layer's error on these rows is
     compared with the one before. Where it is not lower by more than the standard error of the difference, the layer

@@ -28,11 +28,11 @@ from .module_calls import ModuleCall, begin_call, current_call, end_call
 from .observation import AttentionCall, observer_of
 from .ops.softmax import softmax_attention
 from .pinning import CHOICE, IMPLEMENTATION, refuse_paging, require_left_out
+from .position_tables import check_length, position_tables
 from .tensor_parallel import heads_apart, refuse_other_heads
 
 MECHANISM = "hf_linattn"  # the attribute of an attention module that holds its mechanism
 RECORD = "_hf_linattn_layers"  # the attribute of a transformers model that holds its PatchedModel
-POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
 
 
 # -- selecting our attention ------------------------------------------------------------------------------------------
@@ -90,12 +90,8 @@ class PatchedModel:
     @classmethod
     def of(cls, model: PreTrainedModel, attention: dict[str, nn.Module]) -> PatchedModel:
         """Collect the facts of `model`, the innermost transformers model that holds these attention modules."""
-        tables = {
-            path: _served_positions(table)
-            for path, table in model.named_modules()
-            if path.rsplit(".", 1)[-1] in POSITION_TABLES and isinstance(table, nn.Embedding)
-        }
-        return cls(attention, tables, joined=tuple(mechanism_of(module) for module in attention.values()))
+        mechanisms = tuple(mechanism_of(module) for module in attention.values())
+        return cls(attention, position_tables(model), joined=mechanisms)
 
     @property
     def active(self) -> bool:
@@ -110,13 +106,6 @@ class PatchedModel:
                 mechanism.join(found[:i])
         self.joined = found
         return found
-
-
-def _served_positions(table: nn.Embedding) -> tuple[int, int]:
-    """RoBERTa's positions start behind its padding index; OPT's at 0, and its table adds an offset itself."""
-    if (offset := getattr(table, "offset", None)) is not None:
-        return 0, table.num_embeddings - offset
-    return 0 if table.padding_idx is None else table.padding_idx + 1, table.num_embeddings
 
 
 def base_models(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[PreTrainedModel, PatchedModel]:
@@ -178,7 +167,7 @@ def model_pre_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
             " hf_linattn.original_attention(model) for the original's, or a mechanism's attention_matrix(...)"
         )
     if patched.position_tables:
-        _check_length(model, patched.position_tables, args, kwargs)
+        check_length(model, patched.position_tables, args, kwargs)
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache) and int(cache.get_seq_length()):
         return  # a forward that continues another one changes nothing
@@ -198,26 +187,6 @@ def model_post_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
             " looks patched; call unpatch_model(model), or leave these layers out with layers=..."
         )
     patched.verified = True
-
-
-def _check_length(
-    model: PreTrainedModel, tables: dict[str, tuple[int, int]], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Name the position table when an input does not fit in it: the look-up would only say 'index out of range'."""
-    inputs = next((x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None), None)
-    positions, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
-    if not isinstance(inputs, Tensor) or torch.compiler.is_compiling():
-        return
-    for path, (first, end) in tables.items():
-        if positions is not None:
-            length = int(positions.max()) + 1 - first
-        else:
-            length = inputs.shape[1] + (int(cache.get_seq_length()) if isinstance(cache, Cache) else 0)
-        if length > end - first:
-            raise UnsupportedModeError(
-                f"the input reaches position {length}, but {type(model).__name__}.{path} holds {end - first}; shorten"
-                " the input or use a model with a longer table (attention is not the limit)"
-            )
 
 
 # -- the attention and mask functions ---------------------------------------------------------------------------------
@@ -297,15 +266,9 @@ def attention_forward(
             query, key, value, scaling=scaling, causal=causal, key_padding_mask=key_padding_mask, **exact
         )
         return output.transpose(1, 2).contiguous(), None
-    if query.shape[1] != mechanism.layer.num_heads and not heads_apart(mechanism):
-        refuse_other_heads(mechanism, query.shape[1])
+    _require_as_patched(mechanism, query, causal)
     if mechanism.layer.cross:
         return _attend_across(mechanism, layer, query, key, value, key_padding_mask, scaling, exact), None
-    if causal != mechanism.layer.causal:
-        raise UnsupportedModeError(
-            f"is_causal={causal} was asked of layer {mechanism.layer.index}, which was patched with"
-            f" is_causal={mechanism.layer.causal}; unpatch the model, change it, and patch it again"
-        )
     query = _scaled(query, scaling, mechanism)
     sequence_ids = _sequence_ids(position_ids, cu_seq_lens_q, key_padding_mask, num_queries, num_keys)
     stateful = layer is not None and keeps_states(mechanism)
@@ -320,6 +283,17 @@ def attention_forward(
     else:
         output, layer.state = mechanism(*call[:5], layer.state, **mechanism.keywords(exact))
     return output.transpose(1, 2).contiguous(), None
+
+
+def _require_as_patched(mechanism: Mechanism, query: Tensor, causal: bool) -> None:
+    """Refuse heads and a direction that the layer did not have when it was patched."""
+    if query.shape[1] != mechanism.layer.num_heads and not heads_apart(mechanism):
+        refuse_other_heads(mechanism, query.shape[1])
+    if causal != mechanism.layer.causal and not mechanism.layer.cross:
+        raise UnsupportedModeError(
+            f"is_causal={causal} was asked of layer {mechanism.layer.index}, which was patched with"
+            f" is_causal={mechanism.layer.causal}; unpatch the model, change it, and patch it again"
+        )
 
 
 def _scaled(query: Tensor, scaling: float | None, mechanism: Mechanism) -> Tensor:

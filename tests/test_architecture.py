@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import WhisperConfig, WhisperModel
 
 from hf_linattn import UnsupportedModelError, architecture, get_mechanisms, patch_model
 from hf_linattn.errors import HfLinattnError
+from hf_linattn.position_tables import position_tables
+from hf_linattn.support.tiny import tiny_model
 from tests.models import ARCHITECTURES, HEAD_DIM, NUM_HEADS, make_model
 
 UNGROUPED = {"bert", "gpt2", "opt", "roberta", "distilbert", "modernbert"}
@@ -62,3 +65,14 @@ def test_a_missing_output_projection_is_named():
 def test_what_is_no_transformers_model_is_refused():
     with pytest.raises(HfLinattnError, match="must be a transformers PreTrainedModel"):
         architecture.root_model(torch.nn.ReLU())
+
+
+@torch.no_grad()
+def test_a_position_table_is_that_of_the_inputs_it_serves():
+    """Not of a tower inside, nor of features whose second dimension counts no tokens."""
+    towers = tiny_model("xclip")
+    assert not position_tables(towers)
+    assert all(position_tables(tower) for tower in (towers.text_model, towers.vision_model))
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sound = WhisperConfig(d_model=16, num_mel_bins=20, max_source_positions=10, vocab_size=90, pad_token_id=0, **sizes)
+    patch_model(WhisperModel(sound), "linear").encoder(torch.randn(1, 20, 20))

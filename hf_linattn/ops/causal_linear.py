@@ -7,10 +7,8 @@ and is rescaled when it grows; each query's own factor depends only on the keys 
 the future cannot leak.
 
 Weights may decay with the distance, w_ij = phi(q_i) . phi(k_j) exp(-|c_i - c_j|) with c the running sum of a decay per
-token. That is one more log scale of the keys, counted from the start of each chunk so that it never grows with N.
-
-The normaliser is carried as one more column of the values (a column of ones), so that numerator and denominator see
-the same masks, scales and decays by construction.
+token. That is one more log scale of the keys, counted from the start of each chunk so that it never grows with N. The
+normaliser is one more column of the values (of ones), so that numerator and denominator see the same masks and decays.
 """
 
 from __future__ import annotations

@@ -1,0 +1,63 @@
+"""Learned position tables: how many tokens they serve, so that a longer input is named before the look-up fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from .errors import UnsupportedModeError
+
+POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
+
+
+def position_tables(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """Return path -> the first position that a table serves and the one after the last, of the model's own tables.
+
+    Those inside a transformers model that is a part of it, as a vision tower is, serve that part's inputs.
+    """
+    parts = [path for path, part in model.named_modules() if path and isinstance(part, PreTrainedModel)]
+    others = tuple(f"{path}." for path in parts)
+    return {
+        path: _served_positions(table)
+        for path, table in model.named_modules()
+        if path.rsplit(".", 1)[-1] in POSITION_TABLES
+        and isinstance(table, nn.Embedding)
+        and not path.startswith(others)
+    }
+
+
+def _served_positions(table: nn.Embedding) -> tuple[int, int]:
+    """RoBERTa's positions start behind its padding index; OPT's at 0, and its table adds an offset itself."""
+    if (offset := getattr(table, "offset", None)) is not None:
+        return 0, table.num_embeddings - offset
+    return 0 if table.padding_idx is None else table.padding_idx + 1, table.num_embeddings
+
+
+def check_length(
+    model: PreTrainedModel, tables: dict[str, tuple[int, int]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Name the position table when an input does not fit in it: the look-up would only say 'index out of range'."""
+    found = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *filter(_are_tokens, args))
+    inputs = next((x for x in found if x is not None), None)
+    positions, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
+    if not isinstance(inputs, Tensor) or torch.compiler.is_compiling():
+        return
+    for path, (first, end) in tables.items():
+        if positions is not None:
+            length = int(positions.max()) + 1 - first
+        else:
+            length = inputs.shape[1] + (int(cache.get_seq_length()) if isinstance(cache, Cache) else 0)
+        if length > end - first:
+            raise UnsupportedModeError(
+                f"the input reaches position {length}, but {type(model).__name__}.{path} holds {end - first}; shorten"
+                " the input or use a model with a longer table (attention is not the limit)"
+            )
+
+
+def _are_tokens(given: Any) -> bool:
+    """Whether an argument without a name can be token ids [B, N]: not pixels, nor the features of sound."""
+    return isinstance(given, Tensor) and given.dim() == 2 and not given.is_floating_point()
