@@ -39,7 +39,7 @@ class PinnedConfigMixin:
 
     @property
     def _attn_implementation(self) -> str | None:
-        return object.__getattribute__(self, "__dict__").get(CHOICE)
+        return self.__dict__.get(CHOICE)
 
     @_attn_implementation.setter
     def _attn_implementation(self, value: str | dict[str, Any] | None) -> None:

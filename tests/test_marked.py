@@ -99,6 +99,15 @@ def test_after_unpatching_any_attention_can_be_chosen(name):
     torch.testing.assert_close(answer(model), before.logits)
 
 
+def test_a_patched_model_is_compiled_as_one_graph():
+    """Each layer reads its attention off a pinned config, which must not break the graph."""
+    torch.compiler.reset()
+    model = make_patched("llama", "linear")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(IDS, use_cache=False).logits, logits_of(model, IDS, use_cache=False))
+
+
 # -- a model is made from the config of a patched one -----------------------------------------------------------------
 
 BY_CLASS = {
