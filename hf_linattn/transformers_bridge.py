@@ -24,6 +24,7 @@ from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
 from .observation import AttentionCall
 from .ops.softmax import softmax_attention
+from .ops.tracing import is_known
 
 IMPLEMENTATION = "hf_linattn"  # the name of our attention and mask functions
 MECHANISM = "hf_linattn"  # the attribute of an attention module that holds its mechanism
@@ -190,7 +191,7 @@ def _check_length(
     """Name the position table when an input does not fit in it: the look-up would only say 'index out of range'."""
     inputs = next((x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None), None)
     positions, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
-    if not isinstance(inputs, Tensor) or torch.compiler.is_compiling():
+    if not isinstance(inputs, Tensor) or not is_known(inputs if positions is None else positions):
         return
     for path, (first, end) in tables.items():
         if positions is not None:
@@ -217,7 +218,7 @@ def attention_mask(
     **kwargs: Any,
 ) -> Tensor | None:
     """Pass on the 2-D key mask [B, at most kv_length] and build no matrix; None if nothing is masked."""
-    if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
+    if attention_mask is None or (is_known(attention_mask) and bool(attention_mask.all())):
         return None
     return attention_mask[:, -kv_length:]
 
@@ -363,7 +364,7 @@ def _sequence_ids(
         # the positions of padding mean nothing, and what stands before the first real token is no sequence
         begun = key_padding_mask[:, :-1].cumsum(1) > 0
         restart = restart & key_padding_mask[:, 1:] & begun
-    if not torch.compiler.is_compiling() and not bool(restart.any()):
+    if is_known(restart) and not bool(restart.any()):
         return None
     ids = torch.nn.functional.pad(restart.cumsum(1), (1, 0))
     return ids if key_padding_mask is None else ids.expand(key_padding_mask.shape[0], -1)

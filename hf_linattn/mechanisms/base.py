@@ -19,10 +19,10 @@ from ..ops.precision import admitted
 from ..ops.sequences import find_sequences, from_the_left
 from ..registry import Registry
 from ..rotation import Rotation
+from .recording import require_recordable
 
-MECHANISMS: Registry[Mechanism] = Registry(
-    "mechanism", package="hf_linattn.mechanisms", entry_point_group="hf_linattn.mechanisms"
-)
+PACKAGE = "hf_linattn.mechanisms"
+MECHANISMS: Registry[Mechanism] = Registry("mechanism", package=PACKAGE, entry_point_group=PACKAGE)
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class Mechanism(nn.Module):
         averages: whether outputs are weighted means of values (and of zero, with a sink), never beyond their range.
         prepares: whether `prepare` fits anything.
         growth: by how much its cost grows when 2,048 tokens become 4,096; 2 if it is linear.
-        position_limit: how many tokens a sequence may have at most; None if it does not matter.
-            An instance may say each of these seven for itself, and `takes_half`.
+        position_limit: how many tokens a sequence may have; None: any. any_length: see `recording`.
+            An instance may say each of these eight for itself, and `takes_half`.
         takes_exact: whether `forward` takes the layer's own sliding window, soft cap and dropout as keywords.
         takes_half: whether it takes heads in half precision as they come; else they come in float32.
         takes_sink: whether it takes the layer's own learned sinks; an instance may say so for itself.
@@ -128,6 +128,7 @@ class Mechanism(nn.Module):
     prepares: bool = False
     growth: float = 2.0
     position_limit: int | None = None
+    any_length: bool = False
     takes_exact: ClassVar[bool] = False
     takes_half: bool = False
     takes_sink: bool = False
@@ -171,6 +172,7 @@ class Mechanism(nn.Module):
             state: what an earlier call returned, if this one continues it.
         """
         self.count_call()
+        require_recordable(self, query, key_padding_mask, sequence_ids)
         with loaded(self), torch.autocast(query.device.type, enabled=False):
             query, key, wide_value = admitted(self.takes_half and not self.layer.cross, query, key, value)
             if self.layer.cross:
@@ -283,8 +285,8 @@ class Mechanism(nn.Module):
         return torch.Generator("cpu").manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
 
     def extra_repr(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self.config.to_options().items())
-        return f"{self.config.mechanism}, causal={self.layer.causal}, {options}"
+        options = {"causal": self.layer.causal, **self.config.to_options()}
+        return ", ".join([self.config.mechanism, *(f"{name}={value!r}" for name, value in options.items())])
 
 
 class SequenceMechanism(Mechanism):
@@ -329,15 +331,14 @@ class SequenceMechanism(Mechanism):
 
     @torch.compiler.disable  # where the sequences lie is data: compiled graphs end here and begin again
     def _each_sequence(self, query, key, value, key_padding_mask, sequence_ids, state):
-        batch, _, length, _ = query.shape
         if sequence_ids is None and bool(key_padding_mask.all()):
             key_padding_mask = None  # as in every step of a padded batch
             if self.layer.causal:
                 return self.causal_sequences(query, key, value, None, state)
         output = value.new_zeros(*query.shape[:3], value.shape[3])
         states: list[tuple[Tensor, Any]] = []
-        groups = find_sequences(batch, length, key_padding_mask, sequence_ids, query.device)
-        for number, group in enumerate(groups):
+        told = key_padding_mask, sequence_ids, query.device
+        for number, group in enumerate(find_sequences(*query.shape[:3:2], *told)):
             heads = [group.take(x) for x in (query, key, value)]
             if self.layer.causal:
                 # what stands behind a sequence cannot be seen in a causal output, and without a state nowhere
@@ -379,8 +380,7 @@ def register_mechanism(name: str) -> Callable[[type[Mechanism]], type[Mechanism]
     ...     pass
     >>> @register_mechanism("mean_of_values")
     ... class MeanOfValues(Mechanism):
-    ...     config_class = MeanConfig
-    ...     modes = frozenset({"bidirectional"})
+    ...     config_class, modes = MeanConfig, frozenset({"bidirectional"})
     """
 
     def enter(mechanism: type[Mechanism]) -> type[Mechanism]:
