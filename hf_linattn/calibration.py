@@ -37,7 +37,7 @@ def calibrate(
 
     on the queries, keys and values that the original model makes of the batch: every layer hands on o', so layers do
     not wait for each other; memory is that of one layer. Before that a mechanism fits what has no gradient, such as a
-    codebook (`Mechanism.prepare`). A layer whose step is not finite goes back to its last finite point, with a warning.
+    codebook (`Mechanism.prepare`). A layer whose step is not finite goes back to its last finite point and warns.
 
     Of every four rows the second is held back: nothing is fitted to it. In the end each layer's error on these rows is
     compared with the one before. Where it is not lower by more than the standard error of the difference, the layer

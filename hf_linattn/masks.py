@@ -18,6 +18,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from .errors import UnsupportedModeError
 from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
+from .ops.tracing import is_known, is_recorded
 
 ROWS = 512  # queries for which a rule is compared at a time
 RULE = "_hf_linattn_rule"  # the attribute of a mask of pairs that names the rule it was made of
@@ -44,7 +45,7 @@ class MaskSizes(NamedTuple):
 
 def key_columns(mask: Tensor, sizes: MaskSizes) -> Tensor:
     """Return the columns of the caller's 2-D mask that belong to the keys; refuse one of another batch or length."""
-    if torch.compiler.is_compiling():
+    if is_recorded():
         return mask[:, -sizes.keys :]
     if mask.shape[0] != sizes.batch or (sizes.seen is not None and mask.shape[1] < sizes.seen):
         raise UnsupportedModeError(
@@ -93,7 +94,7 @@ def mask_of_rule(key_mask: Tensor | None, sizes: MaskSizes, options: Mapping[str
     given = {**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     given |= {"batch_size": sizes.batch, "kv_length": sizes.keys, "kv_offset": sizes.key_offset}
     whole = {**given, "q_length": sizes.queries, "q_offset": sizes.query_offset}
-    if torch.compiler.is_compiling():
+    if is_recorded():
         return sdpa_mask(**whole, attention_mask=key_mask)
     columns = None if key_mask is None else key_columns(key_mask, sizes).bool()
     window = options.get("local_size") or getattr(config, "sliding_window", None)
@@ -171,7 +172,7 @@ def masks_of(
     if mask.dim() == 4 and shape[1] == shape[2] == 1 and not softmax and (num_queries == 1 or not causal):
         mask = mask[:, 0, 0]  # what some models add to the scores of all queries alike
         mask = mask if mask.dtype == torch.bool else mask >= 0
-        unmasked = num_queries > 1 and not torch.compiler.is_compiling() and bool(mask.all())
+        unmasked = num_queries > 1 and is_known(mask) and bool(mask.all())
     if mask.dim() not in (2, 4):
         raise UnsupportedModeError(
             f"attention_mask has {mask.dim()} dimensions {shape}; it must be a key mask [batch, length] or, for layers"
@@ -181,7 +182,7 @@ def masks_of(
     fits = fits and mask.shape[0] in (1, batch)
     if mask.dim() == 4:
         fits = fits and mask.shape[1] in (1, heads) and mask.shape[2] in (1, num_queries)
-    if not fits:
+    if not (fits or is_recorded()):
         raise UnsupportedModeError(
             f"attention_mask is {shape}, but the attention is of a batch of {batch} with {num_queries} queries and"
             f" {num_keys} keys; give it as many rows and columns"

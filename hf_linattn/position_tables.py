@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .errors import UnsupportedModeError
+from .ops.tracing import is_known
 
 POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
 
@@ -44,7 +44,7 @@ def check_length(
     found = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *filter(_are_tokens, args))
     inputs = next((x for x in found if x is not None), None)
     positions, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
-    if not isinstance(inputs, Tensor) or torch.compiler.is_compiling():
+    if not isinstance(inputs, Tensor) or not is_known(inputs if positions is None else positions):
         return
     for path, (first, end) in tables.items():
         if positions is not None:

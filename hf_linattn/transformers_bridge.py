@@ -27,6 +27,7 @@ from .mechanisms.softmax import SoftmaxMechanism
 from .module_calls import ModuleCall, begin_call, current_call, end_call
 from .observation import AttentionCall, observer_of
 from .ops.softmax import softmax_attention
+from .ops.tracing import is_known
 from .pinning import CHOICE, IMPLEMENTATION, refuse_paging, require_left_out
 from .position_tables import check_length, position_tables
 from .tensor_parallel import heads_apart, refuse_other_heads
@@ -214,7 +215,7 @@ def attention_mask(
     columns = key_columns(attention_mask, sizes)
     # without a cache, and not of the queries' length: whether that is the keys' shows where these are
     unsure = sizes.seen is None and isinstance(q_offset, int) and q_length > 1
-    if torch.compiler.is_compiling() or not bool(columns.all()):
+    if not is_known(columns) or not bool(columns.all()):
         return columns
     if unsure:
         setattr(columns, UNMASKED, True)
@@ -364,7 +365,7 @@ def _sequence_ids(
         # the positions of padding mean nothing, and what stands before the first real token is no sequence
         begun = key_padding_mask[:, :-1].cumsum(1) > 0
         restart = restart & key_padding_mask[:, 1:] & begun
-    if not torch.compiler.is_compiling() and not bool(restart.any()):
+    if is_known(restart) and not bool(restart.any()):
         return None
     ids = torch.nn.functional.pad(restart.cumsum(1), (1, 0))
     return ids if key_padding_mask is None else ids.expand(key_padding_mask.shape[0], -1)

@@ -20,10 +20,10 @@ from ..ops.operations import DEFAULT_BACKEND, NOTHING
 from ..ops.precision import admitted
 from ..registry import Registry
 from ..rotation import Rotation
+from .recording import require_recordable
 
-MECHANISMS: Registry[Mechanism] = Registry(
-    "mechanism", package="hf_linattn.mechanisms", entry_point_group="hf_linattn.mechanisms"
-)
+PACKAGE = "hf_linattn.mechanisms"
+MECHANISMS: Registry[Mechanism] = Registry("mechanism", package=PACKAGE, entry_point_group=PACKAGE)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ class Mechanism(nn.Module):
         continuous: whether nearby inputs give nearby outputs; not where rounding may change which keys are chosen.
         averages: whether outputs are weighted means of values (and of zero, with a sink), never beyond their range.
         growth: what 4,096 tokens cost, as a multiple of 2,048.
-        position_limit: most tokens of a sequence, or None. An instance may say these seven, and `takes_half`, itself.
+        position_limit: most tokens of a sequence, or None. any_length: see `recording`. An instance may say these
+            eight, and `takes_half`, itself.
         takes_exact: whether `forward` takes the layer's own sliding window, soft cap and dropout as keywords.
         takes_half: whether it takes heads in half precision as they come; else they come in float32.
         takes_sink: whether it takes the layer's own learned sinks; an instance may say so for itself.
@@ -148,6 +149,7 @@ class Mechanism(nn.Module):
     prepares: bool = False
     growth: float = 2.0
     position_limit: int | None = None
+    any_length: bool = False
     takes_exact: ClassVar[bool] = False
     takes_half: bool = False
     takes_sink: bool = False
@@ -202,6 +204,7 @@ class Mechanism(nn.Module):
         """
         key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
         self.count_call()
+        require_recordable(self, query, key_padding_mask, sequence_ids)
         call = self.call_options(return_state, sink)
         with loaded(self), torch.autocast(query.device.type, enabled=False):
             query, key, wide_value = admitted(self.takes_half and not self.layer.cross, query, key, value)
@@ -335,8 +338,8 @@ class Mechanism(nn.Module):
         return torch.Generator("cpu").manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
 
     def extra_repr(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self.config.to_options().items())
-        return f"{self.config.mechanism}, causal={self.layer.causal}, {options}"
+        options = {"causal": self.layer.causal, **self.config.to_options()}
+        return ", ".join([self.config.mechanism, *(f"{name}={value!r}" for name, value in options.items())])
 
 
 def read_at_once(mechanism: Mechanism, *operands: Any) -> tuple[Tensor, Any]:
@@ -355,8 +358,7 @@ def register_mechanism(name: str) -> Callable[[type[Mechanism]], type[Mechanism]
     ...     pass
     >>> @register_mechanism("mean_of_values")
     ... class MeanOfValues(Mechanism):
-    ...     config_class = MeanConfig
-    ...     modes = frozenset({"bidirectional"})
+    ...     config_class, modes = MeanConfig, frozenset({"bidirectional"})
     """
 
     def enter(mechanism: type[Mechanism]) -> type[Mechanism]:

@@ -155,8 +155,7 @@ class LinearMechanism(FeatureMapMechanism):
     backends = ("auto", "torch", "compile", "triton")
     limit = ExactnessLimit("attention with the kernel phi(q) . phi(k), computed naively", kernel=True)
     citation = "Katharopoulos et al. 2020, Transformers are RNNs, arXiv 2006.16236"
-    takes_half = True
-    splits = True
+    takes_half = any_length = splits = True
     decays_by_distance: ClassVar[bool] = True  # or not at all: nothing but q, k and |i - j| makes a weight
 
     def __init__(self, config: KernelConfig, layer: AttentionLayer):
@@ -179,7 +178,7 @@ class LinearMechanism(FeatureMapMechanism):
                     f" {layer.index} has no form of; leave it out, or use deltanet, which goes there token by token"
                 )
             self.ridge = RidgeReading(layer)
-            self.averages = False  # what is solved for may have negative weights
+            self.averages = self.any_length = False  # what is solved for may have negative weights
             self.limit = RidgeReading.limit
         self.takes_half = self.takes_half and not (config.self_weight or config.ridge)  # which read the heads, too
 

@@ -44,8 +44,7 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
     modes = frozenset({"causal", "bidirectional", "cross"})
     constant_state = False
     subquadratic = False
-    takes_exact = True
-    splits = True
+    takes_exact = any_length = splits = True
     limit = ExactnessLimit("itself", equal=lambda length: {})
     citation = "Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762"
 

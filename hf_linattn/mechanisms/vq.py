@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..config import require
+from ..errors import UnsupportedModeError
 from ..ops import naive
+from ..ops.tracing import is_recorded, is_watched
 from ..ops.vq import NONE, CodeState, causal_code_attention, code_attention, code_means, fit_codes, nearest_codes
 from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
 from .sequence import SequenceMechanism
@@ -129,6 +131,11 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         """Overwrite the statistics of the last training forward with those of keys [B, Hkv, N, D]."""
         if not self.training or self.config.ema_decay == 1:
             return
+        if is_watched() and not is_recorded():
+            raise UnsupportedModeError(
+                f"ema_decay={self.config.ema_decay} writes down in training what keys layer {self.layer.index} saw,"
+                " and a function of torch.func must not write; call model.eval(), or use ema_decay=1"
+            )
         code = nearest_codes(key, self.codebook.to(key.dtype))
         if key_padding_mask is not None:
             pad = ~key_padding_mask[:, None]

@@ -23,16 +23,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .causal_sums import CausalSums, causal_attention, full_attention, weighed_attention
-from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, ratio, with_ones
+from .chunk_sums import CHUNK_SIZE, Chunks, LinearState, chunk_sums, part_sizes, ratio, with_ones
 from .exponential import LOWEST, dense, fast_exp
 from .native.causal_step import step_attention
 from .native.causal_sums import NATIVE_SUMS, can_read, native_maps
 from .native.library import suits
 from .native.mapped_attention import join, mapped_attention, two_way_attention
 from .native.memory import empty_output
+from .open_chunks import OpenChunks, cut_whole
 from .precision import wide, wide_dtype, widened
 from .sequences import Packed
-from .tracing import is_watched
+from .tracing import is_open, is_watched
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
 NATIVE_SIZE = 2048  # the same where `native` forms them
@@ -212,32 +213,29 @@ def _segments(
 ) -> Iterator[tuple[Tensor, Tensor | None, LinearState]]:
     """Yield for a few chunks at a time: sums over visible keys [B, Hkv, G, M, Dv + 1], log factors, the next state."""
     query = query.unflatten(1, (key.shape[1], -1))
-    sizes = _part_sizes(query, chunk_size)
+    opened = OpenChunks(key.shape[2], chunk_size, key.device) if is_open(key) else None
+    sizes = [] if opened else part_sizes(query, chunk_size)
     operands = ((query, 3), (key, 2), (value, 2), (key_padding_mask, 1), (sequence_ids, 1), (log_decay, 2))
     carried_id = None if sequence_ids is None else sequence_ids[:, 0]
     for query, key, value, mask, ids, decay in _split(sizes, *operands):
         features, log_scale = masked(key_map(dense(key)), mask, log_decay is not None)
-        shape = (-1, min(chunk_size, key.shape[2]))
+        cut = opened.cut if opened else functools.partial(cut_whole, chunk_size)
         chunks = Chunks(
-            query_map(dense(query)).values.unflatten(3, shape).transpose(2, 3),
-            features.unflatten(2, shape),
-            with_ones(value).unflatten(2, shape),
-            None if log_scale is None else log_scale.unflatten(2, shape),
-            None if decay is None else decay.unflatten(2, shape),
-            None if ids is None else ids.unflatten(1, shape),
+            cut(query_map(dense(query)).values, 3).transpose(2, 3),
+            cut(features, 2),
+            cut(with_ones(value), 2),
+            None if log_scale is None else cut(log_scale, 2),
+            None if decay is None else cut(decay, 2),
+            None if ids is None else cut(ids, 1),
         )
+        chunks = opened.without_filling(chunks) if opened else chunks
         state = LinearState.empty(chunks.key, chunks.value, log_scale is not None) if state is None else state
         sums, top, state = chunk_sums(chunks, state, carried_id, strict=strict)
         carried_id = None if ids is None else ids[:, -1]
-        yield sums.transpose(2, 3).flatten(3, 4), None if top is None else top.flatten(2), state
-
-
-def _part_sizes(query: Tensor, chunk_size: int) -> list[int]:
-    """Cut the places of query [B, Hkv, G, N, D] into parts of several chunks; the last may be one short chunk."""
-    several = chunks_at_once(query.shape[:3].numel(), query.device) * chunk_size
-    whole, rest = divmod(query.shape[3], chunk_size)
-    parts, left = divmod(whole * chunk_size, several)
-    return [size for size in (*[several] * parts, left, rest) if size]
+        sums, top = sums.transpose(2, 3).flatten(3, 4), None if top is None else top.flatten(2)
+        if opened:
+            sums, top = opened.joined(sums, 3), None if top is None else opened.joined(top, 2)
+        yield sums, top, state
 
 
 def _split(sizes: int | list[int], *operands: tuple[Tensor | None, int]) -> Iterator[tuple[Any, ...]]:
@@ -245,6 +243,8 @@ def _split(sizes: int | list[int], *operands: tuple[Tensor | None, int]) -> Iter
 
     Split and not sliced: the gradients of all parts are then put together once; not even that where there is one.
     """
+    if any(x is not None and is_open(x) for x, _ in operands):  # a loop would be one over the parts of an example
+        return iter([tuple(x for x, _ in operands)])
     largest = sizes if isinstance(sizes, int) else sizes[0]
     cut = [None if x is None else x.split(sizes, dim) if x.shape[dim] > largest else [x] for x, dim in operands]
     return zip(*(itertools.repeat(None) if parts is None else parts for parts in cut), strict=False)
@@ -264,8 +264,8 @@ def _works(causal_sums: CausalSums | None, key: Tensor) -> bool:
 
 def _takes_all(causal_sums: CausalSums | None, query: Tensor, key: Tensor) -> bool:
     """Whether there is an operation by which as many queries as keys see all of them."""
-    same = query.shape[2] == key.shape[2]
-    return same and _works(causal_sums, key) and cast(CausalSums, causal_sums).attend_all is not None
+    works = query.shape[2] == key.shape[2] and _works(causal_sums, key)
+    return works and cast(CausalSums, causal_sums).attend_all is not None
 
 
 def own_maps(causal_sums: CausalSums | None, query_map: FeatureMap, key_map: FeatureMap, key: Tensor) -> list[Any]:
@@ -352,8 +352,7 @@ def _single_token(query, key, value, query_map, key_map, key_padding_mask, state
     else:
         query, features = query_map(query).values, key_map(key)
     features, log_scale = masked(features, key_padding_mask, log_decay is not None)
-    if log_decay is not None and (state is not None or log_decay.requires_grad):
-        # of a first token nothing is forgotten: its decay has a gradient of zero
+    if log_decay is not None and (state is not None or log_decay.requires_grad):  # of a first token it is zero
         state = LinearState.before(features.shape[-1], value, True) if state is None else state
         state = state._replace(log_max=state.log_max + log_decay[:, :, 0])
     state = _fold(state, features, log_scale, with_ones(value))

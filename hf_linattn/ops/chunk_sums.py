@@ -7,6 +7,7 @@ denominator with other weights (`hybrid`) are the same sums.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 from .exponential import LN_2, LOWEST, fast_exp
+from .open_chunks import Passage
 from .precision import wide_dtype
+from .tracing import is_open
 
 CHUNK_SIZE = 64
 AT_ONCE = {"cpu": 32}  # chunks in one product, counted once for each query head and row: here they fit the cache
@@ -89,6 +92,14 @@ def chunks_at_once(rows: int, device: torch.device) -> int:
     return max(1, AT_ONCE.get(device.type, AT_ONCE_ELSEWHERE) // rows)
 
 
+def part_sizes(query: Tensor, chunk_size: int) -> list[int]:
+    """Cut the places of query [B, Hkv, G, N, D] into parts of several chunks; the last may be one short chunk."""
+    several = chunks_at_once(query.shape[:3].numel(), query.device) * chunk_size
+    whole, rest = divmod(query.shape[3], chunk_size)
+    parts, left = divmod(whole * chunk_size, several)
+    return [size for size in (*[several] * parts, left, rest) if size]
+
+
 def chunk_sums(
     chunks: Chunks, state: LinearState, carried_id: Tensor | None = None, *, strict: bool = False
 ) -> tuple[Tensor, Tensor | None, LinearState]:
@@ -116,11 +127,9 @@ def chunk_sums(
     passed = None if decay is None else decay[..., -1]
     if packing is not None:
         after_scale = after_scale.masked_fill(~packing.kept, LOWEST)
-    before, after = _running_max(after_scale.detach().amax(-1), passed, state.log_max.detach(), packing)
-    log_left = (before if passed is None else before + passed) - after
-    left = fast_exp(log_left if packing is None else log_left.masked_fill(~packing.goes_on, LOWEST))
+    before, after, fold = _passage(after_scale.detach().amax(-1), passed, state, packing, is_open(query))
     weighted = value * fast_exp(after_scale - after[..., None])[..., None]
-    earlier, kv = _read_and_fold(query, key, weighted, state.kv, left)
+    earlier, kv = fold(query, key, weighted, state.kv)
 
     hidden = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(0 if strict else 1)
     visible = before[..., None]
@@ -134,8 +143,8 @@ def chunk_sums(
     scores = scores * powers.sub_(top[..., None]).exp2_()[:, :, :, None]
     factor = torch.exp2(visible - top)[:, :, :, None, :, None]
     top = top * LN_2
-    within = _products(scores.flatten(3, 4), value).view(*shape, -1)
-    total = torch.addcmul(within, earlier.view(*shape, -1), factor)
+    within = _products(scores.flatten(3, 4), value).view(*shape, value.shape[-1])
+    total = torch.addcmul(within, earlier.view(*shape, value.shape[-1]), factor)
     # a copy: a view would keep all of `after`, and is another kind of input to a compiled slab
     return total, top if decay is None else top + decay, LinearState(kv, after[:, :, -1].clone())
 
@@ -147,16 +156,32 @@ def _plain_sums(query, key, value, scores, state: LinearState, packing: _Packing
         scores = scores.masked_fill(packing.other[:, :, :, None], 0.0)
         key = key.masked_fill(~packing.kept[..., None], 0.0)
         left = packing.goes_on.to(key.dtype).expand(key.shape[:3])
-    earlier, kv = _read_and_fold(query, key, value, state.kv, left)
+    if is_open(query):
+        goes_on = None if packing is None else packing.goes_on
+        earlier, kv = Passage(key, None, None, state.log_max, goes_on).read_and_fold(query, key, value, state.kv)
+    else:
+        earlier, kv = _read_and_fold(query, key, value, state.kv, left)
     if packing is not None:
         earlier = earlier * packing.continues[..., None].repeat(1, 1, 1, shape[3], 1)
     sums = torch.baddbmm(earlier.flatten(0, 2), scores.view(-1, *query.shape[3:4], shape[4]), value.flatten(0, 2))
-    return sums.view(*shape, -1), None, LinearState(kv, state.log_max)
+    return sums.view(*shape, value.shape[-1]), None, LinearState(kv, state.log_max)
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
     """[B, Hkv, T, M, K] @ [B, Hkv, T, K, N] as one batch [B Hkv T, M, N]."""
     return torch.bmm(left.flatten(0, 2), right.flatten(0, 2))
+
+
+def _passage(largest: Tensor, passed: Tensor | None, state: LinearState, packing: _Packing | None, is_open: bool):
+    """Return the largest log scales before each chunk and after it, and what reads and folds the state."""
+    log_max = state.log_max.detach()
+    if is_open:
+        passage = Passage(largest, largest, passed, log_max, None if packing is None else packing.goes_on)
+        return passage.before, passage.after, passage.read_and_fold
+    before, after = _running_max(largest, passed, log_max, packing)
+    log_left = (before if passed is None else before + passed) - after
+    left = fast_exp(log_left if packing is None else log_left.masked_fill(~packing.goes_on, LOWEST))
+    return before, after, functools.partial(_read_and_fold, left=left)
 
 
 def _running_max(largest: Tensor, passed: Tensor | None, log_max: Tensor, packing: _Packing | None):

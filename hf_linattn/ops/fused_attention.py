@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import DerivativeError
-from .tracing import is_watched
+from .tracing import is_recorded, is_watched
 
 NO_SECOND = (
     "create_graph=True asks for the derivative of a gradient, and PyTorch's fused scaled_dot_product_attention has"
@@ -23,6 +24,9 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -
     Raises (the backward):
         DerivativeError: `create_graph=True` behind a fused kernel.
     """
+    if is_watched() and not is_recorded():  # of torch.func the fused kernels know less than it wants
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(query, key, value, **options)
     output = F.scaled_dot_product_attention(query, key, value, **options)
     node = output.grad_fn
     if node is not None and node.name().startswith("ScaledDotProduct") and not is_watched():

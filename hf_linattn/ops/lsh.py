@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .exponential import LN_2, LOWEST
+from .tracing import is_watched
 
 TILE = 32  # queries computed together
 SPREAD = 48  # how far the runs of one tile may lie apart
@@ -139,7 +140,8 @@ def run_attention(
     """
     tiles = _make_tiles(lists, runs, key_code, own_code, longest)
     flat = (x.reshape(-1, x.shape[-1]) for x in (query, key, value))
-    output, log_sum = _RunAttention.apply(*flat, scaling, tiles)
+    attend = _attend_runs if is_watched() else _RunAttention.apply
+    output, log_sum = attend(*flat, scaling, tiles)
     return output.view(*query.shape[:3], value.shape[3]), log_sum.view(query.shape[:3])
 
 
@@ -253,27 +255,7 @@ class _RunAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, scaling, tiles):
-        count = len(query)
-        top = query.new_full((count + 1,), LOWEST / 2)
-        total = query.new_zeros(count + 1)
-        output = query.new_zeros(count + 1, value.shape[1])
-        for queries, visible, (keys, values) in tiles.chunks(key, value):
-            scores = _scores(query, scaling, queries, keys, visible)
-            before = pick(top, queries)
-            # half of LOWEST at least, so that a row without any key gets weights exp(LOWEST / 2) = 0 and not exp(0)
-            after = torch.maximum(before, scores.amax(-1))
-            weights = scores.sub_(after[..., None]).exp2_()
-            fade = (before - after).exp2_()
-            summed = torch.baddbmm(pick(output, queries) * fade[..., None], weights, values)
-            places = queries.flatten()
-            output.index_copy_(0, places, summed.flatten(0, 1))
-            total.index_copy_(0, places, (pick(total, queries) * fade + weights.sum(-1)).flatten())
-            top.index_copy_(0, places, after.flatten())
-        top, total, output = top[:count], total[:count], output[:count]
-        empty = total == 0
-        total = total.masked_fill(empty, 1.0)
-        output = output / total[:, None]
-        log_sum = (top * LN_2 + total.log()).masked_fill(empty, LOWEST)
+        output, log_sum = _attend_runs(query, key, value, scaling, tiles)
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.scaling, ctx.tiles = scaling, tiles
         return output, log_sum
@@ -296,6 +278,32 @@ class _RunAttention(torch.autograd.Function):
             upper = pick(query, queries.clamp(max=len(query) - 1))
             key_grad.index_add_(0, places.flatten(), (slope.mT @ upper).flatten(0, 1))
         return query_grad[:-1], key_grad, value_grad, None, None
+
+
+def _attend_runs(query, key, value, scaling, tiles) -> tuple[Tensor, Tensor]:
+    """Return the output [Q, Dv] and the log of its weights [Q]."""
+    count = len(query)
+    top = query.new_full((count + 1,), LOWEST / 2)
+    total = query.new_zeros(count + 1)
+    output = query.new_zeros(count + 1, value.shape[1])
+    for queries, visible, (keys, values) in tiles.chunks(key, value):
+        scores = _scores(query, scaling, queries, keys, visible)
+        before = pick(top, queries)
+        # half of LOWEST at least, so that a row without any key gets weights exp(LOWEST / 2) = 0 and not exp(0)
+        after = torch.maximum(before, scores.detach().amax(-1))
+        weights = scores.sub_(after[..., None]).exp2_()
+        fade = (before - after).exp2_()
+        summed = torch.baddbmm(pick(output, queries) * fade[..., None], weights, values)
+        places = queries.flatten()
+        output.index_copy_(0, places, summed.flatten(0, 1))
+        total.index_copy_(0, places, (pick(total, queries) * fade + weights.sum(-1)).flatten())
+        top.index_copy_(0, places, after.flatten())
+    top, total, output = top[:count], total[:count], output[:count]
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    output = output / total[:, None]
+    log_sum = (top * LN_2 + total.log()).masked_fill(empty, LOWEST)
+    return output, log_sum
 
 
 def _scores(query, scaling, queries, keys, visible) -> Tensor:

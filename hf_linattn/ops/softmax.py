@@ -10,6 +10,7 @@ from .exponential import bounded
 from .fused_attention import fused_attention
 from .naive import allowed_pairs
 from .sink import softmax_beside, with_sink_key
+from .tracing import is_open
 
 BLOCK = 1024  # queries for which a mask is held at a time
 
@@ -54,10 +55,11 @@ def softmax_attention(
     window = sliding_window if sliding_window is not None and sliding_window < num_keys else None
     plain = key_padding_mask is None and sequence_ids is None and window is None
     if plain and softcap is None and (not causal or num_queries in (1, num_keys)):
-        return _unmasked(query, key, value, causal and num_queries > 1, scaling, dropout, sink)
+        return _unmasked(query, key, value, causal and bool(num_queries > 1), scaling, dropout, sink)
     outputs = []
-    for start in range(0, num_queries, BLOCK):
-        rows = query[:, :, start : start + BLOCK]
+    # a program for other lengths has one block: a loop would be one over the blocks of its example
+    for start in (0,) if is_open(query) else range(0, num_queries, BLOCK):
+        rows = query if is_open(query) else query[:, :, start : start + BLOCK]
         first = num_keys - num_queries + start
         allowed = allowed_pairs(
             rows.shape[2], num_keys, causal, key_padding_mask, sequence_ids, query.device, first

@@ -32,3 +32,13 @@ def is_known(x: Tensor) -> bool:
             return False
         x = torch._C._functorch.get_unwrapped(x)
     return True
+
+
+def is_open(x: Tensor) -> bool:
+    """Whether a program is made that is to hold for other sizes of x: any by torch.jit.trace, dynamic by torch.export.
+
+    Not by torch.compile, which makes another program where sizes decide.
+    """
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting() and not all(isinstance(size, int) for size in x.shape)
+    return torch.jit.is_tracing()

@@ -1,0 +1,130 @@
+"""Programs for other inputs than their example, and transformations of torch.func: right, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_linattn import UnsupportedModeError, list_mechanisms, patch_model
+from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.testing.models import Case, random_tokens, tiny_model
+
+ANY_LENGTH = sorted(name for name in list_mechanisms() if MECHANISMS.get(name).any_length)
+ARCHITECTURES = {"bidirectional": "bert", "causal": "llama"}
+FORMS = [
+    pytest.param(Case(name, ARCHITECTURES[mode], mode == "causal"), id=f"{name}-{mode}")
+    for name in list_mechanisms()
+    for mode in sorted(MECHANISMS.get(name).modes - {"cross"})
+]
+
+
+class Alone(nn.Module):
+    """A mechanism whose output is all there is."""
+
+    def __init__(self, case: Case):
+        super().__init__()
+        self.mechanism = case.make(torch.float32).eval()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.mechanism(query, key, value, mask)[0]
+
+
+class Logits(nn.Module):
+    """A patched model whose logits are all there is."""
+
+    def __init__(self, name: str, architecture: str):
+        super().__init__()
+        self.model = patch_model(tiny_model(architecture, architecture == "llama", torch.float32), name)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+
+
+def make_mask(length: int) -> Tensor:
+    """The first row is padded on the left and the second on the right."""
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[0, : length // 3] = mask[1, length - length // 4 :] = False
+    return mask
+
+
+def inputs(case: Case, length: int) -> tuple[Tensor, ...]:
+    return *case.heads(length, dtype=torch.float32), make_mask(length)
+
+
+def refused(case: Case) -> bool:
+    return case.mechanism not in (*ANY_LENGTH, "by_head")
+
+
+def check(case: Case, program: nn.Module, alone: nn.Module, *lengths: int) -> None:
+    """Compare a program with the mechanism on other lengths and paddings."""
+    for length in lengths:
+        *heads, mask = inputs(case, length)
+        for given in (mask, torch.ones_like(mask)):
+            got, want = (x(*heads, given).transpose(1, 2)[given] for x in (program, alone))
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", FORMS)
+@torch.no_grad()
+def test_a_traced_mechanism_is_right_for_other_inputs_or_refused(case):
+    """Whatever the example was like: `torch.jit.trace` records one run."""
+    alone = Alone(case)
+    if refused(case):
+        with pytest.raises(UnsupportedModeError, match=f"{case.mechanism!r} of layer 0 works by"):
+            torch.jit.trace(alone, inputs(case, 70), check_trace=False)
+    else:
+        check(case, torch.jit.trace(alone, inputs(case, 70), check_trace=False), alone, 23, 150)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("architecture", ["bert", "llama"])
+@torch.no_grad()
+def test_a_traced_model_answers_other_paddings_than_its_example(architecture):
+    model, ids, mask = Logits("linear", architecture), random_tokens(2, 21), make_mask(21)
+    for example in (mask, torch.ones_like(mask)):
+        program = torch.jit.trace(model, (ids, example), check_trace=False)
+        for given in (mask, torch.ones_like(mask)):
+            got, want = (x(ids, given)[given] for x in (program, model))
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", [x for x in FORMS if refused(x.values[0])])
+def test_exporting_what_goes_by_lengths_is_refused(case):
+    sizes = torch.export.Dim("length", min=4, max=200)
+    with pytest.raises(UnsupportedModeError, match=f"{case.mechanism!r} of layer 0 works by"):
+        shapes = (*({2: sizes},) * 3, {1: sizes})
+        torch.export.export(Alone(case), inputs(case, 16), dynamic_shapes=shapes, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "length"),
+    [("linear", "llama", 16), ("gla", "bert", 70), ("softmax", "llama", 70)],
+)
+@torch.no_grad()
+def test_a_program_for_all_lengths_is_right_at_each(name, architecture, length):
+    case = Case(name, architecture, architecture == "llama")
+    alone, sizes = Alone(case), torch.export.Dim("length", min=4, max=700)
+    shapes = (*({2: sizes},) * 3, {1: sizes})
+    program = torch.export.export(alone, inputs(case, length), dynamic_shapes=shapes, strict=False).module()
+    check(case, program, alone, 7, 64, 300)
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_functional_gradients_are_those_of_backward(case):
+    mechanism, heads = case.make(torch.float32).eval(), case.heads(70, dtype=torch.float32)
+
+    def loss(*tensors: Tensor) -> Tensor:
+        return mechanism(*tensors)[0].sin().sum()
+
+    got = torch.func.grad(loss, argnums=(0, 1, 2))(*heads)
+    want = torch.autograd.grad(loss(*(x.requires_grad_() for x in heads)), heads)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+def test_a_codebook_that_is_written_is_refused_under_a_transformation():
+    case = Case("vq", "llama", True)
+    mechanism, (query, key, value) = case.make(torch.float32).train(), case.heads(70, dtype=torch.float32)
+    with pytest.raises(UnsupportedModeError, match=r"call model\.eval"):
+        torch.func.grad(lambda x: mechanism(query, x, value)[0].sum())(key)
