@@ -248,15 +248,13 @@ def attention_forward(
     if is_causal is None:
         own = mechanism is not None and not mechanism.layer.cross
         is_causal = architecture.is_causal(module) if own else bool(getattr(module, "is_causal", False))
-    causal = is_causal
     running = current_call(module)
     layer = None if mechanism is None or running is None else _cache_layer(module, mechanism, running)
     if layer is not None and not isinstance(layer, StateLayer):
         key, value = (x[:, :, : int(layer.get_seq_length())] for x in (key, value))  # a static cache is longer
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    masks = masks_of(attention_mask, query, key, causal, layer is not None, mechanism)
+    masks = masks_of(attention_mask, query, key, is_causal, layer is not None, mechanism)
     key_padding_mask = masks.keys
-    sliding_window = window_of(module.config, sliding_window, causal)
+    sliding_window = window_of(module.config, sliding_window, is_causal)
     exact: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "dropout": dropout, "sink": s_aux}
     if masks.pairs is not None:
         exact["pair_mask"] = masks.pairs
@@ -264,14 +262,14 @@ def attention_forward(
         require_left_out(module)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         output = softmax_attention(
-            query, key, value, scaling=scaling, causal=causal, key_padding_mask=key_padding_mask, **exact
+            query, key, value, scaling=scaling, causal=is_causal, key_padding_mask=key_padding_mask, **exact
         )
         return output.transpose(1, 2).contiguous(), None
-    _require_as_patched(mechanism, query, causal)
+    _require_as_patched(mechanism, query, is_causal)
     if mechanism.layer.cross:
         return _attend_across(mechanism, layer, query, key, value, key_padding_mask, scaling, exact), None
     query = _scaled(query, scaling, mechanism)
-    sequence_ids = _sequence_ids(position_ids, cu_seq_lens_q, key_padding_mask, num_queries, num_keys)
+    sequence_ids = _sequence_ids(position_ids, cu_seq_lens_q, key_padding_mask, query.shape[2], key.shape[2])
     stateful = layer is not None and keeps_states(mechanism)
     if running is not None and stateful:
         running.consumed = True
