@@ -23,7 +23,7 @@ PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_exten
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-slow test-zero3 test-quantised test-all test-floor lint bench paired long-inputs depth peers support zero-shot calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
+.PHONY: help install quickstart test test-fast test-slow test-zero3 test-quantised test-all test-floor lint bench paired long-inputs depth peers support zero-shot usable calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -40,7 +40,7 @@ $(RUNS): pyproject.toml constraints.txt $(wildcard hf_linattn/ops/native/*.[ch])
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[all]"
 	@touch $@
 
-quickstart: $(or $(wildcard $(STAMP)),$(RUNS)) ## convert the bundled Llama to performer, recover it, report, reload, generate: 8 minutes
+quickstart: $(or $(wildcard $(STAMP)),$(RUNS)) ## convert the bundled Llama to hybrid, calibrate and recover it, report, reload, generate: 8 minutes
 	$(LAUNCH) recipes/finetune.py recipes/quickstart.yaml
 	@echo "Reloaded from runs/quickstart:"
 	@HF_HUB_OFFLINE=1 $(BIN)/python -c "import hf_linattn; from transformers import pipeline; \
@@ -102,6 +102,10 @@ support: install ## patch a small model of every architecture of transformers, a
 
 zero-shot: install ## test perplexity of every mechanism before any training, and its table: 5 minutes
 	$(BIN)/python -m benchmarks.zero_shot
+	$(BIN)/python -m docs.generate
+
+usable: install ## a larger model right after patching: make usable MODEL=SmolLM2-135M-Instruct WIKITEXT=wikitext-2
+	$(BIN)/python -m benchmarks.usable $(MODEL) $(WIKITEXT)
 	$(BIN)/python -m docs.generate
 
 calibration: install ## test perplexity after `calibrate` alone, and its table: 20 to 45 minutes

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.stopwatch import SOFTMAX, Stopwatch, Timing
+from benchmarks.timed import timed_config
 from hf_linattn import patch_model, set_backend
 from hf_linattn.cache import state_bytes
 from hf_linattn.mechanisms import MECHANISMS
@@ -80,7 +81,7 @@ def build_model(stopwatch: Stopwatch, dtype: torch.dtype, mechanism: str) -> Lla
         model = LlamaForCausalLM(config)
     model = model.to(stopwatch.device, dtype).eval()
     if mechanism != SOFTMAX:
-        set_backend(patch_model(model, mechanism), stopwatch.backend)
+        set_backend(patch_model(model, timed_config(mechanism)), stopwatch.backend)
     return model
 
 

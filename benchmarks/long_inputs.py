@@ -28,8 +28,8 @@ from benchmarks.provenance import collect_provenance
 from benchmarks.speed_tables import FASTER
 from benchmarks.stopwatch import PLANS, Plan, Stopwatch, Timing
 from benchmarks.tables import LONG_INPUTS_FILES, RESULTS, write_tables
+from benchmarks.timed import timed_config
 from hf_linattn import AttentionLayer
-from hf_linattn.config import make_config
 from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing import MODES
@@ -73,7 +73,7 @@ def measure_memory(name: str, mode: str, length: int, plan: Plan, dtype: torch.d
         index=0, num_heads=plan.num_heads, num_key_value_heads=plan.num_heads, head_dim=plan.head_dim,
         causal=mode == "causal", scaling=plan.head_dim**-0.5, device=torch.device("cpu"), dtype=dtype,
     )  # fmt: skip
-    mechanism = MECHANISMS.get(name)(make_config(name, {}), layer).to(dtype).train()
+    mechanism = MECHANISMS.get(name)(timed_config(name), layer).to(dtype).train()
 
     def step(tokens: int) -> int:
         shape = (1, plan.num_heads, tokens, plan.head_dim)
@@ -120,7 +120,7 @@ def main(
     stopwatch = Stopwatch(torch.device("cpu"), plan)
     results: dict[str, Any] = {
         "provenance": collect_provenance(torch.device("cpu"), precision, "benchmarks.long_inputs"),
-        "options": {name: make_config(name, {}).to_options() for name in names},
+        "options": {name: timed_config(name).to_options() for name in names},
         "memory": [dataclasses.asdict(row) for row in memory],
         "contexts": plan.contexts,
         "lengths": [dataclasses.asdict(row) for row in measure_lengths(stopwatch, constant, precision)],

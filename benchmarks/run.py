@@ -35,8 +35,9 @@ from benchmarks.speed_tables import FASTER
 from benchmarks.steps import MECHANISMS_WITH_STEPS, StepRow, measure_steps
 from benchmarks.stopwatch import FLASH, PLANS, SOFTMAX, Plan, Stopwatch
 from benchmarks.tables import RESULTS, write_tables
+from benchmarks.timed import timed_config
 from hf_linattn.backends import BACKENDS
-from hf_linattn.config import make_config, require_known
+from hf_linattn.config import require_known
 from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops.native import library
@@ -73,7 +74,7 @@ def measure(
         "backend": backend,
         "compiled_operations": backend == "auto" and device.type == "cpu" and library.available(),
         "plan": dataclasses.asdict(plan),
-        "options": {name: make_config(name, {}).to_options() for name in names},
+        "options": {name: timed_config(name).to_options() for name in names},
         "baselines": [SOFTMAX],
         "operations": [],
         "crossovers": [],

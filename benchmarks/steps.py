@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.stopwatch import SOFTMAX, Plan, Stopwatch
+from benchmarks.timed import timed_config
 from hf_linattn import AttentionLayer
 from hf_linattn.backends import use_backend
-from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS
 
 MECHANISMS_WITH_STEPS = ("linear", "hedgehog", "performer", "hybrid")
@@ -45,7 +45,7 @@ def make_mechanism(plan: Plan, name: str, causal: bool, stopwatch: Stopwatch, dt
         index=0, num_heads=plan.num_heads, num_key_value_heads=plan.num_heads, head_dim=plan.head_dim, causal=causal,
         scaling=plan.head_dim**-0.5, device=stopwatch.device, dtype=dtype,
     )  # fmt: skip
-    mechanism = MECHANISMS.get(name)(make_config(name, {}), layer).to(stopwatch.device, dtype)
+    mechanism = MECHANISMS.get(name)(timed_config(name), layer).to(stopwatch.device, dtype)
     use_backend(mechanism, stopwatch.backend)
     return mechanism
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
@@ -24,6 +25,7 @@ from benchmarks.speed_tables import (
     summary_table,
     targets_table,
 )
+from hf_linattn.config import make_config
 from hf_linattn.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +40,7 @@ README_FILES = (
 GPU_FILES = tuple(name for name in SPEED_FILES if name.startswith("gpu"))
 QUALITY = ("original", "control", "converted", "recovered")
 ZERO_SHOT_FILE = "zero_shot.json"
+USABLE_FILE = "usable.json"
 SUPPORT_FILE = "support.json"
 RETRIEVAL_FILE = "retrieval.json"
 CALIBRATION_FILE = "calibration.json"
@@ -48,6 +51,7 @@ MQAR_FILE, MQAR_PLOT = "mqar.json", "mqar.png"
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
 RECIPE = re.compile(r"recipes/\S+\.yaml")  # in a command
 RECIPE_NAME = re.compile(r"((?:\w+-)?(?:bert|gpt2|llama))-(.+?)(?:-seed\d+)?$")  # of a report of the board
+USABLE = 1.1  # of the original's perplexity at most, before any training
 MODEL_NAMES = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama"}
 
 BOARD_TARGETS = {  # recovered / best perplexity, at most
@@ -120,29 +124,42 @@ def retrieval_table(document: Document) -> str:
     return f"{what}\n\n{table(['model', 'recall@10', 'nearest neighbour from the same article'], lines)}"
 
 
-def needs_recovery(document: Document) -> dict[str, list[str]]:
-    """Return mechanism -> the options, as text, with which it does worse than the mean of the values on some model."""
-    mean = next(row["perplexity"] for row in document["rows"] if row["mechanism"] == MEAN_OF_VALUES)
-    worse: dict[str, list[str]] = {}
+def usable(document: Document) -> dict[str, str]:
+    """Return mechanism -> whether it is usable untrained, `yes` or `no`, with its defaults, if that was measured."""
+    rows, verdicts = document["rows"], dict[str, str]()
+    bound = USABLE * next(row["perplexity"] for row in rows if row["mechanism"] == ORIGINAL)
+    for row in rows:
+        name = row["mechanism"]
+        if name != ORIGINAL and make_config(name, row["options"]) == make_config(name, {}):
+            verdicts[name] = "yes" if row["perplexity"] <= bound else "no"
+    return verdicts
+
+
+def usable_table(document: Document) -> str:
+    """Return perplexities of a larger model right after patching, and how far they are from the original's."""
+    original = next(row["perplexity"] for row in document["rows"] if row["mechanism"] == ORIGINAL)
+    rows = []
     for row in document["rows"]:
-        if any(value > mean[model] for model, value in row["perplexity"].items()):
-            worse.setdefault(row["mechanism"], []).append(options_text(row["options"]))
-    return worse
+        ratio, options = row["perplexity"] / original, options_text(row["options"])
+        baseline = row["mechanism"] == ORIGINAL
+        verdict = "" if baseline else "yes" if ratio <= USABLE else "no"
+        name = row["mechanism"] if baseline else f"`{row['mechanism']}`"
+        rows.append([name, f"`{options}`" if options else "", f"{row['perplexity']:,.1f}", f"{ratio:,.3f}", verdict])
+    return table(["mechanism", "options", "perplexity", "/ original", "usable untrained"], rows)
 
 
-def zero_shot_table(document: Document) -> str:
-    """Return test perplexities before any training, and whether a mechanism does worse than the mean of the values."""
-    worse = needs_recovery(document)
+def zero_shot_table(document: Document, verdicts: Mapping[str, str]) -> str:
+    """Return test perplexities before any training, and beside them whether a mechanism is usable so: `usable`."""
     models = list(document["rows"][0]["perplexity"])
     rows = []
     for row in document["rows"]:
         name, options = row["mechanism"], options_text(row["options"])
         baseline = name in (ORIGINAL, MEAN_OF_VALUES)
-        verdict = "" if baseline else "yes" if options in worse.get(name, []) else "no"
         cells = [f"{row['perplexity'][x]:,.1f}" if x in row["perplexity"] else "" for x in models]
-        rows.append([name if baseline else f"`{name}`", f"`{options}`" if options else "", *cells, verdict])
+        shown = name if baseline else f"`{name}`"
+        rows.append([shown, f"`{options}`" if options else "", *cells, verdicts.get(name, "")])
     columns = [MODEL_NAMES.get(model, model) for model in models]
-    return table(["mechanism", "options", *columns, "worse than the mean: needs recovery"], rows)
+    return table(["mechanism", "options", *columns, "usable untrained"], rows)
 
 
 def calibration_table(document: Document, reports: dict[str, Document]) -> str:

@@ -3,7 +3,7 @@
     python -m benchmarks.zero_shot                                 # benchmarks/results/zero_shot.json
 
 Beside the mechanisms stand the original and one baseline that looks at nothing: each query gets the mean of the values
-it may see. A mechanism that does worse than this tells the model less than no attention would; it needs recovery.
+it may see. A mechanism that does worse than this tells the model less than no attention would.
 """
 
 from __future__ import annotations

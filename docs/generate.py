@@ -17,6 +17,7 @@ from benchmarks.tables import (
     MQAR_FILE,
     RESULTS,
     SUPPORT_FILE,
+    USABLE_FILE,
     ZERO_SHOT_FILE,
     board_reports,
     calibration_table,
@@ -24,6 +25,8 @@ from benchmarks.tables import (
     recall_table,
     recovery_reports,
     table,
+    usable,
+    usable_table,
     write_text,
     zero_shot_table,
 )
@@ -42,12 +45,12 @@ MECHANISM_PAGES = "mechanisms"  # below it
 
 def overview() -> str:
     """Return the table of all mechanisms."""
-    rows = []
+    rows, verdicts = [], usable(read(RESULTS / USABLE_FILE))
     for name in MECHANISMS.names():
         mechanism = MECHANISMS.get(name)
         cells = [modes(mechanism), state(mechanism), escape(mechanism.limit.text), escape(mechanism.citation)]
-        rows.append([link(name), *cells])
-    return table(["mechanism", "modes", "decoding state", "exactness limit", "source"], rows)
+        rows.append([link(name), verdicts.get(name, ""), *cells])
+    return table(["mechanism", "usable untrained", "modes", "decoding state", "exactness limit", "source"], rows)
 
 
 def link(name: str) -> str:
@@ -85,7 +88,18 @@ def zero_shot() -> str:
         f" windows of {evaluation['max_length']} tokens. Causal models' advance by {evaluation['stride']};"
         f" BERT predicts the {evaluation['mask_probability']:.0%} of its tokens that are masked."
     )
-    return f"{text}\n\n{zero_shot_table(document)}"
+    return f"{text}\n\n{zero_shot_table(document, usable(read(RESULTS / USABLE_FILE)))}"
+
+
+def usable_untrained() -> str:
+    """Return the table of what a larger model is right after patching, with what it was asked."""
+    document = read(RESULTS / USABLE_FILE)
+    evaluation = document["evaluation"]
+    text = (
+        f"{evaluation['model']} on the {evaluation['data']}: the first {evaluation['rows']} rows of"
+        f" {evaluation['length']:,} tokens, each alone."
+    )
+    return f"{text}\n\n{usable_table(document)}"
 
 
 def calibration() -> str:
@@ -174,6 +188,7 @@ def support() -> str:
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "mechanisms.md": {
         "overview": overview,
+        "usable": usable_untrained,
         "zero-shot": zero_shot,
         "calibration": calibration,
         "recall": recall,

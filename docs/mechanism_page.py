@@ -17,6 +17,7 @@ from benchmarks.tables import (
     PEERS_FILE,
     RESULTS,
     SPEED_FILES,
+    USABLE_FILE,
     ZERO_SHOT_FILE,
     Document,
     board_reports,
@@ -26,6 +27,8 @@ from benchmarks.tables import (
     recall_table,
     recovery_reports,
     recovery_table,
+    usable,
+    usable_table,
     zero_shot_table,
 )
 from docs import pictures
@@ -35,6 +38,7 @@ from hf_linattn.testing import Case
 
 PICTURES = "../mechanisms.md#pictures"  # how to read what a page shows, as the others
 BEFORE, AFTER = "../mechanisms.md#before-any-training", "../mechanisms.md#after-calibration"
+USABLE = "../mechanisms.md#usable-untrained"
 RECALL = "../mechanisms.md#associative-recall"
 RECOVERED, SPEED = "../../README.md#recover-the-quality", "../../benchmarks/README.md"
 ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
@@ -113,9 +117,11 @@ def results(name: str) -> Iterator[str]:
     }
     zero_shot = only(read(RESULTS / ZERO_SHOT_FILE), name, ORIGINAL, MEAN_OF_VALUES)
     calibrated = only(read(RESULTS / CALIBRATION_FILE), name)
+    larger = read(RESULTS / USABLE_FILE)
     peers = only(read(RESULTS / PEERS_FILE), name)
     tables = [
-        ("Perplexity before any training", BEFORE, zero_shot_table(zero_shot)),
+        ("Usable untrained", USABLE, usable_table(only(larger, name, ORIGINAL))),
+        ("Perplexity before any training", BEFORE, zero_shot_table(zero_shot, usable(larger))),
         ("Perplexity after calibration", AFTER, calibration_table(calibrated, reports["recovery"] | reports["board"])),
         ("Perplexity after recovery", RECOVERED, board_table(own["board"])),
         ("Perplexity of BERT after recovery", RECOVERED, recovery_table(own["recovery"])),
@@ -124,7 +130,7 @@ def results(name: str) -> Iterator[str]:
         ("Times faster than other libraries", SPEED, peers_table(peers)),
     ]
     for heading, how, body in tables:
-        if body.count("\n") > 1:  # more than a head
+        if body.count("\n") > (2 if how == USABLE else 1):  # more than a head, and than the original
             yield f"### [{heading}]({how})"
             yield body
 

@@ -1,7 +1,8 @@
 """hf_linattn: subquadratic attention for pretrained Hugging Face models.
 
->>> from hf_linattn import patch_model
->>> model = patch_model(model, "performer")  # doctest: +SKIP
+>>> from hf_linattn import calibrate, patch_model
+>>> model = patch_model(model, "hybrid")  # doctest: +SKIP
+>>> errors = calibrate(model, batches)  # doctest: +SKIP
 
 Importing this package also teaches the Auto classes of transformers to load converted checkpoints.
 """

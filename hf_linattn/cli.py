@@ -173,6 +173,8 @@ def convert(
 ) -> None:
     """Patch a checkpoint and save it, untrained: recover it with `finetune` or `distill`.
 
+    `hf-linattn convert gpt2 my-model --mechanism hybrid` begins as good as its window; few others are usable so.
+
     Weights are read file by file into the one model in memory and written in shards.
     """
     with told():

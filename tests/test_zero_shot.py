@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import calibration, tables, zero_shot
-from hf_linattn import get_mechanisms, is_patched, list_mechanisms
+from benchmarks import calibration, tables, usable, zero_shot
+from hf_linattn import DataError, get_mechanisms, is_patched, list_mechanisms
 from hf_linattn.evaluation import perplexity
 from hf_linattn.testing import Case
 from tests.helpers import logits_of, make_tokenizer, make_tokens
@@ -68,15 +68,43 @@ def test_what_is_exact_scores_like_the_original_and_the_models_are_left_as_they_
             assert found[other, name] != pytest.approx(found[tables.ORIGINAL, name], rel=1e-3)
 
 
-def test_worse_than_the_mean_of_the_values_on_one_model_needs_recovery():
-    document = document_of(
-        [("original", 9, 9), (tables.MEAN_OF_VALUES, 100, 200), ("a", 99, 199), ("b", 50, 201), ("c", 100, 200)]
-    )
-    assert tables.needs_recovery(document) == {"b": [""]}
-    lines = tables.zero_shot_table(document).splitlines()[2:]
-    assert [line.split("|")[-2].strip() for line in lines] == ["", "", "no", "yes", "no"]
-    del document["rows"][3]["perplexity"]["llama"]  # which it does not serve
-    assert "| `b` |  | 50.0 |  | no |" in tables.zero_shot_table(document)
+def test_usable_untrained_is_at_most_a_tenth_above_the_original_with_the_defaults():
+    rows = [("original", {}, 20.0), ("sinks", {"window_size": 64}, 30.0), ("sinks", {"window_size": 256}, 22.0)]
+    rows += [("hybrid", {"window_size": 256, "num_sinks": 4}, 22.1), ("local", {}, 20.0)]
+    larger = {"rows": [dict(zip(("mechanism", "options", "perplexity"), row, strict=True)) for row in rows]}
+    verdicts = tables.usable(larger)
+    assert verdicts == {"sinks": "yes", "hybrid": "no", "local": "yes"}
+    shown = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.usable_table(larger).splitlines()[2:]]
+    assert [(row[0], *row[3:]) for row in shown] == [
+        ("original", "1.000", ""), ("`sinks`", "1.500", "no"), ("`sinks`", "1.100", "yes"),
+        ("`hybrid`", "1.105", "no"), ("`local`", "1.000", "yes"),
+    ]  # fmt: skip
+    document = document_of([("original", 9, 9), (tables.MEAN_OF_VALUES, 100, 200), ("sinks", 99, 199), ("lsh", 9, 9)])
+    lines = tables.zero_shot_table(document, verdicts).splitlines()[2:]
+    assert [line.split("|")[-2].strip() for line in lines] == ["", "", "yes", ""]
+    del document["rows"][2]["perplexity"]["llama"]  # which it does not serve
+    assert "| `sinks` |  | 99.0 |  | yes |" in tables.zero_shot_table(document, verdicts)
+
+
+def test_the_larger_model_is_read_row_by_row_and_left_as_it_was(tmp_path, monkeypatch):
+    """Each row alone, every token but the first; the file must be long enough."""
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    monkeypatch.setattr(usable, "LENGTH", 16)
+    monkeypatch.setattr(usable, "load_model", lambda *_: model)
+    monkeypatch.setattr(usable.AutoTokenizer, "from_pretrained", lambda *_: tokenizer)
+    (tmp_path / usable.FILE).write_text(" ".join(TEXTS))
+    *_, results = usable.run("a-model", tmp_path, ["sinks", "linear"], count=3)
+    rows = usable.read_rows("a-model", tmp_path, 3)
+    want = torch.nn.functional.cross_entropy(logits_of(model, rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).exp()
+    got = [(row["mechanism"], row["options"].get("window_size")) for row in results["rows"]]
+    assert got == [("original", None), ("sinks", 64), ("sinks", 128), ("sinks", 256), ("linear", None)]
+    assert not is_patched(model)
+    *exact, other = [row["perplexity"] for row in results["rows"]]
+    assert exact == pytest.approx([float(want)] * 4, rel=1e-4) and other != pytest.approx(float(want), rel=1e-4)
+    with pytest.raises(DataError, match="give the whole file"):
+        usable.read_rows("a-model", tmp_path, 100)
+    with pytest.raises(DataError, match="does not exist"):
+        usable.read_rows("a-model", tmp_path / "none", 1)
 
 
 def test_the_way_of_a_calibration_is_measured_in_log_perplexity_to_the_better_of_original_and_control():

@@ -35,7 +35,7 @@ class HybridConfig(SoftmaxTypeConfig):
         default=None, metadata={"help": "options of that mechanism; a learned map makes D features unless told"}
     )
     window_size: int = field(
-        default=64, metadata={"help": "exact weights for keys less than so many tokens away; with its own key, 1"}
+        default=256, metadata={"help": "exact weights for keys less than so many tokens away; with its own key, 1"}
     )
     num_sinks: int = field(default=4, metadata={"help": "first tokens of a sequence whose weights are always exact"})
     window_scale: str = field(
