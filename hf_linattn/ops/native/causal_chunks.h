@@ -256,6 +256,11 @@ static float load_keys(struct scratch *s, const struct problem *p, int64_t batch
         s->scale[j] = given ? given[j * p->log_scale.token] : 0.0f;
     load_features(s->key, s, p, &p->key, &p->key_map, p->activation == EXPONENTIAL ? s->scale : NULL, batch, head, 0,
                   at, count);
+    for (int64_t j = 0; j < count && scaled && given; j++)
+        if (given[j * p->log_scale.token] <= LOWEST / 2) { /* a hidden key, whose features may be of any size */
+            memset(s->key + j * s->keys, 0, s->keys * sizeof(float));
+            s->scale[j] = LOWEST;
+        }
     return load_values(s, p, batch, head, at, count, scaled, before, left);
 }
 
