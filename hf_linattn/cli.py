@@ -336,7 +336,7 @@ def push(
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    unreachable = HfHubHTTPError.__mro__[1]  # of the package that the Hub's client speaks HTTP with
+    unreachable: Any = HfHubHTTPError.__mro__[1]  # of the package with which the client of the Hub speaks HTTP
     with told():
         check_converted(folder)
         name_card(folder, repository)
