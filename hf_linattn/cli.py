@@ -340,6 +340,7 @@ def push(
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    unreachable: Any = HfHubHTTPError.__mro__[1]  # of the package with which the client of the Hub speaks HTTP
     with told():
         check_converted(folder)
         name_card(folder, repository)
@@ -350,7 +351,7 @@ def push(
                 repo_id=repository, folder_path=folder, commit_message=message,
                 ignore_patterns=["stages/**", "control/**", ".[0-9]*"],  # the last: of a write that was killed
             )  # fmt: skip
-        except (HfHubHTTPError, HFValidationError, OSError, RuntimeError) as error:  # the last: an upload broke off
+        except (unreachable, HFValidationError, OSError, RuntimeError) as error:  # the last: an upload broke off
             raise CheckpointError(f"repository={repository!r}: the Hub refused the upload: {error}") from error
     document = {"repository": repository, "commit": commit.oid, "url": commit.commit_url}
     show(document, as_json, f"pushed to {commit.commit_url}")
