@@ -129,8 +129,8 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             return
         if is_watched() and not is_recorded():
             raise UnsupportedModeError(
-                f"ema_decay={self.config.ema_decay} writes down in training what keys layer {self.layer.index} saw, and"
-                " a function of torch.func must not write; call model.eval(), or use ema_decay=1"
+                f"ema_decay={self.config.ema_decay} writes down what keys layer {self.layer.index} saw in training,"
+                " and a function of torch.func must not write; call model.eval(), or use ema_decay=1"
             )
         code = nearest_codes(key, self.codebook.to(key.dtype))
         if key_padding_mask is not None:
