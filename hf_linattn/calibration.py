@@ -70,7 +70,14 @@ def calibrate(
     True
     """
     require_count("steps", steps)
-    mechanisms = get_mechanisms(model)
+    return _fit_all(model, get_mechanisms(model), batches, steps, progress)
+
+
+def _fit_all(
+    model: nn.Module, mechanisms: Mapping[str, Mechanism], batches: Iterable[Mapping[str, Any]], steps: int,
+    progress: bool,
+) -> Calibration:  # fmt: skip
+    """Fit the layers to the batches one after another, then keep the fits that serve the rows held back."""
     fitted = what_is_fitted(mechanisms)
     split = _Split()
     fits = {path: _Fit(mechanisms[path], parameters, steps, split) for path, parameters in fitted.items()}

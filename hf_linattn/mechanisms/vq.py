@@ -133,7 +133,7 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             return
         if is_watched() and not is_recorded():
             raise UnsupportedModeError(
-                f"ema_decay={self.config.ema_decay} writes down in training what keys layer {self.layer.index} saw,"
+                f"ema_decay={self.config.ema_decay} writes down what keys layer {self.layer.index} saw in training,"
                 " and a function of torch.func must not write; call model.eval(), or use ema_decay=1"
             )
         code = nearest_codes(key, self.codebook.to(key.dtype))

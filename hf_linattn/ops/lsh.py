@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..errors import UnsupportedModeError
 from .exponential import LN_2, LOWEST
-from .tracing import is_watched
+from .tracing import is_known, is_recorded, is_watched
 
 TILE = 32  # queries computed together
 SPREAD = 48  # how far the runs of one tile may lie apart
@@ -213,6 +214,11 @@ class _Tiles(NamedTuple):
 
 
 def _make_tiles(lists: Lists, runs: Runs, key_code: Tensor, own_code: Tensor | None, longest: int) -> _Tiles:
+    if is_watched() and not is_recorded() and not is_known(key_code):
+        raise UnsupportedModeError(
+            "lsh lists keys by the buckets that their values fall into, which torch.func.vmap cannot map over;"
+            " give it one batch, or use another mechanism"
+        )
     rounds, batch, heads, length = runs.start.shape
     kv_heads, listed, num_keys = *lists.code.shape[2:], key_code.shape[3]
     device = key_code.device
