@@ -241,11 +241,7 @@ def attention_forward(
     s_aux: the learned sinks [H] in the denominator, as gpt-oss and others have them.
     """
     mechanism: Mechanism | None = mechanism_of(module)
-    if is_causal is None:
-        own = mechanism is not None and not mechanism.layer.cross
-        causal = architecture.is_causal(module) if own else bool(getattr(module, "is_causal", False))
-    else:
-        causal = is_causal
+    causal = _is_causal(module, mechanism) if is_causal is None else is_causal
     running = current_call(module)
     layer = None if mechanism is None or running is None else _cache_layer(module, mechanism, running)
     if layer is not None and not isinstance(layer, StateLayer):
@@ -284,6 +280,12 @@ def attention_forward(
     else:
         output, layer.state = mechanism(*call[:5], layer.state, **mechanism.keywords(exact))
     return output.transpose(1, 2).contiguous(), None
+
+
+def _is_causal(module: nn.Module, mechanism: Mechanism | None) -> bool:
+    """Whether a call that does not say so itself is causal; what attends to an encoder's tokens only may be told so."""
+    own = mechanism is not None and not mechanism.layer.cross
+    return architecture.is_causal(module) if own else bool(getattr(module, "is_causal", False))
 
 
 def _scaled(query: Tensor, scaling: float | None, mechanism: Mechanism) -> Tensor:
