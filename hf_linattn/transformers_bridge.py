@@ -24,7 +24,7 @@ from .errors import UnsupportedModeError, UnsupportedModelError
 from .masks import UNMASKED, MaskSizes, key_columns, mask_of_rule, masks_of, require_batch, window_of
 from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
-from .module_calls import ModuleCall, begin_call, current_call, end_call
+from .module_calls import begin_call, current_call, end_call
 from .observation import AttentionCall, observer_of
 from .ops.softmax import softmax_attention
 from .ops.tracing import is_known
@@ -245,11 +245,8 @@ def attention_forward(
     s_aux: the learned sinks [H] in the denominator, as gpt-oss and others have them.
     """
     mechanism: Mechanism | None = mechanism_of(module)
-    if is_causal is None:
-        own = mechanism is not None and not mechanism.layer.cross
-        is_causal = architecture.is_causal(module) if own else bool(getattr(module, "is_causal", False))
-    running = current_call(module)
-    layer = None if mechanism is None or running is None else _cache_layer(module, mechanism, running)
+    is_causal = _is_causal(module, mechanism) if is_causal is None else is_causal
+    layer = _cache_layer(module, mechanism)
     if layer is not None and not isinstance(layer, StateLayer):
         key, value = (x[:, :, : int(layer.get_seq_length())] for x in (key, value))  # a static cache is longer
     masks = masks_of(attention_mask, query, key, is_causal, layer is not None, mechanism)
@@ -271,8 +268,6 @@ def attention_forward(
     query = _scaled(query, scaling, mechanism)
     sequence_ids = _sequence_ids(position_ids, cu_seq_lens_q, key_padding_mask, query.shape[2], key.shape[2])
     stateful = layer is not None and keeps_states(mechanism)
-    if running is not None and stateful:
-        running.consumed = True
     call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact)
     if (observer := observer_of(mechanism)) is not None:
         mechanism.count_call()
@@ -293,6 +288,12 @@ def _require_as_patched(mechanism: Mechanism, query: Tensor, causal: bool) -> No
             f"is_causal={causal} was asked of layer {mechanism.layer.index}, which was patched with"
             f" is_causal={mechanism.layer.causal}; unpatch the model, change it, and patch it again"
         )
+
+
+def _is_causal(module: nn.Module, mechanism: Mechanism | None) -> bool:
+    """Whether a call that does not say so is causal; attention to an encoder's tokens only if its module says so."""
+    own = mechanism is not None and not mechanism.layer.cross
+    return architecture.is_causal(module) if own else bool(getattr(module, "is_causal", False))
 
 
 def _scaled(query: Tensor, scaling: float | None, mechanism: Mechanism) -> Tensor:
@@ -325,8 +326,11 @@ def _attend_across(
     return output.transpose(1, 2).contiguous()
 
 
-def _cache_layer(module: nn.Module, mechanism: Mechanism, call: ModuleCall) -> Any:
+def _cache_layer(module: nn.Module, mechanism: Mechanism | None) -> Any:
     """Return the cache layer of this call, None without a cache; refuse what would decode from a wrong state."""
+    call = current_call(module)
+    if call is None or mechanism is None:
+        return None
     layer = call.layer
     if mechanism.layer.cross:
         return layer  # what it has of the tokens came in one call and is only read
@@ -340,6 +344,7 @@ def _cache_layer(module: nn.Module, mechanism: Mechanism, call: ModuleCall) -> A
             f"{type(module).__name__} attends more than once in a forward, and layer {mechanism.layer.index} keeps one"
             " decoding state; pass use_cache=False"
         )
+    call.consumed = layer is not None and keeps_states(mechanism)
     return layer
 
 
