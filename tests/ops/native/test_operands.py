@@ -56,7 +56,7 @@ def try_misfits(generator: torch.Generator, found: set[str]):
 
     def attempt(func: Any, args: list[Any], names: list[str]) -> None:
         places = [place for place, x in enumerate(args) if isinstance(x, torch.Tensor) and x.dim() and x.numel()]
-        for _ in range(MISFITS_OF_A_CALL):
+        for _ in range(MISFITS_OF_A_CALL if places else 0):
             place, change = places[draw(len(places))], list(CHANGES)[draw(len(CHANGES))]
             wrong = [exact(x) for x in args]
             changed = CHANGES[change](wrong[place], draw(wrong[place].dim()))
