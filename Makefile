@@ -23,7 +23,7 @@ PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_exten
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-slow test-zero3 test-quantised test-all test-floor lint bench paired long-inputs depth peers support zero-shot usable calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
+.PHONY: help install quickstart test test-fast test-slow test-zero3 test-quantised test-all test-floor test-asan lint bench paired long-inputs depth peers support zero-shot usable calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -68,6 +68,20 @@ test-all: install test-zero3 test-quantised ## everything a machine without a GP
 
 test-floor: $(FLOOR)/.installed ## the tests with the oldest transformers this library supports
 	HF_HUB_OFFLINE=1 $(FLOOR)/bin/python -m pytest $(PARALLEL)
+
+# sanitizers see what lies beyond an operand: the copy under build/asan has its own C, each operand its own memory
+ASAN := build/asan
+FUZZ_CALLS ?= 20000
+SANITIZED := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1
+
+test-asan: install ## the C with address and undefined-behaviour sanitizers, called rightly and wrongly; FUZZ_CALLS=600 is short
+	rm -rf $(ASAN) && mkdir -p $(ASAN)
+	cp -r hf_linattn tests docs benchmarks recipes pyproject.toml conftest.py README.md LICENSE $(ASAN)
+	rm -f $(ASAN)/hf_linattn/ops/native/*.so
+	cd $(ASAN) && CFLAGS="$(SANITIZED)" $(abspath $(BIN))/python -c "from setuptools import setup; setup()" build_ext --inplace
+	cd $(ASAN) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. OMP_NUM_THREADS=1 FUZZ_CALLS=$(FUZZ_CALLS) HF_HUB_OFFLINE=1 \
+	  $(abspath $(BIN))/python -m pytest -n 0 -q -p no:cacheprovider tests/ops/native/test_operands.py
 
 $(FLOOR)/.installed: pyproject.toml constraints.txt $(wildcard hf_linattn/ops/native/*.[ch])
 	$(PYTHON) -m venv $(FLOOR)

@@ -42,8 +42,8 @@ class AttentionCall(NamedTuple):
         """Return the call of some of its rows."""
         if len(chosen) == len(self.query):
             return self
-        tensors = (x if x is None or len(x) == 1 < len(self.query) else x[chosen] for x in self[:5])
-        return AttentionCall(*tensors, self.exact, self.cross)  # type: ignore[arg-type]
+        tensors = [x if x is None or len(x) == 1 < len(self.query) else x[chosen] for x in self[:5]]
+        return self._replace(**dict(zip(self._fields, tensors, strict=False)))  # type: ignore[arg-type]
 
     def by(self, mechanism: Mechanism) -> Tensor:
         """Return the mechanism's answer [B, H, N, Dv]; nobody has any use for its state."""

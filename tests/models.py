@@ -12,6 +12,10 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+from hf_linattn.support.tiny import tiny_config
 
 VOCAB_SIZE = 96
 NUM_LAYERS = 2
@@ -82,7 +86,19 @@ ARCHITECTURES = {
         "ForMaskedLM",
     ),
 }  # fmt: skip
+EXTRA_SIZES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"linear_head_dim": 8},
+    "kimi_linear": {"linear_head_dim": 8},
+    "longcat_flash": {
+        "head_dim": 4, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "moe_topk": 2, "zero_expert_num": 2,
+    },
+}  # fmt: skip
 SPINE = ("bert", "gpt2", "llama")
+# latent attention: what is cached is smaller than the heads, whose keys and values differ in width
+LATENT = (
+    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash",
+    "minicpm3", "mistral4", "youtu",
+)  # fmt: skip
 CAUSAL = tuple(name for name, architecture in ARCHITECTURES.items() if architecture.causal)
 ENCODERS = tuple(name for name, architecture in ARCHITECTURES.items() if not architecture.causal)
 
@@ -93,6 +109,14 @@ def make_model(
     """Return a tiny model in evaluation mode with weights from N(0, std^2), the same for the same seed."""
     architecture = ARCHITECTURES[name]
     return fill(architecture.model_class(head)(architecture.config(**options)), std, seed)
+
+
+def make_latent(model_type: str) -> PreTrainedModel:
+    """Return a tiny model of one of `LATENT`, with heads of keys of 4 + 6 numbers, and of values of 5."""
+    sizes = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5, **EXTRA_SIZES.get(model_type, {})}
+    config = tiny_config(CONFIG_MAPPING[model_type], **sizes)
+    classes = {**MODEL_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    return fill(getattr(transformers, classes[model_type])(config))
 
 
 def fill(model: PreTrainedModel, std: float = 0.2, seed: int = 0) -> PreTrainedModel:

@@ -10,7 +10,7 @@ from hf_linattn import UnsupportedModelError, architecture, get_mechanisms, patc
 from hf_linattn.errors import HfLinattnError
 from hf_linattn.position_tables import position_tables
 from hf_linattn.support.tiny import tiny_model
-from tests.models import ARCHITECTURES, HEAD_DIM, NUM_HEADS, make_model
+from tests.models import ARCHITECTURES, HEAD_DIM, LATENT, NUM_HEADS, make_latent, make_model
 
 UNGROUPED = {"bert", "gpt2", "opt", "roberta", "distilbert", "modernbert"}
 # beside "q_proj", "k_proj", "v_proj", "o_proj" of most models
@@ -36,6 +36,14 @@ def test_layers_are_described(name):
         assert layer.causal is ARCHITECTURES[name].causal
         assert layer.scaling == pytest.approx(HEAD_DIM**-0.5)
         assert (layer.device, layer.dtype) == (torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("model_type", LATENT)
+def test_heads_of_latent_attention_are_as_wide_as_their_projections(model_type):
+    """Keys have a rotary part and another one beside it, of 4 and 6 numbers; values have 5."""
+    model = make_latent(model_type)
+    layers = architecture.describe_layers(model, architecture.self_attention_modules(model)).values()
+    assert {(x.head_dim, x.value_dim, x.num_key_value_heads) for x in layers} == {(10, 5, 4)}
 
 
 def test_layers_of_a_model_in_half_precision_keep_its_dtype():

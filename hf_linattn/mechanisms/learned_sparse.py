@@ -102,5 +102,8 @@ class LearnedSparseMechanism(BlockSparseMechanism):
         first = int(self.distances()[0])
         column = query_position // self.block_size - key_position // self.block_size - first
         inside = (column >= 0) & (column < table.shape[1])
-        heads = torch.arange(table.shape[0], device=column.device)[:, None, None]
-        return torch.where(inside, table[heads, column.clamp(0, table.shape[1] - 1)], outside)
+        # gathered: the gradient of an index would be added up by several threads in an order of their own
+        place = column.clamp(0, table.shape[1] - 1)
+        place = place.expand(torch.broadcast_shapes(place.shape, (len(table), 1, 1)))
+        found = table[:, None].expand(*place.shape[:-1], -1).gather(-1, place)
+        return torch.where(inside, found, outside)

@@ -14,6 +14,7 @@ Rounds come first in all shapes here: [R, B, H, N].
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -141,7 +142,7 @@ def run_attention(
     """
     tiles = _make_tiles(lists, runs, key_code, own_code, longest)
     flat = (x.reshape(-1, x.shape[-1]) for x in (query, key, value))
-    attend = _attend_runs if is_watched() else _RunAttention.apply
+    attend: Callable[..., Any] = _attend_runs if is_watched() else _RunAttention.apply
     output, log_sum = attend(*flat, scaling, tiles)
     return output.view(*query.shape[:3], value.shape[3]), log_sum.view(query.shape[:3])
 

@@ -120,9 +120,9 @@ NEEDED = {"causal_step": {"state", "log_max"}}
 ABSENT = {"causal_step": {"factor", "top"}}  # what may be so there
 
 
-def size_of(x: Tensor, dim: int) -> int:
-    """A size of a tensor that may lack the dimension, which `check_operands` then says."""
-    return x.shape[dim] if x.dim() > dim else 0
+def size_of(x: Tensor | None, dim: int) -> int:
+    """A size of a tensor; 0 where there is no such dimension or none at all, which `check_operands` then says."""
+    return x.shape[dim] if x is not None and x.dim() > dim else 0
 
 
 def require(function: str, name: str, number: int, least: int, end: int = MOST) -> None:

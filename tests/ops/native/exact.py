@@ -1,0 +1,58 @@
+"""For sanitizers: every operand of the C lies in memory of its own that ends where it ends, and none is kept.
+
+As a plugin of pytest (`-p tests.ops.native.exact`) it is so in all tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_linattn.ops.native import memory
+
+
+def exact(x: Any) -> Any:
+    """Return a copy with the same shape and strides in memory of exactly its size; no tensor as it is."""
+    if not isinstance(x, Tensor) or not x.numel():
+        return x
+    owned = [slice(0, 1) if step == 0 else slice(None) for step in x.stride()]
+    part = x.detach()[tuple(owned)]
+    copy = torch.empty_strided(part.shape, part.stride(), dtype=x.dtype).copy_(part)
+    return copy.as_strided(x.shape, x.stride())
+
+
+class ExactOperands(TorchDispatchMode):
+    """Calls every operation of the library with exact copies, and copies what it wrote back.
+
+    before: called with the operation, its arguments and the names of these before each call.
+    """
+
+    def __init__(self, before: Callable[[Any, list[Any], list[str]], None] = lambda *_: None):
+        super().__init__()
+        self.before, self.calls = before, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "hf_linattn":
+            return func(*args, **(kwargs or {}))
+        schema = func._schema.arguments
+        given = [*args, *(x.default_value for x in schema[len(args) :])]
+        self.calls += 1
+        self.before(func, given, [x.name for x in schema])
+        copies = [exact(x) for x in given]
+        func(*copies)
+        for x, copy, argument in zip(given, copies, schema, strict=True):
+            if isinstance(x, Tensor) and argument.is_write:
+                x.copy_(copy)
+        return None
+
+
+@pytest.fixture(autouse=True)
+def exact_operands():
+    """All tests of a run with this plugin."""
+    with memory.KEPT.paused(), ExactOperands():
+        yield
