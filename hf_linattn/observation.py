@@ -46,8 +46,8 @@ class AttentionCall(NamedTuple):
             return x if x is None or len(x) == 1 else x[chosen]  # one row may stand for all
 
         mask, ids = take(self.key_padding_mask), take(self.sequence_ids)
-        heads = (x[chosen] for x in (self.query, self.key, self.value))
-        return AttentionCall(*heads, mask, ids, self.exact, self.cross)
+        query, key, value = (x[chosen] for x in (self.query, self.key, self.value))
+        return AttentionCall(query, key, value, mask, ids, self.exact, self.cross)
 
     def by(self, mechanism: Mechanism) -> Tensor:
         """Return the mechanism's answer [B, H, N, Dv]; nobody has any use for its state."""
