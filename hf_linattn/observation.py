@@ -42,8 +42,13 @@ class AttentionCall(NamedTuple):
         """Return the call of some of its rows."""
         if len(chosen) == len(self.query):
             return self
-        tensors = [x if x is None or len(x) == 1 < len(self.query) else x[chosen] for x in self[:5]]
-        return self._replace(**dict(zip(self._fields, tensors, strict=False)))  # type: ignore[arg-type]
+
+        def take(x: Tensor | None) -> Tensor | None:
+            return x if x is None or len(x) == 1 else x[chosen]  # one row may stand for all
+
+        mask, ids = take(self.key_padding_mask), take(self.sequence_ids)
+        query, key, value = (x[chosen] for x in (self.query, self.key, self.value))
+        return AttentionCall(query, key, value, mask, ids, self.exact, self.cross)
 
     def by(self, mechanism: Mechanism) -> Tensor:
         """Return the mechanism's answer [B, H, N, Dv]; nobody has any use for its state."""

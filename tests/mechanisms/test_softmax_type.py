@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # several blocks, and some keys that are
     "evo": {"window_size": 9, "kernel_radius": 3},
     "fixed": {"block_size": 8, "group_size": 20, "num_summary": 3},
     "flash": {"block_size": 8, "linear": "linear"},
-    "hybrid": {"window_size": 9, "num_sinks": 2, "linear_options": {"decay": "learned"}},
+    "hybrid": {"window_size": 9, "num_sinks": 2, "linear_options": {"decay": "learned"}, "initial_share": 1},
     "learned_sparse": {"block_size": 8, "reach": 3},
     "linformer": {"num_slots": 7, "block_size": 8},
     "local": {"block_size": 8, "window_size": 19},

@@ -1,0 +1,128 @@
+"""Rows held back from a fit, and what it is worth on them: a layer that it does not serve keeps what it had."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .mechanisms import Mechanism
+from .observation import AttentionCall
+
+logger = logging.getLogger(__name__)
+
+HELD_BACK = 4  # of so many rows the second is held back
+
+
+class HeldBack(NamedTuple):
+    """A layer's error on rows that nothing was fitted to, before and after the fit, and whether the fit was taken."""
+
+    before: float
+    after: float
+    taken: bool
+
+
+class Calibration(dict[str, list[float]]):
+    """Path of an attention module -> its errors batch by batch, each before the fit to it.
+
+    held_back: path -> its error on the rows held back.
+    """
+
+    def __init__(self, errors: Mapping[str, list[float]], held_back: Mapping[str, HeldBack]):
+        super().__init__(errors)
+        self.held_back = dict(held_back)
+
+
+class Split:
+    """Which rows of the batch at hand are held back: of every four the second, counted over all batches."""
+
+    def __init__(self) -> None:
+        self.first = self.size = 0
+        self.alone = False  # whether there is one row in all, which stands for both
+
+    def restart(self) -> None:
+        """Begin again with the first batch."""
+        self.alone = self.first == 1
+        self.first = self.size = 0
+
+    def next_batch(self) -> None:
+        """Go on to the batch after the one that was read."""
+        self.first, self.size = self.first + self.size, 0
+
+    def rows(self, call: AttentionCall, held_back: bool) -> AttentionCall | None:
+        """Return the call of the rows that are held back, or of the others; None if there are none."""
+        self.size = len(call.query)
+        own = [(self.first + row) % HELD_BACK == 1 for row in range(self.size)]
+        chosen = [row for row, held in enumerate(own) if self.alone or held == held_back]
+        return call.rows(chosen) if chosen else None
+
+
+class Judge:
+    """Measures a layer with what it had before its fit and with what it has now, on rows held back from it."""
+
+    def __init__(self, mechanism: Mechanism, parameters: list[nn.Parameter], split: Split):
+        self.mechanism, self.split = mechanism, split
+        self.tensors: list[Tensor] = [*parameters, *mechanism.buffers()]
+        self.before = [tensor.detach().clone() for tensor in self.tensors]
+        self.errors, self.size = (list[Tensor](), list[Tensor]()), 0.0
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        target, judged = call.by_softmax(self.mechanism), self.split.rows(call, held_back=True)
+        if judged is not None:
+            wanted = judged.by_softmax(self.mechanism)
+            after = [tensor.detach().clone() for tensor in self.tensors]
+            for found, values in zip(self.errors, (self.before, after), strict=True):
+                write(self.tensors, values)
+                errors, sizes = squared_errors(judged.by(self.mechanism), wanted, judged.real)
+                found.append(errors.cpu().double())
+            self.size += float(sizes.sum())
+        return target
+
+    def decide(self) -> HeldBack:
+        """Go back to what was before unless the error is lower now, by more than chance; return both."""
+        before, after = (torch.cat(errors) for errors in self.errors)
+        gains = before - after
+        doubt = gains.std() * math.sqrt(len(gains)) if len(gains) > 1 else gains.new_zeros(())
+        taken = bool(gains.sum() > doubt)  # not where it is not a number
+        if not taken:
+            write(self.tensors, self.before)
+        return HeldBack(float(before.sum()) / self.size, float(after.sum()) / self.size, taken)
+
+
+def take_the_better(judges: Mapping[str, Judge], measure: Callable[[], None]) -> dict[str, HeldBack]:
+    """Measure every layer on the rows held back, and undo the fit of those that it did not serve."""
+    if not judges:
+        return {}
+    measure()
+    found = {path: judge.decide() for path, judge in judges.items() if judge.size}  # some may not be asked
+    if kept := [path for path, result in found.items() if not result.taken]:
+        logger.warning(
+            "calibrate: the fit of %s was no better on rows held back from it (%s), and what was before it is kept",
+            ", ".join(kept),
+            ", ".join(f"error {found[path].before:.4g} before, {found[path].after:.4g} after" for path in kept),
+        )
+    return found
+
+
+def squared_errors(output: Tensor, target: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return sum |output - target|^2 and sum |target|^2 over each row's real tokens [B], in float32 or wider.
+
+    Both are [B, H, N, Dv]. real: [B, N], which tokens these are; None for all.
+    """
+    compute = torch.promote_types(target.dtype, torch.float32)
+    output, target = output.to(compute), target.to(compute)
+    if real is not None:
+        output, target = (x * real[:, None, :, None] for x in (output, target))
+    tiny = torch.finfo(compute).tiny
+    return (output - target).square().sum((1, 2, 3)), target.square().sum((1, 2, 3)).clamp(min=tiny)
+
+
+@torch.no_grad()
+def write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Give tensors other values, in place."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
