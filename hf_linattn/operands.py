@@ -21,7 +21,7 @@ def fitting(
         OperandError: the arguments of `Mechanism.forward` do not fit each other or the `AttentionLayer`.
     """
     if not is_recorded():
-        _check_sizes(layer, query, key, value, mask, sequence_ids)
+        _check_sizes(layer, query, key, value, mask, sequence_ids, state is not None)
         if state is not None:
             check_rows(state, query.shape[0])
     rows = query.shape[0]
@@ -31,8 +31,9 @@ def fitting(
 
 
 def _check_sizes(
-    layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sequence_ids: Tensor | None
-) -> None:
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sequence_ids: Tensor | None,
+    stateful: bool,
+) -> None:  # fmt: skip
     given, known, width = query.shape, key.shape, layer.head_dim
     if len(given) != 4 or len(known) != 4 or value.dim() != 4:
         _refuse("query, key and value", query, key, value, "must have four dimensions [B, H, N, D]")
@@ -44,6 +45,8 @@ def _check_sizes(
     if layer.causal and not layer.cross and known[2] < given[2]:
         _refuse("query and key", query, key, "must have at least as many keys as queries: these are the last tokens")
     rows = ((batch, known[2]), (1, known[2]))
+    if layer.cross and stateful:
+        return  # the state has the keys, and what masked them
     if mask is not None and mask.shape not in rows:
         _refuse("key_padding_mask", mask, f"must be {list(rows[0])}: a row of the batch, a column for each key")
     if sequence_ids is not None and sequence_ids.shape not in rows:

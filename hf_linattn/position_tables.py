@@ -14,12 +14,14 @@ from .ops.tracing import is_known
 POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
 
 
-def position_tables(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+def position_tables(model: PreTrainedModel, of_parts: bool = False) -> dict[str, tuple[int, int]]:
     """Return path -> the first position that a table serves and the one after the last, of the model's own tables.
 
-    Those inside a transformers model that is a part of it, as a vision tower is, serve that part's inputs.
+    Those inside a transformers model that is a part of it, as a vision tower is, serve that part's inputs: they are
+    left out unless `of_parts`.
     """
     parts = [path for path, part in model.named_modules() if path and isinstance(part, PreTrainedModel)]
+    parts = [] if of_parts else parts
     others = tuple(f"{path}." for path in parts)
     return {
         path: _served_positions(table)

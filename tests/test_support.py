@@ -16,6 +16,7 @@ from hf_linattn import transformers_bridge as bridge
 from hf_linattn.cache import RecurrentStateLayer
 from hf_linattn.cli import app
 from hf_linattn.errors import UnknownNameError, UnsupportedModeError
+from hf_linattn.masks import Masks
 from hf_linattn.mechanisms.linear import LinearMechanism
 from hf_linattn.support import CHECKS, architectures, check_architecture
 from hf_linattn.support import check as checks
@@ -53,7 +54,6 @@ def test_architectures_of_many_kinds_are_patched_by_one_code_path(model_type):
         ("t5", "not", "computes its attention itself"),
         ("deepseek_v32", "not", r"chooses its keys by a part of its own \(indexer\)"),
         ("t5gemma2", "not", "attends to the encoder's tokens and its own under one softmax"),
-        ("nllb-moe", "not", "is_causal=False was asked of layer 2, which was patched with is_causal=True"),
         ("diffllama", "not", "attends more than once in a forward, .* pass use_cache=False"),
         ("hrm_text", "not", "keeps the keys of layer 0 in another place of the cache .* pass use_cache=False"),
         ("gemma3", "partly", "called: given input_ids, .*vision.* never ran"),
@@ -88,7 +88,7 @@ def test_each_part_of_the_check_can_fail(monkeypatch):
         broken.setattr(LinearMechanism, "causal_attention", leak)
         assert outcome() == ("partly", "future")
     with monkeypatch.context() as broken:
-        broken.setattr(bridge, "_key_padding_mask", lambda mask, num_keys: None)
+        broken.setattr(bridge, "masks_of", lambda *given: Masks())
         broken.setattr(bridge, "_sequence_ids", lambda *given: None)  # which tell padding apart by its positions
         assert outcome() == ("partly", "left padding")
     with monkeypatch.context() as broken:

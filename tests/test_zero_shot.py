@@ -8,7 +8,6 @@ import torch
 from benchmarks import calibration, tables, usable, zero_shot
 from hf_linattn import DataError, get_mechanisms, is_patched, list_mechanisms
 from hf_linattn.evaluation import perplexity
-from hf_linattn.testing import Case
 from tests.helpers import logits_of, make_tokenizer, make_tokens
 from tests.models import make_model
 
@@ -41,10 +40,9 @@ def test_options_are_those_of_registered_mechanisms():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_baseline_is_the_mean_of_the_values_a_query_may_see(causal: bool):
-    case = Case("softmax", "llama", causal)
-    query, key, value = case.heads(9)
     model = zero_shot.mean_of_values(make_model("llama" if causal else "bert", num_key_value_heads=2))
     mechanism = next(iter(get_mechanisms(model).values()))
+    query, key, value = (torch.randn(2, heads, 9, mechanism.layer.head_dim) for heads in (4, 2, 2))
     got, _ = mechanism(query, key, value)
     value = value.repeat_interleave(2, 1)
     count = torch.arange(1, 10)[:, None]

@@ -28,10 +28,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from .. import architecture
-from .. import transformers_bridge as bridge
 from ..config import require
 from ..errors import DataError, OptionError, UnsupportedModelError
 from ..mechanisms.base import Mechanism
+from ..position_tables import position_tables
 from ..running import evaluation_mode
 
 IGNORED_LABEL = -100
@@ -179,7 +179,7 @@ def position_limit(model: nn.Module) -> int | None:
     >>> position_limit(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=64, vocab_size=10)))
     64
     """
-    tables = bridge.PatchedModel.of(architecture.root_model(model), {}).position_tables
+    tables = position_tables(architecture.root_model(model), of_parts=True)
     own = (module.position_limit for module in model.modules() if isinstance(module, Mechanism))
     return min([*(end - first for first, end in tables.values()), *(limit for limit in own if limit)], default=None)
 

@@ -15,6 +15,7 @@ from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import naive
 from ..ops.exponential import LOWEST
 from ..ops.hybrid import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
+from ..ops.hybrid_parts import GATE_GAIN
 from ..ops.operations import operations_for
 from ..ops.precision import wide_number
 from .base import MECHANISMS, PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
@@ -23,7 +24,6 @@ from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 FIRST_SHARE = -2.197  # LoLCATs' start: sigmoid of it is 0.1
-GATE_GAIN = 10.0  # so that the usual learning rates open a gate in a few hundred steps
 
 
 @dataclass
@@ -175,7 +175,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             self.linear.decay_rate(like),
             window_log,
             self.log_sink(like, call.sink),
-            None if self.far_gate is None else torch.sigmoid(GATE_GAIN * self.far_gate.to(like.dtype)),
+            self.far_gate,
         )
 
     def causal_sequences(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,5 +61,6 @@ class SoftmaxTypeMechanism(Mechanism):
         if given is not None:
             return given.to(like).clamp(-LARGEST, LARGEST)
         if self.config.sink == "learned":
-            return bounded(self.sink_logit.to(like))
+            logit = self.sink_logit.to(like)
+            return bounded(logit).masked_fill(logit == -math.inf, -math.inf)  # of a head that has none
         return like.new_zeros(self.layer.num_heads) if self.config.sink == "one" else None

@@ -26,12 +26,13 @@ def bounded(x: Tensor, least: float = -LARGEST, most: float = LARGEST) -> Tensor
     >>> bounded(torch.tensor([2.0, -3e38, torch.inf]))
     tensor([ 2.0000e+00, -1.0000e+17,         nan])
     """
-    return torch.add(x.clamp(least, most), x, alpha=0.0)
+    largest = torch.finfo(x.dtype).max
+    return torch.add(x.clamp(max(least, -largest), min(most, largest)), x, alpha=0.0)
 
 
 def positive(log: Tensor) -> Tensor:
     """exp(log) of a trained rate or penalty, from 1e-13, which is none, to 8,103, by which e^-x is zero."""
-    return bounded(log, -30.0, 9.0).exp()
+    return log.clamp(-30.0, 9.0).exp()
 
 
 def dense(x: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def causal_hybrid_attention(
     linear = before
     for first, far, linear in _far(rows, weights, before, chunk_size):  # noqa: B007 - the last one is kept
         near = _near(rows, weights, first, far.total.shape[2], band, (left, 0), causal=True)
-        outputs.append(_in_order(_join([near, far], weights.gate)))
+        outputs.append(_in_order(_join([near, far], weights)))
     output = torch.cat(outputs, dim=3)[:, :, :, : query.shape[2]]
     return output.flatten(1, 2), _remember(rows, weights, linear)
 
@@ -157,7 +157,7 @@ def hybrid_attention(
         near = _near(rows, weights, first, chunks, band, (reach, reach), causal=False)
         columns = _chunked(_places(after, first, first + chunks * size, 3), chunks)
         behind = _Sums(columns[..., :-2], columns[..., -2], columns[..., -1])
-        outputs.append(_in_order(_join([near, before, behind], weights.gate)))
+        outputs.append(_in_order(_join([near, before, behind], weights)))
     return torch.cat(outputs, dim=3)[:, :, :, :length].flatten(1, 2)
 
 
@@ -309,7 +309,7 @@ def _far_keys(rows: _Rows, weights: HybridWeights, first: int, last: int, end: T
     return key, with_ones(_places(rows.value, *span, 2, rows.ring_value)), log_scale
 
 
-def _join(parts: list[_Sums], gate: Tensor | None) -> Tensor:
+def _join(parts: list[_Sums], hybrid: HybridWeights) -> Tensor:
     """Divide summed values by summed weights under the parts' common maximum: [B, Hkv, T, G, C, Dv]; near ones first.
 
     Each part counts with the weight it has, not with what its log factor allows for: features that hardly meet would
@@ -327,8 +327,8 @@ def _join(parts: list[_Sums], gate: Tensor | None) -> Tensor:
     weight = functools.reduce(torch.add, weights)
     weight = torch.where(weight == 0, 1.0, weight)
     factors = [factor / weight for factor in factors]
-    if gate is not None:
-        near, opening = parts[0].weight, gate.view(weight.shape[1], 1, -1, 1)
+    if hybrid.far_gate is not None:
+        near, opening = parts[0].weight, hybrid.gate.view(weight.shape[1], 1, -1, 1)
         factors[1:] = [factor * opening for factor in factors[1:]]
         far = functools.reduce(torch.add, (part.weight * x for part, x in zip(parts[1:], factors[1:], strict=True)))
         factors[0] = (1 - far) / torch.where(near == 0, 1.0, near)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from .source import Source
 from .window_softmax import Window, attend_window
 
 BLOCK_SIZE = 64
+GATE_GAIN = 10.0  # so that the usual learning rates open a gate in a few hundred steps
 
 
 class HybridWeights(NamedTuple):
@@ -38,8 +39,9 @@ class HybridWeights(NamedTuple):
     log_mix: [H], g there, as it is stored. decay_rate: [Hkv], r there; None is no decay. query_map sees
     [B, Hkv, G, N, D] and key_map [B, Hkv, N, D]; their log scales count. window_log [H]: the exact weights of a query
     are divided by their largest and multiplied by exp(window_log); None leaves them as they are. sink: [H], the score
-    of one more exact weight, of no value (`hf_linattn.ops.sink`). gate: c [H], in [0, 1], how much of the output is
-    that of all weights, as against that of the exact ones alone; None is 1.
+    of one more exact weight, of no value (`hf_linattn.ops.sink`). far_gate: a [H], as it is stored, where c =
+    sigmoid(GATE_GAIN a), the `gate`, says how much of the output is that of all weights, as against that of the exact
+    ones alone; None is all of it.
     """
 
     window_size: int
@@ -51,7 +53,12 @@ class HybridWeights(NamedTuple):
     decay_rate: Tensor | None = None
     window_log: Tensor | None = None
     sink: Tensor | None = None
-    gate: Tensor | None = None
+    far_gate: Tensor | None = None
+
+    @property
+    def gate(self) -> Tensor:
+        """c [H], in [0, 1], in at least float32, where there is a `far_gate`."""
+        return torch.sigmoid(GATE_GAIN * wide(cast(Tensor, self.far_gate)))
 
     @property
     def reach(self) -> int:
@@ -107,7 +114,7 @@ def causal_attention(
     far, far_log, state = _far(operations, (rows, *(x.narrow(2, sinks, length - start) for x in sources[1:])), weights)
     leaving = (x.narrow(2, length - window, 1) for x in sources[1:])  # from the window of the token that will come
     state = _with_key(operations, weights, state, *leaving)
-    if weights.gate is not None:
+    if weights.far_gate is not None:
         near = beside_sink(*_near(operations, sources, weights, None, causal=True), weights)
         return gated(*near, far, far_log, weights.gate, start).flatten(1, 2), state
     near = _near(operations, sources, weights, Before(far, far_log, start), causal=True)
@@ -128,7 +135,7 @@ def bidirectional_attention(
     far, far_log, _ = _far(operations, before, weights)
     mask = None if lengths is None else torch.arange(window, length, device=key.device) < lengths[:, None]
     far_after, log_after, _ = _far(operations, after, weights, reverse=True, mask=mask)
-    if weights.gate is not None:
+    if weights.far_gate is not None:
         near = beside_sink(*_near(operations, sources, weights, None, False, lengths), weights)
         far, far_log = join(*_from_start(far, far_log, window + sinks), far_after, log_after)
         return gated(*near, far, far_log, weights.gate).flatten(1, 2)

@@ -24,10 +24,10 @@ from transformers import (
 from transformers.models.auto import modeling_auto as auto
 
 from hf_linattn import architecture
-from hf_linattn import transformers_bridge as bridge
 from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError, DataError, OptionError, did_you_mean
 from hf_linattn.evaluation import is_masked_language_model, perplexity
+from hf_linattn.position_tables import position_tables
 from hf_linattn.reading import reading
 from hf_linattn.running import evaluation_mode
 from hf_linattn.training.arguments import DataArguments, RecipeArguments
@@ -254,7 +254,7 @@ def load_model(name_or_path: str, dtype: str | torch.dtype = "auto") -> PreTrain
 
 def first_position(model: nn.Module) -> int:
     """Return the position id of a text's first token: 0, but padding_idx + 1 in RoBERTa and its kind."""
-    tables = bridge.PatchedModel.of(architecture.root_model(model), {}).position_tables
+    tables = position_tables(architecture.root_model(model), of_parts=True)
     return max((first for first, _ in tables.values()), default=0)
 
 

@@ -150,7 +150,7 @@ def test_the_matrix_needs_the_values():
 @pytest.mark.parametrize("architecture", ["bert", "llama"])
 def test_calibration_leaves_most_weight_to_the_member_nearest_to_softmax(architecture, members, best):
     model = patch_model(tiny_model(architecture, architecture != "bert", torch.float32), "fusion", members=members)
-    calibrate(model, [{"input_ids": random_tokens(4, 60, seed=s)} for s in range(4)], steps=12)
+    calibrate(model, [{"input_ids": random_tokens(12, 60, seed=s)} for s in range(4)], steps=12)
     mechanisms, found = get_mechanisms(model), []
 
     def watch(mechanism):

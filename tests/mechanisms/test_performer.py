@@ -124,7 +124,7 @@ def test_gradients_are_of_the_directions_that_were_read(backend):
         ({"num_features": 2.5}, OptionError, "num_features must be an integer >= 1, got 2.5"),
         ({"redraw_interval": -1}, OptionError, "redraw_interval must be None or an integer >= 1, got -1"),
         ({"kernel": "sofmax"}, UnknownNameError, "did you mean softmax"),
-        ({"seed": -1}, OptionError, "seed must be an integer >= 0, got -1"),
+        ({"seed": -1}, OptionError, "seed must be an integer from 0 to 9223372036854775807, got -1"),
     ],
 )
 def test_bad_options_are_named(options, error, message):

@@ -57,7 +57,7 @@ def causal_hybrid_attention(
     length, window = query.shape[2], weights.window_size
     heads = query.unflatten(1, (key.shape[1], -1)), key, value
     output = empty_output(heads[0], value)
-    far = output if weights.gate is None else empty_output(heads[0], value)
+    far = output if weights.far_gate is None else empty_output(heads[0], value)
     log, state = _before(*heads, weights, far, before)
     # one more key has left the window of the token that will come
     left, nowhere = slice(length - window, length - window + 1), torch.empty_like(output[..., :1, :])
@@ -71,7 +71,7 @@ def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) ->
     length, window = query.shape[2], weights.window_size
     heads = query.unflatten(1, (key.shape[1], -1)), key, value
     output = empty_output(heads[0], value)
-    far = output if weights.gate is None else empty_output(heads[0], value)
+    far = output if weights.far_gate is None else empty_output(heads[0], value)
     log, _ = _before(*heads, weights, far)
     end = length - window  # only queries before this one have far keys after them
     rows, keys, values = heads[0][:, :, :, :end], key[:, :, window:], value[:, :, window:]
@@ -82,7 +82,7 @@ def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) ->
     share = torch.sigmoid(log_after - log[..., :end])[..., both:, None].to(far.dtype)
     far[:, :, :, both:end].lerp_(after[:, :, :, both:], share)
     log[..., :end] = torch.logaddexp(log[..., :end], log_after)
-    if weights.gate is not None and both < window + weights.num_sinks:
+    if weights.far_gate is not None and both < window + weights.num_sinks:
         far[:, :, :, both : window + weights.num_sinks] = 0  # queries without far keys
     return _join_near(*heads, weights, output, far, log, 0, causal=False)
 
@@ -126,7 +126,7 @@ def _step(query: Tensor, key: Tensor, value: Tensor, weights: Any, sums: LinearS
     scores = (grouped.squeeze(3) @ key.mT).mul_(weights.scaling)
     near_log = scores.logsumexp(-1, keepdim=True)
     near = scores.sub_(near_log).exp_() @ value
-    if weights.gate is not None:
+    if weights.far_gate is not None:
         near, near_log = beside_sink(near[..., None, :], near_log, weights)
         return gated(near, near_log, far, far_log, weights.gate).flatten(1, 2), sums
     output = near.lerp_(far.squeeze(3), torch.sigmoid(far_log - near_log))[..., None, :]
@@ -165,7 +165,7 @@ def _join_near(
 
     log: [B, Hkv, G, N], that of far weights; it is overwritten. start: the first query that has far keys.
     """
-    if weights.gate is None:
+    if weights.far_gate is None:
         _read_near(query, key, value, weights, output, log, log, causal)
         return beside_sink(output, log, weights)[0].flatten(1, 2)
     near_log = torch.empty_like(log)

@@ -25,7 +25,7 @@ def hybrid_step_triton(
     query: Tensor, key: Tensor, value: Tensor, query_features: Tensor, query_log: Tensor | None, key_features: Tensor,
     key_log: Tensor | None, ring_key: Tensor, ring_value: Tensor, sink_key: Tensor, sink_value: Tensor, kv: Tensor,
     log_max: Tensor, length: Tensor, log_mix: Tensor, decay_rate: Tensor | None, window_log: Tensor | None,
-    sink: Tensor | None, gate: Tensor | None, scaling: float, sums: Tensor, ring_key_after: Tensor,
+    sink: Tensor | None, far_gate: Tensor | None, scaling: float, sums: Tensor, ring_key_after: Tensor,
     ring_value_after: Tensor, sink_key_after: Tensor, sink_value_after: Tensor, kv_after: Tensor,
     log_max_after: Tensor, length_after: Tensor,
 ) -> None:  # fmt: skip
@@ -35,7 +35,7 @@ def hybrid_step_triton(
         query: [B, H, 1, D]. key: [B, Hkv, 1, D]. value: [B, Hkv, 1, Dv]. Rows are contiguous, as is all else.
         query_features: [B, Hkv, G, 1, F]. key_features: [B, Hkv, 1, F], of the key that leaves the window.
         query_log: [B, Hkv, G, 1], log scales. key_log: [B, Hkv, 1].
-        ring_key ... length: of a `HybridState`. log_mix ... gate: of `HybridWeights`, in any precision.
+        ring_key ... length: of a `HybridState`. log_mix ... far_gate: of `HybridWeights`, in any precision.
 
     Raises:
         OptionError: the heads are on a CPU, and Triton was not imported to interpret kernels there.
@@ -45,14 +45,14 @@ def hybrid_step_triton(
     ring, sinks, keys, features = ring_key.shape[2], sink_key.shape[2], padded(key_size), padded(num_features)
     values, most = min(MOST_VALUES, max(1, NUMBERS // features)), max(1, NEAR_NUMBERS // keys)
     rows = min(most, triton.next_power_of_2(max(1, ring)))
-    given = {"SCALED": key_log, "DECAYED": decay_rate, "SHARED": window_log, "BESIDE": sink, "GATED": gate}
+    given = {"SCALED": key_log, "DECAYED": decay_rate, "SHARED": window_log, "BESIDE": sink, "GATED": far_gate}
     unused, found = log_max, (query_log, *given.values())  # the first in the place of numbers that are not read
-    query_log, key_log, decay_rate, window_log, sink, gate = (unused if x is None else x for x in found)
+    query_log, key_log, decay_rate, window_log, sink, far_gate = (unused if x is None else x for x in found)
     launch(
         step_hybrid, (batch * heads, -(-value_size // values)), query,
         query, key, value, query_features, query_log, key_features, key_log,
         ring_key, ring_value, sink_key, sink_value, kv, log_max, length,
-        log_mix, decay_rate, window_log, sink, gate, sums,
+        log_mix, decay_rate, window_log, sink, far_gate, sums,
         ring_key_after, ring_value_after, sink_key_after, sink_value_after, kv_after, log_max_after, length_after,
         *(number for x in (query, key, value) for number in x.stride()[:2]),
         heads, query.shape[1] // heads, scaling, LEAST_WEIGHT[torch.float32],
@@ -80,7 +80,7 @@ def step_attention(
     """
     features, query_log = maps[0](query.unflatten(1, (key.shape[1], -1)))
     keys, key_log = maps[1](state.ring_key[:, :, :1] if weights.reach else key)
-    given = (weights.log_mix, weights.decay_rate, weights.window_log, weights.sink, weights.gate)
+    given = (weights.log_mix, weights.decay_rate, weights.window_log, weights.sink, weights.far_gate)
     numbers = (x if x is None else x.contiguous() for x in given)
     output, before = value.new_empty(*query.shape[:3], value.shape[-1]), [x.contiguous() for x in state]
     after = tuple(map(torch.empty_like, before))

@@ -10,6 +10,8 @@ import triton.language as tl
 
 from .causal_kernels import HIDDEN, load_rows, load_state, store_state
 
+GAIN = tl.constexpr(10.0)  # `hybrid_parts.GATE_GAIN`
+
 
 @triton.jit
 def load_row(row, columns, SIZE: tl.constexpr):
@@ -126,7 +128,7 @@ def keep_rows(
 def step_hybrid(
     query, key, value, query_features, query_log, key_features, key_log,
     ring_key, ring_value, sink_key, sink_value, kv, log_max, length,
-    log_mix, decay_rate, window_log, sink, gate, sums,
+    log_mix, decay_rate, window_log, sink, far_gate, sums,
     ring_key_after, ring_value_after, sink_key_after, sink_value_after, kv_after, log_max_after, length_after,
     query_batch, query_head, key_batch, key_head, value_batch, value_head, heads, groups, scaling, least_weight,
     KEY_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUES: tl.constexpr,
@@ -137,7 +139,7 @@ def step_hybrid(
     """One more token of a sequence, and all queries of its groups, in VALUES columns of its values.
 
     key_features, key_log: of the oldest of RING keys, of the new one if there are none. Log scales are read where
-    SCALED, decay_rate where DECAYED, window_log where SHARED, sink where BESIDE, gate where GATED.
+    SCALED, decay_rate where DECAYED, window_log where SHARED, sink where BESIDE, far_gate where GATED.
     """
     sequence, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     batch, head, inputs, features = sequence // heads, sequence % heads, tl.arange(0, KEYS), tl.arange(0, FEATURES)
@@ -166,7 +168,7 @@ def step_hybrid(
         )  # fmt: skip
         near_log = tl.load(window_log + own).to(tl.float32) if SHARED else top
         far_weight, far = tl.sum(asked * total, 0), tl.sum(asked[:, None] * kept, 0)
-        opening = tl.load(gate + own, mask=GATED, other=1.0).to(tl.float32)
+        opening = 1.0 / (1.0 + tl.exp(-GAIN * tl.load(far_gate + own, mask=GATED, other=0.0).to(tl.float32)))
         result = join(near_log, weight, near, log, far_weight, far, least_weight, opening, GATED)
         tl.store(sums + row * VALUE_SIZE + columns, result, mask=columns < VALUE_SIZE)
     fold_key(

@@ -129,9 +129,9 @@ def test_so_is_one_of_a_window_before_a_far_part(monkeypatch, own):
     assert kernels == ["write_features", "write_features", "step_hybrid"]
 
 
-def test_a_decay_costs_a_step_no_more_than_its_rate(monkeypatch):
+def test_a_decay_costs_a_step_no_more_than_its_bounded_rate(monkeypatch):
     kernels = kernels_of_a_step(monkeypatch, make_mechanism("linear", decay="learned"), masked=False)
-    assert kernels == ["aten::exp", "aten::neg", "write_features", "write_features", "step_token"]
+    assert kernels == ["aten::clamp", "aten::exp", "aten::neg", "write_features", "write_features", "step_token"]
 
 
 @torch.no_grad()
