@@ -168,7 +168,7 @@ def step_hybrid(
         )  # fmt: skip
         near_log = tl.load(window_log + own).to(tl.float32) if SHARED else top
         far_weight, far = tl.sum(asked * total, 0), tl.sum(asked[:, None] * kept, 0)
-        opening = 1.0 / (1.0 + tl.exp(-GAIN * tl.load(far_gate + own, mask=GATED, other=0.0).to(tl.float32)))
+        opening = tl.sigmoid(tl.load(far_gate + own, mask=GATED, other=0.0).to(tl.float32) * GAIN)
         result = join(near_log, weight, near, log, far_weight, far, least_weight, opening, GATED)
         tl.store(sums + row * VALUE_SIZE + columns, result, mask=columns < VALUE_SIZE)
     fold_key(

@@ -275,7 +275,7 @@ for kind, size, window, full in (
     heads = [torch.empty(1, h, 1, size, dtype=kind) for h in (4, 2, 2)]
     rows = [torch.empty(1, 2, count, size) for count in (window - 1, window - 1, 4, 4)]
     state = HybridState(*rows, torch.empty(1, 2, size, size + 1), torch.empty(1, 2), torch.zeros(1, dtype=torch.long))
-    numbers = {"decay_rate": torch.empty(2), **{name: torch.empty(4) for name in ("window_log", "sink", "gate")}}
+    numbers = {"decay_rate": torch.empty(2), **{name: torch.empty(4) for name in ("window_log", "sink", "far_gate")}}
     numbers = {name: x if full else None for name, x in numbers.items()}
     weights = SimpleNamespace(reach=window - 1, scaling=1.0, log_mix=torch.empty(4, dtype=kind), **numbers)
     hybrid_step.step_attention(*heads, weights, [make, make], state)
