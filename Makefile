@@ -40,7 +40,7 @@ $(RUNS): pyproject.toml constraints.txt $(wildcard hf_linattn/ops/native/*.[ch])
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[all]"
 	@touch $@
 
-quickstart: $(or $(wildcard $(STAMP)),$(RUNS)) ## convert the bundled Llama to hybrid, calibrate and recover it, report, reload, generate: 8 minutes
+quickstart: $(or $(wildcard $(STAMP)),$(RUNS)) ## convert the bundled Llama to hybrid, calibrate and recover it, report, reload, generate: minutes
 	$(LAUNCH) recipes/finetune.py recipes/quickstart.yaml
 	@echo "Reloaded from runs/quickstart:"
 	@HF_HUB_OFFLINE=1 $(BIN)/python -c "import hf_linattn; from transformers import pipeline; \
