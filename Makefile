@@ -23,7 +23,7 @@ PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_exten
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-slow test-zero3 test-quantised test-all test-floor test-asan lint bench paired long-inputs depth peers support zero-shot usable calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
+.PHONY: help install quickstart test test-fast test-slow test-zero3 test-quantised test-all test-floor test-asan test-asan-short lint bench paired long-inputs depth peers support zero-shot usable calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -72,16 +72,23 @@ test-floor: $(FLOOR)/.installed ## the tests with the oldest transformers this l
 # sanitizers see what lies beyond an operand: the copy under build/asan has its own C, each operand its own memory
 ASAN := build/asan
 FUZZ_CALLS ?= 20000
-SANITIZED := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1
+SCRIPTS ?=
+SANITIZED := LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(abspath $(ASAN)) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(abspath $(BIN))/python
+SANITIZED_TESTS := $(SANITIZED) -m pytest -n 0 -q -p no:cacheprovider
 
-test-asan: install ## the C with address and undefined-behaviour sanitizers, called rightly and wrongly; FUZZ_CALLS=600 is short
+$(ASAN): install
 	rm -rf $(ASAN) && mkdir -p $(ASAN)
 	cp -r hf_linattn tests docs benchmarks recipes pyproject.toml conftest.py README.md LICENSE $(ASAN)
-	rm -f $(ASAN)/hf_linattn/ops/native/*.so
-	cd $(ASAN) && CFLAGS="$(SANITIZED)" $(abspath $(BIN))/python -c "from setuptools import setup; setup()" build_ext --inplace
-	cd $(ASAN) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. OMP_NUM_THREADS=1 FUZZ_CALLS=$(FUZZ_CALLS) HF_HUB_OFFLINE=1 \
-	  $(abspath $(BIN))/python -m pytest -n 0 -q -p no:cacheprovider tests/ops/native/test_operands.py
+	$(BIN)/python tests/ops/native/sanitized.py $(ASAN)
+
+test-asan-short: $(ASAN) ## the C with address and undefined-behaviour sanitizers, called rightly and wrongly: 1 minute
+	cd $(ASAN) && FUZZ_CALLS=600 $(SANITIZED_TESTS) tests/ops/native/test_operands.py
+
+test-asan: $(ASAN) ## the same for long, all tests of the C, and your scripts: make test-asan SCRIPTS="a.py b.py"
+	cd $(ASAN) && FUZZ_CALLS=$(FUZZ_CALLS) $(SANITIZED_TESTS) tests/ops/native/test_operands.py
+	cd $(ASAN) && $(SANITIZED_TESTS) -p tests.ops.native.exact tests/ops/native --ignore tests/ops/native/test_operands.py
+	set -e; for script in $(SCRIPTS); do echo $$script; $(SANITIZED) -m tests.ops.native.exact $$script; done
 
 $(FLOOR)/.installed: pyproject.toml constraints.txt $(wildcard hf_linattn/ops/native/*.[ch])
 	$(PYTHON) -m venv $(FLOOR)

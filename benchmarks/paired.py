@@ -3,10 +3,11 @@
     python -m benchmarks.paired ../before                            # all rows, 20 rounds, a table
     python -m benchmarks.paired ../before --mechanism linear --output paired.json
 
-`../before` is a checkout of another commit, with its C built (`git worktree add ../before HEAD~1`). One process of
-each checkout does the same rows. The two take turns within every round, in random order. Given is the ratio of their
-times, this one's over the other's: the geometric mean over the rounds and its 95 % interval, of Student's t on the
-logarithms. A mechanism has in both the options that it has by default in the other checkout.
+`../before` is a checkout of another commit, with its C built (`git worktree add ../before HEAD~1`). PAIRS pairs of a
+process of each checkout do the same rows, a round each in turn, as where a process has its memory makes a call faster
+or slower by several per cent. The two of a pair take turns within a round, in random order. Given is the ratio of
+their times, this one's over the other's: the geometric mean over the rounds and its 95 % interval, of Student's t on
+the logarithms. A mechanism has in both the options that it has by default in the other checkout.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
 
 HEADS, DIM, LAYERS = 8, 64, 4  # of the operations, and of the model that decodes, as in `benchmarks.run`
 CONTEXT = 1024  # tokens before a step
+PAIRS = 4  # of processes
 TURN = 0.03  # seconds that a turn takes at least
 T_QUANTILE = {10: 2.262, 20: 2.093, 30: 2.045, 40: 2.023}  # Student's t, two-sided 95 %, by the number of rounds
 DIRECTIONS = ("forward", "backward", "decoding")
@@ -164,13 +166,16 @@ class Checkout:
         return json.loads(line)
 
 
-def compare(row: Row, this: Checkout, other: Checkout, options: Any, backend: str, rounds: int) -> Ratio:
-    """Let both do a row in turns, and return how their times compare."""
-    both = [this, other]
-    repeats = max(x.ask(do="prepare", row=asdict(row), options=options, backend=backend) for x in both)
+def compare(
+    row: Row, pairs: Sequence[tuple[Checkout, Checkout]], options: Any, backend: str, rounds: int
+) -> Ratio:
+    """Let both of each pair do a row in turns, and return how their times compare."""
+    every = [x for pair in pairs for x in pair]
+    repeats = max(x.ask(do="prepare", row=asdict(row), options=options, backend=backend) for x in every)
     logs = []
-    for _ in range(rounds):
-        seconds = {x: x.ask(do="turn", repeats=repeats) for x in random.sample(both, 2)}
+    for number in range(rounds):
+        this, other = pair = pairs[number % len(pairs)]
+        seconds = {x: x.ask(do="turn", repeats=repeats) for x in random.sample(pair, 2)}
         logs.append(math.log(seconds[this] / seconds[other]))
     middle, reach = fmean(logs), T_QUANTILE[rounds] * stdev(logs) / math.sqrt(rounds)
     return Ratio(row, math.exp(middle), math.exp(middle - reach), math.exp(middle + reach), rounds)
@@ -195,8 +200,8 @@ def main(
     output: Annotated[Path | None, typer.Option(help="JSON file of all ratios")] = None,
 ) -> None:
     """Print the rows, the slowest first."""
-    this = Checkout(Path(__file__).parents[1], threads)
-    that = Checkout(other, threads)
+    pairs = [(Checkout(Path(__file__).parents[1], threads), Checkout(other, threads)) for _ in range(PAIRS)]
+    this, that = pairs[0]
     rows = [
         row
         for name in mechanism or MECHANISMS.names()
@@ -206,7 +211,7 @@ def main(
     for row in tqdm(rows):
         known = this.ask(do="options", mechanism=row.mechanism)
         options = {k: v for k, v in that.ask(do="options", mechanism=row.mechanism).items() if k in known}
-        found.append(compare(row, this, that, options, backend, rounds))
+        found.append(compare(row, pairs, options, backend, rounds))
         if output:
             output.write_text(json.dumps([asdict(x) for x in found], indent=1) + "\n")
     for x in sorted(found, key=lambda x: -x.low):

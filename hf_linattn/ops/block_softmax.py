@@ -22,12 +22,14 @@ class BlockSoftmax(NamedTuple):
     """An operation, called as `native.block_softmax.block_softmax` is, its backward pass, and what heads it suits.
 
     window: a `window_softmax.WindowSoftmax` for the same heads; None where windows are tables of blocks with a bias.
+    gates: whether it takes a `Before` with a gate.
     """
 
     forward: Callable[..., None]
     backward: Callable[..., None]
     suits: Callable[..., bool]
     window: Any = None
+    gates: bool = False
 
 
 class Keys(NamedTuple):
@@ -49,11 +51,14 @@ class Before(NamedTuple):
     """What queries from `first` on begin with, one more value of the weight exp(log).
 
     output: [B, Hkv, G, M, Dv]. log: [B, Hkv, G, M]; `LOWEST` is nothing. Rows behind the last query mean nothing.
+    gate: [Hkv, G], c: its share of the attention is multiplied by that, and what is left goes to the keys. The log
+    that is returned is then that of the keys alone. None is a gate of 1, and the log that of both.
     """
 
     output: Tensor
     log: Tensor
     first: int = 0
+    gate: Tensor | None = None
 
 
 def _count_pairs(query: Any, shared_key: Any, table: Any, block_size: int) -> int:
@@ -97,24 +102,32 @@ def attend_blocks(
     heads = [dense_rows(x) for x in (query, key, value, *shared)]
     counts = [part.shared if isinstance(part.shared, int) else -1 for part in parts]
     known = [(x.first, x.table.contiguous(), _with_rows(x.bias), n) for x, n in zip(parts, counts, strict=True)]
-    output, log, first = before or (None, None, 0)
+    output, log, first, gate = before or (None, None, 0, None)
     output = None if output is None else dense_rows(output)
     gradients = [source.gradient for source in sources] or [None] * 3
     what = blocks, known, block_size, scaling, causal, first, torch.is_grad_enabled()
-    return _AttendBlocks.apply(what, gradients, output, log, *heads)
+    return _AttendBlocks.apply(what, gradients, output, log, gate, *heads)
 
 
 def continue_blocks(
     blocks: BlockSoftmax, query: Tensor, key: Tensor, value: Tensor, part: Keys, out: Tensor, log: Tensor, *,
-    block_size: int, scaling: float, causal: bool, begin: bool = False,
+    block_size: int, scaling: float, causal: bool, begin: bool = False, gate: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Go on from what stands in `out`, one more key with the weight exp(log), unless to `begin`; without gradients."""
+    """Go on from what stands in `out`, one more key with the weight exp(log), unless to `begin`; without gradients.
+
+    gate: of a `Before`.
+    """
     count = part.shared
     alone = (key[:, :, :count], value[:, :, :count]) if isinstance(count, int) else count
     query, key, value, *shared = (dense_rows(x) for x in (query, key, value, *alone))
     known = _with_rows(part.bias), part.table.contiguous(), part.first, block_size, scaling, causal
     before = (None, None) if begin else (out, log)
-    blocks.forward(query, key, value, out, log, *before, 0, *shared, *known)
+    blocks.forward(query, key, value, out, log, *before, 0, *shared, *known, *_given(gate))
+
+
+def _given(*gates: Tensor | None) -> list[Tensor]:
+    """What operations without gates are not called with."""
+    return [x for x in gates if x is not None]
 
 
 def _with_rows(bias: Tensor | None) -> Tensor | None:
@@ -141,7 +154,7 @@ class _AttendBlocks(torch.autograd.Function):
     """Keeps no pair for the backward pass, which makes the weights again."""
 
     @staticmethod
-    def forward(ctx, what, gradients, before, before_log, query, key, value, *shared):
+    def forward(ctx, what, gradients, before, before_log, gate, query, key, value, *shared):
         blocks, known, block_size, scaling, causal, begun, exact = what
         # differences to the output are gradients, for which half precision has too few digits
         output = empty_output(query, value, exact)
@@ -149,31 +162,32 @@ class _AttendBlocks(torch.autograd.Function):
         for (first, table, bias, _), *alone in _with_shared(known, (key, value), shared):
             blocks.forward(
                 query, key, value, output, log, before, before_log, begun, *alone[0], bias, table, first, block_size,
-                scaling, causal,
+                scaling, causal, *_given(gate),
             )  # fmt: skip
-        ctx.save_for_backward(query, key, value, output, log, before, before_log, *shared)
+        ctx.save_for_backward(query, key, value, output, log, before, before_log, gate, *shared)
         ctx.what, ctx.gradients = what, gradients
         return output.to(value.dtype), log
 
     @staticmethod
     @first_order()
     def backward(ctx, grad, log_grad):
-        query, key, value, output, log, before, before_log, *shared = ctx.saved_tensors
+        query, key, value, output, log, before, before_log, gate, *shared = ctx.saved_tensors
         blocks, known, block_size, scaling, causal, begun, _ = ctx.what
         grad = dense_rows(grad)
         d_query, (d_key, d_value) = empty_like(query), map(zeros_like, (key, value))
-        d_shared, d_before = [zeros_like(x) for x in shared], (None, None)
+        d_shared, d_before, d_gate = [zeros_like(x) for x in shared], (None, None), None
         if before is not None:
             d_before = empty_like(before), torch.empty_like(before_log)
-            for x in d_before:
+            d_gate = None if gate is None else torch.empty_like(before_log)
+            for x in _given(*d_before, d_gate):
                 x[:, :, :, query.shape[3] - begun :] = 0  # rows that no query has
         for (first, table, bias, _), alone, d_alone in _with_shared(
             known, (key, value), shared, (d_key, d_value), d_shared
         ):
             blocks.backward(
                 query, key, value, output, log, grad, log_grad, d_query, d_key, d_value, before, before_log, *d_before,
-                begun, *alone, *d_alone, bias, table, first, block_size, scaling, causal,
+                begun, *alone, *d_alone, bias, table, first, block_size, scaling, causal, *_given(gate, d_gate),
             )  # fmt: skip
         made = zip(ctx.gradients, (d_query, d_key, d_value), strict=True)
         heads = (d if gradient is None else gradient.take_over(d) for gradient, d in made)
-        return None, None, *d_before, *heads, *d_shared
+        return None, None, *d_before, None if d_gate is None else d_gate.sum((0, 3)), *heads, *d_shared

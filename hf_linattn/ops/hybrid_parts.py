@@ -9,14 +9,14 @@ were one more key of that weight.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .block_softmax import Before, Keys, attend_blocks
+from .block_softmax import Before, BlockSoftmax, Keys, attend_blocks
 from .causal_linear import FeatureMap, masked, own_maps
 from .causal_sums import weighed_attention
 from .chunk_sums import LinearState
@@ -27,9 +27,11 @@ from .operations import Operations
 from .precision import wide, wide_dtype, wide_number, widened
 from .sink import attenuate
 from .source import Source
+from .tracing import is_watched
 from .window_softmax import Window, attend_window
 
 BLOCK_SIZE = 64
+KEPT_WINDOW = 512  # of what is kept, 3 MB at most each
 GATE_GAIN = 10.0  # so that the usual learning rates open a gate in a few hundred steps
 
 
@@ -59,6 +61,10 @@ class HybridWeights(NamedTuple):
     def gate(self) -> Tensor:
         """c [H], in [0, 1], in at least float32, where there is a `far_gate`."""
         return torch.sigmoid(GATE_GAIN * wide(cast(Tensor, self.far_gate)))
+
+    def gate_of(self, key: Tensor) -> Tensor | None:
+        """The same [Hkv, G], for keys [B, Hkv, N, D]; None where there is no `far_gate`."""
+        return None if self.far_gate is None else self.gate.view(key.shape[1], -1)
 
     @property
     def reach(self) -> int:
@@ -93,6 +99,14 @@ def is_beyond(key: Tensor, weights: HybridWeights) -> bool:
     return key.shape[2] > window + sinks and window >= sinks and weights.window_log is None
 
 
+def can_let_in(blocks: BlockSoftmax, weights: HybridWeights) -> bool:
+    """Whether the operation of the window joins it with what is far, as far as the gate lets that in.
+
+    The score of a sink belongs to the window, and is taken in after it: then the gate comes last.
+    """
+    return weights.far_gate is None or (blocks.gates and weights.sink is None)
+
+
 def step_maps(operations: Operations, key: Tensor, weights: HybridWeights, state: HybridState | None) -> list[Any]:
     """Return what makes the features of queries and of keys for `operations.hybrid_step`; nothing where it is none."""
     if operations.hybrid_step is None or state is None or key.shape[2] > 1:
@@ -114,10 +128,11 @@ def causal_attention(
     far, far_log, state = _far(operations, (rows, *(x.narrow(2, sinks, length - start) for x in sources[1:])), weights)
     leaving = (x.narrow(2, length - window, 1) for x in sources[1:])  # from the window of the token that will come
     state = _with_key(operations, weights, state, *leaving)
-    if weights.far_gate is not None:
+    if not can_let_in(operations.block_softmax, weights):
         near = beside_sink(*_near(operations, sources, weights, None, causal=True), weights)
         return gated(*near, far, far_log, weights.gate, start).flatten(1, 2), state
-    near = _near(operations, sources, weights, Before(far, far_log, start), causal=True)
+    before = Before(far, far_log, start, weights.gate_of(key))
+    near = _near(operations, sources, weights, before, causal=True)
     return beside_sink(*near, weights)[0].flatten(1, 2), state
 
 
@@ -136,8 +151,11 @@ def bidirectional_attention(
     mask = None if lengths is None else torch.arange(window, length, device=key.device) < lengths[:, None]
     far_after, log_after, _ = _far(operations, after, weights, reverse=True, mask=mask)
     if weights.far_gate is not None:
-        near = beside_sink(*_near(operations, sources, weights, None, False, lengths), weights)
         far, far_log = join(*_from_start(far, far_log, window + sinks), far_after, log_after)
+        if can_let_in(operations.block_softmax, weights):
+            gated_far = Before(far, far_log, 0, weights.gate_of(key))
+            return _near(operations, sources, weights, gated_far, False, lengths)[0].flatten(1, 2)
+        near = beside_sink(*_near(operations, sources, weights, None, False, lengths), weights)
         return gated(*near, far, far_log, weights.gate).flatten(1, 2)
     output, log = _near(operations, sources, weights, Before(far, far_log, window + sinks), False, lengths)
     return beside_sink(*join(output, log, far_after, log_after), weights)[0].flatten(1, 2)
@@ -210,9 +228,9 @@ def _near(
         seen = Window(weights.window_size, weights.num_sinks, causal, lengths)
         return attend_window(windows, query, key, value, seen, **how)
     like = wide_number(query)
-    parts = list(near_parts(key.shape[2], weights.window_size, weights.num_sinks, like, causal, lengths))
+    parts = near_parts(key.shape[2], weights.window_size, weights.num_sinks, like, causal, lengths)
     return attend_blocks(
-        operations.block_softmax, query, key, value, parts, block_size=BLOCK_SIZE, causal=causal, **how
+        operations.block_softmax, query, key, value, list(parts), block_size=BLOCK_SIZE, causal=causal, **how
     )
 
 
@@ -239,11 +257,27 @@ def gated(near: Tensor, near_log: Tensor, far: Tensor, far_log: Tensor, gate: Te
 
 def near_parts(
     length: int, window: int, sinks: int, like: Tensor, causal: bool, lengths: Tensor | None = None
-) -> Iterator[Keys]:
-    """Yield what the query blocks see, with one bias for each of the first and one for all others.
+) -> Iterable[Keys]:
+    """Return what the query blocks see, with one bias for each of the first and one for all others.
 
-    With `lengths` [B] of rows every block has one of its own in every row.
+    With `lengths` [B] of rows every block has one of its own in every row. On a CPU, what is the same in every layer
+    and step is made once.
     """
+    plain = type(like) is Tensor and like.device.type == "cpu" and not is_watched()
+    if plain and lengths is None and window <= KEPT_WINDOW:
+        return _kept_parts(length, window, sinks, like.dtype, causal)
+    return _make_parts(length, window, sinks, like, causal, lengths)
+
+
+@functools.lru_cache(maxsize=4)
+@torch.inference_mode(False)
+def _kept_parts(length: int, window: int, sinks: int, dtype: torch.dtype, causal: bool) -> tuple[Keys, ...]:
+    return tuple(_make_parts(length, window, sinks, torch.empty(0, dtype=dtype), causal, None))
+
+
+def _make_parts(
+    length: int, window: int, sinks: int, like: Tensor, causal: bool, lengths: Tensor | None
+) -> Iterator[Keys]:
     arange = functools.partial(torch.arange, device=like.device)
     blocks = arange(-(-length // BLOCK_SIZE))
     behind = -(-(window - 1) // BLOCK_SIZE)  # blocks that the window reaches back

@@ -74,11 +74,11 @@ def attend_window(
 
     Args:
         operation: does it.
-        before: what queries begin with.
+        before: what queries begin with, without a gate.
         sources: what query, key and value are the whole of, if parts of them are used elsewhere: these take over the
             gradients.
     """
-    output, log, begun = before or (None, None, 0)
+    output, log, begun, _ = before or (None, None, 0, None)  # no gate, see `BlockSoftmax`
     output = None if output is None else dense_rows(output)
     gradients = [source.gradient for source in sources] or [None] * 3
     what = operation, window, scaling, begun, torch.is_grad_enabled()

@@ -6,9 +6,9 @@
  * of the bias belongs to the c-th of all these. What has no bias is seen, in a query block's own block and if `causal`
  * only those that come no later. What stands in `before` counts as one more value, read with the weight
  * exp(before_log_i); it may lie where `out` does. A query without keys gets zero, and a log of LOWEST.
+ *
+ * With a gate c per query head that value gets c times this share, and what is left goes to the keys; log_i is theirs.
  */
-
-#include <math.h>
 
 #include "block_softmax.h"
 
@@ -37,7 +37,7 @@ static void begin(struct scratch *s, const struct problem *p, int64_t batch, int
     pack(s->rows, PIECE, &p->query, batch, head, group, at, count, p->key_size, s->keys);
     memset(s->out, 0, PIECE * s->values * sizeof(float));
     for (int64_t i = 0; i < PIECE; i++) {
-        const int begun = i < count && has_before(p, batch, head, group, at + i);
+        const int begun = !p->gate.data && i < count && has_before(p, batch, head, group, at + i);
         const int64_t row = at + i - p->begun;
         s->weight[i] = begun;
         s->top[i] = begun ? *place(&p->before_log, batch, head, group, row) : LOWEST / 2;
@@ -80,6 +80,21 @@ static void read_keys(void *work, const struct keys *read)
     read_piece(s, &begun.seen, keys, values, read->count, begun.shown);
 }
 
+/* Let in what stands before a query, as far as the gate is open, beside the attention to its keys, which is a row of
+ * `out` times `factor`; return the factor of the row then. */
+static float let_in(const struct scratch *s, const struct work *w, int64_t at, float log, float factor, float *out)
+{
+    const struct problem *p = w->problem;
+    if (!p->gate.data || !has_before(p, w->batch, w->head, w->group, at))
+        return factor;
+    const struct shares shares = find_shares(p, w->batch, w->head, w->group, at, log);
+    const float share = shares.most * shares.joint, kept = factor * (1.0f - share);
+    const float *before = read_row(&p->before, w->batch, w->head, w->group, at - p->begun, p->value_size, s->value);
+    for (int64_t column = 0; column < p->value_size; column++)
+        out[column] = kept * out[column] + share * before[column];
+    return 1.0f;
+}
+
 /* One query block of one head. */
 static void read_block(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t group,
                        int64_t block)
@@ -94,8 +109,11 @@ static void read_block(struct scratch *s, const struct problem *p, int64_t batch
         end_queries(s);
         for (int64_t i = 0; i < work.rows; i++) {
             const float weight = s->weight[i], factor = weight != 0.0f ? 1.0f / weight : 0.0f; /* of NaN, NaN */
-            write_row(&p->out, batch, head, group, at + i, factor, s->out + i * s->values, p->value_size, large);
-            *place(&p->log, batch, head, group, at + i) = weight != 0.0f ? s->top[i] + logf(weight) : LOWEST;
+            const float log = weight != 0.0f ? s->top[i] + logf(weight) : LOWEST;
+            float *out = s->out + i * s->values;
+            const float left = let_in(s, &work, at + i, log, factor, out);
+            write_row(&p->out, batch, head, group, at + i, left, out, p->value_size, large);
+            *place(&p->log, batch, head, group, at + i) = log;
         }
     }
 }
@@ -121,4 +139,4 @@ int block_softmax(const struct problem *p)
     return run_tasks(read_task, p, p->batches * p->heads * p->groups * p->blocks, p->threads, size);
 }
 
-LAYOUT(block_softmax, struct problem, 0xdd6521a5)
+LAYOUT(block_softmax, struct problem, 0x53f9fad4)

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <math.h>
+
 #include "softmax.h"
 
 
@@ -9,9 +11,10 @@ struct problem {
     operand query, key, value, out; /* contiguous in their last dimension, as all are; of any kind */
     operand log;                    /* of the queries: what all their weights come to */
     operand before, before_log;     /* what queries from `begun` on begin with; without data, nothing */
+    operand gate;                   /* of query heads ("head" and "group"): the most share of that; without data, all */
     operand shared_key, shared_value;
     operand grad, log_grad;         /* what the backward pass begins with: of out, and of log */
-    operand d_query, d_key, d_value, d_shared_key, d_shared_value, d_before, d_before_log;
+    operand d_query, d_key, d_value, d_shared_key, d_shared_value, d_before, d_before_log, d_gate;
     operand bias;                   /* "head": of query heads, "group": of query blocks, "token": of queries */
     const int64_t *table;           /* [blocks, table_heads, width], -1 for none; table_heads is 1 or heads * groups */
     int64_t batches, heads, groups, length, key_size, value_size;
@@ -30,10 +33,26 @@ static inline int fits(const struct problem *p)
     return !bad;
 }
 
-/* Whether a query begins with something of any weight. */
+/* Whether a query begins with something of any weight, or of NaN. */
 static inline int has_before(const struct problem *p, int64_t batch, int64_t head, int64_t group, int64_t at)
 {
-    return p->before.data && at >= p->begun && *place(&p->before_log, batch, head, group, at - p->begun) > LOWEST / 2;
+    return p->before.data && at >= p->begun
+           && !(*place(&p->before_log, batch, head, group, at - p->begun) <= LOWEST / 2);
+}
+
+/* Of the attention of a query that has something before: the share e^before_log / (e^before_log + e^log) of that, and
+ * the one left to its keys, whose log it is; `most` is what its head lets through. */
+struct shares {
+    float joint, rest, most;
+};
+
+static inline struct shares find_shares(const struct problem *p, int64_t batch, int64_t head, int64_t group,
+                                        int64_t at, float log)
+{
+    const float ahead = *place(&p->before_log, batch, head, group, at - p->begun) - log;
+    const float less = expf(-fabsf(ahead)), most = *place(&p->gate, 0, head, group, 0);
+    const float major = 1.0f / (1.0f + less), minor = less * major; /* of NaN, NaN */
+    return ahead > 0.0f ? (struct shares){major, minor, most} : (struct shares){minor, major, most};
 }
 
 /* Up to PIECE keys that some queries meet: `count` shared ones or of the sequence, from place `at`, with the bias of

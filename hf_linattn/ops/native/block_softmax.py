@@ -14,11 +14,12 @@ from .library import KINDS, Operand, call, operation, product_parts, suits
 from .operands import require, size_of
 
 OPERANDS = (
-    "query", "key", "value", "out", "log", "before", "before_log", "shared_key", "shared_value",
+    "query", "key", "value", "out", "log", "before", "before_log", "gate", "shared_key", "shared_value",
     "grad", "log_grad", "d_query", "d_key", "d_value", "d_shared_key", "d_shared_value", "d_before", "d_before_log",
+    "d_gate",
 )  # fmt: skip
 GROUPED = (
-    "query", "out", "log", "before", "before_log", "grad", "log_grad", "d_query", "d_before", "d_before_log"
+    "query", "out", "log", "before", "before_log", "grad", "log_grad", "d_query", "d_before", "d_before_log", "d_gate"
 )  # fmt: skip
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size")
 PLACES = (
@@ -69,7 +70,8 @@ def _describe(
         first, blocks, size, table_heads, width, shared, columns, begun, causal, torch.get_num_threads(), parts
     )  # fmt: skip
     return Problem(
-        **{name: Operand.of(x, name in GROUPED, False) for name, x in operands.items()},
+        **{name: Operand.of(x, name in GROUPED, False) for name, x in operands.items() if name != "gate"},
+        gate=_gate_operand(operands["gate"]),
         bias=shown,
         table=table.data_ptr(),
         **dict(zip(SIZES + PLACES, (*operands["query"].shape, operands["value"].shape[3], *places), strict=True)),
@@ -77,11 +79,16 @@ def _describe(
     )
 
 
+def _gate_operand(gate: Tensor | None) -> Operand:
+    """Describe [Hkv, G], the same for all rows and tokens."""
+    return Operand() if gate is None else Operand(gate.data_ptr(), 0, *gate.stride(), 0)
+
+
 @operation("out", "log")
 def block_softmax(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, log: Tensor, before: Tensor | None,
     before_log: Tensor | None, begun: int, shared_key: Tensor, shared_value: Tensor, bias: Tensor | None,
-    table: Tensor, first: int, block_size: int, scaling: float, causal: bool,
+    table: Tensor, first: int, block_size: int, scaling: float, causal: bool, gate: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Attend with some blocks of queries to `Keys`; without gradients.
 
@@ -90,20 +97,20 @@ def block_softmax(
             what they begin with.
         out: [B, Hkv, G, N, Dv], of which the rows of blocks `first` ... `first` + T - 1 are written.
         log: [B, Hkv, G, N], the logs of what all weights add up to, `LOWEST` for a query without keys.
-        before, before_log, begun: a `Before`, which may be `out` and `log` themselves, or None.
+        before, before_log, begun, gate: a `Before`, which may be `out` and `log` themselves, or None.
     """
-    operands = (query, key, value, out, log, before, before_log, shared_key, shared_value)
+    operands = (query, key, value, out, log, before, before_log, gate, shared_key, shared_value)
     named = dict(zip(OPERANDS, operands, strict=False))
     _run("block_softmax", named, bias, table, first, block_size, scaling, begun, causal)
 
 
-@operation("d_query", "d_key", "d_value", "d_before", "d_before_log", "d_shared_key", "d_shared_value")
+@operation("d_query", "d_key", "d_value", "d_before", "d_before_log", "d_shared_key", "d_shared_value", "d_gate")
 def block_softmax_backward(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, log: Tensor, grad: Tensor, log_grad: Tensor,
     d_query: Tensor, d_key: Tensor, d_value: Tensor, before: Tensor | None, before_log: Tensor | None,
     d_before: Tensor | None, d_before_log: Tensor | None, begun: int, shared_key: Tensor, shared_value: Tensor,
     d_shared_key: Tensor, d_shared_value: Tensor, bias: Tensor | None, table: Tensor, first: int, block_size: int,
-    scaling: float, causal: bool,
+    scaling: float, causal: bool, gate: Tensor | None = None, d_gate: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the gradients of these queries and of what they begin with, and add to those of keys and values.
 
@@ -111,12 +118,14 @@ def block_softmax_backward(
 
     Args:
         out, log: as they were left by `block_softmax`. grad: [B, Hkv, G, N, Dv], of `out`.
-        log_grad: [B, Hkv, G, N], of `log`. The others as above.
+        log_grad: [B, Hkv, G, N], of `log`. d_gate: as before_log, of which the sum of a head is the gradient of its
+            gate. The others as above.
     """
     operands = {
         "query": query, "key": key, "value": value, "out": out, "log": log, "grad": grad, "log_grad": log_grad,
         "d_query": d_query, "d_key": d_key, "d_value": d_value, "before": before, "before_log": before_log,
-        "d_before": d_before, "d_before_log": d_before_log, "shared_key": shared_key, "shared_value": shared_value,
+        "d_before": d_before, "d_before_log": d_before_log, "gate": gate, "d_gate": d_gate,
+        "shared_key": shared_key, "shared_value": shared_value,
         "d_shared_key": d_shared_key, "d_shared_value": d_shared_value,
     }  # fmt: skip
     _run("block_softmax_backward", operands, bias, table, first, block_size, scaling, begun, causal)
@@ -127,6 +136,6 @@ def suits_heads(*heads: Tensor) -> bool:
     return suits(*heads, kinds=KINDS)
 
 
-NATIVE_BLOCKS = BlockSoftmax(block_softmax, block_softmax_backward, suits_heads)
+NATIVE_BLOCKS = BlockSoftmax(block_softmax, block_softmax_backward, suits_heads, gates=True)
 register_flop_formula(torch.ops.hf_linattn.block_softmax)(count_flops)
 register_flop_formula(torch.ops.hf_linattn.block_softmax_backward)(count_reverse_flops)

@@ -81,22 +81,56 @@ static void read_keys(void *work, const struct keys *met)
 
 /* The gradient of what a query begins with: its share of the one of the output, as every value's; grad_out is
  * grad . out, without the gradient of the log. */
-static void read_before(const struct work *w, int64_t group, int64_t at, const float *grad, float grad_out)
+static void read_before(const struct work *w, int64_t at, const float *grad, float grad_out)
 {
     const struct problem *p = w->problem;
     const int64_t row = at - p->begun;
     if (!p->before.data || row < 0)
         return;
-    float *d_log = place(&p->d_before_log, w->batch, w->head, group, row), share = 0.0f;
+    float *d_log = place(&p->d_before_log, w->batch, w->head, w->group, row), share = 0.0f;
     *d_log = 0.0f;
-    if (has_before(p, w->batch, w->head, group, at)) {
-        const float log = *place(&p->log, w->batch, w->head, group, at);
-        share = exp_of_one(*place(&p->before_log, w->batch, w->head, group, row) - log);
-        const float *before = read_row(&p->before, w->batch, w->head, group, row, p->value_size, w->pairs.value);
+    if (has_before(p, w->batch, w->head, w->group, at)) {
+        const float log = *place(&p->log, w->batch, w->head, w->group, at);
+        share = exp_of_one(*place(&p->before_log, w->batch, w->head, w->group, row) - log);
+        const float *before = read_row(&p->before, w->batch, w->head, w->group, row, p->value_size, w->pairs.value);
         *d_log = share * (dot(grad, before, p->value_size) - grad_out);
     }
     const int large = is_large(p->batches * p->heads * p->groups * p->length * p->value_size);
-    write_row(&p->d_before, w->batch, w->head, group, row, share, grad, p->value_size, large);
+    write_row(&p->d_before, w->batch, w->head, w->group, row, share, grad, p->value_size, large);
+}
+
+/* Note what a query's weights add up to, and what is subtracted from grad . value in their gradients. */
+static void note_query(struct work *w, int64_t at, int64_t i, float grad_out, const float *grad)
+{
+    const struct problem *p = w->problem;
+    const float log = *place(&p->log, w->batch, w->head, w->group, at);
+    const float log_grad = *place(&p->log_grad, w->batch, w->head, w->group, at);
+    if (!p->gate.data) {
+        note_sums(&w->pairs, i, log, grad_out - log_grad);
+        read_before(w, at, grad, grad_out - log_grad);
+        return;
+    }
+    float share = 0.0f, d_log = 0.0f, d_gate = 0.0f, kept = 1.0f, grad_before = 0.0f;
+    if (has_before(p, w->batch, w->head, w->group, at)) {
+        const struct shares shares = find_shares(p, w->batch, w->head, w->group, at, log);
+        const float *before = read_row(&p->before, w->batch, w->head, w->group, at - p->begun, p->value_size,
+                                       w->pairs.value);
+        grad_before = dot(grad, before, p->value_size);
+        share = shares.most * shares.joint;
+        kept = fmaxf(1.0f - share, 1e-30f);
+        /* grad . (before - attention to the keys alone) is (grad_before - grad_out) / kept */
+        d_gate = shares.joint / kept * (grad_before - grad_out);
+        d_log = share * (shares.rest / kept) * (grad_before - grad_out);
+    }
+    /* gradients of the keys' weights are `kept` of grad's, and weights are made with that factor */
+    note_sums(&w->pairs, i, log > LOWEST / 2 ? log - logf(kept) : log,
+              (grad_out - share * grad_before + d_log - log_grad) / kept);
+    if (at < p->begun)
+        return;
+    *place(&p->d_before_log, w->batch, w->head, w->group, at - p->begun) = d_log;
+    *place(&p->d_gate, w->batch, w->head, w->group, at - p->begun) = d_gate;
+    const int large = is_large(p->batches * p->heads * p->groups * p->length * p->value_size);
+    write_row(&p->d_before, w->batch, w->head, w->group, at - p->begun, share, grad, p->value_size, large);
 }
 
 /* One query block of one head. */
@@ -115,10 +149,7 @@ static void read_block(struct work *w, const struct problem *p, int64_t group, i
         for (int64_t i = 0; i < w->rows; i++) {
             const float *out = read_row(&p->out, w->batch, w->head, group, at + i, p->value_size, s->value);
             const float *grad = s->grad + i * s->values;
-            const float log_grad = *place(&p->log_grad, w->batch, w->head, group, at + i);
-            const float grad_out = dot(grad, out, p->value_size) - log_grad;
-            note_sums(s, i, *place(&p->log, w->batch, w->head, group, at + i), grad_out);
-            read_before(w, group, at + i, grad, grad_out);
+            note_query(w, at + i, i, dot(grad, out, p->value_size), grad);
         }
         for_keys(p, w->batch, w->head * p->groups + group, block, at, read_keys, w);
         end_pairs(s);
@@ -150,4 +181,4 @@ int block_softmax_backward(const struct problem *p)
     return run_tasks(read_task, p, p->batches * p->heads, p->threads, size);
 }
 
-LAYOUT(block_softmax_backward, struct problem, 0xdd6521a5)
+LAYOUT(block_softmax_backward, struct problem, 0x53f9fad4)

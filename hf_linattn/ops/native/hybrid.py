@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ..block_softmax import continue_blocks
 from ..chunk_sums import LinearState
 from ..exponential import LOWEST
-from ..hybrid_parts import BLOCK_SIZE, beside_sink, distant, gated, is_beyond, near_parts
+from ..hybrid_parts import BLOCK_SIZE, beside_sink, can_let_in, distant, gated, is_beyond, near_parts
 from ..precision import wide, wide_number, widened
 from .block_softmax import NATIVE_BLOCKS
 from .causal_step import strict_step
@@ -57,7 +57,7 @@ def causal_hybrid_attention(
     length, window = query.shape[2], weights.window_size
     heads = query.unflatten(1, (key.shape[1], -1)), key, value
     output = empty_output(heads[0], value)
-    far = output if weights.far_gate is None else empty_output(heads[0], value)
+    far = output if can_let_in(NATIVE_BLOCKS, weights) else empty_output(heads[0], value)
     log, state = _before(*heads, weights, far, before)
     # one more key has left the window of the token that will come
     left, nowhere = slice(length - window, length - window + 1), torch.empty_like(output[..., :1, :])
@@ -71,7 +71,7 @@ def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) ->
     length, window = query.shape[2], weights.window_size
     heads = query.unflatten(1, (key.shape[1], -1)), key, value
     output = empty_output(heads[0], value)
-    far = output if weights.far_gate is None else empty_output(heads[0], value)
+    far = output if can_let_in(NATIVE_BLOCKS, weights) else empty_output(heads[0], value)
     log, _ = _before(*heads, weights, far)
     end = length - window  # only queries before this one have far keys after them
     rows, keys, values = heads[0][:, :, :, :end], key[:, :, window:], value[:, :, window:]
@@ -82,7 +82,7 @@ def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) ->
     share = torch.sigmoid(log_after - log[..., :end])[..., both:, None].to(far.dtype)
     far[:, :, :, both:end].lerp_(after[:, :, :, both:], share)
     log[..., :end] = torch.logaddexp(log[..., :end], log_after)
-    if weights.far_gate is not None and both < window + weights.num_sinks:
+    if far is not output and both < window + weights.num_sinks:
         far[:, :, :, both : window + weights.num_sinks] = 0  # queries without far keys
     return _join_near(*heads, weights, output, far, log, 0, causal=False)
 
@@ -161,15 +161,15 @@ def _far(query, key, value, weights: Any, state: LinearState | None, place: Tens
 def _join_near(
     query, key, value, weights: Any, output: Tensor, far: Tensor, log: Tensor, start: int, causal: bool
 ) -> Tensor:
-    """Return the output [B, H, N, Dv], made in `output`, where without a gate the far output stands already.
+    """Return the output [B, H, N, Dv], made in `output`, where `far` stands already unless it is joined afterwards.
 
     log: [B, Hkv, G, N], that of far weights; it is overwritten. start: the first query that has far keys.
     """
-    if weights.far_gate is None:
-        _read_near(query, key, value, weights, output, log, log, causal)
+    if far is output:
+        _read_near(query, key, value, weights, output, log, causal, weights.gate_of(key))
         return beside_sink(output, log, weights)[0].flatten(1, 2)
     near_log = torch.empty_like(log)
-    _read_near(query, key, value, weights, output, None, near_log, causal)
+    _read_near(query, key, value, weights, output, near_log, causal, begin=True)
     output, near_log = beside_sink(output, near_log, weights)
     share = torch.sigmoid(log - near_log).mul_(weights.gate.view(log.shape[1], -1, 1))[..., start:, None]
     output[:, :, :, start:].lerp_(far[:, :, :, start:], share.to(output.dtype))
@@ -177,13 +177,13 @@ def _join_near(
 
 
 def _read_near(
-    query, key, value, weights: Any, output: Tensor, before: Tensor | None, log: Tensor, causal: bool
-) -> None:
-    """Read the window and the sinks, from what stands in `output` with the logs `before` on; write all logs to `log`.
-    """
+    query, key, value, weights: Any, output: Tensor, log: Tensor, causal: bool, gate: Tensor | None = None,
+    begin: bool = False,
+) -> None:  # fmt: skip
+    """Read the window and the sinks, from what stands in `output` and `log` on unless to `begin`; write both."""
     window, sinks = weights.window_size, weights.num_sinks
     for part in near_parts(key.shape[2], window, sinks, wide_number(query), causal):
         continue_blocks(
             NATIVE_BLOCKS, query, key, value, part, output, log, block_size=BLOCK_SIZE, scaling=weights.scaling,
-            causal=causal, begin=before is None,
+            causal=causal, begin=begin, gate=gate,
         )  # fmt: skip

@@ -32,6 +32,7 @@
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef float lanes_anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t mask __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES))); /* numbers as bits: sums of these may wrap */
 typedef int32_t mask_anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
 
 static inline lanes load(const float *from) { return *(const lanes_anywhere *)from; }
@@ -70,7 +71,7 @@ static inline lanes exp_of(lanes x)
     const lanes rest = (x - n * 0.693359375f) + n * 2.12194440e-4f; /* ln 2 in two parts */
     const lanes power = 1.0f + rest * (9.999997e-1f + rest * (4.9999149e-1f + rest * (1.6667637e-1f
                         + rest * (4.1897977e-2f + rest * 8.2903055e-3f)))); /* to 1e-7, and e^0 is 1 */
-    const mask bits = (mask)power + ((mask)shifted << 23);
+    const words bits = (words)power + ((words)shifted << 23);
     return choose(x < -87.0f, (lanes){0}, (lanes)bits);
 }
 
@@ -80,7 +81,7 @@ static inline lanes rounded_exp_of(lanes x)
     const lanes shifted = x * 1.44269504f + 12582912.0f;
     const lanes rest = x * 1.44269504f - (shifted - 12582912.0f);
     const lanes power = 1.0f + rest * (0.69328287f + rest * (0.24220999f + rest * 5.500843e-2f)); /* to 1e-4 */
-    return choose(x < -87.0f, (lanes){0}, (lanes)((mask)power + ((mask)shifted << 23)));
+    return choose(x < -87.0f, (lanes){0}, (lanes)((words)power + ((words)shifted << 23)));
 }
 
 /* 1 / x to the precision of float32, for x whose inverse float32 has, too */
@@ -97,8 +98,8 @@ static inline lanes inverse_of(lanes x)
 /* x as bfloat16 has it, for finite numbers */
 static inline lanes rounded_lanes(lanes x)
 {
-    const mask bits = (mask)x;
-    return (lanes)((bits + 0x7fff + ((bits >> 16) & 1)) & (int32_t)0xffff0000);
+    const words bits = (words)x;
+    return (lanes)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
 }
 
 static inline float exp_of_one(float x) { return exp_of(x + (lanes){0})[0]; }

@@ -44,10 +44,10 @@ static inline __attribute__((always_inline)) lanes widened(const void *row, int6
         return load((const float *)row + column);
 #if LANES == 16
     const __m256i loaded = _mm256_loadu_si256((const __m256i *)halves);
-    return kind == BFLOAT16 ? (lanes)((mask)_mm512_cvtepu16_epi32(loaded) << 16) : (lanes)_mm512_cvtph_ps(loaded);
+    return kind == BFLOAT16 ? (lanes)((words)_mm512_cvtepu16_epi32(loaded) << 16) : (lanes)_mm512_cvtph_ps(loaded);
 #else
     const __m128i loaded = _mm_loadu_si128((const __m128i *)halves);
-    return kind == BFLOAT16 ? (lanes)((mask)_mm256_cvtepu16_epi32(loaded) << 16) : (lanes)_mm256_cvtph_ps(loaded);
+    return kind == BFLOAT16 ? (lanes)((words)_mm256_cvtepu16_epi32(loaded) << 16) : (lanes)_mm256_cvtph_ps(loaded);
 #endif
 }
 
@@ -60,8 +60,8 @@ typedef __m128i halves;
 
 static inline __attribute__((always_inline)) halves halved(lanes x, int64_t kind)
 {
-    const mask bits = (mask)x, quiet = (bits >> 16) | 0x40;
-    const mask nearest = (mask)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    const words bits = (words)x, quiet = (bits >> 16) | 0x40;
+    const words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const mask rounded = (mask)choose(x == x, (lanes)nearest, (lanes)quiet) & 0xffff; /* no NaN becomes a number */
 #if LANES == 16
     if (kind == FLOAT16)

@@ -64,7 +64,7 @@ PACKED = {"packed": "int64 dense R 3", "checkpoints": "wide> dense X+ H Y"}
 BLOCKS = {
     **HEADS, "out": "any> rows B H G N V", "log": "wide> spread B H G N", "before": "any rows B H G L+ V",
     "before_log": "wide spread B H G L+", "shared_key": "any rows B H S D", "shared_value": "any rows B H S V",
-    "bias": "wide rows B? T? Q? C? K", "table": "int64 dense T Q? E",
+    "gate": "wide dense H G", "bias": "wide rows B? T? Q? C? K", "table": "int64 dense T Q? E",
 }  # fmt: skip
 BUCKETS = {
     "query": "wide rows B H G N D", "key": "wide rows B H N D", "value": "wide rows B H N V",
@@ -95,7 +95,8 @@ FORMS: dict[str, dict[str, Form]] = {
     "block_softmax_backward": forms(
         **BLOCKS, grad="any rows B H G N V", log_grad="wide spread B H G N", d_query="any> rows B H G N D",
         d_key="wide> rows B H N D", d_value="wide> rows B H N V", d_before="any> rows B H G L+ V",
-        d_before_log="wide> spread B H G L+", d_shared_key="wide> rows B H S D", d_shared_value="wide> rows B H S V",
+        d_before_log="wide> spread B H G L+", d_gate="wide> spread B H G L+",
+        d_shared_key="wide> rows B H S D", d_shared_value="wide> rows B H S V",
     ),
     "bucket_softmax": forms(**BUCKETS, out="wide> rows B H G N V"),
     "bucket_softmax_backward": forms(
@@ -110,11 +111,11 @@ FORMS: dict[str, dict[str, Form]] = {
 }  # fmt: skip
 TOGETHER = (  # operands of which the C takes the first as a sign that the others are there
     ("state", "log_max"), ("query_weight", "key_weight"), ("before", "before_log"), ("factor", "top"),
-    ("before", "d_before"), ("before", "d_before_log"),
+    ("before", "d_before"), ("before", "d_before_log"), ("gate", "d_gate"),
 )  # fmt: skip
 OPTIONAL = frozenset((
-    "log_scale", "log_decay", "row_scale", "state", "log_max", *MAPS, *PACKED, "before", "before_log", "bias", "d_log",
-    "d_query_weight", "d_query_bias", "d_key_weight", "d_key_bias", "d_state", "d_before", "d_before_log",
+    "log_scale", "log_decay", "row_scale", "state", "log_max", *MAPS, *PACKED, "before", "before_log", "gate", "bias",
+    "d_log", "d_query_weight", "d_query_bias", "d_key_weight", "d_key_bias", "d_state", "d_before", "d_before_log", "d_gate",
 ))  # fmt: skip
 NEEDED = {"causal_step": {"state", "log_max"}}
 ABSENT = {"causal_step": {"factor", "top"}}  # what may be so there

@@ -1,11 +1,15 @@
 """For sanitizers: every operand of the C lies in memory of its own that ends where it ends, and none is kept.
 
-As a plugin of pytest (`-p tests.ops.native.exact`) it is so in all tests.
+As a plugin of pytest (`-p tests.ops.native.exact`) it is so in all tests, and in a script by
+
+    python -m tests.ops.native.exact script.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import runpy
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -26,6 +30,30 @@ def exact(x: Any) -> Any:
     return copy.as_strided(x.shape, x.stride())
 
 
+def exact_all(operands: Sequence[Any]) -> list[Any]:
+    """The same of several; one that lies inside another one, as a part of it, is that part of its copy."""
+    copies: list[Any] = [exact(x) for x in operands]
+    wholes = [(x, copy) for x, copy in zip(operands, copies, strict=True) if isinstance(x, Tensor) and x.numel()]
+    for number, x in enumerate(operands):
+        for whole, copy in wholes if isinstance(x, Tensor) and x.numel() else ():
+            if whole is not x and _extent(x) != _extent(whole) and _is_within(x, whole):
+                offset = x.storage_offset() - whole.storage_offset()
+                copies[number] = copy.as_strided(x.shape, x.stride(), offset)
+    return copies
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """Where a tensor begins and ends in its storage, in bytes."""
+    last = sum((count - 1) * step for count, step in zip(x.shape, x.stride(), strict=True))
+    return x.storage_offset() * x.itemsize, (x.storage_offset() + last + 1) * x.itemsize
+
+
+def _is_within(x: Tensor, whole: Tensor) -> bool:
+    same = x.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() and x.dtype == whole.dtype
+    (begin, end), (first, last) = _extent(x), _extent(whole)
+    return same and first <= begin and end <= last and 0 not in whole.stride()
+
+
 class ExactOperands(TorchDispatchMode):
     """Calls every operation of the library with exact copies, and copies what it wrote back.
 
@@ -43,7 +71,7 @@ class ExactOperands(TorchDispatchMode):
         given = [*args, *(x.default_value for x in schema[len(args) :])]
         self.calls += 1
         self.before(func, given, [x.name for x in schema])
-        copies = [exact(x) for x in given]
+        copies = exact_all(given)
         func(*copies)
         for x, copy, argument in zip(given, copies, schema, strict=True):
             if isinstance(x, Tensor) and argument.is_write:
@@ -56,3 +84,9 @@ def exact_operands():
     """All tests of a run with this plugin."""
     with memory.KEPT.paused(), ExactOperands():
         yield
+
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    with memory.KEPT.paused(), ExactOperands():
+        runpy.run_path(sys.argv[0], run_name="__main__")

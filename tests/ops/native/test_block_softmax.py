@@ -93,8 +93,9 @@ def test_gradients(variant, name, causal, block_size):
     assert variant
 
 
-def test_gradients_of_what_was_read_before(variant):
-    check_what_was_read_before(NATIVE_BLOCKS, 1e-5)
+@pytest.mark.parametrize("gated", [False, True])
+def test_gradients_of_what_was_read_before(variant, gated):
+    check_what_was_read_before(NATIVE_BLOCKS, 1e-5, gated=gated)
     assert variant
 
 

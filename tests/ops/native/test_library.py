@@ -17,7 +17,8 @@ from tests.ops.native.cases import make_heads, make_mechanism
 
 def test_it_is_built_where_there_is_a_compiler():
     if platform.machine() == "x86_64" and shutil.which("cc"):
-        assert all(library.load_variant(name) for name in library.VARIANTS)
+        built = [library.load_variant(name) for name in library.VARIANTS]
+        assert all(built) or hasattr(library.build(), "__asan_init")  # sanitizers take the one for this processor
 
 
 def test_each_build_is_loaded_once_and_unknown_processors_have_none(monkeypatch):

@@ -1,0 +1,49 @@
+"""The C for this processor with address and undefined-behaviour sanitizers, built in place of the one beside it.
+
+    python tests/ops/native/sanitized.py build/asan
+
+What is built is what pyproject.toml says, with less optimisation, as it then takes seconds. A checkout that is worked
+in wants its own build back, so `make test-asan` does this in a copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from hf_linattn.ops.native.library import VARIANTS
+
+SANITIZED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+
+
+def build(root: Path) -> Path:
+    """Build the variant for this processor in the checkout `root`, return its file; other variants are removed."""
+    variant = VARIANTS[torch.backends.cpu.get_cpu_capability()]
+    modules = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    (module,) = (x for x in modules if x["name"].endswith(f".{variant}"))
+    flags = [x for x in module["extra-compile-args"] if not x.startswith("-O")] + ["-O1", "-g1", "-fPIC", *SANITIZED]
+    library = root / Path(*module["name"].split(".")).with_suffix(sysconfig.get_config_var("EXT_SUFFIX"))
+    for old in library.parent.glob("*.so"):
+        old.unlink()
+
+    def compiled(source: str) -> str:
+        target = str((root / source).with_suffix(".o"))
+        subprocess.run(["cc", *flags, "-c", str(root / source), "-o", target], check=True)
+        return target
+
+    with ThreadPoolExecutor() as pool:
+        objects = list(pool.map(compiled, module["sources"]))
+    subprocess.run(["cc", "-shared", *flags, *objects, *module["extra-link-args"], "-o", str(library)], check=True)
+    return library
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.info("built %s", build(Path(sys.argv[1])))
