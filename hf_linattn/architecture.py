@@ -5,7 +5,9 @@ Read from what models declare (`_can_record_outputs`) and from the names that tr
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -35,7 +37,10 @@ CALLED_CAUSAL = (
 # parts by which an attention module chooses its keys, told to its own mask or cache
 OWN_CHOICE = ("indexer", "compressor")
 # attention modules that no mechanism can stand for, and why
-IRREPLACEABLE = {"T5Gemma2MergedAttention": "attends to the encoder's tokens and its own under one softmax"}
+IRREPLACEABLE = {
+    "T5Gemma2MergedAttention": "attends to the encoder's tokens and its own under one softmax",
+    "DogeAttention": "makes a mask of its own from its values",
+}
 # what mechanisms can compute in; quantised weights have other dtypes, of which those of 8 bits are floating, too
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # what the projection of the heads' outputs is called, in the attention module or, in BERT's kind, beside it
@@ -129,6 +134,22 @@ def _require_replaceable(model: PreTrainedModel, found: dict[str, nn.Module]) ->
                 f"{family}: {path} ({type(module).__name__}) adds a position bias to every score, which has no"
                 " subquadratic form here; use a model with rotary or absolute positions"
             )
+
+
+def masked_window(module: nn.Module) -> int | None:
+    """Return the sliding window of a causal layer whose model says so in the mask alone; None without such a one."""
+    config: Any = getattr(module, "config", None)
+    width, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if not width or not _leaves_window_to_mask(type(module)):
+        return None
+    return width if kinds is None or kinds[module.layer_idx] == "sliding_attention" else None
+
+
+@functools.cache
+def _leaves_window_to_mask(kind: type[nn.Module]) -> bool:
+    code = inspect.unwrap(kind.forward).__code__
+    handed_over = any("sliding_window" in names for names in code.co_consts if isinstance(names, tuple))
+    return not handed_over and hasattr(sys.modules[kind.__module__], "create_sliding_window_causal_mask")
 
 
 def _declared(model: PreTrainedModel, output: str) -> Iterator[tuple[Any, str | None]]:

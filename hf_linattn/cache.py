@@ -28,6 +28,7 @@ class StateLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.state: Any = None
+        self.made_by: Any = None  # the config of the mechanism that made it
         self.seq_length = 0
         self.expected = False  # whether a mechanism announced that it will read what the next update hands out
         self.pending: tuple[Tensor, Tensor] | None = None
@@ -49,6 +50,15 @@ class StateLayer(CacheLayerMixin):
             adopted.pending = (keys[:, :, :seen], values[:, :, :seen])  # a static layer is longer than what it holds
             adopted.seq_length, adopted.is_initialized = seen, True
         return adopted
+
+    def require_own(self, config: Any, index: int) -> None:
+        """Raise `UnsupportedModeError` if the state is that of a mechanism of another config."""
+        if self.state is None or self.made_by is config or self.made_by == config:
+            return
+        raise UnsupportedModeError(
+            f"past_key_values holds a decoding state for layer {index} that was made by {self.made_by}, and the layer"
+            f" has {config}; start with a new cache"
+        )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True

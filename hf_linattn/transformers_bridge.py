@@ -126,13 +126,9 @@ def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     if get_implementation(module.config) != IMPLEMENTATION:
         return
     cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
-    if cache is None:
-        return
     across = mechanism.layer.cross
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.cross_attention_cache if across else cache.self_attention_cache
-    elif across:
-        return  # a cache of the decoder alone: the encoder's tokens come with every call
+    if cache is None or (cache := _side_of(cache, across)) is None:
+        return
     index: Any = module.layer_idx
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
@@ -142,6 +138,23 @@ def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
             cache.layers[index] = kind.adopt(cache.layers[index])
         cache.layers[index].expected = True
     call.layer = cache.layers[index]
+
+
+def _side_of(cache: Cache, across: bool) -> Cache | None:
+    """Return the cache of self-attention, or if `across` of cross-attention; None where the decoder alone has one."""
+    if isinstance(cache, EncoderDecoderCache):
+        return cache.cross_attention_cache if across else cache.self_attention_cache
+    return None if across else cache  # the encoder's tokens come with every call
+
+
+def _require_own_states(cache: Cache, patched: PatchedModel) -> None:
+    """Refuse a cache whose states other mechanisms made, before any layer has read on from it."""
+    for module in patched.attention.values():
+        mechanism: Mechanism = mechanism_of(module)
+        layers: Any = getattr(_side_of(cache, mechanism.layer.cross), "layers", ())
+        index: Any = getattr(module, "layer_idx", None)  # encoders have none
+        if index is not None and index < len(layers) and isinstance(layers[index], StateLayer):
+            layers[index].require_own(mechanism.config, mechanism.layer.index)
 
 
 def keeps_states(mechanism: Mechanism) -> bool:
@@ -171,6 +184,7 @@ def model_pre_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
         check_length(model, patched.position_tables, args, kwargs)
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache) and int(cache.get_seq_length()):
+        _require_own_states(cache, patched)
         return  # a forward that continues another one changes nothing
     for mechanism in patched.mechanisms():
         mechanism.before_forward()
@@ -251,6 +265,8 @@ def attention_forward(
         key, value = (x[:, :, : int(layer.get_seq_length())] for x in (key, value))  # a static cache is longer
     masks = masks_of(attention_mask, query, key, is_causal, layer is not None, mechanism)
     key_padding_mask = masks.keys
+    if sliding_window is None and is_causal:
+        sliding_window = architecture.masked_window(module)
     sliding_window = window_of(module.config, sliding_window, is_causal)
     exact: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "dropout": dropout, "sink": s_aux}
     if masks.pairs is not None:
@@ -276,6 +292,7 @@ def attention_forward(
         output = call.by(mechanism)
     else:
         output, layer.state = mechanism(*call[:5], layer.state, **mechanism.keywords(exact))
+        layer.made_by = mechanism.config
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -323,6 +340,7 @@ def _attend_across(
     else:
         output, state = mechanism(*call[:5], layer.state, **mechanism.keywords(exact))
         layer.keep(state, key, value)
+        layer.made_by = mechanism.config
     return output.transpose(1, 2).contiguous()
 
 

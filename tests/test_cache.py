@@ -190,3 +190,17 @@ def test_a_bidirectional_layer_sees_the_keys_of_all_calls_with_one_cache(mechani
         got = model(tokens[:, first:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True).logits
     assert_close(got, whole[:, 10:])
     assert cache.get_seq_length() == 14
+
+
+@pytest.mark.parametrize("plan", ["retention", {"linear": [0], "retention": list(range(1, NUM_LAYERS))}])
+def test_a_state_of_another_mechanism_is_refused_and_left_as_it_was(plan):
+    """Also where the first layer has the same one still: it has not read on by then."""
+    model, ids = make_model("llama"), make_tokens(2, 9)
+    cache = read(patch_model(model, "linear"), ids).past_key_values
+    before = [x.clone() for x in tensors_of(cache)]
+    unpatch_model(model)
+    patch_model(model, plan)
+    with pytest.raises(UnsupportedModeError, match=r"layer \d that was made by LinearConfig.*RetentionConfig.*new cache"):
+        read(model, ids[:, :1], past_key_values=cache)
+    assert cache.get_seq_length() == 9
+    assert all(torch.equal(now, x) for now, x in zip(tensors_of(cache), before, strict=True))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.models.llama import modeling_llama
 
 from hf_linattn import UnsupportedModeError, patch_model
@@ -145,3 +145,28 @@ def test_columns_of_tokens_to_come_are_left_out_and_missing_ones_refused(mechani
     with pytest.raises(UnsupportedModeError, match=r"attention_mask is \(2, 4\), but the call .* 14 tokens"):
         model(inputs["input_ids"][:, 10:], attention_mask=torch.ones(2, 4), past_key_values=cache.past_key_values)
     assert cache.past_key_values.get_seq_length() == 10
+
+
+WINDOWED = {
+    "phimoe": {"num_local_experts": 2, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+        "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "mistral": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_softmax_keeps_a_sliding_window_that_a_model_says_in_its_mask_alone(name, left):
+    """Mistral hands its window to the attention function, too; the others do not."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": WINDOW, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes, **WINDOWED[name])).eval()
+    inputs = padded(left)
+    want, generated = logits(model, inputs), model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    patch_model(model, "softmax")
+    assert_close(logits(model, inputs), want)
+    assert model.generate(**inputs, max_new_tokens=4, do_sample=False).tolist() == generated.tolist()

@@ -115,7 +115,8 @@ TOGETHER = (  # operands of which the C takes the first as a sign that the other
 )  # fmt: skip
 OPTIONAL = frozenset((
     "log_scale", "log_decay", "row_scale", "state", "log_max", *MAPS, *PACKED, "before", "before_log", "gate", "bias",
-    "d_log", "d_query_weight", "d_query_bias", "d_key_weight", "d_key_bias", "d_state", "d_before", "d_before_log", "d_gate",
+    "d_log", "d_query_weight", "d_query_bias", "d_key_weight", "d_key_bias", "d_state", "d_before", "d_before_log",
+    "d_gate",
 ))  # fmt: skip
 NEEDED = {"causal_step": {"state", "log_max"}}
 ABSENT = {"causal_step": {"factor", "top"}}  # what may be so there
