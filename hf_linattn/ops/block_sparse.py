@@ -120,9 +120,9 @@ def block_sparse_attention(
     if causal or not count or not pattern.global_queries:
         return output
     rows, key, value = widened(query[:, :, :count], key, value)
-    rows, key = bounded(rows), bounded(key)
     bias = rows.new_zeros(1, 1, 1, length)
-    if lengths is not None:
+    if lengths is not None:  # what hides a pad is added to its score
+        rows, key = bounded(rows), bounded(key)
         behind = torch.arange(length, device=query.device) >= lengths[:, None, None, None]
         bias = bias.masked_fill(behind, LOWEST)
     top = biased_attention(rows, key, value, bias, scaling, lengths is not None, sink)
