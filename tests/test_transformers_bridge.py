@@ -8,6 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_linattn import UnsupportedModeError, UnsupportedModelError, architecture, original_attention, patch_model
 from hf_linattn import transformers_bridge as bridge
+from hf_linattn.position_tables import position_tables
+from hf_linattn.support.tiny import tiny_model
 from tests.helpers import Snapshot, assert_close, generate, logits_of, make_patched, make_tokens, pad
 from tests.models import CAUSAL, SPINE, make_model
 
@@ -101,6 +103,18 @@ def test_explicit_positions_are_held_to_the_table(name):
     assert_close(logits_of(model, ids, position_ids=positions), logits_of(model, ids))
     with pytest.raises(UnsupportedModeError, match=f"holds {limit}"):
         logits_of(model, ids, position_ids=positions + 1)
+
+
+def test_a_table_of_another_tower_does_not_bound_the_tokens():
+    """The pictures' positions of Phi 4, 16 here, lie inside the model whose layers read the text."""
+    model = tiny_model("phi4_multimodal").eval()
+    (first, end) = position_tables(model, of_parts=True).popitem()[1]
+    ids = torch.randint(5, 90, (2, end - first + 7))
+    with torch.no_grad():
+        want = model(input_ids=ids, use_cache=False).logits
+        got = patch_model(model, "softmax")(input_ids=ids, use_cache=False).logits
+    assert_close(got, want)
+
 
 
 def test_a_layer_that_never_calls_its_mechanism_is_named(monkeypatch):
