@@ -30,12 +30,12 @@ help: ## show this list
 
 install: $(STAMP) ## make .venv and install the library for development, once
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard hf_linattn/ops/native/*.[ch])
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard hf_linattn/csrc/*.[ch] hf_linattn/csrc/*/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $@
 
-$(RUNS): pyproject.toml constraints.txt $(wildcard hf_linattn/ops/native/*.[ch])
+$(RUNS): pyproject.toml constraints.txt setup.py $(wildcard hf_linattn/csrc/*.[ch] hf_linattn/csrc/*/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[all]"
 	@touch $@
@@ -79,7 +79,7 @@ SANITIZED_TESTS := $(SANITIZED) -m pytest -n 0 -q -p no:cacheprovider
 
 $(ASAN): install
 	rm -rf $(ASAN) && mkdir -p $(ASAN)
-	cp -r hf_linattn tests docs benchmarks recipes pyproject.toml conftest.py README.md LICENSE $(ASAN)
+	cp -r hf_linattn tests docs benchmarks recipes pyproject.toml setup.py conftest.py README.md LICENSE $(ASAN)
 	$(BIN)/python tests/ops/native/sanitized.py $(ASAN)
 
 test-asan-short: $(ASAN) ## the C with address and undefined-behaviour sanitizers, called rightly and wrongly: 1 minute
@@ -90,7 +90,7 @@ test-asan: $(ASAN) ## the same for long, all tests of the C, and your scripts: m
 	cd $(ASAN) && $(SANITIZED_TESTS) -p tests.ops.native.exact tests/ops/native --ignore tests/ops/native/test_operands.py
 	set -e; for script in $(SCRIPTS); do echo $$script; $(SANITIZED) -m tests.ops.native.exact $$script; done
 
-$(FLOOR)/.installed: pyproject.toml constraints.txt $(wildcard hf_linattn/ops/native/*.[ch])
+$(FLOOR)/.installed: pyproject.toml constraints.txt setup.py $(wildcard hf_linattn/csrc/*.[ch] hf_linattn/csrc/*/*.[ch])
 	$(PYTHON) -m venv $(FLOOR)
 	grep -vE '^(transformers|huggingface_hub)==' constraints.txt > $(FLOOR)/constraints.txt
 	$(FLOOR)/bin/pip install --quiet -c $(FLOOR)/constraints.txt transformers==5.17.0 -e ".[dev]"

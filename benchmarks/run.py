@@ -40,7 +40,7 @@ from hf_linattn.backends import BACKENDS
 from hf_linattn.config import require_known
 from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
-from hf_linattn.ops.native import library
+from hf_linattn.ops.runtime import cpu as library
 
 # of the result files
 SUFFIXES = {"auto": ".json", "torch": "_torch.json", "compile": "_compiled.json", "triton": "_triton.json"}

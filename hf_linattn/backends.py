@@ -21,7 +21,7 @@ from .mechanisms import CallOptions, Mechanism
 from .mechanisms.base import read_at_once
 from .mechanisms.composite import CompositeMechanism
 from .mechanisms.softmax import SoftmaxMechanism
-from .ops.operations import NOTHING, Operations
+from .ops.dispatch import NOTHING, Operations
 from .patching import get_mechanisms
 
 SLAB_SIZE = 1024
@@ -136,7 +136,7 @@ def compiled_slab(*heads: Any) -> tuple[Tensor, Any]:
 def load_triton() -> Operations:
     """Return the operations in Triton; `OptionError` where that is not installed."""
     try:
-        from .ops.triton.operations import TRITON  # here: nothing else needs Triton
+        from .ops.runtime.triton_operations import TRITON  # here: nothing else needs Triton
     except ImportError as error:
         raise OptionError(f"backend 'triton' needs Triton ({error}): pip install triton") from error
     return TRITON

@@ -31,8 +31,8 @@ from .config import json_object
 from .errors import CheckpointError, DataError, OptionError
 from .hub import MODEL_TYPE, load_checkpoint
 from .mechanisms import MECHANISMS
-from .ops.native import library
-from .ops.operations import DEFAULT_BACKEND
+from .ops.dispatch import DEFAULT_BACKEND
+from .ops.runtime import cpu as library
 from .reading import exit_with_one_line, read_tokenizer, reading
 
 PACKAGES = (

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .ops.causal_linear import Features
-from .ops.exponential import LN_2, LOG2_E, dense, fast_exp
-from .ops.native.causal_sums import NativeMap
-from .ops.tracing import is_watched
+from .ops.common.numerics import LN_2, LOG2_E, dense, fast_exp
+from .ops.common.tracing import is_watched
+from .ops.linear.cpu import NativeMap
+from .ops.linear.interface import Features
 from .registry import Registry
 
 

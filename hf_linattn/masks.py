@@ -18,7 +18,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from .errors import UnsupportedModeError
 from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
-from .ops.tracing import is_known, is_recorded
+from .ops.common.tracing import is_known, is_recorded
 
 ROWS = 512  # queries for which a rule is compared at a time
 RULE = "_hf_linattn_rule"  # the attribute of a mask of pairs that names the rule it was made of

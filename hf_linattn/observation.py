@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .mechanisms import Mechanism, Pairs
-from .ops.naive import allowed_pairs
-from .ops.softmax import softmax_attention
+from .ops.common.exact_softmax import softmax_attention
+from .ops.reference import allowed_pairs
 
 
 class AttentionCall(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .errors import OperandError
-from .ops.tracing import is_recorded
+from .ops.common.tracing import is_recorded
 
 
 def fitting(

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .errors import UnsupportedModeError
-from .ops.tracing import is_known
+from .ops.common.tracing import is_known
 
 POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
 

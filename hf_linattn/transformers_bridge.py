@@ -26,8 +26,8 @@ from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
 from .module_calls import begin_call, current_call, end_call
 from .observation import AttentionCall, observer_of
-from .ops.softmax import softmax_attention
-from .ops.tracing import is_known
+from .ops.common.exact_softmax import softmax_attention
+from .ops.common.tracing import is_known
 from .pinning import CHOICE, IMPLEMENTATION, refuse_paging, require_left_out
 from .position_tables import check_length, position_tables
 from .tensor_parallel import heads_apart, refuse_other_heads

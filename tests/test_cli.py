@@ -20,7 +20,7 @@ from hf_linattn import list_mechanisms
 from hf_linattn.cli import app
 from hf_linattn.evaluation import perplexity
 from hf_linattn.hub import load_checkpoint
-from hf_linattn.ops.native import library
+from hf_linattn.ops.runtime import cpu as library
 from hf_linattn.reading import exit_with_one_line
 from hf_linattn.training import pipeline
 from tests.helpers import make_tokenizer

@@ -38,7 +38,7 @@ from hf_linattn.config import make_config
 from hf_linattn.errors import CheckpointError, HfLinattnError, OptionError, UnsupportedModeError, UnsupportedModelError
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.observation import AttentionCall
-from hf_linattn.ops.cross_window import EncoderTokens, moving_window_attention
+from hf_linattn.ops.window.cross_attention import EncoderTokens, moving_window_attention
 from hf_linattn.testing.models import random_tokens, source_of, tiny_model
 
 ACROSS = [name for name in list_mechanisms() if "cross" in MECHANISMS.get(name).modes and name != "softmax"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks import compile_ahead, fla_kernels, gpu_tables, operations, provenance, run, steps, tables
 from benchmarks.fla_kernels import FLA, FLA_ALONE, FLA_MAPPED
 from benchmarks.stopwatch import FLASH, PLANS, SOFTMAX, Stopwatch
-from hf_linattn.ops import naive
+from hf_linattn.ops import reference as naive
 
 CPU = torch.device("cpu")
 PLAN = dataclasses.replace(PLANS["quick"], batch=2, contexts=())

@@ -15,9 +15,9 @@ from ..config import MechanismConfig
 from ..errors import UnsupportedModeError
 from ..offloading import loaded
 from ..operands import fitting
-from ..ops import naive
-from ..ops.operations import DEFAULT_BACKEND, NOTHING
-from ..ops.precision import admitted
+from ..ops import reference as naive
+from ..ops.common.precision import admitted
+from ..ops.dispatch import DEFAULT_BACKEND, NOTHING
 from ..registry import Registry
 from ..rotation import Rotation
 from .recording import require_recordable

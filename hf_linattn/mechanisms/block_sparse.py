@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..ops import naive
-from ..ops.block_sparse import block_sparse_attention
-from ..ops.kept_keys import KeptKeys, continued_attention, keep_keys
-from ..ops.operations import operations_for
-from ..ops.precision import wide_number
+from ..ops import reference as naive
+from ..ops.block_softmax.decode import KeptKeys, continued_attention, keep_keys
+from ..ops.block_softmax.patterns import block_sparse_attention
+from ..ops.common.precision import wide_number
+from ..ops.dispatch import operations_for
 from .base import PLAIN, CallOptions
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
@@ -33,7 +33,7 @@ class BlockSparseConfig(SoftmaxTypeConfig):
 class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """o_i = sum_j softmax_j(scaling q_i . k_j) v_j over the keys j that the mechanism's pattern shows to query i.
 
-    A subclass is itself the pattern (see `hf_linattn.ops.block_sparse.Pattern`): it writes `key_blocks` and `sees`,
+    A subclass is itself the pattern (see `hf_linattn.ops.block_softmax.patterns.Pattern`): it writes `key_blocks` and `sees`,
     and for a state of constant size `capacity` and `needed`. Causal attention sees what the pattern shows and j <= i,
     token by token. Positions are counted from the start of each sequence, pads left out.
     """

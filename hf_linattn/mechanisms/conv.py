@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config import require, require_count, require_known
-from ..ops import naive
-from ..ops.banded import BandState, banded_attention, keep_ring
+from ..ops import reference as naive
+from ..ops.window.convolved import BandState, banded_attention, keep_ring
 from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism

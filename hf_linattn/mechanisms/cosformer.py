@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from ..config import MechanismConfig, require_count
 from ..errors import OptionError
-from ..ops import naive
-from ..ops.causal_linear import Features, causal_linear_attention, linear_attention
-from ..ops.chunk_sums import LinearState
-from ..ops.operations import operations_for
+from ..ops import reference as naive
+from ..ops.dispatch import operations_for
+from ..ops.linear.interface import Features, causal_linear_attention, linear_attention
+from ..ops.linear.torch import LinearState
 from .base import AttentionLayer, ExactnessLimit, register_mechanism
 from .sequence import SequenceMechanism
 

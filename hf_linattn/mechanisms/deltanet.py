@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops.chunk_sums import unit_length
-from ..ops.delta_rule import delta_rule
-from ..ops.exponential import bounded
+from ..ops.common.numerics import bounded
+from ..ops.delta_rule.torch import delta_rule
+from ..ops.linear.torch import unit_length
 from .base import AttentionLayer, ExactnessLimit, register_mechanism
 from .gla import ForgetGate
 from .linear import FeatureMapConfig, FeatureMapMechanism
@@ -50,7 +50,7 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
     Every token is one step of gradient descent on |S^T k_i - v_i|^2. What is read at a query of length 1 is therefore
     of the size of the values, although nothing is divided by a sum of weights, and weights may be negative; the
     trained `output_scale` s [H] starts as 1. Causal only: the rule has an order. Time is O(N (F + C) Dv) in chunks of
-    C tokens, see `hf_linattn.ops.delta_rule`.
+    C tokens, see `hf_linattn.ops.delta_rule.torch`.
 
     Deviations: phi is one of the feature maps, unless told a trained relu (`t2r`), where the paper has silu; beta and
     g come from the key, as there is no other input; no convolution before and no norm behind, which a pretrained

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..config import MechanismConfig
-from ..ops import naive
-from ..ops.source import Source
+from ..ops import reference as naive
+from ..ops.common.grad_accumulator import Source
 from .base import PLAIN, CallOptions, ExactnessLimit, register_mechanism
 from .block_sparse import BlockSparseConfig
 from .sequence import SequenceMechanism

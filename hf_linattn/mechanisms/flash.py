@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config import require, require_known
-from ..ops import naive
-from ..ops.exponential import bounded
-from ..ops.mixed_blocks import MixedState, MixedWeights, causal_mixed_attention, mixed_attention
+from ..ops import reference as naive
+from ..ops.common.numerics import bounded
+from ..ops.hybrid.mixed_chunk import MixedState, MixedWeights, causal_mixed_attention, mixed_attention
 from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
 from .hybrid import HybridConfig, HybridMechanism
 from .sequence import SequenceMechanism

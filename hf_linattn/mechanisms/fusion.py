@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from ..config import require
 from ..errors import UnsupportedModeError, UnsupportedModelError
-from ..ops import naive
-from ..ops.exponential import bounded
-from ..ops.precision import widened
+from ..ops import reference as naive
+from ..ops.common.numerics import bounded
+from ..ops.common.precision import widened
 from .base import MECHANISMS, PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
 from .composite import CompositeConfig, CompositeMechanism
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import require
-from ..ops import naive
-from ..ops.exponential import bounded
+from ..ops import reference as naive
+from ..ops.common.numerics import bounded
 from .base import AttentionLayer, ExactnessLimit, Mechanism, Pairs, register_mechanism
 from .linear import FeatureMapConfig, KernelConfig, LinearMechanism
 

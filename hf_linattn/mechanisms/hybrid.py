@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from ..config import MechanismConfig, make_config, require
 from ..feature_maps import FEATURE_MAPS, FeatureMap
-from ..ops import naive
-from ..ops.exponential import LOWEST
-from ..ops.hybrid import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
-from ..ops.hybrid_parts import GATE_GAIN
-from ..ops.operations import operations_for
-from ..ops.precision import wide_number
+from ..ops import reference as naive
+from ..ops.common.numerics import LOWEST
+from ..ops.common.precision import wide_number
+from ..ops.dispatch import operations_for
+from ..ops.hybrid.fused import GATE_GAIN
+from ..ops.hybrid.interface import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
 from .base import MECHANISMS, PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
 from .linear import FeatureMapConfig, LinearMechanism
 from .sequence import SequenceMechanism

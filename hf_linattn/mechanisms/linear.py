@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from ..config import MechanismConfig, require, require_count
 from ..errors import UnsupportedModeError
 from ..feature_maps import FEATURE_MAPS, FeatureMap
-from ..ops import naive
-from ..ops.causal_linear import causal_linear_attention, linear_attention, read_state, sum_keys
-from ..ops.chunk_sums import LinearState
-from ..ops.distances import matching_decay_rate
-from ..ops.exponential import positive
-from ..ops.operations import operations_for
-from ..ops.precision import wide_number
+from ..ops import reference as naive
+from ..ops.common.numerics import positive
+from ..ops.common.precision import wide_number
+from ..ops.dispatch import operations_for
+from ..ops.linear.attention_distance import matching_decay_rate
+from ..ops.linear.interface import causal_linear_attention, linear_attention, read_state, sum_keys
+from ..ops.linear.torch import LinearState
 from .base import AttentionLayer, ExactnessLimit, Mechanism, Pairs, register_mechanism
 from .ridge import RidgeReading
 from .self_weight import SelfWeight
@@ -130,7 +130,7 @@ class LinearMechanism(FeatureMapMechanism):
     to tell positions apart (Sun et al. 2023, Retentive Network, arXiv 2307.08621, with fixed rates).
 
     With `decay="measured"` `calibrate` begins the rates where exp(-r |i - j|) alone looks as far as softmax attention
-    does (`hf_linattn.ops.distances`), which gradients take long to come to from elsewhere.
+    does (`hf_linattn.ops.linear.attention_distance`), which gradients take long to come to from elsewhere.
 
     With `self_weight="learned"` o_i = g_i v_i + (1 - g_i) average_i, average the o above and g_i = sigmoid(a q_i . k_i
     + b) with one a and b per query head (the submodule `self_weight`). Softmax attention that gives half of its weight

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ..config import require, require_known
-from ..ops import naive
-from ..ops.bounded_memory import MemoryState, bounded_memory_attention, segment_size
-from ..ops.operations import operations_for
-from ..ops.pooled_blocks import pooled_block_attention
-from ..ops.precision import wide_number, widened
-from ..ops.segments import segment_sums, slot_attention
-from ..ops.source import Source
-from ..ops.summaries import products_with_rows
+from ..ops import reference as naive
+from ..ops.common.grad_accumulator import Source
+from ..ops.common.precision import wide_number, widened
+from ..ops.dispatch import operations_for
+from ..ops.slots.bidirectional import pooled_block_attention
+from ..ops.slots.causal import MemoryState, bounded_memory_attention, segment_size
+from ..ops.slots.pooling import segment_sums, slot_attention
+from ..ops.slots.segment_pool import products_with_rows
 from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Mechanism, register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
@@ -75,7 +75,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     are the segments floor(j / u) with u the smallest power of two for which k of them are enough; token j is written
     into its slot with the weight exp(e . k_j) for its key and exp(f . k_j) for its value, divided by the sum of these
     weights in the slot so far; e, f [D] are trained from zero on, where slots are segment means. See
-    `hf_linattn.ops.bounded_memory`. The decoding state has constant size, per key/value head.
+    `hf_linattn.ops.slots.causal`. The decoding state has constant size, per key/value head.
 
     `sharing` as in the paper: `none` (one E and F per key/value head), `heads` (for all of them), `kv` (E = F too),
     `layers` (and one for all layers, which the first of them holds and saves); causally of e and f. Sequences of
@@ -84,7 +84,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     With `exact_block=True` bidirectional layers do the same: token i sees the tokens of its own block exactly and all
     others, before and behind it, through the segments floor(j / u(n)), written with e and f. Long-Short Transformer
-    (Zhu et al. 2021, arXiv 2107.02192) has a window beside its slots, too. See `hf_linattn.ops.pooled_blocks`.
+    (Zhu et al. 2021, arXiv 2107.02192) has a window beside its slots, too. See `hf_linattn.ops.slots.bidirectional`.
 
     In cross-attention the slots are those of the bidirectional form, made of the encoder's tokens once.
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..config import require
-from ..ops import naive
-from ..ops.cross_window import EncoderTokens, moving_window_attention, window_centre
+from ..ops import reference as naive
+from ..ops.window.cross_attention import EncoderTokens, moving_window_attention, window_centre
 from .base import PLAIN, CallOptions, ExactnessLimit, register_mechanism
 from .block_sparse import BlockSparseConfig, BlockSparseMechanism, blocks_around
 

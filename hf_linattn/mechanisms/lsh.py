@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..config import require
-from ..ops import naive
-from ..ops.exponential import LOWEST
-from ..ops.lsh import Lists, find_runs, hash_buckets, pick, run_attention, sort_keys
-from ..ops.native.bucket_softmax import attend_buckets
-from ..ops.native.library import suits
-from ..ops.sink import attenuate
+from ..ops import reference as naive
+from ..ops.common.numerics import LOWEST
+from ..ops.common.sink_logit import attenuate
+from ..ops.lsh.cpu import attend_buckets
+from ..ops.lsh.torch import Lists, find_runs, hash_buckets, pick, run_attention, sort_keys
+from ..ops.runtime.cpu import suits
 from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism

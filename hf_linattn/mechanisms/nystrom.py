@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import MechanismConfig, require
-from ..ops import naive
-from ..ops.bounded_memory import take
-from ..ops.exponential import LOWEST
-from ..ops.nystrom import NystromState, Rule, at_once, causal_nystrom_attention, pseudo_inverse
-from ..ops.segments import segment_sums
-from ..ops.softmax import softmax_attention
-from ..ops.summaries import segment_size
+from ..ops import reference as naive
+from ..ops.common.exact_softmax import softmax_attention
+from ..ops.common.numerics import LOWEST
+from ..ops.slots.causal import take
+from ..ops.slots.nystrom import NystromState, Rule, at_once, causal_nystrom_attention, pseudo_inverse
+from ..ops.slots.pooling import segment_sums
+from ..ops.slots.segment_pool import segment_size
 from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
 from .sequence import SequenceMechanism
 
@@ -48,7 +48,7 @@ class NystromMechanism(SequenceMechanism):
 
     Bidirectional: a sequence of any length n is cut into m segments, token j into segment floor(j m / n); Lq [m, D]
     are their mean queries, per query head, Lk [m, D] their mean keys, per key/value head. In the first two softmaxes
-    landmark r has + log c_r, c_r the tokens of its segment. pinv is the paper's iteration (`hf_linattn.ops.nystrom`).
+    landmark r has + log c_r, c_r the tokens of its segment. pinv is the paper's iteration (`hf_linattn.ops.slots.nystrom`).
     Sequences of n <= m tokens have a landmark for every token, with which the formula is softmax(s Q K^T) V + conv(V):
     that is what they get. Time O(N m (D + Dv) + m^3).
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedModeError
-from ..ops.tracing import is_known, is_open, is_watched
+from ..ops.common.tracing import is_known, is_open, is_watched
 
 
 def require_recordable(mechanism: Any, query: Tensor, *told: Tensor | None) -> None:

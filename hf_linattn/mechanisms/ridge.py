@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ..feature_maps import FeatureMap
-from ..ops import naive
-from ..ops.chunk_sums import unit_length
-from ..ops.exponential import bounded, positive
-from ..ops.ridge import ridge_attention
+from ..ops import reference as naive
+from ..ops.common.numerics import bounded, positive
+from ..ops.linear.ridge import ridge_attention
+from ..ops.linear.torch import unit_length
 from .base import AttentionLayer, ExactnessLimit
 
 FIRST_PENALTY, FIRST_SCALE = 0.1, 0.5

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.sequences import find_sequences, from_the_left
+from ..ops.common.padding import find_sequences, from_the_left
 from .base import PLAIN, Mechanism
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..config import require
 from ..errors import UnsupportedModeError, UnsupportedModelError
-from ..ops import naive
+from ..ops import reference as naive
 from .base import PLAIN, AttentionLayer, CallOptions, register_mechanism
 from .local import WindowConfig, WindowMechanism
 

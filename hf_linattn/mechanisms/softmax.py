@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..operands import fitting
-from ..ops import naive
-from ..ops.softmax import softmax_attention
+from ..ops import reference as naive
+from ..ops.common.exact_softmax import softmax_attention
 from .base import PLAIN, CallOptions, ExactnessLimit, Pairs, register_mechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 

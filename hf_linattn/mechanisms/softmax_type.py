@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..config import MechanismConfig, require
 from ..errors import OptionError
-from ..ops.exponential import LARGEST, bounded
+from ..ops.common.numerics import LARGEST, bounded
 from .base import AttentionLayer, Mechanism
 
 SINKS = ("one", "learned")

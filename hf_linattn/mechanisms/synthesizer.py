@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from ..config import require, require_known
 from ..errors import UnsupportedModeError
-from ..ops import naive
-from ..ops.bounded_memory import take
-from ..ops.exponential import LOWEST
-from ..ops.sink import softmax_beside
-from ..ops.source import Source
+from ..ops import reference as naive
+from ..ops.common.grad_accumulator import Source
+from ..ops.common.numerics import LOWEST
+from ..ops.common.sink_logit import softmax_beside
+from ..ops.slots.causal import take
 from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism

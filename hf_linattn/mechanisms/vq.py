@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from ..config import require
 from ..errors import UnsupportedModeError
-from ..ops import naive
-from ..ops.tracing import is_recorded, is_watched
-from ..ops.vq import NONE, CodeState, causal_code_attention, code_attention, code_means, fit_codes, nearest_codes
+from ..ops import reference as naive
+from ..ops.common.tracing import is_recorded, is_watched
+from ..ops.slots.vq import NONE, CodeState, causal_code_attention, code_attention, code_means, fit_codes, nearest_codes
 from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism

@@ -22,7 +22,7 @@ from transformers import (
 from ..architecture import cross_attention_modules
 from ..cache import EncoderStateLayer
 from ..mechanisms.softmax import SoftmaxMechanism
-from ..ops import naive
+from ..ops import reference as naive
 from ..patching import original_attention, unpatch_model
 from .counters import largest_tensor
 from .invariants import check_exactness_limit, costs, expect, expect_close, expect_equal, expect_finite

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, DynamicCach
 
 from ..architecture import self_attention_modules
 from ..mechanisms import Mechanism
-from ..ops import naive
+from ..ops import reference as naive
 from ..patching import get_mechanisms, original_attention, patch_model, unpatch_model
 from .counters import elements_written, flops_of, largest_tensor
 from .models import KEY_VALUE_HEADS, Case, positions_of, random_tokens, tiny_model

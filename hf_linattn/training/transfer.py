@@ -23,9 +23,9 @@ from hf_linattn.errors import OptionError
 from hf_linattn.mechanisms import Mechanism, Pairs
 from hf_linattn.mechanisms.softmax import SoftmaxMechanism
 from hf_linattn.observation import AttentionCall, observed
-from hf_linattn.ops.derivatives import first_order
-from hf_linattn.ops.naive import repeat_heads
-from hf_linattn.ops.softmax import in_window
+from hf_linattn.ops.common.derivatives import first_order
+from hf_linattn.ops.common.exact_softmax import in_window
+from hf_linattn.ops.reference import repeat_heads
 from hf_linattn.running import accepted
 from hf_linattn.training.objective import Objective
 

@@ -12,7 +12,7 @@ from hf_linattn import AttentionLayer, Mechanism, list_mechanisms, patch_model
 from hf_linattn.backends import use_backend
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS
-from hf_linattn.ops import naive
+from hf_linattn.ops import reference as naive
 from tests.models import VOCAB_SIZE, make_model
 
 pytestmark = pytest.mark.gpu

@@ -21,7 +21,7 @@ from hf_linattn import (
 )
 from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config
-from hf_linattn.ops.softmax import softmax_attention
+from hf_linattn.ops.common.exact_softmax import softmax_attention
 from hf_linattn.testing import Case, random_tokens, tiny_model
 from tests.helpers import assert_close, generate, logits_of, make_tokens
 from tests.models import make_model

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_linattn.backends import use_backend
 from hf_linattn.mechanisms import MECHANISMS
-from hf_linattn.ops import causal_linear
-from hf_linattn.ops.triton import features
+from hf_linattn.ops.linear import interface as causal_linear
+from hf_linattn.ops.linear import triton_features as features
 from tests.ops.triton.cases import make_mechanism
 
 # positions, or how full a memory is, decide there what is computed

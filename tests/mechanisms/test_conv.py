@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from hf_linattn import OptionError, UnknownNameError, patch_model
 from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config
-from hf_linattn.ops import banded
+from hf_linattn.ops.window import convolved as banded
 from hf_linattn.testing import Case, random_tokens, tiny_model
 
 SCALING = 8**-0.5

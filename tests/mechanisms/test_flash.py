@@ -9,7 +9,7 @@ import torch
 
 from hf_linattn import OptionError, UnknownNameError
 from hf_linattn.config import make_config
-from hf_linattn.ops import naive
+from hf_linattn.ops import reference as naive
 from hf_linattn.testing import Case
 
 FAR = {"linear": "performer", "linear_options": {"num_features": 16, "decay": "learned"}}

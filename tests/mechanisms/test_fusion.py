@@ -20,7 +20,7 @@ from hf_linattn.mechanisms.composite import JoinedState
 from hf_linattn.mechanisms.local import LocalMechanism
 from hf_linattn.mechanisms.sequence import select_rows
 from hf_linattn.observation import observed
-from hf_linattn.ops import naive
+from hf_linattn.ops import reference as naive
 from hf_linattn.support import check_architecture
 from hf_linattn.testing import Case, random_tokens, tiny_model
 

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from hf_linattn import OptionError, UnknownNameError, get_mechanisms, patch_model
 from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config
-from hf_linattn.ops.distances import matching_decay_rate
+from hf_linattn.ops.linear.attention_distance import matching_decay_rate
 from hf_linattn.testing import Case, random_tokens, tiny_model
 
 

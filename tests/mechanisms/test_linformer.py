@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from hf_linattn import OptionError, UnknownNameError, get_mechanisms, patch_model
 from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config
-from hf_linattn.ops.bounded_memory import segment_size
+from hf_linattn.ops.slots.causal import segment_size
 from hf_linattn.testing import Case, random_tokens, tiny_model
 
 SCALING = 8**-0.5

@@ -13,8 +13,8 @@ from transformers.models.nystromformer.modeling_nystromformer import Nystromform
 from hf_linattn import OptionError, calibrate, get_mechanisms, patch_model
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
-from hf_linattn.ops import nystrom
-from hf_linattn.ops.nystrom import pseudo_inverse
+from hf_linattn.ops.slots import nystrom
+from hf_linattn.ops.slots.nystrom import pseudo_inverse
 from hf_linattn.testing import Case, random_tokens, tiny_model
 from hf_linattn.testing.counters import flops_of
 

@@ -8,7 +8,7 @@ import torch
 from hf_linattn import OptionError, UnknownNameError, get_mechanisms, patch_model
 from hf_linattn.backends import use_backend
 from hf_linattn.config import make_config
-from hf_linattn.ops import naive
+from hf_linattn.ops import reference as naive
 from hf_linattn.testing import Case, random_tokens, tiny_model
 
 

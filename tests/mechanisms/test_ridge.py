@@ -7,9 +7,9 @@ import torch
 
 from hf_linattn import OptionError, UnsupportedModeError, patch_model
 from hf_linattn.config import make_config
-from hf_linattn.ops.causal_linear import Features
-from hf_linattn.ops.chunk_sums import unit_length
-from hf_linattn.ops.ridge import ridge_attention
+from hf_linattn.ops.linear.interface import Features
+from hf_linattn.ops.linear.ridge import ridge_attention
+from hf_linattn.ops.linear.torch import unit_length
 from hf_linattn.testing import Case, tiny_model
 
 

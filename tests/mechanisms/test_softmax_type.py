@@ -14,7 +14,7 @@ from hf_linattn import OptionError, list_mechanisms
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
-from hf_linattn.ops import naive
+from hf_linattn.ops import reference as naive
 from hf_linattn.testing import Case
 from hf_linattn.training.transfer import attention_divergence
 from tests.training.test_transfer import make_call

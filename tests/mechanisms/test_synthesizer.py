@@ -12,7 +12,7 @@ from hf_linattn import OptionError, UnknownNameError, patch_model
 from hf_linattn.config import make_config
 from hf_linattn.errors import UnsupportedModeError
 from hf_linattn.mechanisms import synthesizer
-from hf_linattn.ops import naive
+from hf_linattn.ops import reference as naive
 from hf_linattn.testing import Case, random_tokens, tiny_model
 from hf_linattn.testing.counters import largest_tensor
 

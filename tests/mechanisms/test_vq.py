@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from hf_linattn import OptionError
 from hf_linattn.config import make_config
 from hf_linattn.observation import AttentionCall
-from hf_linattn.ops import vq
+from hf_linattn.ops.slots import vq
 from hf_linattn.testing import Case
 
 SMALL = {"num_codes": 5, "block_size": 8}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from hf_linattn.ops.causal_linear import Features
+from hf_linattn.ops.linear.interface import Features
 
 
 def elu_map(x: torch.Tensor) -> Features:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linattn.ops.distances import FASTEST, SLOWEST, matching_decay_rate
+from hf_linattn.ops.linear.attention_distance import FASTEST, SLOWEST, matching_decay_rate
 
 RATES = torch.tensor([2.0, 0.3, 0.01], dtype=torch.float64)
 

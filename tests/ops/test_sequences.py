@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_linattn.ops.sequences import Packed, find_sequences
+from hf_linattn.ops.common.padding import Packed, find_sequences
 
 ROWS, LENGTH = 3, 17
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hf_linattn.ops import softmax
-from hf_linattn.ops.softmax import softmax_attention
+from hf_linattn.ops.common import exact_softmax as softmax
+from hf_linattn.ops.common.exact_softmax import softmax_attention
 
 
 def dense(query, key, value, scaling, allowed, softcap=None):

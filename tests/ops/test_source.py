@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_linattn.evaluation.memory import LiveBytes
-from hf_linattn.ops.source import Source
-from hf_linattn.ops.summaries import products_with_rows
+from hf_linattn.ops.common.grad_accumulator import Source
+from hf_linattn.ops.slots.segment_pool import products_with_rows
 from hf_linattn.testing.counters import elements_written
 
 INDEX = torch.tensor([0, 3, 3, 29])

@@ -10,9 +10,9 @@ import torch
 from hf_linattn.config import MechanismConfig
 from hf_linattn.mechanisms import MECHANISMS, ExactnessLimit, Mechanism
 from hf_linattn.mechanisms.linear import LinearConfig, LinearMechanism
-from hf_linattn.ops import naive
-from hf_linattn.ops.causal_linear import Features, causal_linear_attention
-from hf_linattn.ops.chunk_sums import LinearState
+from hf_linattn.ops import reference as naive
+from hf_linattn.ops.linear.interface import Features, causal_linear_attention
+from hf_linattn.ops.linear.torch import LinearState
 from hf_linattn.testing import INVARIANTS, Case, InvariantError, check_mechanism
 from hf_linattn.testing.invariants import InvariantError as SameError
 

@@ -2,23 +2,24 @@
 
     python tests/ops/native/sanitized.py build/asan
 
-What is built is what pyproject.toml says, with less optimisation, as it then takes seconds. A checkout that is worked
+What is built is what setup.py says, with less optimisation, as it then takes seconds. A checkout that is worked
 in wants its own build back, so `make test-asan` does this in a copy.
 """
 
 from __future__ import annotations
 
 import logging
+import runpy
 import subprocess
 import sys
 import sysconfig
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import chdir
 from pathlib import Path
 
 import torch
 
-from hf_linattn.ops.native.library import VARIANTS
+from hf_linattn.ops.runtime.cpu import VARIANTS
 
 SANITIZED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 
@@ -26,10 +27,11 @@ SANITIZED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", 
 def build(root: Path) -> Path:
     """Build the variant for this processor in the checkout `root`, return its file; other variants are removed."""
     variant = VARIANTS[torch.backends.cpu.get_cpu_capability()]
-    modules = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
-    (module,) = (x for x in modules if x["name"].endswith(f".{variant}"))
-    flags = [x for x in module["extra-compile-args"] if not x.startswith("-O")] + ["-O1", "-g1", "-fPIC", *SANITIZED]
-    library = root / Path(*module["name"].split(".")).with_suffix(sysconfig.get_config_var("EXT_SUFFIX"))
+    with chdir(root):
+        made = runpy.run_path("setup.py")["extensions"]()
+    (module,) = (x for x in made if x.name.endswith(f".{variant}"))
+    flags = [x for x in module.extra_compile_args if not x.startswith("-O")] + ["-O1", "-g1", "-fPIC", *SANITIZED]
+    library = root / Path(*module.name.split(".")).with_suffix(sysconfig.get_config_var("EXT_SUFFIX"))
     for old in library.parent.glob("*.so"):
         old.unlink()
 
@@ -39,8 +41,8 @@ def build(root: Path) -> Path:
         return target
 
     with ThreadPoolExecutor() as pool:
-        objects = list(pool.map(compiled, module["sources"]))
-    subprocess.run(["cc", "-shared", *flags, *objects, *module["extra-link-args"], "-o", str(library)], check=True)
+        objects = list(pool.map(compiled, module.sources))
+    subprocess.run(["cc", "-shared", *flags, *objects, *module.extra_link_args, "-o", str(library)], check=True)
     return library
 
 

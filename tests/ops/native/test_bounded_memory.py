@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from hf_linattn.ops import bounded_memory
+from hf_linattn.ops.slots import causal as bounded_memory
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
 from tests.ops.native.cases import HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism

@@ -10,11 +10,11 @@ import torch
 from hf_linattn.config import make_config
 from hf_linattn.feature_maps import FEATURE_MAPS, FeatureMap
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
-from hf_linattn.ops import causal_linear
-from hf_linattn.ops.causal_linear import causal_linear_attention, linear_attention
-from hf_linattn.ops.chunk_sums import CHUNK_SIZE, LinearState
-from hf_linattn.ops.native import library
-from hf_linattn.ops.native.causal_sums import SEGMENT, can_read
+from hf_linattn.ops.linear import interface as causal_linear
+from hf_linattn.ops.linear.cpu import SEGMENT, can_read
+from hf_linattn.ops.linear.interface import causal_linear_attention, linear_attention
+from hf_linattn.ops.linear.torch import CHUNK_SIZE, LinearState
+from hf_linattn.ops.runtime import cpu as library
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
 from tests.ops.feature_maps import elu_map, exp_map

@@ -7,7 +7,7 @@ import torch
 
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
-from hf_linattn.ops.native import memory
+from hf_linattn.ops.runtime import output_pool as memory
 
 HEADS, LENGTH, DIM = 8, 4111, 64  # 8.4 MB, of which one head has 1 MB
 

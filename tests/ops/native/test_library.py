@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_linattn import BuildError
-from hf_linattn.ops.native import library
+from hf_linattn.ops.runtime import cpu as library
 from tests.ops.native.cases import make_heads, make_mechanism
 
 
@@ -53,7 +53,7 @@ def problems():
 
 
 def test_every_function_says_what_struct_it_takes():
-    from hf_linattn.ops.native import operands
+    from hf_linattn.ops.runtime import operands
 
     text = "".join(path.read_text(encoding="utf-8") for path in Path(library.__file__).parent.glob("*.c"))
     assert all(f"LAYOUT({function}, " in text for function in operands.FORMS)

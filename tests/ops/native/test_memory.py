@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hf_linattn.evaluation import memory as evaluation_memory
 from hf_linattn.evaluation.memory import LiveBytes
-from hf_linattn.ops.native import memory
+from hf_linattn.ops.runtime import output_pool as memory
 
 SHAPES = (torch.Size((1, 8, 1, 4111, 64)), torch.Size((1, 8, 4111, 64)))  # of query and value: 8.4 MB
 

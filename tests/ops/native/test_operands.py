@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from hf_linattn import OperandError
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
-from hf_linattn.ops.native import library, memory, operands
+from hf_linattn.ops.runtime import cpu as library
+from hf_linattn.ops.runtime import operands
+from hf_linattn.ops.runtime import output_pool as memory
 from tests.ops.native.exact import ExactOperands, exact
 
 CALLS = int(os.environ.get("FUZZ_CALLS", "300"))

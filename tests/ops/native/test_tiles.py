@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linattn.ops.native import block_softmax, causal_sums, library
+from hf_linattn.ops.block_softmax.autograd import cpu as block_softmax
+from hf_linattn.ops.linear import cpu as causal_sums
+from hf_linattn.ops.runtime import cpu as library
 from tests.ops.native import cases
 from tests.ops.native.cases import HEADS, make_heads, make_mechanism
 from tests.ops.native.test_half_precision import error_of, results_of

@@ -12,8 +12,11 @@ from torch.utils._pytree import tree_leaves
 from hf_linattn.backends import use_backend
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
 from hf_linattn.mechanisms.linear import LinearMechanism
-from hf_linattn.ops.chunk_sums import LinearState
-from hf_linattn.ops.triton import causal_step, features, hybrid_step, operations
+from hf_linattn.ops.hybrid.interface import triton_decode as hybrid_step
+from hf_linattn.ops.linear import triton_decode as causal_step
+from hf_linattn.ops.linear import triton_features as features
+from hf_linattn.ops.linear.torch import LinearState
+from hf_linattn.ops.runtime import triton_operations as operations
 from tests.ops.triton.cases import ON_TRITON, make_mechanism
 
 MADE = [  # features that Triton makes

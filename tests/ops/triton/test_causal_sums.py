@@ -15,9 +15,9 @@ from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
 from hf_linattn.mechanisms.hybrid import HybridMechanism
 from hf_linattn.mechanisms.linformer import LinformerMechanism
-from hf_linattn.ops.causal_linear import causal_linear_attention
-from hf_linattn.ops.chunk_sums import LinearState
-from hf_linattn.ops.triton import operations
+from hf_linattn.ops.linear.interface import causal_linear_attention
+from hf_linattn.ops.linear.torch import LinearState
+from hf_linattn.ops.runtime import triton_operations as operations
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close, logits_of, make_tokens, pad
 from tests.models import make_model
@@ -292,7 +292,7 @@ except hf_linattn.OptionError as error:
 
 
 def test_without_triton_nothing_changes(monkeypatch):
-    monkeypatch.setitem(sys.modules, "hf_linattn.ops.triton.operations", None)
+    monkeypatch.setitem(sys.modules, "hf_linattn.ops.runtime.triton_operations", None)
     model = patch_model(make_model("llama"), "linear")
     before = copy.deepcopy([vars(x)["backend"] for x in model.modules() if "backend" in vars(x)])
     with pytest.raises(OptionError, match="pip install triton"):

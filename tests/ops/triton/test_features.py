@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_linattn.feature_maps import FEATURE_MAPS
-from hf_linattn.ops.native.causal_sums import NativeMap
-from hf_linattn.ops.triton import features
-from hf_linattn.ops.triton.features import make_features
+from hf_linattn.ops.linear import triton_features as features
+from hf_linattn.ops.linear.cpu import NativeMap
+from hf_linattn.ops.linear.triton_features import make_features
 
 BATCH, KV_HEADS, GROUPS, LENGTH, HEAD_DIM = 2, 3, 2, 37, 20
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_linattn.ops.operations import NOTHING, gpu_operations, operations_for
-from hf_linattn.ops.triton import launching
-from hf_linattn.ops.triton.operations import TRITON
+from hf_linattn.ops.dispatch import NOTHING, gpu_operations, operations_for
+from hf_linattn.ops.runtime import triton as launching
+from hf_linattn.ops.runtime.triton_operations import TRITON
 
 GPU = torch.device("cuda", 0)
 CACHED = (gpu_operations, launching.is_large, launching.assembler_version)

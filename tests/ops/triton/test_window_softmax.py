@@ -6,15 +6,15 @@ import json
 
 import pytest
 import torch
+from hf_linattn.ops.block_softmax.autograd.autograd import Before
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_linattn.ops.block_softmax import Before
-from hf_linattn.ops.exponential import LOWEST
-from hf_linattn.ops.source import Source
-from hf_linattn.ops.triton import window_softmax
-from hf_linattn.ops.triton.window_softmax import TRITON_WINDOW
-from hf_linattn.ops.window_softmax import Window, attend_window
+from hf_linattn.ops.common.grad_accumulator import Source
+from hf_linattn.ops.common.numerics import LOWEST
+from hf_linattn.ops.window import triton as window_softmax
+from hf_linattn.ops.window.autograd import Window, attend_window
+from hf_linattn.ops.window.triton import TRITON_WINDOW
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
 from tests.ops.triton.cases import run

@@ -1,0 +1,310 @@
+/* Running softmax attention of up to PIECE queries, over keys that are taken in up to PIECE at a time.
+ *
+ * Scores are laid out [keys, queries]: the queries are turned once, keys are read where they lie, and largest scores,
+ * weights and their sums are found for LANES queries at a time.
+ */
+
+#pragma once
+
+#include "packed_tiles.h"
+
+#define GROUPS (PIECE / LANES) /* of queries */
+#define ROOM 8.0f /* e^8 times the largest weight leaves float32 the precision it has: sums seldom need to be scaled */
+
+struct scratch {
+    float *query, *rows, *value, *scores, *out; /* query: scaled, [key_size, PIECE]; rows: where a piece is no whole one */
+    float *bias;                                /* of the scores: what `show` made of a piece */
+    float top[PIECE], weight[PIECE];            /* the weights e^(score - top) are summed up */
+    int64_t key_size, keys, values;             /* keys, values: sizes, padded */
+    struct factors factors;                     /* left: of the queries; right: of the weights */
+    struct tiles queries;
+    float *turned_out; /* [values, PIECE]: what products of tiles add to */
+    struct pieces pieces;
+    struct upcoming next; /* what is asked for beside the products, so many rows at a time */
+};
+
+static inline int64_t arrange(struct scratch *s, int64_t key_size, int64_t value_size, int64_t parts, float *memory)
+{
+    s->key_size = key_size;
+    s->keys = round_up(key_size, TILE_COLUMNS);
+    s->values = round_up(value_size, TILE_COLUMNS);
+    s->next.count = 0;
+    int64_t used = arrange_pieces(&s->pieces, key_size, 0, s->values, parts, memory);
+    s->query = take(memory, &used, PIECE * s->keys);
+    s->rows = take(memory, &used, PIECE * s->keys);
+    s->value = take(memory, &used, PIECE * s->values);
+    s->scores = take(memory, &used, PIECE * PIECE);
+    s->bias = take(memory, &used, PIECE * PIECE);
+    s->out = take(memory, &used, PIECE * s->values);
+    s->factors = take_factors(memory, &used, PIECE * s->keys, PIECE * PIECE, parts);
+    s->turned_out = parts ? take(memory, &used, PIECE * s->values) : NULL;
+    return used;
+}
+
+/* Begin with the queries that have been put into `rows`, and with what stands in `out` for them. */
+static inline void begin_queries(struct scratch *s, float scaling)
+{
+    turn(s->query, PIECE, s->rows, s->keys, PIECE, s->keys);
+    for (int64_t number = 0; number < PIECE * s->keys; number++)
+        s->query[number] *= scaling;
+    if (!s->factors.parts)
+        return;
+    const struct rows query = {s->query, PIECE, FLOAT32};
+    s->queries = put_right(s->factors.left, query, s->key_size, PIECE, s->factors.parts);
+    turn(s->turned_out, PIECE, s->out, s->values, PIECE, s->values);
+}
+
+/* Leave in `out` what has been summed up. */
+static inline void end_queries(struct scratch *s)
+{
+    if (s->factors.parts)
+        turn(s->out, s->values, s->turned_out, PIECE, s->values, PIECE);
+}
+
+/* The keys, from `first` to before `last` in whole tiles, that each group of queries sees, and that any of them does. */
+struct seen {
+    int64_t first[GROUPS], last[GROUPS], start, end;
+};
+
+/* Which pairs of a piece are seen: some; all, with nothing added to their scores; all, with a bias. */
+enum shown { SOME, ALL_PLAIN, ALL_BIASED };
+
+/* Whether nothing is added to any score of PIECE queries and as many keys, as in the middle of a window. */
+static int is_zero(const float *bias, int64_t bias_step)
+{
+    for (int64_t i = 0; i < PIECE; i++) {
+        mask bits = {0};
+        for (int64_t j = 0; j < PIECE; j += LANES)
+            bits |= (mask)load(bias + i * bias_step + j);
+        if (any_of(bits))
+            return 0;
+    }
+    return 1;
+}
+
+/* Whether one row of bias is the same for a whole piece, so that products of tiles do without it. */
+static inline int is_same(const float *bias, int64_t count)
+{
+    mask others = {0};
+    for (int64_t j = 0; count == PIECE && j < PIECE; j += LANES)
+        others |= load(bias + j) != (lanes){0} + bias[0];
+    return count == PIECE && bias[0] > LOWEST / 2 && !any_of(others);
+}
+
+/* Find what the scores of `count` keys get from the bias of each of `rows` queries, in rows of `bias_step` numbers, or
+ * one row for all. Without a bias query i sees the first `ahead` + i + 1 of them. Where all is zero nothing is written. */
+static enum shown show(float *shown, const float *bias, int64_t bias_step, int64_t rows, int64_t count, int64_t ahead)
+{
+    if (!bias && count == PIECE && ahead >= PIECE - 1)
+        return ALL_PLAIN;
+    if (bias && bias_step && rows == PIECE && count == PIECE) {
+        if (is_zero(bias, bias_step))
+            return ALL_PLAIN;
+        turn(shown, PIECE, bias, bias_step, PIECE, PIECE);
+        return SOME;
+    }
+    int all = bias && !bias_step;
+    for (int64_t j = 0; j < PIECE; j++) {
+        const float there = j >= count ? LOWEST : bias && !bias_step ? bias[j] : 0.0f;
+        all = all && there > LOWEST / 2;
+        for (int64_t i = 0; i < PIECE; i += LANES)
+            store(shown + j * PIECE + i, (lanes){0} + there);
+    }
+    for (int64_t j = 0; !bias && j < count; j++) /* the first that sees it is query j - ahead */
+        for (int64_t i = 0; i < smaller(j - ahead, PIECE); i++)
+            shown[j * PIECE + i] = LOWEST;
+    for (int64_t j = 0; bias && bias_step && j < count; j++)
+        for (int64_t i = 0; i < rows; i++)
+            shown[j * PIECE + i] = bias[i * bias_step + j];
+    return all ? ALL_BIASED : SOME;
+}
+
+/* Find which keys are seen with that bias. */
+static struct seen find_seen(const float *bias, enum shown shown)
+{
+    const int all = shown != SOME;
+    struct seen found = {.start = all ? 0 : PIECE, .end = all ? PIECE : 0};
+    for (int64_t group = 0; group < GROUPS; group++) {
+        found.first[group] = found.start;
+        found.last[group] = found.end;
+    }
+    for (int64_t group = 0; !all && group < GROUPS; group++)
+        for (int64_t j = 0; j < PIECE; j += TILE_ROWS) {
+            lanes largest = load(bias + j * PIECE + group * LANES);
+            for (int64_t row = 1; row < TILE_ROWS; row++)
+                largest = larger_of(largest, load(bias + (j + row) * PIECE + group * LANES));
+            if (max_of(largest) <= LOWEST / 2)
+                continue;
+            found.first[group] = smaller(found.first[group], j);
+            found.last[group] = j + TILE_ROWS;
+            found.start = smaller(found.start, j);
+            found.end = found.end > j + TILE_ROWS ? found.end : j + TILE_ROWS;
+        }
+    return found;
+}
+
+/* out [keys, queries] = rows of keys, `key_row` numbers apart, times turned queries, where a tile has seen pairs, more
+ * what is there if it `adds`. */
+static inline __attribute__((always_inline)) void
+make_scores(float *out, const struct seen *seen, const float *key, int64_t key_row, const float *query, int64_t size,
+            int adds)
+{
+    for (int64_t j = seen->start; j < seen->end; j += TILE_ROWS)
+        for (int64_t i = 0; i < PIECE; i += TILE_COLUMNS) {
+            const int64_t group = i / LANES;
+            if (j >= smaller(seen->first[group], seen->first[group + 1])
+                && (j < seen->last[group] || j < seen->last[group + 1]))
+                make_tile(out + j * PIECE + i, PIECE, key + j * key_row, key_row, 1, query + i, PIECE, size, adds);
+        }
+}
+
+/* Bring what has been summed up for a group of queries down to a higher top. */
+static inline void scale_sums(struct scratch *s, int64_t group, lanes left, mask higher)
+{
+    for (int64_t row = 0; s->factors.parts && row < s->values; row++) {
+        float *out = s->turned_out + row * PIECE + group * LANES;
+        store(out, load(out) * left);
+    }
+    for (int64_t lane = 0; !s->factors.parts && lane < LANES; lane++)
+        for (int64_t column = 0; higher[lane] && column < s->values; column += LANES) {
+            float *out = s->out + (group * LANES + lane) * s->values + column;
+            store(out, load(out) * left[lane]);
+        }
+}
+
+/* Scores beside their bias; a hidden pair has LOWEST, whatever its product came to. */
+static inline __attribute__((always_inline)) lanes beside_bias(lanes scores, lanes bias)
+{
+    return choose(bias > LOWEST / 2, scores + bias, (lanes){0} + LOWEST);
+}
+
+/* Find the largest scores of the keys from `start` to `end`, which get their bias first if they are `biased`. */
+static inline __attribute__((always_inline)) void
+find_tops(lanes *top, const struct scratch *s, int64_t start, int64_t end, int biased)
+{
+    for (int64_t j = start; j < end; j++)
+#pragma GCC unroll 8
+        for (int group = 0; group < GROUPS; group++) {
+            float *at = s->scores + j * PIECE + group * LANES;
+            lanes score = load(at);
+            if (biased) {
+                score = beside_bias(score, load(s->bias + j * PIECE + group * LANES));
+                store(at, score);
+            }
+            top[group] = larger_of(top[group], score);
+        }
+}
+
+/* See to it that the `top` of a query is at most ROOM below its largest score, of the keys from `start` to `end` that
+ * all have a bias beside their own ones: where it was less, what was summed up before is brought down to the new one. */
+static inline void raise_tops(struct scratch *s, int64_t start, int64_t end, enum shown shown, float bias)
+{
+    lanes top[GROUPS];
+#pragma GCC unroll 8
+    for (int group = 0; group < GROUPS; group++)
+        top[group] = (lanes){0} + LOWEST;
+    if (shown == ALL_PLAIN)
+        find_tops(top, s, start, end, 0);
+    else
+        find_tops(top, s, start, end, 1);
+    for (int64_t group = 0; group < GROUPS; group++) {
+        const lanes before = load(s->top + group * LANES);
+        top[group] += bias;
+        const mask higher = top[group] > before + ROOM;
+        if (!any_of(higher))
+            continue;
+        top[group] = choose(higher, top[group], before);
+        const lanes left = exp_of(before - top[group]);
+        store(s->weight + group * LANES, load(s->weight + group * LANES) * left);
+        store(s->top + group * LANES, top[group]);
+        scale_sums(s, group, left, higher);
+    }
+}
+
+/* Scores become weights under the `top` of their query. */
+static inline void weigh(struct scratch *s, int64_t start, int64_t end, enum shown shown)
+{
+    raise_tops(s, start, end, shown, 0.0f);
+    lanes top[GROUPS], sum[GROUPS];
+#pragma GCC unroll 8
+    for (int group = 0; group < GROUPS; group++) {
+        top[group] = load(s->top + group * LANES);
+        sum[group] = load(s->weight + group * LANES);
+    }
+    for (int64_t j = start; j < end; j++)
+#pragma GCC unroll 8
+        for (int group = 0; group < GROUPS; group++) {
+            const lanes weight = exp_of(load(s->scores + j * PIECE + group * LANES) - top[group]);
+            store(s->scores + j * PIECE + group * LANES, weight);
+            sum[group] += weight;
+        }
+#pragma GCC unroll 8
+    for (int group = 0; group < GROUPS; group++)
+        store(s->weight + group * LANES, sum[group]);
+}
+
+/* Take in keys, in whole tiles, and their values before `end`, with the bias that `show` left. */
+static void read_piece(struct scratch *s, const struct seen *seen, struct rows keys, struct rows values, int64_t end,
+                       enum shown shown)
+{
+    const float *value = values.data;
+    make_scores(s->scores, seen, keys.data, keys.row, s->query, s->key_size, 0);
+    weigh(s, seen->start, seen->end, shown);
+    for (int64_t i = 0; i < PIECE; i += TILE_ROWS) {
+        const int64_t first = seen->first[i / LANES], last = smaller(seen->last[i / LANES], end);
+        for (int64_t column = 0; first < last && column < s->values; column += TILE_COLUMNS)
+            add_tile(s->out + i * s->values + column, s->values, s->scores + first * PIECE + i, 1, PIECE,
+                     value + first * values.row + column, values.row, last - first);
+    }
+}
+
+/* The weights of whole blocks of keys as a right factor, beside their sums. */
+static inline WITH_TILES __attribute__((always_inline)) struct tiles
+put_weights_parts(struct scratch *s, const float *scores, int64_t keys, float bias, int parts)
+{
+    const struct tiles made = tiles_at(s->factors.right, PIECE, keys, parts);
+    for (int64_t group = 0; group < PIECE; group += LANES) {
+        const lanes top = load(s->top + group) - bias;
+        lanes sum = load(s->weight + group);
+        char *to = (char *)made.data + group / LANES * made.beside;
+        for (int64_t at = 0; at < keys; at += BLOCK, to += TILE)
+#pragma GCC unroll 4
+            for (int64_t number = 0; number < PAIRS; number++) {
+                const float *score = scores + (at + number) * PIECE + group;
+                const lanes one = load(score) - top, other = load(score + PAIRS * PIECE) - top;
+                const lanes first = parts == 3 ? exp_of(one) : rounded_exp_of(one);
+                const lanes second = parts == 3 ? exp_of(other) : rounded_exp_of(other);
+                sum += first + second;
+                put_pairs(to + number * sizeof(lanes), made.part, first, second, parts);
+            }
+        store(s->weight + group, sum);
+    }
+    return made;
+}
+
+static WITH_TILES struct tiles put_weights(struct scratch *s, const float *scores, int64_t keys, float bias)
+{
+    return s->factors.parts == 3 ? put_weights_parts(s, scores, keys, bias, 3)
+                                 : put_weights_parts(s, scores, keys, bias, 1);
+}
+
+/* Put PIECE rows of keys and of values, zero where there are none, into the tiles of a piece. */
+static void put_piece(const struct scratch *s, const struct piece *piece, struct rows keys, struct rows values)
+{
+    put_left((void *)piece->key.data, keys, PIECE, s->key_size, s->factors.parts);
+    put_turned_left((void *)piece->turned.data, values, s->values, PIECE, s->factors.parts);
+}
+
+/* Take in a piece that is there in tiles, with the bias that `show` left, all with the same one beside. */
+static void read_tiles(struct scratch *s, const struct seen *seen, const struct piece *piece, enum shown shown,
+                       float bias)
+{
+    const int64_t first = seen->start / BLOCK * BLOCK, keys = round_up(seen->end - first, BLOCK);
+    float *scores = s->scores + first * PIECE;
+    multiply(scores, PIECE, without(piece->key, first, 0), s->queries, keys, PIECE, s->key_size, 0,
+             &s->next, FETCHED);
+    raise_tops(s, first, first + keys, shown, bias);
+    const struct tiles weights = put_weights(s, scores, keys, bias);
+    multiply(s->turned_out, PIECE, without(piece->turned, 0, first), weights, s->values, PIECE, keys, 1,
+             &s->next, FETCHED);
+}

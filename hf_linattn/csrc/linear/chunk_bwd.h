@@ -1,0 +1,187 @@
+/* What one thread works with in the backward pass of sums over keys, and the way back through feature maps. */
+
+#pragma once
+
+#include "chunk.h"
+
+struct backward {
+    struct problem forward;  /* sums, factor, log_max_after: as it left them */
+    operand d_sums, d_log;   /* d_log, of the log of what all weights add up to: data is NULL where there is none */
+    operand d_query, d_key, d_value, d_scale; /* d_scale [batches, heads, length]; data may be NULL */
+    /* [batches, heads (, groups), input_size, columns] and [.., columns]; NULL where nobody needs them */
+    float *d_query_weight, *d_query_bias, *d_key_weight, *d_key_bias;
+    const float *d_state; /* of what it left as state; NULL where there is none */
+    float *d_before;      /* of the state it began with */
+};
+
+/* One map and what its gradients need. */
+struct reverse_map {
+    float *turned;            /* weight, [columns, inputs] */
+    float *d_weight, *d_bias; /* [inputs, columns], [columns] */
+};
+
+/* What a chunk is read with from the end: its keys, their log scales, and what came before it. */
+struct recalled {
+    float *key;             /* features [chunk, keys] */
+    float *state, *weights; /* state^T [values, keys], [keys] */
+    float log_max, scale[CHUNK];
+};
+
+struct work {
+    struct scratch s;
+    float *grad, *slope, *own_log, *grad_pairs, *d_query, *d_key, *d_input, *turned_value;
+    /* grad [chunk, values] is g, slope [chunk] is h; d_query, d_key [chunk, keys]: of features */
+    struct recalled recalled[SEGMENT / FEW]; /* the chunks of a segment */
+    struct reverse_map *maps;                  /* of the queries of each group, then of the keys */
+    int64_t columns;                           /* of a weight, padded */
+};
+
+/* Read the keys of a chunk, and what came before it, where they are. */
+static inline void recall(struct work *w, const struct recalled *own)
+{
+    hold_instead(&w->s.factors, w->s.key, own->key);
+    hold_instead(&w->s.factors, w->s.earlier, own->state);
+    w->s.key = own->key;
+    w->s.earlier = own->state;
+}
+
+static int64_t arrange_all(struct work *w, const struct backward *p, float *memory)
+{
+    struct scratch *s = &w->s;
+    int64_t used = arrange(s, &p->forward, memory), count = p->forward.groups + 1;
+    s->fetched = p->forward.bidirectional ? FETCHED : FETCHED / 2; /* beside more products than in the forward pass */
+    w->columns = p->forward.activation == SOFTMAX_PAIR ? round_up(p->forward.key_size / 2, TILE_COLUMNS) : s->keys;
+    w->grad = take(memory, &used, s->chunk * s->values);
+    hold(&s->factors, memory, &used, w->grad, s->chunk * s->values, LEFT);
+    hold(&s->factors, memory, &used, w->grad, s->chunk * s->values, RIGHT);
+    w->slope = take(memory, &used, s->chunk);
+    w->own_log = take(memory, &used, s->chunk);
+    w->grad_pairs = take(memory, &used, s->chunk * s->chunk);
+    w->d_query = take(memory, &used, s->chunk * s->keys);
+    w->d_key = take(memory, &used, s->chunk * s->keys);
+    w->d_input = take(memory, &used, s->chunk * s->inputs);
+    w->turned_value = take(memory, &used, s->chunk * s->values);
+    hold(&s->factors, memory, &used, w->turned_value, s->chunk * s->values, RIGHT);
+    s->turned_state = take(memory, &used, s->keys * s->values);
+    hold(&s->factors, memory, &used, s->turned_state, s->keys * s->values, RIGHT);
+    const int64_t all = p->forward.bidirectional ? 1 : SEGMENT / s->chunk;
+    for (int64_t chunk = 0; chunk < smaller(all, p->forward.length / s->chunk + 1); chunk++) {
+        struct recalled *own = &w->recalled[chunk];
+        own->key = chunk ? take(memory, &used, s->chunk * s->keys) : s->key;
+        own->state = take(memory, &used, s->keys * s->values);
+        own->weights = take(memory, &used, s->keys);
+    }
+    s->earlier = w->recalled[0].state;
+    hold(&s->factors, memory, &used, s->key, s->chunk * s->keys, RIGHT);
+    hold(&s->factors, memory, &used, s->earlier, s->keys * s->values, RIGHT);
+    w->maps = take(memory, &used, round_up(count * sizeof(struct reverse_map), sizeof(float)) / sizeof(float));
+    for (int64_t map = 0; map < count; map++) {
+        struct reverse_map found = {
+            take(memory, &used, w->columns * s->inputs),
+            take(memory, &used, w->columns * s->inputs),
+            take(memory, &used, w->columns),
+        };
+        hold(&s->factors, memory, &used, found.turned, w->columns * s->inputs, RIGHT);
+        if (memory)
+            w->maps[map] = found;
+    }
+    return used;
+}
+
+static void clear(float *numbers, int64_t count) { memset(numbers, 0, count * sizeof(float)); }
+
+static void scale_rows(float *rows, const float *factor, int64_t count, int64_t size)
+{
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t column = 0; column < size; column++)
+            rows[row * size + column] *= factor[row];
+}
+
+/* Turn the weights, and begin with gradients of zero. */
+static void prepare_maps(struct work *w, const struct backward *p, int64_t head)
+{
+    const struct problem *f = &p->forward;
+    for (int64_t group = 0; group <= f->groups; group++) {
+        const operand *weight = group < f->groups ? &f->query_map.weight : &f->key_map.weight;
+        struct reverse_map *map = &w->maps[group];
+        if (!weight->data)
+            continue;
+        float *padded = map->d_weight;
+        clear(padded, w->s.inputs * w->columns);
+        for (int64_t row = 0; row < f->input_size; row++)
+            memcpy(padded + row * w->columns, place(weight, 0, head, group < f->groups ? group : 0, row),
+                   w->columns * sizeof(float));
+        turn(map->turned, w->s.inputs, padded, w->columns, w->s.inputs, w->columns);
+        clear(map->d_weight, w->s.inputs * w->columns);
+        clear(map->d_bias, w->columns);
+    }
+}
+
+static void write_map(const struct work *w, const struct problem *f, const struct reverse_map *map, float *d_weight,
+                      float *d_bias, int64_t number)
+{
+    const int64_t columns = f->activation == SOFTMAX_PAIR ? f->key_size / 2 : f->key_size;
+    for (int64_t row = 0; row < f->input_size && d_weight; row++)
+        memcpy(d_weight + (number * f->input_size + row) * columns, map->d_weight + row * w->columns,
+               columns * sizeof(float));
+    if (d_bias)
+        memcpy(d_bias + number * columns, map->d_bias, columns * sizeof(float));
+}
+
+/* d z from d phi(z), in place, for one row of features. */
+static void reverse_activation(float *d, const float *features, const struct problem *p)
+{
+    const int64_t half = p->key_size / 2;
+    switch (p->activation) {
+    case ELU:
+        for (int64_t key = 0; key < p->key_size; key++)
+            d[key] *= features[key] < 1.0f ? features[key] : 1.0f;
+        break;
+    case RELU:
+        for (int64_t key = 0; key < p->key_size; key++)
+            d[key] = features[key] > 0.0f ? d[key] : 0.0f;
+        break;
+    case EXPONENTIAL:
+        for (int64_t key = 0; key < p->key_size; key++)
+            d[key] *= features[key];
+        break;
+    case SOFTMAX_PAIR: {
+        const float mean = dot(d, features, half), opposite = dot(d + half, features + half, half);
+        for (int64_t key = 0; key < half; key++)
+            d[key] = features[key] * (d[key] - mean) - features[half + key] * (d[half + key] - opposite);
+        clear(d + half, half);
+    }
+    }
+}
+
+/* From the gradient of features and these to that of what lies in `input`; `d_scale` is that of the log scales. */
+static void reverse_features(struct work *w, const struct problem *p, struct reverse_map *map, float *d_features,
+                             const float *features, int has_weight, int learned, const float *d_scale,
+                             const operand *to, int64_t batch, int64_t head, int64_t group, int64_t at, int64_t count)
+{
+    struct scratch *s = &w->s;
+    for (int64_t row = 0; row < count; row++)
+        reverse_activation(d_features + row * s->keys, features + row * s->keys, p);
+    float *from = d_features;
+    int64_t size = s->keys;
+    if (has_weight) {
+        clear(d_features + count * s->keys, (s->chunk - count) * s->keys);
+        make_product(s, w->d_input, s->inputs, d_features, s->keys, 1, map->turned, s->inputs, s->chunk, s->inputs,
+                     p->activation == SOFTMAX_PAIR ? p->key_size / 2 : p->key_size, 0);
+        if (learned) {
+            make_product(s, map->d_weight, w->columns, s->input, 1, s->inputs, d_features, s->keys,
+                         round_up(p->input_size, TILE_ROWS), w->columns, s->chunk, 1);
+            for (int64_t row = 0; row < count; row++)
+                add_scaled(map->d_bias, 1.0f, d_features + row * s->keys, w->columns);
+        }
+        from = w->d_input;
+        size = s->inputs;
+    }
+    const int changes = p->quadratic && d_scale;
+    const int large = is_large(p->batches * p->heads * p->groups * p->length * p->input_size);
+    for (int64_t row = 0; row < count; row++) {
+        if (changes)
+            add_scaled(from + row * size, 2 * p->quadratic * d_scale[row], s->input + row * s->inputs, p->input_size);
+        write_row(to, batch, head, group, at + row, 1.0f, from + row * size, p->input_size, large);
+    }
+}

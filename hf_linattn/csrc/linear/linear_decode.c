@@ -1,0 +1,100 @@
+/* One more token for many sequences side by side, as in decoding: `causal_sums` of length 1, without tiles.
+ *
+ *     state_after = exp(log_max + log_decay - log_max_after) state + exp(log_scale - log_max_after) key [value, 1]^T
+ *     sums        = query state_after, divided by the last column
+ *
+ * or if `strict` the state before the key, to which log_decay has come.
+ */
+
+#include "linear.h"
+
+struct scratch {
+    float *query, *scale, *key, *value, *out, *spare; /* query [groups, keys], scale [groups], out [groups, width];
+                                                         spare: a row of features */
+    int64_t keys, width;
+};
+
+static int64_t arrange(struct scratch *s, const struct problem *p, float *memory)
+{
+    s->keys = round_up(p->key_size, TILE_COLUMNS);
+    s->width = p->value_size + 1;
+    int64_t used = 0;
+    s->query = take(memory, &used, p->groups * s->keys);
+    s->scale = take(memory, &used, p->groups);
+    s->key = take(memory, &used, s->keys);
+    s->value = take(memory, &used, s->width);
+    s->out = take(memory, &used, p->groups * s->width);
+    s->spare = take(memory, &used, s->keys);
+    return used;
+}
+
+/* Features of one token; returns their log scale. */
+static float read_features(float *to, float *spare, const struct problem *p, const operand *x, const feature_map *map,
+                           int64_t batch, int64_t head, int64_t group, int64_t padded)
+{
+    const float *from = place(x, batch, head, group, 0);
+    memset(to, 0, padded * sizeof(float));
+    if (map->weight.data) {
+        const int64_t columns = p->activation == SOFTMAX_PAIR ? p->key_size / 2 : p->key_size;
+        if (map->bias.data)
+            memcpy(to, place(&map->bias, 0, head, group, 0), columns * sizeof(float));
+        for (int64_t row = 0; row < p->input_size; row++)
+            add_scaled(to, from[row], place(&map->weight, 0, head, group, row), columns);
+    } else
+        memcpy(to, from, p->key_size * sizeof(float));
+    const float log_scale = activate(to, spare, p, padded);
+    return p->quadratic ? log_scale + p->quadratic * dot(from, from, p->input_size) + p->offset : log_scale + p->offset;
+}
+
+static void read_token(const void *problem, float *memory, int64_t task)
+{
+    const struct problem *p = problem;
+    struct scratch s;
+    arrange(&s, p, memory);
+    const int64_t batch = task / p->heads, head = task % p->heads;
+    for (int64_t group = 0; group < p->groups; group++)
+        s.scale[group] = read_features(s.query + group * s.keys, s.spare, p, &p->query, &p->query_map, batch, head,
+                                       group, s.keys);
+    float scale = read_features(s.key, s.spare, p, &p->key, &p->key_map, batch, head, 0, s.keys);
+    float left = 1.0f, weight = 1.0f, before = p->log_max[task], after = before;
+    if (has_scales(p)) {
+        scale += p->log_scale.data ? *place(&p->log_scale, batch, head, 0, 0) : 0.0f;
+        before += p->log_decay.data ? *place(&p->log_decay, batch, head, 0, 0) : 0.0f;
+        after = scale > before ? scale : before;
+        left = exp_of_one(before - after);
+        weight = exp_of_one(scale - after);
+    }
+    p->log_max_after[task] = after;
+    memcpy(s.value, place(&p->value, batch, head, 0, 0), p->value_size * sizeof(float));
+    s.value[p->value_size] = 1.0f;
+    memset(s.out, 0, p->groups * s.width * sizeof(float));
+    for (int64_t key = 0; key < p->key_size; key++) {
+        const int64_t row = (task * p->key_size + key) * s.width;
+        const float *restrict old = p->state + row, added = weight * s.key[key];
+        float *restrict new = p->state_after + row;
+        for (int64_t column = 0; column < s.width; column++)
+            new[column] = left * old[column] + added * s.value[column];
+        for (int64_t group = 0; group < p->groups; group++)
+            add_scaled(s.out + group * s.width, s.query[group * s.keys + key], p->strict ? old : new, s.width);
+    }
+    for (int64_t group = 0; group < p->groups; group++) {
+        const float *out = s.out + group * s.width, total = out[p->value_size];
+        const float factor = total >= p->least_weight ? 1.0f / total : 0.0f;
+        float *sums = place(&p->sums, batch, head, group, 0);
+        for (int64_t column = 0; column < p->value_size; column++)
+            sums[column] = factor * out[column];
+        if (p->factor.data) {
+            *place(&p->factor, batch, head, group, 0) = factor;
+            *place(&p->top, batch, head, group, 0) = (p->strict ? before : after) + s.scale[group];
+        }
+    }
+}
+
+/* Read one token of every sequence; returns 0, or 1 where there was no memory to work in. */
+int causal_step(const struct problem *p)
+{
+    struct scratch s;
+    return run_tasks(read_token, p, p->batches * p->heads, p->threads, arrange(&s, p, NULL));
+}
+
+LAYOUT(causal_step, struct problem, 0x77eda765)

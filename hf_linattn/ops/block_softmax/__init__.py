@@ -1,0 +1,1 @@
+"""Softmax over the key blocks that a table names."""

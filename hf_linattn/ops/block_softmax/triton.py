@@ -1,0 +1,179 @@
+"""Block softmax by Triton: what `native.block_softmax` computes, on a GPU, without copying keys together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from ..common.numerics import LN_2, LOWEST
+from ..common.precision import wide
+from ..common.tracing import is_watched
+from ..runtime.cpu import operation
+from ..runtime.triton import kinds, launch, padded, precision, require_kernels
+from ..runtime.triton_row_products import row_products
+from ..window.triton import TRITON_WINDOW
+from .autograd import BlockSoftmax, count_flops, count_reverse_flops
+from .triton_kernels import attend_blocks, reverse_keys, reverse_queries
+
+TILE, WIDE_TILE = 32, 16  # queries, and keys, in a tile; of more than 128 numbers. In half precision twice as many
+LARGEST = 256  # size of heads: more does not fit into shared memory
+ALIGNED = 16  # what Triton asks strides for to be multiples of, before it loads several numbers at a time
+PARTS = 16  # programs that share the queries which meet the same keys that stand by themselves
+
+
+@operation("out", "log", devices=("CPU", "CUDA"))
+def block_softmax_triton(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, log: Tensor, before: Tensor | None,
+    before_log: Tensor | None, begun: int, shared_key: Tensor, shared_value: Tensor, bias: Tensor | None,
+    table: Tensor, first: int, block_size: int, scaling: float, causal: bool,
+) -> None:  # fmt: skip
+    """`native.block_softmax.block_softmax`; arguments and results as there.
+
+    Products of float32 follow `torch.set_float32_matmul_precision`, as those of `causal_sums_triton`.
+
+    Raises:
+        OptionError: the heads are on a CPU, and Triton was not imported to interpret kernels there.
+    """
+    require_kernels(query)
+    (batch, heads, groups, length, _), begins = query.shape, before is not None and before_log is not None
+    before, before_log = (out, log) if before is None or before_log is None else (before, before_log)
+    shown, strides, *columns = _bias(bias, query, shared_key.shape[2])
+    query, out, before = query.flatten(1, 2), _as_heads(out), before.flatten(1, 2)
+    sizes = sizes_for(query, value)
+    grid = (batch * heads * groups, len(table) * -(-block_size // sizes["ROWS"]))
+    launch(
+        attend_blocks, grid, query,
+        query, key, value, out, log.view(-1), before, before_log.contiguous(), shared_key, shared_value, shown, table,
+        *_strides(query, key, value, out, before, shared_key, shared_value), *strides,
+        heads * groups, groups, length, first, block_size, *table.shape[1:], shared_key.shape[2], *columns, begun,
+        before_log.shape[3], scaling, **sizes, CAUSAL=causal, BEGINS=begins, BIASED=bias is not None,
+    )  # fmt: skip
+
+
+@operation("d_query", "d_key", "d_value", "d_before", "d_before_log", "d_shared_key", "d_shared_value",
+           devices=("CPU", "CUDA"))  # fmt: skip
+def block_softmax_backward_triton(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, log: Tensor, grad: Tensor, log_grad: Tensor,
+    d_query: Tensor, d_key: Tensor, d_value: Tensor, before: Tensor | None, before_log: Tensor | None,
+    d_before: Tensor | None, d_before_log: Tensor | None, begun: int, shared_key: Tensor, shared_value: Tensor,
+    d_shared_key: Tensor, d_shared_value: Tensor, bias: Tensor | None, table: Tensor, first: int, block_size: int,
+    scaling: float, causal: bool,
+) -> None:  # fmt: skip
+    """`native.block_softmax.block_softmax_backward`; arguments and results as there."""
+    batch, heads, groups, length, _ = query.shape
+    weight_grad = row_products(grad, out) - log_grad
+    if before is not None:
+        rows = slice(first * block_size, min((first + len(table)) * block_size, length))
+        _reverse_before(before, before_log, d_before, d_before_log, grad, log, weight_grad, rows, begun)
+    # without keys all scores are LOWEST, and weights zero
+    sums = (torch.where(log > LOWEST / 2, log, 0.0) / LN_2).contiguous(), weight_grad.contiguous()
+    shown, strides, *columns = _bias(bias, query, shared_key.shape[2])
+    query, grad, d_query = query.flatten(1, 2), grad.flatten(1, 2), _as_heads(d_query)
+    sizes, shared, biased = sizes_for(query, value), shared_key.shape[2], bias is not None
+    grid: tuple[int, ...] = (batch * heads * groups, len(table) * -(-block_size // sizes["ROWS"]))
+    launch(
+        reverse_queries, grid, query,
+        query, key, value, grad, *sums, d_query, shared_key, shared_value, shown, table,
+        *_strides(query, key, value, grad, d_query, shared_key, shared_value), *strides,
+        heads * groups, groups, length, first, block_size, *table.shape[1:], shared, *columns, scaling,
+        **sizes, CAUSAL=causal, BIASED=biased,
+    )  # fmt: skip
+
+    def give(key: Tensor, value: Tensor, d_key: Tensor, d_value: Tensor, meetings, size: int, offset: int, causal):
+        met_by, met_from = meetings
+        parts, number = d_key.shape[0], met_from.shape[1] - 1
+        grid = (batch * heads, number * -(-size // sizes["COLUMNS"]), parts)
+        launch(
+            reverse_keys, grid, query,
+            query, key, value, grad, *sums, d_key, d_value, shown, met_by, met_from.contiguous(),
+            *_strides(query, key, value, grad), *d_key.stride()[:4], *d_value.stride()[:4], *strides,
+            heads * groups, groups, length, first, block_size, len(met_from), offset, columns[1], key.shape[2], size,
+            number, scaling, **sizes, CAUSAL=causal, BIASED=biased,
+        )  # fmt: skip
+
+    give(key, value, d_key[None], d_value[None], meet(table, -(-length // block_size)), block_size, columns[0], causal)
+    if shared:
+        parts = [x.new_zeros(PARTS, *x.shape) for x in (d_shared_key, d_shared_value)]
+        everyone = torch.arange(len(table), device=table.device)
+        all_meet = torch.stack([everyone, 0 * everyone], 1), torch.tensor([[0, len(table)]], device=table.device)
+        give(shared_key, shared_value, parts[0], parts[1], all_meet, shared, 0, False)
+        for gradient, part in zip((d_shared_key, d_shared_value), parts, strict=True):
+            gradient += part.sum(0)
+
+
+def _reverse_before(before, before_log, d_before, d_before_log, grad, log, weight_grad, rows, begun) -> None:
+    """Write the gradients of what queries in `rows` begin with: its share of the output's, as every value's."""
+    start = max(rows.start, begun)
+    if start >= rows.stop:
+        return
+    own, old = slice(start, rows.stop), slice(start - begun, rows.stop - begun)
+    begin, grad, log = before_log[..., old], grad[..., own, :], log[..., own]
+    share = torch.where(begin > LOWEST / 2, (begin - log).exp(), 0.0)
+    d_before[..., old, :] = share[..., None] * grad
+    d_before_log[..., old] = share * ((wide(grad) * before[..., old, :]).sum(-1) - weight_grad[..., own])
+
+
+def meet(table: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Return the table [T, H, c] as `reverse_keys` reads it: met_by [M, 2] and met_from [H, blocks + 1].
+
+    Blocks of keys come in order, and for each the query blocks and the entries that name it. Some rows name blocks
+    behind the last.
+    """
+    table = table.transpose(0, 1)
+    head, block, entry = ((table >= 0) & (table < blocks)).nonzero(as_tuple=True)
+    number = head * blocks + table[head, block, entry]
+    order = number.argsort(stable=True)
+    ends = torch.bincount(number, minlength=len(table) * blocks).cumsum(0).view(-1, blocks)
+    starts = torch.cat([ends.new_zeros(1), ends.flatten()[:-1]]).view_as(ends)
+    return torch.stack([block[order], entry[order]], 1), torch.cat([starts, ends[:, -1:]], 1)
+
+
+def _bias(bias: Tensor | None, like: Tensor, shared: int) -> tuple[Tensor, tuple[int, ...], int, int]:
+    """Return a bias, or what stands for none, its strides, the offset of its columns for blocks, and how many it has.
+
+    The first `shared` columns, and the others, get some more that nobody reads: rows from multiples of ALIGNED numbers
+    on are loaded several numbers at a time.
+    """
+    if bias is None:
+        return like, (0, 0, 0, 0), 0, 0
+    if missing := -shared % ALIGNED:
+        bias = torch.cat([F.pad(bias[..., :shared], (0, missing)), bias[..., shared:]], dim=-1)
+    if bias.stride(-2) % ALIGNED or bias.shape[-1] % ALIGNED:
+        bias = F.pad(bias, (0, -bias.shape[-1] % ALIGNED))
+    steps = (0 if size == 1 else step for size, step in zip(bias.shape[:-1], bias.stride(), strict=False))
+    return bias, tuple(steps), shared + missing, bias.shape[-1]
+
+
+def _as_heads(x: Tensor) -> Tensor:
+    """x [B, Hkv, G, N, D] as [B, H, N, D] in the same memory, to be written."""
+    return x.view(x.shape[0], -1, *x.shape[3:])
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Numbers from one batch, head and token of each to the next."""
+    return [step for x in tensors for step in x.stride()[:3]]
+
+
+def sizes_for(query: Tensor, value: Tensor) -> dict[str, Any]:
+    """What kernels are compiled for."""
+    keys, values = (padded(x.shape[-1]) for x in (query, value))
+    tile = (WIDE_TILE if max(keys, values) > 128 else TILE) * 4 // query.itemsize
+    return {
+        "KEY_SIZE": query.shape[-1], "VALUE_SIZE": value.shape[-1], "KEYS": keys, "VALUES": values, "ROWS": tile,
+        "COLUMNS": tile, "PRECISION": precision(), "num_stages": 1,  # more do not fit into shared memory
+    }  # fmt: skip
+
+
+def suits(*heads: Tensor) -> bool:
+    """Whether there are kernels for such heads, which compiled graphs cannot see into."""
+    known = all(x.dtype == heads[0].dtype and x.shape[-1] <= LARGEST for x in heads)
+    return known and heads[0].dtype in kinds() and not is_watched()
+
+
+TRITON_BLOCKS = BlockSoftmax(block_softmax_triton, block_softmax_backward_triton, suits, TRITON_WINDOW)
+register_flop_formula(torch.ops.hf_linattn.block_softmax_triton)(count_flops)
+register_flop_formula(torch.ops.hf_linattn.block_softmax_backward_triton)(count_reverse_flops)

@@ -1,0 +1,1 @@
+"""What several operations are made of."""

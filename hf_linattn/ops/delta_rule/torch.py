@@ -1,0 +1,92 @@
+"""The delta rule in chunks: S_i = g_i (I - beta_i k_i k_i^T) S_{i-1} + beta_i k_i v_i^T, read as o_i = S_i^T q_i.
+
+Without decay S_i = S_{i-1} + k_i u_i^T with u_i = beta_i (v_i - S_{i-1}^T k_i): a key writes what the state is wrong
+about. In a chunk of C tokens after the state S that is one triangular system for U [C, Dv],
+
+    (I + diag(beta) tril(K K^T, -1)) U = diag(beta) (V - K S),
+
+the UT form of the product of Householder-like factors (Yang et al. 2024, arXiv 2406.06484). Its inverse T is made for
+several chunks at once; from chunk to chunk U = T (V - K S), the outputs Q S + tril(Q K^T) U and the next state
+S + K^T U are products. With decays every pair (i, j) gets the factor g_{j+1} ... g_i (arXiv 2412.06464).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..linear.torch import CHUNK_SIZE, chunks_at_once
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_map: Callable[[Tensor], Tensor],
+    key_map: Callable[[Tensor], Tensor],
+    beta: Tensor,
+    log_gate: Tensor | None,
+    memory: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return S_i^T q_i [B, H, N, Dv] and S after the last key.
+
+    Args:
+        query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv.
+        query_map, key_map: make F features of queries [B, Hkv, G, N, D] and of keys; the keys' have a length up to 1.
+        beta: [B, Hkv, N], from 0 to 1; 0 for pads. log_gate: [B, Hkv, N], at most 0; 0 for pads.
+        memory: S [B, Hkv, F, Dv] before the first key.
+    """
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    if key.shape[2] == 1:
+        return _single_token(query_map(grouped), key_map(key), value, beta, log_gate, memory)
+    size = chunks_at_once(grouped.shape[:3].numel(), key.device) * CHUNK_SIZE
+    gates = itertools.repeat(None) if log_gate is None else log_gate.split(size, 2)
+    parts = zip(grouped.split(size, 3), *(x.split(size, 2) for x in (key, value, beta)), gates, strict=False)
+    outputs = []
+    for q, k, v, b, gate in parts:
+        part, memory = _read_chunks(query_map(q), key_map(k), v, b, gate, memory)
+        outputs.append(part)
+    return torch.cat(outputs, dim=3).flatten(1, 2), memory
+
+
+def _single_token(query, key, value, beta, log_gate, memory):
+    """One token of each row, as in decoding: what it changes in the state, which is then read."""
+    memory = memory if log_gate is None else memory * log_gate.exp()[..., None]
+    memory = memory + key.mT @ (beta[..., None] * (value - key @ memory))
+    return (query.squeeze(3) @ memory).flatten(1, 2)[:, :, None], memory
+
+
+def _read_chunks(
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, log_gate: Tensor | None, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`delta_rule` of some chunks after the feature maps, its output [B, Hkv, G, N, Dv]."""
+    length, groups = key.shape[2], query.shape[2]
+    size = min(length, CHUNK_SIZE)
+    missing = -length % size
+    # [B, Hkv, T, C, .], queries of a group below each other; what fills up the last chunk writes nothing
+    query, key, value = (F.pad(x, (0, 0, 0, missing)).unflatten(-2, (-1, size)) for x in (query, key, value))
+    query = query.movedim(2, 3).flatten(3, 4)
+    beta = F.pad(beta, (0, missing)).unflatten(-1, (-1, size))
+    own, seen = key @ key.mT, query @ key.mT
+    read, write, left = torch.cat([key, query], dim=3), key, None
+    if log_gate is not None:
+        total = F.pad(log_gate, (0, missing)).unflatten(-1, (-1, size)).cumsum(-1)[..., None]  # since the chunk began
+        passed = (total - total.mT).tril().exp()
+        own, seen = own * passed, seen * passed.repeat(1, 1, 1, groups, 1)
+        read, left = read * total.exp().repeat(1, 1, 1, 1 + groups, 1), total[..., -1:, :].exp()
+        write = key * (total[..., -1:, :] - total).exp()
+    # of the system only what stands below the diagonal is looked at
+    inverse = torch.linalg.solve_triangular(beta[..., None] * own, beta.diag_embed(), upper=False, unitriangular=True)
+    seen = seen.unflatten(3, (groups, size)).tril().flatten(3, 4)
+    outputs = []
+    for t in range(key.shape[2]):
+        known, earlier = (read[:, :, t] @ memory).split([size, groups * size], 2)
+        update = inverse[:, :, t] @ (value[:, :, t] - known)
+        outputs.append(earlier + seen[:, :, t] @ update)
+        memory = (memory if left is None else memory * left[:, :, t]) + write[:, :, t].mT @ update
+    output = torch.stack(outputs, dim=2).unflatten(3, (groups, size)).movedim(3, 2)
+    return output.flatten(3, 4)[:, :, :, :length], memory

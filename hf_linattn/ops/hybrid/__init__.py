@@ -1,0 +1,1 @@
+"""Softmax near, linear attention far."""

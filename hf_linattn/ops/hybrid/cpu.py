@@ -1,0 +1,189 @@
+"""Hybrid attention in C where no gradients are needed, the far output and the window on top of it in one memory.
+
+What both read is that of `hybrid_parts`. One token behind a full window takes a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..block_softmax.autograd import continue_blocks
+from ..block_softmax.cpu import NATIVE_BLOCKS
+from ..common.numerics import LOWEST
+from ..common.precision import wide, wide_number, widened
+from ..linear.cpu import can_read, native_maps
+from ..linear.cpu_decode import strict_step
+from ..linear.cpu_fused import mapped_attention
+from ..linear.torch import LinearState
+from ..runtime.cpu import KINDS, suits
+from ..runtime.output_pool import empty_output
+from .fused import BLOCK_SIZE, beside_sink, can_let_in, distant, gated, is_beyond, near_parts
+
+
+def can_attend(query: Tensor, key: Tensor, weights: Any) -> bool:
+    """Whether the C knows these weights and something lies beyond the window."""
+    return is_beyond(key, weights) and can_read(query, key)
+
+
+def can_go_on(query: Tensor, weights: Any, state: Any) -> bool:
+    """Whether these are tokens behind a window and sinks that are full, and the C knows these weights."""
+    known = state is not None and weights.window_log is None and weights.reach > 0
+    able = known and suits(query, kinds=KINDS) and knows_maps(weights)
+    # last: elsewhere than on a CPU a number that is looked at is waited for, and no graph can be captured
+    return able and bool((state.length >= weights.num_sinks + weights.reach).all())
+
+
+def knows_maps(weights: Any) -> bool:
+    """Whether the C makes the features itself."""
+    return bool(native_maps(weights.query_map, weights.key_map))
+
+
+def causal_hybrid_attention(
+    query: Tensor, key: Tensor, value: Tensor, weights: Any, before: LinearState | None = None
+) -> tuple[Tensor, LinearState]:
+    """Return the output [B, H, N, Dv] of rows that start at position 0, and the sums over all that left the window.
+
+    Without gradients, which `hybrid_parts` has.
+
+    Args:
+        query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]. weights: a `HybridWeights`.
+        before: sums over more keys, between the sinks and the others, that have left the window of the last query
+            without far keys of its own.
+    """
+    length, window = query.shape[2], weights.window_size
+    heads = query.unflatten(1, (key.shape[1], -1)), key, value
+    output = empty_output(heads[0], value)
+    far = output if can_let_in(NATIVE_BLOCKS, weights) else empty_output(heads[0], value)
+    log, state = _before(*heads, weights, far, before)
+    # one more key has left the window of the token that will come
+    left, nowhere = slice(length - window, length - window + 1), torch.empty_like(output[..., :1, :])
+    state, _ = _far(heads[0][:, :, :, :1], key[:, :, left], value[:, :, left], weights, state, nowhere)
+    start = window + weights.num_sinks - (before is not None)
+    return _join_near(*heads, weights, output, far, log, start, causal=True), state
+
+
+def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> Tensor:
+    """Return the bidirectional output [B, H, N, Dv] of unpadded rows; arguments as above."""
+    length, window = query.shape[2], weights.window_size
+    heads = query.unflatten(1, (key.shape[1], -1)), key, value
+    output = empty_output(heads[0], value)
+    far = output if can_let_in(NATIVE_BLOCKS, weights) else empty_output(heads[0], value)
+    log, _ = _before(*heads, weights, far)
+    end = length - window  # only queries before this one have far keys after them
+    rows, keys, values = heads[0][:, :, :, :end], key[:, :, window:], value[:, :, window:]
+    after = empty_output(rows, value)
+    _, log_after = _far(rows, keys, values, weights, None, after, reverse=True)
+    both = min(window + weights.num_sinks, end)  # queries from this one on may have far keys before them, too
+    far[:, :, :, :both] = after[:, :, :, :both]
+    share = torch.sigmoid(log_after - log[..., :end])[..., both:, None].to(far.dtype)
+    far[:, :, :, both:end].lerp_(after[:, :, :, both:], share)
+    log[..., :end] = torch.logaddexp(log[..., :end], log_after)
+    if far is not output and both < window + weights.num_sinks:
+        far[:, :, :, both : window + weights.num_sinks] = 0  # queries without far keys
+    return _join_near(*heads, weights, output, far, log, 0, causal=False)
+
+
+def continued_attention(
+    query: Tensor, key: Tensor, value: Tensor, weights: Any, state: Any
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the output [B, H, N, Dv] of tokens that go on after a `HybridState`, and what is in the next one.
+
+    Every row has read more than the sinks and a window before them: what it kept of these stands before its tokens, as
+    if nothing had been between. Without gradients, as `causal_hybrid_attention`.
+    """
+    one, sums = query.shape[2] == 1, LinearState(state.kv, state.log_max)
+    query, *new = widened(query, key, value) if one else (query, key, value)
+    old = (state.sink_key, state.ring_key), (state.sink_value, state.ring_value)
+    key, value = (torch.cat([*(x.to(y.dtype) for x in kept), y], dim=2) for kept, y in zip(old, new, strict=True))
+    output, sums = (_step if one else _go_on)(query, key, value, weights, sums)
+    rings = (wide(x[:, :, -weights.reach :]).clone() for x in (key, value))
+    return output, (*rings, state.sink_key, state.sink_value, *sums, state.length + query.shape[2])
+
+
+def _go_on(
+    query: Tensor, key: Tensor, value: Tensor, weights: Any, sums: LinearState
+) -> tuple[Tensor, LinearState]:
+    """Several queries at the end of a row of sinks, window and new tokens."""
+    kept = key.shape[2] - query.shape[2]
+    output, sums = causal_hybrid_attention(F.pad(query, (0, 0, kept, 0)), key, value, weights, sums)
+    return output[:, :, kept:], sums
+
+
+def _step(query: Tensor, key: Tensor, value: Tensor, weights: Any, sums: LinearState) -> tuple[Tensor, LinearState]:
+    """One query at the end of such a row."""
+    sinks, rate = weights.num_sinks, weights.decay_rate
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    decay = None if rate is None else (-rate[:, None]).expand(*key.shape[:2], 1)
+    leaving = key[:, :, sinks : sinks + 1], value[:, :, sinks : sinks + 1]
+    maps = native_maps(weights.query_map, weights.key_map)
+    far, far_log, sums = strict_step(grouped, *leaving, maps, decay, sums)
+    far_log = far_log + weights.log_mix.view(key.shape[1], -1, 1)
+    far_log = far_log if rate is None else far_log - (rate * weights.reach).view(-1, 1, 1)
+    scores = (grouped.squeeze(3) @ key.mT).mul_(weights.scaling)
+    near_log = scores.logsumexp(-1, keepdim=True)
+    near = scores.sub_(near_log).exp_() @ value
+    if weights.far_gate is not None:
+        near, near_log = beside_sink(near[..., None, :], near_log, weights)
+        return gated(near, near_log, far, far_log, weights.gate).flatten(1, 2), sums
+    output = near.lerp_(far.squeeze(3), torch.sigmoid(far_log - near_log))[..., None, :]
+    return beside_sink(output, torch.logaddexp(near_log, far_log), weights)[0].flatten(1, 2), sums
+
+
+def _before(
+    query: Tensor, key: Tensor, value: Tensor, weights: Any, output: Tensor, state: LinearState | None = None
+) -> tuple[Tensor, LinearState]:
+    """Write the attention to far keys before each query; return the log of its weight [B, Hkv, G, N], and a state."""
+    window, sinks = weights.window_size, weights.num_sinks
+    start, span = window + sinks, slice(sinks, key.shape[2] - window)
+    log = wide_number(query).new_full(query.shape[:4], LOWEST)
+    rows, keys, values = query[:, :, :, start:], key[:, :, span], value[:, :, span]
+    if state is not None:  # one query more has far keys
+        last, maps = slice(start - 1, start), native_maps(weights.query_map, weights.key_map)
+        one, own_key, own_value = widened(query[:, :, :, last], keys[:, :, :1], values[:, :, :1])
+        output[:, :, :, last], far_log, _ = strict_step(one, own_key, own_value, maps, None, state)
+        log[..., last] = distant(far_log, weights)
+    state, log[..., start:] = _far(rows, keys, values, weights, state, output[:, :, :, start:])
+    return log, state
+
+
+def _far(query, key, value, weights: Any, state: LinearState | None, place: Tensor, reverse: bool = False):
+    """Write the attention of query i to key i and all before it, or if `reverse` after it; return state and log."""
+    maps, rate = native_maps(weights.query_map, weights.key_map), weights.decay_rate
+    decay = None if rate is None else (-rate[:, None]).expand(key.shape[:3])
+    _, far, state = mapped_attention(query, key, value, maps, None, decay, state, place, reverse=reverse)
+    return state, distant(far, weights)
+
+
+def _join_near(
+    query, key, value, weights: Any, output: Tensor, far: Tensor, log: Tensor, start: int, causal: bool
+) -> Tensor:
+    """Return the output [B, H, N, Dv], made in `output`, where `far` stands already unless it is joined afterwards.
+
+    log: [B, Hkv, G, N], that of far weights; it is overwritten. start: the first query that has far keys.
+    """
+    if far is output:
+        _read_near(query, key, value, weights, output, log, causal, weights.gate_of(key))
+        return beside_sink(output, log, weights)[0].flatten(1, 2)
+    near_log = torch.empty_like(log)
+    _read_near(query, key, value, weights, output, near_log, causal, begin=True)
+    output, near_log = beside_sink(output, near_log, weights)
+    share = torch.sigmoid(log - near_log).mul_(weights.gate.view(log.shape[1], -1, 1))[..., start:, None]
+    output[:, :, :, start:].lerp_(far[:, :, :, start:], share.to(output.dtype))
+    return output.flatten(1, 2)
+
+
+def _read_near(
+    query, key, value, weights: Any, output: Tensor, log: Tensor, causal: bool, gate: Tensor | None = None,
+    begin: bool = False,
+) -> None:  # fmt: skip
+    """Read the window and the sinks, from what stands in `output` and `log` on unless to `begin`; write both."""
+    window, sinks = weights.window_size, weights.num_sinks
+    for part in near_parts(key.shape[2], window, sinks, wide_number(query), causal):
+        continue_blocks(
+            NATIVE_BLOCKS, query, key, value, part, output, log, block_size=BLOCK_SIZE, scaling=weights.scaling,
+            causal=causal, begin=begin, gate=gate,
+        )  # fmt: skip

@@ -1,0 +1,183 @@
+"""One more token of hybrid attention in Triton, as in decoding: window, sinks, and what has left the window.
+
+A program reads everything once for its output; then it writes what is remembered, of which it has much at hand.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..linear.triton_kernels import HIDDEN, load_rows, load_state, store_state
+
+GAIN = tl.constexpr(10.0)  # `hybrid_parts.GATE_GAIN`
+
+
+@triton.jit
+def load_row(row, columns, SIZE: tl.constexpr):
+    """The columns of one row, in float32, zero beyond its end."""
+    return tl.load(row + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def see_rows(query, scaling, keys, values, seen, top, weight, total):
+    """Go on with a softmax over the keys [R, D] that are `seen`, with values [R, C].
+
+    top: the largest score. weight, total: sums of exp(score - top), and of values times these.
+    """
+    scores = tl.where(seen, tl.sum(query[None, :] * keys, 1) * scaling, HIDDEN)
+    after = tl.maximum(top, tl.max(scores, 0))
+    shares, left = tl.exp(scores - after), tl.exp(top - after)
+    return after, weight * left + tl.sum(shares, 0), total * left + tl.sum(shares[:, None] * values, 0)
+
+
+@triton.jit
+def see_near(
+    query, new_key, new_value, beside, ring_key, ring_value, sink_key, sink_value, sequence, position, scaling,
+    inputs, columns, RING: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr, SINK_ROWS: tl.constexpr,
+    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The softmax over what of RING tokens is no sink, over SINKS and the new token, as `see_rows` returns it.
+
+    beside: the score of one more key, of no value.
+    """
+    slot = tl.arange(0, SINK_ROWS)  # sinks, and behind them the new token
+    first_keys = load_rows(sink_key + sequence * SINKS * KEY_SIZE, KEY_SIZE, slot, SINKS, inputs, KEY_SIZE, False)
+    first_values = load_rows(
+        sink_value + sequence * SINKS * VALUE_SIZE, VALUE_SIZE, slot, SINKS, columns, VALUE_SIZE, False
+    )
+    ring_key += sequence * RING * KEY_SIZE
+    ring_value += sequence * RING * VALUE_SIZE
+    # of no weight beside the new token, and still above what is hidden
+    top = tl.maximum(beside, HIDDEN / 2)
+    weight, total = tl.exp(top - top), tl.zeros_like(new_value)
+    for first in range(0, RING, ROWS):
+        row = first + tl.arange(0, ROWS)
+        keys = load_rows(ring_key, KEY_SIZE, row, RING, inputs, KEY_SIZE, False)
+        values = load_rows(ring_value, VALUE_SIZE, row, RING, columns, VALUE_SIZE, False)
+        seen = (position - RING + row >= SINKS) & (row < RING)
+        top, weight, total = see_rows(query, scaling, keys, values, seen, top, weight, total)
+    own = (slot == SINKS)[:, None]
+    first_keys, first_values = tl.where(own, new_key[None], first_keys), tl.where(own, new_value[None], first_values)
+    seen = (slot < tl.minimum(position, SINKS)) | (slot == SINKS)
+    return see_rows(query, scaling, first_keys, first_values, seen, top, weight, total)
+
+
+@triton.jit
+def join(log, weight, total, far_log, far_weight, far_total, least_weight, gate, GATED: tl.constexpr):
+    """The average over near keys, whose sums count exp(log) times, and far ones: see `ops.hybrid._join`.
+
+    Where GATED the share of far keys is `gate` times what it would be.
+    """
+    there = far_weight >= least_weight
+    far_mass = tl.where(there, far_log + tl.log(tl.where(there, far_weight, 1.0)), HIDDEN)
+    most = tl.maximum(log + tl.log(weight), far_mass)
+    near, far = tl.exp(log - most), tl.exp(tl.where(there, far_log - most, HIDDEN))
+    whole = weight * near + far_weight * far
+    if GATED:
+        far = far / whole * gate
+        return total * ((1.0 - far_weight * far) / weight) + far_total * far
+    return (total * near + far_total * far) / whole
+
+
+@triton.jit
+def fold_key(
+    key, key_log, value, before, kept, total, kv_after, log_max_after, sequence, features, columns, first,
+    NUM_FEATURES: tl.constexpr, VALUE_SIZE: tl.constexpr, RESCALED: tl.constexpr,
+):  # fmt: skip
+    """Write the sums over far keys with one more, from those before it, `kept` and `total`; log factors if RESCALED.
+
+    first: whether these are the first columns.
+    """
+    after = before
+    if RESCALED:
+        after = tl.maximum(before, key_log)
+        left = tl.exp(before - after)
+        key *= tl.exp(key_log - after)
+        kept *= left
+        total *= left
+    kept += key[:, None] * value[None, :]
+    store_state(
+        kv_after, sequence, NUM_FEATURES, features, columns, kept, total + key, first, NUM_FEATURES, VALUE_SIZE, True
+    )
+    if first:
+        tl.store(log_max_after + sequence, after)
+
+
+@triton.jit
+def keep_rows(
+    rows, rows_after, sequence, new, place, part, parts, columns,
+    SIZE: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, MOVED: tl.constexpr = 0,
+):  # fmt: skip
+    """Write a sequence's COUNT rows, each what the one MOVED behind it was, and the new one in its place.
+
+    Of `parts` programs each writes every so many rows.
+    """
+    rows += sequence * COUNT * SIZE
+    rows_after += sequence * COUNT * SIZE
+    for first in range(0, COUNT, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = ((row < COUNT) & (row % parts == part))[:, None] & (columns < SIZE)[None, :]
+        there = inside & (row < COUNT - MOVED)[:, None]
+        kept = tl.load(rows + (row + MOVED)[:, None] * SIZE + columns[None, :], mask=there, other=0.0)
+        kept = tl.where((row == place)[:, None], new[None, :], kept)
+        tl.store(rows_after + row[:, None] * SIZE + columns[None, :], kept, mask=inside)
+
+
+@triton.jit
+def step_hybrid(
+    query, key, value, query_features, query_log, key_features, key_log,
+    ring_key, ring_value, sink_key, sink_value, kv, log_max, length,
+    log_mix, decay_rate, window_log, sink, far_gate, sums,
+    ring_key_after, ring_value_after, sink_key_after, sink_value_after, kv_after, log_max_after, length_after,
+    query_batch, query_head, key_batch, key_head, value_batch, value_head, heads, groups, scaling, least_weight,
+    KEY_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUES: tl.constexpr,
+    NUM_FEATURES: tl.constexpr, FEATURES: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
+    SINK_ROWS: tl.constexpr, SCALED: tl.constexpr, DECAYED: tl.constexpr, SHARED: tl.constexpr, BESIDE: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """One more token of a sequence, and all queries of its groups, in VALUES columns of its values.
+
+    key_features, key_log: of the oldest of RING keys, of the new one if there are none. Log scales are read where
+    SCALED, decay_rate where DECAYED, window_log where SHARED, sink where BESIDE, far_gate where GATED.
+    """
+    sequence, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    batch, head, inputs, features = sequence // heads, sequence % heads, tl.arange(0, KEYS), tl.arange(0, FEATURES)
+    columns = part * VALUES + tl.arange(0, VALUES)
+    new_key = load_row(key + batch * key_batch + head * key_head, inputs, KEY_SIZE)
+    new_value = load_row(value + batch * value_batch + head * value_head, columns, VALUE_SIZE)
+    kept, total = load_state(kv, sequence, NUM_FEATURES, features, columns, NUM_FEATURES, VALUE_SIZE, True)
+    position, before, leaving = tl.load(length + batch), tl.load(log_max + sequence), new_value
+    leaves = position >= SINKS + RING  # else the oldest key is a sink, or there is none
+    leaving_key = load_row(key_features + sequence * NUM_FEATURES, features, NUM_FEATURES)
+    leaving_key = tl.where(leaves, leaving_key, 0.0)
+    leaving_log = tl.where(leaves, tl.load(key_log + sequence, mask=SCALED, other=0.0), HIDDEN)
+    if RING > 0:
+        leaving = load_row(ring_value + sequence * RING * VALUE_SIZE, columns, VALUE_SIZE)
+    rate = tl.load(decay_rate + head, mask=DECAYED, other=0.0)
+    before -= rate
+    for group in range(groups):
+        own, row = head * groups + group, sequence * groups + group
+        asked = load_row(query_features + row * NUM_FEATURES, features, NUM_FEATURES)
+        log = before - rate * RING + tl.load(log_mix + own).to(tl.float32)
+        log += tl.load(query_log + row, mask=SCALED, other=0.0)
+        top, weight, near = see_near(
+            load_row(query + batch * query_batch + own * query_head, inputs, KEY_SIZE), new_key, new_value,
+            tl.load(sink + own, mask=BESIDE, other=HIDDEN).to(tl.float32), ring_key, ring_value, sink_key, sink_value,
+            sequence, position, scaling, inputs, columns, RING, ROWS, SINKS, SINK_ROWS, KEY_SIZE, VALUE_SIZE,
+        )  # fmt: skip
+        near_log = tl.load(window_log + own).to(tl.float32) if SHARED else top
+        far_weight, far = tl.sum(asked * total, 0), tl.sum(asked[:, None] * kept, 0)
+        opening = tl.sigmoid(tl.load(far_gate + own, mask=GATED, other=0.0).to(tl.float32) * GAIN)
+        result = join(near_log, weight, near, log, far_weight, far, least_weight, opening, GATED)
+        tl.store(sums + row * VALUE_SIZE + columns, result, mask=columns < VALUE_SIZE)
+    fold_key(
+        leaving_key, leaving_log, leaving, before, kept, total, kv_after, log_max_after, sequence, features, columns,
+        part == 0, NUM_FEATURES, VALUE_SIZE, SCALED or DECAYED,
+    )  # fmt: skip
+    keep_rows(ring_key, ring_key_after, sequence, new_key, RING - 1, part, parts, inputs, KEY_SIZE, RING, ROWS, 1)
+    keep_rows(ring_value, ring_value_after, sequence, new_value, RING - 1, 0, 1, columns, VALUE_SIZE, RING, ROWS, 1)
+    keep_rows(sink_key, sink_key_after, sequence, new_key, position, part, parts, inputs, KEY_SIZE, SINKS, SINK_ROWS)
+    keep_rows(sink_value, sink_value_after, sequence, new_value, position, 0, 1, columns, VALUE_SIZE, SINKS, SINK_ROWS)
+    if (head == 0) & (part == 0):
+        tl.store(length_after + batch, position + 1)

@@ -1,0 +1,1 @@
+"""Linear attention: kernels of feature maps."""

@@ -1,0 +1,148 @@
+"""Feature maps in Triton: heads are read once, features written once, in the precision of the heads; and back."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_kernels import load_rows
+
+
+@triton.jit
+def load_weight(
+    weight, weight_row, weight_column, inputs, columns, INPUT_SIZE: tl.constexpr, SIZE: tl.constexpr,
+    KIND: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Rows [INPUTS, COLUMNS] of a weight, rounded to KIND, and where SPLIT what they lack for it."""
+    inside = (inputs < INPUT_SIZE)[:, None] & (columns < SIZE)[None, :]
+    place = weight + inputs.to(tl.int64)[:, None] * weight_row + columns[None, :] * weight_column
+    whole = tl.load(place, mask=inside, other=0.0)
+    if SPLIT:
+        whole = whole.to(tl.float32)
+    own = whole.to(KIND)
+    rest = own
+    if SPLIT:
+        rest = (whole - own.to(tl.float32)).to(KIND)
+    return own, rest
+
+
+@triton.jit
+def project(rows, weight, rest, result, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """result + rows (weight + rest) [ROWS, COLUMNS]."""
+    result = tl.dot(rows, weight, result, input_precision=PRECISION)
+    if SPLIT:
+        result = tl.dot(rows, rest, result, input_precision=PRECISION)
+    return result
+
+
+@triton.jit
+def store_rows(rows, row, length, columns, SIZE: tl.constexpr, width, values):
+    """Write [ROWS, COLUMNS] of rows of `width` numbers."""
+    inside = (row < length)[:, None] & (columns < SIZE)[None, :]
+    tl.store(rows + row.to(tl.int64)[:, None] * width + columns[None, :], values, mask=inside)
+
+
+@triton.jit
+def softmax_rows(values, columns, SIZE: tl.constexpr):
+    """The softmax of the first SIZE of each row's columns; zero in the others."""
+    values = tl.where((columns < SIZE)[None, :], values, float("-inf"))
+    values = tl.exp(values - tl.max(values, 1)[:, None])
+    return values / tl.sum(values, 1)[:, None]
+
+
+@triton.jit
+def write_features(
+    x, weight, bias, features, log_scale, x_batch, x_head, x_group, x_token,
+    weight_head, weight_group, weight_row, weight_column, bias_head, bias_group, bias_column,
+    heads, groups, length, scale, quadratic, offset,
+    INPUT_SIZE: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHED: tl.constexpr, BIASED: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The features of TILES ROWS tokens of one head, [length, SIZE], twice as wide for "softmax_pair".
+
+    log_scale: [length], written for "exponential". ACTIVATION: as in `NativeMap`. SPLIT: whether the weight has more
+    digits than heads, beside which a number of it counts as two.
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    batch, head, group = sequence // groups // heads, sequence // groups % heads, sequence % groups
+    x += batch * x_batch + head * x_head + group * x_group
+    columns = tl.arange(0, COLUMNS)
+    weight += head * weight_head + group * weight_group
+    bias += head * bias_head + group * bias_group
+    kind: tl.constexpr = x.dtype.element_ty
+    features += sequence * length * (2 * SIZE if ACTIVATION == "softmax_pair" else SIZE)
+    if WEIGHED and INPUTS >= INPUT_SIZE:  # one weight for all tiles
+        inputs = tl.arange(0, INPUTS)
+        whole, rest = load_weight(weight, weight_row, weight_column, inputs, columns, INPUT_SIZE, SIZE, kind, SPLIT)
+    for tile in range(TILES):
+        row = (tl.program_id(1) * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        if WEIGHED:
+            result, size = tl.zeros([ROWS, COLUMNS], dtype=tl.float32), tl.zeros([ROWS], dtype=tl.float32)
+            for part in range(0, INPUT_SIZE, INPUTS):
+                inputs = part + tl.arange(0, INPUTS)
+                own = load_rows(x, x_token, row, length, inputs, INPUT_SIZE, False)
+                if INPUTS < INPUT_SIZE:
+                    whole, rest = load_weight(
+                        weight, weight_row, weight_column, inputs, columns, INPUT_SIZE, SIZE, kind, SPLIT
+                    )
+                result = project(own, whole, rest, result, SPLIT, PRECISION)
+                if ACTIVATION == "exponential":
+                    own = own.to(tl.float32)
+                    size += tl.sum(own * own, 1)
+            result *= scale
+        else:
+            result = load_rows(x, x_token, row, length, columns, SIZE, False).to(tl.float32)
+            size = tl.sum(result * result, 1)
+        if BIASED:
+            place = bias + columns * bias_column
+            result += tl.load(place, mask=columns < SIZE, other=0.0).to(tl.float32)[None]
+        if ACTIVATION == "elu":
+            result = tl.where(result > 0, result + 1, tl.exp(tl.minimum(result, 0.0)))
+        elif ACTIVATION == "relu":
+            result = tl.maximum(result, 0.0)
+        elif ACTIVATION == "exponential":
+            result = tl.where((columns < SIZE)[None, :], result, float("-inf"))
+            top = tl.max(result, 1)
+            result = tl.exp(result - top[:, None])
+            tl.store(log_scale + sequence * length + row, top + quadratic * size + offset, mask=row < length)
+        if ACTIVATION == "softmax_pair":
+            store_rows(features, row, length, columns, SIZE, 2 * SIZE, softmax_rows(result, columns, SIZE))
+            store_rows(features + SIZE, row, length, columns, SIZE, 2 * SIZE, softmax_rows(-result, columns, SIZE))
+        else:
+            store_rows(features, row, length, columns, SIZE, SIZE, result)
+
+
+@triton.jit
+def slope_of_softmax(features, gradient):
+    """The gradient of z where rows of features are softmax(z)."""
+    products = features * gradient
+    return products - features * tl.sum(products, 1)[:, None]
+
+
+@triton.jit
+def write_slopes(
+    features, gradient, slopes, gradient_batch, gradient_head, gradient_group, gradient_token, heads, groups, length,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """The gradients [length, SIZE] of z, of which features are an activation, by these and their own gradients."""
+    sequence = tl.program_id(0).to(tl.int64)
+    batch, head, group = sequence // groups // heads, sequence // groups % heads, sequence % groups
+    width: tl.constexpr = 2 * SIZE if ACTIVATION == "softmax_pair" else SIZE
+    row, columns = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    features += sequence * length * width
+    gradient += batch * gradient_batch + head * gradient_head + group * gradient_group
+    own = load_rows(features, width, row, length, columns, SIZE, False).to(tl.float32)
+    given = load_rows(gradient, gradient_token, row, length, columns, SIZE, False).to(tl.float32)
+    if ACTIVATION == "elu":
+        own = tl.minimum(own, 1.0) * given
+    elif ACTIVATION == "relu":
+        own = tl.where(own > 0, given, 0.0)
+    elif ACTIVATION == "exponential":
+        own = own * given
+    else:
+        own = slope_of_softmax(own, given)
+        opposite = load_rows(features + SIZE, width, row, length, columns, SIZE, False).to(tl.float32)
+        given = load_rows(gradient + SIZE, gradient_token, row, length, columns, SIZE, False).to(tl.float32)
+        own -= slope_of_softmax(opposite, given)
+    store_rows(slopes + sequence * length * SIZE, row, length, columns, SIZE, SIZE, own)

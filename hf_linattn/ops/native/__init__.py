@@ -1,1 +1,0 @@
-"""Operations in C for CPUs: each a `.c` and the Python that calls it; `library` loads what was built."""

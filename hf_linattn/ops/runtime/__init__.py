@@ -1,0 +1,1 @@
+"""How C and Triton are loaded, checked and called."""

@@ -1,0 +1,89 @@
+"""Where kernels run, and what they multiply."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...errors import OptionError
+from .cpu import KINDS
+
+SOUND = (13, 3)  # the CUDA whose `ptxas` is, see `is_large`
+GROUPS = ("DISABLE_MMA_V3", "DISABLE_MMA_V5")  # what Triton's compiler asks for in the environment
+
+
+def require_kernels(heads: Tensor) -> None:
+    """Raise `OptionError` if the heads are on a CPU, and Triton was not imported to interpret kernels there."""
+    if heads.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        raise OptionError(
+            "backend 'triton' got heads on 'cpu', where its kernels do not run; move the model to a GPU, or choose"
+            " set_backend(model, 'auto')"
+        )
+
+
+def kinds() -> tuple[torch.dtype, ...]:
+    """Return the dtypes that kernels multiply; Triton's interpreter takes bfloat16 for integers."""
+    return (torch.float32, torch.float16) if triton.knobs.runtime.interpret else KINDS
+
+
+def launch(kernel: Any, grid: tuple[int, ...], heads: Tensor, *operands: Any, **sizes: Any) -> None:
+    """Run a kernel on the GPU that has the heads, which need not be the current one."""
+    with torch.cuda.device_of(heads), without_groups(heads.device):
+        kernel[grid](*operands, **sizes)
+
+
+@functools.cache
+def assembler_version() -> tuple[int, ...]:
+    """Return the version of CUDA that the `ptxas` which Triton calls comes from."""
+    return tuple(map(int, triton.knobs.nvidia.ptxas.version.split(".")))
+
+
+@functools.cache
+def is_large(device: torch.device) -> bool:
+    """Whether programs have the shared memory and the products of warp groups that Hopper brought, and can trust them.
+
+    Older `ptxas` give the registers or the shared memory of such products away while they are read, so that kernels
+    with several of them compute something else or fail: that of CUDA 12.8 did here, that of 13.3, whose release notes
+    say it is mended, did not (triton-lang/triton#11366, #11781). `TRITON_PTXAS_PATH` names another one than that in
+    Triton, as pip's nvidia-cuda-nvcc has it.
+    """
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9 and assembler_version() >= SOUND
+
+
+@contextlib.contextmanager
+def without_groups(device: torch.device) -> Iterator[None]:
+    """Have kernels that are compiled here do without products of warp groups where these cannot be trusted."""
+    if is_large(device):
+        yield
+        return
+    before = {name: os.environ.get(name) for name in GROUPS}
+    os.environ.update(dict.fromkeys(GROUPS, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def precision() -> str:
+    """How products of float32 are made, by `torch.set_float32_matmul_precision`: "highest" is three of TF32."""
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def padded(size: int) -> int:
+    """Return how many columns a tile has for so many numbers: a power of two, and as many as a product needs."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def strides(x: Tensor) -> tuple[int, ...]:
+    """Numbers from one batch, head, group and token of x [B, Hkv, (G,) N, D] to the next."""
+    return x.stride()[:4] if x.dim() == 5 else (*x.stride()[:2], 0, x.stride(2))

@@ -1,0 +1,1 @@
+"""Softmax over a few slots that keys are averaged into."""

@@ -1,1 +1,0 @@
-"""Operations on GPUs, in Triton; its interpreter runs them on a CPU for the tests."""

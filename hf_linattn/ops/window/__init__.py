@@ -1,0 +1,1 @@
+"""Softmax in a sliding window."""

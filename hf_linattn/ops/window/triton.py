@@ -1,0 +1,139 @@
+"""Window softmax by Triton: what `ops.window_softmax` needs, on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ..runtime.cpu import operation
+from ..runtime.triton import is_large, launch, padded, precision, require_kernels
+from .autograd import WindowSoftmax, count_flops, count_reverse_flops
+from .triton_kernels import attend_window, reverse_window_keys, reverse_window_queries
+
+# of heads in half precision of at most 128 numbers; all fit into the 99 KiB of shared memory of the smallest GPUs
+HALF: dict[str, dict[str, Any]] = {
+    "attend_window": {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2},
+    "reverse_window_queries": {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2},
+    "reverse_window_keys": {"ROWS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 3},
+}
+# where products are made from shared memory, so that 168 registers do, with which more programs run at a time
+NARROW = HALF | {
+    "attend_window": {"ROWS": 64, "COLUMNS": 32, "num_warps": 4, "num_stages": 3, "maxnreg": 168},
+    "reverse_window_queries": {"ROWS": 64, "COLUMNS": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
+}
+WIDE = HALF | {"attend_window": {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 168}}
+WIDE_WINDOW = 128  # tokens, from which on windows are wide
+# of float32, whose digits come in three products, and of more numbers
+OTHERS: dict[str, dict[str, Any]] = {
+    "attend_window": {"ROWS": 32, "COLUMNS": 32, "num_warps": 4, "num_stages": 1},
+    "reverse_window_queries": {"ROWS": 16, "COLUMNS": 32, "num_warps": 4, "num_stages": 1},
+    "reverse_window_keys": {"ROWS": 32, "COLUMNS": 32, "num_warps": 4, "num_stages": 1},
+}
+WIDEST = 512  # bytes of a head, of which tiles fit there
+SINKS = 16  # sinks in a tile, which has no fewer
+
+
+@operation("out", "rest", "log", devices=("CPU", "CUDA"))
+def window_softmax_triton(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, rest: Tensor | None, log: Tensor, before: Tensor | None,
+    before_log: Tensor | None, begun: int, ends: Tensor | None, window: int, sinks: int, scaling: float, causal: bool,
+) -> None:  # fmt: skip
+    """Attend to a `Window`; without gradients.
+
+    Args:
+        query: [B, Hkv, G, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv].
+        out: [B, Hkv, G, N, Dv], written. rest: what rounding took from it, which lies in memory as it does, or None.
+        log: [B, Hkv, G, N], the logs of what all weights add up to, `LOWEST` for a query without keys.
+        before, before_log, begun: a `Before`, or None.
+        ends: [B], real tokens at the start of each row; None if all are.
+
+    Raises:
+        OptionError: the heads are on a CPU, and Triton was not imported to interpret kernels there.
+    """
+    require_kernels(query)
+    (batch, heads, groups, length, _), begins, split = query.shape, before is not None, rest is not None
+    begin, begin_log = (out, log) if before is None or before_log is None else (before, before_log.contiguous())
+    sizes = sizes_for(attend_window, query, value, window)
+    query, place, begin = query.flatten(1, 2), _as_heads(out), begin.flatten(1, 2)
+    launch(
+        attend_window, (batch * heads * groups * -(-length // sizes["ROWS"]),), query,
+        query, key, value, place, place if rest is None else _as_heads(rest), log.view(-1), begin, begin_log,
+        log if ends is None else ends.contiguous(), *_strides(query, key, value, place, begin),
+        heads * groups, groups, length, begun, begin_log.shape[3], window, sinks, scaling,
+        **sizes, SINKS=SINKS if sinks else 0, CAUSAL=causal, BEGINS=begins, ENDS=ends is not None, SPLIT=split,
+    )  # fmt: skip
+
+
+@operation("d_query", "d_key", "d_value", "d_before", "d_before_log", devices=("CPU", "CUDA"))
+def window_softmax_backward_triton(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, rest: Tensor | None, log: Tensor, grad: Tensor,
+    log_grad: Tensor, d_query: Tensor, d_key: Tensor, d_value: Tensor, before: Tensor | None,
+    before_log: Tensor | None, d_before: Tensor | None, d_before_log: Tensor | None, begun: int, ends: Tensor | None,
+    window: int, sinks: int, scaling: float, causal: bool,
+) -> None:  # fmt: skip
+    """Write the gradients of all, each in the dtype that it has.
+
+    Args:
+        out, rest, log: as `window_softmax_triton` left them. grad: [B, Hkv, G, N, Dv], of `out`.
+        log_grad: [B, Hkv, G, N], of `log`. The others as above.
+    """
+    (batch, heads, groups, length, _), begins, split = query.shape, before is not None, rest is not None
+    given = [x for x in (before, before_log, d_before, d_before_log) if x is not None]
+    begin, begin_log, d_begin, d_begin_log = given or (out, log, out, log)
+    flags = {"CAUSAL": causal, "ENDS": ends is not None}
+    sizes = sizes_for(reverse_window_queries, query, value, window)
+    tiles = -(-length // sizes["ROWS"])
+    of_sinks = [x.new_empty(batch, heads, groups * tiles, sinks, x.shape[-1], dtype=log.dtype) for x in (key, value)]
+    query, grad, begin, place = query.flatten(1, 2), grad.flatten(1, 2), begin.flatten(1, 2), _as_heads(out)
+    d_query, d_begin, weight_grad = _as_heads(d_query), _as_heads(d_begin), torch.empty_like(log)
+    where, begin_log = log if ends is None else ends.contiguous(), begin_log.contiguous()
+    launch(
+        reverse_window_queries, (batch * heads * groups * tiles,), query,
+        query, key, value, grad, place, place if rest is None else _as_heads(rest), log, log_grad.contiguous(), begin,
+        begin_log, where, d_query, d_begin, d_begin_log, weight_grad, *of_sinks,
+        *_strides(query, key, value, grad, place, begin, d_query, d_begin),
+        heads * groups, groups, length, begun, begin_log.shape[3], window, sinks, scaling,
+        **sizes, SINKS=SINKS if sinks else 0, BEGINS=begins, SPLIT=split, **flags,
+    )  # fmt: skip
+    sizes = sizes_for(reverse_window_keys, query, value, window)
+    launch(
+        reverse_window_keys, (batch * heads * -(-length // sizes["COLUMNS"]),), query,
+        query, key, value, grad, log, weight_grad, where, d_key, d_value,
+        *_strides(query, key, value, grad, d_key, d_value), heads * groups, groups, length, window, sinks, scaling,
+        **sizes, **flags,
+    )  # fmt: skip
+    for gradient, parts in zip((d_key, d_value), of_sinks, strict=True):
+        gradient[:, :, :sinks] = parts.sum(2)
+
+
+def _as_heads(x: Tensor) -> Tensor:
+    """x [B, Hkv, G, N, D] as [B, H, N, D] in the same memory, to be written."""
+    return x.view(x.shape[0], -1, *x.shape[3:])
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Numbers from one batch, head and token of each to the next."""
+    return [step for x in tensors for step in x.stride()[:3]]
+
+
+def sizes_for(kernel: Any, query: Tensor, value: Tensor, window: int) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    keys, values = (padded(x.shape[-1]) for x in (query, value))
+    options = OTHERS
+    if query.itemsize == 2 and max(keys, values) <= 128:
+        options = (NARROW if window < WIDE_WINDOW else WIDE) if is_large(query.device) else HALF
+    sizes = {"KEY_SIZE": query.shape[-1], "VALUE_SIZE": value.shape[-1], "KEYS": keys, "VALUES": values}
+    return {**sizes, "PRECISION": precision(), **options[kernel.__name__]}
+
+
+def suits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether tiles of such heads fit into shared memory; `block_softmax.suits` says what else is needed."""
+    return all(x.itemsize * padded(x.shape[-1]) <= WIDEST for x in (query, value))
+
+
+TRITON_WINDOW = WindowSoftmax(window_softmax_triton, window_softmax_backward_triton, suits)
+register_flop_formula(torch.ops.hf_linattn.window_softmax_triton)(count_flops)
+register_flop_formula(torch.ops.hf_linattn.window_softmax_backward_triton)(count_reverse_flops)
