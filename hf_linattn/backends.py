@@ -1,6 +1,6 @@
 """Backends: how a mechanism works through a long causal input. What comes out is the same but for rounding.
 
-`auto` takes all tokens in one call, by the C of `ops.native` where that can do it, `torch` by PyTorch's operations
+`auto` takes all tokens in one call, by the C of `csrc` where that can do it, `torch` by PyTorch's operations
 alone. `triton` has the operations of `ops.triton` in the place of the C's, for all tokens at once. `compile` reads
 slabs of `SLAB_SIZE` tokens, each continuing the state of the one before as in chunked prefill, and torch.compile makes
 a program of one slab, which all others and all layers share.
@@ -30,7 +30,7 @@ SLAB_SIZE = 1024
 def set_backend(model: nn.Module, backend: str) -> None:
     """Choose how the mechanisms of a patched model work through long causal inputs; it is not saved with the model.
 
-    `"auto"`, the default, takes the fastest way that was installed: on a CPU the C of `ops.native` for what it knows,
+    `"auto"`, the default, takes the fastest way that was installed: on a CPU the C of `csrc` for what it knows,
     if it was built (`hf-linattn env` says so), and PyTorch's own operations for everything else. It knows `linear`
     with its feature maps, packed rows included, `hybrid`, causal `linformer`, `lsh` and the block-sparse mechanisms,
     all with their backward passes, and in `eval()` mode without gradients patterns with parameters, too. All but

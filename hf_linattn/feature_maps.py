@@ -76,7 +76,7 @@ class FeatureMap(nn.Module):
         return self(x).values
 
     def native(self) -> NativeMap | None:
-        """Return what `ops.native.causal_sums` needs to compute this map itself; None where it cannot."""
+        """Return what `ops.linear.cpu` needs to compute this map itself; None where it cannot."""
         return None
 
     def redraw(self, generator: torch.Generator) -> None:

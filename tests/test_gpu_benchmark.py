@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks import compile_ahead, fla_kernels, gpu_tables, operations, provenance, run, steps, tables
 from benchmarks.fla_kernels import FLA, FLA_ALONE, FLA_MAPPED
 from benchmarks.stopwatch import FLASH, PLANS, SOFTMAX, Stopwatch
-from hf_linattn.ops import reference as naive
+from hf_linattn.ops import reference
 
 CPU = torch.device("cpu")
 PLAN = dataclasses.replace(PLANS["quick"], batch=2, contexts=())
@@ -27,7 +27,7 @@ def attend_features(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """What fla's kernel computes, by the N x N formula."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     weights = (query @ key.mT).tril()
-    return naive.attend(weights / weights.sum(-1, keepdim=True), value).transpose(1, 2)
+    return reference.attend(weights / weights.sum(-1, keepdim=True), value).transpose(1, 2)
 
 
 def without_a_gpu(patch: pytest.MonkeyPatch, version: str | None) -> list[Any]:

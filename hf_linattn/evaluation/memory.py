@@ -128,7 +128,7 @@ def peak_forward_bytes(model: nn.Module, length: int, *, batch_size: int = 1, se
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the storages that operations create, from their creation to their release.
 
-    No memory of large outputs is kept for later ones meanwhile, as `ops.native.memory` does else.
+    No memory of large outputs is kept for later ones meanwhile, as `ops.runtime.output_pool` does else.
 
     Attributes:
         live: bytes alive now.

@@ -15,7 +15,7 @@ from ..config import MechanismConfig
 from ..errors import UnsupportedModeError
 from ..offloading import loaded
 from ..operands import fitting
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.common.precision import admitted
 from ..ops.dispatch import DEFAULT_BACKEND, NOTHING
 from ..registry import Registry
@@ -267,7 +267,7 @@ class Mechanism(nn.Module):
         `value` [B, Hkv, N, Dv] need only be given where they depend on it, which the error without it says. With the
         layer's own learned sinks, `sink` [H], rows sum up to less than one.
         """
-        allowed = naive.allowed_pairs(
+        allowed = reference.allowed_pairs(
             query.shape[2], key.shape[2], self.layer.causal, key_padding_mask, sequence_ids, query.device
         )
         call = self.call_options(True, sink)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.block_softmax.decode import KeptKeys, continued_attention, keep_keys
 from ..ops.block_softmax.patterns import block_sparse_attention
 from ..ops.common.precision import wide_number
@@ -33,7 +33,7 @@ class BlockSparseConfig(SoftmaxTypeConfig):
 class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """o_i = sum_j softmax_j(scaling q_i . k_j) v_j over the keys j that the mechanism's pattern shows to query i.
 
-    A subclass is itself the pattern (see `hf_linattn.ops.block_softmax.patterns.Pattern`): it writes `key_blocks` and `sees`,
+    A subclass is itself the pattern (see `ops.block_softmax.patterns.Pattern`): it writes `key_blocks` and `sees`,
     and for a state of constant size `capacity` and `needed`. Causal attention sees what the pattern shows and j <= i,
     token by token. Positions are counted from the start of each sequence, pads left out.
     """
@@ -128,14 +128,14 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         )  # fmt: skip
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
-        rank = naive.positions(allowed)
+        rank = reference.positions(allowed)
         query_position, key_position = rank[..., :, None], rank[..., None, :]
         seen = self.sees(query_position, key_position) | (key_position < self.num_global)
         if not self.layer.causal and self.global_queries:
             seen = seen | (query_position < self.num_global)
         log_weight = self.log_weight(query_position, key_position)
         sink = self.log_sink(query, call.sink)
-        return naive.softmax_matrix(query, key, self.layer.scaling, allowed & seen, log_weight, sink)
+        return reference.softmax_matrix(query, key, self.layer.scaling, allowed & seen, log_weight, sink)
 
 
 def blocks_around(block: int, window_size: int, block_size: int) -> range:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import require, require_count, require_known
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.window.convolved import BandState, banded_attention, keep_ring
 from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
 from .sequence import SequenceMechanism
@@ -115,10 +115,10 @@ class ConvMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         """Scores in the order of the tokens of a sequence, pads left out, where neighbours are neighbours."""
-        rank = naive.positions(allowed)
+        rank = reference.positions(allowed)
         distance = (rank[..., :, None] - rank[..., None, :]).abs()
         seen = allowed & (distance < self.config.window_size)
-        scores = torch.einsum("bhid,bhjd->bhij", query, naive.repeat_heads(key, query)) * self.layer.scaling
+        scores = torch.einsum("bhid,bhjd->bhij", query, reference.repeat_heads(key, query)) * self.layer.scaling
         place = rank.clamp(min=0)[..., None, :].expand_as(scores)  # of pads and other sequences come zeros
         taps, length = self.kernel.to(scores), scores.shape[-1]
         radius = taps.shape[1] // 2
@@ -131,4 +131,4 @@ class ConvMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             scores = convolved.gather(-1, place)
         if not self.averages:
             return scores * seen
-        return naive.softmax(scores.masked_fill(~seen, float("-inf")), self.log_sink(query, call.sink))
+        return reference.softmax(scores.masked_fill(~seen, float("-inf")), self.log_sink(query, call.sink))

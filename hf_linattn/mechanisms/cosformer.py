@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..config import MechanismConfig, require_count
 from ..errors import OptionError
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.dispatch import operations_for
 from ..ops.linear.interface import Features, causal_linear_attention, linear_attention
 from ..ops.linear.torch import LinearState
@@ -116,10 +116,10 @@ class CosformerMechanism(SequenceMechanism):
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         count = allowed.cumsum(-1)
-        distance = naive.positions(allowed)[..., None] + 1 - count
+        distance = reference.positions(allowed)[..., None] + 1 - count
         longest = self.position_limit or count[..., -1:].clamp(min=1)
-        kernel = F.relu(query) @ naive.repeat_heads(F.relu(key), query).mT
-        return naive.normalise(kernel * torch.cos(math.pi / 2 * distance.to(key.dtype) / longest) * allowed)
+        kernel = F.relu(query) @ reference.repeat_heads(F.relu(key), query).mT
+        return reference.normalise(kernel * torch.cos(math.pi / 2 * distance.to(key.dtype) / longest) * allowed)
 
 
 def _turned(x: Tensor, position: Tensor, longest: Tensor | int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..config import MechanismConfig
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.common.grad_accumulator import Source
 from .base import PLAIN, CallOptions, ExactnessLimit, register_mechanism
 from .block_sparse import BlockSparseConfig
@@ -112,7 +112,7 @@ class DynamicSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         if self.layer.causal:
             there = there & (place <= position[:, None, :, None, None])
         scores = (keys @ query[..., None]).squeeze(-1) * self.layer.scaling
-        weights = naive.softmax(scores.masked_fill(~there.flatten(3), float("-inf")), self.log_sink(query, call.sink))
+        weights = reference.softmax(scores.masked_fill(~there.flatten(3), float("-inf")), self.log_sink(query, call.sink))
         return (weights[..., None, :] @ values).squeeze(-2)
 
     def _choose(
@@ -136,22 +136,22 @@ class DynamicSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         return best.indices, best.values != float("-inf")  # what is no number stays open, and shows
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
-        size, rank = self.config.block_size, naive.positions(allowed)
+        size, rank = self.config.block_size, reference.positions(allowed)
         block = rank // size
         # which real tokens share key j's block and sequence: all a query may see, had it the sequence to itself
         together = allowed | allowed.transpose(-1, -2)
         same = together & (block[..., :, None] == block[..., None, :])
         real = same.diagonal(dim1=-2, dim2=-1)
         own = same & real[..., None] & real[..., None, :]
-        means = naive.attend(naive.normalise(own.to(key.dtype)).expand(-1, key.shape[1], -1, -1), key)
-        gates = torch.einsum("bhid,bhjd->bhij", query, naive.repeat_heads(means, query))
+        means = reference.attend(reference.normalise(own.to(key.dtype)).expand(-1, key.shape[1], -1, -1), key)
+        gates = torch.einsum("bhid,bhjd->bhij", query, reference.repeat_heads(means, query))
         other = allowed & ~own
         if self.layer.causal:
             other = other & (block[..., None, :] < block[..., :, None])
         gates = gates.masked_fill(~other, float("-inf"))
         best = self._best_blocks(gates, block[..., None, :].expand_as(other))
         sink = self.log_sink(query, call.sink)
-        return naive.softmax_matrix(query, key, self.layer.scaling, allowed & (own | best), sink=sink)
+        return reference.softmax_matrix(query, key, self.layer.scaling, allowed & (own | best), sink=sink)
 
     def _best_blocks(self, gates: Tensor, block: Tensor) -> Tensor:
         """Mark the keys whose gate [B, H, N, N] is among those of the best `num_blocks` different blocks."""

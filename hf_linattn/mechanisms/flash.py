@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import require, require_known
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.common.numerics import bounded
 from ..ops.hybrid.mixed_chunk import MixedState, MixedWeights, causal_mixed_attention, mixed_attention
 from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
@@ -123,7 +123,7 @@ class FlashMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     def scores(self, pairs: Pairs) -> Tensor:
         """scaling q_i . k_j inside a chunk, g_h + log(phi(q_i) . phi(k_j)) - r |i - j| elsewhere."""
-        near = pairs.query @ naive.repeat_heads(pairs.key, pairs.query).transpose(-1, -2) * self.layer.scaling
+        near = pairs.query @ reference.repeat_heads(pairs.key, pairs.query).transpose(-1, -2) * self.layer.scaling
         far = self.linear.scores(pairs) + self.log_mix.to(near.dtype)[:, None, None]
         own, other = (x // self.config.block_size for x in (pairs.query_position, pairs.key_position))
         return torch.where((own[:, :, None] == other[:, None])[:, None], near, far)
@@ -157,7 +157,7 @@ class FlashMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             top = torch.maximum(top, sink.detach()[:, None, None])
             beside = (sink[:, None, None] - top).exp()
         exact = (scores - top).masked_fill(~(inside & allowed), -math.inf).exp()
-        return naive.normalise(exact + (kernel * torch.exp(-top)).masked_fill(inside | ~allowed, 0.0), beside)
+        return reference.normalise(exact + (kernel * torch.exp(-top)).masked_fill(inside | ~allowed, 0.0), beside)
 
     def before_forward(self) -> None:
         self.linear.before_forward()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..config import require
 from ..errors import UnsupportedModeError, UnsupportedModelError
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.common.numerics import bounded
 from ..ops.common.precision import widened
 from .base import MECHANISMS, PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
@@ -145,7 +145,7 @@ class FusionMechanism(CompositeMechanism):
         matrices = self.weights_of_members(self.heads_of_members(query, key), allowed, call)
         judged = []
         for matrix, preferred in zip(matrices, member_bias, strict=True):
-            hidden = torch.einsum("hmd,bhnd->bhnm", weight, naive.attend(matrix, value)) + bias[None, :, None]
+            hidden = torch.einsum("hmd,bhnd->bhnm", weight, reference.attend(matrix, value)) + bias[None, :, None]
             judged.append(torch.einsum("hm,bhnm->bhn", score, hidden.clamp(min=0)) + preferred[None, :, None])
         top = torch.stack(judged).detach().amax(0)
         for matrix, logit in zip(matrices, judged, strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import require
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.common.numerics import bounded
 from .base import AttentionLayer, ExactnessLimit, Mechanism, Pairs, register_mechanism
 from .linear import FeatureMapConfig, KernelConfig, LinearMechanism
@@ -87,11 +87,11 @@ class GlaMechanism(LinearMechanism):
     def kernel_scores(self, pairs: Pairs) -> Tensor:
         """log(phi(q_i) . phi(k_j)) - |G_i - G_j|."""
         kernel = super().kernel_scores(pairs)
-        return kernel - naive.repeat_heads(self._forgotten(pairs.key, pairs.allowed, pairs.first), kernel)
+        return kernel - reference.repeat_heads(self._forgotten(pairs.key, pairs.allowed, pairs.first), kernel)
 
     def kernel_weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         kernel = super().kernel_weights(query, key, allowed)
-        return naive.normalise(kernel * torch.exp(-naive.repeat_heads(self._forgotten(key, allowed, 0), kernel)))
+        return reference.normalise(kernel * torch.exp(-reference.repeat_heads(self._forgotten(key, allowed, 0), kernel)))
 
     def _forgotten(self, key: Tensor, allowed: Tensor, first: int) -> Tensor:
         """Return |G_i - G_j| [B, Hkv, C, N] for the queries from place `first` on; only keys a query sees count."""

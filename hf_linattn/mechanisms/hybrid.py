@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..config import MechanismConfig, make_config, require
 from ..feature_maps import FEATURE_MAPS, FeatureMap
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.common.numerics import LOWEST
 from ..ops.common.precision import wide_number
 from ..ops.dispatch import operations_for
@@ -207,7 +207,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         With a share s_h for the window m_i - log sigmoid(s_h) is added elsewhere, which comes to the same, and with a
         gate log(c_h / (1 + (1 - c_h) A_i / N_i)), where A_i and N_i are the sums of a query's far and exact weights.
         """
-        near = pairs.query @ naive.repeat_heads(pairs.key, pairs.query).transpose(-1, -2) * self.layer.scaling
+        near = pairs.query @ reference.repeat_heads(pairs.key, pairs.query).transpose(-1, -2) * self.layer.scaling
         log_mix, window_log = self._logs(near.dtype)
         far = self.linear.scores(pairs) + log_mix.to(near.dtype)[:, None, None]
         exact = self.is_exact(pairs)
@@ -257,7 +257,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             beside = (sink[:, None, None] - top).exp()
         near = (scores - top).masked_fill(~exact, -math.inf).exp()
         far = kernel * (log_factor - top).masked_fill(exact | ~allowed, -math.inf).exp()
-        joint = naive.normalise((near + far) * allowed, beside)
+        joint = reference.normalise((near + far) * allowed, beside)
         if self.far_gate is None:
             return joint
         gate = torch.sigmoid(GATE_GAIN * self.far_gate.to(key.dtype))[:, None, None]
@@ -271,7 +271,7 @@ def _softmax(scores: Tensor, among: Tensor, sink: Tensor | None) -> Tensor:
     """Return the softmax over some keys and the sink [..., N]; zero where there are none."""
     top = _largest(scores, among, sink)
     shares = (scores - top).masked_fill(~among, -math.inf).exp()
-    return naive.normalise(shares, 0.0 if sink is None else (sink[:, None, None] - top).exp())
+    return reference.normalise(shares, 0.0 if sink is None else (sink[:, None, None] - top).exp())
 
 
 def _largest(scores: Tensor, among: Tensor, sink: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..config import MechanismConfig, require, require_count
 from ..errors import UnsupportedModeError
 from ..feature_maps import FEATURE_MAPS, FeatureMap
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.common.numerics import positive
 from ..ops.common.precision import wide_number
 from ..ops.dispatch import operations_for
@@ -269,7 +269,7 @@ class LinearMechanism(FeatureMapMechanism):
         rate = self.decay_rate(scores)
         if rate is None:
             return scores
-        return scores - naive.repeat_heads(rate[None, :, None, None], scores) * pairs.distance
+        return scores - reference.repeat_heads(rate[None, :, None, None], scores) * pairs.distance
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         weights = self.kernel_weights(query, key, allowed)
@@ -281,4 +281,4 @@ class LinearMechanism(FeatureMapMechanism):
         """Return `weights` without the share of a query's own token."""
         query_map, key_map = self.maps
         features = query_map.exact(query.unflatten(1, (key.shape[1], -1))).flatten(1, 2)
-        return naive.kernel_matrix(features, key_map.exact(key), allowed, self.decay_rate(key))
+        return reference.kernel_matrix(features, key_map.exact(key), allowed, self.decay_rate(key))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import require, require_known
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.common.grad_accumulator import Source
 from ..ops.common.precision import wide_number, widened
 from ..ops.dispatch import operations_for
@@ -211,7 +211,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
                     first, second, counts = self._slots_of(k[:, seen], int(block))
                     first, second, keys = (x.repeat_interleave(groups, 0) for x in (first, second, k[:, seen]))
                     scores = q[:, chosen] @ (first @ keys).mT * self.layer.scaling
-                    weights = naive.softmax(scores + counts.log(), self.log_sink(query, call.sink)) @ second
+                    weights = reference.softmax(scores + counts.log(), self.log_sink(query, call.sink)) @ second
                     line = matrix.new_zeros(*weights.shape[:2], k.shape[1]).index_copy(2, seen, weights)
                     matrix = matrix.index_copy(1, chosen, line)
             matrices.append(matrix)
@@ -238,7 +238,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         for x in self.projections(keys):
             if self.in_blocks:
                 matrix = member * torch.exp(torch.einsum("hjd,hd->hj", keys, x.expand(heads, -1)))[:, None]
-                matrices.append(naive.normalise(matrix))
+                matrices.append(reference.normalise(matrix))
             elif n <= k:
                 matrices.append(member.expand(heads, -1, -1))
             else:

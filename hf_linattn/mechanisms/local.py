@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import require
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.window.cross_attention import EncoderTokens, moving_window_attention, window_centre
 from .base import PLAIN, CallOptions, ExactnessLimit, register_mechanism
 from .block_sparse import BlockSparseConfig, BlockSparseMechanism, blocks_around
@@ -104,4 +104,4 @@ class LocalMechanism(WindowMechanism):
         centre = window_centre(torch.arange(query.shape[2], device=query.device), length, self.config.keys_per_query)
         seen = (rank - centre[..., None]).abs() < self.config.window_size
         sink = self.log_sink(query, call.sink)
-        return naive.softmax_matrix(query, key, self.layer.scaling, allowed & seen, sink=sink)
+        return reference.softmax_matrix(query, key, self.layer.scaling, allowed & seen, sink=sink)

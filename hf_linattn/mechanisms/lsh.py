@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..config import require
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.common.numerics import LOWEST
 from ..ops.common.sink_logit import attenuate
 from ..ops.lsh.cpu import attend_buckets
@@ -184,7 +184,7 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             chosen = chosen & ~itself
             itself = itself & ~chosen.any(-1, keepdim=True)
         seen = (chosen | itself) & allowed
-        return naive.softmax_matrix(query, key, self.layer.scaling, seen, sink=self.log_sink(query, call.sink))
+        return reference.softmax_matrix(query, key, self.layer.scaling, seen, sink=self.log_sink(query, call.sink))
 
     def _hash(self, query, key, value, largest, count, begin, lengths) -> _Tokens:
         of_query, of_key = self.buckets(query, key, largest, count)
@@ -325,7 +325,7 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         if sink is None:
             return output
         if self.config.shared_qk:
-            own = (new.query * naive.repeat_heads(new.key, new.query)).sum(-1) * self.layer.scaling
+            own = (new.query * reference.repeat_heads(new.key, new.query)).sum(-1) * self.layer.scaling
             log_sum = torch.where(log_sum == LOWEST, own, log_sum)
         return attenuate(output, log_sum, sink[:, None])
 

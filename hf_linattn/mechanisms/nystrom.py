@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import MechanismConfig, require
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.common.exact_softmax import softmax_attention
 from ..ops.common.numerics import LOWEST
 from ..ops.slots.causal import take
@@ -48,7 +48,7 @@ class NystromMechanism(SequenceMechanism):
 
     Bidirectional: a sequence of any length n is cut into m segments, token j into segment floor(j m / n); Lq [m, D]
     are their mean queries, per query head, Lk [m, D] their mean keys, per key/value head. In the first two softmaxes
-    landmark r has + log c_r, c_r the tokens of its segment. pinv is the paper's iteration (`hf_linattn.ops.slots.nystrom`).
+    landmark r has + log c_r, c_r the tokens of its segment. pinv is the paper's iteration (`ops.slots.nystrom`).
     Sequences of n <= m tokens have a landmark for every token, with which the formula is softmax(s Q K^T) V + conv(V):
     that is what they get. Time O(N m (D + Dv) + m^3).
 
@@ -135,7 +135,7 @@ class NystromMechanism(SequenceMechanism):
         values = pseudo_inverse(among(slot_query), self.config.num_iterations) @ read
         if lengths is not None:
             short = (lengths <= count)[:, None, None, None]
-            values = torch.where(short, naive.repeat_heads(slot_value, query), values)
+            values = torch.where(short, reference.repeat_heads(slot_value, query), values)
         step = at_once(len(query) * heads * count, key.device)
         return torch.cat([among(part) @ values for part in query.split(step, 2)], 2)
 
@@ -148,7 +148,7 @@ class NystromMechanism(SequenceMechanism):
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         """Queries with one past at a time: softmax over its slots and the keys behind it, times what slots read."""
-        key, causal, taps = naive.repeat_heads(key, query), self.layer.causal, self.config.kernel_size
+        key, causal, taps = reference.repeat_heads(key, query), self.layer.causal, self.config.kernel_size
         matrices = []
         for q, k, pairs in zip(query, key, allowed.expand(query.shape[0], -1, -1, -1)[:, 0], strict=True):
             rank = pairs.long().cumsum(-1) - 1  # of keys in the sequence of each query
@@ -163,7 +163,7 @@ class NystromMechanism(SequenceMechanism):
                 own = (q[:, rows] @ k.mT * self.layer.scaling).masked_fill(past[rows] | ~pairs[rows], float("-inf"))
                 scores = torch.cat([to_slots, own], -1)
                 top = scores.detach().amax(-1, keepdim=True)
-                shares = naive.normalise((scores - top.masked_fill(top.isinf(), 0.0)).exp())
+                shares = reference.normalise((scores - top.masked_fill(top.isinf(), 0.0)).exp())
                 line = shares[..., : len(tokens)] @ reads + shares[..., len(tokens) :]
                 matrix = matrix.index_copy(1, rows, line)
             if taps:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..feature_maps import FeatureMap
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.common.numerics import bounded, positive
 from ..ops.linear.ridge import ridge_attention
 from ..ops.linear.torch import unit_length
@@ -63,8 +63,8 @@ class RidgeReading(nn.Module):
         gram = keys @ keys.mT * together + torch.diag_embed(
             positive(self.log_penalty.to(key))[:, None].expand(*key.shape[1:3])
         )
-        alike = queries @ naive.repeat_heads(keys, queries).mT * allowed
-        return self._mix(average, alike @ naive.repeat_heads(gram.inverse(), queries))
+        alike = queries @ reference.repeat_heads(keys, queries).mT * allowed
+        return self._mix(average, alike @ reference.repeat_heads(gram.inverse(), queries))
 
     def _mix(self, average: Tensor, read: Tensor) -> Tensor:
         average_scale, ridge_scale = (bounded(x.to(read)) for x in (self.average_scale, self.ridge_scale))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import reference as naive
+from ..ops import reference
 from .base import AttentionLayer, Pairs
 
 FIRST_BIAS = -4.0  # where a token like any other has a share of 2 %
@@ -36,7 +36,7 @@ class SelfWeight(nn.Module):
         share = torch.sigmoid(self.logits(query, key))[..., None]
         if key_padding_mask is not None:
             share = share * key_padding_mask[:, None, :, None]
-        return torch.lerp(average, naive.repeat_heads(value, average), share)
+        return torch.lerp(average, reference.repeat_heads(value, average), share)
 
     def add_to_scores(self, scores: Tensor, pairs: Pairs) -> Tensor:
         """Return scores whose softmax gives every query's own token its share, for scores [B, H, C, N] without."""

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..config import require
 from ..errors import UnsupportedModeError, UnsupportedModelError
-from ..ops import reference as naive
+from ..ops import reference
 from .base import PLAIN, AttentionLayer, CallOptions, register_mechanism
 from .local import WindowConfig, WindowMechanism
 
@@ -101,7 +101,7 @@ class SinksMechanism(WindowMechanism):
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         if self.streaming:
-            position = naive.positions(allowed)[:, 0].clamp(min=0)
+            position = reference.positions(allowed)[:, 0].clamp(min=0)
             query, key = self._widen_query(query, position), self._widen_key(key, position)
         return super().weights(query, key, allowed, call)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..operands import fitting
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.common.exact_softmax import softmax_attention
 from .base import PLAIN, CallOptions, ExactnessLimit, Pairs, register_mechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
@@ -98,7 +98,7 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
 
     def scores(self, pairs: Pairs) -> Tensor:
         """scaling q_i . k_j."""
-        return pairs.query @ naive.repeat_heads(pairs.key, pairs.query).mT * self.layer.scaling
+        return pairs.query @ reference.repeat_heads(pairs.key, pairs.query).mT * self.layer.scaling
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
-        return naive.softmax_matrix(query, key, self.layer.scaling, allowed, sink=self.log_sink(query, call.sink))
+        return reference.softmax_matrix(query, key, self.layer.scaling, allowed, sink=self.log_sink(query, call.sink))

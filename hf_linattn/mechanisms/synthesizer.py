@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..config import require, require_known
 from ..errors import UnsupportedModeError
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.common.grad_accumulator import Source
 from ..ops.common.numerics import LOWEST
 from ..ops.common.sink_logit import softmax_beside
@@ -305,7 +305,7 @@ class SynthesizerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         """(1 - a_h) scaling q_i . k_j + a_h s_ij."""
         query_position, key_position = pairs.query_position.clamp(min=0), pairs.key_position.clamp(min=0)
         self._check_length(int(key_position.max()) + 1)
-        own = pairs.query @ naive.repeat_heads(pairs.key, pairs.query).mT * self.layer.scaling
+        own = pairs.query @ reference.repeat_heads(pairs.key, pairs.query).mT * self.layer.scaling
         share = self.share(own)
         return (1 - share) * own + share * self.synthetic.pairs(pairs.query, query_position, key_position[:, None])
 
@@ -316,7 +316,7 @@ class SynthesizerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         share = self.share(query)
         synthetic = share * self.synthetic.pairs(query, query_position, key_position)
         heads = query * (1 - share), key
-        return naive.softmax_matrix(*heads, self.layer.scaling, allowed, synthetic, self.log_sink(query, call.sink))
+        return reference.softmax_matrix(*heads, self.layer.scaling, allowed, synthetic, self.log_sink(query, call.sink))
 
 
 def _gaussian(shape: tuple[int, ...], size: float, generator: torch.Generator) -> nn.Parameter:

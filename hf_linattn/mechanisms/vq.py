@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..config import require
 from ..errors import UnsupportedModeError
-from ..ops import reference as naive
+from ..ops import reference
 from ..ops.common.tracing import is_recorded, is_watched
 from ..ops.slots.vq import NONE, CodeState, causal_code_attention, code_attention, code_means, fit_codes, nearest_codes
 from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
@@ -183,7 +183,7 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         codebook = self.codebook.to(pairs.key.dtype)
         code = nearest_codes(pairs.key, codebook)
         coded = codebook[torch.arange(len(codebook), device=code.device)[:, None], code]
-        exact, far = (pairs.query @ naive.repeat_heads(x, pairs.query).mT for x in (pairs.key, coded))
+        exact, far = (pairs.query @ reference.repeat_heads(x, pairs.query).mT for x in (pairs.key, coded))
         near = self._near(pairs.query_position[:, None, :, None], pairs.key_position[:, None, None])
         return torch.where(near, exact, far) * self.layer.scaling
 
@@ -193,14 +193,14 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         """softmax_j(scaling q_i . k'_j)."""
-        codebook, rank = self.codebook.to(key.dtype), naive.positions(allowed)
+        codebook, rank = self.codebook.to(key.dtype), reference.positions(allowed)
         distance = (key.detach()[:, :, :, None] - codebook[:, None]).square().sum(-1)
         coded = F.one_hot(distance.argmin(-1), len(codebook[0])).to(key.dtype) @ codebook
         near = self._near(rank[..., :, None], rank[..., None, :])
-        whole = naive.repeat_heads(key, query), naive.repeat_heads(coded, query)
+        whole = reference.repeat_heads(key, query), reference.repeat_heads(coded, query)
         exact, far = (torch.einsum("bhid,bhjd->bhij", query, x) for x in whole)
         scores = (torch.where(near, exact, far) * self.layer.scaling).masked_fill(~allowed, float("-inf"))
-        return naive.softmax(scores, self.log_sink(query, call.sink))
+        return reference.softmax(scores, self.log_sink(query, call.sink))
 
 
 def _by_head(x: Tensor) -> Tensor:

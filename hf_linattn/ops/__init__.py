@@ -1,1 +1,1 @@
-"""Numerics: `naive` holds the truth in any precision, every other file one operation."""
+"""Operations: a folder for each, a file in it for each backend. `reference` is the truth in any precision."""

@@ -15,10 +15,11 @@ from ..config import require
 class Operations(NamedTuple):
     """Each is None where there is nothing of the kind, which leaves it to the C, or to PyTorch.
 
-    causal_sums: a `causal_sums.CausalSums`. block_softmax: a `block_softmax.BlockSoftmax`. mapped_attention: called as
-    `native.mapped_attention.mapped_attention` is, from heads whose features it makes itself. hybrid_step: called with
-    (query, key, value, weights, maps, state), see `hybrid_parts.step_maps`, returns the attention of one token without
-    gradients, and the tensors of the next state; it reads the features that `causal_sums` makes.
+    causal_sums: a `linear.autograd.CausalSums`. block_softmax: a `block_softmax.autograd.BlockSoftmax`.
+    mapped_attention: called as `linear.cpu_fused.mapped_attention` is, from heads whose features it makes itself.
+    hybrid_step: called with (query, key, value, weights, maps, state), see `hybrid.fused.step_maps`, returns the
+    attention of one token without gradients, and the tensors of the next state; it reads the features that
+    `causal_sums` makes.
     """
 
     causal_sums: Any = None

@@ -9,7 +9,7 @@ import torch
 
 from hf_linattn import OptionError, UnknownNameError
 from hf_linattn.config import make_config
-from hf_linattn.ops import reference as naive
+from hf_linattn.ops import reference
 from hf_linattn.testing import Case
 
 FAR = {"linear": "performer", "linear_options": {"num_features": 16, "decay": "learned"}}
@@ -56,7 +56,7 @@ def test_equals_the_loop_over_tokens(options, causal, size):
     want = loop_over_tokens(mechanism, query, key, value)
     torch.testing.assert_close(mechanism(query, key, value)[0], want, rtol=1e-9, atol=1e-9)
     matrix = mechanism.attention_matrix(query, key)
-    torch.testing.assert_close(naive.attend(matrix, value), want, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(reference.attend(matrix, value), want, rtol=1e-9, atol=1e-9)
     single, _ = trained(case, torch.float32)(query.float(), key.float(), value.float())
     torch.testing.assert_close(single.double(), want, rtol=1e-3, atol=1e-3)
 
@@ -182,7 +182,7 @@ def test_parameters_get_the_gradients_of_the_formula():
         weight = torch.randn(query.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
         weight = weight * mask[:, None, :, None]
         got = torch.autograd.grad((mechanism(query, key, value, mask)[0] * weight).sum(), parameters)
-        want = naive.attend(mechanism.attention_matrix(query, key, mask), value)
+        want = reference.attend(mechanism.attention_matrix(query, key, mask), value)
         for a, b in zip(got, torch.autograd.grad((want * weight).sum(), parameters), strict=True):
             assert b.any()
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)

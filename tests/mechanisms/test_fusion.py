@@ -20,7 +20,7 @@ from hf_linattn.mechanisms.composite import JoinedState
 from hf_linattn.mechanisms.local import LocalMechanism
 from hf_linattn.mechanisms.sequence import select_rows
 from hf_linattn.observation import observed
-from hf_linattn.ops import reference as naive
+from hf_linattn.ops import reference
 from hf_linattn.support import check_architecture
 from hf_linattn.testing import Case, random_tokens, tiny_model
 
@@ -82,10 +82,10 @@ def test_equals_the_formula_over_the_members_own_matrices(causal, padding):
     got, _ = mechanism(query, key, value, mask)
     matrix = mechanism.attention_matrix(query, key, mask, value=value)
     real = torch.ones(2, LENGTH, dtype=torch.bool) if mask is None else mask
-    for output in (got, naive.attend(matrix, value)):
+    for output in (got, reference.attend(matrix, value)):
         want = pooled(mechanism, matrices, value).transpose(1, 2)[real]
         torch.testing.assert_close(output.transpose(1, 2)[real], want, rtol=1e-9, atol=1e-9)
-    assert mechanism.shares([naive.attend(x, value) for x in matrices.values()]).std(2).min() > 1e-3  # by token
+    assert mechanism.shares([reference.attend(x, value) for x in matrices.values()]).std(2).min() > 1e-3  # by token
 
 
 @each_mode
@@ -125,7 +125,7 @@ def test_calls_that_continue_each_other_are_one_call(mask):
 def test_every_parameter_learns(causal):
     case = Case("fusion", "llama", causal, {"members": MEMBERS})
     mechanism, heads = trained(case), [x.requires_grad_() for x in case.heads(LENGTH)]
-    want = naive.attend(mechanism.attention_matrix(*heads[:2], value=heads[2]), heads[2])
+    want = reference.attend(mechanism.attention_matrix(*heads[:2], value=heads[2]), heads[2])
     everything = [*heads, *mechanism.parameters()]
     wanted = torch.autograd.grad(want.sin().sum(), everything)
     for x, y in zip(torch.autograd.grad(mechanism(*heads)[0].sin().sum(), everything), wanted, strict=True):
@@ -265,7 +265,7 @@ def test_values_need_not_be_as_wide_as_keys():
     query, key, value = case.heads(LENGTH)
     mechanism = MECHANISMS.get("fusion")(make_config("fusion", dict(case.options)), layer).double()
     matrix = mechanism.attention_matrix(query, key, value=value[..., :6])
-    want = naive.attend(matrix, value[..., :6])
+    want = reference.attend(matrix, value[..., :6])
     torch.testing.assert_close(mechanism(query, key, value[..., :6])[0], want, rtol=1e-9, atol=1e-9)
     with pytest.raises(UnsupportedModelError, match="layer 0 has values of 8 numbers, fusion was made for 6"):
         mechanism(query, key, value)

@@ -14,7 +14,7 @@ from hf_linattn.config import make_config
 from hf_linattn.evaluation.fidelity import linear_share
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.linear import LinearMechanism
-from hf_linattn.ops import reference as naive
+from hf_linattn.ops import reference
 from hf_linattn.testing import Case, random_tokens, tiny_model
 
 PERFORMER = {"linear": "performer", "linear_options": {"num_features": 16, "decay": "learned"}, "window_size": 9}
@@ -54,7 +54,7 @@ def test_equals_the_formula(causal, size, share):
     with torch.no_grad():
         mechanism.log_mix.copy_(torch.tensor([-2.0, 0.0, 1.0, 60.0]))
         got, want = mechanism(query, key, value)[0], by_query(mechanism, query, key, value)
-        matrix = naive.attend(mechanism.attention_matrix(query, key), value)
+        matrix = reference.attend(mechanism.attention_matrix(query, key), value)
         single = case.make(torch.float32)
         single.log_mix.copy_(mechanism.log_mix)
         rough, _ = single(query.float(), key.float(), value.float())
@@ -142,7 +142,7 @@ def test_every_linear_mechanism_can_be_the_far_part():
         case = Case("hybrid", "llama", True, {"linear": name, "window_size": 5})
         query, key, value = case.heads(50)
         mechanism = case.make()
-        want = naive.attend(mechanism.attention_matrix(query, key), value)
+        want = reference.attend(mechanism.attention_matrix(query, key), value)
         torch.testing.assert_close(mechanism(query, key, value)[0], want, rtol=1e-9, atol=1e-9)
 
 

@@ -8,7 +8,7 @@ import torch
 from hf_linattn import OptionError, UnknownNameError, get_mechanisms, patch_model
 from hf_linattn.backends import use_backend
 from hf_linattn.config import make_config
-from hf_linattn.ops import reference as naive
+from hf_linattn.ops import reference
 from hf_linattn.testing import Case, random_tokens, tiny_model
 
 
@@ -42,8 +42,8 @@ def test_the_error_falls_as_the_root_of_num_features_and_is_almost_all_variance(
     """Over 200 seeds: four times the features halve the RMS error, and the mean output is far closer than a draw."""
     case, count = Case("performer", "llama", causal), 200
     query, key, value = case.heads(23, size=0.3)
-    allowed = naive.allowed_pairs(23, 23, causal)
-    want = naive.attend(naive.softmax_matrix(query, key, case.make().layer.scaling, allowed), value)
+    allowed = reference.allowed_pairs(23, 23, causal)
+    want = reference.attend(reference.softmax_matrix(query, key, case.make().layer.scaling, allowed), value)
 
     def errors(num_features: int) -> torch.Tensor:
         made = (case.make(seed=seed, num_features=num_features) for seed in range(count))

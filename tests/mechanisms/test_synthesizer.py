@@ -12,7 +12,7 @@ from hf_linattn import OptionError, UnknownNameError, patch_model
 from hf_linattn.config import make_config
 from hf_linattn.errors import UnsupportedModeError
 from hf_linattn.mechanisms import synthesizer
-from hf_linattn.ops import reference as naive
+from hf_linattn.ops import reference
 from hf_linattn.testing import Case, random_tokens, tiny_model
 from hf_linattn.testing.counters import largest_tensor
 
@@ -72,7 +72,7 @@ def test_equals_the_loop_over_pairs(form, causal, monkeypatch):
         mechanism = trained(case)
         want = loop_over_tokens(mechanism, query, key, value)
         matrix = mechanism.attention_matrix(query, key)
-        torch.testing.assert_close(naive.attend(matrix, value), want, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(reference.attend(matrix, value), want, rtol=1e-10, atol=1e-10)
         for elements in (1, 2 * 4 * 13 * 5, 1 << 22):
             monkeypatch.setattr(synthesizer, "AT_ONCE", {"cpu": elements})
             torch.testing.assert_close(mechanism(query, key, value)[0], want, rtol=1e-10, atol=1e-10)
@@ -176,7 +176,7 @@ def test_parameters_get_the_gradients_of_the_formula(form, causal, monkeypatch):
     weight = torch.randn(query.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     weight = weight * mask[:, None, :, None]
     got = torch.autograd.grad((mechanism(query, key, value, mask)[0] * weight).sum(), parameters)
-    want = naive.attend(mechanism.attention_matrix(query, key, mask), value)
+    want = reference.attend(mechanism.attention_matrix(query, key, mask), value)
     for a, b in zip(got, torch.autograd.grad((want * weight).sum(), parameters), strict=True):
         assert b.any()
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)

@@ -10,7 +10,7 @@ import torch
 from hf_linattn.config import MechanismConfig
 from hf_linattn.mechanisms import MECHANISMS, ExactnessLimit, Mechanism
 from hf_linattn.mechanisms.linear import LinearConfig, LinearMechanism
-from hf_linattn.ops import reference as naive
+from hf_linattn.ops import reference
 from hf_linattn.ops.linear.interface import Features, causal_linear_attention
 from hf_linattn.ops.linear.torch import LinearState
 from hf_linattn.testing import INVARIANTS, Case, InvariantError, check_mechanism
@@ -86,7 +86,7 @@ class Quadratic(LinearMechanism):
 
     def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
         _, state = super().causal_attention(query, key, value, key_padding_mask, sequence_ids, state)
-        return naive.attend(self.attention_matrix(query, key, key_padding_mask, sequence_ids), value), state
+        return reference.attend(self.attention_matrix(query, key, key_padding_mask, sequence_ids), value), state
 
 
 class HalfPrecisionState(LinearMechanism):

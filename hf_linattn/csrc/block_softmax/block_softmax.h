@@ -1,4 +1,4 @@
-/* One problem of block-sparse softmax attention, and which keys each of its queries meets. */
+/* The arguments of one call of block-sparse softmax attention, and which keys each of its queries meets. */
 
 #pragma once
 
@@ -7,15 +7,16 @@
 #include "../common/online_softmax.h"
 
 
-struct problem {
-    operand query, key, value, out; /* contiguous in their last dimension, as all are; of any kind */
-    operand log;                    /* of the queries: what all their weights come to */
-    operand before, before_log;     /* what queries from `begun` on begin with; without data, nothing */
-    operand gate;                   /* of query heads ("head" and "group"): the most share of that; without data, all */
-    operand shared_key, shared_value;
-    operand grad, log_grad;         /* what the backward pass begins with: of out, and of log */
-    operand d_query, d_key, d_value, d_shared_key, d_shared_value, d_before, d_before_log, d_gate;
-    operand bias;                   /* "head": of query heads, "group": of query blocks, "token": of queries */
+struct block_softmax_args {
+    tensor_view query, key, value, out; /* contiguous in their last dimension, as all are; of any kind */
+    tensor_view log;                    /* of the queries: what all their weights come to */
+    tensor_view before, before_log;     /* what queries from `begun` on begin with; without data, nothing */
+    tensor_view gate;                   /* of query heads ("head" and "group"): the most share of that; without data,
+        all */
+    tensor_view shared_key, shared_value;
+    tensor_view grad, log_grad;         /* what the backward pass begins with: of out, and of log */
+    tensor_view d_query, d_key, d_value, d_shared_key, d_shared_value, d_before, d_before_log, d_gate;
+    tensor_view bias;                   /* "head": of query heads, "group": of query blocks, "token": of queries */
     const int64_t *table;           /* [blocks, table_heads, width], -1 for none; table_heads is 1 or heads * groups */
     int64_t batches, heads, groups, length, key_size, value_size;
     int64_t first, blocks; /* of the query blocks */
@@ -25,7 +26,7 @@ struct problem {
 };
 
 /* Whether places in the blocks of the table can be counted; those of no block, or behind the last one, are no keys. */
-static inline int fits(const struct problem *p)
+static inline int fits(const struct block_softmax_args *p)
 {
     int bad = 0;
     for (int64_t i = 0; i < p->blocks * p->table_heads * p->width; i++)
@@ -34,10 +35,10 @@ static inline int fits(const struct problem *p)
 }
 
 /* Whether a query begins with something of any weight, or of NaN. */
-static inline int has_before(const struct problem *p, int64_t batch, int64_t head, int64_t group, int64_t at)
+static inline int has_before(const struct block_softmax_args *p, int64_t batch, int64_t head, int64_t group, int64_t at)
 {
     return p->before.data && at >= p->begun
-           && !(*place(&p->before_log, batch, head, group, at - p->begun) <= LOWEST / 2);
+           && !(*row_f32(&p->before_log, batch, head, group, at - p->begun) <= LOWEST / 2);
 }
 
 /* Of the attention of a query that has something before: the share e^before_log / (e^before_log + e^log) of that, and
@@ -46,11 +47,11 @@ struct shares {
     float joint, rest, most;
 };
 
-static inline struct shares find_shares(const struct problem *p, int64_t batch, int64_t head, int64_t group,
+static inline struct shares find_shares(const struct block_softmax_args *p, int64_t batch, int64_t head, int64_t group,
                                         int64_t at, float log)
 {
-    const float ahead = *place(&p->before_log, batch, head, group, at - p->begun) - log;
-    const float less = expf(-fabsf(ahead)), most = *place(&p->gate, 0, head, group, 0);
+    const float ahead = *row_f32(&p->before_log, batch, head, group, at - p->begun) - log;
+    const float less = expf(-fabsf(ahead)), most = *row_f32(&p->gate, 0, head, group, 0);
     const float major = 1.0f / (1.0f + less), minor = less * major; /* of NaN, NaN */
     return ahead > 0.0f ? (struct shares){major, minor, most} : (struct shares){minor, major, most};
 }
@@ -65,19 +66,19 @@ struct keys {
 
 /* Call `meet` for all keys that a head's queries from place `at` on, which are of query block `block`, meet. */
 static inline __attribute__((always_inline)) void
-for_keys(const struct problem *p, int64_t batch, int64_t query_head, int64_t block, int64_t at,
+for_keys(const struct block_softmax_args *p, int64_t batch, int64_t query_head, int64_t block, int64_t at,
          void (*meet)(void *work, const struct keys *keys), void *work)
 {
     const int64_t *row = p->table + (block * p->table_heads + (p->table_heads > 1 ? query_head : 0)) * p->width;
     const int64_t start = (p->first + block) * p->block_size;
-    const float *bias = p->bias.data ? place(&p->bias, batch, query_head, block, at - start) : NULL;
+    const float *bias = p->bias.data ? row_f32(&p->bias, batch, query_head, block, at - start) : NULL;
     for (int64_t place = 0; place < p->shared; place += PIECE)
-        meet(work, &(struct keys){1, place, smaller(p->shared - place, PIECE), p->length, bias ? bias + place : NULL});
+        meet(work, &(struct keys){1, place, min_i64(p->shared - place, PIECE), p->length, bias ? bias + place : NULL});
     for (int64_t column = 0; column < p->width; column++) {
-        const int64_t first = row[column] * p->block_size, last = smaller(first + p->block_size, p->length);
+        const int64_t first = row[column] * p->block_size, last = min_i64(first + p->block_size, p->length);
         const float *shown = p->columns > p->shared ? bias + p->shared + column * p->block_size : NULL;
         for (int64_t place = first; row[column] >= 0 && place < last; place += PIECE)
-            meet(work, &(struct keys){0, place, smaller(last - place, PIECE),
+            meet(work, &(struct keys){0, place, min_i64(last - place, PIECE),
                                       p->causal && first == start ? at - place : p->length,
                                       shown ? shown + (place - first) : NULL});
     }
@@ -90,7 +91,7 @@ struct beginning {
     float bias;
 };
 
-static inline struct beginning begin_scores(const struct problem *p, float *bias, const struct keys *keys,
+static inline struct beginning begin_scores(const struct block_softmax_args *p, float *bias, const struct keys *keys,
                                             int64_t rows)
 {
     const int same = p->parts && keys->bias && !p->bias.token && is_same(keys->bias, keys->count);
@@ -102,19 +103,20 @@ static inline struct beginning begin_scores(const struct problem *p, float *bias
 }
 
 /* What a piece is known by: where its keys lie, which may be among the shared ones, too. */
-static inline int64_t name_of(const operand *key, int64_t batch, int64_t head, const struct keys *keys)
+static inline int64_t name_of(const tensor_view *key, int64_t batch, int64_t head, const struct keys *keys)
 {
-    return (int64_t)row_of(key, batch, head, 0, keys->at) + keys->shared;
+    return (int64_t)row_ptr(key, batch, head, 0, keys->at) + keys->shared;
 }
 
 /* Rows of a head's keys or values, zero up to `padded` numbers and PIECE rows: where they lie if tiles can be made of
  * that, or copied to `spare`. */
-static inline struct rows rows_for_tiles(const struct problem *p, const operand *x, int64_t batch, int64_t head,
+static inline struct rows rows_for_tiles(const struct block_softmax_args *p, const tensor_view *x, int64_t batch,
+                                         int64_t head,
                                          const struct keys *keys, int64_t size, int64_t padded, float *spare)
 {
     const int readable = x->kind == FLOAT32 || (x->kind == BFLOAT16 && p->parts == 1);
     if (readable && keys->count == PIECE && size == padded)
-        return (struct rows){row_of(x, batch, head, 0, keys->at), x->token, x->kind};
+        return (struct rows){row_ptr(x, batch, head, 0, keys->at), x->token, x->kind};
     pack(spare, PIECE, x, batch, head, 0, keys->at, keys->count, size, padded);
     return (struct rows){spare, padded, FLOAT32};
 }

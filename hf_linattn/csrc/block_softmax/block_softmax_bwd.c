@@ -1,11 +1,12 @@
-/* The backward pass of block_softmax.c. Each key/value head is one thread's, as its queries add to the same keys. */
+/* The backward pass of block_softmax_fwd.c. Each key/value head is one thread's, as its queries add to the same
+ * keys. */
 
 #include "block_softmax.h"
 #include "../common/online_softmax_bwd.h"
 
 /* A head's queries that meet keys. */
 struct work {
-    const struct problem *problem;
+    const struct block_softmax_args *args;
     struct pairs pairs;
     int64_t batch, head, group, rows;
 };
@@ -13,21 +14,21 @@ struct work {
 /* The head's next queries are those from `next` on. */
 static void look_ahead_of(struct work *w, int64_t next)
 {
-    const struct problem *p = w->problem;
-    struct upcoming *u = &w->pairs.next;
-    const int64_t rows = smaller(PIECE, p->length - next);
+    const struct block_softmax_args *p = w->args;
+    struct prefetch_queue *u = &w->pairs.next;
+    const int64_t rows = min_i64(PIECE, p->length - next);
     u->count = 0;
-    look_ahead(u, &p->query, w->batch, w->head, w->group, next, rows, p->key_size);
-    look_ahead(u, &p->grad, w->batch, w->head, w->group, next, rows, p->value_size);
-    look_ahead(u, &p->out, w->batch, w->head, w->group, next, rows, p->value_size);
+    prefetch_push(u, &p->query, w->batch, w->head, w->group, next, rows, p->key_size);
+    prefetch_push(u, &p->grad, w->batch, w->head, w->group, next, rows, p->value_size);
+    prefetch_push(u, &p->out, w->batch, w->head, w->group, next, rows, p->value_size);
 }
 
 /* Meet a piece in tiles. */
-static void meet_tiles(struct work *w, const operand *key, const operand *value, const struct keys *met,
+static void meet_tiles(struct work *w, const tensor_view *key, const tensor_view *value, const struct keys *met,
                        const struct met *gradients, const struct beginning *begun)
 {
     struct pairs *s = &w->pairs;
-    const struct problem *p = w->problem;
+    const struct block_softmax_args *p = w->args;
     struct piece piece;
     if (!find_piece(&s->pieces, name_of(key, w->batch, w->head, met), &piece))
         put_pairs_piece(s, &piece, rows_for_tiles(p, key, w->batch, w->head, met, p->key_size, s->keys, s->key),
@@ -39,22 +40,23 @@ static void read_keys(void *work, const struct keys *met)
 {
     struct work *w = work;
     struct pairs *s = &w->pairs;
-    const struct problem *p = w->problem;
+    const struct block_softmax_args *p = w->args;
     if (!p->parts)
-        fetch_ahead(&s->next, PIECE / 2);
-    const operand *key = met->shared ? &p->shared_key : &p->key, *value = met->shared ? &p->shared_value : &p->value;
-    const operand *d_key = met->shared ? &p->d_shared_key : &p->d_key;
-    const operand *d_value = met->shared ? &p->d_shared_value : &p->d_value;
+        prefetch_some(&s->next, PIECE / 2);
+    const tensor_view *key = met->shared ? &p->shared_key : &p->key,
+        *value = met->shared ? &p->shared_value : &p->value;
+    const tensor_view *d_key = met->shared ? &p->d_shared_key : &p->d_key;
+    const tensor_view *d_value = met->shared ? &p->d_shared_value : &p->d_value;
     const struct beginning begun = begin_scores(p, s->bias, met, w->rows);
     if (begun.seen.start >= begun.seen.end)
         return;
-    float *d_keys = place(d_key, w->batch, w->head, 0, met->at);
-    float *d_values = place(d_value, w->batch, w->head, 0, met->at);
+    float *d_keys = row_f32(d_key, w->batch, w->head, 0, met->at);
+    float *d_values = row_f32(d_value, w->batch, w->head, 0, met->at);
     s->met.count = 0; /* in the end gradients are added to these */
-    look_ahead(&s->met, d_key, w->batch, w->head, 0, met->at, met->count, p->key_size);
-    look_ahead(&s->met, d_value, w->batch, w->head, 0, met->at, met->count, p->value_size);
+    prefetch_push(&s->met, d_key, w->batch, w->head, 0, met->at, met->count, p->key_size);
+    prefetch_push(&s->met, d_value, w->batch, w->head, 0, met->at, met->count, p->value_size);
     if (!p->parts)
-        fetch_ahead(&s->met, PIECE);
+        prefetch_some(&s->met, PIECE);
     /* whole tiles are read and added to where they lie; rows that are far apart displace each other */
     const int whole = met->count == PIECE && p->key_size == s->keys && p->value_size == s->values;
     struct met in_place = {s->key, s->value, d_keys, d_values, d_key->token, d_value->token};
@@ -66,11 +68,11 @@ static void read_keys(void *work, const struct keys *met)
         if (!whole || key->kind || key->token != s->keys)
             pack(s->key, PIECE, key, w->batch, w->head, 0, met->at, met->count, p->key_size, s->keys);
         else
-            in_place.key = place(key, w->batch, w->head, 0, met->at);
+            in_place.key = row_f32(key, w->batch, w->head, 0, met->at);
         if (!whole || value->kind || value->token != s->values)
             pack(s->value, PIECE, value, w->batch, w->head, 0, met->at, met->count, p->value_size, s->values);
         else
-            in_place.value = place(value, w->batch, w->head, 0, met->at);
+            in_place.value = row_f32(value, w->batch, w->head, 0, met->at);
         read_pairs(s, &in_place, &begun.seen, met->count, w->rows, begun.shown);
     }
     for (int64_t j = 0; j < met->count && !whole; j++) {
@@ -83,15 +85,15 @@ static void read_keys(void *work, const struct keys *met)
  * grad . out, without the gradient of the log. */
 static void read_before(const struct work *w, int64_t at, const float *grad, float grad_out)
 {
-    const struct problem *p = w->problem;
+    const struct block_softmax_args *p = w->args;
     const int64_t row = at - p->begun;
     if (!p->before.data || row < 0)
         return;
-    float *d_log = place(&p->d_before_log, w->batch, w->head, w->group, row), share = 0.0f;
+    float *d_log = row_f32(&p->d_before_log, w->batch, w->head, w->group, row), share = 0.0f;
     *d_log = 0.0f;
     if (has_before(p, w->batch, w->head, w->group, at)) {
-        const float log = *place(&p->log, w->batch, w->head, w->group, at);
-        share = exp_of_one(*place(&p->before_log, w->batch, w->head, w->group, row) - log);
+        const float log = *row_f32(&p->log, w->batch, w->head, w->group, at);
+        share = exp_of_one(*row_f32(&p->before_log, w->batch, w->head, w->group, row) - log);
         const float *before = read_row(&p->before, w->batch, w->head, w->group, row, p->value_size, w->pairs.value);
         *d_log = share * (dot(grad, before, p->value_size) - grad_out);
     }
@@ -102,9 +104,9 @@ static void read_before(const struct work *w, int64_t at, const float *grad, flo
 /* Note what a query's weights add up to, and what is subtracted from grad . value in their gradients. */
 static void note_query(struct work *w, int64_t at, int64_t i, float grad_out, const float *grad)
 {
-    const struct problem *p = w->problem;
-    const float log = *place(&p->log, w->batch, w->head, w->group, at);
-    const float log_grad = *place(&p->log_grad, w->batch, w->head, w->group, at);
+    const struct block_softmax_args *p = w->args;
+    const float log = *row_f32(&p->log, w->batch, w->head, w->group, at);
+    const float log_grad = *row_f32(&p->log_grad, w->batch, w->head, w->group, at);
     if (!p->gate.data) {
         note_sums(&w->pairs, i, log, grad_out - log_grad);
         read_before(w, at, grad, grad_out - log_grad);
@@ -127,20 +129,20 @@ static void note_query(struct work *w, int64_t at, int64_t i, float grad_out, co
               (grad_out - share * grad_before + d_log - log_grad) / kept);
     if (at < p->begun)
         return;
-    *place(&p->d_before_log, w->batch, w->head, w->group, at - p->begun) = d_log;
-    *place(&p->d_gate, w->batch, w->head, w->group, at - p->begun) = d_gate;
+    *row_f32(&p->d_before_log, w->batch, w->head, w->group, at - p->begun) = d_log;
+    *row_f32(&p->d_gate, w->batch, w->head, w->group, at - p->begun) = d_gate;
     const int large = is_large(p->batches * p->heads * p->groups * p->length * p->value_size);
     write_row(&p->d_before, w->batch, w->head, w->group, at - p->begun, share, grad, p->value_size, large);
 }
 
 /* One query block of one head. */
-static void read_block(struct work *w, const struct problem *p, int64_t group, int64_t block)
+static void read_block(struct work *w, const struct block_softmax_args *p, int64_t group, int64_t block)
 {
     struct pairs *s = &w->pairs;
-    const int64_t start = (p->first + block) * p->block_size, end = smaller(start + p->block_size, p->length);
+    const int64_t start = (p->first + block) * p->block_size, end = min_i64(start + p->block_size, p->length);
     const int large = is_large(p->batches * p->heads * p->groups * p->length * p->key_size);
     for (int64_t at = start; at < end; at += PIECE) {
-        w->rows = smaller(end - at, PIECE);
+        w->rows = min_i64(end - at, PIECE);
         w->group = group;
         look_ahead_of(w, at + PIECE);
         pack(s->query, PIECE, &p->query, w->batch, w->head, group, at, w->rows, p->key_size, s->keys);
@@ -159,10 +161,10 @@ static void read_block(struct work *w, const struct problem *p, int64_t group, i
     }
 }
 
-static void read_task(const void *problem, float *memory, int64_t task)
+static void read_task(const void *args, float *memory, int64_t task)
 {
-    const struct problem *p = problem;
-    struct work work = {.problem = p, .batch = task / p->heads, .head = task % p->heads};
+    const struct block_softmax_args *p = args;
+    struct work work = {.args = p, .batch = task / p->heads, .head = task % p->heads};
     arrange_pairs(&work.pairs, p->key_size, p->value_size, p->parts, memory);
     begin_tiles(p->parts);
     for (int64_t group = 0; group < p->groups; group++)
@@ -171,8 +173,8 @@ static void read_task(const void *problem, float *memory, int64_t task)
     end_tiles(p->parts);
 }
 
-/* Work through all key/value heads of a problem; returns 0, 1 where there was no memory to work in, or BAD_NUMBERS. */
-int block_softmax_backward(const struct problem *p)
+/* Work through all key/value heads of a call; returns 0, 1 where there was no memory to work in, or BAD_NUMBERS. */
+int block_softmax_backward(const struct block_softmax_args *p)
 {
     struct pairs pairs;
     if (!fits(p))
@@ -181,4 +183,4 @@ int block_softmax_backward(const struct problem *p)
     return run_tasks(read_task, p, p->batches * p->heads, p->threads, size);
 }
 
-LAYOUT(block_softmax_backward, struct problem, 0x53f9fad4)
+LAYOUT(block_softmax_backward, struct block_softmax_args, 0x53f9fad4)

@@ -14,25 +14,25 @@
 
 /* A head's queries that meet keys. */
 struct work {
-    struct scratch *scratch;
-    const struct problem *problem;
+    struct workspace *scratch;
+    const struct block_softmax_args *args;
     int64_t batch, head, group, rows;
 };
 
 /* The head's next queries, and the keys they begin with, are those from `next` on. */
-static void look_ahead_of(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t group,
-                          int64_t next)
+static void look_ahead_of(struct workspace *s, const struct block_softmax_args *p, int64_t batch, int64_t head,
+                          int64_t group, int64_t next)
 {
-    const int64_t rows = smaller(PIECE, p->length - next);
+    const int64_t rows = min_i64(PIECE, p->length - next);
     s->next.count = 0;
-    look_ahead(&s->next, &p->query, batch, head, group, next, rows, p->key_size);
-    look_ahead(&s->next, &p->key, batch, head, 0, next, rows, p->key_size);
-    look_ahead(&s->next, &p->value, batch, head, 0, next, rows, p->value_size);
+    prefetch_push(&s->next, &p->query, batch, head, group, next, rows, p->key_size);
+    prefetch_push(&s->next, &p->key, batch, head, 0, next, rows, p->key_size);
+    prefetch_push(&s->next, &p->value, batch, head, 0, next, rows, p->value_size);
 }
 
 /* What is there of the queries before any key: nothing, or what stands in `before`. */
-static void begin(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t group, int64_t at,
-                  int64_t count)
+static void begin(struct workspace *s, const struct block_softmax_args *p, int64_t batch, int64_t head, int64_t group,
+                  int64_t at, int64_t count)
 {
     pack(s->rows, PIECE, &p->query, batch, head, group, at, count, p->key_size, s->keys);
     memset(s->out, 0, PIECE * s->values * sizeof(float));
@@ -40,7 +40,7 @@ static void begin(struct scratch *s, const struct problem *p, int64_t batch, int
         const int begun = !p->gate.data && i < count && has_before(p, batch, head, group, at + i);
         const int64_t row = at + i - p->begun;
         s->weight[i] = begun;
-        s->top[i] = begun ? *place(&p->before_log, batch, head, group, row) : LOWEST / 2;
+        s->top[i] = begun ? *row_f32(&p->before_log, batch, head, group, row) : LOWEST / 2;
         if (begun)
             pack(s->out + i * s->values, 1, &p->before, batch, head, group, row, 1, p->value_size, s->values);
     }
@@ -51,11 +51,12 @@ static void begin(struct scratch *s, const struct problem *p, int64_t batch, int
 static void read_keys(void *work, const struct keys *read)
 {
     struct work *w = work;
-    const struct problem *p = w->problem;
-    struct scratch *s = w->scratch;
+    const struct block_softmax_args *p = w->args;
+    struct workspace *s = w->scratch;
     if (!p->parts)
-        fetch_ahead(&s->next, PIECE / 2);
-    const operand *key = read->shared ? &p->shared_key : &p->key, *value = read->shared ? &p->shared_value : &p->value;
+        prefetch_some(&s->next, PIECE / 2);
+    const tensor_view *key = read->shared ? &p->shared_key : &p->key,
+        *value = read->shared ? &p->shared_value : &p->value;
     const struct beginning begun = begin_scores(p, s->bias, read, w->rows);
     if (begun.seen.start >= begun.seen.end)
         return;
@@ -69,12 +70,12 @@ static void read_keys(void *work, const struct keys *read)
     }
     struct rows keys = {s->rows, s->keys, FLOAT32}, values = {s->value, s->values, FLOAT32};
     if (read->count == PIECE && key->kind == FLOAT32)
-        keys = (struct rows){row_of(key, w->batch, w->head, 0, read->at), key->token, FLOAT32};
+        keys = (struct rows){row_ptr(key, w->batch, w->head, 0, read->at), key->token, FLOAT32};
     else
         pack(s->rows, PIECE, key, w->batch, w->head, 0, read->at, read->count, p->key_size, s->keys);
     /* rows that are far apart displace each other */
     if (p->value_size == s->values && value->kind == FLOAT32 && value->token == s->values)
-        values = (struct rows){row_of(value, w->batch, w->head, 0, read->at), value->token, FLOAT32};
+        values = (struct rows){row_ptr(value, w->batch, w->head, 0, read->at), value->token, FLOAT32};
     else
         pack(s->value, read->count, value, w->batch, w->head, 0, read->at, read->count, p->value_size, s->values);
     read_piece(s, &begun.seen, keys, values, read->count, begun.shown);
@@ -82,9 +83,9 @@ static void read_keys(void *work, const struct keys *read)
 
 /* Let in what stands before a query, as far as the gate is open, beside the attention to its keys, which is a row of
  * `out` times `factor`; return the factor of the row then. */
-static float let_in(const struct scratch *s, const struct work *w, int64_t at, float log, float factor, float *out)
+static float let_in(const struct workspace *s, const struct work *w, int64_t at, float log, float factor, float *out)
 {
-    const struct problem *p = w->problem;
+    const struct block_softmax_args *p = w->args;
     if (!p->gate.data || !has_before(p, w->batch, w->head, w->group, at))
         return factor;
     const struct shares shares = find_shares(p, w->batch, w->head, w->group, at, log);
@@ -96,13 +97,13 @@ static float let_in(const struct scratch *s, const struct work *w, int64_t at, f
 }
 
 /* One query block of one head. */
-static void read_block(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t group,
-                       int64_t block)
+static void read_block(struct workspace *s, const struct block_softmax_args *p, int64_t batch, int64_t head,
+                       int64_t group, int64_t block)
 {
-    const int64_t start = (p->first + block) * p->block_size, end = smaller(start + p->block_size, p->length);
+    const int64_t start = (p->first + block) * p->block_size, end = min_i64(start + p->block_size, p->length);
     const int large = is_large(p->batches * p->heads * p->groups * p->length * p->value_size);
     for (int64_t at = start; at < end; at += PIECE) {
-        struct work work = {s, p, batch, head, group, smaller(end - at, PIECE)};
+        struct work work = {s, p, batch, head, group, min_i64(end - at, PIECE)};
         begin(s, p, batch, head, group, at, work.rows);
         look_ahead_of(s, p, batch, head, group, at + PIECE);
         for_keys(p, batch, head * p->groups + group, block, at, read_keys, &work);
@@ -113,30 +114,30 @@ static void read_block(struct scratch *s, const struct problem *p, int64_t batch
             float *out = s->out + i * s->values;
             const float left = let_in(s, &work, at + i, log, factor, out);
             write_row(&p->out, batch, head, group, at + i, left, out, p->value_size, large);
-            *place(&p->log, batch, head, group, at + i) = log;
+            *row_f32(&p->log, batch, head, group, at + i) = log;
         }
     }
 }
 
-static void read_task(const void *problem, float *memory, int64_t task)
+static void read_task(const void *args, float *memory, int64_t task)
 {
-    const struct problem *p = problem;
+    const struct block_softmax_args *p = args;
     const int64_t rows = task / p->blocks, sequence = rows / p->groups;
-    struct scratch s;
-    arrange(&s, p->key_size, p->value_size, p->parts, memory);
+    struct workspace s;
+    workspace_init(&s, p->key_size, p->value_size, p->parts, memory);
     begin_tiles(p->parts);
     read_block(&s, p, sequence / p->heads, sequence % p->heads, rows % p->groups, task % p->blocks);
     end_tiles(p->parts);
 }
 
-/* Work through all query blocks of a problem; returns 0, 1 where there was no memory to work in, or BAD_NUMBERS. */
-int block_softmax(const struct problem *p)
+/* Work through all query blocks of a call; returns 0, 1 where there was no memory to work in, or BAD_NUMBERS. */
+int block_softmax(const struct block_softmax_args *p)
 {
-    struct scratch s;
+    struct workspace s;
     if (!fits(p))
         return BAD_NUMBERS;
-    const int64_t size = arrange(&s, p->key_size, p->value_size, p->parts, NULL);
+    const int64_t size = workspace_init(&s, p->key_size, p->value_size, p->parts, NULL);
     return run_tasks(read_task, p, p->batches * p->heads * p->groups * p->blocks, p->threads, size);
 }
 
-LAYOUT(block_softmax, struct problem, 0x53f9fad4)
+LAYOUT(block_softmax, struct block_softmax_args, 0x53f9fad4)

@@ -32,10 +32,10 @@ struct rows {
     int64_t row, kind;
 };
 
-static inline int64_t larger(int64_t one, int64_t other) { return one > other ? one : other; }
+static inline int64_t max_i64(int64_t one, int64_t other) { return one > other ? one : other; }
 
 /* How many numbers of float32 take as much memory as so many numbers in parts. */
-static inline int64_t room_for(int64_t numbers, int64_t parts) { return numbers * parts / 2; }
+static inline int64_t packed_floats(int64_t numbers, int64_t parts) { return numbers * parts / 2; }
 
 /* Tiles of a factor of so many rows or columns, and steps. */
 static inline struct tiles tiles_at(const void *data, int64_t lines, int64_t steps, int64_t parts)
@@ -45,7 +45,7 @@ static inline struct tiles tiles_at(const void *data, int64_t lines, int64_t ste
 }
 
 /* The same factor without its first rows or columns, or steps, in whole tiles. */
-static inline struct tiles without(struct tiles x, int64_t lines, int64_t steps)
+static inline struct tiles tiles_from(struct tiles x, int64_t lines, int64_t steps)
 {
     x.data += lines / LANES * x.beside + steps / BLOCK * TILE;
     return x;
@@ -74,29 +74,29 @@ static inline WITH_TILES void end_tiles(int64_t parts)
 }
 
 /* The upper half of each number, in place and in both halves of a lane. */
-static inline __attribute__((always_inline)) lanes cut(lanes x)
+static inline __attribute__((always_inline)) vec cut(vec x)
 {
-    return (lanes)((mask)x & (int32_t)0xffff0000);
+    return (vec)((mask)x & (int32_t)0xffff0000);
 }
 
-static inline __attribute__((always_inline)) lanes cut_pair(lanes first, lanes second)
+static inline __attribute__((always_inline)) vec cut_pair(vec first, vec second)
 {
     const __m512i low = _mm512_srli_epi32((__m512i)first, 16), upper = _mm512_set1_epi32((int32_t)0xffff0000);
-    return (lanes)_mm512_ternarylogic_epi32(low, (__m512i)second, upper, 0xf8); /* low | second & upper */
+    return (vec)_mm512_ternarylogic_epi32(low, (__m512i)second, upper, 0xf8); /* low | second & upper */
 }
 
 /* The same of the nearest numbers of bfloat16. */
-static inline WITH_TILES __attribute__((always_inline)) lanes round_pair(lanes first, lanes second)
+static inline WITH_TILES __attribute__((always_inline)) vec round_pair(vec first, vec second)
 {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-    return (lanes)_mm512_permutexvar_epi16(order, (__m512i)both);
+    return (vec)_mm512_permutexvar_epi16(order, (__m512i)both);
 }
 
 /* Put LANES pairs where a tile has them, part after part. */
 static inline WITH_TILES __attribute__((always_inline)) void
-put_pairs(char *tile, int64_t part_size, lanes first, lanes second, int parts)
+put_pairs(char *tile, int64_t part_size, vec first, vec second, int parts)
 {
 #pragma GCC unroll 3
     for (int part = 0; part < parts; part++) {
@@ -107,83 +107,83 @@ put_pairs(char *tile, int64_t part_size, lanes first, lanes second, int parts)
 }
 
 /* LANES numbers of a row, zero behind the last row. */
-static inline __attribute__((always_inline)) lanes
+static inline __attribute__((always_inline)) vec
 number_at(struct rows x, int64_t row, int64_t rows, int64_t column, int64_t kind)
 {
     const char *data = x.data;
-    return row < rows ? widened(data + (kind ? 2 : 4) * row * x.row, column, kind) : (lanes){0};
+    return row < rows ? widened(data + (kind ? 2 : 4) * row * x.row, column, kind) : (vec){0};
 }
 
 static inline WITH_TILES __attribute__((always_inline)) struct tiles
-put_left_parts(char *to, struct rows x, int64_t rows, int64_t steps, int parts, int64_t kind)
+pack_a_terms(char *to, struct rows x, int64_t rows, int64_t steps, int parts, int64_t kind)
 {
     const struct tiles made = tiles_at(to, rows, steps, parts);
     for (int64_t first = 0; first < rows; first += LANES)
         for (int64_t at = 0; at < steps; at += BLOCK, to += TILE)
 #pragma GCC unroll 4
             for (int64_t row = 0; row < LANES; row++)
-                put_pairs(to + row * sizeof(lanes), made.part, number_at(x, first + row, rows, at, kind),
+                put_pairs(to + row * sizeof(vec), made.part, number_at(x, first + row, rows, at, kind),
                           number_at(x, first + row, rows, at + PAIRS, kind), parts);
     return made;
 }
 
 static inline WITH_TILES __attribute__((always_inline)) struct tiles
-put_right_parts(char *to, struct rows x, int64_t steps, int64_t columns, int parts)
+pack_b_terms(char *to, struct rows x, int64_t steps, int64_t columns, int parts)
 {
     const struct tiles made = tiles_at(to, columns, steps, parts);
     for (int64_t column = 0; column < columns; column += LANES)
         for (int64_t at = 0; at < steps; at += BLOCK, to += TILE)
 #pragma GCC unroll 4
             for (int64_t number = 0; number < PAIRS; number++)
-                put_pairs(to + number * sizeof(lanes), made.part, number_at(x, at + number, steps, column, FLOAT32),
+                put_pairs(to + number * sizeof(vec), made.part, number_at(x, at + number, steps, column, FLOAT32),
                           number_at(x, at + number + PAIRS, steps, column, FLOAT32), parts);
     return made;
 }
 
 static inline WITH_TILES __attribute__((always_inline)) struct tiles
-put_turned_parts(char *to, struct rows x, int64_t rows, int64_t steps, int parts, int64_t kind)
+pack_a_transposed_terms(char *to, struct rows x, int64_t rows, int64_t steps, int parts, int64_t kind)
 {
     const struct tiles made = tiles_at(to, rows, steps, parts);
     for (int64_t first = 0; first < rows; first += LANES)
         for (int64_t at = 0; at < steps; at += BLOCK, to += TILE) {
-            lanes first_steps[PAIRS], last_steps[PAIRS]; /* then the rows' numbers of these steps */
+            vec first_steps[PAIRS], last_steps[PAIRS]; /* then the rows' numbers of these steps */
 #pragma GCC unroll 16
             for (int64_t number = 0; number < PAIRS; number++) {
                 first_steps[number] = number_at(x, at + number, steps, first, kind);
                 last_steps[number] = number_at(x, at + number + PAIRS, steps, first, kind);
             }
-            exchange_all(first_steps);
-            exchange_all(last_steps);
+            transpose_block(first_steps);
+            transpose_block(last_steps);
 #pragma GCC unroll 16
             for (int64_t number = 0; number < PAIRS; number++)
-                put_pairs(to + number * sizeof(lanes), made.part, first_steps[number], last_steps[number], parts);
+                put_pairs(to + number * sizeof(vec), made.part, first_steps[number], last_steps[number], parts);
         }
     return made;
 }
 
 /* Tiles of a left factor [rows, steps], whose rows have numbers, or zeros, up to whole blocks of steps. */
-static WITH_TILES struct tiles put_left(void *to, struct rows x, int64_t rows, int64_t steps, int64_t parts)
+static WITH_TILES struct tiles pack_a(void *to, struct rows x, int64_t rows, int64_t steps, int64_t parts)
 {
     if (parts == 3)
-        return put_left_parts(to, x, rows, steps, 3, FLOAT32);
-    return x.kind ? put_left_parts(to, x, rows, steps, 1, BFLOAT16) : put_left_parts(to, x, rows, steps, 1, FLOAT32);
+        return pack_a_terms(to, x, rows, steps, 3, FLOAT32);
+    return x.kind ? pack_a_terms(to, x, rows, steps, 1, BFLOAT16) : pack_a_terms(to, x, rows, steps, 1, FLOAT32);
 }
 
 /* The same of a factor that lies turned, [steps, rows]. */
-static WITH_TILES struct tiles put_turned_left(void *to, struct rows x, int64_t rows, int64_t steps, int64_t parts)
+static WITH_TILES struct tiles pack_a_transposed(void *to, struct rows x, int64_t rows, int64_t steps, int64_t parts)
 {
     if (parts == 3)
-        return put_turned_parts(to, x, rows, steps, 3, FLOAT32);
-    return x.kind ? put_turned_parts(to, x, rows, steps, 1, BFLOAT16)
-                  : put_turned_parts(to, x, rows, steps, 1, FLOAT32);
+        return pack_a_transposed_terms(to, x, rows, steps, 3, FLOAT32);
+    return x.kind ? pack_a_transposed_terms(to, x, rows, steps, 1, BFLOAT16)
+                  : pack_a_transposed_terms(to, x, rows, steps, 1, FLOAT32);
 }
 
 /* Tiles of a right factor [steps, columns] of float32. */
-static WITH_TILES struct tiles put_right(void *to, struct rows x, int64_t steps, int64_t columns, int64_t parts)
+static WITH_TILES struct tiles pack_b(void *to, struct rows x, int64_t steps, int64_t columns, int64_t parts)
 {
     if (parts == 3)
-        return put_right_parts(to, x, steps, columns, 3);
-    return parts == 2 ? put_right_parts(to, x, steps, columns, 2) : put_right_parts(to, x, steps, columns, 1);
+        return pack_b_terms(to, x, steps, columns, 3);
+    return parts == 2 ? pack_b_terms(to, x, steps, columns, 2) : pack_b_terms(to, x, steps, columns, 1);
 }
 
 #define LOAD_LEFT(number) \
@@ -208,7 +208,7 @@ static WITH_TILES struct tiles put_right(void *to, struct rows x, int64_t steps,
  * next so many rows are asked for beside the products of each block. */
 static inline WITH_TILES __attribute__((always_inline)) void
 multiply_parts(float *out, int64_t out_row, struct tiles left, struct tiles right, int64_t rows, int64_t columns,
-               int64_t steps, int adds, struct upcoming *next, int64_t fetched, int left_parts, int right_parts)
+               int64_t steps, int adds, struct prefetch_queue *next, int64_t fetched, int left_parts, int right_parts)
 {
     for (int64_t column = 0; column < columns; column += BLOCK)
         for (int64_t row = 0; row < rows; row += BLOCK) {
@@ -248,7 +248,7 @@ multiply_parts(float *out, int64_t out_row, struct tiles left, struct tiles righ
                 }
                 LOAD_RIGHT(0);
                 ADD_PRODUCTS();
-                fetch_ahead(next, fetched);
+                prefetch_some(next, fetched);
                 over += TILE, under += TILE, first += TILE, second += TILE;
             }
             _tile_stored(0, upper, 4 * out_row);
@@ -260,11 +260,11 @@ multiply_parts(float *out, int64_t out_row, struct tiles left, struct tiles righ
 
 static WITH_TILES __attribute__((noinline)) void
 multiply(float *out, int64_t out_row, struct tiles left, struct tiles right, int64_t rows, int64_t columns,
-         int64_t steps, int adds, struct upcoming *next, int64_t fetched)
+         int64_t steps, int adds, struct prefetch_queue *next, int64_t fetched)
 {
     if (left.parts == 3)
         for (int64_t step = 0; step < steps; step += SLICE)
-            multiply_parts(out, out_row, without(left, 0, step), without(right, 0, step), rows, columns,
+            multiply_parts(out, out_row, tiles_from(left, 0, step), tiles_from(right, 0, step), rows, columns,
                            steps - step < SLICE ? steps - step : SLICE, adds || step, next, fetched, 3, 3);
     else if (right.parts == 2)
         multiply_parts(out, out_row, left, right, rows, columns, steps, adds, next, fetched, 1, 2);
@@ -279,12 +279,12 @@ multiply(float *out, int64_t out_row, struct tiles left, struct tiles right, int
 #define NEVER(result, name, ...) static inline result name(__VA_ARGS__) { __builtin_unreachable(); }
 
 /* has_matrix_unit says so */
-NEVER(void, put_pairs, char *tile, int64_t part_size, lanes first, lanes second, int parts)
-NEVER(struct tiles, put_left, void *to, struct rows x, int64_t rows, int64_t steps, int64_t parts)
-NEVER(struct tiles, put_turned_left, void *to, struct rows x, int64_t rows, int64_t steps, int64_t parts)
-NEVER(struct tiles, put_right, void *to, struct rows x, int64_t steps, int64_t columns, int64_t parts)
+NEVER(void, put_pairs, char *tile, int64_t part_size, vec first, vec second, int parts)
+NEVER(struct tiles, pack_a, void *to, struct rows x, int64_t rows, int64_t steps, int64_t parts)
+NEVER(struct tiles, pack_a_transposed, void *to, struct rows x, int64_t rows, int64_t steps, int64_t parts)
+NEVER(struct tiles, pack_b, void *to, struct rows x, int64_t steps, int64_t columns, int64_t parts)
 NEVER(void, multiply, float *out, int64_t out_row, struct tiles left, struct tiles right, int64_t rows,
-      int64_t columns, int64_t steps, int adds, struct upcoming *next, int64_t fetched)
+      int64_t columns, int64_t steps, int adds, struct prefetch_queue *next, int64_t fetched)
 
 static inline void begin_tiles(int64_t parts) { (void)parts; }
 

@@ -11,57 +11,60 @@
 #define GROUPS (PIECE / LANES) /* of queries */
 #define ROOM 8.0f /* e^8 times the largest weight leaves float32 the precision it has: sums seldom need to be scaled */
 
-struct scratch {
-    float *query, *rows, *value, *scores, *out; /* query: scaled, [key_size, PIECE]; rows: where a piece is no whole one */
+struct workspace {
+    float *query, *rows, *value, *scores, *out; /* query: scaled, [key_size,
+        PIECE]; rows: where a piece is no whole one */
     float *bias;                                /* of the scores: what `show` made of a piece */
     float top[PIECE], weight[PIECE];            /* the weights e^(score - top) are summed up */
     int64_t key_size, keys, values;             /* keys, values: sizes, padded */
-    struct factors factors;                     /* left: of the queries; right: of the weights */
+    struct pack_cache factors;                     /* left: of the queries; right: of the weights */
     struct tiles queries;
     float *turned_out; /* [values, PIECE]: what products of tiles add to */
     struct pieces pieces;
-    struct upcoming next; /* what is asked for beside the products, so many rows at a time */
+    struct prefetch_queue next; /* what is asked for beside the products, so many rows at a time */
 };
 
-static inline int64_t arrange(struct scratch *s, int64_t key_size, int64_t value_size, int64_t parts, float *memory)
+static inline int64_t workspace_init(struct workspace *s, int64_t key_size, int64_t value_size, int64_t parts,
+                                     float *memory)
 {
     s->key_size = key_size;
     s->keys = round_up(key_size, TILE_COLUMNS);
     s->values = round_up(value_size, TILE_COLUMNS);
     s->next.count = 0;
     int64_t used = arrange_pieces(&s->pieces, key_size, 0, s->values, parts, memory);
-    s->query = take(memory, &used, PIECE * s->keys);
-    s->rows = take(memory, &used, PIECE * s->keys);
-    s->value = take(memory, &used, PIECE * s->values);
-    s->scores = take(memory, &used, PIECE * PIECE);
-    s->bias = take(memory, &used, PIECE * PIECE);
-    s->out = take(memory, &used, PIECE * s->values);
+    s->query = arena_alloc(memory, &used, PIECE * s->keys);
+    s->rows = arena_alloc(memory, &used, PIECE * s->keys);
+    s->value = arena_alloc(memory, &used, PIECE * s->values);
+    s->scores = arena_alloc(memory, &used, PIECE * PIECE);
+    s->bias = arena_alloc(memory, &used, PIECE * PIECE);
+    s->out = arena_alloc(memory, &used, PIECE * s->values);
     s->factors = take_factors(memory, &used, PIECE * s->keys, PIECE * PIECE, parts);
-    s->turned_out = parts ? take(memory, &used, PIECE * s->values) : NULL;
+    s->turned_out = parts ? arena_alloc(memory, &used, PIECE * s->values) : NULL;
     return used;
 }
 
 /* Begin with the queries that have been put into `rows`, and with what stands in `out` for them. */
-static inline void begin_queries(struct scratch *s, float scaling)
+static inline void begin_queries(struct workspace *s, float scaling)
 {
-    turn(s->query, PIECE, s->rows, s->keys, PIECE, s->keys);
+    transpose(s->query, PIECE, s->rows, s->keys, PIECE, s->keys);
     for (int64_t number = 0; number < PIECE * s->keys; number++)
         s->query[number] *= scaling;
     if (!s->factors.parts)
         return;
     const struct rows query = {s->query, PIECE, FLOAT32};
-    s->queries = put_right(s->factors.left, query, s->key_size, PIECE, s->factors.parts);
-    turn(s->turned_out, PIECE, s->out, s->values, PIECE, s->values);
+    s->queries = pack_b(s->factors.left, query, s->key_size, PIECE, s->factors.parts);
+    transpose(s->turned_out, PIECE, s->out, s->values, PIECE, s->values);
 }
 
 /* Leave in `out` what has been summed up. */
-static inline void end_queries(struct scratch *s)
+static inline void end_queries(struct workspace *s)
 {
     if (s->factors.parts)
-        turn(s->out, s->values, s->turned_out, PIECE, s->values, PIECE);
+        transpose(s->out, s->values, s->turned_out, PIECE, s->values, PIECE);
 }
 
-/* The keys, from `first` to before `last` in whole tiles, that each group of queries sees, and that any of them does. */
+/* The keys, from `first` to before `last` in whole tiles, that each group of queries sees, and that any of them
+ * does. */
 struct seen {
     int64_t first[GROUPS], last[GROUPS], start, end;
 };
@@ -87,12 +90,13 @@ static inline int is_same(const float *bias, int64_t count)
 {
     mask others = {0};
     for (int64_t j = 0; count == PIECE && j < PIECE; j += LANES)
-        others |= load(bias + j) != (lanes){0} + bias[0];
+        others |= load(bias + j) != (vec){0} + bias[0];
     return count == PIECE && bias[0] > LOWEST / 2 && !any_of(others);
 }
 
 /* Find what the scores of `count` keys get from the bias of each of `rows` queries, in rows of `bias_step` numbers, or
- * one row for all. Without a bias query i sees the first `ahead` + i + 1 of them. Where all is zero nothing is written. */
+ * one row for all. Without a bias query i sees the first `ahead` + i + 1 of them. Where all is zero nothing is
+ * written. */
 static enum shown show(float *shown, const float *bias, int64_t bias_step, int64_t rows, int64_t count, int64_t ahead)
 {
     if (!bias && count == PIECE && ahead >= PIECE - 1)
@@ -100,7 +104,7 @@ static enum shown show(float *shown, const float *bias, int64_t bias_step, int64
     if (bias && bias_step && rows == PIECE && count == PIECE) {
         if (is_zero(bias, bias_step))
             return ALL_PLAIN;
-        turn(shown, PIECE, bias, bias_step, PIECE, PIECE);
+        transpose(shown, PIECE, bias, bias_step, PIECE, PIECE);
         return SOME;
     }
     int all = bias && !bias_step;
@@ -108,10 +112,10 @@ static enum shown show(float *shown, const float *bias, int64_t bias_step, int64
         const float there = j >= count ? LOWEST : bias && !bias_step ? bias[j] : 0.0f;
         all = all && there > LOWEST / 2;
         for (int64_t i = 0; i < PIECE; i += LANES)
-            store(shown + j * PIECE + i, (lanes){0} + there);
+            store(shown + j * PIECE + i, (vec){0} + there);
     }
     for (int64_t j = 0; !bias && j < count; j++) /* the first that sees it is query j - ahead */
-        for (int64_t i = 0; i < smaller(j - ahead, PIECE); i++)
+        for (int64_t i = 0; i < min_i64(j - ahead, PIECE); i++)
             shown[j * PIECE + i] = LOWEST;
     for (int64_t j = 0; bias && bias_step && j < count; j++)
         for (int64_t i = 0; i < rows; i++)
@@ -130,14 +134,14 @@ static struct seen find_seen(const float *bias, enum shown shown)
     }
     for (int64_t group = 0; !all && group < GROUPS; group++)
         for (int64_t j = 0; j < PIECE; j += TILE_ROWS) {
-            lanes largest = load(bias + j * PIECE + group * LANES);
+            vec largest = load(bias + j * PIECE + group * LANES);
             for (int64_t row = 1; row < TILE_ROWS; row++)
-                largest = larger_of(largest, load(bias + (j + row) * PIECE + group * LANES));
+                largest = vmax(largest, load(bias + (j + row) * PIECE + group * LANES));
             if (max_of(largest) <= LOWEST / 2)
                 continue;
-            found.first[group] = smaller(found.first[group], j);
+            found.first[group] = min_i64(found.first[group], j);
             found.last[group] = j + TILE_ROWS;
-            found.start = smaller(found.start, j);
+            found.start = min_i64(found.start, j);
             found.end = found.end > j + TILE_ROWS ? found.end : j + TILE_ROWS;
         }
     return found;
@@ -152,14 +156,14 @@ make_scores(float *out, const struct seen *seen, const float *key, int64_t key_r
     for (int64_t j = seen->start; j < seen->end; j += TILE_ROWS)
         for (int64_t i = 0; i < PIECE; i += TILE_COLUMNS) {
             const int64_t group = i / LANES;
-            if (j >= smaller(seen->first[group], seen->first[group + 1])
+            if (j >= min_i64(seen->first[group], seen->first[group + 1])
                 && (j < seen->last[group] || j < seen->last[group + 1]))
                 make_tile(out + j * PIECE + i, PIECE, key + j * key_row, key_row, 1, query + i, PIECE, size, adds);
         }
 }
 
 /* Bring what has been summed up for a group of queries down to a higher top. */
-static inline void scale_sums(struct scratch *s, int64_t group, lanes left, mask higher)
+static inline void scale_sums(struct workspace *s, int64_t group, vec left, mask higher)
 {
     for (int64_t row = 0; s->factors.parts && row < s->values; row++) {
         float *out = s->turned_out + row * PIECE + group * LANES;
@@ -173,48 +177,49 @@ static inline void scale_sums(struct scratch *s, int64_t group, lanes left, mask
 }
 
 /* Scores beside their bias; a hidden pair has LOWEST, whatever its product came to. */
-static inline __attribute__((always_inline)) lanes beside_bias(lanes scores, lanes bias)
+static inline __attribute__((always_inline)) vec beside_bias(vec scores, vec bias)
 {
-    return choose(bias > LOWEST / 2, scores + bias, (lanes){0} + LOWEST);
+    return blend(bias > LOWEST / 2, scores + bias, (vec){0} + LOWEST);
 }
 
 /* Find the largest scores of the keys from `start` to `end`, which get their bias first if they are `biased`. */
 static inline __attribute__((always_inline)) void
-find_tops(lanes *top, const struct scratch *s, int64_t start, int64_t end, int biased)
+find_tops(vec *top, const struct workspace *s, int64_t start, int64_t end, int biased)
 {
     for (int64_t j = start; j < end; j++)
 #pragma GCC unroll 8
         for (int group = 0; group < GROUPS; group++) {
             float *at = s->scores + j * PIECE + group * LANES;
-            lanes score = load(at);
+            vec score = load(at);
             if (biased) {
                 score = beside_bias(score, load(s->bias + j * PIECE + group * LANES));
                 store(at, score);
             }
-            top[group] = larger_of(top[group], score);
+            top[group] = vmax(top[group], score);
         }
 }
 
 /* See to it that the `top` of a query is at most ROOM below its largest score, of the keys from `start` to `end` that
- * all have a bias beside their own ones: where it was less, what was summed up before is brought down to the new one. */
-static inline void raise_tops(struct scratch *s, int64_t start, int64_t end, enum shown shown, float bias)
+ * all have a bias beside their own ones: where it was less, what was summed up before is brought down to the new
+ * one. */
+static inline void raise_tops(struct workspace *s, int64_t start, int64_t end, enum shown shown, float bias)
 {
-    lanes top[GROUPS];
+    vec top[GROUPS];
 #pragma GCC unroll 8
     for (int group = 0; group < GROUPS; group++)
-        top[group] = (lanes){0} + LOWEST;
+        top[group] = (vec){0} + LOWEST;
     if (shown == ALL_PLAIN)
         find_tops(top, s, start, end, 0);
     else
         find_tops(top, s, start, end, 1);
     for (int64_t group = 0; group < GROUPS; group++) {
-        const lanes before = load(s->top + group * LANES);
+        const vec before = load(s->top + group * LANES);
         top[group] += bias;
         const mask higher = top[group] > before + ROOM;
         if (!any_of(higher))
             continue;
-        top[group] = choose(higher, top[group], before);
-        const lanes left = exp_of(before - top[group]);
+        top[group] = blend(higher, top[group], before);
+        const vec left = exp_of(before - top[group]);
         store(s->weight + group * LANES, load(s->weight + group * LANES) * left);
         store(s->top + group * LANES, top[group]);
         scale_sums(s, group, left, higher);
@@ -222,10 +227,10 @@ static inline void raise_tops(struct scratch *s, int64_t start, int64_t end, enu
 }
 
 /* Scores become weights under the `top` of their query. */
-static inline void weigh(struct scratch *s, int64_t start, int64_t end, enum shown shown)
+static inline void weigh(struct workspace *s, int64_t start, int64_t end, enum shown shown)
 {
     raise_tops(s, start, end, shown, 0.0f);
-    lanes top[GROUPS], sum[GROUPS];
+    vec top[GROUPS], sum[GROUPS];
 #pragma GCC unroll 8
     for (int group = 0; group < GROUPS; group++) {
         top[group] = load(s->top + group * LANES);
@@ -234,7 +239,7 @@ static inline void weigh(struct scratch *s, int64_t start, int64_t end, enum sho
     for (int64_t j = start; j < end; j++)
 #pragma GCC unroll 8
         for (int group = 0; group < GROUPS; group++) {
-            const lanes weight = exp_of(load(s->scores + j * PIECE + group * LANES) - top[group]);
+            const vec weight = exp_of(load(s->scores + j * PIECE + group * LANES) - top[group]);
             store(s->scores + j * PIECE + group * LANES, weight);
             sum[group] += weight;
         }
@@ -244,14 +249,14 @@ static inline void weigh(struct scratch *s, int64_t start, int64_t end, enum sho
 }
 
 /* Take in keys, in whole tiles, and their values before `end`, with the bias that `show` left. */
-static void read_piece(struct scratch *s, const struct seen *seen, struct rows keys, struct rows values, int64_t end,
+static void read_piece(struct workspace *s, const struct seen *seen, struct rows keys, struct rows values, int64_t end,
                        enum shown shown)
 {
     const float *value = values.data;
     make_scores(s->scores, seen, keys.data, keys.row, s->query, s->key_size, 0);
     weigh(s, seen->start, seen->end, shown);
     for (int64_t i = 0; i < PIECE; i += TILE_ROWS) {
-        const int64_t first = seen->first[i / LANES], last = smaller(seen->last[i / LANES], end);
+        const int64_t first = seen->first[i / LANES], last = min_i64(seen->last[i / LANES], end);
         for (int64_t column = 0; first < last && column < s->values; column += TILE_COLUMNS)
             add_tile(s->out + i * s->values + column, s->values, s->scores + first * PIECE + i, 1, PIECE,
                      value + first * values.row + column, values.row, last - first);
@@ -260,51 +265,51 @@ static void read_piece(struct scratch *s, const struct seen *seen, struct rows k
 
 /* The weights of whole blocks of keys as a right factor, beside their sums. */
 static inline WITH_TILES __attribute__((always_inline)) struct tiles
-put_weights_parts(struct scratch *s, const float *scores, int64_t keys, float bias, int parts)
+put_weights_parts(struct workspace *s, const float *scores, int64_t keys, float bias, int parts)
 {
     const struct tiles made = tiles_at(s->factors.right, PIECE, keys, parts);
     for (int64_t group = 0; group < PIECE; group += LANES) {
-        const lanes top = load(s->top + group) - bias;
-        lanes sum = load(s->weight + group);
+        const vec top = load(s->top + group) - bias;
+        vec sum = load(s->weight + group);
         char *to = (char *)made.data + group / LANES * made.beside;
         for (int64_t at = 0; at < keys; at += BLOCK, to += TILE)
 #pragma GCC unroll 4
             for (int64_t number = 0; number < PAIRS; number++) {
                 const float *score = scores + (at + number) * PIECE + group;
-                const lanes one = load(score) - top, other = load(score + PAIRS * PIECE) - top;
-                const lanes first = parts == 3 ? exp_of(one) : rounded_exp_of(one);
-                const lanes second = parts == 3 ? exp_of(other) : rounded_exp_of(other);
+                const vec one = load(score) - top, other = load(score + PAIRS * PIECE) - top;
+                const vec first = parts == 3 ? exp_of(one) : rounded_exp_of(one);
+                const vec second = parts == 3 ? exp_of(other) : rounded_exp_of(other);
                 sum += first + second;
-                put_pairs(to + number * sizeof(lanes), made.part, first, second, parts);
+                put_pairs(to + number * sizeof(vec), made.part, first, second, parts);
             }
         store(s->weight + group, sum);
     }
     return made;
 }
 
-static WITH_TILES struct tiles put_weights(struct scratch *s, const float *scores, int64_t keys, float bias)
+static WITH_TILES struct tiles put_weights(struct workspace *s, const float *scores, int64_t keys, float bias)
 {
     return s->factors.parts == 3 ? put_weights_parts(s, scores, keys, bias, 3)
                                  : put_weights_parts(s, scores, keys, bias, 1);
 }
 
 /* Put PIECE rows of keys and of values, zero where there are none, into the tiles of a piece. */
-static void put_piece(const struct scratch *s, const struct piece *piece, struct rows keys, struct rows values)
+static void put_piece(const struct workspace *s, const struct piece *piece, struct rows keys, struct rows values)
 {
-    put_left((void *)piece->key.data, keys, PIECE, s->key_size, s->factors.parts);
-    put_turned_left((void *)piece->turned.data, values, s->values, PIECE, s->factors.parts);
+    pack_a((void *)piece->key.data, keys, PIECE, s->key_size, s->factors.parts);
+    pack_a_transposed((void *)piece->turned.data, values, s->values, PIECE, s->factors.parts);
 }
 
 /* Take in a piece that is there in tiles, with the bias that `show` left, all with the same one beside. */
-static void read_tiles(struct scratch *s, const struct seen *seen, const struct piece *piece, enum shown shown,
+static void read_tiles(struct workspace *s, const struct seen *seen, const struct piece *piece, enum shown shown,
                        float bias)
 {
     const int64_t first = seen->start / BLOCK * BLOCK, keys = round_up(seen->end - first, BLOCK);
     float *scores = s->scores + first * PIECE;
-    multiply(scores, PIECE, without(piece->key, first, 0), s->queries, keys, PIECE, s->key_size, 0,
+    multiply(scores, PIECE, tiles_from(piece->key, first, 0), s->queries, keys, PIECE, s->key_size, 0,
              &s->next, FETCHED);
     raise_tops(s, first, first + keys, shown, bias);
     const struct tiles weights = put_weights(s, scores, keys, bias);
-    multiply(s->turned_out, PIECE, without(piece->turned, 0, first), weights, s->values, PIECE, keys, 1,
+    multiply(s->turned_out, PIECE, tiles_from(piece->turned, 0, first), weights, s->values, PIECE, keys, 1,
              &s->next, FETCHED);
 }

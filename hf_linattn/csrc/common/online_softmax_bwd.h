@@ -14,15 +14,15 @@
  * [keys, queries]. */
 struct pairs {
     float *query, *grad, *turned_query, *turned_grad, *d_query; /* the queries scaled; what their gradient adds up to */
-    float *key, *value, *bias, *weights, *slopes, *d_key, *d_value; /* bias: of the scores, as in `scratch` */
+    float *key, *value, *bias, *weights, *slopes, *d_key, *d_value; /* bias: of the scores, as in `workspace` */
     float log[PIECE], weight_grad[PIECE];
     int64_t key_size, value_size, keys, values;
-    struct factors factors;                                      /* left: weights or slopes; right: slopes */
+    struct pack_cache factors;                                      /* left: weights or slopes; right: slopes */
     struct tiles queries, grads, turned_queries, turned_grads; /* as right factors */
     float *turned_d_query;                                       /* [keys, PIECE]: what products of tiles add to */
     void *tiles[4];
     struct pieces pieces;
-    struct upcoming met, next; /* gradients of the keys that are met, which are added to; what comes next */
+    struct prefetch_queue met, next; /* gradients of the keys that are met, which are added to; what comes next */
 };
 
 /* Up to PIECE keys and values, in rows as above, and where their gradients are added up. */
@@ -43,16 +43,16 @@ static int64_t arrange_pairs(struct pairs *w, int64_t key_size, int64_t value_si
     float **of_keys[] = {&w->query, &w->turned_query, &w->d_query, &w->key, &w->d_key};
     float **of_values[] = {&w->grad, &w->turned_grad, &w->value, &w->d_value};
     for (int part = 0; part < 5; part++)
-        *of_keys[part] = take(memory, &used, PIECE * w->keys);
+        *of_keys[part] = arena_alloc(memory, &used, PIECE * w->keys);
     for (int part = 0; part < 4; part++)
-        *of_values[part] = take(memory, &used, PIECE * w->values);
-    w->bias = take(memory, &used, PIECE * PIECE);
-    w->weights = take(memory, &used, PIECE * PIECE);
-    w->slopes = take(memory, &used, PIECE * PIECE);
+        *of_values[part] = arena_alloc(memory, &used, PIECE * w->values);
+    w->bias = arena_alloc(memory, &used, PIECE * PIECE);
+    w->weights = arena_alloc(memory, &used, PIECE * PIECE);
+    w->slopes = arena_alloc(memory, &used, PIECE * PIECE);
     w->factors = take_factors(memory, &used, 2 * PIECE * PIECE, PIECE * PIECE, parts);
-    w->turned_d_query = take(memory, &used, parts ? PIECE * w->keys : 0);
+    w->turned_d_query = arena_alloc(memory, &used, parts ? PIECE * w->keys : 0);
     for (int part = 0; part < 4; part++)
-        w->tiles[part] = take(memory, &used, room_for(PIECE * larger(w->keys, w->values), parts));
+        w->tiles[part] = arena_alloc(memory, &used, packed_floats(PIECE * max_i64(w->keys, w->values), parts));
     return used;
 }
 
@@ -61,8 +61,8 @@ static void begin_pairs(struct pairs *w, float scaling)
 {
     for (int64_t number = 0; number < PIECE * w->keys; number++)
         w->query[number] *= scaling;
-    turn(w->turned_query, PIECE, w->query, w->keys, PIECE, w->keys);
-    turn(w->turned_grad, PIECE, w->grad, w->values, PIECE, w->values);
+    transpose(w->turned_query, PIECE, w->query, w->keys, PIECE, w->keys);
+    transpose(w->turned_grad, PIECE, w->grad, w->values, PIECE, w->values);
     memset(w->d_query, 0, PIECE * w->keys * sizeof(float));
     memset(w->log, 0, sizeof(w->log)); /* there may be fewer queries than PIECE */
     if (!w->factors.parts)
@@ -70,10 +70,10 @@ static void begin_pairs(struct pairs *w, float scaling)
     const int64_t parts = w->factors.parts;
     const struct rows query = {w->query, w->keys, FLOAT32}, turned_query = {w->turned_query, PIECE, FLOAT32};
     const struct rows grad = {w->grad, w->values, FLOAT32}, turned_grad = {w->turned_grad, PIECE, FLOAT32};
-    w->queries = put_right(w->tiles[0], query, PIECE, w->keys, parts);
-    w->grads = put_right(w->tiles[1], grad, PIECE, w->values, parts);
-    w->turned_queries = put_right(w->tiles[2], turned_query, w->key_size, PIECE, parts);
-    w->turned_grads = put_right(w->tiles[3], turned_grad, w->value_size, PIECE, parts);
+    w->queries = pack_b(w->tiles[0], query, PIECE, w->keys, parts);
+    w->grads = pack_b(w->tiles[1], grad, PIECE, w->values, parts);
+    w->turned_queries = pack_b(w->tiles[2], turned_query, w->key_size, PIECE, parts);
+    w->turned_grads = pack_b(w->tiles[3], turned_grad, w->value_size, PIECE, parts);
     memset(w->turned_d_query, 0, PIECE * w->keys * sizeof(float));
 }
 
@@ -81,7 +81,7 @@ static void begin_pairs(struct pairs *w, float scaling)
 static inline void end_pairs(struct pairs *w)
 {
     if (w->factors.parts)
-        turn(w->d_query, w->keys, w->turned_d_query, PIECE, w->keys, PIECE);
+        transpose(w->d_query, w->keys, w->turned_d_query, PIECE, w->keys, PIECE);
 }
 
 /* Note what a query's weights add up to, and its gradient; without keys all scores are LOWEST, and weights zero. */
@@ -105,9 +105,9 @@ static inline __attribute__((always_inline)) void weigh_pairs(struct pairs *w, c
     for (int64_t j = seen->start; j < seen->end; j++)
 #pragma GCC unroll 8
         for (int64_t i = 0; i < PIECE; i += LANES) {
-            const lanes product = load(w->weights + j * PIECE + i);
-            const lanes score = biased ? beside_bias(product, load(w->bias + j * PIECE + i)) : product;
-            const lanes weight = exp_of(score - load(w->log + i));
+            const vec product = load(w->weights + j * PIECE + i);
+            const vec score = biased ? beside_bias(product, load(w->bias + j * PIECE + i)) : product;
+            const vec weight = exp_of(score - load(w->log + i));
             store(w->weights + j * PIECE + i, weight);
             store(w->slopes + j * PIECE + i, weight * (load(w->slopes + j * PIECE + i) - load(w->weight_grad + i)));
         }
@@ -135,7 +135,7 @@ static void read_pairs(struct pairs *w, const struct met *met, const struct seen
                      w->query + column, w->keys, rows);
     }
     for (int64_t i = 0; i < PIECE; i += TILE_ROWS) {
-        const int64_t first = seen->first[i / LANES], last = smaller(seen->last[i / LANES], end);
+        const int64_t first = seen->first[i / LANES], last = min_i64(seen->last[i / LANES], end);
         for (int64_t column = 0; first < last && column < w->keys; column += TILE_COLUMNS)
             add_tile(w->d_query + i * w->keys + column, w->keys, w->slopes + first * PIECE + i, 1, PIECE,
                      met->key + first * w->keys + column, w->keys, last - first);
@@ -145,9 +145,9 @@ static void read_pairs(struct pairs *w, const struct met *met, const struct seen
 /* Put PIECE rows of keys and of values, zero where there are none, into the tiles of a piece. */
 static void put_pairs_piece(const struct pairs *w, const struct piece *piece, struct rows keys, struct rows values)
 {
-    put_left((void *)piece->key.data, keys, PIECE, w->key_size, w->factors.parts);
-    put_left((void *)piece->value.data, values, PIECE, w->value_size, w->factors.parts);
-    put_turned_left((void *)piece->turned.data, keys, w->keys, PIECE, w->factors.parts);
+    pack_a((void *)piece->key.data, keys, PIECE, w->key_size, w->factors.parts);
+    pack_a((void *)piece->value.data, values, PIECE, w->value_size, w->factors.parts);
+    pack_a_transposed((void *)piece->turned.data, keys, w->keys, PIECE, w->factors.parts);
 }
 
 /* Weights and slopes of whole blocks of keys, as left factors and, the slopes, as a right one. */
@@ -160,18 +160,18 @@ static inline WITH_TILES __attribute__((always_inline)) void
 put_weights_and_slopes(const struct pairs *w, const struct pair_tiles *made, const float *weights, const float *slopes,
                        const float *own, float bias, int64_t at, int64_t number, int64_t i, int parts)
 {
-    lanes weight[2][2], slope[2][2]; /* of two rows, and of two groups of queries */
+    vec weight[2][2], slope[2][2]; /* of two rows, and of two groups of queries */
 #pragma GCC unroll 2
     for (int64_t row = 0; row < 2; row++)
 #pragma GCC unroll 2
         for (int64_t group = 0; group < 2; group++) {
             const int64_t place = (at + number + row * PAIRS) * PIECE + i + group * LANES, query = i + group * LANES;
-            const lanes product = load(weights + place), here = own ? beside_bias(product, load(own + place)) : product;
-            const lanes score = here - (load(w->log + query) - bias);
+            const vec product = load(weights + place), here = own ? beside_bias(product, load(own + place)) : product;
+            const vec score = here - (load(w->log + query) - bias);
             weight[row][group] = parts == 3 ? exp_of(score) : rounded_exp_of(score);
             slope[row][group] = weight[row][group] * (load(slopes + place) - load(w->weight_grad + query));
         }
-    const int64_t line = number * sizeof(lanes), place = i / BLOCK * TILE + line;
+    const int64_t line = number * sizeof(vec), place = i / BLOCK * TILE + line;
 #pragma GCC unroll 2
     for (int64_t half = 0; half < 2; half++) {
         const int64_t row = (at / LANES + half) * made->weights.beside + place;
@@ -190,7 +190,7 @@ static WITH_TILES struct pair_tiles put_pair_tiles(const struct pairs *w, const 
     const int64_t parts = w->factors.parts;
     const struct pair_tiles made = {
         tiles_at(w->factors.left, keys, PIECE, parts),
-        tiles_at((float *)w->factors.left + room_for(PIECE * PIECE, parts), keys, PIECE, parts),
+        tiles_at((float *)w->factors.left + packed_floats(PIECE * PIECE, parts), keys, PIECE, parts),
         tiles_at(w->factors.right, PIECE, keys, parts),
     };
     for (int64_t at = 0; at < keys; at += BLOCK)
@@ -211,15 +211,15 @@ static void read_pair_tiles(struct pairs *w, const struct piece *piece, const st
     const int64_t first = seen->start / BLOCK * BLOCK, keys = round_up(seen->end - first, BLOCK);
     float *weights = w->weights + first * PIECE, *slopes = w->slopes + first * PIECE;
     const float *own = shown == ALL_PLAIN ? NULL : w->bias + first * PIECE;
-    multiply(weights, PIECE, without(piece->key, first, 0), w->turned_queries, keys, PIECE, w->key_size, 0, &w->met,
+    multiply(weights, PIECE, tiles_from(piece->key, first, 0), w->turned_queries, keys, PIECE, w->key_size, 0, &w->met,
              2 * FETCHED);
-    multiply(slopes, PIECE, without(piece->value, first, 0), w->turned_grads, keys, PIECE, w->value_size, 0, &w->met,
+    multiply(slopes, PIECE, tiles_from(piece->value, first, 0), w->turned_grads, keys, PIECE, w->value_size, 0, &w->met,
              2 * FETCHED);
     const struct pair_tiles made = put_pair_tiles(w, weights, slopes, own, bias, keys);
     multiply(met->d_value + first * met->d_value_row, met->d_value_row, made.weights, w->grads, keys, w->values, PIECE,
              1, &w->next, FETCHED);
     multiply(met->d_key + first * met->d_key_row, met->d_key_row, made.slopes, w->queries, keys, w->keys, PIECE, 1,
              &w->next, FETCHED);
-    multiply(w->turned_d_query, PIECE, without(piece->turned, 0, first), made.right_slopes, w->keys, PIECE, keys, 1,
+    multiply(w->turned_d_query, PIECE, tiles_from(piece->turned, 0, first), made.right_slopes, w->keys, PIECE, keys, 1,
              &w->next, FETCHED);
 }

@@ -20,36 +20,36 @@ struct held {
 };
 
 /* Each number is made of so many parts; without parts products are made of float32. */
-struct factors {
+struct pack_cache {
     void *left, *right; /* memory for what is not kept */
     int64_t parts, count;
     struct held held[MOST_HELD];
 };
 
 /* Take memory for factors of so many numbers; a right one may have two parts where left ones have one. */
-static inline struct factors take_factors(float *memory, int64_t *used, int64_t left, int64_t right, int64_t parts)
+static inline struct pack_cache take_factors(float *memory, int64_t *used, int64_t left, int64_t right, int64_t parts)
 {
-    struct factors f = {.parts = parts};
+    struct pack_cache f = {.parts = parts};
     if (!parts)
         return f;
-    f.left = take(memory, used, room_for(left, parts));
-    f.right = take(memory, used, room_for(right, larger(parts, 2)));
+    f.left = arena_alloc(memory, used, packed_floats(left, parts));
+    f.right = arena_alloc(memory, used, packed_floats(right, max_i64(parts, 2)));
     return f;
 }
 
 /* Keep what lies at `of`, at most so many numbers, as a factor on one side; whoever changes them says so. */
-static inline void hold(struct factors *f, float *memory, int64_t *used, const float *of, int64_t numbers,
+static inline void hold(struct pack_cache *f, float *memory, int64_t *used, const float *of, int64_t numbers,
                         enum side side)
 {
     if (!f->parts || f->count == MOST_HELD)
         return;
     struct held *held = &f->held[f->count++];
     *held = (struct held){.of = of, .side = side};
-    held->memory = take(memory, used, room_for(numbers, side == RIGHT ? larger(f->parts, 2) : f->parts));
+    held->memory = arena_alloc(memory, used, packed_floats(numbers, side == RIGHT ? max_i64(f->parts, 2) : f->parts));
 }
 
 /* What is kept of a factor, or has a place to be kept. */
-static inline struct held *find_held(struct factors *f, const float *of, enum side side)
+static inline struct held *find_held(struct pack_cache *f, const float *of, enum side side)
 {
     for (int64_t number = 0; number < f->count; number++)
         if (f->held[number].of == of && f->held[number].side == side)
@@ -58,7 +58,7 @@ static inline struct held *find_held(struct factors *f, const float *of, enum si
 }
 
 /* Keep what lies there in a place that has been taken for what would be known later, if one is left. */
-static inline void hold_right(struct factors *f, const float *of)
+static inline void hold_right(struct pack_cache *f, const float *of)
 {
     struct held *free = find_held(f, NULL, RIGHT);
     if (free && !find_held(f, of, RIGHT))
@@ -66,7 +66,7 @@ static inline void hold_right(struct factors *f, const float *of)
 }
 
 /* Keep what lies at `now` in the place of what lies at `of`. */
-static inline void hold_instead(struct factors *f, const float *of, const float *now)
+static inline void hold_instead(struct pack_cache *f, const float *of, const float *now)
 {
     for (int64_t number = 0; number < f->count; number++)
         if (f->held[number].of == of) {
@@ -76,7 +76,7 @@ static inline void hold_instead(struct factors *f, const float *of, const float 
 }
 
 /* The numbers that lie there are others now. */
-static inline void changed(struct factors *f, const float *of)
+static inline void changed(struct pack_cache *f, const float *of)
 {
     for (int64_t number = 0; number < f->count; number++)
         if (f->held[number].of == of)
@@ -99,7 +99,7 @@ static inline struct tiles keep(struct held *held, struct tiles made, int64_t li
 }
 
 /* Tiles of a left factor [rows, steps] of float32, one of whose distances is 1. */
-static inline struct tiles left_tiles(struct factors *f, const float *left, int64_t left_row, int64_t left_step,
+static inline struct tiles left_tiles(struct pack_cache *f, const float *left, int64_t left_row, int64_t left_step,
                                       int64_t rows, int64_t steps)
 {
     struct held *held = left_step == 1 ? find_held(f, left, LEFT) : NULL;
@@ -107,18 +107,18 @@ static inline struct tiles left_tiles(struct factors *f, const float *left, int6
         return held->tiles;
     void *to = held ? held->memory : f->left;
     if (left_step != 1)
-        return put_turned_left(to, (struct rows){left, left_step, FLOAT32}, rows, steps, f->parts);
-    return keep(held, put_left(to, (struct rows){left, left_row, FLOAT32}, rows, steps, f->parts), rows, steps);
+        return pack_a_transposed(to, (struct rows){left, left_step, FLOAT32}, rows, steps, f->parts);
+    return keep(held, pack_a(to, (struct rows){left, left_row, FLOAT32}, rows, steps, f->parts), rows, steps);
 }
 
 /* Tiles of a right factor [steps, columns] of float32; where it is `fine` its numbers have two parts at least. */
-static inline struct tiles right_tiles(struct factors *f, const float *right, int64_t right_step, int64_t steps,
+static inline struct tiles right_tiles(struct pack_cache *f, const float *right, int64_t right_step, int64_t steps,
                                        int64_t columns, int fine)
 {
-    const int64_t parts = fine ? larger(f->parts, 2) : f->parts;
+    const int64_t parts = fine ? max_i64(f->parts, 2) : f->parts;
     struct held *held = find_held(f, right, RIGHT);
     if (is_there(held, columns, steps, parts))
         return held->tiles;
     void *to = held ? held->memory : f->right;
-    return keep(held, put_right(to, (struct rows){right, right_step, FLOAT32}, steps, columns, parts), columns, steps);
+    return keep(held, pack_b(to, (struct rows){right, right_step, FLOAT32}, steps, columns, parts), columns, steps);
 }

@@ -31,12 +31,12 @@ static inline int64_t arrange_pieces(struct pieces *p, int64_t key_size, int64_t
                          .turned_size = turned_size, .parts = parts};
     if (!parts)
         return 0;
-    const int64_t room = room_for(PIECE * (p->key_size + p->value_size + p->turned_size), parts);
+    const int64_t room = packed_floats(PIECE * (p->key_size + p->value_size + p->turned_size), parts);
     int64_t used = 0;
-    p->count = larger(1, smaller(MOST_PIECES, KEPT_NUMBERS / room));
-    p->names = take(memory, &used, 2 * MOST_PIECES);
-    p->next = take(memory, &used, 2);
-    p->memory = take(memory, &used, p->count * room);
+    p->count = max_i64(1, min_i64(MOST_PIECES, KEPT_NUMBERS / room));
+    p->names = arena_alloc(memory, &used, 2 * MOST_PIECES);
+    p->next = arena_alloc(memory, &used, 2);
+    p->memory = arena_alloc(memory, &used, p->count * room);
     return used;
 }
 
@@ -54,8 +54,9 @@ static inline int find_piece(struct pieces *p, int64_t name, struct piece *found
         *p->next = (place + 1) % p->count;
         p->names[place] = name;
     }
-    float *key = p->memory + place * room_for(PIECE * sizes, parts);
-    float *value = key + room_for(PIECE * p->key_size, parts), *turned = value + room_for(PIECE * p->value_size, parts);
+    float *key = p->memory + place * packed_floats(PIECE * sizes, parts);
+    float *value = key + packed_floats(PIECE * p->key_size, parts),
+        *turned = value + packed_floats(PIECE * p->value_size, parts);
     *found = (struct piece){tiles_at(key, PIECE, p->key_size, parts), tiles_at(value, PIECE, p->value_size, parts),
                             tiles_at(turned, p->turned_size, PIECE, parts)};
     return there;

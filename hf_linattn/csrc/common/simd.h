@@ -1,8 +1,8 @@
 /* What the C of this library is made of: vectors of LANES numbers, products in tiles that stay in registers.
  *
  * Nothing depends on Python or PyTorch. Every source is compiled for several instruction sets, and the one that the
- * processor has is loaded with ctypes by `library.py`; the
- * Python beside each source mirrors its `struct problem`.
+ * processor has is loaded with ctypes by ops/runtime/cpu.py; the
+ * `cpu.py` of each operation mirrors its struct of arguments.
  */
 
 #pragma once
@@ -29,28 +29,28 @@
 #endif
 #define TILE_COLUMNS (2 * LANES)
 
-typedef float lanes __attribute__((vector_size(4 * LANES)));
-typedef float lanes_anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef float vec_unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t mask __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES))); /* numbers as bits: sums of these may wrap */
-typedef int32_t mask_anywhere __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t mask_unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
 
-static inline lanes load(const float *from) { return *(const lanes_anywhere *)from; }
+static inline vec load(const float *from) { return *(const vec_unaligned *)from; }
 
-static inline void store(float *to, lanes numbers) { *(lanes_anywhere *)to = numbers; }
+static inline void store(float *to, vec numbers) { *(vec_unaligned *)to = numbers; }
 
 /* Compilers make branches of conditions and no vectors of branches, so that conditions are masks here. */
-static inline lanes choose(mask condition, lanes yes, lanes no)
+static inline vec blend(mask condition, vec yes, vec no)
 {
-    return (lanes)((condition & (mask)yes) | (~condition & (mask)no));
+    return (vec)((condition & (mask)yes) | (~condition & (mask)no));
 }
 
-static inline lanes larger_of(lanes one, lanes other)
+static inline vec vmax(vec one, vec other)
 {
 #if LANES == 16
-    return (lanes)_mm512_max_ps((__m512)one, (__m512)other);
+    return (vec)_mm512_max_ps((__m512)one, (__m512)other);
 #else
-    return (lanes)_mm256_max_ps((__m256)one, (__m256)other);
+    return (vec)_mm256_max_ps((__m256)one, (__m256)other);
 #endif
 }
 
@@ -64,62 +64,62 @@ static inline int any_of(mask condition)
 }
 
 /* e^x for x <= 80 to the precision of float32, zero below e^-87 */
-static inline lanes exp_of(lanes x)
+static inline vec exp_of(vec x)
 {
-    const lanes shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the last bits are the nearest integer */
-    const lanes n = shifted - 12582912.0f;
-    const lanes rest = (x - n * 0.693359375f) + n * 2.12194440e-4f; /* ln 2 in two parts */
-    const lanes power = 1.0f + rest * (9.999997e-1f + rest * (4.9999149e-1f + rest * (1.6667637e-1f
+    const vec shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the last bits are the nearest integer */
+    const vec n = shifted - 12582912.0f;
+    const vec rest = (x - n * 0.693359375f) + n * 2.12194440e-4f; /* ln 2 in two parts */
+    const vec power = 1.0f + rest * (9.999997e-1f + rest * (4.9999149e-1f + rest * (1.6667637e-1f
                         + rest * (4.1897977e-2f + rest * 8.2903055e-3f)))); /* to 1e-7, and e^0 is 1 */
     const words bits = (words)power + ((words)shifted << 23);
-    return choose(x < -87.0f, (lanes){0}, (lanes)bits);
+    return blend(x < -87.0f, (vec){0}, (vec)bits);
 }
 
 /* The same to the precision of bfloat16, in half of the time. */
-static inline lanes rounded_exp_of(lanes x)
+static inline vec rounded_exp_of(vec x)
 {
-    const lanes shifted = x * 1.44269504f + 12582912.0f;
-    const lanes rest = x * 1.44269504f - (shifted - 12582912.0f);
-    const lanes power = 1.0f + rest * (0.69328287f + rest * (0.24220999f + rest * 5.500843e-2f)); /* to 1e-4 */
-    return choose(x < -87.0f, (lanes){0}, (lanes)((words)power + ((words)shifted << 23)));
+    const vec shifted = x * 1.44269504f + 12582912.0f;
+    const vec rest = x * 1.44269504f - (shifted - 12582912.0f);
+    const vec power = 1.0f + rest * (0.69328287f + rest * (0.24220999f + rest * 5.500843e-2f)); /* to 1e-4 */
+    return blend(x < -87.0f, (vec){0}, (vec)((words)power + ((words)shifted << 23)));
 }
 
 /* 1 / x to the precision of float32, for x whose inverse float32 has, too */
-static inline lanes inverse_of(lanes x)
+static inline vec inverse_of(vec x)
 {
 #if LANES == 16
-    const lanes guess = (lanes)_mm512_rcp14_ps((__m512)x);
+    const vec guess = (vec)_mm512_rcp14_ps((__m512)x);
 #else
-    const lanes guess = (lanes)_mm256_rcp_ps((__m256)x);
+    const vec guess = (vec)_mm256_rcp_ps((__m256)x);
 #endif
     return guess * (2.0f - x * guess);
 }
 
 /* x as bfloat16 has it, for finite numbers */
-static inline lanes rounded_lanes(lanes x)
+static inline vec rounded_lanes(vec x)
 {
     const words bits = (words)x;
-    return (lanes)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
+    return (vec)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
 }
 
-static inline float exp_of_one(float x) { return exp_of(x + (lanes){0})[0]; }
+static inline float exp_of_one(float x) { return exp_of(x + (vec){0})[0]; }
 
-static inline float sum_of(lanes numbers)
+static inline float sum_of(vec numbers)
 {
     for (int distance = LANES / 2; distance; distance /= 2)
         numbers += __builtin_shuffle(numbers, (mask)LANE_NUMBERS ^ distance);
     return numbers[0];
 }
 
-static inline float max_of(lanes numbers)
+static inline float max_of(vec numbers)
 {
     for (int distance = LANES / 2; distance; distance /= 2)
-        numbers = larger_of(numbers, __builtin_shuffle(numbers, (mask)LANE_NUMBERS ^ distance));
+        numbers = vmax(numbers, __builtin_shuffle(numbers, (mask)LANE_NUMBERS ^ distance));
     return numbers[0];
 }
 
 /* Exchange, between rows that are `distance` apart, the halves of each group of 2 distance lanes. */
-static inline __attribute__((always_inline)) void exchange(lanes *rows, int distance)
+static inline __attribute__((always_inline)) void exchange(vec *rows, int distance)
 {
     const mask number = LANE_NUMBERS, upper = (number & distance) != 0;
     const mask low = (upper & (number + LANES - distance)) | (~upper & number);
@@ -127,14 +127,14 @@ static inline __attribute__((always_inline)) void exchange(lanes *rows, int dist
 #pragma GCC unroll 16
     for (int row = 0; row < LANES; row++)
         if (!(row & distance)) {
-            const lanes first = rows[row], second = rows[row | distance];
+            const vec first = rows[row], second = rows[row | distance];
             rows[row] = __builtin_shuffle(first, second, low);
             rows[row | distance] = __builtin_shuffle(first, second, high);
         }
 }
 
 /* Transpose LANES rows. */
-static inline __attribute__((always_inline)) void exchange_all(lanes *rows)
+static inline __attribute__((always_inline)) void transpose_block(vec *rows)
 {
     exchange(rows, 1);
     exchange(rows, 2);
@@ -144,22 +144,23 @@ static inline __attribute__((always_inline)) void exchange_all(lanes *rows)
 }
 
 /* to [columns, to_row] = the transpose of from [rows, columns], both whole numbers of LANES */
-static inline void turn(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t rows, int64_t columns)
+static inline void transpose(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t rows,
+                             int64_t columns)
 {
     for (int64_t column = 0; column < columns; column += LANES)
         for (int64_t row = 0; row < rows; row += LANES) {
-            lanes block[LANES];
+            vec block[LANES];
 #pragma GCC unroll 16
             for (int number = 0; number < LANES; number++)
                 block[number] = load(from + (row + number) * from_row + column);
-            exchange_all(block);
+            transpose_block(block);
 #pragma GCC unroll 16
             for (int number = 0; number < LANES; number++)
                 store(to + (column + number) * to_row + row, block[number]);
         }
 }
 
-static inline int64_t smaller(int64_t one, int64_t other) { return one < other ? one : other; }
+static inline int64_t min_i64(int64_t one, int64_t other) { return one < other ? one : other; }
 
 static int64_t round_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
@@ -168,14 +169,14 @@ static inline __attribute__((always_inline)) void
 make_tile(float *restrict out, int64_t out_row, const float *restrict left, int64_t left_row, int64_t left_step,
           const float *restrict right, int64_t right_step, int64_t steps, int adds)
 {
-    lanes sums[TILE_ROWS][2];
+    vec sums[TILE_ROWS][2];
 #pragma GCC unroll 8
     for (int row = 0; row < TILE_ROWS; row++) {
-        sums[row][0] = adds ? load(out + row * out_row) : (lanes){0};
-        sums[row][1] = adds ? load(out + row * out_row + LANES) : (lanes){0};
+        sums[row][0] = adds ? load(out + row * out_row) : (vec){0};
+        sums[row][1] = adds ? load(out + row * out_row + LANES) : (vec){0};
     }
     for (int64_t step = 0; step < steps; step++) {
-        const lanes first = load(right + step * right_step), second = load(right + step * right_step + LANES);
+        const vec first = load(right + step * right_step), second = load(right + step * right_step + LANES);
 #pragma GCC unroll 8
         for (int row = 0; row < TILE_ROWS; row++) {
             const float one = left[row * left_row + step * left_step];
@@ -202,7 +203,7 @@ add_tile(float *restrict out, int64_t out_row, const float *restrict left, int64
 static inline float dot(const float *one, const float *other, int64_t size)
 {
     const int64_t whole = size / LANES * LANES;
-    lanes sums = {0};
+    vec sums = {0};
     for (int64_t column = 0; column < whole; column += LANES)
         sums += load(one + column) * load(other + column);
     float sum = sum_of(sums);
@@ -219,7 +220,7 @@ static inline void add_scaled(float *to, float factor, const float *from, int64_
 }
 
 /* The next `count` numbers of `memory`, on cache lines of their own; without memory it only counts what is used. */
-static inline void *take(float *memory, int64_t *used, int64_t count)
+static inline void *arena_alloc(float *memory, int64_t *used, int64_t count)
 {
     const int64_t first = *used;
     *used += round_up(count, 16);
@@ -232,10 +233,10 @@ static inline void *take(float *memory, int64_t *used, int64_t count)
 
 /* Do `tasks` pieces of work on `threads` threads, each with `size` numbers of memory, of which the first CLEARED are
  * zero in the beginning; returns 1 if there is none. */
-static int run_tasks(void (*work)(const void *problem, float *memory, int64_t task), const void *problem,
+static int run_tasks(void (*work)(const void *args, float *memory, int64_t task), const void *args,
                      int64_t tasks, int64_t threads, int64_t size)
 {
-    threads = smaller(threads, tasks);
+    threads = min_i64(threads, tasks);
     const int64_t share = tasks / (16 * threads + 1) + 1; /* neighbours often read the same, and what follows */
     if (!tasks)
         return 0;
@@ -248,10 +249,10 @@ static int run_tasks(void (*work)(const void *problem, float *memory, int64_t ta
 #ifdef _OPENMP
         own += omp_get_thread_num() * size;
 #endif
-        memset(own, 0, smaller(size, CLEARED) * sizeof(float));
+        memset(own, 0, min_i64(size, CLEARED) * sizeof(float));
 #pragma omp for schedule(dynamic, share)
         for (int64_t task = 0; task < tasks; task++)
-            work(problem, own, task);
+            work(args, own, task);
         _mm_sfence(); /* other threads read what went past the caches */
     }
     free(memory);

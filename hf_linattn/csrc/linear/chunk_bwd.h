@@ -5,9 +5,9 @@
 #include "chunk.h"
 
 struct backward {
-    struct problem forward;  /* sums, factor, log_max_after: as it left them */
-    operand d_sums, d_log;   /* d_log, of the log of what all weights add up to: data is NULL where there is none */
-    operand d_query, d_key, d_value, d_scale; /* d_scale [batches, heads, length]; data may be NULL */
+    struct linear_args forward;  /* sums, factor, log_max_after: as it left them */
+    tensor_view d_sums, d_log;   /* d_log, of the log of what all weights add up to: data is NULL where there is none */
+    tensor_view d_query, d_key, d_value, d_scale; /* d_scale [batches, heads, length]; data may be NULL */
     /* [batches, heads (, groups), input_size, columns] and [.., columns]; NULL where nobody needs them */
     float *d_query_weight, *d_query_bias, *d_key_weight, *d_key_bias;
     const float *d_state; /* of what it left as state; NULL where there is none */
@@ -28,7 +28,7 @@ struct recalled {
 };
 
 struct work {
-    struct scratch s;
+    struct workspace s;
     float *grad, *slope, *own_log, *grad_pairs, *d_query, *d_key, *d_input, *turned_value;
     /* grad [chunk, values] is g, slope [chunk] is h; d_query, d_key [chunk, keys]: of features */
     struct recalled recalled[SEGMENT / FEW]; /* the chunks of a segment */
@@ -47,39 +47,38 @@ static inline void recall(struct work *w, const struct recalled *own)
 
 static int64_t arrange_all(struct work *w, const struct backward *p, float *memory)
 {
-    struct scratch *s = &w->s;
-    int64_t used = arrange(s, &p->forward, memory), count = p->forward.groups + 1;
+    struct workspace *s = &w->s;
+    int64_t used = workspace_init(s, &p->forward, memory), count = p->forward.groups + 1;
     s->fetched = p->forward.bidirectional ? FETCHED : FETCHED / 2; /* beside more products than in the forward pass */
     w->columns = p->forward.activation == SOFTMAX_PAIR ? round_up(p->forward.key_size / 2, TILE_COLUMNS) : s->keys;
-    w->grad = take(memory, &used, s->chunk * s->values);
+    w->grad = arena_alloc(memory, &used, s->chunk * s->values);
     hold(&s->factors, memory, &used, w->grad, s->chunk * s->values, LEFT);
     hold(&s->factors, memory, &used, w->grad, s->chunk * s->values, RIGHT);
-    w->slope = take(memory, &used, s->chunk);
-    w->own_log = take(memory, &used, s->chunk);
-    w->grad_pairs = take(memory, &used, s->chunk * s->chunk);
-    w->d_query = take(memory, &used, s->chunk * s->keys);
-    w->d_key = take(memory, &used, s->chunk * s->keys);
-    w->d_input = take(memory, &used, s->chunk * s->inputs);
-    w->turned_value = take(memory, &used, s->chunk * s->values);
+    w->slope = arena_alloc(memory, &used, s->chunk);
+    w->own_log = arena_alloc(memory, &used, s->chunk);
+    w->grad_pairs = arena_alloc(memory, &used, s->chunk * s->chunk);
+    w->d_query = arena_alloc(memory, &used, s->chunk * s->keys);
+    w->d_key = arena_alloc(memory, &used, s->chunk * s->keys);
+    w->d_input = arena_alloc(memory, &used, s->chunk * s->inputs);
+    w->turned_value = arena_alloc(memory, &used, s->chunk * s->values);
     hold(&s->factors, memory, &used, w->turned_value, s->chunk * s->values, RIGHT);
-    s->turned_state = take(memory, &used, s->keys * s->values);
+    s->turned_state = arena_alloc(memory, &used, s->keys * s->values);
     hold(&s->factors, memory, &used, s->turned_state, s->keys * s->values, RIGHT);
     const int64_t all = p->forward.bidirectional ? 1 : SEGMENT / s->chunk;
-    for (int64_t chunk = 0; chunk < smaller(all, p->forward.length / s->chunk + 1); chunk++) {
+    for (int64_t chunk = 0; chunk < min_i64(all, p->forward.length / s->chunk + 1); chunk++) {
         struct recalled *own = &w->recalled[chunk];
-        own->key = chunk ? take(memory, &used, s->chunk * s->keys) : s->key;
-        own->state = take(memory, &used, s->keys * s->values);
-        own->weights = take(memory, &used, s->keys);
+        own->key = chunk ? arena_alloc(memory, &used, s->chunk * s->keys) : s->key;
+        own->state = arena_alloc(memory, &used, s->keys * s->values);
+        own->weights = arena_alloc(memory, &used, s->keys);
     }
     s->earlier = w->recalled[0].state;
     hold(&s->factors, memory, &used, s->key, s->chunk * s->keys, RIGHT);
     hold(&s->factors, memory, &used, s->earlier, s->keys * s->values, RIGHT);
-    w->maps = take(memory, &used, round_up(count * sizeof(struct reverse_map), sizeof(float)) / sizeof(float));
+    w->maps = arena_alloc(memory, &used, round_up(count * sizeof(struct reverse_map), sizeof(float)) / sizeof(float));
     for (int64_t map = 0; map < count; map++) {
         struct reverse_map found = {
-            take(memory, &used, w->columns * s->inputs),
-            take(memory, &used, w->columns * s->inputs),
-            take(memory, &used, w->columns),
+            arena_alloc(memory, &used, w->columns * s->inputs), arena_alloc(memory, &used, w->columns * s->inputs),
+            arena_alloc(memory, &used, w->columns),
         };
         hold(&s->factors, memory, &used, found.turned, w->columns * s->inputs, RIGHT);
         if (memory)
@@ -100,24 +99,24 @@ static void scale_rows(float *rows, const float *factor, int64_t count, int64_t 
 /* Turn the weights, and begin with gradients of zero. */
 static void prepare_maps(struct work *w, const struct backward *p, int64_t head)
 {
-    const struct problem *f = &p->forward;
+    const struct linear_args *f = &p->forward;
     for (int64_t group = 0; group <= f->groups; group++) {
-        const operand *weight = group < f->groups ? &f->query_map.weight : &f->key_map.weight;
+        const tensor_view *weight = group < f->groups ? &f->query_map.weight : &f->key_map.weight;
         struct reverse_map *map = &w->maps[group];
         if (!weight->data)
             continue;
         float *padded = map->d_weight;
         clear(padded, w->s.inputs * w->columns);
         for (int64_t row = 0; row < f->input_size; row++)
-            memcpy(padded + row * w->columns, place(weight, 0, head, group < f->groups ? group : 0, row),
+            memcpy(padded + row * w->columns, row_f32(weight, 0, head, group < f->groups ? group : 0, row),
                    w->columns * sizeof(float));
-        turn(map->turned, w->s.inputs, padded, w->columns, w->s.inputs, w->columns);
+        transpose(map->turned, w->s.inputs, padded, w->columns, w->s.inputs, w->columns);
         clear(map->d_weight, w->s.inputs * w->columns);
         clear(map->d_bias, w->columns);
     }
 }
 
-static void write_map(const struct work *w, const struct problem *f, const struct reverse_map *map, float *d_weight,
+static void write_map(const struct work *w, const struct linear_args *f, const struct reverse_map *map, float *d_weight,
                       float *d_bias, int64_t number)
 {
     const int64_t columns = f->activation == SOFTMAX_PAIR ? f->key_size / 2 : f->key_size;
@@ -129,7 +128,7 @@ static void write_map(const struct work *w, const struct problem *f, const struc
 }
 
 /* d z from d phi(z), in place, for one row of features. */
-static void reverse_activation(float *d, const float *features, const struct problem *p)
+static void reverse_activation(float *d, const float *features, const struct linear_args *p)
 {
     const int64_t half = p->key_size / 2;
     switch (p->activation) {
@@ -155,21 +154,22 @@ static void reverse_activation(float *d, const float *features, const struct pro
 }
 
 /* From the gradient of features and these to that of what lies in `input`; `d_scale` is that of the log scales. */
-static void reverse_features(struct work *w, const struct problem *p, struct reverse_map *map, float *d_features,
+static void reverse_features(struct work *w, const struct linear_args *p, struct reverse_map *map, float *d_features,
                              const float *features, int has_weight, int learned, const float *d_scale,
-                             const operand *to, int64_t batch, int64_t head, int64_t group, int64_t at, int64_t count)
+                             const tensor_view *to, int64_t batch, int64_t head, int64_t group, int64_t at,
+                                 int64_t count)
 {
-    struct scratch *s = &w->s;
+    struct workspace *s = &w->s;
     for (int64_t row = 0; row < count; row++)
         reverse_activation(d_features + row * s->keys, features + row * s->keys, p);
     float *from = d_features;
     int64_t size = s->keys;
     if (has_weight) {
         clear(d_features + count * s->keys, (s->chunk - count) * s->keys);
-        make_product(s, w->d_input, s->inputs, d_features, s->keys, 1, map->turned, s->inputs, s->chunk, s->inputs,
+        gemm(s, w->d_input, s->inputs, d_features, s->keys, 1, map->turned, s->inputs, s->chunk, s->inputs,
                      p->activation == SOFTMAX_PAIR ? p->key_size / 2 : p->key_size, 0);
         if (learned) {
-            make_product(s, map->d_weight, w->columns, s->input, 1, s->inputs, d_features, s->keys,
+            gemm(s, map->d_weight, w->columns, s->input, 1, s->inputs, d_features, s->keys,
                          round_up(p->input_size, TILE_ROWS), w->columns, s->chunk, 1);
             for (int64_t row = 0; row < count; row++)
                 add_scaled(map->d_bias, 1.0f, d_features + row * s->keys, w->columns);

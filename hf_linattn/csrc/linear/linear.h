@@ -8,8 +8,9 @@
 
 /* A feature map of x: an activation of z = x weight + bias, or of x itself where there is no weight. */
 typedef struct {
-    operand weight; /* [input_size, columns], zero beyond the key_size columns that are used; its "token" is a row */
-    operand bias;   /* [columns]; data is NULL where there is none */
+    tensor_view weight; /* [input_size, columns],
+        zero beyond the key_size columns that are used; its "token" is a row */
+    tensor_view bias;   /* [columns]; data is NULL where there is none */
 } feature_map;
 
 enum activation {
@@ -25,11 +26,11 @@ struct sequence {
     int64_t row, start, length;
 };
 
-struct problem {
-    operand query, key, value, sums; /* contiguous in their last dimension, as all are; of any kind */
-    operand log_scale, log_decay;    /* of the keys, float32, as all others; data is NULL where there are none */
-    operand row_scale;               /* of the queries; the same */
-    operand factor, top;             /* of the queries: what their sums were multiplied by; top_i, and what a
+struct linear_args {
+    tensor_view query, key, value, sums; /* contiguous in their last dimension, as all are; of any kind */
+    tensor_view log_scale, log_decay;    /* of the keys, float32, as all others; data is NULL where there are none */
+    tensor_view row_scale;               /* of the queries; the same */
+    tensor_view factor, top;             /* of the queries: what their sums were multiplied by; top_i, and what a
                                         feature map takes out of the query; for one token, data may be NULL */
     const struct sequence *packed;   /* [sequences], row by row; NULL where every row is one */
     int64_t sequences;
@@ -48,7 +49,7 @@ struct problem {
 };
 
 /* The number of the first sequence of a row; of the row behind the last one, how many there are. */
-static inline int64_t first_of(const struct problem *p, int64_t row)
+static inline int64_t first_of(const struct linear_args *p, int64_t row)
 {
     int64_t low = 0, high = p->sequences;
     if (!p->packed)
@@ -64,7 +65,7 @@ static inline int64_t first_of(const struct problem *p, int64_t row)
 }
 
 /* Whether all sequences lie in rows that there are, row by row. */
-static inline int fits(const struct problem *p)
+static inline int fits(const struct linear_args *p)
 {
     for (int64_t number = 0; number < p->sequences && p->packed; number++) {
         const struct sequence one = p->packed[number];
@@ -77,10 +78,10 @@ static inline int fits(const struct problem *p)
 }
 
 /* Let an operand begin at a token. */
-static inline void begin_at(operand *x, int64_t start)
+static inline void begin_at(tensor_view *x, int64_t start)
 {
     if (x->data)
-        x->data = further(x, x->data, start * x->token);
+        x->data = offset_ptr(x, x->data, start * x->token);
 }
 
 /* How many segments so many tokens have. */
@@ -91,7 +92,7 @@ struct checkpoint {
     float *state, *weights, *log_max;
 };
 
-static inline struct checkpoint checkpoint_of(const struct problem *p, int64_t head, int64_t segment)
+static inline struct checkpoint checkpoint_of(const struct linear_args *p, int64_t head, int64_t segment)
 {
     const int64_t keys = round_up(p->key_size, TILE_COLUMNS), values = round_up(p->value_size, TILE_COLUMNS);
     const int64_t size = keys * (values + 1) + 1;
@@ -100,9 +101,9 @@ static inline struct checkpoint checkpoint_of(const struct problem *p, int64_t h
 }
 
 /* The problem of one sequence of a row. */
-static inline struct problem problem_of(const struct problem *p, int64_t row, int64_t number)
+static inline struct linear_args problem_of(const struct linear_args *p, int64_t row, int64_t number)
 {
-    struct problem own = *p;
+    struct linear_args own = *p;
     own.continues = p->state != NULL;
     own.leaves = 1;
     const int64_t start = p->packed ? p->packed[number].start : 0;
@@ -110,7 +111,7 @@ static inline struct problem problem_of(const struct problem *p, int64_t row, in
         own.checkpoints = checkpoint_of(p, 0, row * segments_of(p->length) + number + start / SEGMENT).state;
     if (!p->packed)
         return own;
-    operand *operands[] = {&own.query,     &own.key,       &own.value,  &own.sums, &own.log_scale,
+    tensor_view *operands[] = {&own.query,     &own.key,       &own.value,  &own.sums, &own.log_scale,
                            &own.log_decay, &own.row_scale, &own.factor, &own.top};
     for (size_t i = 0; i < sizeof(operands) / sizeof(*operands); i++)
         begin_at(operands[i], start);
@@ -126,13 +127,13 @@ static inline struct problem problem_of(const struct problem *p, int64_t row, in
 }
 
 /* Whether keys weigh more than their features say. */
-static inline int has_scales(const struct problem *p)
+static inline int has_scales(const struct linear_args *p)
 {
     return p->log_scale.data || p->log_decay.data || p->activation == EXPONENTIAL;
 }
 
 /* The largest exponent before the first key of a sequence; where a map has no log scales, they do nothing but hide. */
-static inline float first_top(const struct problem *p, int64_t task)
+static inline float first_top(const struct linear_args *p, int64_t task)
 {
     const int given = p->log_scale.data && p->activation == GIVEN;
     return p->continues ? p->log_max[task] : given || p->log_decay.data || p->activation == EXPONENTIAL ? LOWEST / 2 : 0;
@@ -144,32 +145,33 @@ static inline mask first_lanes(int64_t count) { return (mask)LANE_NUMBERS < (int
 /* z = e^(z - max z) for the first `count` numbers; return the maximum. */
 static float exponentials(float *z, int64_t count)
 {
-    lanes largest = z[0] + (lanes){0};
+    vec largest = z[0] + (vec){0};
     for (int64_t key = 0; key < count; key += LANES)
-        largest = larger_of(choose(first_lanes(count - key), load(z + key), largest), largest);
+        largest = vmax(blend(first_lanes(count - key), load(z + key), largest), largest);
     const float top = max_of(largest);
     for (int64_t key = 0; key < count; key += LANES)
-        store(z + key, choose(first_lanes(count - key), exp_of(load(z + key) - top), (lanes){0}));
+        store(z + key, blend(first_lanes(count - key), exp_of(load(z + key) - top), (vec){0}));
     return top;
 }
 
-/* z = e^(z - max z) and opposite = e^-z times whatever, for the first `count` numbers, side by side; return their sums. */
+/* z = e^(z - max z) and opposite = e^-z times whatever, for the first `count` numbers, side by side; return their
+ * sums. */
 static void exponential_pair(float *z, float *opposite, int64_t count, float *sum, float *opposite_sum)
 {
-    const lanes zero = {0}, first = z[0] + zero;
-    lanes largest = first, least = -first, total = zero, opposite_total = zero;
+    const vec zero = {0}, first = z[0] + zero;
+    vec largest = first, least = -first, total = zero, opposite_total = zero;
     for (int64_t key = 0; key < count; key += LANES) {
-        const lanes part = choose(first_lanes(count - key), load(z + key), first);
-        largest = larger_of(part, largest);
-        least = larger_of(-part, least);
+        const vec part = blend(first_lanes(count - key), load(z + key), first);
+        largest = vmax(part, largest);
+        least = vmax(-part, least);
     }
     const float top = max_of(largest), bottom = max_of(least);
     const int close = top + bottom < 60.0f; /* then e^-x is the inverse of e^x, in a fourth of the time */
     for (int64_t key = 0; key < count; key += LANES) {
         const mask there = first_lanes(count - key);
-        const lanes part = load(z + key), power = exp_of(part - top);
-        const lanes one = choose(there, power, zero);
-        const lanes other = choose(there, close ? inverse_of(power) : exp_of(-part - bottom), zero);
+        const vec part = load(z + key), power = exp_of(part - top);
+        const vec one = blend(there, power, zero);
+        const vec other = blend(there, close ? inverse_of(power) : exp_of(-part - bottom), zero);
         total += one;
         opposite_total += other;
         store(z + key, one);
@@ -180,20 +182,20 @@ static void exponential_pair(float *z, float *opposite, int64_t count, float *su
 }
 
 /* Apply the activation to one row of z; return the log scale without what x adds. `spare` is memory for a row. */
-static float activate(float *z, float *spare, const struct problem *p, int64_t padded)
+static float activate(float *z, float *spare, const struct linear_args *p, int64_t padded)
 {
     float sum, opposite, log_scale = 0.0f;
     const int64_t half = p->key_size / 2;
     switch (p->activation) {
     case ELU:
         for (int64_t key = 0; key < p->key_size; key += LANES) {
-            const lanes part = load(z + key), high = larger_of((lanes){0}, part);
+            const vec part = load(z + key), high = vmax((vec){0}, part);
             store(z + key, high + exp_of(part - high));
         }
         break;
     case RELU:
         for (int64_t key = 0; key < p->key_size; key += LANES) {
-            store(z + key, larger_of((lanes){0}, load(z + key)));
+            store(z + key, vmax((vec){0}, load(z + key)));
         }
         break;
     case EXPONENTIAL:

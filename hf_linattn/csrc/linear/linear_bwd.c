@@ -22,19 +22,19 @@
 static void load_queries(struct work *w, const struct backward *p, int64_t batch, int64_t head, int64_t group,
                          int64_t at, int64_t count)
 {
-    const struct problem *f = &p->forward;
-    struct scratch *s = &w->s;
+    const struct linear_args *f = &p->forward;
+    struct workspace *s = &w->s;
     load_features(s->query, s, f, &f->query, &f->query_map, NULL, batch, head, group, at, count);
     pack(w->grad, s->chunk, &p->d_sums, batch, head, group, at, count, f->value_size, s->values);
     changed(&s->factors, w->grad);
     clear(w->slope, s->chunk);
     for (int64_t i = 0; i < count; i++) {
-        const float factor = *place(&f->factor, batch, head, group, at + i);
+        const float factor = *row_f32(&f->factor, batch, head, group, at + i);
         const float *sums = read_row(&f->sums, batch, head, group, at + i, f->value_size, s->weighted);
-        w->own_log[i] = p->d_log.data && factor > 0.0f ? *place(&p->d_log, batch, head, group, at + i) : 0.0f;
+        w->own_log[i] = p->d_log.data && factor > 0.0f ? *row_f32(&p->d_log, batch, head, group, at + i) : 0.0f;
         float *grad = w->grad + i * s->values;
         for (int64_t column = 0; column < s->values; column += LANES) {
-            const lanes scaled = factor * load(grad + column); /* rounded here: h is that of what is multiplied */
+            const vec scaled = factor * load(grad + column); /* rounded here: h is that of what is multiplied */
             store(grad + column, s->factors.parts == 1 ? rounded_lanes(scaled) : scaled);
         }
         w->slope[i] = factor * w->own_log[i] - dot(grad, sums, f->value_size);
@@ -42,22 +42,22 @@ static void load_queries(struct work *w, const struct backward *p, int64_t batch
 }
 
 /* Ask for the keys and values of one chunk, and for the first group of queries of another one, where there are any. */
-static void look_ahead_of_chunks(struct scratch *s, const struct backward *p, int64_t batch, int64_t head, int64_t keys,
-                                 int64_t queries)
+static void look_ahead_of_chunks(struct workspace *s, const struct backward *p, int64_t batch, int64_t head,
+                                 int64_t keys, int64_t queries)
 {
-    const struct problem *f = &p->forward;
-    int64_t rows = keys < 0 ? 0 : smaller(s->chunk, f->length - keys);
+    const struct linear_args *f = &p->forward;
+    int64_t rows = keys < 0 ? 0 : min_i64(s->chunk, f->length - keys);
     s->next.count = 0;
-    look_ahead(&s->next, &f->key, batch, head, 0, keys, rows, f->input_size);
-    look_ahead(&s->next, &f->value, batch, head, 0, keys, rows, f->value_size);
-    rows = queries < 0 ? 0 : smaller(s->chunk, f->length - queries);
-    look_ahead(&s->next, &f->query, batch, head, 0, queries, rows, f->input_size);
-    look_ahead(&s->next, &f->sums, batch, head, 0, queries, rows, f->value_size);
-    look_ahead(&s->next, &p->d_sums, batch, head, 0, queries, rows, f->value_size);
+    prefetch_push(&s->next, &f->key, batch, head, 0, keys, rows, f->input_size);
+    prefetch_push(&s->next, &f->value, batch, head, 0, keys, rows, f->value_size);
+    rows = queries < 0 ? 0 : min_i64(s->chunk, f->length - queries);
+    prefetch_push(&s->next, &f->query, batch, head, 0, queries, rows, f->input_size);
+    prefetch_push(&s->next, &f->sums, batch, head, 0, queries, rows, f->value_size);
+    prefetch_push(&s->next, &p->d_sums, batch, head, 0, queries, rows, f->value_size);
 }
 
 /* The state [keys, values] and `weights` [keys] = those of [key_size, value_size + 1] numbers. */
-static void read_state(struct scratch *s, const struct problem *f, float *weights, const float *given)
+static void read_state(struct workspace *s, const struct linear_args *f, float *weights, const float *given)
 {
     const int64_t width = f->value_size + 1;
     clear(s->state, s->keys * s->values);
@@ -70,10 +70,10 @@ static void read_state(struct scratch *s, const struct problem *f, float *weight
 }
 
 /* Let the state before the next chunk be that before this one and what its keys add. */
-static void add_keys(struct work *w, const struct problem *f, const struct recalled *own, struct recalled *next,
+static void add_keys(struct work *w, const struct linear_args *f, const struct recalled *own, struct recalled *next,
                      int64_t count, int scaled, float left)
 {
-    struct scratch *s = &w->s;
+    struct workspace *s = &w->s;
     if (scaled) {
         scale_rows(s->value, s->weight, s->chunk, s->values);
         changed(&s->factors, s->value);
@@ -82,7 +82,7 @@ static void add_keys(struct work *w, const struct problem *f, const struct recal
         next->state[number] = left * own->state[number];
     for (int64_t key = 0; key < s->keys; key++)
         next->weights[key] = left * own->weights[key];
-    make_product(s, next->state, s->keys, s->value, 1, s->values, s->key, s->keys, round_up(f->value_size, TILE_ROWS),
+    gemm(s, next->state, s->keys, s->value, 1, s->values, s->key, s->keys, round_up(f->value_size, TILE_ROWS),
                  s->keys, s->chunk, 1);
     add_rows(next->weights, 1.0f, scaled ? s->weight : NULL, s->key, count, s->keys);
 }
@@ -91,17 +91,17 @@ static void add_keys(struct work *w, const struct problem *f, const struct recal
 static void read_segment(struct work *w, const struct backward *p, int64_t batch, int64_t head, int64_t from,
                          int64_t to)
 {
-    const struct problem *f = &p->forward;
-    struct scratch *s = &w->s;
+    const struct linear_args *f = &p->forward;
+    struct workspace *s = &w->s;
     const int scaled = has_scales(f);
     const struct checkpoint kept = checkpoint_of(f, head, from / SEGMENT);
     struct recalled *own = w->recalled;
     float left = 1.0f;
-    turn(own->state, s->keys, kept.state, s->values, s->keys, s->values);
+    transpose(own->state, s->keys, kept.state, s->values, s->keys, s->values);
     memcpy(own->weights, kept.weights, s->keys * sizeof(float));
     own->log_max = *kept.log_max;
     for (int64_t at = from; at < to; at += s->chunk, own++) {
-        const int64_t count = smaller(s->chunk, to - at);
+        const int64_t count = min_i64(s->chunk, to - at);
         recall(w, own);
         look_ahead_of_chunks(s, p, batch, head, at + s->chunk < to ? at + s->chunk : -1, -1);
         const float log_max = load_keys(s, f, batch, head, at, count, scaled, own->log_max, &left);
@@ -119,17 +119,17 @@ static void read_segment(struct work *w, const struct backward *p, int64_t batch
 static void write_queries(struct work *w, const struct backward *p, const struct recalled *own, int64_t batch,
                           int64_t head, int64_t group, int64_t at, int64_t count)
 {
-    const struct problem *f = &p->forward;
-    struct scratch *s = &w->s;
+    const struct linear_args *f = &p->forward;
+    struct workspace *s = &w->s;
     for (int64_t i = 0; i < s->chunk; i++)
         for (int64_t key = 0; key < s->keys; key++)
             w->d_query[i * s->keys + key] = w->slope[i] * own->weights[key];
-    make_product(s, w->d_query, s->keys, w->grad, s->values, 1, s->earlier, s->keys, s->chunk, s->keys, f->value_size,
+    gemm(s, w->d_query, s->keys, w->grad, s->values, 1, s->earlier, s->keys, s->chunk, s->keys, f->value_size,
                  1);
     if (!f->bidirectional) {
         if (has_scales(f))
             scale_rows(w->d_query, s->kept, s->chunk, s->keys);
-        add_earlier(s, w->d_query, w->grad_pairs, s->key, s->keys);
+        gemm_tril(s, w->d_query, w->grad_pairs, s->key, s->keys);
     }
     reverse_features(w, f, &w->maps[group], w->d_query, s->query, f->query_map.weight.data != NULL,
                      p->d_query_weight != NULL, w->own_log, &p->d_query, batch, head, group, at, count);
@@ -141,32 +141,32 @@ static float largest_exponent(const struct work *w, const struct backward *p, in
 {
     for (int64_t group = 0; group < p->forward.groups; group++)
         for (int64_t i = 0; i < count; i++)
-            if (*place(&p->forward.factor, batch, head, group, at + i) > 0.0f && -w->s.top[i] > later)
+            if (*row_f32(&p->forward.factor, batch, head, group, at + i) > 0.0f && -w->s.top[i] > later)
                 later = -w->s.top[i];
     return later;
 }
 
 /* Add the queries of one group to the state. */
-static void fold_queries(struct work *w, const struct problem *f, int64_t count)
+static void fold_queries(struct work *w, const struct linear_args *f, int64_t count)
 {
-    struct scratch *s = &w->s;
-    make_product(s, s->state, s->values, s->query, 1, s->keys, w->grad, s->values, round_up(f->key_size, TILE_ROWS),
+    struct workspace *s = &w->s;
+    gemm(s, s->state, s->values, s->query, 1, s->keys, w->grad, s->values, round_up(f->key_size, TILE_ROWS),
                  s->values, s->chunk, 1);
     changed(&s->factors, s->state);
     add_rows(s->weights, 1.0f, w->slope, s->query, count, s->keys);
 }
 
 /* Add them to the gradients of the keys and values of their chunk, too; `top` is the largest exponent. */
-static void add_queries(struct work *w, const struct problem *f, float *d_value, int64_t batch, int64_t head,
+static void add_queries(struct work *w, const struct linear_args *f, float *d_value, int64_t batch, int64_t head,
                         int64_t group, int64_t at, int64_t count, int scaled, float top)
 {
-    struct scratch *s = &w->s;
+    struct workspace *s = &w->s;
     form_pairs(s->scores, s, s->query, s->keys, s->turned, f->key_size, NULL, scaled);
-    add_later(s, w->d_key, w->grad_pairs, s->query, s->keys);
-    add_later(s, d_value, s->scores, w->grad, s->values);
+    gemm_tril_t(s, w->d_key, w->grad_pairs, s->query, s->keys);
+    gemm_tril_t(s, d_value, s->scores, w->grad, s->values);
     if (scaled)
         for (int64_t i = 0; i < count; i++) {
-            const float seen = *place(&f->factor, batch, head, group, at + i);
+            const float seen = *row_f32(&f->factor, batch, head, group, at + i);
             const float weight = seen > 0.0f ? exp_of_one(-s->top[i] - top) : 0.0f;
             w->slope[i] *= weight;
             for (int64_t column = 0; column < s->values; column++)
@@ -177,22 +177,22 @@ static void add_queries(struct work *w, const struct problem *f, float *d_value,
     fold_queries(w, f, count);
 }
 
-static void turn_state(struct scratch *s)
+static void turn_state(struct workspace *s)
 {
-    turn(s->turned_state, s->keys, s->state, s->values, s->keys, s->values);
+    transpose(s->turned_state, s->keys, s->state, s->values, s->keys, s->values);
     changed(&s->factors, s->turned_state);
 }
 
 /* Begin the gradients of the keys and values of a chunk with those of later queries, which `state` [keys, values] and
  * `weights` sum up, turned, too; `later` is their largest exponent as seen from the end of the chunk. */
-static void read_later(struct work *w, const struct problem *f, float *d_value, int scaled, float later)
+static void read_later(struct work *w, const struct linear_args *f, float *d_value, int scaled, float later)
 {
-    struct scratch *s = &w->s;
+    struct workspace *s = &w->s;
     for (int64_t j = 0; j < s->chunk; j++)
         memcpy(w->d_key + j * s->keys, s->weights, s->keys * sizeof(float));
-    make_product(s, w->d_key, s->keys, s->value, s->values, 1, s->turned_state, s->keys, s->chunk, s->keys,
+    gemm(s, w->d_key, s->keys, s->value, s->values, 1, s->turned_state, s->keys, s->chunk, s->keys,
                  f->value_size, 1);
-    make_product(s, d_value, s->values, s->key, s->keys, 1, s->state, s->values, s->chunk, s->values, f->key_size, 0);
+    gemm(s, d_value, s->values, s->key, s->keys, 1, s->state, s->values, s->chunk, s->values, f->key_size, 0);
     if (!scaled)
         return;
     for (int64_t j = 0; j < s->chunk; j++)
@@ -202,7 +202,7 @@ static void read_later(struct work *w, const struct problem *f, float *d_value, 
 }
 
 /* Let the state of later queries count from another largest exponent: `left` of it is left. */
-static void scale_state(struct scratch *s, float left)
+static void scale_state(struct workspace *s, float left)
 {
     for (int64_t number = 0; number < s->keys * s->values; number++)
         s->state[number] *= left;
@@ -215,14 +215,14 @@ static void scale_state(struct scratch *s, float left)
 static void write_keys(struct work *w, const struct backward *p, const float *d_value, int64_t batch, int64_t head,
                        int64_t at, int64_t count)
 {
-    const struct problem *f = &p->forward;
-    struct scratch *s = &w->s;
+    const struct linear_args *f = &p->forward;
+    struct workspace *s = &w->s;
     const int large = is_large(f->batches * f->heads * f->length * f->value_size);
     for (int64_t j = 0; j < count; j++) {
         write_row(&p->d_value, batch, head, 0, at + j, 1.0f, d_value + j * s->values, f->value_size, large);
         w->slope[j] = dot(w->d_key + j * s->keys, s->key + j * s->keys, f->key_size);
         if (p->d_scale.data)
-            *place(&p->d_scale, batch, head, 0, at + j) = w->slope[j];
+            *row_f32(&p->d_scale, batch, head, 0, at + j) = w->slope[j];
     }
     if (f->key_map.weight.data)
         pack(s->input, s->chunk, &f->key, batch, head, 0, at, count, f->input_size, s->inputs);
@@ -235,17 +235,17 @@ static void write_keys(struct work *w, const struct backward *p, const float *d_
 static float read_chunk(struct work *w, const struct backward *p, const struct recalled *own, int64_t batch,
                         int64_t head, int64_t at, float later)
 {
-    const struct problem *f = &p->forward;
-    struct scratch *s = &w->s;
+    const struct linear_args *f = &p->forward;
+    struct workspace *s = &w->s;
     const int scaled = has_scales(f);
-    const int64_t count = smaller(s->chunk, f->length - at);
+    const int64_t count = min_i64(s->chunk, f->length - at);
     float left, *d_value = s->out;
     recall(w, own);
     if (scaled)
         memcpy(s->scale, own->scale, sizeof(own->scale));
     load_values(s, f, batch, head, at, count, scaled, own->log_max, &left);
     turn_keys(s);
-    turn(w->turned_value, s->chunk, s->value, s->values, s->chunk, s->values);
+    transpose(w->turned_value, s->chunk, s->value, s->values, s->chunk, s->values);
     changed(&s->factors, w->turned_value);
     turn_state(s);
     look_ahead_of_chunks(s, p, batch, head, at - SEGMENT, at - s->chunk);
@@ -269,12 +269,12 @@ static float read_chunk(struct work *w, const struct backward *p, const struct r
 /* The same of all chunks where queries see all keys: `later` is the largest exponent of all of them. */
 static void read_both_ways(struct work *w, const struct backward *p, int64_t batch, int64_t head, float later)
 {
-    const struct problem *f = &p->forward;
-    struct scratch *s = &w->s;
+    const struct linear_args *f = &p->forward;
+    struct workspace *s = &w->s;
     float left, *d_value = s->out;
     for (int64_t at = 0; at < f->length; at += s->chunk)
         for (int64_t group = 0; group < f->groups; group++) {
-            const int64_t count = smaller(s->chunk, f->length - at);
+            const int64_t count = min_i64(s->chunk, f->length - at);
             look_ahead_of_chunks(s, p, batch, head, -1, at + s->chunk);
             load_queries(w, p, batch, head, group, at, count);
             write_queries(w, p, w->recalled, batch, head, group, at, count);
@@ -282,7 +282,7 @@ static void read_both_ways(struct work *w, const struct backward *p, int64_t bat
         }
     turn_state(s);
     for (int64_t at = 0; at < f->length; at += s->chunk) {
-        const int64_t count = smaller(s->chunk, f->length - at);
+        const int64_t count = min_i64(s->chunk, f->length - at);
         look_ahead_of_chunks(s, p, batch, head, at + s->chunk, -1);
         load_keys(s, f, batch, head, at, count, has_scales(f), LOWEST, &left);
         read_later(w, f, d_value, has_scales(f), later);
@@ -292,21 +292,21 @@ static void read_both_ways(struct work *w, const struct backward *p, int64_t bat
 
 static void read_sequence(struct work *w, const struct backward *p, int64_t batch, int64_t head)
 {
-    const struct problem *f = &p->forward;
-    struct scratch *s = &w->s;
+    const struct linear_args *f = &p->forward;
+    struct workspace *s = &w->s;
     const int64_t sequence = batch * f->heads + head, width = f->value_size + 1, size = f->key_size * width;
     const int left_one = f->leaves && p->d_state;
     float later = left_one || f->bidirectional ? -f->log_max_after[sequence] : LOWEST;
     if (f->bidirectional) {
         read_state(s, f, w->recalled->weights, f->state_after + sequence * size);
-        turn(s->earlier, s->keys, s->state, s->values, s->keys, s->values);
+        transpose(s->earlier, s->keys, s->state, s->values, s->keys, s->values);
         changed(&s->factors, s->earlier);
     }
     read_state(s, f, s->weights, left_one ? p->d_state + sequence * size : NULL);
     if (f->bidirectional)
         read_both_ways(w, p, batch, head, later);
     for (int64_t from = (segments_of(f->length) - 1) * SEGMENT; from >= 0 && !f->bidirectional; from -= SEGMENT) {
-        const int64_t tokens = smaller(SEGMENT, f->length - from);
+        const int64_t tokens = min_i64(SEGMENT, f->length - from);
         read_segment(w, p, batch, head, from, from + tokens);
         for (int64_t number = (tokens - 1) / s->chunk; number >= 0; number--)
             later = read_chunk(w, p, &w->recalled[number], batch, head, from + number * s->chunk, later);
@@ -320,10 +320,10 @@ static void read_sequence(struct work *w, const struct backward *p, int64_t batc
     }
 }
 
-static void read_task(const void *problem, float *memory, int64_t task)
+static void read_task(const void *args, float *memory, int64_t task)
 {
-    const struct backward *p = problem;
-    const struct problem *f = &p->forward;
+    const struct backward *p = args;
+    const struct linear_args *f = &p->forward;
     const int64_t row = task / f->heads, head = task % f->heads;
     struct work w;
     arrange_all(&w, p, memory);
@@ -331,7 +331,7 @@ static void read_task(const void *problem, float *memory, int64_t task)
     for (int64_t number = first_of(f, row); number < first_of(f, row + 1); number++) {
         struct backward own = *p;
         own.forward = problem_of(f, row, number);
-        operand *gradients[] = {&own.d_sums, &own.d_log, &own.d_query, &own.d_key, &own.d_value, &own.d_scale};
+        tensor_view *gradients[] = {&own.d_sums, &own.d_log, &own.d_query, &own.d_key, &own.d_value, &own.d_scale};
         for (size_t i = 0; f->packed && i < sizeof(gradients) / sizeof(*gradients); i++)
             begin_at(gradients[i], f->packed[number].start);
         w.s.chunk = chunk_of(&own.forward); /* no more than there is memory for */

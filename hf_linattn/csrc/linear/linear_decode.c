@@ -8,49 +8,49 @@
 
 #include "linear.h"
 
-struct scratch {
+struct workspace {
     float *query, *scale, *key, *value, *out, *spare; /* query [groups, keys], scale [groups], out [groups, width];
                                                          spare: a row of features */
     int64_t keys, width;
 };
 
-static int64_t arrange(struct scratch *s, const struct problem *p, float *memory)
+static int64_t workspace_init(struct workspace *s, const struct linear_args *p, float *memory)
 {
     s->keys = round_up(p->key_size, TILE_COLUMNS);
     s->width = p->value_size + 1;
     int64_t used = 0;
-    s->query = take(memory, &used, p->groups * s->keys);
-    s->scale = take(memory, &used, p->groups);
-    s->key = take(memory, &used, s->keys);
-    s->value = take(memory, &used, s->width);
-    s->out = take(memory, &used, p->groups * s->width);
-    s->spare = take(memory, &used, s->keys);
+    s->query = arena_alloc(memory, &used, p->groups * s->keys);
+    s->scale = arena_alloc(memory, &used, p->groups);
+    s->key = arena_alloc(memory, &used, s->keys);
+    s->value = arena_alloc(memory, &used, s->width);
+    s->out = arena_alloc(memory, &used, p->groups * s->width);
+    s->spare = arena_alloc(memory, &used, s->keys);
     return used;
 }
 
 /* Features of one token; returns their log scale. */
-static float read_features(float *to, float *spare, const struct problem *p, const operand *x, const feature_map *map,
-                           int64_t batch, int64_t head, int64_t group, int64_t padded)
+static float read_features(float *to, float *spare, const struct linear_args *p, const tensor_view *x,
+                           const feature_map *map, int64_t batch, int64_t head, int64_t group, int64_t padded)
 {
-    const float *from = place(x, batch, head, group, 0);
+    const float *from = row_f32(x, batch, head, group, 0);
     memset(to, 0, padded * sizeof(float));
     if (map->weight.data) {
         const int64_t columns = p->activation == SOFTMAX_PAIR ? p->key_size / 2 : p->key_size;
         if (map->bias.data)
-            memcpy(to, place(&map->bias, 0, head, group, 0), columns * sizeof(float));
+            memcpy(to, row_f32(&map->bias, 0, head, group, 0), columns * sizeof(float));
         for (int64_t row = 0; row < p->input_size; row++)
-            add_scaled(to, from[row], place(&map->weight, 0, head, group, row), columns);
+            add_scaled(to, from[row], row_f32(&map->weight, 0, head, group, row), columns);
     } else
         memcpy(to, from, p->key_size * sizeof(float));
     const float log_scale = activate(to, spare, p, padded);
     return p->quadratic ? log_scale + p->quadratic * dot(from, from, p->input_size) + p->offset : log_scale + p->offset;
 }
 
-static void read_token(const void *problem, float *memory, int64_t task)
+static void read_token(const void *args, float *memory, int64_t task)
 {
-    const struct problem *p = problem;
-    struct scratch s;
-    arrange(&s, p, memory);
+    const struct linear_args *p = args;
+    struct workspace s;
+    workspace_init(&s, p, memory);
     const int64_t batch = task / p->heads, head = task % p->heads;
     for (int64_t group = 0; group < p->groups; group++)
         s.scale[group] = read_features(s.query + group * s.keys, s.spare, p, &p->query, &p->query_map, batch, head,
@@ -58,14 +58,14 @@ static void read_token(const void *problem, float *memory, int64_t task)
     float scale = read_features(s.key, s.spare, p, &p->key, &p->key_map, batch, head, 0, s.keys);
     float left = 1.0f, weight = 1.0f, before = p->log_max[task], after = before;
     if (has_scales(p)) {
-        scale += p->log_scale.data ? *place(&p->log_scale, batch, head, 0, 0) : 0.0f;
-        before += p->log_decay.data ? *place(&p->log_decay, batch, head, 0, 0) : 0.0f;
+        scale += p->log_scale.data ? *row_f32(&p->log_scale, batch, head, 0, 0) : 0.0f;
+        before += p->log_decay.data ? *row_f32(&p->log_decay, batch, head, 0, 0) : 0.0f;
         after = scale > before ? scale : before;
         left = exp_of_one(before - after);
         weight = exp_of_one(scale - after);
     }
     p->log_max_after[task] = after;
-    memcpy(s.value, place(&p->value, batch, head, 0, 0), p->value_size * sizeof(float));
+    memcpy(s.value, row_f32(&p->value, batch, head, 0, 0), p->value_size * sizeof(float));
     s.value[p->value_size] = 1.0f;
     memset(s.out, 0, p->groups * s.width * sizeof(float));
     for (int64_t key = 0; key < p->key_size; key++) {
@@ -80,21 +80,21 @@ static void read_token(const void *problem, float *memory, int64_t task)
     for (int64_t group = 0; group < p->groups; group++) {
         const float *out = s.out + group * s.width, total = out[p->value_size];
         const float factor = total >= p->least_weight ? 1.0f / total : 0.0f;
-        float *sums = place(&p->sums, batch, head, group, 0);
+        float *sums = row_f32(&p->sums, batch, head, group, 0);
         for (int64_t column = 0; column < p->value_size; column++)
             sums[column] = factor * out[column];
         if (p->factor.data) {
-            *place(&p->factor, batch, head, group, 0) = factor;
-            *place(&p->top, batch, head, group, 0) = (p->strict ? before : after) + s.scale[group];
+            *row_f32(&p->factor, batch, head, group, 0) = factor;
+            *row_f32(&p->top, batch, head, group, 0) = (p->strict ? before : after) + s.scale[group];
         }
     }
 }
 
 /* Read one token of every sequence; returns 0, or 1 where there was no memory to work in. */
-int causal_step(const struct problem *p)
+int causal_step(const struct linear_args *p)
 {
-    struct scratch s;
-    return run_tasks(read_token, p, p->batches * p->heads, p->threads, arrange(&s, p, NULL));
+    struct workspace s;
+    return run_tasks(read_token, p, p->batches * p->heads, p->threads, workspace_init(&s, p, NULL));
 }
 
-LAYOUT(causal_step, struct problem, 0x77eda765)
+LAYOUT(causal_step, struct linear_args, 0x77eda765)

@@ -19,12 +19,12 @@
 #include "chunk.h"
 
 /* What row i is multiplied by in the end; queries that see all keys have no pairs: all are in the state before. */
-static float last_factor(const struct scratch *s, const struct problem *p, int64_t i, int scaled,
+static float last_factor(const struct workspace *s, const struct linear_args *p, int64_t i, int scaled,
                          const float *row_scale)
 {
     if (!p->normalise)
         return row_scale ? exp_of_one(*row_scale + (scaled ? s->top[i] + s->passed[i] : 0.0f)) : 1.0f;
-    lanes earlier = {0}, own = {0};
+    vec earlier = {0}, own = {0};
     for (int64_t key = 0; key < s->keys; key += LANES)
         earlier += load(s->query + i * s->keys + key) * load(s->weights + key);
     for (int64_t j = 0; j <= i && !p->bidirectional; j += LANES)
@@ -34,7 +34,7 @@ static float last_factor(const struct scratch *s, const struct problem *p, int64
 }
 
 /* Sums and factor of the queries of one group over one chunk; `at` is its first token. */
-static void read_chunk(struct scratch *s, const struct problem *p, int64_t batch, int64_t head, int64_t group,
+static void read_chunk(struct workspace *s, const struct linear_args *p, int64_t batch, int64_t head, int64_t group,
                        int64_t at, int64_t count, int scaled)
 {
     memset(s->query_scale, 0, sizeof(s->query_scale));
@@ -43,19 +43,19 @@ static void read_chunk(struct scratch *s, const struct problem *p, int64_t batch
     const int large = is_large(p->batches * p->heads * p->groups * p->length * p->value_size);
     const int64_t others = s->next.count, last = group == p->groups - 1;
     const int64_t next = last ? at + s->chunk : at;
-    look_ahead(&s->next, &p->query, batch, head, last ? 0 : group + 1, next, smaller(s->chunk, p->length - next),
+    prefetch_push(&s->next, &p->query, batch, head, last ? 0 : group + 1, next, min_i64(s->chunk, p->length - next),
                p->input_size);
-    make_product(s, s->out, s->values, s->query, s->keys, 1, s->state, s->values, s->chunk, s->values, p->key_size, 0);
+    gemm(s, s->out, s->values, s->query, s->keys, 1, s->state, s->values, s->chunk, s->values, p->key_size, 0);
     for (int64_t i = 0; i < s->chunk && scaled; i++)
         for (int64_t column = 0; column < s->values; column++)
             s->out[i * s->values + column] *= s->kept[i];
     if (!p->bidirectional) {
         form_pairs(s->scores, s, s->query, s->keys, s->turned, p->key_size, NULL, scaled);
-        add_earlier(s, s->out, s->scores, s->value, s->values);
+        gemm_tril(s, s->out, s->scores, s->value, s->values);
     }
     s->next.count = others;
-    const float *row_scale = p->row_scale.data ? place(&p->row_scale, batch, head, group, at) : NULL;
-    float *factors = place(&p->factor, batch, head, group, at), *tops = place(&p->top, batch, head, group, at);
+    const float *row_scale = p->row_scale.data ? row_f32(&p->row_scale, batch, head, group, at) : NULL;
+    float *factors = row_f32(&p->factor, batch, head, group, at), *tops = row_f32(&p->top, batch, head, group, at);
     for (int64_t i = 0; i < count; i++) {
         const float *own = row_scale ? row_scale + i * p->row_scale.token : NULL;
         const float factor = last_factor(s, p, i, scaled, own);
@@ -66,7 +66,7 @@ static void read_chunk(struct scratch *s, const struct problem *p, int64_t batch
 }
 
 /* state = left state + sum_j weight_j key_j value_j^T */
-static void fold_chunk(struct scratch *s, const struct problem *p, int scaled, float left)
+static void fold_chunk(struct workspace *s, const struct linear_args *p, int scaled, float left)
 {
     const float *weighted = s->value;
     if (scaled) {
@@ -78,14 +78,14 @@ static void fold_chunk(struct scratch *s, const struct problem *p, int scaled, f
             s->state[number] *= left;
     }
     const int turned = s->factors.parts && !p->bidirectional; /* tiles of these rows take less time */
-    make_product(s, s->state, s->values, turned ? s->turned : s->key, turned ? s->chunk : 1, turned ? 1 : s->keys,
+    gemm(s, s->state, s->values, turned ? s->turned : s->key, turned ? s->chunk : 1, turned ? 1 : s->keys,
                  weighted, s->values, round_up(p->key_size, TILE_ROWS), s->values, s->chunk, 1);
     changed(&s->factors, s->state);
     if (p->normalise)
         add_rows(s->weights, scaled ? left : 1.0f, scaled ? s->weight : NULL, s->key, s->chunk, s->keys);
 }
 
-static void read_sequence(struct scratch *s, const struct problem *p, int64_t batch, int64_t head)
+static void read_sequence(struct workspace *s, const struct linear_args *p, int64_t batch, int64_t head)
 {
     const int scaled = has_scales(p);
     const int64_t sequence = batch * p->heads + head, width = p->value_size + (p->normalise ? 1 : 0);
@@ -98,7 +98,7 @@ static void read_sequence(struct scratch *s, const struct problem *p, int64_t ba
         s->weights[key] = p->normalise ? given[key * width + p->value_size] : 0.0f;
     }
     for (int64_t at = 0; at < p->length; at += s->chunk) {
-        const int64_t count = smaller(s->chunk, p->length - at);
+        const int64_t count = min_i64(s->chunk, p->length - at);
         if (p->checkpoints && at % SEGMENT == 0) {
             const struct checkpoint kept = checkpoint_of(p, head, at / SEGMENT);
             memcpy(kept.state, s->state, s->keys * s->values * sizeof(float));
@@ -106,9 +106,9 @@ static void read_sequence(struct scratch *s, const struct problem *p, int64_t ba
             *kept.log_max = before;
         }
         s->next.count = 0;
-        const int64_t next = at + s->chunk, rows = smaller(s->chunk, p->length - next);
-        look_ahead(&s->next, &p->key, batch, head, 0, next, rows, p->input_size);
-        look_ahead(&s->next, &p->value, batch, head, 0, next, rows, p->value_size);
+        const int64_t next = at + s->chunk, rows = min_i64(s->chunk, p->length - next);
+        prefetch_push(&s->next, &p->key, batch, head, 0, next, rows, p->input_size);
+        prefetch_push(&s->next, &p->value, batch, head, 0, next, rows, p->value_size);
         before = load_keys(s, p, batch, head, at, count, scaled, before, &left);
         if (!p->bidirectional)
             turn_keys(s);
@@ -119,7 +119,7 @@ static void read_sequence(struct scratch *s, const struct problem *p, int64_t ba
     s->next.count = 0;
     for (int64_t at = 0; at < p->length && p->bidirectional; at += s->chunk)
         for (int64_t group = 0; group < p->groups; group++)
-            read_chunk(s, p, batch, head, group, at, smaller(s->chunk, p->length - at), 0);
+            read_chunk(s, p, batch, head, group, at, min_i64(s->chunk, p->length - at), 0);
     if (!p->leaves)
         return;
     for (int64_t key = 0; key < p->key_size; key++) {
@@ -130,27 +130,27 @@ static void read_sequence(struct scratch *s, const struct problem *p, int64_t ba
     p->log_max_after[sequence] = before;
 }
 
-static void read_task(const void *problem, float *memory, int64_t task)
+static void read_task(const void *args, float *memory, int64_t task)
 {
-    const struct problem *p = problem;
+    const struct linear_args *p = args;
     const int64_t row = task / p->heads, head = task % p->heads;
-    struct scratch s;
+    struct workspace s;
     for (int64_t number = first_of(p, row); number < first_of(p, row + 1); number++) {
-        const struct problem own = problem_of(p, row, number);
-        arrange(&s, &own, memory);
+        const struct linear_args own = problem_of(p, row, number);
+        workspace_init(&s, &own, memory);
         begin_tiles(p->parts);
         read_sequence(&s, &own, row, head);
         end_tiles(p->parts);
     }
 }
 
-/* Work through all rows of a problem; returns 0, 1 where there was no memory to work in, or BAD_NUMBERS. */
-int causal_sums(const struct problem *p)
+/* Work through all rows of a call; returns 0, 1 where there was no memory to work in, or BAD_NUMBERS. */
+int causal_sums(const struct linear_args *p)
 {
-    struct scratch s;
+    struct workspace s;
     if (!fits(p))
         return BAD_NUMBERS;
-    return run_tasks(read_task, p, p->batches * p->heads, p->threads, arrange(&s, p, NULL));
+    return run_tasks(read_task, p, p->batches * p->heads, p->threads, workspace_init(&s, p, NULL));
 }
 
-LAYOUT(causal_sums, struct problem, 0x77eda765)
+LAYOUT(causal_sums, struct linear_args, 0x77eda765)

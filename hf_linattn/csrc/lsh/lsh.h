@@ -1,4 +1,5 @@
-/* One problem of softmax attention to keys that share a bucket with the query, and which keys each query meets. */
+/* The arguments of one call of softmax attention to keys that share a bucket with the query, and which keys each
+ * query meets. */
 
 #pragma once
 
@@ -6,11 +7,11 @@
 
 #define SPREAD 64 /* keys by which the runs of queries that are taken together may differ */
 
-struct problem {
-    operand query, key, value, out; /* float32, contiguous in their last dimension */
-    operand log;                    /* of the queries: what their weights add up to */
-    operand grad, weight_grad;      /* what the backward pass begins with: of out, and as log */
-    operand d_query, d_key, d_value;
+struct lsh_args {
+    tensor_view query, key, value, out; /* float32, contiguous in their last dimension */
+    tensor_view log;                    /* of the queries: what their weights add up to */
+    tensor_view grad, weight_grad;      /* what the backward pass begins with: of out, and as log */
+    tensor_view d_query, d_key, d_value;
     const int32_t *query_bucket;    /* [rounds, batches, heads * groups, length] */
     const int32_t *key_bucket;      /* [rounds, batches, heads, length] */
     int32_t *member, *bounds;       /* the lists: [rounds, batches, heads, length], [..., buckets + 1] */
@@ -25,7 +26,7 @@ struct lists {
     int32_t *place, *start, *stop; /* [rounds, length]: where in the list a key stands, where a query's run lies */
     int32_t *order, *bounds;       /* [length], [buckets + 1]: the queries by bucket */
     int32_t *count;                /* [buckets] */
-    float *top, *weight;           /* [length]: of the queries, as in `scratch` */
+    float *top, *weight;           /* [length]: of the queries, as in `workspace` */
     int32_t *starts, *stops;       /* [rounds, PIECE]: of the queries whose keys are being read */
     int32_t *queries;              /* [PIECE]: which these are */
 };
@@ -39,27 +40,27 @@ static int are_buckets(const int32_t *numbers, int64_t count, int64_t buckets)
     return !bad;
 }
 
-static int fits(const struct problem *p)
+static int fits(const struct lsh_args *p)
 {
     const int64_t keys = p->rounds * p->batches * p->heads * p->length;
     return are_buckets(p->query_bucket, keys * p->groups, p->buckets) && are_buckets(p->key_bucket, keys, p->buckets);
 }
 
-static int64_t arrange_lists(struct lists *l, const struct problem *p, float *memory)
+static int64_t arrange_lists(struct lists *l, const struct lsh_args *p, float *memory)
 {
     const int64_t all = p->rounds * p->length;
     int64_t used = 0;
-    l->place = take(memory, &used, all);
-    l->start = take(memory, &used, all);
-    l->stop = take(memory, &used, all);
-    l->order = take(memory, &used, p->length);
-    l->bounds = take(memory, &used, p->buckets + 1);
-    l->count = take(memory, &used, p->buckets);
-    l->top = take(memory, &used, p->length);
-    l->weight = take(memory, &used, p->length);
-    l->starts = take(memory, &used, p->rounds * PIECE);
-    l->stops = take(memory, &used, p->rounds * PIECE);
-    l->queries = take(memory, &used, PIECE);
+    l->place = arena_alloc(memory, &used, all);
+    l->start = arena_alloc(memory, &used, all);
+    l->stop = arena_alloc(memory, &used, all);
+    l->order = arena_alloc(memory, &used, p->length);
+    l->bounds = arena_alloc(memory, &used, p->buckets + 1);
+    l->count = arena_alloc(memory, &used, p->buckets);
+    l->top = arena_alloc(memory, &used, p->length);
+    l->weight = arena_alloc(memory, &used, p->length);
+    l->starts = arena_alloc(memory, &used, p->rounds * PIECE);
+    l->stops = arena_alloc(memory, &used, p->rounds * PIECE);
+    l->queries = arena_alloc(memory, &used, PIECE);
     return used;
 }
 
@@ -77,7 +78,7 @@ static void sort(int32_t *list, int32_t *bounds, int32_t *next, const int32_t *b
 }
 
 /* Where in the list of a round the runs of a head's queries lie. */
-static void find_runs(const struct problem *p, int32_t *start, int32_t *stop, int32_t *passed, const int32_t *bounds,
+static void find_runs(const struct lsh_args *p, int32_t *start, int32_t *stop, int32_t *passed, const int32_t *bounds,
                       const int32_t *of_query, const int32_t *of_key)
 {
     memset(passed, 0, p->buckets * sizeof(int32_t));
@@ -85,12 +86,12 @@ static void find_runs(const struct problem *p, int32_t *start, int32_t *stop, in
         passed[of_key[i]]++;
         const int64_t bucket = of_query[i], here = bounds[bucket] + passed[bucket];
         start[i] = here - bounds[bucket] > p->behind ? here - p->behind : bounds[bucket];
-        stop[i] = smaller(here + p->ahead, bounds[bucket + 1]);
+        stop[i] = min_i64(here + p->ahead, bounds[bucket + 1]);
     }
 }
 
 /* Note the queries whose keys are to be read, and where their runs in this and all earlier rounds lie. */
-static void note_runs(struct lists *l, const struct problem *p, int64_t round, const int32_t *queries, int64_t rows)
+static void note_runs(struct lists *l, const struct lsh_args *p, int64_t round, const int32_t *queries, int64_t rows)
 {
     memset(l->starts, 0, (round + 1) * PIECE * sizeof(int32_t));
     memset(l->stops, 0, (round + 1) * PIECE * sizeof(int32_t));
@@ -105,7 +106,7 @@ static void note_runs(struct lists *l, const struct problem *p, int64_t round, c
 
 /* Find the bias of the keys from `at` to `at` + `count` of a round's list, which hides from each query what it does not
  * see or has seen in an earlier round. */
-static void hide_keys(float *bias, const struct lists *l, const struct problem *p, int64_t round,
+static void hide_keys(float *bias, const struct lists *l, const struct lsh_args *p, int64_t round,
                       const int32_t *member, int64_t at, int64_t count)
 {
     for (int64_t j = 0; j < PIECE; j++)
@@ -113,19 +114,19 @@ static void hide_keys(float *bias, const struct lists *l, const struct problem *
             mask seen = {0};
             for (int64_t earlier = 0; earlier <= round && j < count; earlier++) {
                 const int32_t there = l->place[earlier * p->length + member[at + j]];
-                const mask start = *(const mask_anywhere *)(l->starts + earlier * PIECE + i);
-                const mask stop = *(const mask_anywhere *)(l->stops + earlier * PIECE + i);
+                const mask start = *(const mask_unaligned *)(l->starts + earlier * PIECE + i);
+                const mask stop = *(const mask_unaligned *)(l->stops + earlier * PIECE + i);
                 const mask met = (start <= there) & (stop > there);
                 seen = earlier == round ? met & ~seen : seen | met;
             }
             if (p->shared && j < count)
-                seen &= *(const mask_anywhere *)(l->queries + i) != member[at + j];
-            store(bias + j * PIECE + i, choose(seen, (lanes){0}, (lanes){0} + LOWEST));
+                seen &= *(const mask_unaligned *)(l->queries + i) != member[at + j];
+            store(bias + j * PIECE + i, blend(seen, (vec){0}, (vec){0} + LOWEST));
         }
 }
 
 /* List the keys of a key/value head in all rounds. */
-static void list_keys(struct lists *l, const struct problem *p, int64_t sequence)
+static void list_keys(struct lists *l, const struct lsh_args *p, int64_t sequence)
 {
     const int64_t sequences = p->batches * p->heads, listed = p->buckets + 1;
     for (int64_t round = 0; round < p->rounds; round++) {
@@ -138,7 +139,7 @@ static void list_keys(struct lists *l, const struct problem *p, int64_t sequence
 }
 
 /* Whether a query sees its own key apart from all rounds. */
-static int is_alone(const struct problem *p, int64_t sequence, int64_t group, int64_t at)
+static int is_alone(const struct lsh_args *p, int64_t sequence, int64_t group, int64_t at)
 {
     const int64_t sequences = p->batches * p->heads;
     for (int64_t round = 0; round < p->rounds; round++)
@@ -150,7 +151,7 @@ static int is_alone(const struct problem *p, int64_t sequence, int64_t group, in
 
 /* Call `meet` for all queries of one head, some of one bucket or of buckets that follow each other at a time, in every
  * round; their keys in the list of the round, `member`, are from the start of the first to the stop of the last. */
-static void for_runs(struct lists *l, const struct problem *p, int64_t sequence, int64_t group,
+static void for_runs(struct lists *l, const struct lsh_args *p, int64_t sequence, int64_t group,
                      void (*meet)(void *work, int64_t round, const int32_t *member, const int32_t *queries,
                                   int64_t rows),
                      void *work)

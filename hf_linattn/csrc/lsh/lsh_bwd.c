@@ -5,7 +5,7 @@
 
 /* What one key/value head is worked through with. */
 struct work {
-    const struct problem *problem;
+    const struct lsh_args *args;
     struct pairs pairs;
     struct lists lists;
     int64_t sequence, batch, head, group;
@@ -14,21 +14,22 @@ struct work {
 /* What a query and its own key give each other outside of all rounds; without any weight its output was its value. */
 static void begin(struct work *w)
 {
-    const struct problem *p = w->problem;
+    const struct lsh_args *p = w->args;
     for (int64_t i = 0; i < p->length; i++) {
-        const float *query = place(&p->query, w->batch, w->head, w->group, i);
-        const float *grad = place(&p->grad, w->batch, w->head, w->group, i);
-        const float *key = place(&p->key, w->batch, w->head, 0, i), *value = place(&p->value, w->batch, w->head, 0, i);
-        const float log = *place(&p->log, w->batch, w->head, w->group, i);
+        const float *query = row_f32(&p->query, w->batch, w->head, w->group, i);
+        const float *grad = row_f32(&p->grad, w->batch, w->head, w->group, i);
+        const float *key = row_f32(&p->key, w->batch, w->head, 0, i), *value = row_f32(&p->value, w->batch, w->head,
+                                                                                       0, i);
+        const float log = *row_f32(&p->log, w->batch, w->head, w->group, i);
         const int empty = log <= LOWEST / 2;
         if (!empty && !is_alone(p, w->sequence, w->group, i))
             continue;
         const float weight = empty ? 1.0f : exp_of_one(p->scaling * dot(query, key, p->key_size) - log);
         const float slope = empty ? 0.0f : weight * (dot(grad, value, p->value_size)
-                                                     - *place(&p->weight_grad, w->batch, w->head, w->group, i));
-        add_scaled(place(&p->d_value, w->batch, w->head, 0, i), weight, grad, p->value_size);
-        add_scaled(place(&p->d_key, w->batch, w->head, 0, i), p->scaling * slope, query, p->key_size);
-        add_scaled(place(&p->d_query, w->batch, w->head, w->group, i), p->scaling * slope, key, p->key_size);
+                                                     - *row_f32(&p->weight_grad, w->batch, w->head, w->group, i));
+        add_scaled(row_f32(&p->d_value, w->batch, w->head, 0, i), weight, grad, p->value_size);
+        add_scaled(row_f32(&p->d_key, w->batch, w->head, 0, i), p->scaling * slope, query, p->key_size);
+        add_scaled(row_f32(&p->d_query, w->batch, w->head, w->group, i), p->scaling * slope, key, p->key_size);
     }
 }
 
@@ -46,7 +47,7 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
     struct work *w = work;
     struct pairs *s = &w->pairs;
     struct lists *l = &w->lists;
-    const struct problem *p = w->problem;
+    const struct lsh_args *p = w->args;
     const int32_t *start = l->start + round * p->length, *stop = l->stop + round * p->length;
     const int64_t first = start[queries[0]], end = stop[queries[rows - 1]];
     for (int64_t i = 0; i < rows; i++) {
@@ -56,11 +57,11 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
     }
     begin_pairs(s, p->scaling);
     for (int64_t i = 0; i < rows; i++)
-        note_sums(s, i, *place(&p->log, w->batch, w->head, w->group, queries[i]),
-                  *place(&p->weight_grad, w->batch, w->head, w->group, queries[i]));
+        note_sums(s, i, *row_f32(&p->log, w->batch, w->head, w->group, queries[i]),
+                  *row_f32(&p->weight_grad, w->batch, w->head, w->group, queries[i]));
     note_runs(l, p, round, queries, rows);
     for (int64_t at = first; at < end; at += PIECE) {
-        const int64_t count = smaller(end - at, PIECE);
+        const int64_t count = min_i64(end - at, PIECE);
         for (int64_t j = 0; j < count; j++) {
             pack(s->key + j * s->keys, 1, &p->key, w->batch, w->head, 0, member[at + j], 1, p->key_size, s->keys);
             pack(s->value + j * s->values, 1, &p->value, w->batch, w->head, 0, member[at + j], 1, p->value_size,
@@ -78,22 +79,22 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
         else
             read_pairs(s, &met, &seen, count, rows, SOME);
         for (int64_t j = 0; j < count; j++) {
-            add_scaled(place(&p->d_key, w->batch, w->head, 0, member[at + j]), 1.0f, s->d_key + j * s->keys,
+            add_scaled(row_f32(&p->d_key, w->batch, w->head, 0, member[at + j]), 1.0f, s->d_key + j * s->keys,
                        p->key_size);
-            add_scaled(place(&p->d_value, w->batch, w->head, 0, member[at + j]), 1.0f, s->d_value + j * s->values,
+            add_scaled(row_f32(&p->d_value, w->batch, w->head, 0, member[at + j]), 1.0f, s->d_value + j * s->values,
                        p->value_size);
         }
     }
     end_pairs(s);
     for (int64_t i = 0; i < rows; i++)
-        add_scaled(place(&p->d_query, w->batch, w->head, w->group, queries[i]), p->scaling, s->d_query + i * s->keys,
+        add_scaled(row_f32(&p->d_query, w->batch, w->head, w->group, queries[i]), p->scaling, s->d_query + i * s->keys,
                    p->key_size);
 }
 
-static void read_task(const void *problem, float *memory, int64_t task)
+static void read_task(const void *args, float *memory, int64_t task)
 {
-    const struct problem *p = problem;
-    struct work work = {.problem = p, .sequence = task, .batch = task / p->heads, .head = task % p->heads};
+    const struct lsh_args *p = args;
+    struct work work = {.args = p, .sequence = task, .batch = task / p->heads, .head = task % p->heads};
     arrange_lists(&work.lists, p, memory + arrange_pairs(&work.pairs, p->key_size, p->value_size, p->parts, memory));
     list_keys(&work.lists, p, task);
     begin_tiles(p->parts);
@@ -104,8 +105,8 @@ static void read_task(const void *problem, float *memory, int64_t task)
     end_tiles(p->parts);
 }
 
-/* Work through all key/value heads of a problem; returns 0, 1 where there was no memory to work in, or BAD_NUMBERS. */
-int bucket_softmax_backward(const struct problem *p)
+/* Work through all key/value heads of a call; returns 0, 1 where there was no memory to work in, or BAD_NUMBERS. */
+int bucket_softmax_backward(const struct lsh_args *p)
 {
     struct pairs pairs;
     struct lists l;
@@ -115,4 +116,4 @@ int bucket_softmax_backward(const struct problem *p)
     return run_tasks(read_task, p, p->batches * p->heads, p->threads, size + arrange_lists(&l, p, NULL));
 }
 
-LAYOUT(bucket_softmax_backward, struct problem, 0x67a7d141)
+LAYOUT(bucket_softmax_backward, struct lsh_args, 0x67a7d141)

@@ -19,7 +19,7 @@ from ..runtime.output_pool import empty_like, empty_output, zeros_like
 
 
 class BlockSoftmax(NamedTuple):
-    """An operation, called as `native.block_softmax.block_softmax` is, its backward pass, and what heads it suits.
+    """An operation, called as `cpu.block_softmax` is, its backward pass, and what heads it suits.
 
     window: a `window_softmax.WindowSoftmax` for the same heads; None where windows are tables of blocks with a bias.
     gates: whether it takes a `Before` with a gate.

@@ -1,4 +1,4 @@
-"""Softmax attention over the key blocks that a table names, by `block_softmax.c`: nothing is copied together first."""
+"""Softmax attention over the key blocks that a table names, by csrc/block_softmax: no key is copied first."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PLACES = (
 LEAST_KEYS = 192  # of a query block: with fewer of them products in exact parts do not pay
 
 
-class Problem(ctypes.Structure):
-    """`struct problem` of block_softmax.h."""
+class BlockSoftmaxArgs(ctypes.Structure):
+    """`struct block_softmax_args` of block_softmax.h."""
 
     _fields_ = (
         *((name, Operand) for name in (*OPERANDS, "bias")),
@@ -58,7 +58,7 @@ def _run(
 def _describe(
     operands: dict[str, Any], bias: Tensor | None, table: Tensor, first: int, size: int, scaling: float, begun: int,
     causal: bool,
-) -> Problem:  # fmt: skip
+) -> BlockSoftmaxArgs:  # fmt: skip
     (blocks, table_heads, width), shown, columns = table.shape, Operand(), 0
     if bias is not None:
         steps = zip(bias.shape[:-1], bias.stride(), strict=False)
@@ -69,7 +69,7 @@ def _describe(
     places = (
         first, blocks, size, table_heads, width, shared, columns, begun, causal, torch.get_num_threads(), parts
     )  # fmt: skip
-    return Problem(
+    return BlockSoftmaxArgs(
         **{name: Operand.of(x, name in GROUPED, False) for name, x in operands.items() if name != "gate"},
         gate=_gate_operand(operands["gate"]),
         bias=shown,

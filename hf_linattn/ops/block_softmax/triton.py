@@ -1,4 +1,4 @@
-"""Block softmax by Triton: what `native.block_softmax` computes, on a GPU, without copying keys together."""
+"""Block softmax by Triton: what `cpu` computes, on a GPU, without copying keys together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def block_softmax_triton(
     before_log: Tensor | None, begun: int, shared_key: Tensor, shared_value: Tensor, bias: Tensor | None,
     table: Tensor, first: int, block_size: int, scaling: float, causal: bool,
 ) -> None:  # fmt: skip
-    """`native.block_softmax.block_softmax`; arguments and results as there.
+    """`cpu.block_softmax`; arguments and results as there.
 
     Products of float32 follow `torch.set_float32_matmul_precision`, as those of `causal_sums_triton`.
 
@@ -63,7 +63,7 @@ def block_softmax_backward_triton(
     d_shared_key: Tensor, d_shared_value: Tensor, bias: Tensor | None, table: Tensor, first: int, block_size: int,
     scaling: float, causal: bool,
 ) -> None:  # fmt: skip
-    """`native.block_softmax.block_softmax_backward`; arguments and results as there."""
+    """`cpu.block_softmax_backward`; arguments and results as there."""
     batch, heads, groups, length, _ = query.shape
     weight_grad = row_products(grad, out) - log_grad
     if before is not None:

@@ -1,4 +1,4 @@
-"""Softmax attention over key blocks in Triton: what `native/block_softmax.c` computes, forward and back.
+"""Softmax attention over key blocks in Triton: what csrc/block_softmax computes, forward and back.
 
 A program has `ROWS` queries of one block, or `COLUMNS` keys, and meets the others tile by tile. Keys that stand by
 themselves come first, then those of the blocks in the table's row. Scores are in powers of two, see `exponential`.

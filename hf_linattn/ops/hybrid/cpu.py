@@ -1,6 +1,6 @@
 """Hybrid attention in C where no gradients are needed, the far output and the window on top of it in one memory.
 
-What both read is that of `hybrid_parts`. One token behind a full window takes a step.
+What both read is that of `fused`. One token behind a full window takes a step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def causal_hybrid_attention(
 ) -> tuple[Tensor, LinearState]:
     """Return the output [B, H, N, Dv] of rows that start at position 0, and the sums over all that left the window.
 
-    Without gradients, which `hybrid_parts` has.
+    Without gradients, which `fused` has.
 
     Args:
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]. weights: a `HybridWeights`.

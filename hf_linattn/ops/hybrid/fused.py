@@ -41,7 +41,7 @@ class HybridWeights(NamedTuple):
     log_mix: [H], g there, as it is stored. decay_rate: [Hkv], r there; None is no decay. query_map sees
     [B, Hkv, G, N, D] and key_map [B, Hkv, N, D]; their log scales count. window_log [H]: the exact weights of a query
     are divided by their largest and multiplied by exp(window_log); None leaves them as they are. sink: [H], the score
-    of one more exact weight, of no value (`hf_linattn.ops.common.sink_logit`). far_gate: a [H], as it is stored, where c =
+    of one more exact weight, of no value (`ops.common.sink_logit`). far_gate: a [H], as it is stored, where c =
     sigmoid(GATE_GAIN a), the `gate`, says how much of the output is that of all weights, as against that of the exact
     ones alone; None is all of it.
     """

@@ -31,7 +31,7 @@ from ..dispatch import NOTHING, Operations
 from ..linear.torch import CHUNK_SIZE, Chunks, LinearState, chunk_sums, chunks_at_once, with_ones
 from ..runtime.cpu_operations import NATIVE
 from . import cpu as native
-from . import fused as hybrid_parts
+from . import fused
 from .fused import HybridState, HybridWeights
 
 
@@ -79,7 +79,7 @@ def causal_hybrid_attention(
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv.
         lengths: [B], real tokens at the start of each row; None if all are. Outputs behind them mean nothing.
         state: what was read before.
-        use_native: whether `native.hybrid` may do it where it can: unpadded rows from their start, or behind a window.
+        use_native: whether `cpu` may do it where it can: unpadded rows from their start, or behind a window.
         training: whether the same bits must come with and without gradients.
         operations: what rows are read by from their start, and one more token, in the place of the C.
 
@@ -87,7 +87,7 @@ def causal_hybrid_attention(
         output [B, H, N, Dv]; the state. Time O(N (F + chunk_size + window_size) Dv).
     """
     inference = not training and not torch.is_grad_enabled()
-    if inference and lengths is None and (maps := hybrid_parts.step_maps(operations, key, weights, state)):
+    if inference and lengths is None and (maps := fused.step_maps(operations, key, weights, state)):
         output, after = operations.hybrid_step(query, key, value, weights, maps, state)
         return output, HybridState(*after)
     weights = weights.beside(key)
@@ -97,9 +97,9 @@ def causal_hybrid_attention(
     found = _find(operations, use_native, query, key, weights) if lengths is None and state is None else None
     if found is not None:
         alone = found is NATIVE and inference and native.knows_maps(weights)
-        attend = native.causal_hybrid_attention if alone else functools.partial(hybrid_parts.causal_attention, found)
+        attend = native.causal_hybrid_attention if alone else functools.partial(fused.causal_attention, found)
         attended, far_sums = attend(query, key, value, weights)
-        return attended, HybridState(*hybrid_parts.remember(key, value, weights, far_sums))
+        return attended, HybridState(*fused.remember(key, value, weights, far_sums))
     query, key, value = widened(query, key, value)
     rows = _make_rows(query, key, value, weights, lengths, state)
     # without earlier keys a window wider than the call would only see zeros
@@ -137,7 +137,7 @@ def hybrid_attention(
         inference = not training and not torch.is_grad_enabled()
         if found is NATIVE and lengths is None and inference and native.knows_maps(weights):
             return native.hybrid_attention(query, key, value, weights)
-        return hybrid_parts.bidirectional_attention(found, query, key, value, weights, lengths)
+        return fused.bidirectional_attention(found, query, key, value, weights, lengths)
     query, key, value = widened(query, key, value)
     length = key.shape[2]
     rows = _make_rows(query, key, value, weights, lengths, None)
@@ -165,7 +165,7 @@ def _find(operations: Operations, use_native: bool, query: Tensor, key: Tensor, 
     """Return operations that can do it, or the C's; None if there are none."""
     if operations.block_softmax is None:
         return NATIVE if use_native and native.can_attend(query, key, weights) else None
-    able = hybrid_parts.is_beyond(key, weights) and operations.block_softmax.suits(query, key)
+    able = fused.is_beyond(key, weights) and operations.block_softmax.suits(query, key)
     return operations if able else None
 
 

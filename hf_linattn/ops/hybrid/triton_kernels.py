@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..linear.triton_kernels import HIDDEN, load_rows, load_state, store_state
 
-GAIN = tl.constexpr(10.0)  # `hybrid_parts.GATE_GAIN`
+GAIN = tl.constexpr(10.0)  # `fused.GATE_GAIN`
 
 
 @triton.jit

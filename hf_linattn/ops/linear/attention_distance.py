@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import reference as naive
+from .. import reference
 
 MOST_QUERIES, MOST_ROWS = 64, 4  # of a batch, so that time is linear in its length
 SLOWEST, FASTEST = 1e-5, 16.0
@@ -48,10 +48,10 @@ def matching_decay_rate(
     counts = counts / counts.sum().clamp(min=1)
 
     def mean_distance(scores: Tensor) -> Tensor:
-        weights = naive.softmax(scores.masked_fill(~allowed, -torch.inf))
+        weights = reference.softmax(scores.masked_fill(~allowed, -torch.inf))
         return ((weights * distance).sum(-1) * counts).sum((0, 2))
 
-    scores = query[:, :, chosen] @ naive.repeat_heads(key, query).mT * scaling
+    scores = query[:, :, chosen] @ reference.repeat_heads(key, query).mT * scaling
     looked = mean_distance(scores).unflatten(0, (key.shape[1], -1)).mean(1)
     low, high = (torch.full_like(looked, bound).log() for bound in (SLOWEST, FASTEST))
     for _ in range(STEPS):

@@ -116,7 +116,7 @@ def attend_by_sums(
     state: LinearState | None,
     weighed: bool,
 ) -> tuple[Tensor, Tensor | None, LinearState]:
-    """`CausalSums.attend` by an operation that is called as `native.causal_sums.causal_sums` is.
+    """`CausalSums.attend` by an operation that is called as `cpu.causal_sums` is.
 
     pack: what it is called with besides, for rows that hold several sequences; ids [B, N] as the tokens are read.
     """

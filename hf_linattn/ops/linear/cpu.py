@@ -1,4 +1,4 @@
-"""Causal kernel attention by `causal_sums.c`: what `chunk_sums` computes, in one pass through the caches of a CPU.
+"""Causal kernel attention by csrc/linear: what `torch` computes, in one pass through the caches of a CPU.
 
 Feature maps that can say what they are (`NativeMap`) are computed by the C too, chunk by chunk: see
 `mapped_attention`. Where it gets features, `ops.causal_sums` has the gradients.
@@ -23,13 +23,13 @@ from ..runtime.operands import require, size_of
 from .autograd import CausalSums, attend_by_sums
 from .torch import LEAST_WEIGHT
 
-ACTIVATIONS = ("given", "elu", "relu", "exponential", "softmax_pair")  # `enum activation` of causal_sums.h
+ACTIVATIONS = ("given", "elu", "relu", "exponential", "softmax_pair")  # `enum activation` of linear.h
 PAIR = ACTIVATIONS.index("softmax_pair")
 COLUMNS = 32  # a multiple of the width of any tile
 
 
 class NativeMap(NamedTuple):
-    """A feature map as causal_sums.c knows it: an activation of z = scale x weight + bias, of z = x without weight.
+    """A feature map as linear_fwd.c knows it: an activation of z = scale x weight + bias, of z = x without weight.
 
     activation: `elu` (elu(z) + 1), `relu`, `exponential` (e^z, its log scale more by quadratic |x|^2 + offset) or
     `softmax_pair` ([softmax(z), softmax(-z)]). weight: [*heads, D, m]. bias: [*heads, m]. scale: 1 if None.
@@ -70,7 +70,7 @@ def for_all_heads(x: Tensor, heads: int, groups: int, dims: int) -> Tensor:
 
 
 class MapOperands(ctypes.Structure):
-    """`feature_map` of causal_sums.h."""
+    """`feature_map` of linear.h."""
 
     _fields_ = (("weight", Operand), ("bias", Operand))
 
@@ -88,15 +88,15 @@ class MapOperands(ctypes.Structure):
 OPERANDS = ("query", "key", "value", "sums", "log_scale", "log_decay", "row_scale", "factor", "top")
 SEQUENCES = (("packed", ctypes.c_void_p), ("sequences", ctypes.c_int64))
 STATES = ("state", "log_max", "state_after", "log_max_after")
-SEGMENT = 512  # tokens between two checkpoints, as in causal_sums.h
+SEGMENT = 512  # tokens between two checkpoints, as in linear.h
 GROUPED = {"query", "sums", "row_scale", "factor", "top"}
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "normalise", "threads", "parts")
 LEAST_FEATURES = 96  # with fewer of them products in exact parts do not pay
 CHUNK, FEW = 64, 32  # tokens read at a time, and where products are of float32, as in causal_chunks.h
 
 
-class Problem(ctypes.Structure):
-    """`struct problem` of causal_sums.h."""
+class LinearArgs(ctypes.Structure):
+    """`struct linear_args` of linear.h."""
 
     _fields_ = (
         *((name, Operand) for name in OPERANDS),
@@ -143,7 +143,7 @@ def describe(
     operands: dict[str, Any], states: tuple[Tensor | None, ...], maps: tuple[Tensor | None, ...], activation: int,
     quadratic: float, offset: float, normalise: bool = True, reverse: bool = False, bidirectional: bool = False,
     strict: bool = False, packed: Tensor | None = None, checkpoints: Tensor | None = None,
-) -> Problem:  # fmt: skip
+) -> LinearArgs:  # fmt: skip
     """Describe a problem by the tensors named in `OPERANDS` and `STATES` and the operands of its maps.
 
     packed: places of the `sequences.Packed` of its rows, read from the last token to the first if `reverse`.
@@ -154,7 +154,7 @@ def describe(
     key_size = cast(Tensor, states[2]).shape[2]
     how = normalise, torch.get_num_threads(), parts_of(query, key_size)
     sizes = (*query.shape[:4], key_size, value.shape[-1], *how)
-    return Problem(
+    return LinearArgs(
         **{name: Operand.of(operand, name in GROUPED, reverse) for name, operand in operands.items()},
         **{name: None if x is None else x.data_ptr() for name, x in zip(STATES, states, strict=True)},
         **dict(zip(SIZES, sizes, strict=True)),
@@ -227,7 +227,7 @@ def causal_sums(
     activation: int = 0, quadratic: float = 0.0, offset: float = 0.0, bidirectional: bool = False,
     packed: Tensor | None = None, checkpoints: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Work through one problem of causal_sums.c.
+    """Work through one call of linear_fwd.c.
 
     Args:
         query: [B, Hkv, G, N, K]. key: [B, Hkv, N, K]. value: [B, Hkv, N, Dv]. log_scale, log_decay: [B, Hkv, N].

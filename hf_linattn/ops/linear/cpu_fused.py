@@ -23,8 +23,8 @@ from .autograd import decay_gradient, log_weight, read
 from .cpu import (
     OPERANDS,
     SEGMENT,
+    LinearArgs,
     NativeMap,
-    Problem,
     all_operands,
     causal_sums,
     chunk_size,
@@ -44,7 +44,7 @@ class BackwardProblem(ctypes.Structure):
     """`struct backward` of causal_sums_backward.c."""
 
     _fields_ = (
-        ("forward", Problem),
+        ("forward", LinearArgs),
         *((name, Operand) for name in GRADIENTS),
         *((name, ctypes.c_void_p) for name in PLACES),
     )

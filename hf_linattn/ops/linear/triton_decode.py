@@ -59,7 +59,7 @@ def step_attention(
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Return the output [B, Hkv, G, 1, Dv] and the next state of features; `state` stays as it is. Without gradients.
 
-    Arguments as in `causal_sums.causal_attention`, of one token; key_padding_mask: [B, 1], true for real keys.
+    Arguments as in `autograd.causal_attention`, of one token; key_padding_mask: [B, 1], true for real keys.
     """
     scaled = log_scale is not None or log_decay is not None
     state = LinearState.before(key.shape[-1], value, scaled) if state is None else state

@@ -22,8 +22,8 @@ SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size")
 CHOICES = ("rounds", "buckets", "behind", "ahead", "shared", "threads", "parts")
 
 
-class Problem(ctypes.Structure):
-    """`struct problem` of bucket_softmax.h."""
+class LshArgs(ctypes.Structure):
+    """`struct lsh_args` of bucket_softmax.h."""
 
     _fields_ = (
         *((name, Operand) for name in OPERANDS),
@@ -59,11 +59,11 @@ def _run(function: str, operands: dict[str, Tensor], buckets: Buckets, scaling: 
     call(function, operands | lists, fixed, lambda: _describe(operands, buckets, scaling))
 
 
-def _describe(operands: dict[str, Tensor], buckets: Buckets, scaling: float) -> Problem:
+def _describe(operands: dict[str, Tensor], buckets: Buckets, scaling: float) -> LshArgs:
     sizes = (*operands["query"].shape, operands["value"].shape[3])
     how = torch.get_num_threads(), product_parts(operands["query"], exact=False)
     places = (len(buckets.member), buckets.bounds.shape[-1] - 1, *buckets[4:], *how)
-    return Problem(
+    return LshArgs(
         **{name: Operand.of(x, name in GROUPED, False) for name, x in operands.items()},
         **{name: x.data_ptr() for name, x in zip(POINTERS, buckets[:4], strict=True)},
         **dict(zip(SIZES + CHOICES, (*sizes, *places), strict=True)),

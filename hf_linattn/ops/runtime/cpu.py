@@ -21,8 +21,8 @@ from ..common.tracing import is_watched
 from .operands import check_operands
 
 VARIANTS = {"AVX512": "_avx512", "AVX2": "_avx2"}  # PyTorch's names of what the CPU can do
-KINDS = (torch.float32, torch.bfloat16, torch.float16)  # `enum kind` of operands.h
-BAD_NUMBERS = 2  # as in lanes.h
+KINDS = (torch.float32, torch.bfloat16, torch.float16)  # `enum kind` of tensor.h
+BAD_NUMBERS = 2  # as in simd.h
 PLACES = {  # what the C says no to by BAD_NUMBERS
     **dict.fromkeys(("causal_sums", "causal_sums_backward"), "'packed' names tokens that its rows do not have"),
     **dict.fromkeys(("bucket_softmax", "bucket_softmax_backward"), "'of_query' or 'of_key' names a bucket too many"),
@@ -32,7 +32,7 @@ OPERATIONS = torch.library.Library("hf_linattn", "FRAGMENT")
 
 
 class Operand(ctypes.Structure):
-    """`operand` of operands.h: an address, and numbers from one batch, head, group and token to the next."""
+    """`tensor_view` of tensor.h: an address, and numbers from one batch, head, group and token to the next."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),

@@ -17,7 +17,7 @@ from ...errors import OperandError
 
 MOST = 2**31  # rows, columns and tokens that the C counts in int are fewer
 DTYPES = {
-    "any": (torch.float32, torch.bfloat16, torch.float16),  # `enum kind` of operands.h
+    "any": (torch.float32, torch.bfloat16, torch.float16),  # `enum kind` of tensor.h
     "wide": (torch.float32,),
     "int32": (torch.int32,),
     "int64": (torch.int64,),

@@ -18,8 +18,8 @@ OPERANDS = ("row", "mean", "weight", "total", "d_row", "d_mean", "d_weight", "d_
 SIZES = ("batches", "heads", "segments", "segment_size", "row_size", "threads")
 
 
-class Problem(ctypes.Structure):
-    """`struct problem` of segment_means.c."""
+class SegmentMeanArgs(ctypes.Structure):
+    """`struct segment_mean_args` of segment_means.c."""
 
     _fields_ = (*((name, Operand) for name in OPERANDS), *((name, ctypes.c_int64) for name in SIZES))
 
@@ -64,11 +64,11 @@ def segment_means_backward(
 def _run(function: str, operands: dict[str, Tensor], size: int) -> None:
     require(function, "size", size, 1)
 
-    def describe() -> Problem:
+    def describe() -> SegmentMeanArgs:
         described = {name: Operand.of(x, False, False) for name, x in operands.items()}
         batch, heads, count, width = operands["mean"].shape
         sizes = zip(SIZES, (batch, heads, count, size, width, torch.get_num_threads()), strict=True)
-        return Problem(**described, **dict(sizes))
+        return SegmentMeanArgs(**described, **dict(sizes))
 
     call(function, operands, [("L", size_of(operands["mean"], 2) * size)], describe)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import hf_linattn
 from hf_linattn import BuildError
 from hf_linattn.ops.runtime import cpu as library
 from tests.ops.native.cases import make_heads, make_mechanism
@@ -40,20 +41,21 @@ def test_the_build_of_another_version_is_refused_before_it_is_called(monkeypatch
     if older:
         monkeypatch.setattr(library, "load_variant", lambda _: ctypes.CDLL(None))
     else:
-        kinds = {x: type(x.__name__, (x,), {"_fields_": [("more", ctypes.c_int64)]}) for x in problems()}
+        kinds = {x: type(x.__name__, (x,), {"_fields_": [("more", ctypes.c_int64)]}) for x in arguments()}
         require = library._require_layout
         monkeypatch.setattr(library, "_require_layout", lambda *args: require(*args[:2], kinds[args[2]]))
     with pytest.raises(BuildError, match="build it again: `make install`"):
         make_mechanism(name, causal=True)(*make_heads(2, 100))
 
 
-def problems():
-    found = [x for x in ctypes.Structure.__subclasses__() if x.__module__.startswith("hf_linattn.ops.native")]
-    return [x for x in found if x.__name__.endswith("Problem")]
+def arguments():
+    found = [x for x in ctypes.Structure.__subclasses__() if x.__module__.startswith("hf_linattn.ops.")]
+    return [x for x in found if x.__name__.endswith("Args")]
 
 
 def test_every_function_says_what_struct_it_takes():
     from hf_linattn.ops.runtime import operands
 
-    text = "".join(path.read_text(encoding="utf-8") for path in Path(library.__file__).parent.glob("*.c"))
+    sources = (Path(hf_linattn.__file__).parent / "csrc").rglob("*.c")
+    text = "".join(path.read_text(encoding="utf-8") for path in sources)
     assert all(f"LAYOUT({function}, " in text for function in operands.FORMS)
