@@ -112,7 +112,8 @@ class DynamicSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         if self.layer.causal:
             there = there & (place <= position[:, None, :, None, None])
         scores = (keys @ query[..., None]).squeeze(-1) * self.layer.scaling
-        weights = reference.softmax(scores.masked_fill(~there.flatten(3), float("-inf")), self.log_sink(query, call.sink))
+        scores = scores.masked_fill(~there.flatten(3), float("-inf"))
+        weights = reference.softmax(scores, self.log_sink(query, call.sink))
         return (weights[..., None, :] @ values).squeeze(-2)
 
     def _choose(

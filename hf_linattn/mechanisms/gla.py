@@ -91,7 +91,8 @@ class GlaMechanism(LinearMechanism):
 
     def kernel_weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         kernel = super().kernel_weights(query, key, allowed)
-        return reference.normalise(kernel * torch.exp(-reference.repeat_heads(self._forgotten(key, allowed, 0), kernel)))
+        forgotten = reference.repeat_heads(self._forgotten(key, allowed, 0), kernel)
+        return reference.normalise(kernel * torch.exp(-forgotten))
 
     def _forgotten(self, key: Tensor, allowed: Tensor, first: int) -> Tensor:
         """Return |G_i - G_j| [B, Hkv, C, N] for the queries from place `first` on; only keys a query sees count."""

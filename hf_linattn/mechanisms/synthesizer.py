@@ -316,7 +316,8 @@ class SynthesizerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         share = self.share(query)
         synthetic = share * self.synthetic.pairs(query, query_position, key_position)
         heads = query * (1 - share), key
-        return reference.softmax_matrix(*heads, self.layer.scaling, allowed, synthetic, self.log_sink(query, call.sink))
+        sink = self.log_sink(query, call.sink)
+        return reference.softmax_matrix(*heads, self.layer.scaling, allowed, synthetic, sink)
 
 
 def _gaussian(shape: tuple[int, ...], size: float, generator: torch.Generator) -> nn.Parameter:

@@ -66,7 +66,7 @@ def test_learned_maps_get_the_gradients_of_the_naive_form(name, decay):
         got = torch.autograd.grad(mechanism(*heads)[0].sin().sum(), list(named.values()))
         value = heads[2].repeat_interleave(2, 1)
         naive = mechanism.attention_matrix(*heads[:2]) @ value
-        want = torch.autograd.grad(reference.sin().sum(), list(named.values()))
+        want = torch.autograd.grad(naive.sin().sum(), list(named.values()))
         for key, a, b in zip(named, got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
             assert a.abs().flatten(-1 if a.dim() == 1 else -2).sum(-1).min() > 0, key
