@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hf_linattn.ops.block_softmax.autograd.autograd import Before, BlockSoftmax, Keys, attend_blocks
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_linattn.ops.block_softmax.autograd import Before, BlockSoftmax, Keys, attend_blocks
 from hf_linattn.ops.common.grad_accumulator import Source
 from hf_linattn.ops.common.numerics import LOWEST
 from tests.helpers import assert_close

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from hf_linattn.ops.hybrid.interface.interface import HybridWeights, causal_hybrid_attention, hybrid_attention
 from torch.nn import functional as F
 
+from hf_linattn.ops.hybrid.interface import HybridWeights, causal_hybrid_attention, hybrid_attention
 from hf_linattn.ops.linear.interface import Features
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, VALUE_DIM = 2, 4, 2, 45, 3, 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linattn.ops.block_softmax.autograd import cpu as block_softmax
+from hf_linattn.ops.block_softmax import cpu as block_softmax
 from hf_linattn.ops.linear import cpu as causal_sums
 from hf_linattn.ops.runtime import cpu as library
 

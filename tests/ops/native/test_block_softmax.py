@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_linattn.ops.block_softmax.autograd.autograd import Keys, continue_blocks
-from hf_linattn.ops.block_softmax.autograd.cpu import NATIVE_BLOCKS
 
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
+from hf_linattn.ops.block_softmax.autograd import Keys, continue_blocks
+from hf_linattn.ops.block_softmax.cpu import NATIVE_BLOCKS
 from hf_linattn.ops.common.numerics import LOWEST
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_linattn.ops.block_softmax.autograd.cpu import NATIVE_BLOCKS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.composite import CompositeMechanism
+from hf_linattn.ops.block_softmax.cpu import NATIVE_BLOCKS
 from hf_linattn.ops.common.numerics import LOWEST
 from hf_linattn.ops.runtime import cpu as library
 from tests.ops.block_softmax import check_what_was_read_before

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from hf_linattn.ops.hybrid.interface import cpu as hybrid
-from hf_linattn.ops.hybrid.interface import fused as hybrid_parts
+from hf_linattn.ops.hybrid import cpu as hybrid
+from hf_linattn.ops.hybrid import fused as hybrid_parts
 from tests.helpers import assert_close
 from tests.ops.native.cases import make_heads, make_mechanism
 

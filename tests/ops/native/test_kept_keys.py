@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from hf_linattn.ops.block_softmax.autograd.cpu import NATIVE_BLOCKS
 
-from hf_linattn.ops.block_softmax.autograd import decode as kept_keys
+from hf_linattn.ops.block_softmax import decode as kept_keys
+from hf_linattn.ops.block_softmax.cpu import NATIVE_BLOCKS
 from tests.helpers import assert_close
 from tests.ops.native.cases import make_heads
 from tests.ops.native.test_block_softmax import NAMES, make_pattern

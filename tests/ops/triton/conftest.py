@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_linattn.ops.block_softmax.autograd import triton as block_softmax
+from hf_linattn.ops.block_softmax import triton as block_softmax
 from hf_linattn.ops.linear import triton_launch as causal_sums
 from hf_linattn.ops.window import triton as window_softmax
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from hf_linattn.ops.block_softmax.autograd.autograd import Keys, attend_blocks
-from hf_linattn.ops.block_softmax.autograd.triton import TRITON_BLOCKS, meet
 
 from hf_linattn import patch_model, set_backend
 from hf_linattn.backends import use_backend
 from hf_linattn.config import make_config
+from hf_linattn.ops.block_softmax.autograd import Keys, attend_blocks
+from hf_linattn.ops.block_softmax.triton import TRITON_BLOCKS, meet
 from hf_linattn.ops.common.numerics import LOWEST
-from hf_linattn.ops.hybrid.interface import fused as hybrid_parts
+from hf_linattn.ops.hybrid import fused as hybrid_parts
 from hf_linattn.ops.runtime import triton_operations as operations
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close, logits_of, make_tokens
@@ -271,7 +271,7 @@ import itertools, json, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_linattn.ops.triton import block_kernels
-from hf_linattn.ops.block_softmax.autograd.triton import sizes_for
+from hf_linattn.ops.block_softmax.triton import sizes_for
 
 memory = {}
 kinds = {"table": "*i64", "met_by": "*i64", "met_from": "*i64", "scaling": "fp32"}

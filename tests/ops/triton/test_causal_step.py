@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from hf_linattn.backends import use_backend
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
 from hf_linattn.mechanisms.linear import LinearMechanism
-from hf_linattn.ops.hybrid.interface import triton_decode as hybrid_step
+from hf_linattn.ops.hybrid import triton_decode as hybrid_step
 from hf_linattn.ops.linear import triton_decode as causal_step
 from hf_linattn.ops.linear import triton_features as features
 from hf_linattn.ops.linear.torch import LinearState

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_linattn.ops.block_softmax.autograd.triton import TRITON_BLOCKS
 
 from hf_linattn.backends import use_backend
 from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.ops.block_softmax.triton import TRITON_BLOCKS
 from hf_linattn.ops.runtime import triton_operations as operations
 from tests.ops.block_softmax import check_what_was_read_before
 from tests.ops.triton.cases import make_mechanism

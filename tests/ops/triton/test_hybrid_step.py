@@ -15,7 +15,7 @@ from hf_linattn import patch_model, set_backend
 from hf_linattn.backends import use_backend
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
-from hf_linattn.ops.hybrid.interface import triton_decode as hybrid_step
+from hf_linattn.ops.hybrid import triton_decode as hybrid_step
 from hf_linattn.ops.runtime import triton_operations as operations
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import make_tokens, pad
@@ -250,7 +250,7 @@ import json, torch, triton
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hf_linattn.ops.hybrid.interface.fused import HybridState
+from hf_linattn.ops.hybrid.fused import HybridState
 from hf_linattn.ops.triton import hybrid_step
 
 KINDS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", int: "i32", float: "fp32"}

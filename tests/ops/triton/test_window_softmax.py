@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from hf_linattn.ops.block_softmax.autograd.autograd import Before
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_linattn.ops.block_softmax.autograd import Before
 from hf_linattn.ops.common.grad_accumulator import Source
 from hf_linattn.ops.common.numerics import LOWEST
 from hf_linattn.ops.window import triton as window_softmax
