@@ -23,7 +23,7 @@ PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_exten
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-slow test-zero3 test-quantised test-all test-floor test-asan test-asan-short lint bench paired long-inputs depth peers support zero-shot usable calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
+.PHONY: help install quickstart test test-fast test-slow test-zero3 test-quantised test-all test-floor test-asan test-asan-short mutants lint bench paired long-inputs depth peers support zero-shot usable calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -80,7 +80,7 @@ SANITIZED_TESTS := $(SANITIZED) -m pytest -n 0 -q -p no:cacheprovider
 $(ASAN): install
 	rm -rf $(ASAN) && mkdir -p $(ASAN)
 	cp -r hf_linattn tests docs benchmarks recipes pyproject.toml setup.py conftest.py README.md LICENSE $(ASAN)
-	$(BIN)/python tests/ops/native/sanitized.py $(ASAN)
+	$(BIN)/python -m tests.quick_build $(ASAN) --sanitize
 
 test-asan-short: $(ASAN) ## the C with address and undefined-behaviour sanitizers, called rightly and wrongly: 1 minute
 	cd $(ASAN) && FUZZ_CALLS=600 $(SANITIZED_TESTS) tests/ops/native/test_operands.py
@@ -89,6 +89,10 @@ test-asan: $(ASAN) ## the same for long, all tests of the C, and your scripts: m
 	cd $(ASAN) && FUZZ_CALLS=$(FUZZ_CALLS) $(SANITIZED_TESTS) tests/ops/native/test_operands.py
 	cd $(ASAN) && $(SANITIZED_TESTS) -p tests.ops.native.exact tests/ops/native --ignore tests/ops/native/test_operands.py
 	set -e; for script in $(SCRIPTS); do echo $$script; $(SANITIZED) -m tests.ops.native.exact $$script; done
+
+mutants: install ## make lines of the library wrong, one by one, and see that the tests notice: 30 minutes; resumes
+	$(BIN)/python -m tests.mutants
+	$(BIN)/python -m tests.mutants --random 100
 
 $(FLOOR)/.installed: pyproject.toml constraints.txt setup.py $(wildcard hf_linattn/csrc/*.[ch] hf_linattn/csrc/*/*.[ch])
 	$(PYTHON) -m venv $(FLOOR)

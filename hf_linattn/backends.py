@@ -1,7 +1,7 @@
 """Backends: how a mechanism works through a long causal input. What comes out is the same but for rounding.
 
 `auto` takes all tokens in one call, by the C of `csrc` where that can do it, `torch` by PyTorch's operations
-alone. `triton` has the operations of `ops.triton` in the place of the C's, for all tokens at once. `compile` reads
+alone. `triton` has the operations in Triton in the place of the C's, for all tokens at once. `compile` reads
 slabs of `SLAB_SIZE` tokens, each continuing the state of the one before as in chunked prefill, and torch.compile makes
 a program of one slab, which all others and all layers share.
 """
@@ -51,7 +51,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
     copied together first. Half precision is read as it is. In PyTorch's default `float32_matmul_precision` a product
     of float32 is made of three of TF32. What else continues a state, and bidirectional layers of `linformer`, take
     PyTorch's operations. On Hopper the kernels use products of warp groups if the `ptxas` that Triton calls is that of
-    CUDA 13.3 or later, as older ones get them wrong (`ops.triton.launching.is_large`): `pip install nvidia-cuda-nvcc`
+    CUDA 13.3 or later, as older ones get them wrong (`ops.runtime.triton.is_large`): `pip install nvidia-cuda-nvcc`
     brings one, for the environment variable `TRITON_PTXAS_PATH` to name. On a CPU it runs in Triton's interpreter,
     `TRITON_INTERPRET=1`, which is for tests.
 

@@ -4,7 +4,7 @@
 
 #include "chunk.h"
 
-struct backward {
+struct linear_bwd_args {
     struct linear_args forward;  /* sums, factor, log_max_after: as it left them */
     tensor_view d_sums, d_log;   /* d_log, of the log of what all weights add up to: data is NULL where there is none */
     tensor_view d_query, d_key, d_value, d_scale; /* d_scale [batches, heads, length]; data may be NULL */
@@ -45,7 +45,7 @@ static inline void recall(struct work *w, const struct recalled *own)
     w->s.earlier = own->state;
 }
 
-static int64_t arrange_all(struct work *w, const struct backward *p, float *memory)
+static int64_t arrange_all(struct work *w, const struct linear_bwd_args *p, float *memory)
 {
     struct workspace *s = &w->s;
     int64_t used = workspace_init(s, &p->forward, memory), count = p->forward.groups + 1;
@@ -97,7 +97,7 @@ static void scale_rows(float *rows, const float *factor, int64_t count, int64_t 
 }
 
 /* Turn the weights, and begin with gradients of zero. */
-static void prepare_maps(struct work *w, const struct backward *p, int64_t head)
+static void prepare_maps(struct work *w, const struct linear_bwd_args *p, int64_t head)
 {
     const struct linear_args *f = &p->forward;
     for (int64_t group = 0; group <= f->groups; group++) {

@@ -19,7 +19,7 @@
 #include "chunk_bwd.h"
 
 /* g and h of the queries of one group, their features and, where a map has log scales, d_log. */
-static void load_queries(struct work *w, const struct backward *p, int64_t batch, int64_t head, int64_t group,
+static void load_queries(struct work *w, const struct linear_bwd_args *p, int64_t batch, int64_t head, int64_t group,
                          int64_t at, int64_t count)
 {
     const struct linear_args *f = &p->forward;
@@ -42,7 +42,7 @@ static void load_queries(struct work *w, const struct backward *p, int64_t batch
 }
 
 /* Ask for the keys and values of one chunk, and for the first group of queries of another one, where there are any. */
-static void look_ahead_of_chunks(struct workspace *s, const struct backward *p, int64_t batch, int64_t head,
+static void look_ahead_of_chunks(struct workspace *s, const struct linear_bwd_args *p, int64_t batch, int64_t head,
                                  int64_t keys, int64_t queries)
 {
     const struct linear_args *f = &p->forward;
@@ -88,7 +88,7 @@ static void add_keys(struct work *w, const struct linear_args *f, const struct r
 }
 
 /* Read the keys of a segment from its start, for all of its chunks to be recalled. */
-static void read_segment(struct work *w, const struct backward *p, int64_t batch, int64_t head, int64_t from,
+static void read_segment(struct work *w, const struct linear_bwd_args *p, int64_t batch, int64_t head, int64_t from,
                          int64_t to)
 {
     const struct linear_args *f = &p->forward;
@@ -116,7 +116,7 @@ static void read_segment(struct work *w, const struct backward *p, int64_t batch
 
 /* Gradients of the queries of one group of one chunk: `earlier` [values, keys] sums up value key^T of what came before,
  * and grad_pairs [chunk, chunk] has the gradients of the pairs. */
-static void write_queries(struct work *w, const struct backward *p, const struct recalled *own, int64_t batch,
+static void write_queries(struct work *w, const struct linear_bwd_args *p, const struct recalled *own, int64_t batch,
                           int64_t head, int64_t group, int64_t at, int64_t count)
 {
     const struct linear_args *f = &p->forward;
@@ -136,7 +136,7 @@ static void write_queries(struct work *w, const struct backward *p, const struct
 }
 
 /* The largest exponent of queries that saw anything, from the end to the start of a chunk. */
-static float largest_exponent(const struct work *w, const struct backward *p, int64_t batch, int64_t head, int64_t at,
+static float largest_exponent(const struct work *w, const struct linear_bwd_args *p, int64_t batch, int64_t head, int64_t at,
                               int64_t count, float later)
 {
     for (int64_t group = 0; group < p->forward.groups; group++)
@@ -212,7 +212,7 @@ static void scale_state(struct workspace *s, float left)
 }
 
 /* Gradients of the keys and values of one chunk, whose keys are there. */
-static void write_keys(struct work *w, const struct backward *p, const float *d_value, int64_t batch, int64_t head,
+static void write_keys(struct work *w, const struct linear_bwd_args *p, const float *d_value, int64_t batch, int64_t head,
                        int64_t at, int64_t count)
 {
     const struct linear_args *f = &p->forward;
@@ -232,7 +232,7 @@ static void write_keys(struct work *w, const struct backward *p, const float *d_
 
 /* All gradients of one chunk, which is recalled; returns the largest exponent of what comes after it as seen from its
  * start. */
-static float read_chunk(struct work *w, const struct backward *p, const struct recalled *own, int64_t batch,
+static float read_chunk(struct work *w, const struct linear_bwd_args *p, const struct recalled *own, int64_t batch,
                         int64_t head, int64_t at, float later)
 {
     const struct linear_args *f = &p->forward;
@@ -267,7 +267,7 @@ static float read_chunk(struct work *w, const struct backward *p, const struct r
 }
 
 /* The same of all chunks where queries see all keys: `later` is the largest exponent of all of them. */
-static void read_both_ways(struct work *w, const struct backward *p, int64_t batch, int64_t head, float later)
+static void read_both_ways(struct work *w, const struct linear_bwd_args *p, int64_t batch, int64_t head, float later)
 {
     const struct linear_args *f = &p->forward;
     struct workspace *s = &w->s;
@@ -290,7 +290,7 @@ static void read_both_ways(struct work *w, const struct backward *p, int64_t bat
     }
 }
 
-static void read_sequence(struct work *w, const struct backward *p, int64_t batch, int64_t head)
+static void read_sequence(struct work *w, const struct linear_bwd_args *p, int64_t batch, int64_t head)
 {
     const struct linear_args *f = &p->forward;
     struct workspace *s = &w->s;
@@ -322,14 +322,14 @@ static void read_sequence(struct work *w, const struct backward *p, int64_t batc
 
 static void read_task(const void *args, float *memory, int64_t task)
 {
-    const struct backward *p = args;
+    const struct linear_bwd_args *p = args;
     const struct linear_args *f = &p->forward;
     const int64_t row = task / f->heads, head = task % f->heads;
     struct work w;
     arrange_all(&w, p, memory);
     prepare_maps(&w, p, head);
     for (int64_t number = first_of(f, row); number < first_of(f, row + 1); number++) {
-        struct backward own = *p;
+        struct linear_bwd_args own = *p;
         own.forward = problem_of(f, row, number);
         tensor_view *gradients[] = {&own.d_sums, &own.d_log, &own.d_query, &own.d_key, &own.d_value, &own.d_scale};
         for (size_t i = 0; f->packed && i < sizeof(gradients) / sizeof(*gradients); i++)
@@ -345,7 +345,7 @@ static void read_task(const void *args, float *memory, int64_t task)
 }
 
 /* Work through all rows; returns 0, 1 where there was no memory to work in, or BAD_NUMBERS. */
-int causal_sums_backward(const struct backward *p)
+int causal_sums_backward(const struct linear_bwd_args *p)
 {
     struct work w;
     if (!fits(&p->forward))
@@ -354,4 +354,4 @@ int causal_sums_backward(const struct backward *p)
                      arrange_all(&w, p, NULL));
 }
 
-LAYOUT(causal_sums_backward, struct backward, 0xbc0f44bd)
+LAYOUT(causal_sums_backward, struct linear_bwd_args, 0xbc0f44bd)

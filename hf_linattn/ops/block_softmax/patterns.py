@@ -103,8 +103,8 @@ def block_sparse_attention(
     Args:
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv.
         lengths: [B], real tokens of each row; None if all are. A query without keys gets zero.
-        use_native: whether `native` may do it where it can, which is where the pattern itself needs no gradients.
-        blocks: what does it in the place of `native`; None leaves it to that.
+        use_native: whether the C may do it where it can, which is where the pattern itself needs no gradients.
+        blocks: what does it in the place of the C; None leaves it to that.
         sink: [H], the score of one more key without value, which all queries see (`hf_linattn.ops.common.sink_logit`).
     """
     length, count = query.shape[2], min(pattern.num_global, query.shape[2])

@@ -128,7 +128,7 @@ def hybrid_attention(
 ) -> Tensor:
     """Return the bidirectional attention output [B, H, N, Dv]; arguments as in `causal_hybrid_attention`.
 
-    `native` and operations take rows with `lengths`, too.
+    The C and operations take rows with `lengths`, too.
 
     Far keys before and after a query are summed apart: all keys less the near ones would cancel.
     """

@@ -40,8 +40,8 @@ GROUPED_GRADIENTS = {"d_sums", "d_log", "d_query"}
 PLACES = ("d_query_weight", "d_query_bias", "d_key_weight", "d_key_bias", "d_state", "d_before")
 
 
-class BackwardProblem(ctypes.Structure):
-    """`struct backward` of causal_sums_backward.c."""
+class LinearBackwardArgs(ctypes.Structure):
+    """`struct linear_bwd_args` of linear_bwd.c."""
 
     _fields_ = (
         ("forward", LinearArgs),
@@ -61,7 +61,7 @@ def causal_sums_backward(
     d_key_weight: Tensor | None, d_key_bias: Tensor | None, d_state: Tensor | None, d_before: Tensor | None,
     reverse: bool,
 ) -> None:  # fmt: skip
-    """Write the gradients of a problem of `causal_sums`, each shaped as what it belongs to.
+    """Write the gradients of a call of `causal_sums`, each shaped as what it belongs to.
 
     Args:
         checkpoints: as it left them; None where every query sees all keys.
@@ -83,8 +83,8 @@ def causal_sums_backward(
     if checkpoints is None and not bidirectional:
         raise OperandError("causal_sums_backward: there are no 'checkpoints'; hand over those of causal_sums")
 
-    def describe_both() -> BackwardProblem:
-        return BackwardProblem(
+    def describe_both() -> LinearBackwardArgs:
+        return LinearBackwardArgs(
             forward=describe(forward, states, maps, activation, quadratic, offset, **settings),
             **{name: Operand.of(x, name in GROUPED_GRADIENTS, reverse) for name, x in gradients.items()},
             **{name: None if x is None else x.data_ptr() for name, x in places.items()},

@@ -36,7 +36,7 @@ from .torch import CHUNK_SIZE, Chunks, LinearState, chunk_sums, part_sizes, rati
 from .torch_open_length import OpenChunks, cut_whole
 
 SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
-NATIVE_SIZE = 2048  # the same where `native` forms them
+NATIVE_SIZE = 2048  # the same where the C forms them
 
 
 class Features(NamedTuple):
@@ -73,7 +73,7 @@ def causal_linear_attention(
         key_padding_mask: [B, N], true for real keys. sequence_ids: [B, N], equal inside a packed sequence.
         state: what was read before; it belongs to the first packed sequence.
         log_decay: [B, Hkv, N], at most 0: log of what all earlier keys lose when this token comes; 0 where masked.
-        use_native: whether `native` may do it where it can, in chunks of its own size.
+        use_native: whether the C may do it where it can, in chunks of its own size.
         training: whether a call without gradients must give the same bits as one with them, which may recompute it.
         causal_sums: forms the sums instead, of all tokens at once: Triton's.
 
@@ -276,7 +276,7 @@ def own_maps(causal_sums: CausalSums | None, query_map: FeatureMap, key_map: Fea
 
 
 def _mapped(maps, query, key, value, query_map, key_map, key_padding_mask, sequence_ids, state, log_decay):
-    """`causal_linear_attention` by `native`, which makes the features itself."""
+    """`causal_linear_attention` by the C, which makes the features itself."""
     output, query = _output_for(query, value), query.unflatten(1, (key.shape[1], -1))
     packed = None if sequence_ids is None else Packed.of(sequence_ids, key.shape[0])
     attended, _, state = mapped_attention(

@@ -1,0 +1,254 @@
+"""Mutants: one line of the library made wrong at a time, which the tests of that part must notice.
+
+    python -m tests.mutants                      # all that were not run yet; results in build/mutants/results.json
+    python -m tests.mutants --only cache         # those whose name has "cache"
+    python -m tests.mutants --random 100         # operators swapped at seeded places of ops, cache and bridge
+
+Each runs in a copy of the checkout under build/mutants, whose C is built again where it was changed. A mutant is killed
+by a test that fails, a crash, a build that fails or a run that takes MOST_SECONDS. Survivors end the run with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.quick_build import build
+
+ROOT = Path(__file__).parents[1]
+WORK = ROOT / "build" / "mutants"
+COPIED = ("hf_linattn", "tests", "docs", "benchmarks", "recipes", "pyproject.toml", "setup.py", "conftest.py")
+MOST_SECONDS = 400
+SEED = 0
+
+LINEAR = "tests/ops/test_causal_linear.py tests/mechanisms/test_linear.py tests/mechanisms/test_recurrences.py"
+NATIVE_LINEAR = "tests/ops/native/test_causal_sums.py"
+BRIDGE = "tests/test_masks.py tests/test_transformers_bridge.py tests/test_integration.py tests/test_cache.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old`, which stands in `file`, becomes `new`; `tests` are to notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+def _ops(name: str, file: str, old: str, new: str, tests: str) -> Mutant:
+    return Mutant(name, f"hf_linattn/ops/{file}", old, new, tests)
+
+
+def _csrc(name: str, file: str, old: str, new: str, tests: str) -> Mutant:
+    return Mutant(name, f"hf_linattn/csrc/{file}", old, new, tests)
+
+
+MUTANTS = [
+    # linear attention by PyTorch
+    _ops("the next key is seen", "linear/torch.py", "tril_(-1 if strict else 0)", "tril_(0 if strict else 1)", LINEAR),
+    _ops("the next scale is seen", "linear/torch.py", "triu(0 if strict else 1)", "triu(1 if strict else 2)", LINEAR),
+    _ops("the state is not rescaled", "linear/torch.py", "left = fast_exp(log_left if packing is None", "left = torch.ones_like(log_left) if packing is None else fast_exp(log_left if packing is None", LINEAR),
+    _ops("a border of packed rows is lost", "linear/torch.py", "other = ids[..., :, None] != ids[..., None, :]", "other = torch.zeros_like(ids[..., :, None] != ids[..., None, :])", LINEAR),
+    _ops("the state crosses a border", "linear/torch.py", "last == previous)", "last == last)", LINEAR),
+    _ops("the decay of a chunk is lost", "linear/torch.py", "passed = None if decay is None else decay[..., -1]", "passed = None if decay is None else decay[..., -1] * 0", LINEAR),
+    _ops("pads weigh in the normaliser", "linear/interface.py", "values = values.masked_fill(hidden[..., None], 0.0)", "values = values", LINEAR),
+    _ops("pads count in the maximum", "linear/interface.py", "log_scale = None if log_scale is None else log_scale.masked_fill(hidden, LOWEST)", "log_scale = log_scale", LINEAR),
+    _ops("the weight is a value", "linear/torch.py", "value.new_ones(*value.shape[:-1], 1)", "value.new_zeros(*value.shape[:-1], 1)", LINEAR),
+    _ops("a group is another one's", "linear/interface.py", "query = query.unflatten(1, (key.shape[1], -1))\n    opened", "query = query.unflatten(1, (-1, key.shape[1])).transpose(1, 2)\n    opened", LINEAR),
+    # the delta rule
+    _ops("the delta rule forgets what it knew", "delta_rule/torch.py", "(value[:, :, t] - known)", "value[:, :, t]", "tests/mechanisms/test_recurrences.py"),
+    _ops("a gate is left out", "delta_rule/torch.py", "memory * log_gate.exp()[..., None]", "memory", "tests/mechanisms/test_recurrences.py tests/invariants -k deltanet"),
+    # padding, sequences, precision
+    _ops("pads stay in front", "common/padding.py", "order = (~real).long().argsort", "order = real.long().argsort", "tests/ops/test_sequences.py tests/mechanisms"),
+    _ops("what stands behind is kept", "common/padding.py", "x.shape[3])) * present for x", "x.shape[3])) for x", "tests/ops tests/mechanisms"),
+    _ops("sequences of a row are one", "common/padding.py", "begins[1:] = (rows[1:] != rows[:-1]) | (", "begins[1:] = (rows[1:] != rows[:-1]) & (", "tests/ops/test_sequences.py tests/mechanisms"),
+    _ops("gradients of parts replace each other", "common/grad_accumulator.py", "part.add_(add)", "part.copy_(add)", "tests/ops/test_source.py"),
+    # softmax over blocks, slots and buckets
+    _ops("a bias of blocks shows the next key", "block_softmax/patterns.py", "allowed & (columns <= rows)", "allowed & (columns <= rows + 1)", "tests/mechanisms tests/ops/native/test_block_softmax.py"),
+    _ops("pads of blocks are seen", "block_softmax/patterns.py", "bias = bias.masked_fill(behind, LOWEST)", "bias = bias", "tests/mechanisms/test_block_sparse.py tests/invariants -k bigbird"),
+    _ops("a gate is not saved", "block_softmax/autograd.py", "None if d_gate is None else d_gate.sum((0, 3))", "None", "tests/ops/native/test_block_softmax.py"),
+    _ops("the gradient of the log is lost", "block_softmax/autograd.py", "output, log, grad, log_grad, d_query", "output, log, grad, torch.zeros_like(log), d_query", "tests/ops/native/test_block_softmax.py"),
+    _ops("slots do not count their tokens", "slots/pooling.py", ".to(query.dtype).log().masked_fill", ".to(query.dtype).mul(0).masked_fill", "tests/mechanisms/test_linformer.py"),
+    _ops("segments grow too early", "slots/segment_pool.py", "1 << (max(-(-tokens // num_slots), 1) - 1).bit_length()", "1 << max(-(-tokens // num_slots), 1).bit_length()", "tests/mechanisms/test_linformer.py"),
+    # hybrid
+    _ops("distance costs nothing", "hybrid/fused.py", "log - (rate * weights.window_size)", "log - 0 * (rate * weights.window_size)", "tests/ops/native/test_hybrid.py tests/ops/test_hybrid.py"),
+    _ops("the far part begins a token early", "hybrid/fused.py", "start, sources = window + sinks, [", "start, sources = window + sinks - 1, [", "tests/ops/native/test_hybrid.py"),
+    Mutant("a window is a token wider", "hf_linattn/mechanisms/hybrid.py", "(pairs.distance < self.config.window_size)", "(pairs.distance <= self.config.window_size)", "tests/mechanisms/test_hybrid.py tests/invariants -k hybrid"),
+    # the C
+    _csrc("C: the next key is seen", "linear/linear_fwd.c", "gemm_tril(s, s->out, s->scores", "gemm(s, s->out, s->scores", NATIVE_LINEAR),
+    _csrc("C: scores keep their sums unscaled", "common/online_softmax.h", "load(s->weight + group * LANES) * left", "load(s->weight + group * LANES)", "tests/ops/native/test_block_softmax.py"),
+    _csrc("C: a gate is squared", "block_softmax/block_softmax_fwd.c", "share = shares.most * shares.joint", "share = shares.most * shares.most * shares.joint", "tests/ops/native/test_block_softmax.py"),
+    _csrc("C: a gate's gradient lacks its share", "block_softmax/block_softmax_bwd.c", "d_gate = shares.joint / kept", "d_gate = 1.0f / kept", "tests/ops/native/test_block_softmax.py"),
+    _csrc("C: a key of its own block too many", "block_softmax/block_softmax.h", "first == start ? at - place : p->length", "first == start ? at - place + 1 : p->length", "tests/ops/native/test_block_softmax.py"),
+    _csrc("C: the last weight of a segment is lost", "slots/segment_mean.c", "top = LOWEST, sum = 0.0f", "top = LOWEST, sum = 1.0f", "tests/ops/native/test_bounded_memory.py tests/mechanisms/test_linformer.py"),
+    _ops("C: places of packed rows are not checked", "runtime/cpu.py", "if failed == BAD_NUMBERS:", "if False:", "tests/ops/native/test_operands.py tests/ops/native/test_causal_sums.py tests/test_operands.py"),
+    _ops("C: another build is called", "runtime/cpu.py", "if found != list(layout := layout_of(problem)):", "if False:", "tests/ops/native/test_library.py"),
+    _ops("C: dtypes are not checked", "runtime/operands.py", "if dtype not in form.dtypes:", "if False:", "tests/ops/native/test_operands.py"),
+    # bridge and cache
+    Mutant("beams are not reordered", "hf_linattn/cache.py", "lambda t: t.index_select(0, beam_idx.to(t.device))", "lambda t: t", "tests/test_cache.py tests/test_integration.py"),
+    Mutant("a cache counts one token", "hf_linattn/cache.py", "self.seq_length += key_states.shape[-2]", "self.seq_length += 1", "tests/test_cache.py tests/test_integration.py"),
+    Mutant("what softmax had cached is lost", "hf_linattn/cache.py", "torch.cat([old.to(new), new], dim=-2)", "new", "tests/test_cache.py tests/test_integration.py"),
+    Mutant("a state of another mechanism is read", "hf_linattn/transformers_bridge.py", "        _require_own_states(cache, patched)\n", "", "tests/test_cache.py"),
+    Mutant("a padding mask is cut at its end", "hf_linattn/masks.py", "return mask[:, : sizes.seen][:, -sizes.keys :]", "return mask[:, : sizes.keys]", BRIDGE),
+    Mutant("a padding mask is left out", "hf_linattn/masks.py", "else Masks(keys=mask[:, -num_keys:].bool().expand(batch, -1))", "else Masks()", BRIDGE),
+    Mutant("another scaling is left out", "hf_linattn/transformers_bridge.py", "return query * (scaling / mechanism.layer.scaling)", "return query", "tests/test_transformers_bridge.py tests/test_architectures.py"),
+    Mutant("packed rows are one", "hf_linattn/transformers_bridge.py", "restart = position_ids[:, 1:] <= position_ids[:, :-1]", "restart = position_ids[:, 1:] < position_ids[:, :1]", BRIDGE),
+    Mutant("a window in the mask is lost", "hf_linattn/transformers_bridge.py", "sliding_window = architecture.masked_window(module)", "sliding_window = None", "tests/test_masks.py"),
+    # training, saving
+    Mutant("a divergence is turned around", "hf_linattn/training/distillation.py", "(want.exp() * (want - got)).sum()", "(got.exp() * (got - want)).sum()", "tests/training/test_distillation.py"),
+    Mutant("a temperature is not squared", "hf_linattn/training/distillation.py", "teacher.temperature**2", "teacher.temperature", "tests/training/test_distillation.py"),
+    Mutant("a transfer counts one head", "hf_linattn/training/transfer.py", "total / (count * call.query.shape[1])", "total / count", "tests/training/test_transfer.py"),
+    Mutant("damaged files are not looked for", "hf_linattn/training/checkpoints.py", "    yield from damaged(path)\n    try:", "    try:", "tests/training/test_checkpoints.py"),
+    Mutant("options of a run may change", "hf_linattn/training/same_run.py", "if started.get(name, default) != now.get(name, default):", "if False:", "tests/training/test_same_run.py"),
+    Mutant("an interrupted save mixes two models", "hf_linattn/saving.py", "os.replace(write_text(aside / \"unfinished\", unfinished), folder / config)", "pass", "tests/test_saving.py"),
+]  # fmt: skip
+
+# where operators are swapped at random, and what must notice
+FOLDERS = {
+    "hf_linattn/ops/linear": f"{LINEAR} {NATIVE_LINEAR} tests/test_derivatives.py",
+    "hf_linattn/ops/hybrid": "tests/ops/test_hybrid.py tests/ops/native/test_hybrid.py tests/mechanisms/test_hybrid.py",
+    "hf_linattn/ops/block_softmax": "tests/ops/native/test_block_softmax.py tests/ops/native/test_kept_keys.py tests/mechanisms",
+    "hf_linattn/ops/slots": "tests/ops/native/test_bounded_memory.py tests/mechanisms",
+    "hf_linattn/ops/lsh": "tests/ops/native/test_bucket_softmax.py tests/mechanisms",
+    "hf_linattn/ops/delta_rule": "tests/mechanisms",
+    "hf_linattn/ops/common": "tests/ops tests/mechanisms tests/test_tracing.py",
+    "hf_linattn/cache.py": "tests/test_cache.py tests/test_integration.py",
+    "hf_linattn/transformers_bridge.py": BRIDGE,
+}
+SWAPS: dict[type[ast.AST], str] = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.And: "or", ast.Or: "and",
+}  # fmt: skip
+SIGNS = {
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.And: "and", ast.Or: "or",
+}  # fmt: skip
+
+
+def random_mutants(count: int, seed: int = SEED) -> list[Mutant]:
+    """Return mutants with one operator swapped each, at places that the seed decides."""
+    places = []
+    for folder, tests in FOLDERS.items():
+        path = ROOT / folder
+        for file in [path] if path.is_file() else sorted(path.glob("*.py")):
+            if not file.name.startswith("triton"):  # its kernels have targets of their own
+                source = file.read_text(encoding="utf-8")
+                places += [(file.relative_to(ROOT), line, tests) for line in _swapped(source)]
+    chosen = random.Random(seed).sample(places, count)
+    return [
+        Mutant(f"random {number}: {file}:{line}", str(file), old, new, tests)
+        for number, (file, (line, old, new), tests) in enumerate(chosen)
+    ]
+
+
+def _swapped(source: str) -> Iterator[tuple[int, str, str]]:
+    """Yield line, and the source before and after, with one operator swapped."""
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            left, right, sign = node.left, node.comparators[0], node.ops[0]
+        elif isinstance(node, ast.BinOp):
+            left, right, sign = node.left, node.right, node.op
+        elif isinstance(node, ast.BoolOp):
+            left, right, sign = node.values[0], node.values[1], node.op
+        else:
+            continue
+        line, end = left.end_lineno or 0, right.lineno
+        if type(sign) not in SWAPS or line != end or _is_text(left) or _is_text(right):
+            continue
+        text = lines[line - 1].encode()
+        between = text[left.end_col_offset : right.col_offset].decode()
+        swapped = between.replace(SIGNS[type(sign)], SWAPS[type(sign)], 1)
+        if swapped != between:
+            changed = text[: left.end_col_offset] + swapped.encode() + text[right.col_offset :]
+            yield line, source, "".join([*lines[: line - 1], changed.decode(), *lines[line:]])
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def make_copy() -> Path:
+    """Return a fresh copy of the checkout with its C built."""
+    tree = WORK / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True)
+    for name in (*COPIED, "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, tree / name)
+    build(tree)
+    return tree
+
+
+def try_mutant(mutant: Mutant, tree: Path) -> str:
+    """Return how a mutant was killed, or "survived"."""
+    file = tree / mutant.file
+    source = file.read_text(encoding="utf-8")
+    if mutant.old not in source:
+        raise ValueError(f"mutant {mutant.name!r}: {mutant.file} has no {mutant.old[:80]!r}; write the mutant anew")
+    of_c = "csrc" in file.parts
+    file.write_text(source.replace(mutant.old, mutant.new, 1), encoding="utf-8")
+    try:
+        if of_c:
+            build(tree)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests.split()],
+            cwd=tree, capture_output=True, timeout=MOST_SECONDS,
+            env={**os.environ, "PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "killed by time"
+    except subprocess.CalledProcessError:
+        return "killed by the compiler"
+    finally:
+        file.write_text(source, encoding="utf-8")
+    if of_c:
+        build(tree)
+    if done.returncode == 4:
+        raise ValueError(f"mutant {mutant.name!r}: pytest knows no {mutant.tests!r}: {done.stderr.decode()[-500:]}")
+    if done.returncode in (0, 5):
+        return "survived" if done.returncode == 0 else "survived: no test was selected"
+    failed = [x for x in done.stdout.decode().splitlines() if x.startswith(("FAILED", "ERROR"))]
+    return f"killed by {failed[0].split(' ', 1)[1] if failed else f'a crash ({done.returncode})'}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="run mutants whose name has this text")
+    parser.add_argument("--random", type=int, default=0, help="so many random ones in the place of those by hand")
+    parser.add_argument("--anew", action="store_true", help="forget earlier results")
+    options = parser.parse_args()
+    record = WORK / "results.json"
+    results = {} if options.anew or not record.exists() else json.loads(record.read_text())
+    mutants = random_mutants(options.random) if options.random else MUTANTS
+    mutants = [x for x in mutants if options.only in x.name]
+    tree = make_copy()
+    for mutant in mutants:
+        if mutant.name in results:
+            continue
+        start = time.perf_counter()
+        results[mutant.name] = try_mutant(mutant, tree)
+        record.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{time.perf_counter() - start:5.0f} s  {mutant.name}: {results[mutant.name]}", flush=True)
+    survivors = [x.name for x in mutants if results[x.name].startswith("survived")]
+    print(f"{len(mutants)} mutants, {len(mutants) - len(survivors)} killed; survivors: {', '.join(survivors) or 'none'}")
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
