@@ -146,7 +146,7 @@ def masked_window(module: nn.Module) -> int | None:
 
 
 @functools.cache
-def _leaves_window_to_mask(kind: type[nn.Module]) -> bool:
+def _leaves_window_to_mask(kind: Any) -> bool:
     code = inspect.unwrap(kind.forward).__code__
     handed_over = any("sliding_window" in names for names in code.co_consts if isinstance(names, tuple))
     return not handed_over and hasattr(sys.modules[kind.__module__], "create_sliding_window_causal_mask")
