@@ -37,9 +37,9 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from .atomic_io import write_text
 from .config import PatchConfig
 from .errors import CheckpointError
-from .files import write_text
 from .pinning import PinnedConfigMixin, base_class, free_config, unpin_config
 
 MODEL_TYPE = "hf_linattn"

@@ -15,9 +15,9 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from . import architecture, hub, pinning, saving
 from . import transformers_bridge as bridge
+from .chunked_mlp import FeedForward, find_feed_forwards
 from .config import LayerSpec, MechanismConfig, PatchConfig, make_config, require_count
 from .errors import OptionError, PatchError
-from .feed_forward import FeedForward, find_feed_forwards
 from .mechanisms import MECHANISMS, AttentionLayer, Mechanism
 from .tensor_parallel import require_heads_apart
 
@@ -187,7 +187,7 @@ def chunk_feed_forward(model: nn.Module, chunk_size: int | None) -> None:
     Its activations, several times as wide as the hidden states, then exist for `chunk_size` tokens and not for all
     B x N; the tokens of a batch count together. Where gradients are recorded they are made again in the backward pass,
     a chunk at a time: a third more work in the feed-forward. With gradient checkpointing a layer's backward pass holds
-    the same few. These are Reformer's chunks (Kitaev et al. 2020, section 3); `feed_forward.py` says what is split.
+    the same few. These are Reformer's chunks (Kitaev et al. 2020, section 3); `chunked_mlp.py` says what is split.
 
     On one CPU thread outputs are bit-equal to those of all tokens at once, for chunks of 8 tokens and more. Several
     threads and GPUs share an operation out by its size, and round in other places: there outputs agree within

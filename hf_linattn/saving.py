@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from . import hub
+from .atomic_io import write_text
 from .errors import PatchError
-from .files import write_text
 
 PLAIN_SAVE = PreTrainedModel.save_pretrained
 SIGNATURE = inspect.signature(PLAIN_SAVE)

@@ -11,15 +11,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..accelerate_hooks import loaded
 from ..config import MechanismConfig
 from ..errors import UnsupportedModeError
-from ..offloading import loaded
 from ..operands import fitting
 from ..ops import naive
 from ..ops.operations import DEFAULT_BACKEND, NOTHING
 from ..ops.precision import admitted
 from ..registry import Registry
-from ..rotation import Rotation
+from ..rope import Rotation
 from .recording import require_recordable
 
 PACKAGE = "hf_linattn.mechanisms"

@@ -17,9 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_linattn import calibrate, choose_layers, get_patch_config, layer_sensitivity, unpatch_model
+from hf_linattn.atomic_io import write_whole
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation import measure_memory, measure_speed
-from hf_linattn.files import write_whole
 from hf_linattn.report import (
     Accuracies,
     Evaluation,
