@@ -14,7 +14,7 @@ from ..ops.block_sparse import block_sparse_attention
 from ..ops.kept_keys import KeptKeys, continued_attention, keep_keys
 from ..ops.operations import operations_for
 from ..ops.precision import wide_number
-from .base import PLAIN, CallOptions
+from .inputs import PLAIN, CallOptions
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 

@@ -13,8 +13,10 @@ from torch import Tensor
 from ..config import parse_indices, require
 from ..errors import OptionError
 from ..operands import fitting
-from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
+from .capabilities import ExactnessLimit
 from .composite import CompositeConfig, CompositeMechanism
+from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
+from .registration import register_mechanism
 
 KEPT = "softmax"  # what serves the heads that a plan leaves out
 

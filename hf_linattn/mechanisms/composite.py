@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..config import MechanismConfig, make_config, require
-from .base import MECHANISMS, AttentionLayer, CallOptions, Mechanism
+from ..registry import MECHANISMS
+from .base import Mechanism
+from .inputs import AttentionLayer, CallOptions
 
 
 @dataclass

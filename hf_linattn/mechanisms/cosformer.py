@@ -16,7 +16,9 @@ from ..ops import naive
 from ..ops.causal_linear import Features, causal_linear_attention, linear_attention
 from ..ops.chunk_sums import LinearState
 from ..ops.operations import operations_for
-from .base import AttentionLayer, ExactnessLimit, register_mechanism
+from .capabilities import ExactnessLimit
+from .inputs import AttentionLayer
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 
 CAUSAL_LENGTH = 2**14  # M of causal layers unless told

@@ -18,8 +18,11 @@ from ..ops.hybrid import HybridState, HybridWeights, causal_hybrid_attention, hy
 from ..ops.hybrid_parts import GATE_GAIN
 from ..ops.operations import operations_for
 from ..ops.precision import wide_number
-from .base import MECHANISMS, PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
+from ..registry import MECHANISMS
+from .capabilities import ExactnessLimit
+from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
 from .linear import FeatureMapConfig, LinearMechanism
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 

@@ -19,7 +19,10 @@ from ..ops.distances import matching_decay_rate
 from ..ops.exponential import positive
 from ..ops.operations import operations_for
 from ..ops.precision import wide_number
-from .base import AttentionLayer, ExactnessLimit, Mechanism, Pairs, register_mechanism
+from .base import Mechanism
+from .capabilities import ExactnessLimit
+from .inputs import AttentionLayer, Pairs
+from .registration import register_mechanism
 from .ridge import RidgeReading
 from .self_weight import SelfWeight
 

@@ -18,7 +18,10 @@ from ..ops.precision import wide_number, widened
 from ..ops.segments import segment_sums, slot_attention
 from ..ops.source import Source
 from ..ops.summaries import products_with_rows
-from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Mechanism, register_mechanism
+from .base import Mechanism
+from .capabilities import ExactnessLimit
+from .inputs import PLAIN, AttentionLayer, CallOptions
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 

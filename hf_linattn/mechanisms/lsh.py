@@ -15,7 +15,9 @@ from ..ops.lsh import Lists, find_runs, hash_buckets, pick, run_attention, sort_
 from ..ops.native.bucket_softmax import attend_buckets
 from ..ops.native.library import suits
 from ..ops.sink import attenuate
-from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
+from .capabilities import ExactnessLimit
+from .inputs import PLAIN, AttentionLayer, CallOptions
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 

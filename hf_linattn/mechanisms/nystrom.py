@@ -16,7 +16,9 @@ from ..ops.nystrom import NystromState, Rule, at_once, causal_nystrom_attention,
 from ..ops.segments import segment_sums
 from ..ops.softmax import softmax_attention
 from ..ops.summaries import segment_size
-from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
+from .capabilities import ExactnessLimit
+from .inputs import PLAIN, AttentionLayer, CallOptions
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 
 

@@ -12,7 +12,8 @@ from ..ops import naive
 from ..ops.chunk_sums import unit_length
 from ..ops.exponential import bounded, positive
 from ..ops.ridge import ridge_attention
-from .base import AttentionLayer, ExactnessLimit
+from .capabilities import ExactnessLimit
+from .inputs import AttentionLayer
 
 FIRST_PENALTY, FIRST_SCALE = 0.1, 0.5
 

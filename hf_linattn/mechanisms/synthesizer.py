@@ -18,7 +18,9 @@ from ..ops.bounded_memory import take
 from ..ops.exponential import LOWEST
 from ..ops.sink import softmax_beside
 from ..ops.source import Source
-from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
+from .capabilities import ExactnessLimit
+from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
