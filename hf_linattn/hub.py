@@ -38,9 +38,9 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from .atomic_io import write_text
-from .config import PatchConfig
 from .errors import CheckpointError
 from .pinning import PinnedConfigMixin, base_class, free_config, unpin_config
+from .plan import PatchConfig
 
 MODEL_TYPE = "hf_linattn"
 HOW_TO_LOAD = "this is an hf_linattn checkpoint: `import hf_linattn` and load it through an Auto class of transformers"

@@ -16,9 +16,10 @@ from transformers.configuration_utils import PreTrainedConfig
 from . import architecture, hub, pinning, saving
 from . import transformers_bridge as bridge
 from .chunked_mlp import FeedForward, find_feed_forwards
-from .config import LayerSpec, MechanismConfig, PatchConfig, make_config, require_count
+from .config import MechanismConfig, make_config, require_count
 from .errors import OptionError, PatchError
 from .mechanisms import MECHANISMS, AttentionLayer, Mechanism
+from .plan import LayerSpec, PatchConfig
 from .tensor_parallel import require_heads_apart
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..config import parse_indices, require
+from ..config import require
 from ..errors import OptionError
 from ..operands import fitting
+from ..plan import parse_indices
 from .capabilities import ExactnessLimit
 from .composite import CompositeConfig, CompositeMechanism
 from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
