@@ -7,6 +7,7 @@
 Importing this package also teaches the Auto classes of transformers to load converted checkpoints.
 """
 
+from . import hub  # noqa: F401  the Auto classes load converted checkpoints from now on
 from .backends import set_backend
 from .calibration import calibrate
 from .config import MechanismConfig

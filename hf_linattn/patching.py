@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from . import architecture, hub, pinning, saving
+from . import architecture, pinning, saved_config
 from . import transformers_bridge as bridge
 from .chunked_mlp import FeedForward, find_feed_forwards
 from .config import MechanismConfig, make_config, require_count
@@ -71,7 +71,7 @@ class Patch:
         for config, _ in self.implementations:
             bridge.set_implementation(config, bridge.IMPLEMENTATION)
             pinning.pin_config(config)
-        hub.mark_config(model.config, self.config.to_dict())
+        saved_config.mark_config(model.config, self.config.to_dict())
         self.pageable = pinning.forbid_paging(model)
         self.names = pinning.take_names(model)
 
@@ -89,7 +89,7 @@ class Patch:
         pinning.give_names(self.names)
         for part in self.pageable:
             delattr(part, pinning.PAGING)
-        hub.unmark_config(model.config)
+        saved_config.unmark_config(model.config)
         for config, original in self.implementations:
             pinning.unpin_config(config)
             bridge.set_implementation(config, original)
@@ -365,6 +365,3 @@ def _forget_compiled(model: nn.Module) -> None:
 
     if any(isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()):
         torch.compiler.reset()
-
-
-saving.install()
