@@ -87,12 +87,17 @@ def json_object(name: str, value: Mapping[str, Any] | str) -> dict[str, Any]:
     >>> json_object("options", '{"num_features": 128}')
     {'num_features': 128}
     """
+    return dict(read_json(name, value, Mapping, 'a JSON object like {"num_features": 128}'))
+
+
+def read_json(name: str, value: Any, kinds: Any, expected: str) -> Any:
+    """Return data of these types that is given as it is or as JSON text; `OptionError` if it is neither."""
     try:
         content = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
         raise OptionError(f"{name} must be a JSON object, got {value!r} ({error})") from error
-    require(name, value, isinstance(content, Mapping), 'a JSON object like {"num_features": 128}')
-    return dict(content)
+    require(name, value, isinstance(content, kinds), expected)
+    return content
 
 
 def make_config(name: str, options: Mapping[str, Any], saved: bool = False) -> MechanismConfig:

@@ -19,7 +19,7 @@ from .chunked_mlp import FeedForward, find_feed_forwards
 from .config import MechanismConfig, make_config, require_count
 from .errors import OptionError, PatchError
 from .mechanisms import MECHANISMS, AttentionLayer, Mechanism
-from .plan import LayerSpec, PatchConfig
+from .plan import LayerSpec, PatchConfig, Plan
 from .tensor_parallel import require_heads_apart
 
 logger = logging.getLogger(__name__)
@@ -107,10 +107,10 @@ class Patch:
 
 def patch_model(
     model: ModelT,
-    mechanism: str | MechanismConfig | Mapping[str, Any] | PatchConfig,
+    mechanism: Plan | PatchConfig,
     layers: LayerSpec = None,
     *,
-    cross_attention: str | MechanismConfig | Mapping[str, Any] | None = None,
+    cross_attention: Plan | None = None,
     chunk_feed_forward: int | None = None,
     **options: Any,
 ) -> ModelT:
@@ -121,10 +121,10 @@ def patch_model(
 
     Args:
         model: a model that uses transformers' attention interface; plain, PEFT-wrapped, compiled or device-mapped.
-        mechanism: a name (`list_mechanisms()`), a mechanism config, or a plan such as
-            `{"performer": "0-5", "softmax": [6, 7]}` or `{"performer": {"layers": "0-5", "num_features": 128}}`.
-            Layers that a plan leaves out keep softmax. A plan can name key/value heads, too, as in `{"performer":
-            {"layers": "0-5", "heads": "0-2"}}`: these layers become `by_head`, with softmax for the heads left out.
+        mechanism: a name (`list_mechanisms()`), a mechanism config, or a plan: `{"performer": "0-5", "local": [6]}`,
+            `{"performer": {"layers": "0-5", "num_features": 128}}`, or a list of `{"mechanism": ..., "layers": ...,
+            "heads": ..., "options": {...}}`, in which a mechanism may stand more than once. What a plan leaves out
+            keeps softmax. Layers of which a plan names key/value heads, as `"heads": "0-2"`, become `by_head`.
         layers: with a name or config: which layers, as `3`, `"0-5"`, `"0-2,7"` or `[6, 7]`; None is all.
         cross_attention: as `mechanism`, with options as in a plan, for layers that attend to an encoder's tokens,
             counted by themselves; what is needed of these is computed once and cached. None keeps softmax.

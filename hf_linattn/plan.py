@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from .config import MechanismConfig, make_config
-from .errors import CheckpointError, OptionError
+from .config import MechanismConfig, make_config, read_json, require
+from .errors import CheckpointError, OptionError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2  # added cross_attention; what has none is written as 1, which older versions read
 
 LayerSpec = str | int | Iterable[int] | None
+Plan = str | MechanismConfig | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 T = TypeVar("T")
 
@@ -95,7 +96,7 @@ class PatchConfig:
     @classmethod
     def from_plan(
         cls,
-        plan: str | MechanismConfig | Mapping[str, Any],
+        plan: Plan,
         num_layers: int,
         layers: LayerSpec = None,
         options: Mapping[str, Any] | None = None,
@@ -103,20 +104,21 @@ class PatchConfig:
         """Resolve the second argument of `patch_model` for a model with `num_layers` self-attention layers.
 
         Args:
-            plan: a name, a mechanism config, or a mapping name -> layers (or name -> {"layers": ..., option: ...}).
-                With "heads" among these it gets only such key/value heads of these layers, which become `by_head`.
+            plan: a name, a mechanism config, a mapping name -> layers (or name -> {"layers": ..., option: ...}), or a
+                list of {"mechanism": name, "layers": ..., "heads": ..., "options": {...}}, which may name a mechanism
+                more than once. With "heads" it gets only these key/value heads of its layers, which become `by_head`.
             layers: for a name or config: which layers (see `parse_layers`); None is all of them.
             options: for a name: options of the mechanism.
         """
         options = dict(options or {})
-        if isinstance(plan, Mapping):
+        if isinstance(plan, Mapping | list | tuple):
             for name in ["layers"] * (layers is not None) + list(options):
                 raise OptionError(f"a plan names its layers and options itself; remove the argument {name!r}")
-            return cls(_resolve_mapping(plan, num_layers), num_layers)
+            return cls(_resolve(plan, num_layers), num_layers)
         if isinstance(plan, MechanismConfig) and options:
             given = next(iter(options))
             raise OptionError(f"a mechanism config carries its options itself; remove the argument {given!r}")
-        config = plan if isinstance(plan, MechanismConfig) else make_config(plan, options)
+        config: Any = plan if isinstance(plan, MechanismConfig) else make_config(plan, options)  # type: ignore[arg-type]
         return cls(dict.fromkeys(parse_layers(layers, num_layers), config), num_layers)
 
 
@@ -175,24 +177,102 @@ def _parse_range(part: object, spec: object, kind: str) -> tuple[int, int]:
     return first, last
 
 
-def _resolve_mapping(plan: Mapping[str, Any], num_layers: int) -> dict[int, MechanismConfig]:
-    resolved: dict[int, MechanismConfig] = {}
-    by_head: dict[int, dict[str, Any]] = {}  # layer -> the plan over its heads
+class PlanEntry(NamedTuple):
+    """One entry of a plan: a mechanism, its options and its places, "layers" or "heads" -> which; all if not given."""
+
+    mechanism: str
+    options: dict[str, Any]
+    places: dict[str, LayerSpec]
+
+
+ENTRY = {"mechanism": "performer", "layers": "0-5", "heads": "0-1", "options": {"num_features": 128}}  # all its fields
+
+
+def read_entries(plan: Any, places: Sequence[str] = ("layers", "heads")) -> list[PlanEntry]:
+    """Return the entries of a plan, which is a mapping or a list.
+
+    places: the kinds of places that it may name. What a mapping has in the place of an entry is the first of them.
+
+    >>> read_entries({"performer": "0-5", "linear": {"heads": 0, "decay": "learned"}})[1]
+    PlanEntry(mechanism='linear', options={'decay': 'learned'}, places={'heads': 0})
+    >>> read_entries([{"mechanism": "performer", "layers": "0-5"}])
+    [PlanEntry(mechanism='performer', options={}, places={'layers': '0-5'})]
+    """
+    if not isinstance(plan, Mapping):
+        return [_read_entry(f"plan[{number}]", entry, places) for number, entry in enumerate(plan)]
+    entries = []
     for name, value in plan.items():
-        options = dict(value) if isinstance(value, Mapping) else {"layers": value}
-        indices = parse_layers(options.pop("layers", None), num_layers)
-        config = None if "heads" in options else make_config(name, options)
+        options = dict(value) if isinstance(value, Mapping) else {places[0]: value}
+        entries.append(PlanEntry(name, options, {place: options.pop(place) for place in places if place in options}))
+    return entries
+
+
+def _read_entry(name: str, entry: Any, places: Sequence[str]) -> PlanEntry:
+    known = ("mechanism", *places, "options")
+    example = {field: ENTRY[field] for field in known}
+    named = isinstance(entry, Mapping) and isinstance(entry.get("mechanism"), str)
+    require(name, entry, named, f"a dict like {example}")
+    for field in entry:
+        if field not in known:
+            raise OptionError(f"{name} has no field {field!r}{did_you_mean(str(field), known)}")
+    options = entry.get("options", {})
+    require(f"{name}['options']", options, isinstance(options, Mapping), "a dict of options of the mechanism")
+    given = {place: entry[place] for place in places if entry.get(place) is not None}
+    return PlanEntry(entry["mechanism"], dict(options), given)
+
+
+def _resolve(plan: Mapping[str, Any] | Sequence[Any], num_layers: int) -> dict[int, MechanismConfig]:
+    """Return layer -> its config, `by_head` where entries share the layer by its heads."""
+    whole: dict[int, MechanismConfig] = {}
+    shared: dict[int, list[PlanEntry]] = {}
+    for entry in read_entries(plan):
+        indices = parse_layers(entry.places.get("layers"), num_layers)
+        config = None if "heads" in entry.places else make_config(entry.mechanism, entry.options)
         for index in indices:
-            owner = resolved[index].mechanism if index in resolved else next(iter(by_head.get(index, ())), None)
-            if index in resolved or (config is not None and owner is not None):
+            owners = [whole[index].mechanism] if index in whole else [x.mechanism for x in shared.get(index, ())]
+            if index in whole or (owners and config is not None):
                 raise OptionError(
-                    f"the plan gives layer {index} to both {owner!r} and {name!r}; name it once, or the heads of each"
+                    f"the plan gives layer {index} to both {owners[0]!r} and {entry.mechanism!r}; name it once, or the"
+                    " heads of each"
                 )
             if config is None:
-                by_head.setdefault(index, {})[name] = options
+                shared.setdefault(index, []).append(entry)
             else:
-                resolved[index] = config
-    resolved |= {index: make_config("by_head", {"plan": heads}) for index, heads in by_head.items()}
-    if not resolved:
+                whole[index] = config
+    by_head = {index: make_config("by_head", {"plan": heads_plan(entries)}) for index, entries in shared.items()}
+    if not whole and not by_head:
         raise OptionError("the plan is empty; name at least one mechanism, for example {'performer': '0-5'}")
-    return resolved
+    return whole | by_head
+
+
+def heads_plan(entries: Sequence[PlanEntry]) -> dict[str, Any] | list[dict[str, Any]]:
+    """Return a plan over the heads of one layer as data: a dict, or a list if a mechanism is in it more than once."""
+    if len({entry.mechanism for entry in entries}) == len(entries):
+        return {entry.mechanism: {"heads": entry.places.get("heads"), **entry.options} for entry in entries}
+    return [
+        {"mechanism": entry.mechanism, "heads": entry.places.get("heads"), "options": entry.options}
+        for entry in entries
+    ]
+
+
+def read_plan(name: str, value: Any) -> Any:
+    """Return a plan that is given as it is or as JSON text; `OptionError` if it is neither.
+
+    >>> read_plan("plan", '[{"mechanism": "performer", "layers": "0-5"}]')
+    [{'mechanism': 'performer', 'layers': '0-5'}]
+    """
+    shapes = 'a JSON object like {"performer": "0-5"} or a list like [{"mechanism": "performer", "layers": "0-5"}]'
+    content = read_json(name, value, Mapping | list, shapes)
+    if isinstance(content, Mapping):
+        return dict(content)
+    require(name, value, all(isinstance(entry, Mapping) for entry in content), shapes)
+    return content
+
+
+def name_or_plan(name: str, value: str) -> Any:
+    """Return the name of a mechanism as it is, and JSON text as the plan that it is.
+
+    >>> name_or_plan("mechanism", "performer"), name_or_plan("mechanism", '{"performer": "0-5"}')
+    ('performer', {'performer': '0-5'})
+    """
+    return read_plan(name, value) if value.lstrip().startswith(("{", "[")) else value
