@@ -24,7 +24,7 @@ from benchmarks.tables import RESULTS, ROOT, Document
 from benchmarks.zero_shot import LENGTH, load, patched
 from benchmarks.zero_shot import MODELS as BUNDLED
 from hf_linattn import calibrate
-from hf_linattn.files import write_text
+from hf_linattn.atomic_io import write_text
 from hf_linattn.training.data import load_text_splits, tokenize_and_pack
 
 ROWS: list[tuple[str, dict[str, Any]]] = [

@@ -27,8 +27,8 @@ from benchmarks.provenance import collect_provenance
 from benchmarks.stopwatch import PLANS, SOFTMAX, Stopwatch
 from benchmarks.tables import DEPTH_FILE, DEPTH_PLOT, RESULTS, Document, write_tables
 from hf_linattn import chunk_feed_forward, patch_model
+from hf_linattn.atomic_io import write_text
 from hf_linattn.evaluation.memory import LiveBytes
-from hf_linattn.files import write_text
 from hf_linattn.report.plots import CONTROL, ORIGINAL, PATCHED, blank_figure, save_figure
 from hf_linattn.training.saved_tensors import save_on_disk
 

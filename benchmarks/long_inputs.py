@@ -30,7 +30,7 @@ from benchmarks.stopwatch import PLANS, Plan, Stopwatch, Timing
 from benchmarks.tables import LONG_INPUTS_FILES, RESULTS, write_tables
 from benchmarks.timed import timed_config
 from hf_linattn import AttentionLayer
-from hf_linattn.files import write_text
+from hf_linattn.atomic_io import write_text
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing import MODES
 

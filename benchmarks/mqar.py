@@ -31,9 +31,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from benchmarks.provenance import collect_provenance
 from benchmarks.tables import MQAR_FILE, MQAR_PLOT, RESULTS, Document
 from hf_linattn import calibrate, get_mechanisms, patch_model
+from hf_linattn.atomic_io import write_text
 from hf_linattn.cache import state_bytes
 from hf_linattn.calibration import what_is_fitted
-from hf_linattn.files import write_text
 from hf_linattn.report.plots import INK, ORIGINAL, PATCHED, blank_figure, save_figure
 
 VOCABULARY, PAIRS, LENGTH = 64, 24, 96  # half of the tokens are keys, the other half values; 0 fills

@@ -31,8 +31,8 @@ from benchmarks.provenance import collect_provenance
 from benchmarks.stopwatch import PLANS, Plan, Stopwatch, Timing
 from benchmarks.tables import PEERS_FILE, RESULTS, write_tables
 from hf_linattn import AttentionLayer, patch_model
+from hf_linattn.atomic_io import write_text
 from hf_linattn.config import make_config
-from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
 
 LENGTHS = (1024, 4096)  # some take minutes at more

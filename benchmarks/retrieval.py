@@ -22,8 +22,8 @@ from benchmarks.provenance import collect_provenance
 from benchmarks.tables import RESULTS
 from benchmarks.wikitext import FILES, is_heading, read_articles
 from hf_linattn import calibrate, patch_model
+from hf_linattn.atomic_io import write_text
 from hf_linattn.evaluation import retrieval
-from hf_linattn.files import write_text
 from hf_linattn.training.data import TrainingData, tokenize_and_pack
 from hf_linattn.training.distillation import HiddenStates
 from hf_linattn.training.finetuning import fine_tune

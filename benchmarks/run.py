@@ -36,9 +36,9 @@ from benchmarks.steps import MECHANISMS_WITH_STEPS, StepRow, measure_steps
 from benchmarks.stopwatch import FLASH, PLANS, SOFTMAX, Plan, Stopwatch
 from benchmarks.tables import RESULTS, write_tables
 from benchmarks.timed import timed_config
+from hf_linattn.atomic_io import write_text
 from hf_linattn.backends import BACKENDS
 from hf_linattn.config import require_known
-from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops.runtime import cpu as library
 

@@ -25,8 +25,8 @@ from benchmarks.speed_tables import (
     summary_table,
     targets_table,
 )
+from hf_linattn.atomic_io import write_text
 from hf_linattn.config import make_config
-from hf_linattn.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

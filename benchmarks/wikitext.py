@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
+from hf_linattn.atomic_io import write_text
 from hf_linattn.errors import DataError
-from hf_linattn.files import write_text
 
 FILES = {"train": "wiki.train.tokens", "validation": "wiki.valid.tokens", "test": "wiki.test.tokens"}
 

@@ -22,8 +22,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from benchmarks.provenance import collect_provenance
 from benchmarks.tables import MEAN_OF_VALUES, ORIGINAL, RESULTS, ROOT, Document
 from hf_linattn import get_mechanisms, list_mechanisms, patch_model, unpatch_model
+from hf_linattn.atomic_io import write_text
 from hf_linattn.evaluation import is_masked_language_model, perplexity
-from hf_linattn.files import write_text
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.training.data import load_text_splits
 from hf_linattn.training.task import load_model

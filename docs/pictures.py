@@ -33,9 +33,9 @@ from benchmarks.tables import MODEL_NAMES, ROOT
 from benchmarks.zero_shot import MODELS, patched
 from benchmarks.zero_shot import OPTIONS as MEASURED_OPTIONS
 from hf_linattn import calibrate, get_mechanisms, list_mechanisms
+from hf_linattn.atomic_io import write_whole
 from hf_linattn.calibration import what_is_fitted
 from hf_linattn.errors import UnsupportedModeError
-from hf_linattn.files import write_whole
 from hf_linattn.report.plots import INK, ORIGINAL, PATCHED
 from hf_linattn.training.corpus import standard_library_corpus
 from hf_linattn.training.task import load_model

@@ -7,9 +7,10 @@
 Importing this package also teaches the Auto classes of transformers to load converted checkpoints.
 """
 
+from . import hub  # noqa: F401  the Auto classes load converted checkpoints from now on
 from .backends import set_backend
 from .calibration import calibrate
-from .config import MechanismConfig, PatchConfig
+from .config import MechanismConfig
 from .errors import (
     BuildError,
     CheckpointError,
@@ -33,6 +34,7 @@ from .patching import (
     patch_model,
     unpatch_model,
 )
+from .plan import PatchConfig
 from .sensitivity import choose_layers, layer_sensitivity
 
 __version__ = "0.1.0"

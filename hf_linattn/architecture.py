@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .errors import UnsupportedModelError
 from .mechanisms import AttentionLayer
-from .rotation import Rotation, find_rotation
+from .rope import Rotation, find_rotation
 
 # where attention modules and configs keep their sizes, most specific first
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")

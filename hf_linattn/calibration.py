@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .architecture import root_model
+from .attention_call import AttentionCall, observed
 from .config import require_count
 from .errors import OptionError
 from .held_back import Calibration, Judge, Split, squared_errors, take_the_better, write
+from .inference import accepted, evaluation_mode, without_labels
 from .lowering import lower
 from .mechanisms import Mechanism
-from .observation import AttentionCall, observed
 from .patching import get_mechanisms
-from .running import accepted, evaluation_mode, without_labels
 
 logger = logging.getLogger(__name__)
 

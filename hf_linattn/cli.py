@@ -33,6 +33,7 @@ from .hub import MODEL_TYPE, load_checkpoint
 from .mechanisms import MECHANISMS
 from .ops.dispatch import DEFAULT_BACKEND
 from .ops.runtime import cpu as library
+from .plan import name_or_plan
 from .reading import exit_with_one_line, read_tokenizer, reading
 
 PACKAGES = (
@@ -161,7 +162,7 @@ def env(as_json: Json = False) -> None:
 def convert(
     model: Model,
     output: Annotated[Path, typer.Argument(help="folder that receives the converted model; absent or empty")],
-    mechanism: Annotated[str, typer.Option(help="name of the mechanism")],
+    mechanism: Annotated[str, typer.Option(help='its name, or a plan as JSON: \'{"hybrid": "0-5", "linear": 6}\'')],
     options: Options = "{}",
     layers: Annotated[str | None, typer.Option(help="which layers, as 0-5 or 0-2,7; default: all")] = None,
     cross_attention: Annotated[
@@ -183,10 +184,11 @@ def convert(
         loaded = load(model, dtype=dtype)
         if is_patched(loaded):
             raise OptionError(f"model={model!r} is converted already; give the original")
-        across: Any = cross_attention
-        if across is not None and across.lstrip().startswith("{"):
-            across = json_object("cross_attention", across)
-        patch_model(loaded, mechanism, layers, cross_attention=across, **json_object("options", options))
+        across = None if cross_attention is None else name_or_plan("cross_attention", cross_attention)
+        patch_model(
+            loaded, name_or_plan("mechanism", mechanism), layers, cross_attention=across,
+            **json_object("options", options),
+        )  # fmt: skip
         beside = processors(model)  # before anything is written
         loaded.save_pretrained(output, max_shard_size=max_shard_size)
         for processor in beside.values():

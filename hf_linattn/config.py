@@ -1,25 +1,18 @@
-"""What was patched, as data: options of a mechanism, the plan over layers, and their JSON form."""
+"""The options of a mechanism as data, and the checks of every option in the library."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-from .errors import CheckpointError, OptionError, UnknownNameError, did_you_mean
+from .errors import OptionError, UnknownNameError, did_you_mean
+from .registry import MECHANISMS
 
-logger = logging.getLogger(__name__)
-
-FORMAT_VERSION = 2  # added cross_attention; what has none is written as 1, which older versions read
 LARGEST_COUNT = 2**24  # no option needs more; a checkpoint cannot ask for any amount of memory
 LARGEST_SEED = 2**63 - 1  # which every generator takes
-
-LayerSpec = str | int | Iterable[int] | None
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -94,112 +87,17 @@ def json_object(name: str, value: Mapping[str, Any] | str) -> dict[str, Any]:
     >>> json_object("options", '{"num_features": 128}')
     {'num_features': 128}
     """
+    return dict(read_json(name, value, Mapping, 'a JSON object like {"num_features": 128}'))
+
+
+def read_json(name: str, value: Any, kinds: Any, expected: str) -> Any:
+    """Return data of these types that is given as it is or as JSON text; `OptionError` if it is neither."""
     try:
         content = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
         raise OptionError(f"{name} must be a JSON object, got {value!r} ({error})") from error
-    require(name, value, isinstance(content, Mapping), 'a JSON object like {"num_features": 128}')
-    return dict(content)
-
-
-@dataclass
-class PatchConfig:
-    """Which mechanism serves which attention layer.
-
-    Attributes:
-        layers: layer index -> options. A layer that is not listed keeps the original softmax attention.
-        num_layers: how many self-attention layers the model has.
-        cross: the same for the layers that attend to an encoder's tokens; None if all keep theirs.
-    """
-
-    layers: dict[int, MechanismConfig]
-    num_layers: int
-    cross: PatchConfig | None = None
-
-    @property
-    def count(self) -> int:
-        """How many layers do not keep their softmax."""
-        return len(self.layers) + (0 if self.cross is None else self.cross.count)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: layers with equal options are one group, and the format version is stamped."""
-        groups: list[dict[str, Any]] = []
-        for index, config in sorted(self.layers.items()):
-            entry = {"mechanism": config.mechanism, "options": config.to_options()}
-            group = next((g for g in groups if {k: g[k] for k in entry} == entry), None)
-            if group is None:
-                groups.append({**entry, "layers": [index]})
-            else:
-                group["layers"].append(index)
-        own = {"num_layers": self.num_layers, "groups": groups}
-        if self.cross is None:
-            return {"format_version": 1, **own}
-        across = self.cross.to_dict()
-        del across["format_version"]
-        return {"format_version": FORMAT_VERSION, **own, "cross_attention": across}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> PatchConfig:
-        """Read the JSON form. A newer format or a malformed field raises `CheckpointError` naming it.
-
-        Fields that a newer version added to this format are left out with a warning; options are not, as they decide
-        what is computed.
-        """
-        version = _read(data, "format_version", int)
-        if not 1 <= version <= FORMAT_VERSION:
-            raise CheckpointError(
-                f"format_version {version} is not one of 1 to {FORMAT_VERSION}, which this version reads; a larger one"
-                " was written by a newer hf_linattn: run `pip install -U hf_linattn`"
-            )
-        if version == 1 or "cross_attention" not in data:
-            return cls._read_layers(data, ("format_version",))
-        config = cls._read_layers(data, ("format_version", "cross_attention"))
-        across = cls._read_layers(_read(data, "cross_attention", dict), (), "cross_attention.")
-        return dataclasses.replace(config, cross=across)
-
-    @classmethod
-    def _read_layers(cls, data: Mapping[str, Any], others: Collection[str], within: str = "") -> PatchConfig:
-        """Read the fields that every kind of attention has; `others` are read elsewhere."""
-        num_layers = _read(data, "num_layers", int, within)
-        layers: dict[int, MechanismConfig] = {}
-        _warn_of_unknown(data, (*others, "num_layers", "groups"), within)
-        for number, group in enumerate(_read(data, "groups", list, within)):
-            place = f"{within}groups[{number}]."
-            name, options = _read(group, "mechanism", str, place), _read(group, "options", dict, place)
-            config = make_config(name, options, saved=True)
-            _warn_of_unknown(group, ("mechanism", "options", "layers"), place)
-            for index in parse_layers(_read(group, "layers", list, place), num_layers):
-                if index in layers:
-                    raise CheckpointError(f"hf_linattn.{place}layers names layer {index} again; save the model anew")
-                layers[index] = config
-        return cls(layers, num_layers)
-
-    @classmethod
-    def from_plan(
-        cls,
-        plan: str | MechanismConfig | Mapping[str, Any],
-        num_layers: int,
-        layers: LayerSpec = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> PatchConfig:
-        """Resolve the second argument of `patch_model` for a model with `num_layers` self-attention layers.
-
-        Args:
-            plan: a name, a mechanism config, or a mapping name -> layers (or name -> {"layers": ..., option: ...}).
-                With "heads" among these it gets only such key/value heads of these layers, which become `by_head`.
-            layers: for a name or config: which layers (see `parse_layers`); None is all of them.
-            options: for a name: options of the mechanism.
-        """
-        options = dict(options or {})
-        if isinstance(plan, Mapping):
-            for name in ["layers"] * (layers is not None) + list(options):
-                raise OptionError(f"a plan names its layers and options itself; remove the argument {name!r}")
-            return cls(_resolve_mapping(plan, num_layers), num_layers)
-        if isinstance(plan, MechanismConfig) and options:
-            given = next(iter(options))
-            raise OptionError(f"a mechanism config carries its options itself; remove the argument {given!r}")
-        config = plan if isinstance(plan, MechanismConfig) else make_config(plan, options)
-        return cls(dict.fromkeys(parse_layers(layers, num_layers), config), num_layers)
+    require(name, value, isinstance(content, kinds), expected)
+    return content
 
 
 def make_config(name: str, options: Mapping[str, Any], saved: bool = False) -> MechanismConfig:
@@ -207,85 +105,5 @@ def make_config(name: str, options: Mapping[str, Any], saved: bool = False) -> M
 
     saved: whether these are all the options of a saved model, which an older version may have written.
     """
-    from .mechanisms import MECHANISMS  # here, since mechanisms define their configs with this module
-
     kind = MECHANISMS.get(name).config_class
     return kind.from_options(kind.complete_saved(options) if saved else options)
-
-
-def _read(data: object, name: str, kind: type[T], place: str = "") -> T:
-    """Return one field of the JSON form, or raise `CheckpointError` naming it."""
-    value = data.get(name) if isinstance(data, Mapping) else None
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise CheckpointError(
-            f"hf_linattn.{place}{name} in config.json must be of type {kind.__name__}, got {value!r};"
-            " save the model again"
-        )
-    return value
-
-
-def _warn_of_unknown(data: Mapping[str, Any], known: Collection[str], place: str = "") -> None:
-    for name in data:
-        if name not in known:
-            logger.warning("config.json has hf_linattn.%s%s, which this version does not know: left out", place, name)
-
-
-def parse_layers(spec: LayerSpec, num_layers: int) -> list[int]:
-    """Return sorted layer indices from `None` (all), `3`, `"0-5"`, `"0-2,7"` or `[6, 7]`; negative ones count back.
-
-    >>> parse_layers("0-2,-1", num_layers=12)
-    [0, 1, 2, 11]
-    """
-    return parse_indices(spec, num_layers, "layer", "the model has layers")
-
-
-def parse_indices(spec: LayerSpec, count: int, kind: str, place: str) -> list[int]:
-    """As `parse_layers` for `count` things of a kind; `place` is how a message says where they are."""
-    if spec is None:
-        return list(range(count))
-    indices: set[int] = set()
-    parts = spec.split(",") if isinstance(spec, str) else spec if isinstance(spec, Iterable) else [spec]
-    for part in parts:
-        first, last = _parse_range(part, spec, kind)
-        for index in range(first, last + 1):
-            if not -count <= index < count:
-                raise OptionError(f"{kind}s {spec!r} names {kind} {index}, but {place} 0 to {count - 1}")
-            indices.add(index % count)
-    if not indices:
-        raise OptionError(f"{kind}s must name at least one {kind}, got {spec!r}; leave it out for all {kind}s")
-    return sorted(indices)
-
-
-def _parse_range(part: object, spec: object, kind: str) -> tuple[int, int]:
-    """Return the first and last index of one part of a specification."""
-    head, dash, tail = str(part).strip().rpartition("-")
-    try:
-        first, last = (int(head), int(tail)) if dash and head else (int(str(part)), int(str(part)))
-    except ValueError:
-        first, last = 0, -1
-    if first > last:
-        raise OptionError(f"{kind}s must be like 3, '0-5', '0-2,7' or [6, 7], got {spec!r}")
-    return first, last
-
-
-def _resolve_mapping(plan: Mapping[str, Any], num_layers: int) -> dict[int, MechanismConfig]:
-    resolved: dict[int, MechanismConfig] = {}
-    by_head: dict[int, dict[str, Any]] = {}  # layer -> the plan over its heads
-    for name, value in plan.items():
-        options = dict(value) if isinstance(value, Mapping) else {"layers": value}
-        indices = parse_layers(options.pop("layers", None), num_layers)
-        config = None if "heads" in options else make_config(name, options)
-        for index in indices:
-            owner = resolved[index].mechanism if index in resolved else next(iter(by_head.get(index, ())), None)
-            if index in resolved or (config is not None and owner is not None):
-                raise OptionError(
-                    f"the plan gives layer {index} to both {owner!r} and {name!r}; name it once, or the heads of each"
-                )
-            if config is None:
-                by_head.setdefault(index, {})[name] = options
-            else:
-                resolved[index] = config
-    resolved |= {index: make_config("by_head", {"plan": heads}) for index, heads in by_head.items()}
-    if not resolved:
-        raise OptionError("the plan is empty; name at least one mechanism, for example {'performer': '0-5'}")
-    return resolved

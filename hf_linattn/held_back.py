@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .attention_call import AttentionCall
 from .mechanisms import Mechanism
-from .observation import AttentionCall
 
 logger = logging.getLogger(__name__)
 

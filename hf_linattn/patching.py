@@ -13,12 +13,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from . import architecture, hub, pinning, saving
+from . import architecture, pinning, saved_config
 from . import transformers_bridge as bridge
-from .config import LayerSpec, MechanismConfig, PatchConfig, make_config, require_count
+from .chunked_mlp import FeedForward, find_feed_forwards
+from .config import MechanismConfig, make_config, require_count
 from .errors import OptionError, PatchError
-from .feed_forward import FeedForward, find_feed_forwards
 from .mechanisms import MECHANISMS, AttentionLayer, Mechanism
+from .plan import LayerSpec, PatchConfig, Plan
 from .tensor_parallel import require_heads_apart
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Patch:
         for config, _ in self.implementations:
             bridge.set_implementation(config, bridge.IMPLEMENTATION)
             pinning.pin_config(config)
-        hub.mark_config(model.config, self.config.to_dict())
+        saved_config.mark_config(model.config, self.config.to_dict())
         self.pageable = pinning.forbid_paging(model)
         self.names = pinning.take_names(model)
 
@@ -88,7 +89,7 @@ class Patch:
         pinning.give_names(self.names)
         for part in self.pageable:
             delattr(part, pinning.PAGING)
-        hub.unmark_config(model.config)
+        saved_config.unmark_config(model.config)
         for config, original in self.implementations:
             pinning.unpin_config(config)
             bridge.set_implementation(config, original)
@@ -106,10 +107,10 @@ class Patch:
 
 def patch_model(
     model: ModelT,
-    mechanism: str | MechanismConfig | Mapping[str, Any] | PatchConfig,
+    mechanism: Plan | PatchConfig,
     layers: LayerSpec = None,
     *,
-    cross_attention: str | MechanismConfig | Mapping[str, Any] | None = None,
+    cross_attention: Plan | None = None,
     chunk_feed_forward: int | None = None,
     **options: Any,
 ) -> ModelT:
@@ -120,10 +121,10 @@ def patch_model(
 
     Args:
         model: a model that uses transformers' attention interface; plain, PEFT-wrapped, compiled or device-mapped.
-        mechanism: a name (`list_mechanisms()`), a mechanism config, or a plan such as
-            `{"performer": "0-5", "softmax": [6, 7]}` or `{"performer": {"layers": "0-5", "num_features": 128}}`.
-            Layers that a plan leaves out keep softmax. A plan can name key/value heads, too, as in `{"performer":
-            {"layers": "0-5", "heads": "0-2"}}`: these layers become `by_head`, with softmax for the heads left out.
+        mechanism: a name (`list_mechanisms()`), a mechanism config, or a plan: `{"performer": "0-5", "local": [6]}`,
+            `{"performer": {"layers": "0-5", "num_features": 128}}`, or a list of `{"mechanism": ..., "layers": ...,
+            "heads": ..., "options": {...}}`, in which a mechanism may stand more than once. What a plan leaves out
+            keeps softmax. Layers of which a plan names key/value heads, as `"heads": "0-2"`, become `by_head`.
         layers: with a name or config: which layers, as `3`, `"0-5"`, `"0-2,7"` or `[6, 7]`; None is all.
         cross_attention: as `mechanism`, with options as in a plan, for layers that attend to an encoder's tokens,
             counted by themselves; what is needed of these is computed once and cached. None keeps softmax.
@@ -187,7 +188,7 @@ def chunk_feed_forward(model: nn.Module, chunk_size: int | None) -> None:
     Its activations, several times as wide as the hidden states, then exist for `chunk_size` tokens and not for all
     B x N; the tokens of a batch count together. Where gradients are recorded they are made again in the backward pass,
     a chunk at a time: a third more work in the feed-forward. With gradient checkpointing a layer's backward pass holds
-    the same few. These are Reformer's chunks (Kitaev et al. 2020, section 3); `feed_forward.py` says what is split.
+    the same few. These are Reformer's chunks (Kitaev et al. 2020, section 3); `chunked_mlp.py` says what is split.
 
     On one CPU thread outputs are bit-equal to those of all tokens at once, for chunks of 8 tokens and more. Several
     threads and GPUs share an operation out by its size, and round in other places: there outputs agree within
@@ -364,6 +365,3 @@ def _forget_compiled(model: nn.Module) -> None:
 
     if any(isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()):
         torch.compiler.reset()
-
-
-saving.install()

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .errors import OptionError, UnknownNameError
 
@@ -76,3 +76,8 @@ class Registry(Generic[T]):
         if self._entry_point_group is not None:
             for point in entry_points(group=self._entry_point_group):
                 self.register(point.name)(point.load())
+
+
+MECHANISM_PACKAGE = "hf_linattn.mechanisms"  # of the library's own, and the entry-point group of others
+# here, so that configs and plans find mechanisms by name without importing what imports them
+MECHANISMS: Registry[Any] = Registry("mechanism", package=MECHANISM_PACKAGE, entry_point_group=MECHANISM_PACKAGE)

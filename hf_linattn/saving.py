@@ -26,9 +26,10 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from . import hub
+from . import saved_config
+from .atomic_io import write_text
 from .errors import PatchError
-from .files import write_text
+from .patching import is_patched, patched_parts
 
 PLAIN_SAVE = PreTrainedModel.save_pretrained
 SIGNATURE = inspect.signature(PLAIN_SAVE)
@@ -62,14 +63,12 @@ def install() -> None:
 
 def describe_patches(model: PreTrainedModel) -> dict[str, Any] | None:
     """Return what a config has to say of a model: the JSON form of its patch, or of its parts'; None if unpatched."""
-    from .patching import is_patched, patched_parts  # here, since patching marks configs, which are saved here
-
     parts = {path: patch.config.to_dict() for path, (_, patch) in patched_parts(model).items()}
     if parts:
-        return parts[""] if "" in parts else {hub.PARTS: parts}
+        return parts[""] if "" in parts else {saved_config.PARTS: parts}
     if not is_patched(model):
         return None
-    if not isinstance(model.config, hub.LinearizedConfigMixin):
+    if not isinstance(model.config, saved_config.LinearizedConfigMixin):
         raise PatchError(
             f"{type(model).__name__} is part of a model that is patched as a whole, and its own config does not say"
             " so; save the whole, or unpatch_model(whole), patch_model(part, ...) and save the part"
@@ -87,21 +86,21 @@ def is_marked(folder: Path) -> bool:
         data = json.loads(text)
     except json.JSONDecodeError:
         return False
-    return isinstance(data, dict) and data.get("model_type") == hub.MODEL_TYPE
+    return isinstance(data, dict) and data.get("model_type") == saved_config.MODEL_TYPE
 
 
 @contextmanager
 def _marked(config: Any, described: dict[str, Any] | None) -> Iterator[None]:
     """Mark a config for a while, where it is not marked by its own patch."""
-    if described is None or isinstance(config, hub.LinearizedConfigMixin):
+    if described is None or isinstance(config, saved_config.LinearizedConfigMixin):
         yield
         return
-    before = vars(config).get(hub.MODEL_TYPE)  # such as EncoderDecoderConfig copies from the config of a part
-    hub.mark_config(config, described)
+    before = vars(config).get(saved_config.MODEL_TYPE)  # such as EncoderDecoderConfig copies from the config of a part
+    saved_config.mark_config(config, described)
     try:
         yield
     finally:
-        hub.unmark_config(config)
+        saved_config.unmark_config(config)
         if before is not None:
             config.hf_linattn = before
 
@@ -114,7 +113,7 @@ def _whole(folder: Path, variant: str | None, config: Any) -> Iterator[Path]:
     aside.mkdir(parents=True, exist_ok=True)
     try:
         yield aside
-        _put_in_place(aside, folder, variant, json.dumps(hub.unfinished(config), indent=2) + "\n")
+        _put_in_place(aside, folder, variant, json.dumps(saved_config.unfinished(config), indent=2) + "\n")
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from .attention_call import AttentionCall, Observer, observed
 from .config import require
 from .errors import OptionError
+from .inference import accepted, evaluation_mode, without_labels
 from .mechanisms.softmax import SoftmaxMechanism
-from .observation import AttentionCall, Observer, observed
 from .patching import get_mechanisms
-from .running import accepted, evaluation_mode, without_labels
 
 
 @torch.no_grad()

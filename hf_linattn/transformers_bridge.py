@@ -2,7 +2,7 @@
 
 Seams used, each an official extension point: `AttentionInterface` and `AttentionMaskInterface` (one function each
 under the name `hf_linattn`) and forward pre-hooks (the cache layer). Which modules are attention is known to
-`architecture.py`, how models turn rotary heads to `rotation.py`.
+`architecture.py`, how models turn rotary heads to `rope.py`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from . import architecture
 from .architecture import root_model
+from .attention_call import AttentionCall, observer_of
 from .cache import EncoderStateLayer, StateLayer
 from .errors import UnsupportedModeError, UnsupportedModelError
 from .masks import UNMASKED, MaskSizes, key_columns, mask_of_rule, masks_of, require_batch, window_of
 from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
 from .module_calls import begin_call, current_call, end_call
-from .observation import AttentionCall, observer_of
 from .ops.common.exact_softmax import softmax_attention
 from .ops.common.tracing import is_known
 from .pinning import CHOICE, IMPLEMENTATION, refuse_paging, require_left_out

@@ -15,8 +15,8 @@ from hf_linattn import (
     original_attention,
     patch_model,
 )
+from hf_linattn.attention_call import observed, observer_of
 from hf_linattn.calibration import own_parameters, squared_errors
-from hf_linattn.observation import observed, observer_of
 from hf_linattn.testing.models import ARCHITECTURES, positions_of, random_tokens, tiny_model
 
 LENGTH = 48

@@ -17,7 +17,8 @@ from hf_linattn import (
     UnknownNameError,
     list_mechanisms,
 )
-from hf_linattn.config import FORMAT_VERSION, make_config, parse_layers
+from hf_linattn.config import make_config
+from hf_linattn.plan import FORMAT_VERSION, parse_layers
 
 
 @pytest.mark.parametrize(

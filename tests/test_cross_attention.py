@@ -33,11 +33,11 @@ from hf_linattn import (
     patch_model,
     unpatch_model,
 )
+from hf_linattn.attention_call import AttentionCall
 from hf_linattn.cli import app
 from hf_linattn.config import make_config
 from hf_linattn.errors import CheckpointError, HfLinattnError, OptionError, UnsupportedModeError, UnsupportedModelError
 from hf_linattn.mechanisms import MECHANISMS
-from hf_linattn.observation import AttentionCall
 from hf_linattn.ops.window.cross_attention import EncoderTokens, moving_window_attention
 from hf_linattn.testing.models import random_tokens, source_of, tiny_model
 

@@ -24,9 +24,9 @@ from hf_linattn import (
     patch_model,
     unpatch_model,
 )
+from hf_linattn.chunked_mlp import FeedForward, apply_in_chunks, ends
 from hf_linattn.evaluation import peak_forward_bytes
 from hf_linattn.evaluation.memory import LiveBytes
-from hf_linattn.feed_forward import FeedForward, apply_in_chunks, ends
 from hf_linattn.patching import PATCH
 from hf_linattn.testing.counters import largest_tensor
 from tests.helpers import Snapshot, assert_close, generate, gradients, logits_of, make_tokens, pad

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_linattn import OptionError, calibrate, get_mechanisms, is_patched, patch_model
-from hf_linattn.observation import observed
+from hf_linattn.attention_call import observed
 from hf_linattn.support.tiny import architectures, tiny_inputs, tiny_model
 from hf_linattn.testing import random_tokens
 from hf_linattn.testing.models import positions_of

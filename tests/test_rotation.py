@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from hf_linattn import architecture
-from hf_linattn.rotation import find_rotation
+from hf_linattn.rope import find_rotation
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50,

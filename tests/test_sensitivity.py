@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_linattn import OptionError, choose_layers, get_mechanisms, layer_sensitivity, patch_model
-from hf_linattn.observation import observer_of
+from hf_linattn.attention_call import observer_of
 from tests.helpers import logits_of, make_tokens, pad
 from tests.models import SPINE, make_model
 

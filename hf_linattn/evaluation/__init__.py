@@ -1,6 +1,6 @@
 """Measuring a model: perplexity, fidelity, retrieval, speed, memory; a patched model beside its original attention."""
 
-from ..running import evaluation_mode
+from ..inference import evaluation_mode
 from .fidelity import Continuations, Fidelity, PositionRow, fidelity, whole_windows, without_far_keys
 from .memory import MemoryRow, StateRow, measure_memory, peak_forward_bytes, state_bytes_by_length
 from .perplexity import (

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import architecture
+from ..attention_call import AttentionCall, observed
 from ..config import require
+from ..inference import accepted, evaluation_mode
 from ..mechanisms.hybrid import HybridMechanism
-from ..observation import AttentionCall, observed
 from ..patching import get_mechanisms, is_patched
-from ..running import accepted, evaluation_mode
 
 AGREEMENT = 32  # first new tokens that are compared
 NGRAM = 4  # tokens that count as a repetition when they come again

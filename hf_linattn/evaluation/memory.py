@@ -20,8 +20,8 @@ from .. import architecture
 from ..cache import state_bytes
 from ..config import require
 from ..errors import UnsupportedModelError
+from ..inference import evaluation_mode
 from ..ops.runtime.output_pool import KEPT
-from ..running import evaluation_mode
 from .speed import VARIANTS, check_lengths, prefill_cache, prefill_logits, random_input_ids
 
 

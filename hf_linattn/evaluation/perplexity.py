@@ -30,9 +30,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from .. import architecture
 from ..config import require
 from ..errors import DataError, OptionError, UnsupportedModelError
+from ..inference import evaluation_mode
 from ..mechanisms.base import Mechanism
 from ..position_tables import position_tables
-from ..running import evaluation_mode
 
 IGNORED_LABEL = -100
 

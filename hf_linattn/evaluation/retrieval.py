@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import architecture
 from ..config import require
-from ..running import evaluation_mode
+from ..inference import evaluation_mode
 
 
 class Retrieval(TypedDict):

@@ -24,8 +24,8 @@ from .. import architecture
 from .. import transformers_bridge as bridge
 from ..config import require
 from ..errors import OptionError, PatchError
+from ..inference import accepted, evaluation_mode
 from ..patching import is_patched, original_attention
-from ..running import accepted, evaluation_mode
 from .perplexity import position_limit
 
 logger = logging.getLogger(__name__)

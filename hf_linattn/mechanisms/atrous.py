@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .base import ExactnessLimit, register_mechanism
 from .block_sparse import BlockSparseConfig, BlockSparseMechanism, blocks_around
+from .capabilities import ExactnessLimit
+from .registration import register_mechanism
 
 
 @dataclass

@@ -1,169 +1,35 @@
-"""The contract every mechanism keeps, and the plumbing that keeps most of it for them."""
+"""The contract every mechanism keeps, and the code that keeps most of it for them."""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..accelerate_hooks import loaded
 from ..config import MechanismConfig
 from ..errors import UnsupportedModeError
-from ..offloading import loaded
 from ..operands import fitting
 from ..ops import reference
 from ..ops.common.precision import admitted
 from ..ops.dispatch import DEFAULT_BACKEND, NOTHING
-from ..registry import Registry
-from ..rotation import Rotation
+from ..registry import MECHANISMS
+from .capabilities import Capabilities
+from .inputs import PLAIN, AttentionLayer, CallHooks, CallOptions, Pairs
 from .recording import require_recordable
 
-PACKAGE = "hf_linattn.mechanisms"
-MECHANISMS: Registry[Mechanism] = Registry("mechanism", package=PACKAGE, entry_point_group=PACKAGE)
 
-
-@dataclass(frozen=True)
-class AttentionLayer:
-    """What a mechanism is told about its layer.
-
-    Attributes:
-        index: position among the model's self-attention layers. num_heads: H. num_key_value_heads: Hkv, divides H.
-        head_dim: D. causal: whether a query may see only itself and earlier keys.
-        scaling: what the layer multiplies q . k by. device, dtype: where its parameters live.
-        rotation: how its rotary positions are turned; None if it has none. value_dim: Dv; None if it is D.
-        cross: whether its keys are an encoder's tokens; index then counts the cross-attention layers.
-        has_sinks: whether it has learned sinks in its softmax, which it hands over with every call.
-    """
-
-    index: int
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    causal: bool
-    scaling: float
-    device: torch.device
-    dtype: torch.dtype
-    rotation: Rotation | None = None
-    value_dim: int | None = None
-    cross: bool = False
-    has_sinks: bool = False
-
-    @property
-    def mode(self) -> str:
-        """`"cross"`, `"causal"` or `"bidirectional"`."""
-        return "cross" if self.cross else "causal" if self.causal else "bidirectional"
-
-
-@dataclass(frozen=True)
-class ExactnessLimit:
-    """How a mechanism relates to softmax attention, in words and in a form that can be checked.
-
-    Attributes:
-        text: the setting at which it equals softmax attention, or what it converges to.
-        equal: for an input of this length, the options with which it equals softmax attention.
-        converging: (option, (few, many), rate): its error falls as option^-rate.
-        kernel: it is kernel attention: never softmax, but exactly what its `weights` say.
-    """
-
-    text: str
-    equal: Callable[[int], dict[str, Any]] | None = None
-    converging: tuple[str, tuple[int, int], float] | None = None
-    kernel: bool = False
-
-
-class Pairs(NamedTuple):
-    """Some queries and the keys they may see, each with its position in its own sequence, pads not counted.
-
-    query [B, H, C, D], key [B, Hkv, N, D], query_position [B or 1, C], key_position [B or 1, N], allowed
-    [B or 1, 1, C, N], real [B or 1, 1, C, 1]: queries that are no pads. first: place of the first query in its row.
-    """
-
-    query: Tensor
-    key: Tensor
-    query_position: Tensor
-    key_position: Tensor
-    allowed: Tensor
-    real: Tensor
-    first: int
-
-    @property
-    def distance(self) -> Tensor:
-        """[B or 1, 1, C, N]."""
-        return (self.query_position[:, None, :, None] - self.key_position[:, None, None]).abs()
-
-
-class CallOptions(NamedTuple):
-    """What a mechanism is told of one call beside its heads. It is not kept on the mechanism: calls may overlap.
-
-    keep_state: whether the state that causal attention comes to is of use to anyone. sink: the layer's own learned
-    sinks [H], for mechanisms with `takes_sink`.
-    """
-
-    keep_state: bool = True
-    sink: Tensor | None = None
-
-
-PLAIN = CallOptions()
-# methods of a mechanism that get the `CallOptions` if they name an argument `call`
-HOOKS = (
-    "causal_attention", "bidirectional_attention", "cross_state", "cross_attention", "weights", "weights_given",
-    "causal_sequences", "bidirectional_sequences", "cross_sequences",
-)  # fmt: skip
-
-
-class Mechanism(nn.Module):
+class Mechanism(Capabilities, CallHooks, nn.Module):
     """Attention of one layer: q [B, H, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] -> [B, H, Nq, Dv].
 
-    A subclass sets the class attributes, builds its parameters in `__init__` and writes `causal_attention` and
-    `bidirectional_attention`, and for mode "cross" `cross_state` and `cross_attention`, which all receive float32 (or
-    float64) tensors, unless `takes_half`, with autocast off. It must keep the invariants of `hf_linattn.testing`.
-    Any of these methods that names one more argument `call` gets the `CallOptions` of the call.
-
-    Class attributes:
-        config_class: dataclass of its options. modes: what it can do, of {"causal", "bidirectional", "cross"}.
-        constant_state: whether its decoding state has a size that does not grow with the context.
-        subquadratic: whether its cost grows slower than N^2. prepares: whether `prepare` fits anything.
-        continuous: whether nearby inputs give nearby outputs; not where rounding may change which keys are chosen.
-        averages: whether outputs are weighted means of values (and of zero, with a sink), never beyond their range.
-        growth: what 4,096 tokens cost, as a multiple of 2,048.
-        position_limit: most tokens of a sequence, or None. any_length: see `recording`. An instance may say these
-            eight, and `takes_half`, itself.
-        takes_exact: whether `forward` takes the layer's own sliding window, soft cap and dropout as keywords.
-        takes_half: whether it takes heads in half precision as they come; else they come in float32.
-        takes_sink: whether it takes the layer's own learned sinks; an instance may say so for itself.
-        splits: whether some of the heads alone get what they get among all, but for parameters of each head.
-        backends: which of `hf_linattn.backends` can work through its causal form.
-        limit: how it relates to softmax attention; an instance may state its own. citation: the paper it comes from.
+    A subclass sets the class attributes of `Capabilities`, builds its parameters in `__init__` and writes
+    `causal_attention` and `bidirectional_attention`, and for mode "cross" `cross_state` and `cross_attention`, which
+    all receive float32 (or float64) tensors, unless `takes_half`, with autocast off. It must keep the invariants of
+    `hf_linattn.testing`. Any of these methods that names one more argument `call` gets the `CallOptions` of the call.
     """
-
-    config_class: ClassVar[type[MechanismConfig]] = MechanismConfig
-    modes: ClassVar[frozenset[str]] = frozenset({"causal", "bidirectional"})
-    constant_state: bool = True
-    subquadratic: bool = True
-    continuous: bool = True
-    averages: bool = True
-    prepares: bool = False
-    growth: float = 2.0
-    position_limit: int | None = None
-    any_length: bool = False
-    takes_exact: ClassVar[bool] = False
-    takes_half: bool = False
-    takes_sink: bool = False
-    splits: ClassVar[bool] = False
-    backends: ClassVar[tuple[str, ...]] = ("auto", "torch")
-    limit: ExactnessLimit = ExactnessLimit("none stated")
-    citation: ClassVar[str] = ""
-
-    reads_call: ClassVar[frozenset[str]] = frozenset()  # those of `HOOKS` that name an argument `call`
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        hooks = {name: getattr(cls, name) for name in HOOKS if hasattr(cls, name)}
-        cls.reads_call = frozenset(x for x, hook in hooks.items() if "call" in inspect.signature(hook).parameters)
 
     def __init__(self, config: MechanismConfig, layer: AttentionLayer):
         super().__init__()
@@ -232,11 +98,6 @@ class Mechanism(nn.Module):
             )
         return CallOptions(return_state, sink)
 
-    def run_hook(self, call: CallOptions, name: str, *operands: Any) -> Any:
-        """Return what one of `HOOKS` returns, which gets the options of the call if it asks for them."""
-        hook = getattr(self, name)
-        return hook(*operands, call=call) if name in self.reads_call else hook(*operands)
-
     def causal_attention(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None,
         state: Any,
@@ -300,14 +161,6 @@ class Mechanism(nn.Module):
         given: the layer's own. -inf where only other heads have one."""
         return None
 
-    def without_sink(self) -> list[str]:
-        """Return the names of the mechanisms in it that leave a layer's own sinks out."""
-        return [] if self.takes_sink else [self.config.mechanism]
-
-    def keywords(self, exact: dict[str, Any]) -> dict[str, Any]:
-        """Return what `forward` takes of the layer's sliding window, soft cap, dropout and sink."""
-        return {name: x for name, x in exact.items() if (self.takes_sink if name == "sink" else self.takes_exact)}
-
     @property
     def infers_natively(self) -> bool:
         """Whether operations in C that have no gradients may be used: not in training, where without gradients the
@@ -345,34 +198,3 @@ class Mechanism(nn.Module):
 def read_at_once(mechanism: Mechanism, *operands: Any) -> tuple[Tensor, Any]:
     """Return what `causal_attention` makes of all but the last operand, which is the options of the call."""
     return mechanism.run_hook(operands[-1], "causal_attention", *operands[:-1])
-
-
-def register_mechanism(name: str) -> Callable[[type[Mechanism]], type[Mechanism]]:
-    """Return a class decorator that makes a mechanism known as `name`.
-
-    Its `config_class` must be its own subclass of `MechanismConfig`. A distribution can also list the class under the
-    entry-point group `hf_linattn.mechanisms`.
-
-    >>> @dataclass
-    ... class MeanConfig(MechanismConfig):
-    ...     pass
-    >>> @register_mechanism("mean_of_values")
-    ... class MeanOfValues(Mechanism):
-    ...     config_class, modes = MeanConfig, frozenset({"bidirectional"})
-    """
-
-    def enter(mechanism: type[Mechanism]) -> type[Mechanism]:
-        MECHANISMS.register(name)(mechanism)
-        mechanism.config_class.mechanism = name
-        return mechanism
-
-    return enter
-
-
-def list_mechanisms() -> list[str]:
-    """Return the names `patch_model` accepts.
-
-    >>> {"linear", "performer", "softmax"} <= set(list_mechanisms())
-    True
-    """
-    return MECHANISMS.names()

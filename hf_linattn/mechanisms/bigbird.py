@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .base import register_mechanism
 from .random import RandomConfig, RandomMechanism
+from .registration import register_mechanism
 
 
 @dataclass

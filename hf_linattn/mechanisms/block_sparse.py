@@ -14,7 +14,7 @@ from ..ops.block_softmax.decode import KeptKeys, continued_attention, keep_keys
 from ..ops.block_softmax.patterns import block_sparse_attention
 from ..ops.common.precision import wide_number
 from ..ops.dispatch import operations_for
-from .base import PLAIN, CallOptions
+from .inputs import PLAIN, CallOptions
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 

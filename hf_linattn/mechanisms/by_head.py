@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import chain, count, groupby
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..config import parse_indices, require
+from ..config import require
 from ..errors import OptionError
 from ..operands import fitting
-from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
+from ..plan import PlanEntry, heads_plan, parse_indices, read_entries
+from ..registry import MECHANISMS
+from .capabilities import ExactnessLimit
 from .composite import CompositeConfig, CompositeMechanism
+from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
+from .registration import register_mechanism
 
 KEPT = "softmax"  # what serves the heads that a plan leaves out
 
@@ -25,32 +29,54 @@ class ByHeadConfig(CompositeConfig):
 
     holds: ClassVar[str] = "plan"
 
-    plan: dict[str, Any] | None = field(
+    plan: dict[str, Any] | list[dict[str, Any]] | None = field(
         default=None,
         metadata={
             "help": "mechanism -> key/value heads, as 3, `0-5`, `0-2,7`, [6, 7], or -> {heads: ..., option: ...};"
-            " others keep softmax; None: all to linear"
+            " others keep softmax; None: all to linear. Or a list of {mechanism: ..., heads: ..., options: ...}, in"
+            " which a mechanism may stand more than once"
         },
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         plan = {"linear": None} if self.plan is None else self.plan
-        valid = isinstance(plan, Mapping) and len(plan) > 0
+        valid = isinstance(plan, Mapping | list | tuple) and len(plan) > 0
         require("plan", plan, valid, "a dict of mechanisms and heads, such as {'linear': '0-5', 'softmax': [6, 7]}")
-        self.plan = {}
-        for name, value in plan.items():
-            entry = dict(value) if isinstance(value, Mapping) else {"heads": value}
-            heads = entry.pop("heads", None)
-            heads = list(heads) if isinstance(heads, Iterable) and not isinstance(heads, str) else heads
-            self.plan[name] = {"heads": heads, **self.complete_options(name, entry)}
+        self.plan = heads_plan([self._complete(entry) for entry in read_entries(plan, ("heads",))])
+
+    @classmethod
+    def complete_saved(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """As the base, for a plan that is a list, too."""
+        options = super().complete_saved(options)
+        if isinstance(options.get(cls.holds), list):
+            saved = [
+                (entry, MECHANISMS.get(entry.mechanism).config_class.complete_saved(entry.options))
+                for entry in read_entries(options[cls.holds], ("heads",))
+            ]
+            options[cls.holds] = heads_plan([entry._replace(options=complete) for entry, complete in saved])
+        return options
+
+    def _complete(self, entry: PlanEntry) -> PlanEntry:
+        heads: Any = entry.places.get("heads")
+        heads = list(heads) if isinstance(heads, Iterable) and not isinstance(heads, str) else heads
+        options = self.complete_options(entry.mechanism, entry.options)
+        return PlanEntry(entry.mechanism, options, {"heads": heads})
+
+    def entries(self) -> dict[str, PlanEntry]:
+        """Return member -> its entry: the name of its mechanism, with a number from the second of its entries on."""
+        named: dict[str, PlanEntry] = {}
+        for entry in read_entries(self.plan, ("heads",)):
+            names = chain([entry.mechanism], (f"{entry.mechanism}_{number}" for number in count(2)))
+            named[next(name for name in names if name not in named)] = entry
+        return named
 
     def assign(self, layer: AttentionLayer) -> dict[str, list[int]]:
-        """Return mechanism -> its key/value heads of the layer; `OptionError` for one it lacks or named twice."""
+        """Return member -> its key/value heads of the layer; `OptionError` for one it lacks or named twice."""
         owners: dict[int, str] = {}
         place = f"layer {layer.index} has the key/value heads"
-        for name, entry in (self.plan or {}).items():
-            for head in parse_indices(entry["heads"], layer.num_key_value_heads, "head", place):
+        for name, entry in self.entries().items():
+            for head in parse_indices(entry.places.get("heads"), layer.num_key_value_heads, "head", place):
                 if head in owners:
                     raise OptionError(
                         f"the plan gives key/value head {head} to both {owners[head]!r} and {name!r}; name it once"
@@ -77,7 +103,8 @@ class ByHeadMechanism(CompositeMechanism):
     softmax's do, by the share of these heads.
 
     Plans over a model name heads too: `patch_model(model, {"performer": {"layers": "0-5", "heads": "0-2"}})` gives
-    these layers this mechanism.
+    these layers this mechanism. A list of `{"mechanism": ..., "heads": ..., "options": {...}}` may give a mechanism to
+    several groups of heads, each with options of its own.
 
     Deviation from DuoAttention: which heads are which is given, not trained.
     """
@@ -92,11 +119,10 @@ class ByHeadMechanism(CompositeMechanism):
     def __init__(self, config: ByHeadConfig, layer: AttentionLayer):
         super().__init__(config, layer)
         heads, groups = config.assign(layer), layer.num_heads // layer.num_key_value_heads
-        options = {KEPT: {}, **(config.plan or {})}
+        entries = {KEPT: PlanEntry(KEPT, {}, {}), **config.entries()}
         configs, layers = {}, {}
         for name, own in heads.items():
-            given = {option: value for option, value in options[name].items() if option != "heads"}
-            configs[name] = config.member_config(name, given)
+            configs[name] = config.member_config(entries[name].mechanism, entries[name].options)
             layers[name] = replace(layer, num_heads=len(own) * groups, num_key_value_heads=len(own))
         self.add_members(configs, layers)
         self._runs = {name: _runs(heads[name]) for name in self.members}

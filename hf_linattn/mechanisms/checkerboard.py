@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from .base import ExactnessLimit, register_mechanism
+from .capabilities import ExactnessLimit
 from .local import WindowConfig, WindowMechanism
+from .registration import register_mechanism
 
 
 class CheckerboardConfig(WindowConfig):

@@ -12,12 +12,14 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..config import MechanismConfig, make_config, require
-from .base import MECHANISMS, AttentionLayer, CallOptions, Mechanism
+from ..registry import MECHANISMS
+from .base import Mechanism
+from .inputs import AttentionLayer, CallOptions
 
 
 @dataclass
 class CompositeConfig(MechanismConfig):
-    """Options of every mechanism made of others, each of which it names once, in the option called `holds`."""
+    """Options of every mechanism made of others, which it names in the option called `holds`."""
 
     holds: ClassVar[str] = "members"
 
@@ -94,7 +96,7 @@ class CompositeMechanism(Mechanism):
     def add_members(self, configs: Mapping[str, MechanismConfig], layers: Mapping[str, AttentionLayer]) -> None:
         """Make the members, each for its own view of the layer, and take over what holds if it holds for all."""
         self.members = nn.ModuleDict(
-            {name: MECHANISMS.get(name)(configs[name], layers[name]) for name in sorted(configs)}
+            {name: MECHANISMS.get(configs[name].mechanism)(configs[name], layers[name]) for name in sorted(configs)}
         )
         members = self.parts()
         self.constant_state = all(member.constant_state for member in members)

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from ..config import require, require_count, require_known
 from ..ops import reference
 from ..ops.window.convolved import BandState, banded_attention, keep_ring
-from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
+from .capabilities import ExactnessLimit
+from .inputs import PLAIN, AttentionLayer, CallOptions
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 

@@ -16,7 +16,9 @@ from ..ops import reference
 from ..ops.dispatch import operations_for
 from ..ops.linear.interface import Features, causal_linear_attention, linear_attention
 from ..ops.linear.torch import LinearState
-from .base import AttentionLayer, ExactnessLimit, register_mechanism
+from .capabilities import ExactnessLimit
+from .inputs import AttentionLayer
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 
 CAUSAL_LENGTH = 2**14  # M of causal layers unless told

@@ -13,9 +13,11 @@ from torch.nn import functional as F
 from ..ops.common.numerics import bounded
 from ..ops.delta_rule.torch import delta_rule
 from ..ops.linear.torch import unit_length
-from .base import AttentionLayer, ExactnessLimit, register_mechanism
+from .capabilities import ExactnessLimit
 from .gla import ForgetGate
+from .inputs import AttentionLayer
 from .linear import FeatureMapConfig, FeatureMapMechanism
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 
 

@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from ..config import MechanismConfig
 from ..ops import reference
 from ..ops.common.grad_accumulator import Source
-from .base import PLAIN, CallOptions, ExactnessLimit, register_mechanism
 from .block_sparse import BlockSparseConfig
+from .capabilities import ExactnessLimit
+from .inputs import PLAIN, CallOptions
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeMechanism
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from .base import register_mechanism
 from .conv import ConvConfig, ConvMechanism
+from .registration import register_mechanism
 from .softmax_type import SoftmaxTypeConfig
 
 

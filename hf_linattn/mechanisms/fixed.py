@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..config import require
-from .base import ExactnessLimit, register_mechanism
 from .block_sparse import BlockSparseConfig, BlockSparseMechanism
+from .capabilities import ExactnessLimit
+from .registration import register_mechanism
 
 
 @dataclass

@@ -13,8 +13,10 @@ from ..config import require, require_known
 from ..ops import reference
 from ..ops.common.numerics import bounded
 from ..ops.hybrid.mixed_chunk import MixedState, MixedWeights, causal_mixed_attention, mixed_attention
-from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
+from .capabilities import ExactnessLimit
 from .hybrid import HybridConfig, HybridMechanism
+from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 

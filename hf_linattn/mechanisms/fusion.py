@@ -16,8 +16,11 @@ from ..errors import UnsupportedModeError, UnsupportedModelError
 from ..ops import reference
 from ..ops.common.numerics import bounded
 from ..ops.common.precision import widened
-from .base import MECHANISMS, PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
+from ..registry import MECHANISMS
+from .capabilities import ExactnessLimit
 from .composite import CompositeConfig, CompositeMechanism
+from .inputs import PLAIN, AttentionLayer, CallOptions
+from .registration import register_mechanism
 
 DEFAULT: dict[str, dict[str, Any]] = {"local": {}, "linear": {}}
 

@@ -13,8 +13,11 @@ from torch.nn import functional as F
 from ..config import require
 from ..ops import reference
 from ..ops.common.numerics import bounded
-from .base import AttentionLayer, ExactnessLimit, Mechanism, Pairs, register_mechanism
+from .base import Mechanism
+from .capabilities import ExactnessLimit
+from .inputs import AttentionLayer, Pairs
 from .linear import FeatureMapConfig, KernelConfig, LinearMechanism
+from .registration import register_mechanism
 
 INITIAL_DECAY = 2.0**-8
 SHUT = 1e4  # -log g of a gate that leaves nothing

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import register_mechanism
 from .linear import FeatureMapConfig, LinearMechanism
+from .registration import register_mechanism
 
 
 @dataclass

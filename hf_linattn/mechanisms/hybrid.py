@@ -18,8 +18,11 @@ from ..ops.common.precision import wide_number
 from ..ops.dispatch import operations_for
 from ..ops.hybrid.fused import GATE_GAIN
 from ..ops.hybrid.interface import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
-from .base import MECHANISMS, PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
+from ..registry import MECHANISMS
+from .capabilities import ExactnessLimit
+from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
 from .linear import FeatureMapConfig, LinearMechanism
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 

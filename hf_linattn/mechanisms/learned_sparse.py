@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import require
-from .base import AttentionLayer, ExactnessLimit, register_mechanism
 from .block_sparse import BlockSparseConfig, BlockSparseMechanism
+from .capabilities import ExactnessLimit
+from .inputs import AttentionLayer
+from .registration import register_mechanism
 
 NEAR, FAR = 4.0, 0.0  # the pattern starts with weights from sigma(4) = 0.98 for the own block to sigma(0) = 0.5
 

@@ -19,7 +19,10 @@ from ..ops.dispatch import operations_for
 from ..ops.linear.attention_distance import matching_decay_rate
 from ..ops.linear.interface import causal_linear_attention, linear_attention, read_state, sum_keys
 from ..ops.linear.torch import LinearState
-from .base import AttentionLayer, ExactnessLimit, Mechanism, Pairs, register_mechanism
+from .base import Mechanism
+from .capabilities import ExactnessLimit
+from .inputs import AttentionLayer, Pairs
+from .registration import register_mechanism
 from .ridge import RidgeReading
 from .self_weight import SelfWeight
 

@@ -18,7 +18,10 @@ from ..ops.slots.bidirectional import pooled_block_attention
 from ..ops.slots.causal import MemoryState, bounded_memory_attention, segment_size
 from ..ops.slots.pooling import segment_sums, slot_attention
 from ..ops.slots.segment_pool import products_with_rows
-from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Mechanism, register_mechanism
+from .base import Mechanism
+from .capabilities import ExactnessLimit
+from .inputs import PLAIN, AttentionLayer, CallOptions
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 

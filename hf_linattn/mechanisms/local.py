@@ -12,8 +12,10 @@ from torch import Tensor
 from ..config import require
 from ..ops import reference
 from ..ops.window.cross_attention import EncoderTokens, moving_window_attention, window_centre
-from .base import PLAIN, CallOptions, ExactnessLimit, register_mechanism
 from .block_sparse import BlockSparseConfig, BlockSparseMechanism, blocks_around
+from .capabilities import ExactnessLimit
+from .inputs import PLAIN, CallOptions
+from .registration import register_mechanism
 
 
 @dataclass

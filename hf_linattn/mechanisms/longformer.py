@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .base import register_mechanism
 from .local import WindowConfig, WindowMechanism
+from .registration import register_mechanism
 
 
 @dataclass

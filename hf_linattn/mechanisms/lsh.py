@@ -15,7 +15,9 @@ from ..ops.common.sink_logit import attenuate
 from ..ops.lsh.cpu import attend_buckets
 from ..ops.lsh.torch import Lists, find_runs, hash_buckets, pick, run_attention, sort_keys
 from ..ops.runtime.cpu import suits
-from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
+from .capabilities import ExactnessLimit
+from .inputs import PLAIN, AttentionLayer, CallOptions
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 

@@ -16,7 +16,9 @@ from ..ops.slots.causal import take
 from ..ops.slots.nystrom import NystromState, Rule, at_once, causal_nystrom_attention, pseudo_inverse
 from ..ops.slots.pooling import segment_sums
 from ..ops.slots.segment_pool import segment_size
-from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, register_mechanism
+from .capabilities import ExactnessLimit
+from .inputs import PLAIN, AttentionLayer, CallOptions
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 
 

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from ..config import require_count, require_known
 from ..feature_maps import FEATURE_MAPS, FeatureMap
-from .base import AttentionLayer, ExactnessLimit, register_mechanism
+from .capabilities import ExactnessLimit
+from .inputs import AttentionLayer
 from .linear import KernelConfig, LinearMechanism
+from .registration import register_mechanism
 
 KERNELS = {"softmax": "favor_softmax", "relu": "favor_relu", "hyperbolic": "favor_hyperbolic"}
 

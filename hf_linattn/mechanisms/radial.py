@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .base import ExactnessLimit, register_mechanism
 from .block_sparse import BlockSparseConfig, BlockSparseMechanism
+from .capabilities import ExactnessLimit
+from .registration import register_mechanism
 
 LEVELS = 24  # doublings of the distance for which decoding has room: more blocks than any sequence has
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .base import ExactnessLimit, register_mechanism
 from .block_sparse import BlockSparseConfig, BlockSparseMechanism
+from .capabilities import ExactnessLimit
+from .registration import register_mechanism
 
 
 @dataclass

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ..config import require
-from .base import ExactnessLimit, Mechanism, register_mechanism
+from .base import Mechanism
+from .capabilities import ExactnessLimit
 from .linear import FeatureMapConfig, LinearMechanism
+from .registration import register_mechanism
 
 
 @dataclass

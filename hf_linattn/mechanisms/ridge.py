@@ -12,7 +12,8 @@ from ..ops import reference
 from ..ops.common.numerics import bounded, positive
 from ..ops.linear.ridge import ridge_attention
 from ..ops.linear.torch import unit_length
-from .base import AttentionLayer, ExactnessLimit
+from .capabilities import ExactnessLimit
+from .inputs import AttentionLayer
 
 FIRST_PENALTY, FIRST_SCALE = 0.1, 0.5
 

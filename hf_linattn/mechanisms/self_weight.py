@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..ops import reference
-from .base import AttentionLayer, Pairs
+from .inputs import AttentionLayer, Pairs
 
 FIRST_BIAS = -4.0  # where a token like any other has a share of 2 %
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.common.padding import find_sequences, from_the_left
-from .base import PLAIN, Mechanism
+from .base import Mechanism
+from .inputs import PLAIN
 
 
 class SequenceMechanism(Mechanism):

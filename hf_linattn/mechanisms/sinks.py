@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from ..config import require
 from ..errors import UnsupportedModeError, UnsupportedModelError
 from ..ops import reference
-from .base import PLAIN, AttentionLayer, CallOptions, register_mechanism
+from .inputs import PLAIN, AttentionLayer, CallOptions
 from .local import WindowConfig, WindowMechanism
+from .registration import register_mechanism
 
 POSITIONS = ("model", "streaming")
 

@@ -11,7 +11,9 @@ from torch import Tensor
 from ..operands import fitting
 from ..ops import reference
 from ..ops.common.exact_softmax import softmax_attention
-from .base import PLAIN, CallOptions, ExactnessLimit, Pairs, register_mechanism
+from .capabilities import ExactnessLimit
+from .inputs import PLAIN, CallOptions, Pairs
+from .registration import register_mechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ..config import MechanismConfig, require
 from ..errors import OptionError
 from ..ops.common.numerics import LARGEST, bounded
-from .base import AttentionLayer, Mechanism
+from .base import Mechanism
+from .inputs import AttentionLayer
 
 SINKS = ("one", "learned")
 

@@ -8,9 +8,9 @@ from itertools import chain
 
 from torch import Tensor
 
-from .base import register_mechanism
 from .block_sparse import blocks_around
 from .local import WindowConfig, WindowMechanism
+from .registration import register_mechanism
 
 
 @dataclass

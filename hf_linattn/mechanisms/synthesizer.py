@@ -18,7 +18,9 @@ from ..ops.common.grad_accumulator import Source
 from ..ops.common.numerics import LOWEST
 from ..ops.common.sink_logit import softmax_beside
 from ..ops.slots.causal import take
-from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
+from .capabilities import ExactnessLimit
+from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 

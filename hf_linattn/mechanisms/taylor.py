@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..feature_maps import FEATURE_MAPS, FeatureMap
-from .base import ExactnessLimit, register_mechanism
+from .capabilities import ExactnessLimit
 from .linear import KernelConfig, LinearMechanism
+from .registration import register_mechanism
 
 
 @dataclass

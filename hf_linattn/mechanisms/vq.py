@@ -14,7 +14,9 @@ from ..errors import UnsupportedModeError
 from ..ops import reference
 from ..ops.common.tracing import is_recorded, is_watched
 from ..ops.slots.vq import NONE, CodeState, causal_code_attention, code_attention, code_means, fit_codes, nearest_codes
-from .base import PLAIN, AttentionLayer, CallOptions, ExactnessLimit, Pairs, register_mechanism
+from .capabilities import ExactnessLimit
+from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
+from .registration import register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 

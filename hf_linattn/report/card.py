@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 from huggingface_hub.utils import yaml_dump
 
-from ..files import write_text
+from ..atomic_io import write_text
 from ..mechanisms import MECHANISMS
 from .schema import Report
 from .tables import to_markdown

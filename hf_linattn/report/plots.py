@@ -14,8 +14,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from ..atomic_io import write_whole
 from ..evaluation import Spread
-from ..files import write_whole
 from .schema import Report
 
 PLOTS = {"perplexity": "perplexity.png", "time": "time.png", "state": "state.png", "layers": "layers.png"}

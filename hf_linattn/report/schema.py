@@ -26,10 +26,10 @@ import transformers
 
 import hf_linattn
 
+from ..atomic_io import write_text
 from ..config import require
 from ..errors import CheckpointError, did_you_mean
 from ..evaluation import Fidelity, MemoryRow, SpeedRow, crossover_length
-from ..files import write_text
 
 FORMAT_VERSION = 1
 REPORT_FILE = "report.json"

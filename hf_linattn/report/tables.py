@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.table import Table
 
+from ..atomic_io import write_text
 from ..evaluation import Fidelity, SpeedRow, Spread
-from ..files import write_text
 from .plots import PLOTS, save_plots
 from .schema import Report
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from hf_linattn import get_mechanisms
 from hf_linattn.architecture import layer_stacks, root_model
+from hf_linattn.attention_call import observed, unobserved
 from hf_linattn.calibration import squared_errors
 from hf_linattn.config import require_count
 from hf_linattn.mechanisms import Mechanism
 from hf_linattn.mechanisms.softmax import SoftmaxMechanism
-from hf_linattn.observation import observed, unobserved
 from hf_linattn.training.transfer import Transfer, add_gradients
 
 

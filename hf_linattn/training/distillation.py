@@ -15,11 +15,11 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_linattn import get_mechanisms
 from hf_linattn.architecture import attention_projections, root_model
+from hf_linattn.attention_call import observed
 from hf_linattn.calibration import own_parameters
 from hf_linattn.errors import OptionError
+from hf_linattn.inference import evaluation_mode, without_labels
 from hf_linattn.mechanisms.hybrid import HybridMechanism
-from hf_linattn.observation import observed
-from hf_linattn.running import evaluation_mode, without_labels
 from hf_linattn.training.data import IGNORED_LABEL
 from hf_linattn.training.objective import Objective
 from hf_linattn.training.task import Task

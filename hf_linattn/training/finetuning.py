@@ -20,8 +20,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hf_linattn import architecture, chunk_feed_forward, is_patched
 from hf_linattn.errors import CheckpointError, HfLinattnError, OptionError
+from hf_linattn.inference import accepted, evaluation_mode
 from hf_linattn.reading import one_line
-from hf_linattn.running import accepted, evaluation_mode
 from hf_linattn.training.checkpoints import has_ended, last_complete_checkpoint, read_state
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.distillation import Teacher

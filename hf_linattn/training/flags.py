@@ -61,6 +61,7 @@ def flags_of(path: Path, known: set[str]) -> list[str]:
         if name not in known:
             raise unknown_option(name, known)
         if value is not None:
-            values = value if isinstance(value, list) else [value]
-            flags += [f"--{name}", *(json.dumps(v) if isinstance(v, Mapping) else str(v) for v in values)]
+            data = isinstance(value, list) and any(isinstance(v, Mapping) for v in value)  # one value, not several
+            values = value if isinstance(value, list) and not data else [value]
+            flags += [f"--{name}", *(json.dumps(v) if data or isinstance(v, Mapping) else str(v) for v in values)]
     return flags

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.models.auto import modeling_auto as auto
 
 from hf_linattn.errors import OptionError, UnsupportedModelError
-from hf_linattn.hub import PREFIX, class_names
+from hf_linattn.saved_config import PREFIX, class_names
 
 TEXT = "input_ids"
 

@@ -17,9 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_linattn import calibrate, choose_layers, get_patch_config, layer_sensitivity, unpatch_model
+from hf_linattn.atomic_io import write_whole
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation import measure_memory, measure_speed
-from hf_linattn.files import write_whole
 from hf_linattn.report import (
     Accuracies,
     Evaluation,
@@ -211,7 +211,8 @@ def build_report(
     model_options, data_options, options, training, _ = recipe.arguments
     step = tokens_per_step(data_options, training)
     mechanisms = {config.mechanism for config in get_patch_config(model).layers.values()}
-    given: Any = model_options.plan or model_options.mechanism_options or {}  # dicts by now
+    given: Any = model_options.plan or model_options.mechanism_options or {}  # a dict by now, or a list of them
+    given = {"plan": given} if isinstance(given, list) else given
     layers = {"layers": model_options.layers} if model_options.layers else {}
     files = [getattr(data_options, f"{split}_file") for split in recipe.splits]
     sources = [data_options.dataset_name, data_options.dataset_config_name, *files]

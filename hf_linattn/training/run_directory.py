@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_linattn.atomic_io import write_text
 from hf_linattn.errors import CheckpointError, OptionError
-from hf_linattn.files import write_text
 from hf_linattn.training.finetuning_arguments import FinetuningArguments
 from hf_linattn.training.same_run import DIGESTS, difference, told_difference
 

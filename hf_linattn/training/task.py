@@ -27,9 +27,9 @@ from hf_linattn import architecture
 from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError, DataError, OptionError, did_you_mean
 from hf_linattn.evaluation import is_masked_language_model, perplexity
+from hf_linattn.inference import evaluation_mode
 from hf_linattn.position_tables import position_tables
 from hf_linattn.reading import reading
-from hf_linattn.running import evaluation_mode
 from hf_linattn.training.arguments import DataArguments, RecipeArguments
 from hf_linattn.training.data import PackedMaskingCollator, TrainingData, load_text_splits, tokenize_and_pack
 from hf_linattn.training.heads import check_classes, trained_head

@@ -17,16 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_linattn import get_mechanisms
 from hf_linattn.architecture import output_projection, root_model
+from hf_linattn.attention_call import AttentionCall, observed
 from hf_linattn.calibration import own_parameters, squared_errors
 from hf_linattn.config import require
 from hf_linattn.errors import OptionError
+from hf_linattn.inference import accepted
 from hf_linattn.mechanisms import Mechanism, Pairs
 from hf_linattn.mechanisms.softmax import SoftmaxMechanism
-from hf_linattn.observation import AttentionCall, observed
 from hf_linattn.ops.common.derivatives import first_order
 from hf_linattn.ops.common.exact_softmax import in_window
 from hf_linattn.ops.reference import repeat_heads
-from hf_linattn.running import accepted
 from hf_linattn.training.objective import Objective
 
 BLOCK = 128  # queries whose attention weights are held at a time

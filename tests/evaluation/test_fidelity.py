@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_linattn import OptionError, get_mechanisms, patch_model
+from hf_linattn.attention_call import observed
 from hf_linattn.evaluation.fidelity import (
     accuracy_by_position,
     fidelity,
@@ -16,7 +17,6 @@ from hf_linattn.evaluation.fidelity import (
     token_losses,
     without_far_keys,
 )
-from hf_linattn.observation import observed
 from tests.helpers import logits_of, make_tokenizer, make_tokens
 from tests.models import make_model
 

@@ -13,13 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_linattn import OptionError, UnknownNameError, calibrate, get_mechanisms, patch_model, set_backend
+from hf_linattn.attention_call import observed
 from hf_linattn.config import make_config
 from hf_linattn.errors import UnsupportedModeError, UnsupportedModelError
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.composite import JoinedState
 from hf_linattn.mechanisms.local import LocalMechanism
 from hf_linattn.mechanisms.sequence import select_rows
-from hf_linattn.observation import observed
 from hf_linattn.ops import reference
 from hf_linattn.support import check_architecture
 from hf_linattn.testing import Case, random_tokens, tiny_model

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from hf_linattn import OptionError, get_mechanisms, patch_model
+from hf_linattn.attention_call import AttentionCall
 from hf_linattn.config import make_config
 from hf_linattn.errors import UnsupportedModeError
-from hf_linattn.observation import AttentionCall
 from hf_linattn.testing import Case, random_tokens, tiny_model
 from hf_linattn.testing.invariants import CAUSAL_ONLY, INVARIANTS
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from hf_linattn import OptionError
+from hf_linattn.attention_call import AttentionCall
 from hf_linattn.config import make_config
-from hf_linattn.observation import AttentionCall
 from hf_linattn.ops.slots import vq
 from hf_linattn.testing import Case
 

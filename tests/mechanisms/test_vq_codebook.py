@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_linattn import calibrate, get_mechanisms, patch_model
-from hf_linattn.observation import observed
+from hf_linattn.attention_call import observed
 from hf_linattn.ops.slots import vq
 from hf_linattn.testing import Case, random_tokens, tiny_model
 from hf_linattn.testing.models import positions_of

@@ -9,10 +9,10 @@ import torch
 
 from hf_linattn import get_mechanisms, patch_model
 from hf_linattn.architecture import layer_stacks, root_model
+from hf_linattn.attention_call import observer_of
 from hf_linattn.calibration import own_parameters
 from hf_linattn.errors import OptionError, UnsupportedModelError
-from hf_linattn.observation import observer_of
-from hf_linattn.running import accepted
+from hf_linattn.inference import accepted
 from hf_linattn.training.block_transfer import BlockTransfer
 from tests.helpers import make_tokens, pad
 from tests.models import ARCHITECTURES, make_model

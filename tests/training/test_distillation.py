@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_linattn import OptionError, get_mechanisms, is_patched, patch_model
+from hf_linattn.attention_call import observer_of
 from hf_linattn.calibration import own_parameters
-from hf_linattn.observation import observer_of
 from hf_linattn.training.distillation import (
     HiddenStates,
     Teacher,

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from hf_linattn import OptionError, PatchError, get_mechanisms, list_mechanisms, patch_model
+from hf_linattn.attention_call import AttentionCall, observed
 from hf_linattn.calibration import own_parameters
 from hf_linattn.evaluation.memory import LiveBytes
 from hf_linattn.mechanisms import MECHANISMS
-from hf_linattn.observation import AttentionCall, observed
 from hf_linattn.ops import reference as naive
 from hf_linattn.testing.counters import largest_tensor
 from hf_linattn.testing.models import ARCHITECTURES, Case, positions_of, random_tokens, tiny_model

@@ -1,4 +1,4 @@
-"""Turning rotary queries and keys to other positions, with the model's own rotary code."""
+"""Rotary position embeddings (RoPE): queries and keys rotate to other positions by the model's own code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that accelerate keeps elsewhere between calls: `device_map` with "cpu" or "disk", `cpu_offload`."""
+"""Hooks of accelerate, which load offloaded weights for a call: `device_map` with "cpu" or "disk", `cpu_offload`."""
 
 from __future__ import annotations
 

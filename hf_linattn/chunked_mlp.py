@@ -1,4 +1,4 @@
-"""Feed-forward in chunks, Reformer's second habit of saving memory (Kitaev et al. 2020, section 3).
+"""The feed-forward (MLP) of a layer in chunks of tokens, after Reformer, to save memory (Kitaev et al. 2020, sec. 3).
 
 A feed-forward works on every token alone, so tokens may go through it a chunk at a time,
 

@@ -1,4 +1,4 @@
-"""Standing between a model and its mechanisms: what an attention layer was asked, answered by someone else."""
+"""One call of an attention layer as data, and observers, which answer it in place of the mechanism."""
 
 from __future__ import annotations
 

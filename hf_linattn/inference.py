@@ -1,4 +1,4 @@
-"""Running a model without leaving a trace: in evaluation mode, with options that its forward knows."""
+"""Inference without side effects: evaluation mode for a while, and only the options that a forward accepts."""
 
 from __future__ import annotations
 

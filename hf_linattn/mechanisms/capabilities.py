@@ -1,0 +1,73 @@
+"""What a mechanism declares about itself: its modes, the inputs it takes, its cost, its exactness limit, its paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..config import MechanismConfig
+
+
+@dataclass(frozen=True)
+class ExactnessLimit:
+    """How a mechanism relates to softmax attention, in words and in a form that can be checked.
+
+    Attributes:
+        text: the setting at which it equals softmax attention, or what it converges to.
+        equal: for an input of this length, the options with which it equals softmax attention.
+        converging: (option, (few, many), rate): its error falls as option^-rate.
+        kernel: it is kernel attention: never softmax, but exactly what its `weights` say.
+    """
+
+    text: str
+    equal: Callable[[int], dict[str, Any]] | None = None
+    converging: tuple[str, tuple[int, int], float] | None = None
+    kernel: bool = False
+
+
+class Capabilities:
+    """The declarations of a mechanism, as class attributes. An instance may override those that are no `ClassVar`.
+
+    config_class: dataclass of its options. modes: what it can do, of {"causal", "bidirectional", "cross"}.
+    constant_state: whether its decoding state has a size that does not grow with the context.
+    subquadratic: whether its cost grows slower than N^2. prepares: whether `prepare` fits anything.
+    continuous: whether nearby inputs give nearby outputs; not where rounding may change which keys are chosen.
+    averages: whether outputs are weighted means of values (and of zero, with a sink), never beyond their range.
+    growth: what 4,096 tokens cost, as a multiple of 2,048.
+    position_limit: most tokens of a sequence, or None. any_length: see `recording`.
+    takes_exact: whether `forward` takes the layer's own sliding window, soft cap and dropout as keywords.
+    takes_half: whether it takes heads in half precision as they come; else they come in float32.
+    takes_sink: whether it takes the layer's own learned sinks.
+    splits: whether some of the heads alone get what they get among all, but for parameters of each head.
+    backends: which of `hf_linattn.backends` can work through its causal form.
+    limit: how it relates to softmax attention. citation: the paper it comes from.
+    """
+
+    config_class: ClassVar[type[MechanismConfig]] = MechanismConfig
+    modes: ClassVar[frozenset[str]] = frozenset({"causal", "bidirectional"})
+    constant_state: bool = True
+    subquadratic: bool = True
+    continuous: bool = True
+    averages: bool = True
+    prepares: bool = False
+    growth: float = 2.0
+    position_limit: int | None = None
+    any_length: bool = False
+    takes_exact: ClassVar[bool] = False
+    takes_half: bool = False
+    takes_sink: bool = False
+    splits: ClassVar[bool] = False
+    backends: ClassVar[tuple[str, ...]] = ("auto", "torch")
+    limit: ExactnessLimit = ExactnessLimit("none stated")
+    citation: ClassVar[str] = ""
+
+    config: MechanismConfig
+
+    def keywords(self, exact: dict[str, Any]) -> dict[str, Any]:
+        """Return what `forward` takes of the layer's sliding window, soft cap, dropout and sink."""
+        return {name: x for name, x in exact.items() if (self.takes_sink if name == "sink" else self.takes_exact)}
+
+    def without_sink(self) -> list[str]:
+        """Return the names of the mechanisms in it that leave a layer's own sinks out."""
+        return [] if self.takes_sink else [self.config.mechanism]

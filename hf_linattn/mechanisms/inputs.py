@@ -1,0 +1,100 @@
+"""What a mechanism gets: its layer when it is made, options with every call, pairs of queries and keys for scores."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..rope import Rotation
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """What a mechanism is told about its layer.
+
+    Attributes:
+        index: position among the model's self-attention layers. num_heads: H. num_key_value_heads: Hkv, divides H.
+        head_dim: D. causal: whether a query may see only itself and earlier keys.
+        scaling: what the layer multiplies q . k by. device, dtype: where its parameters live.
+        rotation: how its rotary positions are turned; None if it has none. value_dim: Dv; None if it is D.
+        cross: whether its keys are an encoder's tokens; index then counts the cross-attention layers.
+        has_sinks: whether it has learned sinks in its softmax, which it hands over with every call.
+    """
+
+    index: int
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    causal: bool
+    scaling: float
+    device: torch.device
+    dtype: torch.dtype
+    rotation: Rotation | None = None
+    value_dim: int | None = None
+    cross: bool = False
+    has_sinks: bool = False
+
+    @property
+    def mode(self) -> str:
+        """`"cross"`, `"causal"` or `"bidirectional"`."""
+        return "cross" if self.cross else "causal" if self.causal else "bidirectional"
+
+
+class Pairs(NamedTuple):
+    """Some queries and the keys they may see, each with its position in its own sequence, pads not counted.
+
+    query [B, H, C, D], key [B, Hkv, N, D], query_position [B or 1, C], key_position [B or 1, N], allowed
+    [B or 1, 1, C, N], real [B or 1, 1, C, 1]: queries that are no pads. first: place of the first query in its row.
+    """
+
+    query: Tensor
+    key: Tensor
+    query_position: Tensor
+    key_position: Tensor
+    allowed: Tensor
+    real: Tensor
+    first: int
+
+    @property
+    def distance(self) -> Tensor:
+        """[B or 1, 1, C, N]."""
+        return (self.query_position[:, None, :, None] - self.key_position[:, None, None]).abs()
+
+
+class CallOptions(NamedTuple):
+    """What a mechanism is told of one call beside its heads. It is not kept on the mechanism: calls may overlap.
+
+    keep_state: whether the state that causal attention comes to is of use to anyone. sink: the layer's own learned
+    sinks [H], for mechanisms with `takes_sink`.
+    """
+
+    keep_state: bool = True
+    sink: Tensor | None = None
+
+
+PLAIN = CallOptions()
+# methods of a mechanism that get the `CallOptions` if they name an argument `call`
+HOOKS = (
+    "causal_attention", "bidirectional_attention", "cross_state", "cross_attention", "weights", "weights_given",
+    "causal_sequences", "bidirectional_sequences", "cross_sequences",
+)  # fmt: skip
+
+
+class CallHooks:
+    """Base of `Mechanism`: gives the `CallOptions` to those of `HOOKS` that ask for them."""
+
+    reads_call: ClassVar[frozenset[str]] = frozenset()  # those of `HOOKS` that name an argument `call`
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        hooks = {name: getattr(cls, name) for name in HOOKS if hasattr(cls, name)}
+        cls.reads_call = frozenset(x for x, hook in hooks.items() if "call" in inspect.signature(hook).parameters)
+
+    def run_hook(self, call: CallOptions, name: str, *operands: Any) -> Any:
+        """Return what one of `HOOKS` returns, which gets the options of the call if it asks for them."""
+        hook = getattr(self, name)
+        return hook(*operands, call=call) if name in self.reads_call else hook(*operands)

@@ -1,0 +1,226 @@
+"""The config of a patched model, in memory and in config.json, under a `model_type` of its own.
+
+In memory a patched model's config is a subclass of the original one that differs in how it is written to disk:
+
+    {"model_type": "hf_linattn", "base_model_type": "llama", "base_config": {... the rest of the original config ...},
+     "hf_linattn": {... PatchConfig ...}, "vocab_size": "... how to load it ...", "auto_map": {... see below ...},
+     "architectures": ["HfLinattnLlamaForCausalLM"]}
+
+Where only parts of the model are patched, `hf_linattn` is {"parts": {path: {... PatchConfig ...}}}.
+
+Whatever loads the checkpoint without this library must fail loudly instead of running softmax. The Auto classes find
+a model type that they do not know and code to be trusted. A class such as LlamaForCausalLM would take its sizes from
+a nested config of its own type, which is why that type stands outside, or fall back on its default sizes, which may
+well be the right ones, and therefore meets a size of its own, such as that of the vocabulary, which is no number.
+A serving engine chooses its own model by `architectures`, of the file or of the config in memory: both bear names of
+this library.
+
+Beside the config lies a module of a few lines, named in `auto_map`, which does what `import hf_linattn` does wherever
+a model is loaded by its name with `trust_remote_code=True`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+from .atomic_io import write_text
+from .errors import CheckpointError
+from .pinning import PinnedConfigMixin, base_class, unpin_config
+from .plan import PatchConfig
+
+MODEL_TYPE = "hf_linattn"
+HOW_TO_LOAD = "this is an hf_linattn checkpoint: `import hf_linattn` and load it through an Auto class of transformers"
+PREFIX = "HfLinattn"  # of the names in `architectures`
+PARTS = "parts"  # the field of `hf_linattn` that says which parts of a model are patched
+SHIM = "configuration_hf_linattn"
+SHIM_CODE = '''\
+"""Lets `trust_remote_code=True` load this model, whose attention comes from a package: `pip install hf_linattn`."""
+
+from hf_linattn.hub import HfLinattnConfig
+
+__all__ = ["HfLinattnConfig"]
+'''
+
+
+class LinearizedConfigMixin(PinnedConfigMixin):
+    """Mixed into the config class of a patched model; `hf_linattn` is the JSON form of its `PatchConfig`."""
+
+    hf_linattn: dict[str, Any]
+    architectures: list[str] | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # the class is made while running, where pickle cannot look it up by name
+        return _new_config, (base_class(type(self)),), vars(self)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read the nested form too: PEFT asks the config class of a model for the config of its checkpoint."""
+        if "base_config" in config_dict:
+            return HfLinattnConfig.from_dict(config_dict, **kwargs)
+        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]  # of the config it is mixed into
+
+    def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
+        """Write the nested form, each file whole or not at all, and the module that `trust_remote_code` loads."""
+        base = json.loads(self.to_json_string(use_diff=use_diff))  # type: ignore[attr-defined]
+        outer = {
+            "model_type": MODEL_TYPE,
+            "base_model_type": base.pop("model_type"),
+            size_field(self): HOW_TO_LOAD,
+            "auto_map": {"AutoConfig": f"{SHIM}.{HfLinattnConfig.__name__}"},
+            "architectures": own_names(base.pop("architectures", None)),
+            "dtype": base.get("dtype"),
+            MODEL_TYPE: base.pop(MODEL_TYPE),
+            "base_config": base,
+            "transformers_version": base.pop("transformers_version", None),
+        }
+        path = Path(json_file_path)
+        write_text(path.with_name(f"{SHIM}.py"), SHIM_CODE)
+        write_text(path, json.dumps(outer, indent=2, sort_keys=True) + "\n")
+
+
+def size_field(config: Any) -> str:
+    """Return a field that the class of a config, marked or not, checks to be a number: its vocabulary's, or another.
+
+    Only fields that a class declares itself are checked. Where none is a number there are configs inside it, one of
+    which is named.
+    """
+    base = base_class(type(config))
+    values = config.to_dict()
+    sizes = [name for name in inspect.get_annotations(base) if type(values.get(name)) is int]
+    return "vocab_size" if "vocab_size" in sizes else next(iter([*sizes, *base.sub_configs]), "vocab_size")
+
+
+def unfinished(config: Any) -> dict[str, Any]:
+    """Return what stands in the place of config.json while the files of a checkpoint are replaced by others."""
+    return {
+        "model_type": MODEL_TYPE,
+        "unfinished": "the save of this checkpoint was interrupted and its files are of two models: save it again",
+        size_field(config): HOW_TO_LOAD,
+        "auto_map": {"AutoConfig": f"{SHIM}.{HfLinattnConfig.__name__}"},
+    }
+
+
+class HfLinattnConfig(PreTrainedConfig):
+    """What `AutoConfig` finds under the model type `hf_linattn`; reading it gives the linearised base config."""
+
+    model_type = MODEL_TYPE
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return the base config described by `base_config`, marked with the patch; `CheckpointError` if malformed."""
+        if "unfinished" in config_dict:
+            raise CheckpointError(f"config.json says {config_dict['unfinished']!r}")
+        for name in ("base_config", MODEL_TYPE):
+            if not isinstance(config_dict.get(name), dict):
+                raise CheckpointError(
+                    f"config.json has no field {name!r} (got {config_dict.get(name)!r}); save the model again with"
+                    " save_pretrained of a patched model"
+                )
+        described = config_dict[MODEL_TYPE]
+        read_patches(described)
+        model_type = config_dict.get("base_model_type")
+        if model_type == MODEL_TYPE or model_type not in CONFIG_MAPPING:
+            raise CheckpointError(
+                f"config.json has base_model_type {model_type!r}, which is no model type that this version of"
+                " transformers knows; try a newer one, or save the model again"
+            )
+        architectures = config_dict.get("architectures", config_dict["base_config"].get("architectures"))
+        base = {**config_dict["base_config"], "architectures": architectures}
+        result = CONFIG_MAPPING[model_type].from_dict(base, **kwargs)
+        mark_config(result[0] if isinstance(result, tuple) else result, described)
+        return result
+
+
+def read_patches(described: Mapping[str, Any]) -> dict[str, PatchConfig]:
+    """Return path of a part -> its patch, of the whole model under `""`, or raise `CheckpointError`."""
+    if PARTS not in described:
+        return {"": PatchConfig.from_dict(described)}
+    parts = described[PARTS]
+    if not isinstance(parts, Mapping) or not parts or not all(isinstance(part, Mapping) for part in parts.values()):
+        raise CheckpointError(f"hf_linattn.{PARTS} must say what is patched in each part, got {parts!r}; save anew")
+    return {path: PatchConfig.from_dict(part) for path, part in parts.items()}
+
+
+def own_names(architectures: list[str] | None) -> list[str] | None:
+    """Return names of classes as this library's checkpoints have them in `architectures`.
+
+    >>> own_names(["LlamaForCausalLM"])
+    ['HfLinattnLlamaForCausalLM']
+    """
+    return architectures and [PREFIX + name.removeprefix(PREFIX) for name in architectures]
+
+
+def class_names(config: PreTrainedConfig) -> list[str]:
+    """Return the names in `architectures` as transformers has them, whether the config is marked or not."""
+    return [name.removeprefix(PREFIX) for name in config.architectures or ()]
+
+
+def mark_config(config: PreTrainedConfig, described: dict[str, Any]) -> None:
+    """Make the config of a patched model one that is saved in the nested form, with this under `hf_linattn`."""
+    config.__class__ = linearized_config_class(base_class(type(config)))  # type: ignore[arg-type]
+    config.hf_linattn = described
+    config.architectures = own_names(config.architectures)
+
+
+def unmark_config(config: PreTrainedConfig) -> None:
+    """Undo `mark_config`; a config that is not marked stays as it is."""
+    if isinstance(config, LinearizedConfigMixin):
+        unpin_config(config)
+        del config.hf_linattn
+        config.architectures = config.architectures and class_names(config)
+
+
+def _new_config(base: Any) -> PreTrainedConfig:
+    """Return an empty marked config for pickle and copy to fill."""
+    made: Any = linearized_config_class(base)
+    return made.__new__(made)
+
+
+_REGISTERS: list[Callable[[Any, Any], object]] = []
+RegisterT = TypeVar("RegisterT", bound=Callable[[Any, Any], object])
+
+
+def for_each_config_class(register: RegisterT) -> RegisterT:
+    """Have `register(base, made)` called with each config class of transformers and its marked subclass.
+
+    `hub.py` registers the model classes so. They patch models, and patching marks configs with this module.
+    """
+    _REGISTERS.append(register)
+    return register
+
+
+@functools.cache
+def linearized_config_class(base: Any) -> Any:
+    """Return the subclass of a config class that is saved in the nested form, known to the Auto classes.
+
+    It bears the name of its base, by which transformers looks up tokenizers and processors.
+    """
+    if issubclass(base, LinearizedConfigMixin):
+        return base
+    made = type(base.__name__, (LinearizedConfigMixin, base), {"__module__": __name__, "__doc__": base.__doc__})
+    for register in _REGISTERS:
+        register(base, made)
+    return made
+
+
+def auto_classes(config_class: Any) -> Iterator[tuple[Any, type[PreTrainedModel]]]:
+    """Yield the Auto classes that know a config class, each with the model class that it has for it."""
+    for auto_class in vars(modeling_auto).values():
+        if isinstance(auto_class, type) and issubclass(auto_class, _BaseAutoModelClass):
+            mapping: Any = getattr(auto_class, "_model_mapping", None)
+            if mapping is not None and config_class in mapping and isinstance(mapping[config_class], type):
+                yield auto_class, mapping[config_class]
+
+
+AutoConfig.register(MODEL_TYPE, HfLinattnConfig, exist_ok=True)
