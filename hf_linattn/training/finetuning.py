@@ -22,11 +22,11 @@ from hf_linattn import architecture, chunk_feed_forward, is_patched
 from hf_linattn.errors import CheckpointError, HfLinattnError, OptionError
 from hf_linattn.reading import one_line
 from hf_linattn.running import accepted, evaluation_mode
+from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.checkpoints import has_ended, last_complete_checkpoint, read_state
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
-from hf_linattn.training.distillation import Teacher
-from hf_linattn.training.finetuning_arguments import FinetuningArguments
-from hf_linattn.training.objective import Objective
+from hf_linattn.training.losses.distillation import Teacher
+from hf_linattn.training.losses.loss_module import LossModule
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.task import load_model, task_of
 from hf_linattn.training.trainers import RecoveryTrainer
@@ -167,7 +167,7 @@ def rehearse(
 
 def check_model(model: nn.Module, arguments: FinetuningArguments) -> None:
     """Raise now what a model raises in the first step of a training with these options."""
-    if isinstance(model, Objective):  # whose trainings are asked for neither
+    if isinstance(model, LossModule):  # whose trainings are asked for neither
         return
     root: Any = architecture.root_model(model)
     if arguments.neftune_noise_alpha is not None:
@@ -183,7 +183,7 @@ def _stage_arguments(
     """Return the options of the run as one Trainer of it needs them; raises what transformers says of them."""
     if not keep_checkpoints:
         changes |= {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False}
-    if isinstance(model, Objective):
+    if isinstance(model, LossModule):
         changes |= {name: value for name, value in OF_TEXT.items() if getattr(training, name) != value}
     changes |= {
         "output_dir": str(folder),

@@ -34,8 +34,8 @@ from hf_linattn.report import (
     stage_table,
 )
 from hf_linattn.training.arguments import AUTO, Arguments, parse_arguments, tokens_per_step
+from hf_linattn.training.arguments.help import help_if_asked
 from hf_linattn.training.finetuning import fine_tune, recover
-from hf_linattn.training.options_help import help_if_asked
 from hf_linattn.training.recipe import Recipe
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.transformers_bridge import MECHANISM

@@ -25,16 +25,17 @@ from hf_linattn.evaluation import (
     without_far_keys,
 )
 from hf_linattn.reading import read_tokenizer
-from hf_linattn.training.arguments import Arguments, ModelArguments, tokens_per_step
-from hf_linattn.training.block_transfer import BlockTransfer
+from hf_linattn.training.adapters import add_adapters
+from hf_linattn.training.arguments import Arguments, FinetuningArguments, ModelArguments, tokens_per_step
 from hf_linattn.training.data import TrainingData
-from hf_linattn.training.distillation import Teacher, WindowDropout, add_adapters
 from hf_linattn.training.finetuning import rehearse, validation_loss
-from hf_linattn.training.finetuning_arguments import FinetuningArguments
+from hf_linattn.training.losses.attention_transfer import AttentionTransfer, Transfer
+from hf_linattn.training.losses.block_transfer import BlockTransfer
+from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import FREE, model_digest, rows_digest, training_options
-from hf_linattn.training.task import Reader, Task, load_model, task_of
-from hf_linattn.training.transfer import AttentionTransfer, Transfer
+from hf_linattn.training.task import Task, TextEncoder, load_model, task_of
+from hf_linattn.training.window_dropout import WindowDropout
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +95,11 @@ class Recipe:
         tokenizer = load_tokenizer(model_options)
         with training.main_process_first(local=False):
             splits = task.load(data_options)
-            data = task.rows(splits, Reader(tokenizer, data_options), model, recipe_options.max_train_tokens)
+            data = task.rows(splits, TextEncoder(tokenizer, data_options), model, recipe_options.max_train_tokens)
             long_data = None
             if distillation.long_block_size:
                 long_options = replace(data_options, block_size=distillation.long_block_size, stride=None)
-                long_data = task.rows(splits, Reader(tokenizer, long_options), model, distillation.long_tokens)
+                long_data = task.rows(splits, TextEncoder(tokenizer, long_options), model, distillation.long_tokens)
         timed = [n for n in sorted(set(recipe_options.speed_lengths)) if limit is None or n <= limit]
         timed = timed or [limit or data_options.block_size]
         read = {"train": data.train, "validation": data.validation, "test": splits["test"]}
@@ -307,7 +308,7 @@ class Recipe:
         if options.max_test_documents:
             test = test.select(range(min(len(test), options.max_test_documents)))
         size = self.arguments.training.per_device_eval_batch_size
-        return self.task.score(model, Reader(self.tokenizer, options), test, size)
+        return self.task.score(model, TextEncoder(self.tokenizer, options), test, size)
 
 
 def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:

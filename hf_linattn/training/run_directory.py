@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.files import write_text
-from hf_linattn.training.finetuning_arguments import FinetuningArguments
+from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.same_run import DIGESTS, difference, told_difference
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,9 @@ from transformers import TrainerCallback
 from hf_linattn import patch_model
 from hf_linattn.errors import CheckpointError, DataError, OptionError
 from hf_linattn.training import finetuning, trainers
-from hf_linattn.training.arguments import DataArguments, parse_arguments, tokens_per_step
+from hf_linattn.training.arguments import DataArguments, FinetuningArguments, parse_arguments, tokens_per_step
 from hf_linattn.training.data import PackedMaskingCollator
-from hf_linattn.training.finetuning_arguments import FinetuningArguments
-from hf_linattn.training.task import CAUSAL, Reader, first_position, task_of
+from hf_linattn.training.task import CAUSAL, TextEncoder, first_position, task_of
 from tests.helpers import make_tokenizer
 from tests.models import VOCAB_SIZE, make_model
 
@@ -38,7 +37,7 @@ def make_data(model, documents: int = 12):
     )
     # of so few tokens enough are masked in every batch
     options = DataArguments(block_size=16, mlm_probability=0.4, eval_mlm_probability=0.4)
-    return task_of(model).rows(splits, Reader(make_tokenizer(), options), model, 512)
+    return task_of(model).rows(splits, TextEncoder(make_tokenizer(), options), model, 512)
 
 
 def make_training(path, **options) -> FinetuningArguments:
@@ -263,7 +262,7 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path):
 def test_text_that_fills_no_row(tmp_path):
     splits = DatasetDict({name: Dataset.from_dict({"text": ["w5 w6"]}) for name in ("train", "validation")})
     with pytest.raises(DataError, match="less than one row"):
-        CAUSAL.rows(splits, Reader(make_tokenizer(), DataArguments(block_size=32)), make_model("gpt2"), 512)
+        CAUSAL.rows(splits, TextEncoder(make_tokenizer(), DataArguments(block_size=32)), make_model("gpt2"), 512)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])

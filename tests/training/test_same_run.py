@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 
 from hf_linattn.errors import OptionError
-from hf_linattn.training.finetuning_arguments import FinetuningArguments
+from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import FREE, difference, model_digest, rows_digest, training_options
 from tests.models import make_model
