@@ -72,7 +72,7 @@ def test_other_content_is_refused_in_terms_of_the_options(tmp_path, digest, opti
         run.open({**options, digest: "2"})
     run.record("control", {})
     with pytest.raises(OptionError, match=f"holds a run on other content: {message}.*does not compare"):
-        run.lend(["control"], {**options, digest: "2"}, ())
+        run.export_stages(["control"], {**options, digest: "2"}, ())
     run.record("recipe", options)  # as a version before this one did
     with pytest.raises(OptionError, match="did not record the content"):
         run.open({**options, digest: "2"})
