@@ -24,11 +24,11 @@ from benchmarks.wikitext import FILES, is_heading, read_articles
 from hf_linattn import calibrate, patch_model
 from hf_linattn.atomic_io import write_text
 from hf_linattn.evaluation import retrieval
+from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.data import TrainingData, tokenize_and_pack
-from hf_linattn.training.distillation import HiddenStates
 from hf_linattn.training.finetuning import fine_tune
-from hf_linattn.training.finetuning_arguments import FinetuningArguments
-from hf_linattn.training.transfer import AttentionTransfer
+from hf_linattn.training.losses.attention_transfer import AttentionTransfer
+from hf_linattn.training.losses.distillation import HiddenStates
 
 LEAST_WORDS = 20  # of a paragraph
 BLOCK, BATCH = 256, 8

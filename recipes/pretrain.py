@@ -50,8 +50,8 @@ from transformers import (
 from hf_linattn import patch_model, unpatch_model
 from hf_linattn.evaluation import perplexity
 from hf_linattn.reading import exit_with_one_line
+from hf_linattn.training.arguments.help import help_if_asked
 from hf_linattn.training.data import PackedMaskingCollator, load_text_splits, tokenize_and_pack
-from hf_linattn.training.options_help import help_if_asked
 
 logger = logging.getLogger("pretrain")
 

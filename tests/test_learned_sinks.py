@@ -14,7 +14,7 @@ from hf_linattn.attention_call import observed
 from hf_linattn.support.tiny import architectures, tiny_inputs, tiny_model
 from hf_linattn.testing import random_tokens
 from hf_linattn.testing.models import positions_of
-from hf_linattn.training.transfer import AttentionTransfer
+from hf_linattn.training.losses.attention_transfer import AttentionTransfer
 from tests.helpers import generate
 from tests.mechanisms.test_softmax_type import NAMES
 

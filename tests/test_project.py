@@ -33,7 +33,8 @@ FOLDERS = ("hf_linattn", "recipes", "benchmarks", "docs", "tests")
 CODE = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
 TEXT = [*CODE, *PAGES, ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "constraints.txt", ROOT / ".ci" / "run"]
-MAX_LINES, MAX_FUNCTION_LINES = 400, 60
+MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 8
+FEW_PARAMETERS = ("hf_linattn/training",)  # folders whose functions keep to MAX_PARAMETERS
 
 
 def tokens(length: int) -> torch.Tensor:
@@ -89,6 +90,20 @@ def test_files_and_functions_stay_small(path: Path) -> None:
     assert len(text.splitlines()) <= MAX_LINES
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     assert [f.name for f in functions if f.end_lineno - f.lineno >= MAX_FUNCTION_LINES] == []
+
+
+@pytest.mark.parametrize("folder", FEW_PARAMETERS)
+def test_functions_take_few_parameters(folder: str) -> None:
+    files = [*(ROOT / folder).rglob("*.py")]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    assert functions and [f.name for f in functions if len(parameters(f)) > MAX_PARAMETERS] == []
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Names of the parameters, but for that of the object or class a method belongs to."""
+    names = [node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)]
+    return [name for name in names if name not in ("self", "cls")]
 
 
 def test_library_code_raises_and_never_asserts() -> None:

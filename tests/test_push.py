@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_linattn import patch_model
-from hf_linattn.training.distillation import add_adapters
+from hf_linattn.training.adapters import add_adapters
 from tests.helpers import make_tokenizer
 from tests.hub_stand_in import Hub, hub_stand_in
 from tests.models import make_model

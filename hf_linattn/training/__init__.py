@@ -1,1 +1,1 @@
-"""Training: the bundled corpus (`corpus`), text files and packed rows (`data`)."""
+"""Training: options (`arguments`), stages of a recipe (`stages`), losses (`losses`), text and packed rows (`data`)."""

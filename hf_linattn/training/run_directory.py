@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_linattn.atomic_io import write_text
 from hf_linattn.errors import CheckpointError, OptionError
-from hf_linattn.training.finetuning_arguments import FinetuningArguments
+from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.same_run import DIGESTS, difference, told_difference
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class RunDirectory:
             return
         write_text(self._file(name), json.dumps(result, indent=1) + "\n")
 
-    def stage(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    def once(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the result of a stage that one process computes while the others wait; recorded, so done once."""
         with self.training.main_process_first(local=False):
             result = self.finished(name)
@@ -86,7 +86,9 @@ class RunDirectory:
         if self.training.should_save:
             shutil.rmtree(self.checkpoints(name), ignore_errors=True)
 
-    def lend(self, names: Sequence[str], options: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:
+    def export_stages(
+        self, names: Sequence[str], options: Mapping[str, Any], ignored: Collection[str]
+    ) -> dict[str, Any]:
         """Return the results of finished stages, by name, to a run with these options.
 
         Raises:

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 
-from hf_linattn.training.finetuning_arguments import FinetuningArguments
+from hf_linattn.training.arguments import FinetuningArguments
 
 ROWS = 1000  # of a data set that are read at a time
 

@@ -37,7 +37,7 @@ from hf_linattn.training.heads import check_classes, trained_head
 CLASSIFIERS = frozenset(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
 
 
-class Reader(NamedTuple):
+class TextEncoder(NamedTuple):
     """What turns texts into tokens: a tokenizer, and the options that say how many of them make a row."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -57,7 +57,7 @@ class Task:
         files = data.train_file, data.validation_file, data.test_file
         return load_text_splits(data.dataset_name, data.dataset_config_name, *files, data.text_column)
 
-    def rows(self, splits: DatasetDict, reader: Reader, model: PreTrainedModel, max_tokens: int) -> TrainingData:
+    def rows(self, splits: DatasetDict, encoder: TextEncoder, model: PreTrainedModel, max_tokens: int) -> TrainingData:
         """Turn the training (up to `max_tokens`) and validation splits into rows; `DataError` if one fills none."""
         raise NotImplementedError
 
@@ -73,7 +73,7 @@ class Task:
         """Return the labels that are predicted, -100 where nothing is."""
         return labels
 
-    def score(self, model: PreTrainedModel, reader: Reader, test: Dataset, batch_size: int) -> dict[str, Any]:
+    def score(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, batch_size: int) -> dict[str, Any]:
         """Return the `perplexity` of the test split, `num_tokens`, how many were predicted, and more."""
         raise NotImplementedError
 
@@ -81,8 +81,8 @@ class Task:
 class LanguageModeling(Task):
     """Tokens are predicted, from packed rows that documents share without seeing each other."""
 
-    def rows(self, splits: DatasetDict, reader: Reader, model: PreTrainedModel, max_tokens: int) -> TrainingData:
-        tokenizer, data = reader
+    def rows(self, splits: DatasetDict, encoder: TextEncoder, model: PreTrainedModel, max_tokens: int) -> TrainingData:
+        tokenizer, data = encoder
         limits = {"train": max_tokens, "validation": data.max_validation_tokens}
         least = data.max_validation_tokens is None or data.max_validation_tokens >= data.block_size
         require("max_validation_tokens", data.max_validation_tokens, least, f"at least block_size={data.block_size}")
@@ -95,14 +95,14 @@ class LanguageModeling(Task):
                 name: dataset.map(lambda row: {"position_ids": row["position_ids"] + first})
                 for name, dataset in rows.items()
             }
-        return TrainingData(**rows, **self.collate(reader))
+        return TrainingData(**rows, **self.collate(encoder))
 
-    def collate(self, reader: Reader) -> dict[str, Any]:
+    def collate(self, encoder: TextEncoder) -> dict[str, Any]:
         """Return the collators, where rows are not stacked as they are."""
         return {}
 
-    def score(self, model: PreTrainedModel, reader: Reader, test: Dataset, batch_size: int) -> dict[str, Any]:
-        tokenizer, data = reader
+    def score(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, batch_size: int) -> dict[str, Any]:
+        tokenizer, data = encoder
         found = perplexity(
             model, tokenizer, test["text"], max_length=data.block_size, batch_size=batch_size,
             stride=self.stride(data), mask_probability=data.eval_mlm_probability,
@@ -134,8 +134,8 @@ class MaskedLanguageModeling(LanguageModeling):
         _refuse("stride", data.stride, "windows of a masked model do not overlap")
         _refuse("fidelity_windows", recipe.fidelity_windows, "a masked model generates no text")
 
-    def collate(self, reader: Reader) -> dict[str, Any]:
-        tokenizer, data = reader
+    def collate(self, encoder: TextEncoder) -> dict[str, Any]:
+        tokenizer, data = encoder
         return {
             "collator": PackedMaskingCollator(tokenizer, data.mlm_probability),
             "evaluation_collator": PackedMaskingCollator(tokenizer, data.eval_mlm_probability, seed=0),
@@ -161,9 +161,9 @@ class SequenceClassification(Task):
         columns = data.text_column, data.label_column
         return load_text_splits(data.dataset_name, data.dataset_config_name, *files, *columns)
 
-    def rows(self, splits: DatasetDict, reader: Reader, model: PreTrainedModel, max_tokens: int) -> TrainingData:
+    def rows(self, splits: DatasetDict, encoder: TextEncoder, model: PreTrainedModel, max_tokens: int) -> TrainingData:
         config: Any = model.config
-        tokenizer, data = reader
+        tokenizer, data = encoder
         if tokenizer.pad_token_id is None or (config.pad_token_id is None and "pad_token_id" in config):
             raise DataError(
                 f"pad_token: the tokenizer has {tokenizer.pad_token!r}, the model's config {config.pad_token_id!r}; a"
@@ -175,23 +175,23 @@ class SequenceClassification(Task):
             # a row counts as block_size tokens; data sets may be sorted by class
             chosen = splits[name].shuffle(seed=0) if name == "train" else splits[name]
             count = len(chosen) if limit is None else min(len(chosen), max(1, limit // data.block_size))
-            rows[name] = self.encode(chosen.select(range(count)), reader, config)
+            rows[name] = self.encode(chosen.select(range(count)), encoder, config)
         collator = PaddingCollator(tokenizer.pad_token_id)
         return TrainingData(**rows, collator=collator, evaluation_collator=collator)
 
-    def encode(self, texts: Dataset, reader: Reader, config: Any) -> Dataset:
+    def encode(self, texts: Dataset, encoder: TextEncoder, config: Any) -> Dataset:
         """Return `input_ids`, `attention_mask` and the class numbers as `labels`."""
         labels = class_numbers(texts["label"], config.label2id, config.num_labels)
-        encoded = reader.tokenizer(
-            list(texts["text"]), truncation=True, max_length=reader.options.block_size, return_token_type_ids=False,
+        encoded = encoder.tokenizer(
+            list(texts["text"]), truncation=True, max_length=encoder.options.block_size, return_token_type_ids=False,
             verbose=False,
         )  # fmt: skip
         columns = {name: encoded[name] for name in ("input_ids", "attention_mask")}
         return Dataset.from_dict({**columns, "labels": labels}).with_format("torch")
 
-    def score(self, model: PreTrainedModel, reader: Reader, test: Dataset, batch_size: int) -> dict[str, Any]:
-        rows, total, right = self.encode(test, reader, model.config), 0.0, 0
-        batches: Any = DataLoader(rows, batch_size, collate_fn=PaddingCollator(reader.tokenizer.pad_token_id))  # type: ignore
+    def score(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, batch_size: int) -> dict[str, Any]:
+        rows, total, right = self.encode(test, encoder, model.config), 0.0, 0
+        batches: Any = DataLoader(rows, batch_size, collate_fn=PaddingCollator(encoder.tokenizer.pad_token_id))  # type: ignore
         with evaluation_mode(model), torch.no_grad():
             for batch in tqdm(batches, desc="classification", unit="batch"):
                 batch = {name: x.to(model.device) for name, x in batch.items()}

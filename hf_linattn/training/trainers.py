@@ -24,7 +24,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from hf_linattn import architecture
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
-from hf_linattn.training.distillation import Teacher, distillation_loss
+from hf_linattn.training.losses.distillation import Teacher, distillation_loss
 from hf_linattn.training.task import CLASSIFICATION, task_of
 
 logger = logging.getLogger(__name__)
@@ -99,18 +99,20 @@ class RecoveryTrainer(Trainer):
             loss = self._weighted(loss, output, model, labels, counted)
             return (loss, output) if return_outputs else loss
         inputs = {**inputs, "output_hidden_states": bool(self.teacher.hidden_weight)}
-        example = self.teacher.example(model, inputs)  # first: switching adapters off and on disturbs gradients
+        # first: switching adapters off and on disturbs gradients
+        teacher_outputs = self.teacher.outputs(model, inputs)
         loss, output = super().compute_loss(model, inputs, True, num_items_in_batch)
         loss = self._weighted(loss, output, model, labels, counted)
         divergence, hidden = distillation_loss(
-            output, example, inputs["labels"], self.teacher, task_of(model), counted, inputs.get("attention_mask")
-        )
+            output, teacher_outputs, inputs["labels"], self.teacher, task_of(model), counted,
+            inputs.get("attention_mask"),
+        )  # fmt: skip
         if counted is not None:
             # as with the cross-entropy, the Trainer adds up what accumulated batches and averages what processes say
             divergence = divergence * self._processes
             hidden = hidden / self.args.gradient_accumulation_steps
-        authority = self.teacher.authority(self.state.global_step, self.state.max_steps)
-        loss = self.teacher.ce_weight * loss + authority * (divergence + hidden)
+        schedule = self.teacher.schedule(self.state.global_step, self.state.max_steps)
+        loss = self.teacher.ce_weight * loss + schedule * (divergence + hidden)
         return (loss, output) if return_outputs else loss
 
     @property

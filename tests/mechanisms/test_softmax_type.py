@@ -16,7 +16,7 @@ from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 from hf_linattn.ops import reference as naive
 from hf_linattn.testing import Case
-from hf_linattn.training.transfer import attention_divergence
+from hf_linattn.training.losses.attention_transfer import attention_divergence
 from tests.training.test_transfer import make_call
 
 LENGTH = 77

@@ -21,6 +21,7 @@ from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.report import Report
 from hf_linattn.training import finetuning, pipeline
 from hf_linattn.training.arguments import DISTILLATION, parse_arguments
+from hf_linattn.training.stages import calibration
 from tests.recipes.test_finetune import ROOT, command, material, recorded
 
 __all__ = ["material"]
@@ -231,13 +232,13 @@ def test_a_last_stage_goes_on_with_longer_rows(material, tmp_path, monkeypatch):
 
 
 def test_layers_are_chosen_by_what_they_cost(material, tmp_path, monkeypatch):
-    out, calls, real = tmp_path / "out", [], pipeline.calibrate
+    out, calls, real = tmp_path / "out", [], calibration.calibrate
 
     def watch(model, *arguments, **options):
         calls.append(len(hf_linattn.get_mechanisms(model)))
         return real(model, *arguments, **options)
 
-    monkeypatch.setattr(pipeline, "calibrate", watch)
+    monkeypatch.setattr(calibration, "calibrate", watch)
     report = run(flags(material, out, layers="auto", softmax_share=0.5))
     assert calls == [2], "all layers are fitted once, before they are chosen"
     fitted, alone = (load_file(out / "stages" / f"{name}.safetensors") for name in ("layers", "calibration"))

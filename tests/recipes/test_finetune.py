@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -18,8 +20,10 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 import hf_linattn
 from hf_linattn.errors import CheckpointError, DataError, OptionError, UnknownNameError
 from hf_linattn.report import Report
-from hf_linattn.training import finetuning, pipeline, trainers
-from hf_linattn.training.arguments import FINETUNING, DistillationArguments, options_table, parse_arguments
+from hf_linattn.training import pipeline, trainers
+from hf_linattn.training.arguments import FINETUNING, DistillationArguments, parse_arguments
+from hf_linattn.training.stages import recovery
+from hf_linattn.training.stages import report as report_stage
 from recipes import finetune
 from tests.helpers import make_tokenizer
 from tests.models import make_model
@@ -105,14 +109,14 @@ def test_a_run_from_end_to_end(material, tmp_path, capsys):
 
 def test_training_starts_from_the_calibrated_mechanisms(material, tmp_path, monkeypatch):
     started = []
-    real = finetuning.fine_tune
+    real = recovery.fine_tune
 
     def watch(model, *arguments, **options):
         started.append({path: m.state_dict() for path, m in hf_linattn.get_mechanisms(model).items()})
         started[-1] = {path: {k: v.clone() for k, v in state.items()} for path, state in started[-1].items()}
         return real(model, *arguments, **options)
 
-    monkeypatch.setattr(finetuning, "fine_tune", watch)
+    monkeypatch.setattr(recovery, "fine_tune", watch)
     options = {"mechanism": "hedgehog", "mechanism_options": None, "calibration_tokens": 512, "hidden_weight": 0.5}
     report = run(command(material, tmp_path / "out", **options))
     assert report.training.teaching == {"calibration_tokens": 512, "hidden_weight": 0.5}
@@ -141,8 +145,8 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(material, tmp_path, monkey
 
     for target, name, stand_in in [
         (trainers.RecoveryTrainer, "_save_checkpoint", save_once),  # in the middle of the control's training
-        (finetuning, "verify_saved", interrupt),  # after it, before its result is recorded
-        (pipeline, "measure_speed", interrupt),  # at the very end
+        (recovery, "verify_saved", interrupt),  # after it, before its result is recorded
+        (report_stage, "measure_speed", interrupt),  # at the very end
     ]:
         with monkeypatch.context() as patch:
             patch.setattr(target, name, stand_in)
@@ -245,9 +249,24 @@ def test_the_recipes_in_the_repository_can_be_read(config):
     assert recipe.max_train_tokens <= 2_000_000 and data.block_size >= 256 and len(recipe.learning_rates) > 1
 
 
+def options_table(kinds: Sequence[type]) -> str:
+    """Return the options as a Markdown table; those inherited from transformers' TrainingArguments are left out."""
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    for kind in kinds:
+        own = kind.__annotations__
+        for option in (f for f in dataclasses.fields(kind) if f.name in own):
+            factory = option.default_factory
+            default = option.default if factory is dataclasses.MISSING else factory()
+            shown = " ".join(map(str, default)) if isinstance(default, list) else default
+            lines.append(
+                f"| `--{option.name}` | {'' if shown is None else f'`{shown}`'} | {option.metadata['help']} |"
+            )
+    return "\n".join(lines)
+
+
 def test_the_table_of_options_in_the_readme_is_up_to_date():
     page = (ROOT / "recipes" / "README.md").read_text()
-    assert options_table() in page and options_table([DistillationArguments]) in page
+    assert options_table(FINETUNING) in page and options_table([DistillationArguments]) in page
 
 
 @pytest.mark.slow

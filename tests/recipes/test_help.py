@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hf_linattn.cli import app
 from hf_linattn.training import pipeline
 from hf_linattn.training.arguments import DISTILLATION, FINETUNING
-from hf_linattn.training.options_help import GROUPS, ORDER, help_text
+from hf_linattn.training.arguments.help import GROUPS, ORDER, help_text
 from recipes import pretrain
 
 RECIPES = sorted(path.stem for path in Path(pretrain.__file__).parent.glob("*.py"))

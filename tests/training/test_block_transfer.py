@@ -13,7 +13,7 @@ from hf_linattn.attention_call import observer_of
 from hf_linattn.calibration import own_parameters
 from hf_linattn.errors import OptionError, UnsupportedModelError
 from hf_linattn.inference import accepted
-from hf_linattn.training.block_transfer import BlockTransfer
+from hf_linattn.training.losses.block_transfer import BlockTransfer
 from tests.helpers import make_tokens, pad
 from tests.models import ARCHITECTURES, make_model
 

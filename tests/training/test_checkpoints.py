@@ -12,8 +12,8 @@ from transformers import EarlyStoppingCallback
 
 from hf_linattn import patch_model
 from hf_linattn.training import finetuning
+from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.checkpoints import last_complete_checkpoint
-from hf_linattn.training.distillation import add_adapters
 from tests.models import make_model
 from tests.training.test_finetuning import make_data, make_training
 

@@ -12,15 +12,11 @@ import torch
 from hf_linattn import OptionError, get_mechanisms, is_patched, patch_model
 from hf_linattn.attention_call import observer_of
 from hf_linattn.calibration import own_parameters
-from hf_linattn.training.distillation import (
-    HiddenStates,
-    Teacher,
-    WindowDropout,
-    add_adapters,
-    distillation_loss,
-)
+from hf_linattn.training.adapters import add_adapters
+from hf_linattn.training.losses.distillation import HiddenStates, Teacher, distillation_loss
 from hf_linattn.training.task import CAUSAL, task_of
 from hf_linattn.training.trainers import RecoveryTrainer
+from hf_linattn.training.window_dropout import WindowDropout
 from tests.helpers import logits_of, make_tokens
 from tests.models import ARCHITECTURES, SPINE, make_model
 from tests.training.test_finetuning import make_data, make_training
@@ -52,7 +48,7 @@ def test_the_students_own_weights_are_the_teacher_and_stored_once(name):
     disturb(adapted)
     adapted.train()
     inputs = {**packed_rows(name), "labels": make_tokens(2, 13)}
-    example = Teacher(kl_weight=1.0).example(adapted, inputs)
+    example = Teacher(kl_weight=1.0).outputs(adapted, inputs)
     torch.testing.assert_close(example.logits, exact(**packed_rows(name)).logits)
     assert not torch.allclose(logits_of(adapted, **{"ids": inputs["input_ids"]}), example.logits)
     # one copy: whatever is neither an adapter nor of a mechanism lies where the original's weights lay
@@ -75,7 +71,7 @@ def test_training_with_the_teacher_inside_moves_adapters_and_mechanisms_towards_
 
     def divergence() -> float:
         with torch.no_grad():
-            example = teacher.example(adapted, batch)
+            example = teacher.outputs(adapted, batch)
             output = adapted.eval()(**{k: v for k, v in batch.items() if k != "labels"})
         return float(distillation_loss(output, example, batch["labels"], teacher, task_of(adapted))[0])
 
@@ -106,7 +102,7 @@ def test_adapters_are_on_the_projections_of_queries_keys_values_and_outputs(name
 
 def test_a_student_without_adapters_needs_a_teacher_of_its_own():
     with pytest.raises(OptionError, match="has no adapters to switch off"):
-        Teacher(kl_weight=1.0).example(patch_model(make_model("gpt2"), "linear"), {"input_ids": make_tokens(1, 5)})
+        Teacher(kl_weight=1.0).outputs(patch_model(make_model("gpt2"), "linear"), {"input_ids": make_tokens(1, 5)})
 
 
 def test_the_divergence_of_the_likeliest_tokens_is_that_of_a_loop():

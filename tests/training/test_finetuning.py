@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,10 +15,18 @@ from transformers import TrainerCallback
 from hf_linattn import patch_model
 from hf_linattn.errors import CheckpointError, DataError, OptionError
 from hf_linattn.training import finetuning, trainers
-from hf_linattn.training.arguments import DataArguments, parse_arguments, tokens_per_step
+from hf_linattn.training.arguments import (
+    DISTILLATION,
+    DataArguments,
+    FinetuningArguments,
+    parse_arguments,
+    tokens_per_step,
+)
 from hf_linattn.training.data import PackedMaskingCollator
-from hf_linattn.training.finetuning_arguments import FinetuningArguments
-from hf_linattn.training.task import CAUSAL, Reader, first_position, task_of
+from hf_linattn.training.run_directory import RunDirectory
+from hf_linattn.training.stages import recovery, stages_of
+from hf_linattn.training.stages.training import TrainingPlan
+from hf_linattn.training.task import CAUSAL, TextEncoder, first_position, task_of
 from tests.helpers import make_tokenizer
 from tests.models import VOCAB_SIZE, make_model
 
@@ -38,7 +47,7 @@ def make_data(model, documents: int = 12):
     )
     # of so few tokens enough are masked in every batch
     options = DataArguments(block_size=16, mlm_probability=0.4, eval_mlm_probability=0.4)
-    return task_of(model).rows(splits, Reader(make_tokenizer(), options), model, 512)
+    return task_of(model).rows(splits, TextEncoder(make_tokenizer(), options), model, 512)
 
 
 def make_training(path, **options) -> FinetuningArguments:
@@ -117,29 +126,54 @@ def test_a_configuration_file_that_is_not_one(tmp_path):
 
 
 def test_the_lowest_validation_loss_wins_and_divergence_loses():
-    assert finetuning.select_learning_rate({1e-4: 2.0, 1e-3: 1.5, 1e-2: None, 1e-1: math.nan}) == 1e-3
+    assert recovery.select_learning_rate({1e-4: 2.0, 1e-3: 1.5, 1e-2: None, 1e-1: math.nan}) == 1e-3
     with pytest.raises(OptionError, match="diverged with each"):
-        finetuning.select_learning_rate({1e-3: None, 1e-2: math.inf})
+        recovery.select_learning_rate({1e-3: None, 1e-2: math.inf})
 
 
-def test_recover_searches_by_validation_loss(tmp_path, monkeypatch):
+def test_a_stage_searches_by_validation_loss(tmp_path, monkeypatch):
     losses = {1e-4: 3.0, 1e-3: 2.0, 1e-2: 2.5}
     runs = []
 
-    def fake(model, data, training, folder, *, learning_rate, max_steps, keep_checkpoints=True, **options):
-        runs.append((learning_rate, max_steps, keep_checkpoints))
+    def fake(model, data, training, folder, *, learning_rate, max_steps, **options):
+        runs.append((learning_rate, max_steps, training.save_strategy != "no"))
         return finetuning.Trained({"learning_rate": learning_rate, "eval_loss": losses[learning_rate]})
 
-    monkeypatch.setattr(finetuning, "fine_tune", fake)
+    class Training(recovery.ModelTraining):
+        name = "recovered"
+
+        def plan(self, context):
+            return TrainingPlan(data, training, list(losses), 9, 3)
+
+        def make_model(self, context):
+            return make()
+
+        def folder(self, context):
+            return tmp_path / "model"
+
+    monkeypatch.setattr(recovery, "fine_tune", fake)
     training = make_training(tmp_path)
-    run = finetuning.RunDirectory(tmp_path, training)
     make = lambda: patch_model(make_model("gpt2"), "linear")  # noqa: E731
-    arguments = ("recovered", make, make_data(make()), list(losses), 3, 9, tmp_path / "model")
-    result = finetuning.recover(run, *arguments)
+    data = make_data(make())
+    context = Mock(directory=RunDirectory(tmp_path, training))
+    context.arguments.training = training
+    result = Training().run(context)
     assert runs == [(1e-4, 3, False), (1e-3, 3, False), (1e-2, 3, False), (1e-3, 9, True)]
     assert result["learning_rate"] == 1e-3
-    assert finetuning.recover(run, *arguments) == result, "a recorded stage is not run again"
+    assert Training().run(context) == result, "a recorded stage is not run again"
     assert len(runs) == 4
+
+
+def test_every_stage_comes_behind_those_that_it_reads():
+    transfer = ["--transfer_tokens", "9999", "--calibration_tokens", "9", "--layers", "auto"]
+    longer = ["--long_tokens", "9999", "--long_block_size", "512"]
+    arguments = parse_arguments([*REQUIRED, *transfer, *longer], DISTILLATION)
+    names = [stage.name for stage in stages_of(arguments)]
+    assert len(names) == len(set(names)) == 13
+    for i, stage in enumerate(stages_of(arguments)):
+        assert set(stage.inputs) <= set(names[:i]), stage.name
+    arguments.recipe.control_dir = "other"
+    assert [stage.name for stage in stages_of(arguments)] == names, "records have the names that they always had"
 
 
 # -- one run ----------------------------------------------------------------------------------------------------------
@@ -167,10 +201,8 @@ def test_a_diverging_run_stops_early_and_has_no_loss(tmp_path):
     model = patch_model(make_model("gpt2"), "linear")
     with torch.no_grad():
         model.transformer.wte.weight.fill_(math.nan)
-    training = make_training(tmp_path, logging_steps=1)
-    result, _ = finetuning.fine_tune(
-        model, make_data(model), training, tmp_path, learning_rate=1e-3, max_steps=30, keep_checkpoints=False
-    )
+    training = finetuning.without_checkpoints(make_training(tmp_path, logging_steps=1))
+    result, _ = finetuning.fine_tune(model, make_data(model), training, tmp_path, learning_rate=1e-3, max_steps=30)
     assert result["eval_loss"] is None and result["steps"] < 30
     json.dumps(result, allow_nan=False)
 
@@ -230,16 +262,16 @@ def test_an_interrupted_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatc
 
 
 def test_a_stage_is_computed_once(tmp_path):
-    run = finetuning.RunDirectory(tmp_path, make_training(tmp_path))
-    assert run.stage("speed", lambda: {"rows": [1, 2]}) == {"rows": [1, 2]}
-    assert run.stage("speed", lambda: pytest.fail("computed again")) == {"rows": [1, 2]}
+    run = RunDirectory(tmp_path, make_training(tmp_path))
+    assert run.once("speed", lambda: {"rows": [1, 2]}) == {"rows": [1, 2]}
+    assert run.once("speed", lambda: pytest.fail("computed again")) == {"rows": [1, 2]}
     (tmp_path / "stages" / "speed.json").write_text('{"rows": [1')
     with pytest.raises(CheckpointError, match=r"speed\.json.* is damaged"):
         run.finished("speed")
 
 
 def test_an_output_folder_is_continued_only_with_the_same_options(tmp_path):
-    run = finetuning.RunDirectory(tmp_path / "out", make_training(tmp_path / "out"))
+    run = RunDirectory(tmp_path / "out", make_training(tmp_path / "out"))
     run.open({"seed": 0, "betas": (0.9, 0.99)})
     run.record("original", {"loss": 1.0})
     run.open({"seed": 0, "betas": (0.9, 0.99)}, resume=True)
@@ -252,7 +284,7 @@ def test_an_output_folder_is_continued_only_with_the_same_options(tmp_path):
 
 def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path):
     (tmp_path / "checkpoint-5").mkdir()
-    run = finetuning.RunDirectory(tmp_path, make_training(tmp_path))
+    run = RunDirectory(tmp_path, make_training(tmp_path))
     with pytest.raises(OptionError, match=r"holds checkpoint-5 but no run .*--overwrite_output_dir"):
         run.open({})
     with pytest.raises(CheckpointError, match="no run of this recipe"):
@@ -263,7 +295,7 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path):
 def test_text_that_fills_no_row(tmp_path):
     splits = DatasetDict({name: Dataset.from_dict({"text": ["w5 w6"]}) for name in ("train", "validation")})
     with pytest.raises(DataError, match="less than one row"):
-        CAUSAL.rows(splits, Reader(make_tokenizer(), DataArguments(block_size=32)), make_model("gpt2"), 512)
+        CAUSAL.rows(splits, TextEncoder(make_tokenizer(), DataArguments(block_size=32)), make_model("gpt2"), 512)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 
 from hf_linattn.errors import OptionError
-from hf_linattn.training.finetuning_arguments import FinetuningArguments
+from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import FREE, difference, model_digest, rows_digest, training_options
 from tests.models import make_model
@@ -72,7 +72,7 @@ def test_other_content_is_refused_in_terms_of_the_options(tmp_path, digest, opti
         run.open({**options, digest: "2"})
     run.record("control", {})
     with pytest.raises(OptionError, match=f"holds a run on other content: {message}.*does not compare"):
-        run.lend(["control"], {**options, digest: "2"}, ())
+        run.export_stages(["control"], {**options, digest: "2"}, ())
     run.record("recipe", options)  # as a version before this one did
     with pytest.raises(OptionError, match="did not record the content"):
         run.open({**options, digest: "2"})

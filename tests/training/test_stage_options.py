@@ -13,12 +13,13 @@ from transformers import TrainerCallback
 from hf_linattn import patch_model
 from hf_linattn.architecture import root_model
 from hf_linattn.errors import OptionError
+from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.arguments import DISTILLATION, DataArguments, parse_arguments
-from hf_linattn.training.distillation import Teacher, add_adapters
 from hf_linattn.training.finetuning import fine_tune, rehearse
-from hf_linattn.training.task import CLASSIFICATION, Reader, task_of
+from hf_linattn.training.losses.attention_transfer import AttentionTransfer
+from hf_linattn.training.losses.distillation import Teacher
+from hf_linattn.training.task import CLASSIFICATION, TextEncoder, task_of
 from hf_linattn.training.trainers import RecoveryTrainer
-from hf_linattn.training.transfer import AttentionTransfer
 from tests.helpers import make_tokenizer
 from tests.models import SPINE, make_model
 from tests.training.test_finetuning import REQUIRED, make_data, make_training
@@ -146,7 +147,7 @@ def test_smoothed_labels_change_the_training_loss_alone(tmp_path, name, head, ta
     model = classifier(name, std=0.3) if head else make_model(name, std=0.3)
     if head:
         splits = DatasetDict({"train": classified(8), "validation": classified(8)})
-        data = CLASSIFICATION.rows(splits, Reader(make_tokenizer(), DataArguments(block_size=16)), model, 128)
+        data = CLASSIFICATION.rows(splits, TextEncoder(make_tokenizer(), DataArguments(block_size=16)), model, 128)
     else:
         data = make_data(model)
     data = replace(data, collator=data.evaluation_collator, train=data.train.select(range(8)))

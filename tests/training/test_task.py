@@ -14,8 +14,8 @@ from hf_linattn import patch_model
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.training.arguments import DataArguments, RecipeArguments
 from hf_linattn.training.data import load_text_splits
-from hf_linattn.training.distillation import Teacher, distillation_loss
-from hf_linattn.training.task import CAUSAL, CLASSIFICATION, MASKED, Reader, load_model, task_of
+from hf_linattn.training.losses.distillation import Teacher, distillation_loss
+from hf_linattn.training.task import CAUSAL, CLASSIFICATION, MASKED, TextEncoder, load_model, task_of
 from hf_linattn.training.trainers import RecoveryTrainer
 from tests.helpers import make_tokenizer
 from tests.models import SPINE, make_model
@@ -55,7 +55,7 @@ def test_a_checkpoint_is_loaded_as_what_it_was_saved_as(tmp_path, name, head, ta
 def test_the_score_of_a_classifier_is_that_of_its_texts_one_by_one(name):
     model, tokenizer, test = classifier(name, std=0.4), make_tokenizer(), classified(11)
     patch_model(model, "linear")
-    found = CLASSIFICATION.score(model, Reader(tokenizer, DataArguments(block_size=9)), test, batch_size=4)
+    found = CLASSIFICATION.score(model, TextEncoder(tokenizer, DataArguments(block_size=9)), test, batch_size=4)
     losses, right = [], 0
     for text, label in zip(test["text"], test["label"], strict=True):
         ids = torch.tensor([tokenizer(text)["input_ids"][:9]])
@@ -72,7 +72,7 @@ def test_rows_of_a_classifier_are_drawn_from_everywhere_and_count_as_whole_windo
     train = Dataset.from_dict({"text": [make_text(4, i) for i in range(40)], "label": [i // 20 for i in range(40)]})
     splits = DatasetDict({"train": train, "validation": train})
     options = DataArguments(block_size=8, max_validation_tokens=24)
-    data = CLASSIFICATION.rows(splits, Reader(make_tokenizer(), options), classifier("bert"), 100)
+    data = CLASSIFICATION.rows(splits, TextEncoder(make_tokenizer(), options), classifier("bert"), 100)
     assert (len(data.train), len(data.validation)) == (12, 3)
     assert set(data.train["labels"][:].tolist()) == {0, 1}, "the first 12 of a sorted data set have one class"
 
@@ -81,7 +81,7 @@ def test_rows_of_a_classifier_are_drawn_from_everywhere_and_count_as_whole_windo
 def test_the_divergence_of_classes_is_that_of_a_loop(name):
     student, teacher = patch_model(classifier(name, std=0.3), "linear"), classifier(name, std=0.3, seed=1)
     splits = DatasetDict({"train": classified(6), "validation": classified(6)})
-    data = CLASSIFICATION.rows(splits, Reader(make_tokenizer(), DataArguments(block_size=12)), student, 72)
+    data = CLASSIFICATION.rows(splits, TextEncoder(make_tokenizer(), DataArguments(block_size=12)), student, 72)
     batch = data.collator([data.train[i] for i in range(6)])
     labels = batch.pop("labels")
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_accumulated_batches_weigh_every_prediction_alike(tmp_path, name, head):
     )
     if head:
         splits = DatasetDict({"train": classified(8), "validation": classified(8)})
-        data = CLASSIFICATION.rows(splits, Reader(make_tokenizer(), DataArguments(block_size=16)), original, 128)
+        data = CLASSIFICATION.rows(splits, TextEncoder(make_tokenizer(), DataArguments(block_size=16)), original, 128)
     else:
         data = make_data(original)
         data = replace(data, collator=data.evaluation_collator)  # the same masks in both runs
@@ -135,11 +135,11 @@ def test_classes_are_numbers_or_names_that_the_model_knows(tmp_path):
     model, tokenizer, options = classifier("bert"), make_tokenizer(), DataArguments(block_size=8)
     model.config.label2id = {"bad": 0, "fair": 1, "good": 2}
     named = Dataset.from_dict({"text": ["w7", "w8"], "label": ["good", "bad"]})
-    assert CLASSIFICATION.encode(named, Reader(tokenizer, options), model.config)["labels"][:].tolist() == [2, 0]
+    assert CLASSIFICATION.encode(named, TextEncoder(tokenizer, options), model.config)["labels"][:].tolist() == [2, 0]
     for label, message in (("god", "did you mean good"), (-1, "label -1 is none of the model's 3 classes")):
         wrong = Dataset.from_dict({"text": ["w7"], "label": [label]})
         with pytest.raises(DataError, match=message):
-            CLASSIFICATION.score(model, Reader(tokenizer, options), wrong, 2)
+            CLASSIFICATION.score(model, TextEncoder(tokenizer, options), wrong, 2)
     named.to_json(tmp_path / "train.jsonl")
     file = tmp_path / "train.jsonl"
     with pytest.raises(DataError, match="label_column='class' is not a column of the train split"):
@@ -164,4 +164,4 @@ def test_what_makes_no_sense_for_a_task_is_refused():
     tokenizer, splits = make_tokenizer(), DatasetDict({"train": classified(4), "validation": classified(4)})
     tokenizer.pad_token = None
     with pytest.raises(DataError, match=r"pad_token: the tokenizer has None"):
-        CLASSIFICATION.rows(splits, Reader(tokenizer, data), classifier("gpt2"), 64)
+        CLASSIFICATION.rows(splits, TextEncoder(tokenizer, data), classifier("gpt2"), 64)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_linattn import patch_model
-from hf_linattn.training.distillation import Teacher, distillation_loss
+from hf_linattn.training.losses.distillation import Teacher, distillation_loss
 from hf_linattn.training.task import CAUSAL, MASKED
 from hf_linattn.training.trainers import RecoveryTrainer
 from tests.models import make_model

@@ -18,9 +18,9 @@ from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops import reference as naive
 from hf_linattn.testing.counters import largest_tensor
 from hf_linattn.testing.models import ARCHITECTURES, Case, positions_of, random_tokens, tiny_model
-from hf_linattn.training.distillation import add_adapters
+from hf_linattn.training.adapters import add_adapters
+from hf_linattn.training.losses.attention_transfer import AttentionTransfer, attention_divergence
 from hf_linattn.training.task import load_model
-from hf_linattn.training.transfer import AttentionTransfer, attention_divergence
 
 LENGTH = 37
 each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)

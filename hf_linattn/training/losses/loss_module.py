@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 
-class Objective(nn.Module):
+class LossModule(nn.Module):
     """A module that holds the parameters to be trained and whose forward returns their loss on a batch of rows.
 
     What it only looks at, such as a teacher, a subclass keeps in a tuple: no submodule, so neither saved nor moved nor

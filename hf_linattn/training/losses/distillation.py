@@ -1,4 +1,4 @@
-"""Learning from the original: its example and the losses against it, adapters, and a window that is sometimes shut."""
+"""Distillation: the outputs of the original model, and the losses of a student against them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.pytorch_utils import Conv1D
+from transformers import PreTrainedModel
 
 from hf_linattn import get_mechanisms
-from hf_linattn.architecture import attention_projections, root_model
 from hf_linattn.attention_call import observed
-from hf_linattn.calibration import own_parameters
 from hf_linattn.errors import OptionError
 from hf_linattn.inference import evaluation_mode, without_labels
-from hf_linattn.mechanisms.hybrid import HybridMechanism
 from hf_linattn.training.data import IGNORED_LABEL
-from hf_linattn.training.objective import Objective
+from hf_linattn.training.losses.loss_module import LossModule
 from hf_linattn.training.task import Task
-from hf_linattn.transformers_bridge import MECHANISM
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The original model and how much its example counts beside the cross-entropy of the text.
+    """The original model and how much its outputs count beside the cross-entropy of the text.
 
     Attributes:
-        model: gives the example; it is not trained. None: the student itself, its adapters off and softmax in the
+        model: gives the outputs; it is not trained. None: the student itself, its adapters off and softmax in the
             place of its mechanisms, so that one copy of the weights serves both; the student is then a `PeftModel`.
         kl_weight: of KL(teacher || student) over the vocabulary, in nats per predicted token.
         hidden_weight: of the squared difference of the hidden states after every layer, relative to the teacher's,
@@ -51,12 +46,12 @@ class Teacher:
     top_k: int | None = None
     fading: bool = False
 
-    def authority(self, step: int, max_steps: int) -> float:
+    def schedule(self, step: int, max_steps: int) -> float:
         """Return by what `kl_weight` and `hidden_weight` are multiplied in a step."""
         return 1 - step / max_steps if self.fading else 1.0
 
     @torch.no_grad()
-    def example(self, student: nn.Module, inputs: dict[str, Any]) -> Any:
+    def outputs(self, student: nn.Module, inputs: dict[str, Any]) -> Any:
         """Return the output of the original for `inputs`; `student` may be wrapped (DDP, FSDP)."""
         inputs = without_labels(inputs)
         if self.model is not None:
@@ -76,7 +71,7 @@ class Teacher:
 
 def distillation_loss(
     student: Any,
-    example: Any,
+    teacher_outputs: Any,
     labels: Tensor,
     teacher: Teacher,
     task: Task,
@@ -93,12 +88,13 @@ def distillation_loss(
     chosen = task.predicted(labels) != IGNORED_LABEL
     divergence = hidden = student.logits.new_zeros((), dtype=torch.float32)
     if teacher.kl_weight and bool(chosen.any()):
-        got, want = (task.predicting(x.logits)[chosen].float() / teacher.temperature for x in (student, example))
+        logits = (task.predicting(x.logits)[chosen] for x in (student, teacher_outputs))
+        got, want = (x.float() / teacher.temperature for x in logits)
         got, want = _likeliest(got.log_softmax(-1), want.log_softmax(-1), teacher.top_k)
         total = (want.exp() * (want - got)).sum()
         divergence = teacher.kl_weight * teacher.temperature**2 * total / (len(want) if count is None else count)
     if teacher.hidden_weight:
-        states = student.hidden_states, example.hidden_states
+        states = student.hidden_states, teacher_outputs.hidden_states
         hidden = teacher.hidden_weight * _hidden_error(*states, attention_mask)
     return divergence, hidden
 
@@ -115,14 +111,14 @@ def _hidden_error(found: Sequence[Tensor], wanted: Sequence[Tensor], attention_m
     return (error * mask).sum() / mask.sum()
 
 
-class HiddenStates(Objective):
+class HiddenStates(LossModule):
     """A model that learns the hidden states of another, for models without a head, such as those of embeddings.
 
     Its forward returns the loss: the mean over layers and real tokens of |h - h'|^2 / |h'|^2, h the student's hidden
     state after a layer, h' the teacher's.
 
     Args:
-        student: is trained. teacher: gives the example; stays in eval mode, and is neither trained nor saved.
+        student: is trained. teacher: gives the states to learn; stays in eval mode, and is neither trained nor saved.
     """
 
     def __init__(self, student: PreTrainedModel, teacher: PreTrainedModel):
@@ -134,9 +130,9 @@ class HiddenStates(Objective):
         """Return the `loss`."""
         wanted: dict[str, Any] = {**inputs, "output_hidden_states": True}
         with torch.no_grad():
-            example = self._teacher[0](**wanted).hidden_states
+            target = self._teacher[0](**wanted).hidden_states
         found = self.student(**wanted).hidden_states
-        return {"loss": _hidden_error(found, example, inputs.get("attention_mask"))}
+        return {"loss": _hidden_error(found, target, inputs.get("attention_mask"))}
 
 
 def _likeliest(got: Tensor, want: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
@@ -152,68 +148,3 @@ def _likeliest(got: Tensor, want: Tensor, count: int | None) -> tuple[Tensor, Te
         return torch.cat([listed, rest], dim=-1)
 
     return gathered(got), gathered(want)
-
-
-def add_adapters(
-    model: PreTrainedModel,
-    rank: int,
-    alpha: float | None = None,
-    dropout: float = 0.0,
-    target_modules: Sequence[str] | None = None,
-    train_mechanisms: bool = True,
-    seed: int = 0,
-) -> PeftModel:
-    """Freeze a patched model but for LoRA adapters (Hu et al. 2021, arXiv 2106.09685) and the mechanisms' parameters.
-
-    Args:
-        rank: of the adapters. alpha: their outputs count alpha / rank; None: 2 rank. dropout: of their inputs.
-        target_modules: names as PEFT takes them; None: the query, key, value and output projections of all layers.
-        train_mechanisms: whether the mechanisms' parameters are trained beside the adapters.
-        seed: of the adapters' first weights; the global random state is left alone.
-    """
-    mechanisms = get_mechanisms(model)
-    root = root_model(model)
-    targets = list(target_modules or (p for path in mechanisms for p in attention_projections(root, path)))
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank if alpha is None else alpha,  # type: ignore[arg-type]  # any number will do
-        lora_dropout=dropout,
-        target_modules=targets,
-        modules_to_save=[MECHANISM] if train_mechanisms and own_parameters(mechanisms) else None,
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in root.modules()),
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return get_peft_model(model, config)  # type: ignore[return-value]
-
-
-class WindowDropout(TrainerCallback):
-    """Shuts the windows of hybrid mechanisms for some steps, so that the model cannot hide behind them.
-
-    In each step the window of each layer shows a query its own key alone with a probability that falls linearly from
-    `probability` to zero over the run; sinks stay. (Scheduled sliding-window dropout, 2025, arXiv 2510.05901.) Which
-    windows are shut depends on the seed and the step alone, so a resumed run shuts the same ones.
-    """
-
-    def __init__(self, model: nn.Module, probability: float, seed: int = 0):
-        self.model, self.probability, self.seed = model, probability, seed
-        if not self._hybrids():
-            raise OptionError(f"window_dropout={probability}: the model has no hybrid mechanism; leave it out")
-
-    def _hybrids(self) -> list[HybridMechanism]:
-        return [m for m in get_mechanisms(self.model).values() if isinstance(m, HybridMechanism)]
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        now = self.probability * (1 - state.global_step / state.max_steps)
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + state.global_step)
-        hybrids = self._hybrids()
-        for hybrid, drawn in zip(hybrids, torch.rand(len(hybrids), generator=generator).tolist(), strict=True):
-            hybrid.window_shut = drawn < now
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        for hybrid in self._hybrids():
-            hybrid.window_shut = False

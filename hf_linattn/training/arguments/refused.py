@@ -12,7 +12,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hf_linattn.config import require
 from hf_linattn.errors import OptionError, did_you_mean
-from hf_linattn.training.finetuning_arguments import FinetuningArguments
+from hf_linattn.training.arguments.trainer import FinetuningArguments
 
 # by name: why nothing but the default will do, and what to do instead
 REFUSED = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hf_linattn.training.stage_options import REFUSED
+from hf_linattn.training.arguments.refused import REFUSED
 
 ASKED = frozenset({"-h", "--help"})
 USAGE = "[config.yaml] [--option value ...]"

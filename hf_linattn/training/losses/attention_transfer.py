@@ -27,12 +27,12 @@ from hf_linattn.mechanisms.softmax import SoftmaxMechanism
 from hf_linattn.ops.common.derivatives import first_order
 from hf_linattn.ops.common.exact_softmax import in_window
 from hf_linattn.ops.reference import repeat_heads
-from hf_linattn.training.objective import Objective
+from hf_linattn.training.losses.loss_module import LossModule
 
 BLOCK = 128  # queries whose attention weights are held at a time
 
 
-class Transfer(Objective):
+class Transfer(LossModule):
     """The mechanisms of a patched model as one module, whose forward returns how far they are from softmax attention.
 
     It holds no parameters but the mechanisms' own; the model beside it must be on their device and stays in eval mode.

@@ -17,7 +17,7 @@ from hf_linattn.calibration import squared_errors
 from hf_linattn.config import require_count
 from hf_linattn.mechanisms import Mechanism
 from hf_linattn.mechanisms.softmax import SoftmaxMechanism
-from hf_linattn.training.transfer import Transfer, add_gradients
+from hf_linattn.training.losses.attention_transfer import Transfer, add_gradients
 
 
 class BlockTransfer(Transfer):

@@ -1,0 +1,48 @@
+"""LoRA adapters: what a patched model trains where its weights stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from hf_linattn import get_mechanisms
+from hf_linattn.architecture import attention_projections, root_model
+from hf_linattn.calibration import own_parameters
+from hf_linattn.transformers_bridge import MECHANISM
+
+
+def add_adapters(
+    model: PreTrainedModel,
+    rank: int,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    target_modules: Sequence[str] | None = None,
+    train_mechanisms: bool = True,
+    seed: int = 0,
+) -> PeftModel:
+    """Freeze a patched model but for LoRA adapters (Hu et al. 2021, arXiv 2106.09685) and the mechanisms' parameters.
+
+    Args:
+        rank: of the adapters. alpha: their outputs count alpha / rank; None: 2 rank. dropout: of their inputs.
+        target_modules: names as PEFT takes them; None: the query, key, value and output projections of all layers.
+        train_mechanisms: whether the mechanisms' parameters are trained beside the adapters.
+        seed: of the adapters' first weights; the global random state is left alone.
+    """
+    mechanisms = get_mechanisms(model)
+    root = root_model(model)
+    targets = list(target_modules or (p for path in mechanisms for p in attention_projections(root, path)))
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,  # type: ignore[arg-type]  # any number will do
+        lora_dropout=dropout,
+        target_modules=targets,
+        modules_to_save=[MECHANISM] if train_mechanisms and own_parameters(mechanisms) else None,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in root.modules()),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return get_peft_model(model, config)  # type: ignore[return-value]

@@ -1,0 +1,13 @@
+"""Options of the recipes: dataclasses by group, whose help texts are the documentation, and what reads them."""
+
+from .data import DataArguments
+from .distillation import DistillationArguments
+from .model import AUTO, ModelArguments
+from .parsing import DISTILLATION, FINETUNING, Arguments, parse_arguments, tokens_per_step
+from .recipe import RecipeArguments
+from .trainer import FinetuningArguments
+
+__all__ = [
+    "AUTO", "DISTILLATION", "FINETUNING", "Arguments", "DataArguments", "DistillationArguments",
+    "FinetuningArguments", "ModelArguments", "RecipeArguments", "parse_arguments", "tokens_per_step",
+]  # fmt: skip

@@ -1,0 +1,66 @@
+"""Options: which model is converted, and to what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_linattn.config import json_object, require, require_count
+from hf_linattn.errors import OptionError
+
+AUTO = "auto"  # value of `layers`
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+
+
+@dataclass
+class ModelArguments:
+    """Which model is converted, and to what."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Checkpoint to convert: a folder or the name of a model on the Hub."}
+    )
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Its tokenizer, where it lies elsewhere."})
+    dtype: str = field(
+        default="float32", metadata={"help": "Of the weights while training and in the result; `auto`: as saved."}
+    )
+    mechanism: str | None = field(default=None, metadata={"help": "Name of the mechanism; `performer`, `linear`, ..."})
+    mechanism_options: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Its options, as JSON (a mapping in YAML)."}
+    )
+    layers: str | None = field(
+        default=None, metadata={"help": "Which layers, as `0-5` or `0-2,7`; `auto`: see softmax_share; default: all."}
+    )
+    softmax_share: float = field(
+        default=0.25, metadata={"help": "With `layers auto`, at most this share, those that matter most, stay."}
+    )
+    plan: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": 'In the place of `mechanism`: JSON like `{"performer": "0-5", "linear": [6]}`.'},
+    )
+    chunk_feed_forward: int | None = field(
+        default=None,
+        metadata={"help": "Feed-forwards take so many tokens at a time, with less memory; default: all of a batch."},
+    )
+
+    def __post_init__(self) -> None:
+        require("model_name_or_path", self.model_name_or_path, bool(self.model_name_or_path), "a folder or Hub name")
+        require("dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        for name in ("mechanism_options", "plan"):
+            given = getattr(self, name)
+            setattr(self, name, None if given is None else json_object(name, given))
+        require_count("chunk_feed_forward", self.chunk_feed_forward, optional=True)
+        require("softmax_share", self.softmax_share, 0 <= self.softmax_share < 1, "at least 0 and below 1")
+        if self.layers == AUTO:
+            require("plan", self.plan, not self.plan, "absent where layers is 'auto'")
+        if (self.mechanism is None) == (not self.plan):
+            raise OptionError(
+                f"give either mechanism or plan, got mechanism={self.mechanism!r} and plan={self.plan!r};"
+                " for example --mechanism performer"
+            )
+
+    def patch_arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments for `hf_linattn.patch_model`."""
+        options: Any = self.mechanism_options or {}
+        layers = None if self.layers == AUTO else self.layers
+        chosen = {"mechanism": self.plan or self.mechanism, "layers": layers}
+        return {**chosen, "chunk_feed_forward": self.chunk_feed_forward, **options}

@@ -1,0 +1,110 @@
+"""The options of a run: read from flags, a YAML file or both, and checked against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import HfArgumentParser, TrainingArguments
+
+from hf_linattn.config import require
+from hf_linattn.errors import OptionError
+from hf_linattn.training.arguments.data import DataArguments
+from hf_linattn.training.arguments.distillation import DistillationArguments
+from hf_linattn.training.arguments.flags import flags_of, refusing, unknown_option
+from hf_linattn.training.arguments.model import ModelArguments
+from hf_linattn.training.arguments.recipe import RecipeArguments
+from hf_linattn.training.arguments.refused import check_stages
+from hf_linattn.training.arguments.trainer import FinetuningArguments
+
+YAML_SUFFIXES = (".yaml", ".yml")
+DEFAULT_LEARNING_RATES = [3e-4, 1e-3, 3e-3]
+
+
+class Arguments(NamedTuple):
+    """The options of a run, by group."""
+
+    model: ModelArguments
+    data: DataArguments
+    recipe: RecipeArguments
+    training: FinetuningArguments
+    distillation: DistillationArguments = DistillationArguments()
+
+
+FINETUNING = (ModelArguments, DataArguments, RecipeArguments, FinetuningArguments)
+DISTILLATION = (*FINETUNING, DistillationArguments)
+
+
+def parse_arguments(argv: Sequence[str], kinds: Sequence[type] = FINETUNING) -> Arguments:
+    """Read `[config.yaml] [--flag value ...]`; a flag overrides the same name in the file.
+
+    Args:
+        kinds: the groups that may be set, `FINETUNING` or `DISTILLATION`.
+
+    Raises:
+        OptionError: an unknown name (the message has the nearest ones), a value out of range, an unreadable file.
+
+    >>> arguments = parse_arguments(
+    ...     ["--model_name_or_path", "gpt2", "--mechanism", "linear", "--output_dir", "out", "--seed", "7"])
+    >>> arguments.model.mechanism, arguments.data.block_size, arguments.training.seed
+    ('linear', 256, 7)
+    """
+    known = {f.name for kind in kinds for f in dataclasses.fields(kind) if f.init}
+    flags = list(argv)
+    if flags and flags[0].endswith(YAML_SUFFIXES):
+        flags = flags_of(Path(flags[0]), known) + flags[1:]
+    parser = HfArgumentParser(kinds, allow_abbrev=False, exit_on_error=False, add_help=False)  # type: ignore[arg-type]
+    with refusing(flags):
+        *parsed, unknown = parser.parse_args_into_dataclasses(
+            flags, return_remaining_strings=True, look_for_args_file=False
+        )
+    if unknown:
+        raise unknown_option(unknown[0], known)
+    arguments = Arguments(*parsed)
+    check_stages(arguments.training)
+    _check_together(arguments)
+    return arguments
+
+
+def _check_together(arguments: Arguments) -> None:
+    """Settle what depends on several groups: the grid of learning rates and the length of the runs."""
+    _, data, recipe, training, distillation = arguments
+    if recipe.learning_rates and training.learning_rate:
+        raise OptionError(
+            f"learning_rate={training.learning_rate} and learning_rates={recipe.learning_rates} were both given;"
+            " give one of them"
+        )
+    if not recipe.learning_rates:
+        recipe.learning_rates = [training.learning_rate] if training.learning_rate else DEFAULT_LEARNING_RATES
+    recipe.control_learning_rates = recipe.control_learning_rates or recipe.learning_rates
+    if training.max_steps > 0:
+        raise OptionError(f"max_steps={training.max_steps}: the length of a run is given by max_train_tokens instead")
+    step = tokens_per_step(data, training)
+    grids = (recipe.learning_rates, recipe.control_learning_rates)
+    searched = recipe.lr_search_tokens if max(map(len, grids)) > 1 else None
+    longer = distillation.long_block_size
+    above = longer is None or longer > data.block_size
+    require("long_block_size", longer, above, f"above block_size={data.block_size}")
+    before = recipe.calibration_tokens + distillation.transfer_tokens + distillation.long_tokens
+    share = "max_train_tokens, of which the search takes 0.15,"
+    wanted = {
+        "max_train_tokens": recipe.max_train_tokens - before,
+        share if recipe.searches_a_share else "lr_search_tokens": searched,
+        "transfer_tokens": distillation.transfer_tokens or None,
+        "long_tokens": distillation.long_tokens or None,
+    }
+    for name, tokens in wanted.items():
+        if tokens is not None and tokens < step:
+            shared = f" ({before} of the other stages are part of it)" if name == "max_train_tokens" and before else ""
+            raise OptionError(
+                f"{name} leaves {tokens} tokens{shared}, less than one step of {step} tokens"
+                f" (block_size={data.block_size} x global batch of {step // data.block_size}); raise it or lower"
+                " block_size or per_device_train_batch_size"
+            )
+
+
+def tokens_per_step(data: DataArguments, training: TrainingArguments) -> int:
+    """Return how many tokens one optimizer step sees, over all processes."""
+    return data.block_size * training.train_batch_size * training.gradient_accumulation_steps * training.world_size

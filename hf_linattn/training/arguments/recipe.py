@@ -1,0 +1,66 @@
+"""Options: how much is trained and what is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hf_linattn.config import require
+
+
+@dataclass
+class RecipeArguments:
+    """How much is trained and what is measured."""
+
+    max_train_tokens: int = field(
+        default=2_000_000,
+        metadata={"help": "Tokens of each full run, over all its stages and epochs (not those of the search)."},
+    )
+    learning_rates: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "Grid searched for control and recovered alike; default: 3e-4 1e-3 3e-3. One value: no search."
+        },
+    )
+    control_learning_rates: list[float] | None = field(
+        default=None, metadata={"help": "A grid of its own for the control."}
+    )
+    control_dir: str | None = field(
+        default=None,
+        metadata={"help": "Output folder of a run on the same tokens, whose control serves here too; empty: none."},
+    )
+    lr_search_tokens: int | None = field(
+        default=None, metadata={"help": "Tokens of each search run; default: 0.15 of max_train_tokens."}
+    )
+    kl_weight: float = field(
+        default=0.0, metadata={"help": "Of the KL divergence from the original's predictions; control: none."}
+    )
+    hidden_weight: float = field(
+        default=0.0, metadata={"help": "Of the relative squared error of all layers' hidden states; control: none."}
+    )
+    calibration_tokens: int = field(
+        default=0,
+        metadata={"help": "Training tokens on which the mechanisms are fitted, layer by layer, before training."},
+    )
+    speed_lengths: list[int] = field(
+        default_factory=lambda: [256, 512, 1024, 2048, 4096],
+        metadata={"help": "Lengths to time, where the position table allows them."},
+    )
+    fidelity_windows: int = field(
+        default=0,
+        metadata={"help": "Test windows on which generated text and accuracy by position are compared; causal only."},
+    )
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Start anew in an output_dir that holds another run's results."}
+    )
+
+    def __post_init__(self) -> None:
+        self.searches_a_share = not self.lr_search_tokens  # messages speak of what was given
+        self.lr_search_tokens = self.lr_search_tokens or int(0.15 * self.max_train_tokens)
+        self.control_dir = self.control_dir or None  # a flag that takes back what a file says
+        for name in ("learning_rates", "control_learning_rates"):
+            rates = getattr(self, name)
+            require(name, rates, rates is None or all(rate > 0 for rate in rates), "positive numbers")
+        for name in ("kl_weight", "hidden_weight", "calibration_tokens", "fidelity_windows"):
+            require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
+        lengths = self.speed_lengths
+        require("speed_lengths", lengths, bool(lengths) and min(lengths) > 0, "positive numbers of tokens")

@@ -1,0 +1,132 @@
+"""Everything that is loaded and checked before a run writes its first file."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_linattn import get_mechanisms, is_patched, patch_model
+from hf_linattn.calibration import own_parameters, what_is_fitted
+from hf_linattn.errors import OptionError
+from hf_linattn.evaluation import position_limit, whole_windows
+from hf_linattn.reading import read_tokenizer
+from hf_linattn.training.arguments import Arguments, ModelArguments
+from hf_linattn.training.run_directory import RunDirectory
+from hf_linattn.training.same_run import model_digest, rows_digest
+from hf_linattn.training.stages import TrainingStage, stages_of
+from hf_linattn.training.task import TextEncoder, load_model, task_of
+from hf_linattn.training.training_run import TrainingRun
+from hf_linattn.training.window_dropout import WindowDropout
+
+# options that say nothing about the control: it may come from a run with others, however its learning rate was found
+CONVERSION_OPTIONS = (
+    "mechanism", "mechanism_options", "layers", "softmax_share", "plan", "learning_rates", "lr_search_tokens",
+    "control_learning_rates", "control_dir", "kl_weight", "hidden_weight", "calibration_tokens", "speed_lengths",
+    "fidelity_windows", "seed", "data_seed",
+)  # fmt: skip
+
+
+def prepare(arguments: Arguments, command: str = "") -> TrainingRun:
+    """Load model, tokenizer and text, and raise the library's errors for whatever does not fit together.
+
+    Args:
+        command: how the run was started, for the report.
+    """
+    model_options, data_options, recipe_options, training, distillation = arguments
+    model = load_model(model_options.model_name_or_path or "", model_options.dtype)
+    if is_patched(model):
+        raise OptionError(
+            f"model_name_or_path={model_options.model_name_or_path!r} is converted already; give the original"
+        )
+    digests = {"model_digest": model_digest(model)}
+    task = task_of(model)
+    task.check(model, data_options, recipe_options)
+    patch_model(model, **model_options.patch_arguments())
+    limit = position_limit(model)
+    check_model(model, arguments, limit)
+    tokenizer = load_tokenizer(model_options)
+    with training.main_process_first(local=False):
+        splits = task.load(data_options)
+        data = task.rows(splits, TextEncoder(tokenizer, data_options), model, recipe_options.max_train_tokens)
+        long_data = None
+        if distillation.long_block_size:
+            long_options = replace(data_options, block_size=distillation.long_block_size, stride=None)
+            long_data = task.rows(splits, TextEncoder(tokenizer, long_options), model, distillation.long_tokens)
+    timed = [n for n in sorted(set(recipe_options.speed_lengths)) if limit is None or n <= limit]
+    read = {"train": data.train, "validation": data.validation, "test": splits["test"]}
+    read |= {} if long_data is None else {"long": long_data.train}
+    run = TrainingRun(
+        arguments=arguments,
+        command=command,
+        directory=RunDirectory(training.output_dir or "", training),
+        tokenizer=tokenizer,
+        task=task,
+        splits=splits,
+        data=data,
+        long_data=long_data,
+        speed_lengths=timed or [limit or data_options.block_size],
+        digests=digests | {f"{name}_digest": rows_digest(rows) for name, rows in read.items()},
+    )
+    check_windows(run)
+    run.shared_control = shared_control(run)
+    for stage in stages_of(arguments):
+        if isinstance(stage, TrainingStage):
+            stage.rehearse(run, model)
+    return run
+
+
+def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None) -> None:
+    """Raise `OptionError` for what a converted model cannot do: read rows so long, fit parameters it lacks.
+
+    Args:
+        limit: the positions of the model with its mechanism; None: any number of them.
+    """
+    model_options, data_options, recipe_options, _, distillation = arguments
+    lengths = {"block_size": data_options.block_size, "long_block_size": distillation.long_block_size or 0}
+    for name, length in lengths.items():
+        if limit is not None and length > limit:
+            raise OptionError(
+                f"{name}={length} is beyond the {limit} positions of {model_options.model_name_or_path!r} with its"
+                f" mechanism; give at most {limit}"
+            )
+    for name, tokens, found in (
+        ("calibration_tokens", recipe_options.calibration_tokens, what_is_fitted),
+        ("transfer_tokens", distillation.transfer_tokens, own_parameters),
+    ):
+        if tokens and not found(get_mechanisms(model)):
+            raise OptionError(
+                f"{name}={tokens}: {model_options.mechanism!r} has no parameters of its own that could be fitted;"
+                " leave it out"
+            )
+    if distillation.window_dropout:
+        WindowDropout(model, distillation.window_dropout)
+
+
+def check_windows(run: TrainingRun) -> None:
+    """Raise now what would otherwise come up after hours: too little text to compare generated text on."""
+    count = run.arguments.recipe.fidelity_windows
+    if not count:
+        return
+    try:
+        whole_windows(run.tokenizer, run.splits["test"]["text"], run.arguments.data.block_size)
+    except OptionError as error:
+        raise OptionError(
+            f"fidelity_windows={count}, windows of block_size in the test split: {error}"
+        ) from error
+
+
+def shared_control(run: TrainingRun) -> dict[str, dict[str, Any]]:
+    """Return the results of the stages that another run's control went through, if it is to serve here too."""
+    training, folder = run.arguments.training, run.arguments.recipe.control_dir
+    if folder is None:
+        return {}
+    ignored = {*CONVERSION_OPTIONS, *asdict(run.arguments.distillation), "long_digest"}
+    return RunDirectory(folder, training).export_stages(("control_training", "control"), run.options, ignored)
+
+
+def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a run; `CheckpointError`, which names the option, if it cannot be read."""
+    option = "tokenizer_name" if options.tokenizer_name else "model_name_or_path"
+    return read_tokenizer(option, getattr(options, option))

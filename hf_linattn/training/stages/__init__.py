@@ -1,0 +1,53 @@
+"""The stages of a recipe, from the original to the report, one kind in a file."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from hf_linattn import unpatch_model
+from hf_linattn.training.arguments import AUTO, Arguments
+from hf_linattn.training.training_run import TrainingRun
+
+from .base import Stage
+from .calibration import Calibration
+from .layers import LayerChoice
+from .long import LongTraining
+from .measurement import Measurement, SharedStage, validation
+from .recovery import ControlTraining, RecoveredTraining
+from .report import ReportStage
+from .training import TrainingStage
+from .transfer import TransferTraining
+
+__all__ = ["Stage", "TrainingStage", "stages_of"]
+
+
+def stages_of(arguments: Arguments) -> list[Stage]:
+    """Return the stages of a run with these options, in their order."""
+    options, shared = arguments.distillation, arguments.recipe.control_dir is not None
+    trained = ("recovered_training", "long_training")
+    stages: list[tuple[Stage, object]] = [
+        (LayerChoice(), arguments.model.layers == AUTO),
+        (Measurement("original", TrainingRun.load), True),
+        (Measurement("converted", TrainingRun.convert, ("layers",)), True),
+        (Measurement("converted_validation", TrainingRun.convert, ("layers",), validation), True),
+        (ControlTraining(), not shared),
+        (Measurement("control", _control, ("control_training",)), not shared),
+        (SharedStage("control_training"), shared),
+        (SharedStage("control"), shared),
+        (Calibration(), arguments.recipe.calibration_tokens),
+        (TransferTraining(), options.transfer_tokens),
+        (RecoveredTraining(), True),
+        (LongTraining(), options.long_block_size),
+        (Measurement("recovered", _recovered, trained), True),
+        (Measurement("recovered_validation", _recovered, trained, validation), True),
+        (ReportStage(), True),
+    ]
+    return [stage for stage, wanted in stages if wanted]
+
+
+def _control(context: TrainingRun) -> PreTrainedModel:
+    return unpatch_model(context.load(ControlTraining().folder(context)))
+
+
+def _recovered(context: TrainingRun) -> PreTrainedModel:
+    return context.load(context.directory.path)

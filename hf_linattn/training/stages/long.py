@@ -1,0 +1,47 @@
+"""The stage that goes on with the recovered model on longer rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_linattn.training.losses.distillation import Teacher
+from hf_linattn.training.stages.recovery import RecoveredTraining, adapted, make_teacher
+from hf_linattn.training.stages.training import TrainingPlan
+from hf_linattn.training.training_run import TrainingRun
+
+
+class LongTraining(RecoveredTraining):
+    """As many tokens to a step, in longer rows, with the learning rate that the stage before was best with."""
+
+    name = "long_training"
+    inputs: tuple[str, ...] = ("recovered_training",)
+
+    def plan(self, context: TrainingRun) -> TrainingPlan:
+        options, distillation = context.arguments.recipe, context.arguments.distillation
+        training, data = context.arguments.training, context.long_data
+        shorter = training.per_device_train_batch_size * context.arguments.data.block_size
+        rows: dict[str, Any] = {
+            "per_device_train_batch_size": max(1, shorter // (distillation.long_block_size or 1))
+        }
+        rates = options.learning_rates or []
+        recovered = context.results.get(RecoveredTraining.name)
+        rate = rates[0] if recovered is None else recovered["learning_rate"]  # a rehearsal comes before the results
+        steps = context.steps(distillation.long_tokens)
+        return TrainingPlan(data, replace(training, **rows), [rate], steps)  # type: ignore[arg-type]  # there is data
+
+    def make_model(self, context: TrainingRun) -> nn.Module:
+        return adapted(context, context.load(RecoveredTraining().folder(context)))
+
+    def trained_part(self, context: TrainingRun, model: PreTrainedModel) -> nn.Module:
+        return model  # which has its adapters from the rehearsal of the stage before
+
+    def folder(self, context: TrainingRun) -> Path:
+        return context.directory.path
+
+    def teacher(self, context: TrainingRun) -> Teacher | None:
+        return make_teacher(context, own_model=True)

@@ -1,0 +1,140 @@
+"""The stage that measures the recovered model beside the original and writes the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_linattn import get_patch_config
+from hf_linattn.evaluation import Fidelity, fidelity, measure_memory, measure_speed, without_far_keys
+from hf_linattn.report import (
+    Accuracies,
+    Evaluation,
+    Perplexities,
+    Report,
+    Stage,
+    Training,
+    collect_provenance,
+    save_card,
+    save_report,
+)
+from hf_linattn.training.arguments import Arguments, tokens_per_step
+from hf_linattn.training.stages.base import OneProcessStage
+from hf_linattn.training.training_run import TrainingRun
+
+SCORED = ("original", "control", "converted", "recovered")
+# by the name in the report: the stage after which the converted model has this validation loss
+STAGES = {
+    "converted": "converted_validation",
+    "calibration": "calibration",
+    "transfer": "transfer",
+    "recovered": "recovered_training",
+    "long": "long_training",
+}
+
+
+class ReportStage(OneProcessStage):
+    """Write the report and the model card beside the recovered model, and the tokenizer beside both models."""
+
+    name = "report"
+    inputs: tuple[str, ...] = (*SCORED, "layers", "control_training", *STAGES.values(), "recovered_validation")
+
+    def run(self, context: TrainingRun) -> dict[str, Any]:
+        folder = context.directory.path
+        if context.arguments.training.should_save:
+            context.tokenizer.save_pretrained(folder)
+            if (folder / "control").exists():
+                context.tokenizer.save_pretrained(folder / "control")
+        return super().run(context)
+
+    def compute(self, context: TrainingRun) -> dict[str, Any]:
+        folder = context.directory.path
+        built = build_report(context, context.load(folder))
+        return {"files": [file.name for file in (*save_report(built, folder), save_card(built, folder))]}
+
+
+def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
+    """Measure speed and memory of the recovered model beside its original attention, and put everything together."""
+    model_options, data_options, options, training, _ = context.arguments
+    results = context.results
+    scores = {name: results[name] for name in SCORED}
+    control, recovered = results["control_training"], results["recovered_training"]
+    step = tokens_per_step(data_options, training)
+    mechanisms = {config.mechanism for config in get_patch_config(model).layers.values()}
+    given: Any = model_options.plan or model_options.mechanism_options or {}  # dicts by now
+    layers = {"layers": model_options.layers} if model_options.layers else {}
+    files = [getattr(data_options, f"{split}_file") for split in context.splits]
+    sources = [data_options.dataset_name, data_options.dataset_config_name, *files]
+    searched = max(len(options.learning_rates or ()), len(options.control_learning_rates or ())) > 1
+    classified = "accuracy" in scores["recovered"]
+    return Report(
+        base_model=model_options.model_name_or_path or "",
+        mechanism="+".join(sorted(mechanisms)),
+        options=given | layers,
+        data=", ".join(filter(None, sources)) or "documentation of Python's standard library",
+        dataset_name=data_options.dataset_name,
+        dataset_config_name=data_options.dataset_config_name,
+        perplexity=Perplexities(**{name: score["perplexity"] for name, score in scores.items()}),
+        accuracy=Accuracies(**{name: score["accuracy"] for name, score in scores.items()}) if classified else None,
+        evaluation=Evaluation(
+            data_options.block_size, scores["recovered"]["num_tokens"], context.task.stride(data_options)
+        ),
+        training=Training(
+            tokens=context.steps(options.max_train_tokens) * step,
+            recovered_learning_rate=recovered["learning_rate"],
+            control_learning_rate=control["learning_rate"],
+            learning_rate_grid=tried(recovered),
+            control_learning_rate_grid=tried(control),
+            search_tokens=context.steps(options.lr_search_tokens or 0) * step if searched else 0,
+            teaching=teaching_options(context.arguments),
+        ),
+        stages=stages(results, step),
+        sensitivity=tuple(results.get("layers", {}).get("sensitivity", {}).values()),
+        provenance=collect_provenance(training.seed, context.command, device=model.device, dtype=model.dtype),
+        fidelity=compare_with_original(context, model) if options.fidelity_windows else None,
+        speed=tuple(measure_speed(model, context.speed_lengths)),
+        memory=tuple(measure_memory(model, context.speed_lengths)),
+    )
+
+
+def tried(training: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return the learning rates that were tried for a training."""
+    return tuple(trial["learning_rate"] for trial in training["search"]) or (training["learning_rate"],)
+
+
+def teaching_options(arguments: Arguments) -> dict[str, Any]:
+    """Return the options of calibration, transfer and distillation that are not at their defaults."""
+    default, chosen = type(arguments.distillation)(), asdict(arguments.distillation)
+    losses = {name: getattr(arguments.recipe, name) for name in ("calibration_tokens", "kl_weight", "hidden_weight")}
+    changed = {name: value for name, value in chosen.items() if value != getattr(default, name)}
+    return {name: value for name, value in losses.items() if value} | changed
+
+
+def stages(results: Mapping[str, dict[str, Any]], step: int) -> tuple[Stage, ...]:
+    """Return what the converted model came to after every stage that was run, on the validation split."""
+    done = {name: results[stage] for name, stage in STAGES.items() if stage in results}
+    last = list(done)[-1]
+    done[last] = done[last] | results["recovered_validation"]  # of the model as it was saved
+    return tuple(
+        Stage(name, result.get("tokens", result.get("steps", 0) * step), result.get("seconds", 0.0), loss)
+        for name, result in done.items()
+        if (loss := result["eval_loss"]) is not None
+    )
+
+
+def compare_with_original(context: TrainingRun, model: PreTrainedModel) -> Fidelity:
+    """Compare a converted model with the original on the test split."""
+    size, texts = context.arguments.data.block_size, context.splits["test"]["text"]
+    prompt = size // 4
+    found = fidelity(
+        model, context.load(), context.tokenizer, texts, max_length=size,
+        num_windows=context.arguments.recipe.fidelity_windows, prompt_length=prompt,
+        new_tokens=min(64, size - prompt),
+    )  # fmt: skip
+    if found.linear_share is None:
+        return found
+    with without_far_keys(model):
+        return replace(found, perplexity_without_linear=context.score(model)["perplexity"])

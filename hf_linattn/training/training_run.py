@@ -1,0 +1,119 @@
+"""A run of a recipe: its options, what they name, loaded and checked, and what its stages came to so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from datasets import DatasetDict
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_linattn import chunk_feed_forward, is_patched, patch_model
+from hf_linattn.errors import CheckpointError
+from hf_linattn.training.arguments import Arguments, tokens_per_step
+from hf_linattn.training.data import TrainingData
+from hf_linattn.training.finetuning import validation_loss
+from hf_linattn.training.run_directory import RunDirectory
+from hf_linattn.training.same_run import FREE, training_options
+from hf_linattn.training.task import Task, TextEncoder, load_model
+
+
+@dataclass
+class TrainingRun:
+    """What the stages of a recipe are given, and where they leave their results.
+
+    Attributes:
+        arguments: the options, by group; the stage that chooses the layers sets those of the model.
+        command: how the run was started. directory: its output folder.
+        tokenizer: of the model. task: what the model predicts. splits: the texts.
+        data: rows of `block_size` tokens. long_data: longer ones for a last stage; None: there is no such stage.
+        speed_lengths: the lengths to time that the model has positions for.
+        digests: of the content of model and data. shared_control: results of stages of another run, by name.
+        results: what each finished stage of this run recorded, by name.
+    """
+
+    arguments: Arguments
+    command: str
+    directory: RunDirectory
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    splits: DatasetDict
+    data: TrainingData
+    long_data: TrainingData | None
+    speed_lengths: list[int]
+    digests: dict[str, str] = field(default_factory=dict)
+    shared_control: dict[str, dict[str, Any]] = field(default_factory=dict)
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """What determines the result: all options but those in `FREE`, and the content of model and data."""
+        model, data, recipe, training, distillation = self.arguments
+        named = asdict(model) | asdict(data) | asdict(recipe) | asdict(distillation)
+        named = {name: value for name, value in named.items() if name not in FREE}
+        return named | training_options(training) | self.digests
+
+    def steps(self, tokens: int) -> int:
+        """Return how many whole optimizer steps `tokens` are."""
+        return tokens // tokens_per_step(self.arguments.data, self.arguments.training)
+
+    @property
+    def calibration_rows(self) -> int:
+        """How many training rows the mechanisms are fitted on: those asked for, rounded up, as far as there are."""
+        tokens = self.arguments.recipe.calibration_tokens
+        return min(len(self.data.train), -(-tokens // self.arguments.data.block_size))
+
+    def load(self, path: Path | None = None) -> PreTrainedModel:
+        """Load the original, or a model this run saved, onto the device of the run."""
+        options = self.arguments.model
+        model = load_model(str(path or options.model_name_or_path), options.dtype)
+        if is_patched(model):
+            chunk_feed_forward(model, options.chunk_feed_forward)
+        return model.to(self.arguments.training.device)
+
+    def convert(self, stages: Sequence[str] = ()) -> PreTrainedModel:
+        """Load the original and patch it as asked; the mechanisms' state is that after the last of `stages` done."""
+        model = patch_model(self.load(), **self.arguments.model.patch_arguments())
+        done = [name for name in stages if name in self.results]
+        if done:
+            file = self.mechanisms_file(done[-1])
+            unknown = model.load_state_dict(load_file(file), strict=False).unexpected_keys
+            if unknown:
+                raise CheckpointError(
+                    f"{str(file)!r} holds {unknown[0]!r}, which the model lacks; give another output_dir, or"
+                    " --overwrite_output_dir"
+                )
+        return model
+
+    def mechanisms_file(self, stage: str) -> Path:
+        """Return the file for the mechanisms' state after a stage."""
+        return self.directory.file(stage, ".safetensors")
+
+    def softmax_baseline(self) -> PreTrainedModel:
+        """Load the original with our exact attention, which keeps packed rows apart in BERT too."""
+        return patch_model(self.load(), "softmax", chunk_feed_forward=self.arguments.model.chunk_feed_forward)
+
+    def batches(self, count: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the first `count` training rows in batches, on the device of the run, masked as in validation."""
+        training, rows = self.arguments.training, self.data.train
+        size = training.per_device_eval_batch_size
+        for first in range(0, count, size):
+            batch = self.data.evaluation_collator([rows[i] for i in range(first, min(first + size, count))])
+            yield {name: value.to(training.device) for name, value in batch.items()}
+
+    def validation_loss(self, model: PreTrainedModel) -> float:
+        """Score the validation split."""
+        return validation_loss(model, self.data, self.arguments.training.per_device_eval_batch_size)
+
+    def score(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Score the test split: its `perplexity`, and what else the task reports."""
+        options, test = self.arguments.data, self.splits["test"]
+        if options.max_test_documents:
+            test = test.select(range(min(len(test), options.max_test_documents)))
+        size = self.arguments.training.per_device_eval_batch_size
+        return self.task.score(model, TextEncoder(self.tokenizer, options), test, size)
