@@ -7,9 +7,7 @@ import inspect
 import re
 from collections.abc import Iterator
 
-from benchmarks.markdown import options_text, table
-from benchmarks.speed_tables import peers_table, summary_table
-from benchmarks.tables import (
+from benchmarks.result_files import (
     CALIBRATION_FILE,
     MEAN_OF_VALUES,
     MQAR_FILE,
@@ -21,16 +19,20 @@ from benchmarks.tables import (
     ZERO_SHOT_FILE,
     Document,
     board_reports,
+    read,
+    recovery_reports,
+)
+from benchmarks.tables.markdown import options_text, table
+from benchmarks.tables.quality import (
     board_table,
     calibration_table,
-    read,
     recall_table,
-    recovery_reports,
     recovery_table,
     usable,
     usable_table,
     zero_shot_table,
 )
+from benchmarks.tables.speed import peers_table, summary_table
 from docs import pictures
 from hf_linattn import UnsupportedModeError
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
