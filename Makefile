@@ -109,40 +109,40 @@ bench: install ## speed and memory beside softmax, and the tables: 10 minutes; B
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
 paired: install ## speed beside another checkout, in turns, row by row: make paired BEFORE=../before
-	$(BIN)/python -m benchmarks.paired $(BEFORE) $(BENCH)
+	$(BIN)/python -m benchmarks.measure.paired $(BEFORE) $(BENCH)
 
 long-inputs: install ## memory of a training step, decoding and prompts of long inputs, and the tables: 15 minutes
-	$(BIN)/python -m benchmarks.long_inputs
+	$(BIN)/python -m benchmarks.studies.long_inputs
 
 depth: install ## memory of a training step against the number of layers, its table and its plot: 5 minutes
-	$(BIN)/python -m benchmarks.depth
+	$(BIN)/python -m benchmarks.studies.depth
 
 peers: install ## other libraries' mechanisms beside ours, and the table: 2 minutes
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[peers]"
-	$(BIN)/python -m benchmarks.peers
+	$(BIN)/python -m benchmarks.measure.peers
 
 support: install ## patch a small model of every architecture of transformers, and the table in docs/support.md: minutes
 	$(BIN)/hf-linattn support --output benchmarks/results/support.json
 	$(BIN)/python -m docs.generate
 
 zero-shot: install ## test perplexity of every mechanism before any training, and its table: 5 minutes
-	$(BIN)/python -m benchmarks.zero_shot
+	$(BIN)/python -m benchmarks.studies.zero_shot
 	$(BIN)/python -m docs.generate
 
 usable: install ## a larger model right after patching: make usable MODEL=SmolLM2-135M-Instruct WIKITEXT=wikitext-2
-	$(BIN)/python -m benchmarks.usable $(MODEL) $(WIKITEXT)
+	$(BIN)/python -m benchmarks.studies.usable $(MODEL) $(WIKITEXT)
 	$(BIN)/python -m docs.generate
 
 calibration: install ## test perplexity after `calibrate` alone, and its table: 20 to 45 minutes
-	$(BIN)/python -m benchmarks.calibration
+	$(BIN)/python -m benchmarks.studies.calibration
 	$(BIN)/python -m docs.generate
 
 mqar: install ## associative recall of a small model converted to every mechanism of constant state: 40 to 65 minutes
-	$(BIN)/python -m benchmarks.mqar
+	$(BIN)/python -m benchmarks.studies.mqar
 	$(BIN)/python -m docs.generate
 
 retrieval: install ## an embedding model before and after: make retrieval MODEL=all-MiniLM-L6-v2 WIKITEXT=wikitext-2
-	$(BIN)/python -m benchmarks.retrieval $(MODEL) $(WIKITEXT)
+	$(BIN)/python -m benchmarks.studies.retrieval $(MODEL) $(WIKITEXT)
 
 tables: install ## rewrite the tables of README.md and benchmarks/results from the result files
 	$(BIN)/python -m benchmarks.run --tables-only

@@ -26,16 +26,17 @@ import torch
 import typer
 from tqdm.auto import tqdm
 
-from benchmarks.compile_ahead import compile_ahead, failure, processes
-from benchmarks.decoding import measure_decoding
-from benchmarks.fla_kernels import FLA, fla_version, tune
-from benchmarks.operations import OperationRow, Operations, find_crossovers, measure_operations
-from benchmarks.provenance import collect_provenance
-from benchmarks.speed_tables import FASTER
-from benchmarks.steps import MECHANISMS_WITH_STEPS, StepRow, measure_steps
-from benchmarks.stopwatch import FLASH, PLANS, SOFTMAX, Plan, Stopwatch
-from benchmarks.tables import RESULTS, write_tables
-from benchmarks.timed import timed_config
+from benchmarks.measure.compile_ahead import compile_ahead, failure, processes
+from benchmarks.measure.decoding import measure_decoding
+from benchmarks.measure.fla_kernels import FLA, fla_version, tune
+from benchmarks.measure.operations import OperationRow, Operations, find_crossovers, measure_operations
+from benchmarks.measure.provenance import collect_provenance
+from benchmarks.measure.steps import MECHANISMS_WITH_STEPS, StepRow, measure_steps
+from benchmarks.measure.stopwatch import FLASH, PLANS, SOFTMAX, Plan, Stopwatch
+from benchmarks.measure.targets import FASTER
+from benchmarks.measure.timed import timed_config
+from benchmarks.render import write_tables
+from benchmarks.result_files import RESULTS
 from hf_linattn.atomic_io import write_text
 from hf_linattn.backends import BACKENDS
 from hf_linattn.config import require_known

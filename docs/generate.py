@@ -10,30 +10,31 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from benchmarks.markdown import replace_section
-from benchmarks.tables import (
+from benchmarks.result_files import (
     CALIBRATION_FILE,
-    MODEL_NAMES,
     MQAR_FILE,
     RESULTS,
     SUPPORT_FILE,
     USABLE_FILE,
     ZERO_SHOT_FILE,
     board_reports,
-    calibration_table,
     read,
-    recall_table,
     recovery_reports,
-    table,
+)
+from benchmarks.tables.markdown import replace_section, table
+from benchmarks.tables.quality import (
+    MODEL_NAMES,
+    calibration_table,
+    recall_table,
     usable,
     usable_table,
-    write_text,
     zero_shot_table,
 )
 from docs import mechanism_page
 from docs.mechanism_page import escape, modes, state
 from docs.pictures import DOCUMENT, HEADS, LAYER, LENGTH, MODEL, OWN_OPTIONS
 from docs.refusals import REFUSALS
+from hf_linattn.atomic_io import write_text
 from hf_linattn.feature_maps import FEATURE_MAPS
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing import CROSS_INVARIANTS, INVARIANTS, MODES

@@ -7,30 +7,32 @@ import inspect
 import re
 from collections.abc import Iterator
 
-from benchmarks.markdown import options_text, table
-from benchmarks.speed_tables import peers_table, summary_table
-from benchmarks.tables import (
+from benchmarks.result_files import (
     CALIBRATION_FILE,
     MEAN_OF_VALUES,
     MQAR_FILE,
     ORIGINAL,
+    PAGES_FILE,
     PEERS_FILE,
     RESULTS,
-    SPEED_FILES,
     USABLE_FILE,
     ZERO_SHOT_FILE,
     Document,
     board_reports,
+    read,
+    recovery_reports,
+)
+from benchmarks.tables.markdown import options_text, table
+from benchmarks.tables.quality import (
     board_table,
     calibration_table,
-    read,
     recall_table,
-    recovery_reports,
     recovery_table,
     usable,
     usable_table,
     zero_shot_table,
 )
+from benchmarks.tables.speed import peers_table, summary_table
 from docs import pictures
 from hf_linattn import UnsupportedModeError
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
@@ -41,6 +43,7 @@ BEFORE, AFTER = "../mechanisms.md#before-any-training", "../mechanisms.md#after-
 USABLE = "../mechanisms.md#usable-untrained"
 RECALL = "../mechanisms.md#associative-recall"
 RECOVERED, SPEED = "../../README.md#recover-the-quality", "../../benchmarks/README.md"
+ALL_SPEEDS = "../../benchmarks/results/README.md"
 ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
 
 
@@ -109,7 +112,7 @@ def weights(name: str) -> Iterator[str]:
 
 
 def results(name: str) -> Iterator[str]:
-    """Yield a heading and a table for every committed result file that has rows of a mechanism."""
+    """Yield a heading and a table for everything that was measured of a mechanism; its speed on one processor."""
     reports = {"board": board_reports(), "recovery": recovery_reports()}
     own = {
         kind: {recipe: report for recipe, report in found.items() if report["mechanism"] == name}
@@ -126,7 +129,7 @@ def results(name: str) -> Iterator[str]:
         ("Perplexity after recovery", RECOVERED, board_table(own["board"])),
         ("Perplexity of BERT after recovery", RECOVERED, recovery_table(own["recovery"])),
         ("Associative recall", RECALL, recall_table(only(read(RESULTS / MQAR_FILE), name))),
-        *((f"Times faster than softmax: `{file}`", SPEED, summary_table(of)) for file, of in speeds(name).items()),
+        ("Times faster than softmax", SPEED, speed(name)),
         ("Times faster than other libraries", SPEED, peers_table(peers)),
     ]
     for heading, how, body in tables:
@@ -135,14 +138,14 @@ def results(name: str) -> Iterator[str]:
             yield body
 
 
-def speeds(name: str) -> dict[str, Document]:
-    """Return file -> the measurements of a mechanism's speed in it."""
-    found = {file: read(RESULTS / file) for file in SPEED_FILES if (RESULTS / file).exists()}
-    return {
-        file: {**document, "options": {name: document["options"][name]}}
-        for file, document in found.items()
-        if name in document["options"]
-    }
+def speed(name: str) -> str:
+    """Return the speed of a mechanism on one processor, and a link to all others; nothing if it was not timed."""
+    document = read(RESULTS / PAGES_FILE)
+    if name not in document["options"]:
+        return ""
+    source, own = document["provenance"], {**document, "options": {name: document["options"][name]}}
+    where = f"{source['device']}, {source['threads']} CPU threads, {source['dtype']} (`{PAGES_FILE}`)."
+    return f"{where} [All lengths, training, other processors and a GPU]({ALL_SPEEDS}).\n\n{summary_table(own)}"
 
 
 def only(document: Document, *names: str) -> Document:

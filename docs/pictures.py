@@ -4,7 +4,7 @@
 
 One layer of the bundled Llama reads the start of a text that it was not trained on. Its queries and keys are those of
 the original model: left is softmax, then each mechanism as `patch_model` makes it, then after `calibrate` where that
-fits anything, on the tokens of `benchmarks.calibration`.
+fits anything, on the tokens of `benchmarks.studies.calibration`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 
-from benchmarks.calibration import training_batches
-from benchmarks.markdown import options_text
-from benchmarks.tables import MODEL_NAMES, ROOT
-from benchmarks.zero_shot import MODELS, patched
-from benchmarks.zero_shot import OPTIONS as MEASURED_OPTIONS
+from benchmarks.result_files import ROOT
+from benchmarks.studies.calibration import training_batches
+from benchmarks.studies.zero_shot import MODELS, patched
+from benchmarks.studies.zero_shot import OPTIONS as MEASURED_OPTIONS
+from benchmarks.tables.markdown import options_text
+from benchmarks.tables.quality import MODEL_NAMES
 from hf_linattn import calibrate, get_mechanisms, list_mechanisms
 from hf_linattn.atomic_io import write_whole
 from hf_linattn.calibration import what_is_fitted

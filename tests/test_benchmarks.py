@@ -11,22 +11,11 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import (
-    depth,
-    long_inputs,
-    markdown,
-    memory_tables,
-    operations,
-    paired,
-    peers,
-    prompts,
-    retrieval,
-    run,
-    speed_tables,
-    stopwatch,
-    tables,
-    wikitext,
-)
+from benchmarks import render, run
+from benchmarks.measure import operations, paired, peers, prompts, stopwatch, targets
+from benchmarks.result_files import DEPTH_PLOT, Document
+from benchmarks.studies import depth, long_inputs, retrieval, wikitext
+from benchmarks.tables import markdown, memory, quality, speed
 from hf_linattn import DataError, UnknownNameError
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing import MODES
@@ -37,7 +26,7 @@ PLAN = run.PLANS["quick"]
 
 
 @pytest.fixture(scope="module")
-def document(tmp_path_factory: pytest.TempPathFactory) -> tables.Document:
+def document(tmp_path_factory: pytest.TempPathFactory) -> Document:
     """The results of one quick run of the command itself."""
     app = run.typer.Typer()
     app.command()(run.main)
@@ -46,18 +35,18 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> tables.Document:
     return json.loads(path.read_text())
 
 
-def test_every_mechanism_with_a_target_is_measured_in_every_mode_at_every_length(document: tables.Document) -> None:
+def test_every_mechanism_with_a_target_is_measured_in_every_mode_at_every_length(document: Document) -> None:
     measured = {(r["mechanism"], r["mode"], r["direction"], r["length"]) for r in document["operations"]}
     assert measured == {
         (name, mode, direction, length)
-        for name in ("softmax", *speed_tables.FASTER)
+        for name in ("softmax", *targets.FASTER)
         for mode in MECHANISMS.get(name).modes & set(MODES)
         for direction, lengths in (("forward", PLAN.lengths), ("forward+backward", PLAN.backward_lengths))
         for length in lengths
     }
 
 
-def test_ratios_are_softmax_over_the_mechanism(document: tables.Document) -> None:
+def test_ratios_are_softmax_over_the_mechanism(document: Document) -> None:
     baseline = {
         (r["mode"], r["direction"], r["length"]): r["milliseconds"]["median"]
         for r in document["operations"]
@@ -76,7 +65,7 @@ def test_floors() -> None:
     assert operations.floor_seconds(1e8, 1e9, ceilings) == pytest.approx(0.1)
 
 
-def test_every_mechanism_has_a_floor(document: tables.Document) -> None:
+def test_every_mechanism_has_a_floor(document: Document) -> None:
     """At least its operands are moved, backward three times as many bytes."""
     bandwidth = document["ceilings"]["copy_gigabytes_per_second"] * 1e9
     for row in document["operations"]:
@@ -108,8 +97,8 @@ def test_what_long_inputs_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for row, seconds in zip(results["prompts"], fewest, strict=True):
         assert set(row["seconds"]) == {"40", "16"}
         assert row["times_faster"] == pytest.approx(fewest[0] / seconds)
-    assert all("`linear`" in part for part in memory_tables.long_inputs_tables(results)[1:])
-    assert "| no attention | " in tables.prompts_section({"long": results})
+    assert all("`linear`" in part for part in memory.long_inputs_tables(results)[1:])
+    assert "| no attention | " in render.prompts_section({"long": results})
 
 
 def test_a_prompt_in_pieces_leaves_the_cache_it_leaves_at_once() -> None:
@@ -139,7 +128,7 @@ def test_what_depth_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(depth, "WAYS", chunked)
     depth.main(tmp_path / "depth.json")
     results = json.loads((tmp_path / "depth.json").read_text())
-    assert (tmp_path / tables.DEPTH_PLOT).stat().st_size > 10_000
+    assert (tmp_path / DEPTH_PLOT).stat().st_size > 10_000
     hidden_state, wide = 1024 * 32 * 4, 256 // 32  # bytes; of the feed-forward, in hidden states
     for mechanism in ("linear", "softmax"):
         rows = [row for row in results["rows"] if row["mechanism"] == mechanism]
@@ -148,7 +137,7 @@ def test_what_depth_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         for curve, least, most in ((plain, 4 * wide + 6, 4 * wide + 12), (checkpointing, 1, 1.01), (chunks, 1, 1.01)):
             assert least <= (curve[5] - curve[3]) / hidden_state / 2 <= most
         assert disk[2] == disk[3] == disk[5] < chunks[2] < checkpointing[2] < plain[2]
-    text = "\n".join(memory_tables.depth_parts(results))
+    text = "\n".join(memory.depth_parts(results))
     assert "| `linear` | checkpointing, chunks, inputs on disk |" in text and "1.00 |" in text
 
 
@@ -168,7 +157,7 @@ def test_peers_are_timed_beside_ours() -> None:
     rows = peers.measure(plan, (peer,))
     assert [(row.direction, row.length) for row in rows] == [("forward", 2048), ("forward+backward", 1024)]
     assert all(row.version == torch.__version__ and 1.5 < row.ratio < 24 for row in rows)
-    text = speed_tables.peers_table({"rows": [dataclasses.asdict(row) for row in rows]})
+    text = speed.peers_table({"rows": [dataclasses.asdict(row) for row in rows]})
     assert "it is done six times" in text and "six times" in text.splitlines()[2]
 
 
@@ -184,14 +173,14 @@ def test_a_missing_peer_is_named() -> None:
         peers.load("no-such-attention")
 
 
-def test_state_bytes(document: tables.Document) -> None:
+def test_state_bytes(document: Document) -> None:
     """Linear: S and z per head and layer in float32, at any context; softmax: every key and value."""
     held = {(r["mechanism"], r["context"]): r["state_bytes"] for r in document["decoding"]}
     heads, dim, layers = PLAN.num_heads, PLAN.head_dim, PLAN.num_layers
     for context in PLAN.contexts:
         assert held["softmax", context] == 2 * layers * heads * context * dim * 4
         assert held["linear", context] == layers * heads * (dim * (dim + 1) + 1) * 4
-    assert speed_tables.state_constancy(document) == 1
+    assert targets.state_constancy(document) == 1
 
 
 def test_crossover_is_where_a_mechanism_stays_ahead() -> None:
@@ -219,7 +208,7 @@ def test_competitors_take_turns_of_a_call_that_warms_up_and_a_timed_one() -> Non
     assert {name: len(values) for name, values in seconds.items()} == {"a": PLAN.min_repeats, "b": PLAN.min_repeats}
 
 
-def test_tables_are_written_between_the_markers_and_nowhere_else(document: tables.Document, tmp_path: Path) -> None:
+def test_tables_are_written_between_the_markers_and_nowhere_else(document: Document, tmp_path: Path) -> None:
     results = tmp_path / "benchmarks" / "results"
     (results / "recovery").mkdir(parents=True)
     (results / "cpu_granite_rapids.json").write_text(json.dumps(document))
@@ -230,16 +219,16 @@ def test_tables_are_written_between_the_markers_and_nowhere_else(document: table
     readme = tmp_path / "README.md"
     readme.write_text("before\n" + "between\n".join(marked) + "after\n")
 
-    tables.write_tables(tmp_path)
+    render.write_tables(tmp_path)
     first = readme.read_text()
-    tables.write_tables(tmp_path)
+    render.write_tables(tmp_path)
 
     assert readme.read_text() == first and "old" not in first
     assert first.startswith("before\n") and "\nbetween\n" in first and first.endswith("after\n")
     assert "| gpt2 | linear | 10.00 | 8.00 | 90.00 | 8.40 | 1.050 |" in first
-    assert speed_tables.summary_table(document) in first
+    assert speed.summary_table(document) in first
     page = (results / "README.md").read_text()
-    for make in (speed_tables.operations_table, speed_tables.decoding_table, speed_tables.milliseconds_table):
+    for make in (speed.operations_table, speed.decoding_table, speed.milliseconds_table):
         assert make(document) in page
 
 
@@ -255,7 +244,7 @@ def test_the_board_says_what_was_reached_and_what_was_missed() -> None:
 
     ratios = {"gpt2-hybrid": 1.05, "gpt2-lolcats": 1.05, "llama-hybrid": 1.0, "llama-hybrid-seed1": 1.006}
     ratios |= {"llama-sinks": 1.05, "wikitext-llama-lolcats-linear-seed2": 1.1}
-    text = tables.board_table({name: report(name, ratio) for name, ratio in ratios.items()})
+    text = quality.board_table({name: report(name, ratio) for name, ratio in ratios.items()})
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
     assert [row[9] for row in rows] == ["1.005 missed", "", "1.005 reached", "1.050 reached", ""]
     assert rows[0][3:9] == ["1.0 M", "1", "8.00", "90.00", "8.40", "**1.050**"]
@@ -273,7 +262,7 @@ def test_retrieval_is_shown_beside_the_share_that_was_kept() -> None:
         {"stage": "recovered", "tokens": 4000, **scored, "recall": 0.495},
     ]
     document = {"model": "mini", "mechanism": "linear", "options": {"decay": "learned"}, "stages": stages}
-    text = tables.retrieval_table(document)
+    text = quality.retrieval_table(document)
     assert "4,096 training tokens, 1,835 paragraphs" in text
     assert "| recovered | 0.4950 (99.00%) | 0.9000 (100.00%) |" in text
 
@@ -281,16 +270,16 @@ def test_retrieval_is_shown_beside_the_share_that_was_kept() -> None:
 def test_recall_is_shown_from_the_smallest_state_to_the_largest() -> None:
     large = {"mechanism": "linear", "options": {}, "state_bytes": 33288, "converted": 0.1, "calibrated": 0.1}
     small = {**large, "mechanism": "hedgehog", "state_bytes": 8328, "calibrated": 0.625}
-    text = tables.recall_table({"rows": [{**large, "trained": 1.0}, {**small, "trained": 0.75}]})
+    text = quality.recall_table({"rows": [{**large, "trained": 1.0}, {**small, "trained": 0.75}]})
     first, second = text.splitlines()[2:]
     assert first == "| `hedgehog` |  | 8,328 | 10.0% | 62.5% | 75.0% |"
     assert second == "| `linear` |  | 33,288 | 10.0% | 10.0% | 100.0% |"
 
 
-def test_the_summary_has_a_row_for_every_mechanism(document: tables.Document) -> None:
-    lines = speed_tables.summary_table(document).splitlines()
+def test_the_summary_has_a_row_for_every_mechanism(document: Document) -> None:
+    lines = speed.summary_table(document).splitlines()
     rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]}
-    assert list(rows) == [f"`{name}`" for name in speed_tables.FASTER]
+    assert list(rows) == [f"`{name}`" for name in targets.FASTER]
     wanted = ("linear", "causal", "forward", max(PLAN.lengths))
     ratio = next(
         r["ratio"]
@@ -317,7 +306,7 @@ def test_targets_are_judged_on_the_measured_values() -> None:
         for name, size in (("softmax", 1), ("linear", 7), ("performer", 9))
         for context in (1024, 32768)
     ]
-    text = speed_tables.targets_table({"operations": operations, "decoding": decoding})
+    text = speed.targets_table({"operations": operations, "decoding": decoding})
     assert [line.split("|")[-2].strip() for line in text.splitlines()[2:]] == ["yes", "no", "yes", "yes", "yes"]
 
 
@@ -368,13 +357,13 @@ def test_a_mechanism_without_the_backend_is_not_timed_with_another(tmp_path):
 
 def test_two_checkouts_take_turns_at_the_same_rows() -> None:
     root = Path(__file__).resolve().parents[1]
-    processes = [paired.Checkout(root, threads=1) for _ in range(2)]
+    processes = paired.Checkout(root, threads=1), paired.Checkout(root, threads=1)
     rows = [row for row in paired.rows_of("linear", [64], ["forward", "decoding"]) if row.mode == "causal"]
     assert [row.direction for row in rows] == ["forward", "decoding"]
     for row in rows:
-        found = paired.compare(row, *processes, options={"feature_map": "elu"}, backend="auto", rounds=10)
+        found = paired.compare(row, [processes], options={"feature_map": "elu"}, backend="auto", rounds=10)
         assert found.low < found.ratio < found.high and 0.2 < found.ratio < 5, "the same code beside itself"
     for process in processes:
         process.process.kill()
     with pytest.raises(ChildProcessError, match="prepare"):
-        paired.compare(rows[0], *processes, options={}, backend="auto", rounds=10)
+        paired.compare(rows[0], [processes], options={}, backend="auto", rounds=10)

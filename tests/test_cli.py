@@ -80,7 +80,8 @@ def test_help_names_every_command_and_each_has_its_own():
         assert f" {name} " in printed, name
         result = CliRunner().invoke(app, [name, "--help"])
         assert result.exit_code == 0 and "Usage" in result.output
-    assert {command.name or command.callback.__name__ for command in app.registered_commands} == set(COMMANDS)
+    files = {command.name: command.callback.__module__ for command in app.registered_commands}
+    assert files == {name: f"hf_linattn.cli.{name}" for name in COMMANDS}
 
 
 def test_list_has_every_mechanism():

@@ -13,9 +13,12 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks import compile_ahead, fla_kernels, gpu_tables, operations, provenance, run, steps, tables
-from benchmarks.fla_kernels import FLA, FLA_ALONE, FLA_MAPPED
-from benchmarks.stopwatch import FLASH, PLANS, SOFTMAX, Stopwatch
+from benchmarks import render, run
+from benchmarks.measure import compile_ahead, fla_kernels, operations, provenance, steps, targets
+from benchmarks.measure.fla_kernels import FLA, FLA_ALONE, FLA_MAPPED
+from benchmarks.measure.stopwatch import FLASH, PLANS, SOFTMAX, Stopwatch
+from benchmarks.result_files import Document
+from benchmarks.tables import gpu, markdown
 from hf_linattn.ops import reference
 
 CPU = torch.device("cpu")
@@ -43,7 +46,7 @@ def without_a_gpu(patch: pytest.MonkeyPatch, version: str | None) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def document() -> tables.Document:
+def document() -> Document:
     """The results of a run with a stand-in for fla, as they come out of the file."""
     with pytest.MonkeyPatch.context() as patch:
         tuned = without_a_gpu(patch, "0.6.0")
@@ -52,12 +55,12 @@ def document() -> tables.Document:
     return json.loads(json.dumps(result))
 
 
-def test_everything_is_measured_beside_both_softmaxes_and_fla(document: tables.Document) -> None:
+def test_everything_is_measured_beside_both_softmaxes_and_fla(document: Document) -> None:
     assert document["failures"] == [] and document["fla_version"] == "0.6.0"
     measured = {(r["mechanism"], r["mode"], r["direction"], r["length"]) for r in document["operations"]}
     assert measured == {
         (name, mode, direction, length)
-        for mode in gpu_tables.MODES
+        for mode in markdown.MODES
         for direction, lengths in (("forward", PLAN.lengths), ("forward+backward", PLAN.backward_lengths))
         for name in (SOFTMAX, FLASH, *(FLA if (mode, direction) == ("causal", "forward") else ()), *NAMES)
         for length in lengths
@@ -122,7 +125,7 @@ def test_what_fails_is_noted_and_the_rest_is_measured(monkeypatch: pytest.Monkey
     assert {(row["mechanism"], row["mode"]) for row in document["operations"]} == {
         (name, "bidirectional") for name in (SOFTMAX, FLASH, "linear")
     }
-    assert "- causal, forward, 64: OutOfMemoryError" in "\n".join(gpu_tables.gpu_results_parts(document))
+    assert "- causal, forward, 64: OutOfMemoryError" in "\n".join(gpu.gpu_results_parts(document))
     monkeypatch.setattr(run, "tune", fail)
     document = run.measure(plan, CPU, torch.float32, ["linear"], "torch")
     assert [row["what"] for row in document["failures"]] == ["fla"] and document["baselines"] == [SOFTMAX, FLASH]
@@ -211,23 +214,23 @@ def test_steps_are_times_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row.microseconds > 0 and row.graph_microseconds is None and row.error is None for row in rows)
 
 
-def test_tables(document: tables.Document) -> None:
-    times = gpu_tables.medians(document)
+def test_tables(document: Document) -> None:
+    times = targets.medians(document)
     both, forward = (times["linear", "causal", x, 64] for x in ("forward+backward", "forward"))
     if both > forward:
         assert times["linear", "causal", "backward", 64] == pytest.approx(both - forward)
-    lines = gpu_tables.passes_table(document).splitlines()[2:]
+    lines = gpu.passes_table(document).splitlines()[2:]
     rows = {tuple(x.strip() for x in line.split("|")[1:3]): line.split("|")[3:-1] for line in lines}
     names = [SOFTMAX, FLASH, *FLA, *(f"`{name}`" for name in NAMES)]
     assert list(rows) == [
-        (name, mode) for mode in gpu_tables.MODES for name in names if mode == "causal" or name not in FLA
+        (name, mode) for mode in markdown.MODES for name in names if mode == "causal" or name not in FLA
     ]
     row = [cell.strip() for cell in rows["`linear`", "causal"]]
     flash, softmax = (times[x, "causal", "forward", 64] / forward for x in (FLASH, SOFTMAX))
     assert row[:3] == [f"{forward:.3g}", f"{softmax:.3g}", f"{flash:.3g}"] and row[8].endswith("%")
-    assert len(gpu_tables.steps_table(document).splitlines()) == 2 + 3
+    assert len(gpu.steps_table(document).splitlines()) == 2 + 3
     ratio = times[FLA_ALONE, "causal", "forward", 128] / times["linear", "causal", "forward", 128]
-    line = next(x for x in gpu_tables.fla_table(document).splitlines() if FLA_ALONE in x)
+    line = next(x for x in gpu.fla_table(document).splitlines() if FLA_ALONE in x)
     assert line.endswith(f"| {ratio:.3g} |")
 
 
@@ -240,20 +243,20 @@ def test_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     both = ("forward", "forward+backward")
     rows = [row(name, *x) for name, values in measured.items() for x in zip(both, values, strict=True)]
     taken = [{"mechanism": "linear", "graph_microseconds": 10.0}, {"mechanism": "hybrid", "graph_microseconds": 60.0}]
-    found = gpu_tables.find_gpu_targets({"operations": rows, "steps": taken})
+    found = targets.find_gpu_targets({"operations": rows, "steps": taken})
     assert [(x.value, x.at_least) for x in found] == [
         (13.0, 8), (pytest.approx(35 / 9), 4), (3.25, 4), (pytest.approx(35 / 8), 2), (0.9, 1), (3.0, 1), (0.5, 1)
     ]  # fmt: skip
 
 
-def test_the_readme_says_what_was_measured_of_a_gpu(document: tables.Document, tmp_path: Path) -> None:
+def test_the_readme_says_what_was_measured_of_a_gpu(document: Document, tmp_path: Path) -> None:
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     (results / "gpu.json").write_text(json.dumps({**document, "fla_version": None, "baselines": [SOFTMAX, FLASH]}))
     sections = ("benchmarks", "prompts", "recovery", "board", "retrieval", "depth")
     marked = [f"<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in sections]
     (tmp_path / "README.md").write_text("".join(marked))
-    tables.write_tables(tmp_path)
+    render.write_tables(tmp_path)
     text, page = (tmp_path / "README.md").read_text(), (results / "README.md").read_text()
     assert "batch 2, 2 heads, dimension 16" in text and "fla was not installed." in text
     assert "FlashAttention / | faster from" in text and "A decoding step after 96 tokens" in text

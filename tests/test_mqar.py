@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from benchmarks import mqar
+from benchmarks.studies import mqar
 from hf_linattn.mechanisms import MECHANISMS
 
 SMALL = mqar.Stage(3, 12, 2)

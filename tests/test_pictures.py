@@ -9,6 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.measure.targets import FASTER
+from benchmarks.result_files import PAGES_FILE, RESULTS, read
 from docs import mechanism_page, pictures
 from hf_linattn import MechanismConfig, is_patched, list_mechanisms, register_mechanism
 from hf_linattn.mechanisms import Mechanism
@@ -127,3 +129,10 @@ def test_a_page_has_the_rows_of_its_mechanism_alone():
     assert "| GPT-2 | `hybrid` | `window_size=32` |" in page  # calibration
     assert "| llama | hybrid | `hybrid`" in page and "`recipes/bundled-llama/lolcats.yaml`" in page  # the board
     assert "`learned_exp` `decay='learned'`" not in page and "| `local` |" not in page
+
+
+def test_a_page_has_the_speed_on_one_processor_that_was_timed_in_full():
+    document = read(RESULTS / PAGES_FILE)
+    assert set(document["options"]) == set(FASTER) and not document["failures"]
+    for name in list_mechanisms():
+        assert mechanism_page.page(name).count("### [Times faster than softmax]") == (name in FASTER)

@@ -21,7 +21,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import hf_linattn
-from benchmarks import tables
+from benchmarks import render
+from benchmarks.result_files import RESULTS
 from docs import generate
 from hf_linattn import errors, patch_model, unpatch_model
 from hf_linattn.hub import HfLinattnConfig
@@ -169,10 +170,10 @@ def test_generated_pages_are_up_to_date(name: str) -> None:
 
 def test_readme_tables_are_what_the_results_say(tmp_path: Path) -> None:
     results = tmp_path / "benchmarks" / "results"
-    if tables.RESULTS.exists():
-        shutil.copytree(tables.RESULTS, results)
+    if RESULTS.exists():
+        shutil.copytree(RESULTS, results)
     (tmp_path / "README.md").write_text(read("README.md"), encoding="utf-8")
-    tables.write_tables(tmp_path)
+    render.write_tables(tmp_path)
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == read("README.md"), "run `make tables`"
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import calibration, tables, usable, zero_shot
+from benchmarks.result_files import CALIBRATION_FILE, MEAN_OF_VALUES, ORIGINAL, RESULTS, ZERO_SHOT_FILE, Document, read
+from benchmarks.studies import calibration, usable, zero_shot
+from benchmarks.tables import quality
 from hf_linattn import DataError, get_mechanisms, is_patched, list_mechanisms
 from hf_linattn.evaluation import perplexity
 from tests.helpers import logits_of, make_tokenizer, make_tokens
@@ -18,7 +20,7 @@ def score(model: torch.nn.Module) -> float:
     return perplexity(model, make_tokenizer(), TEXTS, max_length=32, progress=False)["perplexity"]
 
 
-def document_of(rows: list[tuple[str, float, float]]) -> tables.Document:
+def document_of(rows: list[tuple[str, float, float]]) -> Document:
     return {"rows": [{"mechanism": m, "options": {}, "perplexity": {"gpt2": a, "llama": b}} for m, a, b in rows]}
 
 
@@ -28,7 +30,7 @@ def served(mechanism: str) -> set[str]:
 
 
 def test_the_committed_results_cover_every_mechanism():
-    rows = tables.read(tables.RESULTS / tables.ZERO_SHOT_FILE)["rows"]
+    rows = read(RESULTS / ZERO_SHOT_FILE)["rows"]
     measured = [{name: row[name] for name in ("mechanism", "options")} for row in rows]
     assert measured == zero_shot.candidates(list_mechanisms()), "run `make zero-shot`"
     assert all(set(row["perplexity"]) == served(row["mechanism"]) for row in rows)
@@ -59,29 +61,30 @@ def test_what_is_exact_scores_like_the_original_and_the_models_are_left_as_they_
     found = {(row["mechanism"], name): value for row in rows for name, value in row["perplexity"].items()}
     for name, model in models.items():
         assert not is_patched(model) and torch.equal(logits_of(model, make_tokens(2, 20)), before[name])
-        assert found[tables.ORIGINAL, name] == pytest.approx(score(model))
+        assert found[ORIGINAL, name] == pytest.approx(score(model))
         for exact in ("softmax", "local"):  # the window is wider than the texts' windows
-            assert found[exact, name] == pytest.approx(found[tables.ORIGINAL, name], rel=1e-4)
-        for other in (tables.MEAN_OF_VALUES, "linear"):
-            assert found[other, name] != pytest.approx(found[tables.ORIGINAL, name], rel=1e-3)
+            assert found[exact, name] == pytest.approx(found[ORIGINAL, name], rel=1e-4)
+        for other in (MEAN_OF_VALUES, "linear"):
+            assert found[other, name] != pytest.approx(found[ORIGINAL, name], rel=1e-3)
 
 
 def test_usable_untrained_is_at_most_a_tenth_above_the_original_with_the_defaults():
     rows = [("original", {}, 20.0), ("sinks", {"window_size": 64}, 30.0), ("sinks", {"window_size": 256}, 22.0)]
     rows += [("hybrid", {"window_size": 256, "num_sinks": 4}, 22.1), ("local", {}, 20.0)]
     larger = {"rows": [dict(zip(("mechanism", "options", "perplexity"), row, strict=True)) for row in rows]}
-    verdicts = tables.usable(larger)
+    verdicts = quality.usable(larger)
     assert verdicts == {"sinks": "yes", "hybrid": "no", "local": "yes"}
-    shown = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.usable_table(larger).splitlines()[2:]]
+    lines = quality.usable_table(larger).splitlines()[2:]
+    shown = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert [(row[0], *row[3:]) for row in shown] == [
         ("original", "1.000", ""), ("`sinks`", "1.500", "no"), ("`sinks`", "1.100", "yes"),
         ("`hybrid`", "1.105", "no"), ("`local`", "1.000", "yes"),
     ]  # fmt: skip
-    document = document_of([("original", 9, 9), (tables.MEAN_OF_VALUES, 100, 200), ("sinks", 99, 199), ("lsh", 9, 9)])
-    lines = tables.zero_shot_table(document, verdicts).splitlines()[2:]
+    document = document_of([("original", 9, 9), (MEAN_OF_VALUES, 100, 200), ("sinks", 99, 199), ("lsh", 9, 9)])
+    lines = quality.zero_shot_table(document, verdicts).splitlines()[2:]
     assert [line.split("|")[-2].strip() for line in lines] == ["", "", "yes", ""]
     del document["rows"][2]["perplexity"]["llama"]  # which it does not serve
-    assert "| `sinks` |  | 99.0 |  | yes |" in tables.zero_shot_table(document, verdicts)
+    assert "| `sinks` |  | 99.0 |  | yes |" in quality.zero_shot_table(document, verdicts)
 
 
 def test_the_larger_model_is_read_row_by_row_and_left_as_it_was(tmp_path, monkeypatch):
@@ -109,15 +112,15 @@ def test_the_way_of_a_calibration_is_measured_in_log_perplexity_to_the_better_of
     result = {"original": 25.0, "zero_shot": 400.0, "calibrated": 80.0, "seconds": 7.4}
     row = {"mechanism": "hedgehog", "options": {"decay": "learned"}, "models": {"gpt2": result, "llama": result}}
     reports = {f"{name}-linear": {"perplexity": {"control": c}} for name, c in (("gpt2", 16.0), ("llama", 90.0))}
-    gpt2, llama = tables.calibration_table({"rows": [row]}, reports).splitlines()[2:]
+    gpt2, llama = quality.calibration_table({"rows": [row]}, reports).splitlines()[2:]
     assert gpt2 == "| GPT-2 | `hedgehog` | `decay='learned'` | 400.0 | 80.0 | 16.0 | 50% | 7 |"  # 5-fold of 25-fold
     assert llama == "| Llama | `hedgehog` | `decay='learned'` | 400.0 | 80.0 | 25.0 | 58% | 7 |"
     row["models"] = {"gpt2": result | {"calibrated": 400.1}}
-    assert "| 400.0 | 400.1 | 16.0 | 0% |" in tables.calibration_table({"rows": [row]}, reports)  # and not -0%
+    assert "| 400.0 | 400.1 | 16.0 | 0% |" in quality.calibration_table({"rows": [row]}, reports)  # and not -0%
 
 
 def test_the_committed_calibrations_are_those_that_are_measured():
-    rows = tables.read(tables.RESULTS / tables.CALIBRATION_FILE)["rows"]
+    rows = read(RESULTS / CALIBRATION_FILE)["rows"]
     assert [(row["mechanism"], row["options"]) for row in rows] == calibration.ROWS, "run `make calibration`"
     assert all(set(row["models"]) == set(calibration.MODELS) for row in rows)
 

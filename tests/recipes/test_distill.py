@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, set_hf_deepspeed_config
 
 import hf_linattn
-from benchmarks.tables import BOARD_TARGETS
+from benchmarks.measure.targets import BOARD_TARGETS
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.report import Report
 from hf_linattn.training import finetuning, pipeline

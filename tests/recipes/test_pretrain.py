@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.tables import ROOT
+from benchmarks.result_files import ROOT
 from hf_linattn.training.task import load_model
 
 WORDS = [f"{first}{last}" for first in ("re", "un", "over", "out") for last in ("turn", "run", "look", "side", "work")]

@@ -1,35 +1,14 @@
-"""Markdown tables of a GPU's speed: both passes beside two softmaxes, memory, a decoding step, and fla's kernels."""
+"""Tables of a GPU's speed: both passes beside two softmaxes, memory, a decoding step, and fla's kernels."""
 
 from __future__ import annotations
 
-from benchmarks.fla_kernels import FLA, FLA_ALONE, FLA_MAPPED
-from benchmarks.markdown import Document, table
-from benchmarks.speed_tables import LENGTH, Target, describe, judged, milliseconds_table, operations_table
-from benchmarks.stopwatch import FLASH, SOFTMAX
-
-FORWARD, BOTH, BACKWARD = "forward", "forward+backward", "backward"
-MODES = ("causal", "bidirectional")
-# what a causal mechanism is held to: times faster than FlashAttention, forward and backward
-FASTER_THAN_FLASH = {"linear": (8, 4), "hedgehog": (4, 2), "hybrid": (4, 2)}
-STEP_MICROSECONDS = 30  # of a decoding step, at most
-Key = tuple[str, str, str, int]  # mechanism or baseline, mode, pass, length
-
-
-def medians(document: Document) -> dict[Key, float]:
-    """Return milliseconds, those of the backward pass alone among them: what both take less the forward pass.
-
-    A length at which one of the two was not measured has none, nor has one at which both took no longer than one.
-    """
-    found = {
-        (row["mechanism"], row["mode"], row["direction"], row["length"]): row["milliseconds"]["median"]
-        for row in document["operations"]
-    }
-    rest = {
-        (name, mode, BACKWARD, length): value - found[name, mode, FORWARD, length]
-        for (name, mode, direction, length), value in found.items()
-        if direction == BOTH and (name, mode, FORWARD, length) in found
-    }
-    return found | {key: value for key, value in rest.items() if value > 0}
+from benchmarks.measure.fla_kernels import FLA
+from benchmarks.measure.operations import BASELINES
+from benchmarks.measure.stopwatch import FLASH, SOFTMAX
+from benchmarks.measure.targets import BACKWARD, BOTH, FORWARD, LENGTH, Key, find_gpu_targets, medians
+from benchmarks.result_files import Document
+from benchmarks.tables.markdown import MODES, count, number, share, shown, table
+from benchmarks.tables.speed import describe, judged, milliseconds_table, operations_table
 
 
 def summary_length(document: Document) -> int:
@@ -40,13 +19,14 @@ def summary_length(document: Document) -> int:
 
 def passes_table(document: Document) -> str:
     """Return milliseconds of both passes at one length, with how many times faster they are than both softmaxes."""
-    length, times = summary_length(document), medians(document)
+    length, times, plan = summary_length(document), medians(document), document["plan"]
     found = {
         (row["mechanism"], row["mode"], row["direction"]): row
         for row in document["operations"]
         if row["length"] == length
     }
-    operands = operand_bytes(document, length)
+    wide = 4 if document["provenance"]["dtype"] == "float32" else 2  # bytes of a number
+    operands = 8 * plan["batch"] * plan["num_heads"] * plan["head_dim"] * length * wide  # and their gradients
     rows = []
     for mode in MODES:
         for name in (*document["baselines"], *document["options"]):
@@ -54,10 +34,10 @@ def passes_table(document: Document) -> str:
                 continue
             cells = [x for one in (FORWARD, BACKWARD) for x in pass_cells(document, times, (name, mode, one, length))]
             both = found.get((name, mode, BOTH), {})
-            shares = [x.get("floor_share") for x in (found[name, mode, FORWARD], both)]
+            shares = [share(x.get("floor_share")) for x in (found[name, mode, FORWARD], both)]
             peak = both.get("peak_bytes")
             memory = "" if peak is None else f"{peak / operands:.2g}"
-            rows.append([shown(name), mode, *cells, *("" if x is None else f"{x:.0%}" for x in shares), memory])
+            rows.append([shown(name, BASELINES), mode, *cells, *shares, memory])
     sides = [x for one in (FORWARD, BACKWARD) for x in (f"{one}, ms", "softmax /", "FlashAttention /", "faster from")]
     return table(["", "mode", *sides, "floor, forward", "floor, both", "memory"], rows)
 
@@ -65,31 +45,19 @@ def passes_table(document: Document) -> str:
 def pass_cells(document: Document, times: dict[Key, float], key: Key) -> list[str]:
     """Return milliseconds of one pass, what both softmaxes take over it, and from which length it pays."""
     name, mode, one, length = key
-    own = times.get(key)
-    ratios = [over(times.get((x, mode, one, length)), own) for x in (SOFTMAX, FLASH)]
-    measured = FORWARD if one == FORWARD else BOTH
+    measured = (name, mode, FORWARD if one == FORWARD else BOTH)
+    ratios = [over(times.get((x, mode, one, length)), times.get(key)) for x in (SOFTMAX, FLASH)]
     starts = [
-        "not yet" if x["length"] is None else f"{x['length']:,}"
+        count(x["length"])
         for x in document["crossovers"]
-        if (x["mechanism"], x["mode"], x["direction"]) == (name, mode, measured)
+        if (x["mechanism"], x["mode"], x["direction"]) == measured
     ]
-    return ["" if own is None else f"{own:.3g}", *ratios, "".join(starts)]
+    return [number(times.get(key)), *ratios, "".join(starts)]
 
 
 def over(other: float | None, own: float | None) -> str:
     """Return how many times faster than another one something is."""
-    return "" if other is None or own is None else f"{other / own:.3g}"
-
-
-def shown(name: str) -> str:
-    """Return a name as tables have it: a mechanism's as code."""
-    return name if name in (SOFTMAX, FLASH, *FLA) else f"`{name}`"
-
-
-def operand_bytes(document: Document, length: int) -> int:
-    """Return the bytes of query, key, value, output and their gradients."""
-    plan, wide = document["plan"], document["provenance"]["dtype"] == "float32"
-    return 8 * plan["batch"] * plan["num_heads"] * plan["head_dim"] * length * (4 if wide else 2)
+    return "" if other is None or own is None else number(other / own)
 
 
 def steps_table(document: Document) -> str:
@@ -98,8 +66,8 @@ def steps_table(document: Document) -> str:
     softmax = next(row for row in steps if row["mechanism"] == SOFTMAX)
     rows = [
         [
-            shown(row["mechanism"]),
-            *(f"{row[way]:.3g}" if row[way] else "" for way in ways),
+            shown(row["mechanism"], BASELINES),
+            *(number(row[way] or None) for way in ways),
             over(softmax[ways[1]], row[ways[1]]),
         ]
         for row in steps
@@ -112,26 +80,7 @@ def fla_table(document: Document) -> str:
     times, lengths = medians(document), document["plan"]["lengths"]
     keys = [("causal", FORWARD, length) for length in lengths]
     rows = [[name, *(over(times.get((name, *key)), times.get(("linear", *key))) for key in keys)] for name in FLA]
-    return table(["times faster than", *(f"{length:,}" for length in lengths)], rows)
-
-
-def find_gpu_targets(document: Document) -> list[Target]:
-    """Return the targets of what was measured at their length; a step's are times that it is below its own."""
-    times, targets = medians(document), []
-    for name, wanted in FASTER_THAN_FLASH.items():
-        for one, at_least in zip((FORWARD, BACKWARD), wanted, strict=True):
-            own, flash = (times.get((x, "causal", one, LENGTH)) for x in (name, FLASH))
-            if own and flash:
-                targets.append(Target(f"`{name}`, {one}: FlashAttention / its time", flash / own, at_least))
-    for fla in (FLA_MAPPED, FLA_ALONE):
-        own, other = (times.get((x, "causal", FORWARD, LENGTH)) for x in ("linear", fla))
-        if own and other:
-            targets.append(Target(f"`linear`, forward: {fla} / its time", other / own, 1))
-    for row in document["steps"]:
-        if row["mechanism"] in FASTER_THAN_FLASH and row["graph_microseconds"]:
-            below = STEP_MICROSECONDS / row["graph_microseconds"]
-            targets.append(Target(f"`{row['mechanism']}`, a step: {STEP_MICROSECONDS} µs / its time", below, 1))
-    return targets
+    return table(["times faster than", *map(count, lengths)], rows)
 
 
 def gpu_parts(document: Document) -> list[str]:

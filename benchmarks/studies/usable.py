@@ -1,6 +1,6 @@
 """Which mechanisms are usable before any training: perplexity of a larger model right after `patch_model`.
 
-    python -m benchmarks.usable SmolLM2-135M-Instruct/ wikitext-2/        # benchmarks/results/usable.json
+    python -m benchmarks.studies.usable SmolLM2-135M-Instruct/ wikitext-2/        # benchmarks/results/usable.json
 
 The first rows of 1,024 tokens of the raw test text of WikiText-2, each alone. Every mechanism has its defaults, and
 those with a window beside the first tokens the widths of which the smallest that is usable is theirs. Usable is at
@@ -21,9 +21,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 
-from benchmarks.provenance import collect_provenance
-from benchmarks.tables import ORIGINAL, RESULTS, USABLE_FILE, Document
-from benchmarks.zero_shot import patched
+from benchmarks.measure.provenance import collect_provenance
+from benchmarks.result_files import ORIGINAL, RESULTS, USABLE_FILE, Document
+from benchmarks.studies.zero_shot import patched
 from hf_linattn import list_mechanisms
 from hf_linattn.atomic_io import write_text
 from hf_linattn.errors import DataError
@@ -70,7 +70,7 @@ def run(model_path: str, wikitext: Path, names: Sequence[str], count: int = ROWS
     for name, options in tqdm([(ORIGINAL, {}), *cases], desc="usable"):
         with patched(model, name, options):
             results.append({"mechanism": name, "options": options, "perplexity": perplexity(model, rows)})
-        provenance = collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.usable")
+        provenance = collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.usable")
         yield {"provenance": provenance, "evaluation": what, "rows": results}
 
 

@@ -1,7 +1,7 @@
 """Mechanisms of other libraries beside ours, on the same inputs, through their public interfaces.
 
     pip install -c constraints.txt -e ".[peers]"
-    python -m benchmarks.peers                         # benchmarks/results/cpu_peers.json, and its table
+    python -m benchmarks.measure.peers                         # benchmarks/results/cpu_peers.json, and its table
 
 `performer-pytorch`, `reformer-pytorch` and `local-attention` have the operation alone; Linformer's package has it with
 its four projections, transformers has Longformer and BigBird as models: ours gets the same around it.
@@ -27,9 +27,10 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import BertConfig, BertModel, BigBirdConfig, BigBirdModel, LongformerConfig, LongformerModel
 
-from benchmarks.provenance import collect_provenance
-from benchmarks.stopwatch import PLANS, Plan, Stopwatch, Timing
-from benchmarks.tables import PEERS_FILE, RESULTS, write_tables
+from benchmarks.measure.provenance import collect_provenance
+from benchmarks.measure.stopwatch import PLANS, Plan, Stopwatch, Timing
+from benchmarks.render import write_tables
+from benchmarks.result_files import PEERS_FILE, RESULTS
 from hf_linattn import AttentionLayer, patch_model
 from hf_linattn.atomic_io import write_text
 from hf_linattn.config import make_config
@@ -254,7 +255,7 @@ def main(output: Annotated[Path, typer.Option(help="where the results go")] = RE
         load(package)
     plan = dataclasses.replace(PLANS["cpu"], lengths=LENGTHS, backward_lengths=LENGTHS, budget=1.0, min_repeats=3)
     results = {
-        "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.peers"),
+        "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.measure.peers"),
         "rows": [dataclasses.asdict(row) for row in measure(plan)],
     }
     write_text(output, json.dumps(results, indent=1) + "\n")

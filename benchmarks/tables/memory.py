@@ -1,30 +1,29 @@
-"""Markdown tables of what length and depth cost in memory, of long contexts and of long prompts."""
+"""Tables of what length and depth cost in memory, of long contexts and of long prompts."""
 
 from __future__ import annotations
 
-from benchmarks.markdown import Document, table
-from benchmarks.prompts import NOTHING
+from benchmarks.measure.prompts import NOTHING
+from benchmarks.result_files import Document
+from benchmarks.tables.markdown import MODES, code, number, pivot, shown, table
 
 
 def long_inputs_tables(document: Document) -> list[str]:
     """Return what long inputs cost: memory of a training step, a token after a long context, a prompt."""
-    memory: dict[str, dict[str, str]] = {}
-    for row in document["memory"]:
-        memory.setdefault(row["mechanism"], {})[row["mode"]] = f"{row['ratio']:.3g}"
-    modes, length = ("causal", "bidirectional"), document["memory"][0]["length"]
-    lines = [[f"`{name}`", *(held.get(mode, "") for mode in modes)] for name, held in memory.items()]
+    memory = pivot(document["memory"], ["mechanism"], "mode", "ratio")
+    lines = [[code(name), *(number(held.get(mode)) for mode in MODES)] for (name,), held in memory.items()]
+    length = document["memory"][0]["length"]
     what = f"Most memory of forward and backward over {length:,} tokens, over that of operands and gradients."
     contexts = [str(context) for context in document["contexts"]]
     rows = [
         [
-            f"`{row['mechanism']}`",
-            *(f"{row['milliseconds_per_token'][context]['median']:.3g}" for context in contexts),
-            f"{row['long_over_short']:.3g}",
+            code(row["mechanism"]),
+            *(number(row["milliseconds_per_token"][context]["median"]) for context in contexts),
+            number(row["long_over_short"]),
         ]
         for row in document["lengths"]
     ]
     head = ["mechanism", *(f"ms after {int(context):,}" for context in contexts), "ratio"]
-    return [what, table(["mechanism", *modes], lines), table(head, rows), prompts_table(document)]
+    return [what, table(["mechanism", *MODES], lines), table(head, rows), prompts_table(document)]
 
 
 def prompts_table(document: Document) -> str:
@@ -33,9 +32,9 @@ def prompts_table(document: Document) -> str:
     head = ["attention", f"{whole:,} tokens at once, seconds", f"{piece:,} at a time", "times faster"]
     rows = [
         [
-            row["attention"] if row["attention"] == NOTHING else f"`{row['attention']}`",
-            *(f"{row['seconds'][str(tokens)]:.3g}" for tokens in (whole, piece)),
-            f"{row['times_faster']:.3g}",
+            shown(row["attention"], [NOTHING]),
+            *(number(row["seconds"][str(tokens)]) for tokens in (whole, piece)),
+            number(row["times_faster"]),
         ]
         for row in document["prompts"]
     ]
@@ -44,15 +43,13 @@ def prompts_table(document: Document) -> str:
 
 def depth_parts(document: Document) -> list[str]:
     """Return what a training step takes at every depth, in hidden states, and how that grows from layer to layer."""
-    curves: dict[tuple[str, str], dict[int, float]] = {}
-    for row in document["rows"]:
-        curves.setdefault((row["mechanism"], row["way"]), {})[row["depth"]] = row["hidden_states"]
+    curves = pivot(document["rows"], ["mechanism", "way"], "depth", "hidden_states")
     depths = sorted({row["depth"] for row in document["rows"]})
     lines = []
     for (mechanism, way), curve in curves.items():
         growth = (curve[depths[-1]] - curve[depths[0]]) / (depths[-1] - depths[0])
         cells = [f"{curve[depth]:.1f}" for depth in depths]
-        lines.append([f"`{mechanism}`", way, *cells, f"{growth:.2f}", f"{curve[depths[-1]] / curve[depths[0]]:.2f}"])
+        lines.append([code(mechanism), way, *cells, f"{growth:.2f}", f"{curve[depths[-1]] / curve[depths[0]]:.2f}"])
     head = ["mechanism", "step", *(f"{depth} layers" for depth in depths), "per layer", "deepest / shallowest"]
     hidden_state = document["length"] * document["width"] * 4
     what = (

@@ -1,6 +1,6 @@
 """Multi-query associative recall (Arora et al. 2024, Zoology, arXiv 2312.04927): accuracy against bytes of state.
 
-    python -m benchmarks.mqar                  # benchmarks/results/mqar.json and mqar.png
+    python -m benchmarks.studies.mqar                  # benchmarks/results/mqar.json and mqar.png
 
 A sequence lists key-value pairs, then asks for the values of its keys again, in random order and between fillers. A
 model of two layers learns it with softmax, from scratch. It is then converted to each mechanism of constant state,
@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.provenance import collect_provenance
-from benchmarks.tables import MQAR_FILE, MQAR_PLOT, RESULTS, Document
+from benchmarks.measure.provenance import collect_provenance
+from benchmarks.result_files import MQAR_FILE, MQAR_PLOT, RESULTS, Document
 from hf_linattn import calibrate, get_mechanisms, patch_model
 from hf_linattn.atomic_io import write_text
 from hf_linattn.cache import state_bytes
@@ -188,7 +188,7 @@ def run(rows: list[tuple[str, dict[str, Any]]], stages: Sequence[Stage], steps: 
     for stage in stages:
         train(original, stage, LEARNING_RATES[0])
     return {
-        "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.mqar"),
+        "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.mqar"),
         "task": {"vocabulary": VOCABULARY, "pairs": PAIRS, "length": LENGTH, "chance": 2 / VOCABULARY},
         "training": {"stages": [stage._asdict() for stage in stages], "steps": steps, "batch_size": BATCH_SIZE},
         "rows": [measure(original, name, options, steps) for name, options in tqdm(rows, desc="mqar")],

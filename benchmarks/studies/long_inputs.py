@@ -1,11 +1,11 @@
 """What long inputs cost: the memory of a training step, one more token after a long context, reading a long prompt.
 
-    python -m benchmarks.long_inputs                   # benchmarks/results/cpu_long_inputs.json, and the tables
-    python -m benchmarks.long_inputs --dtype bfloat16 --output benchmarks/results/cpu_long_inputs_bfloat16.json
+    python -m benchmarks.studies.long_inputs               # benchmarks/results/cpu_long_inputs.json, and the tables
+    python -m benchmarks.studies.long_inputs --dtype bfloat16 --output benchmarks/results/cpu_long_inputs_bfloat16.json
 
 Memory is what a process of its own had at most while it ran forward and backward once, less what it had before, over
 the bytes of query, key, value, output and their gradients. Decoding and reading are those of the Llama of
-`decoding.py`; prompts are read at once and in pieces (`prompts.py`).
+`measure/decoding.py`; prompts are read at once and in pieces (`measure/prompts.py`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import torch
 import typer
 from tqdm.auto import tqdm
 
-from benchmarks.decoding import Turn, build_model, prefill
-from benchmarks.prompts import PIECE, measure_prompts
-from benchmarks.provenance import collect_provenance
-from benchmarks.speed_tables import FASTER
-from benchmarks.stopwatch import PLANS, Plan, Stopwatch, Timing
-from benchmarks.tables import LONG_INPUTS_FILES, RESULTS, write_tables
-from benchmarks.timed import timed_config
+from benchmarks.measure.decoding import Turn, build_model, prefill
+from benchmarks.measure.prompts import PIECE, measure_prompts
+from benchmarks.measure.provenance import collect_provenance
+from benchmarks.measure.stopwatch import PLANS, Plan, Stopwatch, Timing
+from benchmarks.measure.targets import FASTER
+from benchmarks.measure.timed import timed_config
+from benchmarks.render import write_tables
+from benchmarks.result_files import LONG_INPUTS_FILES, RESULTS
 from hf_linattn import AttentionLayer
 from hf_linattn.atomic_io import write_text
 from hf_linattn.mechanisms import MECHANISMS
@@ -119,7 +120,7 @@ def main(
     constant = [name for name in names if MECHANISMS.get(name).constant_state]
     stopwatch = Stopwatch(torch.device("cpu"), plan)
     results: dict[str, Any] = {
-        "provenance": collect_provenance(torch.device("cpu"), precision, "benchmarks.long_inputs"),
+        "provenance": collect_provenance(torch.device("cpu"), precision, "benchmarks.studies.long_inputs"),
         "options": {name: timed_config(name).to_options() for name in names},
         "memory": [dataclasses.asdict(row) for row in memory],
         "contexts": plan.contexts,

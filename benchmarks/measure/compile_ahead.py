@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.fla_kernels import compile_share
-from benchmarks.operations import operation_competitors
-from benchmarks.steps import MECHANISMS_WITH_STEPS, run_step
-from benchmarks.stopwatch import Plan, Stopwatch
+from benchmarks.measure.fla_kernels import compile_share
+from benchmarks.measure.operations import operation_competitors
+from benchmarks.measure.steps import MECHANISMS_WITH_STEPS, run_step
+from benchmarks.measure.stopwatch import Plan, Stopwatch
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing import MODES
 

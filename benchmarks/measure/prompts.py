@@ -13,8 +13,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
 
-from benchmarks.decoding import build_model, prefill
-from benchmarks.stopwatch import SOFTMAX, Stopwatch
+from benchmarks.measure.decoding import build_model, prefill
+from benchmarks.measure.stopwatch import SOFTMAX, Stopwatch
 
 PROMPT, PIECE = 32768, 2048  # tokens, of the prompt and of `generate(prefill_chunk_size=...)`
 REPEATS = 3

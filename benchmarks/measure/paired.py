@@ -1,7 +1,7 @@
 """Speed of this checkout beside another one, row by row: what a change costs.
 
-    python -m benchmarks.paired ../before                            # all rows, 20 rounds, a table
-    python -m benchmarks.paired ../before --mechanism linear --output paired.json
+    python -m benchmarks.measure.paired ../before                            # all rows, 20 rounds, a table
+    python -m benchmarks.measure.paired ../before --mechanism linear --output paired.json
 
 `../before` is a checkout of another commit, with its C built (`git worktree add ../before HEAD~1`). PAIRS pairs of a
 process of each checkout do the same rows, a round each in turn, as where a process has its memory makes a call faster
@@ -29,11 +29,13 @@ import torch
 import typer
 from tqdm.auto import tqdm
 
+from benchmarks.result_files import ROOT
 from hf_linattn import patch_model
 from hf_linattn.backends import use_backend
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
 
+MODULE = "benchmarks.measure.paired"  # this one
 HEADS, DIM, LAYERS = 8, 64, 4  # of the operations, and of the model that decodes, as in `benchmarks.run`
 CONTEXT = 1024  # tokens before a step
 PAIRS = 4  # of processes
@@ -142,12 +144,12 @@ class Checkout:
 
     def __init__(self, path: Path, threads: int):
         read, write = os.pipe()  # answers, apart from whatever else the process says
-        script = f"import sys; sys.__stderr__ = open({write}, 'w'); from benchmarks.paired import serve; serve()"
+        script = f"import sys; sys.__stderr__ = open({write}, 'w'); from {MODULE} import serve; serve()"
         # `benchmarks` of this checkout, `hf_linattn` of that one
         finder = f"import sys; sys.path[:0] = [{str(path.resolve())!r}]; import hf_linattn; sys.path.pop(0); "
         self.process = subprocess.Popen(
             [sys.executable, "-c", finder + script], stdin=subprocess.PIPE, text=True, pass_fds=[write],
-            cwd=Path(__file__).resolve().parents[1], env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )  # fmt: skip
         os.close(write)
         self.answers = os.fdopen(read)
@@ -200,7 +202,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="JSON file of all ratios")] = None,
 ) -> None:
     """Print the rows, the slowest first."""
-    pairs = [(Checkout(Path(__file__).parents[1], threads), Checkout(other, threads)) for _ in range(PAIRS)]
+    pairs = [(Checkout(ROOT, threads), Checkout(other, threads)) for _ in range(PAIRS)]
     this, that = pairs[0]
     rows = [
         row

@@ -1,6 +1,6 @@
 """Test perplexity of every mechanism right after `patch_model`, before any training.
 
-    python -m benchmarks.zero_shot                                 # benchmarks/results/zero_shot.json
+    python -m benchmarks.studies.zero_shot                                 # benchmarks/results/zero_shot.json
 
 Beside the mechanisms stand the original and one baseline that looks at nothing: each query gets the mean of the values
 it may see. A mechanism that does worse than this tells the model less than no attention would.
@@ -19,8 +19,8 @@ import typer
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 
-from benchmarks.provenance import collect_provenance
-from benchmarks.tables import MEAN_OF_VALUES, ORIGINAL, RESULTS, ROOT, Document
+from benchmarks.measure.provenance import collect_provenance
+from benchmarks.result_files import MEAN_OF_VALUES, ORIGINAL, RESULTS, ROOT, Document
 from hf_linattn import get_mechanisms, list_mechanisms, patch_model, unpatch_model
 from hf_linattn.atomic_io import write_text
 from hf_linattn.evaluation import is_masked_language_model, perplexity
@@ -138,7 +138,7 @@ def run(names: Sequence[str], documents: int | None) -> Document:
     evaluation = {"data": "test split of the documentation of Python's standard library", "documents": len(texts)}
     windows = {"max_length": LENGTH, "stride": LENGTH // 2, "mask_probability": MASK_PROBABILITY}
     return {
-        "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.zero_shot"),
+        "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.zero_shot"),
         "evaluation": {**evaluation, **windows, "num_tokens": scored},
         "rows": rows,
     }

@@ -1,6 +1,6 @@
 """WikiText's files: one line per paragraph, articles behind each other; here one JSON line per article.
 
-    python -m benchmarks.wikitext wikitext-2/ data/wikitext-2          # train.jsonl, validation.jsonl, test.jsonl
+    python -m benchmarks.studies.wikitext wikitext-2/ data/wikitext-2   # train.jsonl, validation.jsonl, test.jsonl
 
 The folder is that of the archive of WikiText-2 (Merity et al. 2016, arXiv 1609.07843). Recipes read what comes out.
 """

@@ -11,8 +11,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.stopwatch import SOFTMAX, Stopwatch, Timing
-from benchmarks.timed import timed_config
+from benchmarks.measure.stopwatch import SOFTMAX, Stopwatch, Timing
+from benchmarks.measure.timed import timed_config
 from hf_linattn import patch_model, set_backend
 from hf_linattn.cache import state_bytes
 from hf_linattn.mechanisms import MECHANISMS

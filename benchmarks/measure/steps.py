@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.stopwatch import SOFTMAX, Plan, Stopwatch
-from benchmarks.timed import timed_config
+from benchmarks.measure.stopwatch import SOFTMAX, Plan, Stopwatch
+from benchmarks.measure.timed import timed_config
 from hf_linattn import AttentionLayer
 from hf_linattn.backends import use_backend
 from hf_linattn.mechanisms import MECHANISMS

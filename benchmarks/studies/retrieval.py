@@ -1,6 +1,6 @@
 """Retrieval with an embedding model after its conversion, on the test split of WikiText-2.
 
-    python -m benchmarks.retrieval all-MiniLM-L6-v2/ wikitext-2/       # benchmarks/results/retrieval.json
+    python -m benchmarks.studies.retrieval all-MiniLM-L6-v2/ wikitext-2/       # benchmarks/results/retrieval.json
 
 The model is converted, calibrated, transferred and taught by the hidden states of the original, then asked for the
 second half of every test paragraph by its first, and for a paragraph's nearest neighbour.
@@ -18,9 +18,9 @@ import typer
 from datasets import Dataset
 from transformers import AutoModel, AutoTokenizer
 
-from benchmarks.provenance import collect_provenance
-from benchmarks.tables import RESULTS
-from benchmarks.wikitext import FILES, is_heading, read_articles
+from benchmarks.measure.provenance import collect_provenance
+from benchmarks.result_files import RESULTS
+from benchmarks.studies.wikitext import FILES, is_heading, read_articles
 from hf_linattn import calibrate, patch_model
 from hf_linattn.atomic_io import write_text
 from hf_linattn.evaluation import retrieval
@@ -83,7 +83,7 @@ def run(
         record(stage, result["seconds"], steps * BLOCK * BATCH, result["eval_loss"])
     score()
     return {
-        "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.retrieval"),
+        "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.retrieval"),
         "model": Path(model_path).name,
         "mechanism": mechanism,
         "options": options,

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.fla_kernels import FLA, fla_competitors
-from benchmarks.steps import make_mechanism, random_heads
-from benchmarks.stopwatch import FLASH, SOFTMAX, Stopwatch, Timing
+from benchmarks.measure.fla_kernels import FLA, fla_competitors
+from benchmarks.measure.steps import make_mechanism, random_heads
+from benchmarks.measure.stopwatch import FLASH, SOFTMAX, Stopwatch, Timing
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing.counters import flops_of
 

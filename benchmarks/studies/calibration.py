@@ -1,9 +1,9 @@
 """Test perplexity after `calibrate` alone, beside the one before it and the recipe's control.
 
-    python -m benchmarks.calibration                               # benchmarks/results/calibration.json
+    python -m benchmarks.studies.calibration                               # benchmarks/results/calibration.json
 
 The mechanisms are fitted on the bundled training split and scored on the test split, in the windows of
-`benchmarks.zero_shot`.
+`benchmarks.studies.zero_shot`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import typer
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
-from benchmarks.provenance import collect_provenance
-from benchmarks.tables import RESULTS, ROOT, Document
-from benchmarks.zero_shot import LENGTH, load, patched
-from benchmarks.zero_shot import MODELS as BUNDLED
+from benchmarks.measure.provenance import collect_provenance
+from benchmarks.result_files import RESULTS, ROOT, Document
+from benchmarks.studies.zero_shot import LENGTH, load, patched
+from benchmarks.studies.zero_shot import MODELS as BUNDLED
 from hf_linattn import calibrate
 from hf_linattn.atomic_io import write_text
 from hf_linattn.training.data import load_text_splits, tokenize_and_pack
@@ -75,7 +75,7 @@ def run(rows: Sequence[tuple[str, dict[str, Any]]], documents: int | None = None
                     "seconds": seconds, "layer_errors": list(errors.values()),
                 }  # fmt: skip
     return {
-        "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.calibration"),
+        "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.calibration"),
         "calibration": {"tokens": BATCHES * BATCH_SIZE * LENGTH, "batches": BATCHES},
         "evaluation": {"documents": len(texts), "max_length": LENGTH, "num_tokens": scored},
         "rows": results,

@@ -1,6 +1,6 @@
 """What depth costs: the most memory that a training step of a Llama takes, against its number of layers.
 
-    python -m benchmarks.depth                         # benchmarks/results/depth.json, its table and its plot
+    python -m benchmarks.studies.depth                         # benchmarks/results/depth.json, its table and its plot
 
 Counted are the bytes of all tensors that are alive at once in a forward and a backward pass, beyond the weights and
 their gradients, which are there before and grow with the depth however one trains. The loss is of the last hidden
@@ -22,10 +22,11 @@ import typer
 from matplotlib.ticker import EngFormatter, FixedLocator
 from tqdm.auto import tqdm
 
-from benchmarks.decoding import build_model
-from benchmarks.provenance import collect_provenance
-from benchmarks.stopwatch import PLANS, SOFTMAX, Stopwatch
-from benchmarks.tables import DEPTH_FILE, DEPTH_PLOT, RESULTS, Document, write_tables
+from benchmarks.measure.decoding import build_model
+from benchmarks.measure.provenance import collect_provenance
+from benchmarks.measure.stopwatch import PLANS, SOFTMAX, Stopwatch
+from benchmarks.render import write_tables
+from benchmarks.result_files import DEPTH_FILE, DEPTH_PLOT, RESULTS, Document
 from hf_linattn import chunk_feed_forward, patch_model
 from hf_linattn.atomic_io import write_text
 from hf_linattn.evaluation.memory import LiveBytes
@@ -114,7 +115,7 @@ def main(output: Annotated[Path, typer.Option(help="where the results go")] = RE
     cases = [(mechanism, depth) for mechanism in MECHANISMS for depth in DEPTHS]
     rows = [row for mechanism, depth in tqdm(cases, desc="depth") for row in measure(mechanism, depth, LENGTH)]
     results: dict[str, Any] = {
-        "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.depth"),
+        "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.depth"),
         "length": LENGTH,
         "width": PLAN.num_heads * PLAN.head_dim,
         "chunk_size": CHUNK_SIZE,

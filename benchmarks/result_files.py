@@ -1,0 +1,49 @@
+"""The JSON files under `benchmarks/results`: their names, and reading them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Document = dict[str, Any]  # of a result file
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MACHINES = (
+    "cpu", "cpu_xeon", "cpu_emerald_rapids", "cpu_genoa", "cpu_granite_rapids", "cpu_granite_rapids_bfloat16", "gpu",
+)  # fmt: skip
+SPEED_FILES = tuple(f"{machine}{kind}.json" for machine in MACHINES for kind in ("", "_torch", "_compiled", "_triton"))
+GPU_FILES = tuple(name for name in SPEED_FILES if name.startswith("gpu"))
+README_FILES = ("cpu_granite_rapids.json", "cpu_granite_rapids_bfloat16.json", "gpu.json")
+PAGES_FILE = "cpu_genoa.json"  # the newest complete result of a CPU: the one that mechanisms' pages show
+ZERO_SHOT_FILE = "zero_shot.json"
+USABLE_FILE = "usable.json"
+SUPPORT_FILE = "support.json"
+RETRIEVAL_FILE = "retrieval.json"
+CALIBRATION_FILE = "calibration.json"
+LONG_INPUTS_FILES = ("cpu_long_inputs.json", "cpu_long_inputs_bfloat16.json")
+PEERS_FILE = "cpu_peers.json"
+DEPTH_FILE, DEPTH_PLOT = "depth.json", "depth.png"
+MQAR_FILE, MQAR_PLOT = "mqar.json", "mqar.png"
+ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
+
+
+def read(path: Path) -> Document:
+    """Return a JSON document."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_all(results: Path, *names: str) -> dict[str, Document]:
+    """Return name -> document of the files that exist."""
+    return {name: read(results / name) for name in names if (results / name).exists()}
+
+
+def board_reports(results: Path = RESULTS) -> dict[str, Document]:
+    """Return "<model>-<recipe>[-seed<n>]" -> the report of that recipe."""
+    return {path.stem: read(path) for path in sorted((results / "board").glob("*.json"))}
+
+
+def recovery_reports(results: Path = RESULTS) -> dict[str, Document]:
+    """Return "<model>-<mechanism>" -> the report of that recipe."""
+    return {path.stem: read(path) for path in sorted((results / "recovery").glob("*.json"))}

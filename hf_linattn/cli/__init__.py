@@ -1,0 +1,38 @@
+"""The command line: `hf-linattn --help`. Each command has a file.
+
+Every command takes `--json`, which prints one JSON document and nothing else on standard output. Exit codes: 0, 1 for
+one of the library's own errors, 2 for a command line that cannot be read.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from .bench import bench
+from .convert import convert
+from .distill import distill
+from .env import env
+from .eval import evaluate
+from .finetune import finetune
+from .list import list_command
+from .push import push
+from .recipe import PASS_ON
+from .report import report
+from .support import support
+
+app = typer.Typer(
+    name="hf-linattn", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Subquadratic attention for pretrained Hugging Face models: convert, recover, measure, publish.",
+)  # fmt: skip
+
+# in the order of the help
+app.command("list")(list_command)
+app.command("support")(support)
+app.command("env")(env)
+app.command("convert")(convert)
+app.command("finetune", context_settings=PASS_ON)(finetune)
+app.command("distill", context_settings=PASS_ON)(distill)
+app.command("eval")(evaluate)
+app.command("bench")(bench)
+app.command("report")(report)
+app.command("push")(push)

@@ -1,0 +1,69 @@
+"""What the commands share: options, errors in one line, output as text or JSON, and the model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from ..hub import load_checkpoint
+from ..reading import exit_with_one_line, reading
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+Model = Annotated[str, typer.Argument(help="a folder, or the name of a model on the Hub")]
+
+
+@contextmanager
+def exit_on_error() -> Iterator[None]:
+    """Turn an error, the library's own or of what it reads and writes, into one line and exit code 1."""
+    try:
+        with exit_with_one_line():
+            yield
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            typer.echo(ended.code, err=True)
+            raise typer.Exit(1) from ended
+        raise
+
+
+@contextmanager
+def quiet_logging() -> Iterator[None]:
+    """Keep what hundreds of small models would log off the screen for a while."""
+    own, theirs = logging.getLogger("hf_linattn"), transformers.logging.get_verbosity()
+    level = own.level
+    own.setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        own.setLevel(level)
+        transformers.logging.set_verbosity(theirs)
+
+
+def show(document: Any, as_json: bool, *shown: Any) -> None:
+    """Print a JSON document, or what is to be shown in its place."""
+    if as_json:
+        typer.echo(json.dumps(document, indent=1))
+        return
+    console = Console()
+    for part in shown:
+        console.print(part, soft_wrap=isinstance(part, str))
+
+
+def load(model: str, **options: Any) -> PreTrainedModel:
+    """Load a model; `CheckpointError` if it cannot be read."""
+    with reading("model", model, "give a folder with a saved model, or the name of one on the Hub and a connection"):
+        return load_checkpoint(model, **options)
+
+
+def to_default_device(model: PreTrainedModel) -> PreTrainedModel:
+    """Move a model to the GPU where there is one."""
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]

@@ -1,0 +1,66 @@
+"""`hf-linattn push`: upload a converted model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import CheckpointError
+from ..hub import MODEL_TYPE
+from .common import Json, exit_on_error, show
+
+
+def push(
+    folder: Annotated[Path, typer.Argument(help="a converted model")],
+    repository: Annotated[str, typer.Argument(help="user/name on the Hub; made if it is not there")],
+    private: Annotated[bool, typer.Option(help="make it private")] = False,
+    message: Annotated[str, typer.Option(help="of the commit")] = "Upload a model converted with hf_linattn",
+    as_json: Json = False,
+) -> None:
+    """Upload a converted model in one commit, all of it or nothing; a recipe's report becomes its model card."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    unreachable: Any = HfHubHTTPError.__mro__[1]  # of the package with which the client of the Hub speaks HTTP
+    with exit_on_error():
+        check_converted(folder)
+        name_card(folder, repository)
+        api = HfApi()
+        try:
+            api.create_repo(repository, private=private, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=repository, folder_path=folder, commit_message=message,
+                ignore_patterns=["stages/**", "control/**", ".[0-9]*"],  # the last: of a write that was killed
+            )  # fmt: skip
+        except (unreachable, HFValidationError, OSError, RuntimeError) as error:  # the last: an upload broke off
+            raise CheckpointError(f"repository={repository!r}: the Hub refused the upload: {error}") from error
+    document = {"repository": repository, "commit": commit.oid, "url": commit.commit_url}
+    show(document, as_json, f"pushed to {commit.commit_url}")
+
+
+def name_card(folder: Path, repository: str) -> None:
+    """Write the model card that follows from a recipe's report, which did not know the name; a person's own stays."""
+    from ..report import CARD_FILE, REPORT_FILE, Report, model_card, save_card
+
+    if not (folder / REPORT_FILE).is_file():
+        return
+    found, card = Report.load(folder), folder / CARD_FILE
+    if not card.exists() or card.read_text(encoding="utf-8") == str(model_card(found)):
+        save_card(found, folder, repository)
+
+
+def check_converted(folder: Path) -> None:
+    """Raise `CheckpointError` unless a folder holds a converted model."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"folder={str(folder)!r} has no config.json; give the folder of a converted model")
+    try:
+        config: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{str(file)!r} is not JSON ({error}); save the model again") from error
+    if MODEL_TYPE not in config:
+        raise CheckpointError(f"folder={str(folder)!r} holds a model that is not converted; run hf-linattn convert")

@@ -1,0 +1,23 @@
+"""`hf-linattn report`: what a recipe found out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import Json, exit_on_error, show
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="output folder of a recipe")],
+    as_json: Json = False,
+) -> None:
+    """Show what a recipe found out: the four models, and the way from converted to recovered."""
+    with exit_on_error():
+        from ..report import Report, four_model_table, stage_table
+
+        found = Report.load(folder)
+    show(json.loads(found.to_json()), as_json, four_model_table(found), stage_table(found))
