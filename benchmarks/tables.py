@@ -49,7 +49,6 @@ PEERS_FILE = "cpu_peers.json"
 DEPTH_FILE, DEPTH_PLOT = "depth.json", "depth.png"
 MQAR_FILE, MQAR_PLOT = "mqar.json", "mqar.png"
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
-RECIPE = re.compile(r"recipes/\S+\.yaml")  # in a command
 RECIPE_NAME = re.compile(r"((?:\w+-)?(?:bert|gpt2|llama))-(.+?)(?:-seed\d+)?$")  # of a report of the board
 USABLE = 1.1  # of the original's perplexity at most, before any training
 MODEL_NAMES = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama"}
@@ -102,10 +101,9 @@ def board_table(reports: dict[str, Document]) -> str:
         best = fmean(min(p["original"], p["control"]) for p in kinds)
         numbers = [f"{x:.2f}" for x in (best, *(fmean(p[kind] for p in kinds) for kind in ("converted", "recovered")))]
         spread = f" ({min(ratios):.3f} to {max(ratios):.3f})" if len(ratios) > 1 else ""
-        command = f"`{RECIPE.findall(first['provenance']['command'])[0]}`"
         tokens = f"{first['training']['tokens'] / 1e6:.1f} M"
         figures = [tokens, str(len(several)), *numbers, f"**{ratio:.3f}**{spread}"]
-        rows.append([model, recipe, what, *figures, verdict, command])
+        rows.append([model, recipe, what, *figures, verdict, f"`recipes/models/{model}.yaml --row {recipe}`"])
     head = ["model", "recipe", "mechanism", "tokens", "seeds", "best", "converted", "recovered", "/ best", "target"]
     return table([*head, "configuration"], rows)
 

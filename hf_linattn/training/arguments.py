@@ -1,22 +1,21 @@
-"""Options of the recipes: dataclasses whose help texts are the documentation, read from flags, a YAML file or both."""
+"""Options of the recipes: dataclasses whose help texts are the documentation, read from flags, YAML files or both."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_linattn.config import json_object, require, require_count
 from hf_linattn.errors import OptionError
+from hf_linattn.training.board import CommandLine
 from hf_linattn.training.finetuning_arguments import FinetuningArguments
 from hf_linattn.training.flags import flags_of, refusing, unknown_option
 from hf_linattn.training.stage_options import check_stages
 
-YAML_SUFFIXES = (".yaml", ".yml")
 AUTO = "auto"  # value of `layers`
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 
@@ -50,6 +49,11 @@ class ModelArguments:
         default=None,
         metadata={"help": "Feed-forwards take so many tokens at a time, with less memory; default: all of a batch."},
     )
+    row: str | None = field(
+        default=None,
+        metadata={"help": "Row of the board: its options override the file's, its name is put behind output_dir."},
+    )
+    board: str | None = field(default=None, metadata={"help": "YAML file of rows: name -> options."})
 
     def __post_init__(self) -> None:
         require("model_name_or_path", self.model_name_or_path, bool(self.model_name_or_path), "a folder or Hub name")
@@ -64,7 +68,7 @@ class ModelArguments:
         if (self.mechanism is None) == (not self.plan):
             raise OptionError(
                 f"give either mechanism or plan, got mechanism={self.mechanism!r} and plan={self.plan!r};"
-                " for example --mechanism performer"
+                " for example --mechanism performer, or a --row of a board"
             )
 
     def patch_arguments(self) -> dict[str, Any]:
@@ -272,13 +276,14 @@ DISTILLATION = (*FINETUNING, DistillationArguments)
 
 
 def parse_arguments(argv: Sequence[str], kinds: Sequence[type] = FINETUNING) -> Arguments:
-    """Read `[config.yaml] [--flag value ...]`; a flag overrides the same name in the file.
+    """Read `[config.yaml] [--flag value ...]`; a flag overrides the same name in the file and in a row of the board.
 
     Args:
         kinds: the groups that may be set, `FINETUNING` or `DISTILLATION`.
 
     Raises:
         OptionError: an unknown name (the message has the nearest ones), a value out of range, an unreadable file.
+        UnknownNameError: a row that the board lacks.
 
     >>> arguments = parse_arguments(
     ...     ["--model_name_or_path", "gpt2", "--mechanism", "linear", "--output_dir", "out", "--seed", "7"])
@@ -286,9 +291,9 @@ def parse_arguments(argv: Sequence[str], kinds: Sequence[type] = FINETUNING) -> 
     ('linear', 256, 7)
     """
     known = {f.name for kind in kinds for f in dataclasses.fields(kind) if f.init}
-    flags = list(argv)
-    if flags and flags[0].endswith(YAML_SUFFIXES):
-        flags = flags_of(Path(flags[0]), known) + flags[1:]
+    with refusing(argv):
+        line = CommandLine(argv)
+    flags = flags_of(line.options(), known) + line.flags
     parser = HfArgumentParser(kinds, allow_abbrev=False, exit_on_error=False, add_help=False)  # type: ignore[arg-type]
     with refusing(flags):
         *parsed, unknown = parser.parse_args_into_dataclasses(

@@ -284,7 +284,7 @@ def main(argv: Sequence[str], kinds: Sequence[type], program: str, console: Cons
     arguments = parse_arguments(argv, kinds)
     training = arguments.training
     logging.basicConfig(level=logging.INFO if training.should_log else logging.WARNING, format="%(message)s")
-    recipe = Recipe.prepare(arguments)
+    recipe = Recipe.prepare(arguments, program, argv)
     run = RunDirectory(training.output_dir or "", training)
     run.open(recipe.options, arguments.recipe.overwrite_output_dir, training.resume_from_checkpoint is not None)
     report = run_recipe(recipe, run, f"{program} {shlex.join(argv)}")

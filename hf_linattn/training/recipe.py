@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from hf_linattn.evaluation import (
 from hf_linattn.reading import read_tokenizer
 from hf_linattn.training.arguments import Arguments, ModelArguments, tokens_per_step
 from hf_linattn.training.block_transfer import BlockTransfer
+from hf_linattn.training.board import CommandLine
 from hf_linattn.training.data import TrainingData
 from hf_linattn.training.distillation import Teacher, WindowDropout, add_adapters
 from hf_linattn.training.finetuning import rehearse, validation_loss
@@ -58,10 +59,16 @@ class Recipe:
     speed_lengths: list[int]
     long_data: TrainingData | None = None
     digests: dict[str, str] = field(default_factory=dict)
+    program: str = ""
+    argv: Sequence[str] = ()
 
     @classmethod
-    def prepare(cls, arguments: Arguments) -> Recipe:
-        """Load model, tokenizer and text, and raise the library's errors for whatever does not fit together."""
+    def prepare(cls, arguments: Arguments, program: str = "", argv: Sequence[str] = ()) -> Recipe:
+        """Load model, tokenizer and text, and raise the library's errors for whatever does not fit together.
+
+        Args:
+            program, argv: how the recipe was started; an error names the command of a control that is missing.
+        """
         model_options, data_options, recipe_options, training, distillation = arguments
         model = load_model(model_options.model_name_or_path or "", model_options.dtype)
         if is_patched(model):
@@ -104,7 +111,7 @@ class Recipe:
         read = {"train": data.train, "validation": data.validation, "test": splits["test"]}
         read |= {} if long_data is None else {"long": long_data.train}
         digests |= {f"{name}_digest": rows_digest(rows) for name, rows in read.items()}
-        recipe = cls(arguments, tokenizer, splits, data, task, timed, long_data, digests)
+        recipe = cls(arguments, tokenizer, splits, data, task, timed, long_data, digests, program, argv)
         recipe.check_measurements()
         recipe.rehearse(model)
         return recipe
@@ -182,7 +189,8 @@ class Recipe:
         if folder is None:
             return {}
         ignored = {*CONVERSION_OPTIONS, *asdict(self.arguments.distillation), "long_digest"}
-        return RunDirectory(folder, training).lend(("control_training", "control"), self.options, ignored)
+        command = CommandLine(self.argv).command_for(folder, self.program, ignored)
+        return RunDirectory(folder, training).lend(("control_training", "control"), self.options, ignored, command)
 
     def steps(self, tokens: int) -> int:
         """Return how many whole optimizer steps `tokens` are."""
