@@ -18,7 +18,7 @@ PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PARALLEL)
 PYTEST_FLAGS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo "-q -n $$((cores < 16 ? cores : 15)) --dist worksteal")
 GPU_RESULTS ?= benchmarks/results/gpu.json
 GPU_SECONDS ?= 190
-RECOVERY := bert-linear bert-performer
+RECOVERY := linear performer
 PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_extending.py test_push.py test_reload.py
 
 .DEFAULT_GOAL := help
@@ -147,21 +147,22 @@ retrieval: install ## an embedding model before and after: make retrieval MODEL=
 tables: install ## rewrite the tables of README.md and benchmarks/results from the result files
 	$(BIN)/python -m benchmarks.run --tables-only
 
-recovery: $(RECOVERY:%=recovery-%) tables ## run the recipes of recipes/bert and keep their reports under benchmarks/results/recovery
+recovery: $(RECOVERY:%=recovery-%) tables ## fine-tune the bundled BERT with both mechanisms and keep their reports under benchmarks/results/recovery
 
 recovery-%: install
-	$(LAUNCH) recipes/finetune.py recipes/$(subst -,/,$*).yaml
+	$(LAUNCH) recipes/finetune.py recipes/models/bert-finetune.yaml --row $*
 	@mkdir -p benchmarks/results/recovery
-	cp runs/$*/report.json benchmarks/results/recovery/$*.json
+	cp runs/bert-$*/report.json benchmarks/results/recovery/bert-$*.json
 
-board: install ## run all recipes of the bundled models, baselines too, and their table: hours
+board: install ## run all rows of recipes/board.yaml with the bundled models, baselines too, and their table: hours
 	mkdir -p benchmarks/results/board
 	for model in gpt2 llama bert; do \
-	  for recipe in hybrid $$(cd recipes/bundled-$$model && ls | grep -v ^hybrid.yaml | sed s/.yaml//); do \
-	    $(LAUNCH) recipes/distill.py recipes/bundled-$$model/$$recipe.yaml || exit 1; \
-	    cp runs/$$model-$$recipe/report.json benchmarks/results/board/$$model-$$recipe.json; \
+	  file=recipes/models/$$model.yaml; rows=$$($(BIN)/python -m benchmarks.board $$file) || exit 1; \
+	  for row in $$rows; do \
+	    $(LAUNCH) recipes/distill.py $$file --row $$row || exit 1; \
+	    cp runs/$$model-$$row/report.json benchmarks/results/board/$$model-$$row.json; \
 	  done; \
-	done  # hybrid first: it trains the control that the others take over
+	done
 	$(BIN)/python -m benchmarks.run --tables-only
 
 pretrain: install ## train the three bundled models anew: hours

@@ -1,10 +1,11 @@
 """Convert a pretrained language model to a subquadratic mechanism and have the original teach it, in three stages.
 
-    accelerate launch recipes/distill.py recipes/bundled-llama/hybrid.yaml --output_dir out/llama-hybrid
+    accelerate launch recipes/distill.py recipes/models/llama.yaml --row hybrid
 
 Calibration fits the mechanisms to the original's attention, attention transfer trains them on it, distillation trains
-adapters or all weights on the text and on what the original says of it. Options come from flags, from a YAML file of
-the same names, or both; recipes/README.md lists them. A rerun of the same command continues an interrupted run.
+adapters or all weights on the text and on what the original says of it. Options come from flags, from the YAML file of
+a model, and from a row of a board; recipes/README.md lists them. A rerun of the same command continues an interrupted
+run.
 """
 
 from __future__ import annotations

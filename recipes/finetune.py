@@ -1,9 +1,9 @@
 """Convert a pretrained language model to a subquadratic mechanism, fine-tune it, and measure what came of it.
 
-    accelerate launch recipes/finetune.py recipes/bert/performer.yaml --output_dir out/bert-performer
+    accelerate launch recipes/finetune.py recipes/models/bert-finetune.yaml --row performer
 
-Options come from flags, from a YAML file of the same names, or both; recipes/README.md lists them. A rerun of the same
-command continues an interrupted run.
+Options come from flags, from the YAML file of a model, and from a row of a board; recipes/README.md lists them. A
+rerun of the same command continues an interrupted run.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def test_a_page_without_a_matrix_says_why():
 def test_a_page_has_the_rows_of_its_mechanism_alone():
     page = mechanism_page.page("hybrid")
     assert "| GPT-2 | `hybrid` | `window_size=32` |" in page  # calibration
-    assert "| llama | hybrid | `hybrid`" in page and "`recipes/bundled-llama/lolcats.yaml`" in page  # the board
+    assert "| llama | hybrid | `hybrid`" in page and "`recipes/models/llama.yaml --row lolcats`" in page  # the board
     assert "`learned_exp` `decay='learned'`" not in page and "| `local` |" not in page
 
 

@@ -14,7 +14,6 @@ from hf_linattn.config import make_config
 
 BASELINES = (ORIGINAL, MEAN_OF_VALUES)
 QUALITY = ("original", "control", "converted", "recovered")
-RECIPE = re.compile(r"recipes/\S+\.yaml")  # in a command
 RECIPE_NAME = re.compile(r"((?:\w+-)?(?:bert|gpt2|llama))-(.+?)(?:-seed\d+)?$")  # of a report of the board
 USABLE = 1.1  # of the original's perplexity at most, before any training
 MODEL_NAMES = {"bert": "BERT", "gpt2": "GPT-2", "llama": "Llama"}
@@ -51,10 +50,9 @@ def board_table(reports: dict[str, Document]) -> str:
         best = fmean(min(p["original"], p["control"]) for p in kinds)
         numbers = [f"{x:.2f}" for x in (best, *(fmean(p[kind] for p in kinds) for kind in ("converted", "recovered")))]
         spread = f" ({min(ratios):.3f} to {max(ratios):.3f})" if len(ratios) > 1 else ""
-        command = code(RECIPE.findall(first["provenance"]["command"])[0])
         tokens = f"{first['training']['tokens'] / 1e6:.1f} M"
         figures = [tokens, str(len(several)), *numbers, f"**{ratio:.3f}**{spread}"]
-        rows.append([model, recipe, what, *figures, verdict, command])
+        rows.append([model, recipe, what, *figures, verdict, code(f"recipes/models/{model}.yaml --row {recipe}")])
     head = ["model", "recipe", "mechanism", "tokens", "seeds", "best", "converted", "recovered", "/ best", "target"]
     return table([*head, "configuration"], rows)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -37,7 +36,7 @@ def main(argv: Sequence[str], kinds: Sequence[type], program: str, console: Cons
     arguments = parse_arguments(argv, kinds)
     training = arguments.training
     logging.basicConfig(level=logging.INFO if training.should_log else logging.WARNING, format="%(message)s")
-    run = prepare(arguments, f"{program} {shlex.join(argv)}")
+    run = prepare(arguments, program, argv)
     resume = training.resume_from_checkpoint is not None
     run.directory.open(run.options, arguments.recipe.overwrite_output_dir, resume)
     report = run_recipe(run)

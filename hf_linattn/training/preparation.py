@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,6 +15,7 @@ from hf_linattn.errors import OptionError
 from hf_linattn.evaluation import position_limit, whole_windows
 from hf_linattn.reading import read_tokenizer
 from hf_linattn.training.arguments import Arguments, ModelArguments
+from hf_linattn.training.arguments.board import CommandLine
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import model_digest, rows_digest
 from hf_linattn.training.stages import TrainingStage, stages_of
@@ -28,11 +31,11 @@ CONVERSION_OPTIONS = (
 )  # fmt: skip
 
 
-def prepare(arguments: Arguments, command: str = "") -> TrainingRun:
+def prepare(arguments: Arguments, program: str = "", argv: Sequence[str] = ()) -> TrainingRun:
     """Load model, tokenizer and text, and raise the library's errors for whatever does not fit together.
 
     Args:
-        command: how the run was started, for the report.
+        program, argv: how the run was started, for the report and for the command of a control that is missing.
     """
     model_options, data_options, recipe_options, training, distillation = arguments
     model = load_model(model_options.model_name_or_path or "", model_options.dtype)
@@ -59,7 +62,7 @@ def prepare(arguments: Arguments, command: str = "") -> TrainingRun:
     read |= {} if long_data is None else {"long": long_data.train}
     run = TrainingRun(
         arguments=arguments,
-        command=command,
+        command=f"{program} {shlex.join(argv)}",
         directory=RunDirectory(training.output_dir or "", training),
         tokenizer=tokenizer,
         task=task,
@@ -70,7 +73,7 @@ def prepare(arguments: Arguments, command: str = "") -> TrainingRun:
         digests=digests | {f"{name}_digest": rows_digest(rows) for name, rows in read.items()},
     )
     check_windows(run)
-    run.shared_control = shared_control(run)
+    run.shared_control = shared_control(run, program, argv)
     for stage in stages_of(arguments):
         if isinstance(stage, TrainingStage):
             stage.rehearse(run, model)
@@ -117,13 +120,18 @@ def check_windows(run: TrainingRun) -> None:
         ) from error
 
 
-def shared_control(run: TrainingRun) -> dict[str, dict[str, Any]]:
-    """Return the results of the stages that another run's control went through, if it is to serve here too."""
+def shared_control(run: TrainingRun, program: str = "", argv: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Return the results of the stages that another run's control went through, if it is to serve here too.
+
+    program, argv: as in `prepare`.
+    """
     training, folder = run.arguments.training, run.arguments.recipe.control_dir
     if folder is None:
         return {}
     ignored = {*CONVERSION_OPTIONS, *asdict(run.arguments.distillation), "long_digest"}
-    return RunDirectory(folder, training).export_stages(("control_training", "control"), run.options, ignored)
+    command = CommandLine(argv).command_for(folder, program, ignored)
+    directory = RunDirectory(folder, training)
+    return directory.export_stages(("control_training", "control"), run.options, ignored, command)
 
 
 def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:

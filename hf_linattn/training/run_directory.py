@@ -87,9 +87,12 @@ class RunDirectory:
             shutil.rmtree(self.checkpoints(name), ignore_errors=True)
 
     def export_stages(
-        self, names: Sequence[str], options: Mapping[str, Any], ignored: Collection[str]
+        self, names: Sequence[str], options: Mapping[str, Any], ignored: Collection[str], command: str | None = None
     ) -> dict[str, Any]:
         """Return the results of finished stages, by name, to a run with these options.
+
+        Args:
+            ignored: options that may differ. command: what runs the recipe of this folder, if that is known.
 
         Raises:
             CheckpointError: a stage is not finished here.
@@ -98,9 +101,10 @@ class RunDirectory:
         own, results = self.finished(RECIPE), {name: self.finished(name) for name in names}
         for name, result in results.items():
             if own is None or result is None:
+                known = "" if command is None else f". Its recipe is run by: {command}"
                 raise CheckpointError(
                     f"{str(self.path)!r} has not finished its stage {name}; run the recipe of that folder first, or"
-                    " give another one"
+                    f" give another one{known}"
                 )
         theirs, own = (
             {name: value for name, value in found.items() if name not in ignored}

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, set_hf_deepspeed_config
 
 import hf_linattn
-from benchmarks.measure.targets import BOARD_TARGETS
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.report import Report
 from hf_linattn.training import finetuning, pipeline
@@ -26,7 +25,6 @@ from tests.recipes.test_finetune import ROOT, command, material, recorded
 
 __all__ = ["material"]
 
-CONFIGS = sorted((ROOT / "recipes").glob("*/*.yaml"))
 # an epoch of whole batches: processes fill up an incomplete one with rows seen before
 EVEN = {
     "block_size": 28, "max_train_tokens": 1568, "calibration_tokens": 280, "transfer_tokens": 672, "logging_steps": 1,
@@ -275,25 +273,3 @@ def test_options_that_cannot_be_are_refused_before_anything_is_written(material,
     with pytest.raises(OptionError, match=message):
         run(flags(material, tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_configuration_in_the_repository_is_read(config):
-    if config.parent.name != "accelerate":
-        parse_arguments([str(config), "--output_dir", "out", "--use_cpu", "True"], DISTILLATION)
-
-
-@pytest.mark.parametrize("model", ["gpt2", "llama", "bert"])
-def test_the_board_has_a_configuration_for_every_target_and_every_baseline(model):
-    configs = {path.stem: path for path in CONFIGS if path.parent.name == f"bundled-{model}"}
-    baselines = {"t2r", "lolcats", "lolcats-linear", "liger-style"}
-    encoder = {"hybrid", "hybrid-lsh", "hedgehog", "performer", "local", "linformer", "lsh"}
-    decoder = BOARD_TARGETS.keys() - {"hybrid-lsh"} | baselines  # their hybrid has a delta rule, which has an order
-    assert configs.keys() >= (encoder if model == "bert" else decoder)
-    for name, path in configs.items():
-        options, data, recipe, training, _ = parse_arguments([str(path)], DISTILLATION)
-        assert options.model_name_or_path == f"recipes/pretrained/{model}"
-        assert recipe.max_train_tokens <= 2_000_000 and data.block_size >= 256
-        assert Path(training.output_dir).name == f"{model}-{name}"
-        shared = None if name == "hybrid" else f"runs/{model}-hybrid"
-        assert recipe.control_dir == shared and (shared or len(recipe.control_learning_rates) > 1)

@@ -21,7 +21,7 @@ import hf_linattn
 from hf_linattn.errors import CheckpointError, DataError, OptionError, UnknownNameError
 from hf_linattn.report import Report
 from hf_linattn.training import pipeline, trainers
-from hf_linattn.training.arguments import FINETUNING, DistillationArguments, parse_arguments
+from hf_linattn.training.arguments import FINETUNING, DistillationArguments
 from hf_linattn.training.stages import recovery
 from hf_linattn.training.stages import report as report_stage
 from recipes import finetune
@@ -240,13 +240,6 @@ def test_a_converted_checkpoint_is_not_converted_again(material, tmp_path):
     hf_linattn.patch_model(model, "linear").save_pretrained(tmp_path / "converted")
     with pytest.raises(OptionError, match="is converted already"):
         run(command(material, tmp_path / "out", model_name_or_path=tmp_path / "converted"))
-
-
-@pytest.mark.parametrize("config", [ROOT / f"recipes/bert/{name}.yaml" for name in ("linear", "performer")])
-def test_the_recipes_in_the_repository_can_be_read(config):
-    model, data, recipe, *_ = parse_arguments([str(config)])
-    assert model.mechanism == config.stem and model.model_name_or_path == f"recipes/pretrained/{config.parent.name}"
-    assert recipe.max_train_tokens <= 2_000_000 and data.block_size >= 256 and len(recipe.learning_rates) > 1
 
 
 def options_table(kinds: Sequence[type]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -49,15 +50,20 @@ def unknown_option(name: object, known: set[str]) -> OptionError:
     return OptionError(f"unknown option {name!r}{hint} (--help lists them all)")
 
 
-def flags_of(path: Path, known: set[str]) -> list[str]:
-    """Turn a YAML mapping into flags."""
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise OptionError(f"the configuration file {str(path)!r} cannot be read: {error}") from error
     require(str(path), content, isinstance(content, Mapping), "a mapping of option names to values")
+    return dict(content)
+
+
+def flags_of(options: Mapping[str, Any], known: set[str]) -> list[str]:
+    """Turn options into flags."""
     flags: list[str] = []
-    for name, value in content.items():
+    for name, value in options.items():
         if name not in known:
             raise unknown_option(name, known)
         if value is not None:

@@ -14,7 +14,9 @@ from hf_linattn.training.arguments.refused import REFUSED
 
 ASKED = frozenset({"-h", "--help"})
 USAGE = "[config.yaml] [--option value ...]"
-DESCRIPTION = "Options are flags, entries of a YAML file, or both; a flag overrides the file. Mappings are JSON."
+DESCRIPTION = (
+    "Options are flags, entries of a YAML file, or both; a row overrides the file, a flag both. Mappings are JSON."
+)
 NOT_TAKEN = "options of transformers.TrainingArguments that no recipe takes"
 # by title: names, or patterns of them, in the order in which they are tried; then the class of an option decides
 GROUPS: dict[str, tuple[str, ...]] = {

@@ -41,6 +41,11 @@ class ModelArguments:
         default=None,
         metadata={"help": "Feed-forwards take so many tokens at a time, with less memory; default: all of a batch."},
     )
+    row: str | None = field(
+        default=None,
+        metadata={"help": "Row of the board: its options override the file's, its name is put behind output_dir."},
+    )
+    board: str | None = field(default=None, metadata={"help": "YAML file of rows: name -> options."})
 
     def __post_init__(self) -> None:
         require("model_name_or_path", self.model_name_or_path, bool(self.model_name_or_path), "a folder or Hub name")
@@ -55,7 +60,7 @@ class ModelArguments:
         if (self.mechanism is None) == (not self.plan):
             raise OptionError(
                 f"give either mechanism or plan, got mechanism={self.mechanism!r} and plan={self.plan!r};"
-                " for example --mechanism performer"
+                " for example --mechanism performer, or a --row of a board"
             )
 
     def patch_arguments(self) -> dict[str, Any]:

@@ -1,16 +1,16 @@
-"""The options of a run: read from flags, a YAML file or both, and checked against each other."""
+"""The options of a run: read from flags, YAML files or both, and checked against each other."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_linattn.config import require
 from hf_linattn.errors import OptionError
+from hf_linattn.training.arguments.board import CommandLine
 from hf_linattn.training.arguments.data import DataArguments
 from hf_linattn.training.arguments.distillation import DistillationArguments
 from hf_linattn.training.arguments.flags import flags_of, refusing, unknown_option
@@ -19,7 +19,6 @@ from hf_linattn.training.arguments.recipe import RecipeArguments
 from hf_linattn.training.arguments.refused import check_stages
 from hf_linattn.training.arguments.trainer import FinetuningArguments
 
-YAML_SUFFIXES = (".yaml", ".yml")
 DEFAULT_LEARNING_RATES = [3e-4, 1e-3, 3e-3]
 
 
@@ -38,13 +37,14 @@ DISTILLATION = (*FINETUNING, DistillationArguments)
 
 
 def parse_arguments(argv: Sequence[str], kinds: Sequence[type] = FINETUNING) -> Arguments:
-    """Read `[config.yaml] [--flag value ...]`; a flag overrides the same name in the file.
+    """Read `[config.yaml] [--flag value ...]`; a flag overrides the same name in the file and in a row of the board.
 
     Args:
         kinds: the groups that may be set, `FINETUNING` or `DISTILLATION`.
 
     Raises:
         OptionError: an unknown name (the message has the nearest ones), a value out of range, an unreadable file.
+        UnknownNameError: a row that the board lacks.
 
     >>> arguments = parse_arguments(
     ...     ["--model_name_or_path", "gpt2", "--mechanism", "linear", "--output_dir", "out", "--seed", "7"])
@@ -52,9 +52,9 @@ def parse_arguments(argv: Sequence[str], kinds: Sequence[type] = FINETUNING) -> 
     ('linear', 256, 7)
     """
     known = {f.name for kind in kinds for f in dataclasses.fields(kind) if f.init}
-    flags = list(argv)
-    if flags and flags[0].endswith(YAML_SUFFIXES):
-        flags = flags_of(Path(flags[0]), known) + flags[1:]
+    with refusing(argv):
+        line = CommandLine(argv)
+    flags = flags_of(line.options(), known) + line.flags
     parser = HfArgumentParser(kinds, allow_abbrev=False, exit_on_error=False, add_help=False)  # type: ignore[arg-type]
     with refusing(flags):
         *parsed, unknown = parser.parse_args_into_dataclasses(

@@ -1,0 +1,104 @@
+"""The board of the recipes: rows of options, each a conversion of a model whose own file has the other options."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hf_linattn.config import require, require_known
+from hf_linattn.errors import OptionError
+from hf_linattn.training.arguments.flags import read_mapping
+
+YAML_SUFFIXES = (".yaml", ".yml")
+MODELS = "models"  # entry of a row: the models that have it on their board -> what is different there
+PRIVATE = "_"  # begins the name of what rows share and is no row
+# a command for the control has its own values of these
+OF_ONE_RUN = frozenset({"row", "output_dir", "overwrite_output_dir", "resume_from_checkpoint"})
+
+
+class CommandLine:
+    """`[config.yaml] [--flag value ...]`, whose file may be that of a model on a board: `--row` then chooses a row.
+
+    Args:
+        argv: the arguments. `row` and `board` may be among the flags or in the file.
+    """
+
+    def __init__(self, argv: Sequence[str]):
+        given = bool(argv) and argv[0].endswith(YAML_SUFFIXES) and not argv[0].startswith("--")
+        self.file = Path(argv[0]) if given else None
+        self.flags = list(argv[given:])
+        self.shared = {} if self.file is None else read_mapping(self.file)
+        parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+        for name in ("row", "board"):
+            parser.add_argument(f"--{name}", default=self.shared.get(name))
+        chosen, _ = parser.parse_known_args(self.flags)
+        self.row: str | None = chosen.row
+        self.board: str | None = chosen.board
+
+    @cached_property
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """The rows of the board, by name; none without a board."""
+        content = {} if self.board is None else read_mapping(Path(self.board))
+        for name, row in content.items():
+            require(f"{name} of {self.board}", row, isinstance(row, Mapping), "a mapping of option names to values")
+        return {name: row for name, row in content.items() if not name.startswith(PRIVATE)}
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the file, those of the chosen row over them."""
+        if self.row is None:
+            return self.shared
+        if self.board is None:
+            raise OptionError(f"row={self.row!r} needs a board; name its file, as --board recipes/board.yaml")
+        return self.options_of(self.row)
+
+    def options_of(self, row: str) -> dict[str, Any]:
+        """Return the options of the file, those of a row over them.
+
+        What a row sets to null is left out; its name is put behind the `output_dir` of the file.
+
+        Raises:
+            UnknownNameError: the board has no such row.
+        """
+        require_known("row", row, self.rows)
+        own = dict(self.rows[row])
+        own |= (own.pop(MODELS, None) or {}).get(self.file and self.file.stem) or {}
+        folders = {"output_dir": f"{self.shared['output_dir']}-{row}"} if "output_dir" in self.shared else {}
+        merged = self.shared | folders | own
+        return {name: value for name, value in merged.items() if value is not None}
+
+    def on_board(self) -> list[str]:
+        """Return the rows that the model of the file has on its board, those with a control of their own first."""
+        model = self.file and self.file.stem
+        names = [name for name, row in self.rows.items() if model in (row.get(MODELS) or {})]
+        return sorted(names, key=lambda name: "control_dir" in self.options_of(name))
+
+    def command_for(self, output_dir: str, program: str, ignored: Collection[str]) -> str | None:
+        """Return the command of the row that writes to a folder, with the flags given here; None if there is none.
+
+        Args:
+            program: how it is started. ignored: options that the row has values of its own for.
+        """
+        for row in self.rows:
+            if self.options_of(row).get("output_dir") == output_dir:
+                flags = without(self.flags, OF_ONE_RUN.union(ignored))
+                return f"{program} {shlex.join([str(self.file), '--row', row, *flags])}"
+        return None
+
+
+def without(flags: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return flags without these options and their values.
+
+    >>> without(["--seed", "1", "--learning-rates", "1e-3", "3e-3", "--block_size=128"], {"learning_rates"})
+    ['--seed', '1', '--block_size=128']
+    """
+    kept, keeps = [], True
+    for flag in flags:
+        if flag.startswith("--"):
+            keeps = flag[2:].partition("=")[0].replace("-", "_") not in names
+        if keeps:
+            kept.append(flag)
+    return kept
