@@ -200,7 +200,8 @@ def test_a_state_of_another_mechanism_is_refused_and_left_as_it_was(plan):
     before = [x.clone() for x in tensors_of(cache)]
     unpatch_model(model)
     patch_model(model, plan)
-    with pytest.raises(UnsupportedModeError, match=r"layer \d that was made by LinearConfig.*RetentionConfig.*new cache"):
+    refused = r"layer \d that was made by LinearConfig.*RetentionConfig.*new cache"
+    with pytest.raises(UnsupportedModeError, match=refused):
         read(model, ids[:, :1], past_key_values=cache)
     assert cache.get_seq_length() == 9
     assert all(torch.equal(now, x) for now, x in zip(tensors_of(cache), before, strict=True))
