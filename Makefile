@@ -23,7 +23,7 @@ PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_exten
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-slow test-zero3 test-quantised test-all test-floor test-asan test-asan-short mutants lint bench paired long-inputs depth peers support zero-shot usable calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
+.PHONY: help install quickstart test test-fast test-exhaustive test-kernels test-tools test-slow test-zero3 test-quantised test-all test-floor test-asan test-asan-short mutants lint bench paired long-inputs depth peers support zero-shot usable calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -52,6 +52,15 @@ test: install ## the tests and doctests, with the table of invariants: 6 to 15 m
 test-fast: install ## without the invariants and what starts processes or trains: 5 minutes
 	$(PYTEST) $(PROCESSES:%=--ignore tests/%)
 
+test-exhaustive: install ## all that a machine without a GPU can test and that needs no other package, slow ones too: hours
+	$(PYTEST) -m "not gpu and not zero3 and not quantised"
+
+test-kernels: install ## all tests of the operations in PyTorch, C and Triton, every dtype, shape and GPU they compile for
+	$(PYTEST) -m "not gpu" tests/ops
+
+test-tools: install ## the tests of benchmarks, studies and pictures: 4 minutes
+	$(PYTEST) -m tools
+
 test-slow: install ## the tests that take more than a minute each
 	$(PYTEST) -m slow
 
@@ -63,8 +72,7 @@ test-quantised: install ## bitsandbytes, torchao and optimum-quanto, which it in
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[quant]"
 	$(PYTEST) -n 0 -m quantised tests/test_quantised.py
 
-test-all: install test-zero3 test-quantised ## everything a machine without a GPU can test
-	$(PYTEST) -m "not gpu and not zero3 and not quantised"
+test-all: test-exhaustive test-zero3 test-quantised ## everything a machine without a GPU can test
 
 test-floor: $(FLOOR)/.installed ## the tests with the oldest transformers this library supports
 	HF_HUB_OFFLINE=1 $(FLOOR)/bin/python -m pytest $(PARALLEL)
@@ -87,7 +95,7 @@ test-asan-short: $(ASAN) ## the C with address and undefined-behaviour sanitizer
 
 test-asan: $(ASAN) ## the same for long, all tests of the C, and your scripts: make test-asan SCRIPTS="a.py b.py"
 	cd $(ASAN) && FUZZ_CALLS=$(FUZZ_CALLS) $(SANITIZED_TESTS) tests/ops/native/test_operands.py
-	cd $(ASAN) && $(SANITIZED_TESTS) -p tests.ops.native.exact tests/ops/native --ignore tests/ops/native/test_operands.py
+	cd $(ASAN) && $(SANITIZED_TESTS) -p tests.ops.native.exact -m "not slow" tests/ops/native --ignore tests/ops/native/test_operands.py
 	set -e; for script in $(SCRIPTS); do echo $$script; $(SANITIZED) -m tests.ops.native.exact $$script; done
 
 mutants: install ## make lines of the library wrong, one by one, and see that the tests notice: 30 minutes; resumes

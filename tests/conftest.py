@@ -14,9 +14,16 @@ import pytest
 import torch
 import transformers
 
+from tests.covering import mark_exhaustive
+
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_exhaustive(items)
 
 
 @pytest.fixture(autouse=True)

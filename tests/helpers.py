@@ -16,10 +16,12 @@ from hf_linattn import patch_model
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
 from hf_linattn.mechanisms.learned_sparse import LearnedSparseMechanism
-from tests.models import VOCAB_SIZE, make_model
+from tests.models import ENCODERS, VOCAB_SIZE, make_model
 
 # smaller than the defaults, for speed; a mechanism that is not named here is tested with its defaults
 OPTIONS: dict[str, dict[str, Any]] = {"performer": {"num_features": 24}}
+# one mechanism for each kind of state
+STATES = ("linear", "hybrid", "local", "lsh", "linformer", "fusion", "softmax")
 
 
 def is_plain_pattern(mechanism: str) -> bool:
@@ -30,16 +32,27 @@ def is_plain_pattern(mechanism: str) -> bool:
     return plain and mechanism not in ("local", "bigbird")
 
 
+def is_enough(architecture: str, mechanism: str) -> bool:
+    """Whether one of them stands for the others."""
+    return architecture in ("bert", "llama") or mechanism in STATES
+
+
 def each_of(mechanisms: list[str]) -> list[Any]:
     """Return mechanisms as parameters, plain patterns marked slow: in a whole model all of them take the same way."""
     return [pytest.param(x, marks=[pytest.mark.slow] if is_plain_pattern(x) else []) for x in mechanisms]
 
 
 def each_with(names: Iterable[str], mechanisms: list[str]) -> list[Any]:
-    """Return architectures and mechanisms as parameters, each mechanism with the models whose form it has."""
-    forms = {name: "bidirectional" if name == "bert" else "causal" for name in names}
+    """Return architectures and mechanisms as parameters, each mechanism with the models whose form it has.
+
+    A model meets a mechanism through heads, masks and states alone: every mechanism on one causal and one
+    bidirectional architecture, and every architecture with one mechanism per kind of state, are enough. The others are
+    marked exhaustive.
+    """
+    forms = {name: "bidirectional" if name in ENCODERS else "causal" for name in names}
+    rest = {False: [pytest.mark.exhaustive], True: []}
     return [
-        pytest.param(name, *mechanism.values, marks=mechanism.marks)
+        pytest.param(name, *mechanism.values, marks=[*mechanism.marks, *rest[is_enough(name, *mechanism.values)]])
         for mechanism in each_of(mechanisms)
         for name, form in forms.items()
         if form in MECHANISMS.get(mechanism.values[0]).modes

@@ -7,22 +7,16 @@ import torch
 
 from hf_linattn import get_mechanisms, list_mechanisms, patch_model, unpatch_model
 from hf_linattn.mechanisms import MECHANISMS
-from tests.helpers import OPTIONS, assert_close, each_of, generate, logits_of, make_patched, make_tokens, pad
+from tests.helpers import OPTIONS, assert_close, each_with, generate, logits_of, make_patched, make_tokens, pad
 from tests.models import ARCHITECTURES, CAUSAL, ENCODERS, NUM_HEADS, NUM_LAYERS, make_model
 
 LENGTH = 19  # longer than the sliding windows, and odd
 
 
-def supported(names, mode):
-    """Pairs of architecture and mechanism that has the mode."""
-    able = [name for name in list_mechanisms() if mode in MECHANISMS.get(name).modes]
-    pairs = [pytest.param(name, *one.values, marks=one.marks) for name in names for one in each_of(able)]
-    return pytest.mark.parametrize(("name", "mechanism"), pairs)
-
-
-each_pair = supported(ARCHITECTURES, "bidirectional")
-each_causal_pair = supported(CAUSAL, "causal")
-each_encoder_pair = supported(ENCODERS, "bidirectional")
+each_pair, each_causal_pair, each_encoder_pair = (
+    pytest.mark.parametrize(("name", "mechanism"), each_with(names, list_mechanisms()))
+    for names in (ARCHITECTURES, CAUSAL, ENCODERS)
+)
 
 
 @each_causal_pair

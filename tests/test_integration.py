@@ -17,7 +17,6 @@ from hf_linattn.mechanisms import MECHANISMS
 from tests.helpers import (
     OPTIONS,
     assert_close,
-    each_of,
     each_with,
     generate,
     gradients,
@@ -35,9 +34,7 @@ each_patch = pytest.mark.parametrize(("name", "mechanism"), each_with(SPINE, lis
 each_continuous_patch = pytest.mark.parametrize(
     ("name", "mechanism"), each_with(SPINE, [name for name in list_mechanisms() if MECHANISMS.get(name).continuous])
 )
-each_causal_mechanism = pytest.mark.parametrize(
-    "mechanism", each_of([name for name in list_mechanisms() if "causal" in MECHANISMS.get(name).modes])
-)
+each_generating_patch = pytest.mark.parametrize(("name", "mechanism"), each_with(["gpt2", "llama"], list_mechanisms()))
 
 # -- generation: with a cache as without ------------------------------------------------------------------------------
 
@@ -49,8 +46,7 @@ WAYS = {
 }
 
 
-@each_generator
-@each_causal_mechanism
+@each_generating_patch
 @pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
 def test_every_way_of_generating_is_the_same_with_a_cache(name, mechanism, way):
@@ -65,8 +61,7 @@ def test_every_way_of_generating_is_the_same_with_a_cache(name, mechanism, way):
     assert sequences[0].shape[1] == 15
 
 
-@each_generator
-@each_causal_mechanism
+@each_generating_patch
 @pytest.mark.parametrize("chunks", [(9,), (4, 5), (1, 7, 1)])
 @torch.no_grad()
 def test_a_returned_cache_is_continued(name, mechanism, chunks):
@@ -98,8 +93,7 @@ def test_a_left_padded_cache_is_continued(name):
     assert_close(logits, expected_logits)
 
 
-@each_generator
-@each_causal_mechanism
+@each_generating_patch
 @pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"prefill_chunk_size": 4}], ids=str)
 def test_other_caches_and_prefills_give_the_same(name, mechanism, options):
     """Of a padded batch, too; the first piece of its second row is padding alone."""
@@ -345,8 +339,7 @@ def test_autocast_trains_close_to_float32(name, mechanism):
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
 
-@each_generator
-@each_causal_mechanism
+@each_generating_patch
 def test_text_generation_pipeline_in_a_batch_equals_one_by_one(name, mechanism):
     run = pipeline("text-generation", model=make_patched(name, mechanism), tokenizer=make_tokenizer())
     texts = ["w7 w8 w9 w10 w11", "w40", "w12 w90 w33"]

@@ -26,6 +26,7 @@ def make_pattern(name: str, causal: bool, **options):
     return make_mechanism(name, causal, **{"block_size": 64, **small, **options})
 
 
+@pytest.mark.covering(2)
 @torch.no_grad()
 @pytest.mark.parametrize("block_size", [16, 64, 100])
 @pytest.mark.parametrize("causal", [True, False])
@@ -74,6 +75,7 @@ def test_its_products_are_counted(variant):
     assert 0.7 < counts[1] / counts[0] < 1.1
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("block_size", [16, 64, 100])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "learned_sparse"])

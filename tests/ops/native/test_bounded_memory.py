@@ -23,6 +23,7 @@ def calls(monkeypatch):
     return taken
 
 
+@pytest.mark.covering(2)
 @torch.no_grad()
 @pytest.mark.parametrize("length", [1, 64, 65, 333, 1000])
 @pytest.mark.parametrize(("num_slots", "block_size"), [(8, 16), (64, 16), (4, 4), (33, 64), (70, 128), (1, 1)])
@@ -44,6 +45,7 @@ def test_outputs_and_states(variant, calls, num_slots, block_size, length):
     assert calls
 
 
+@pytest.mark.covering(1)
 @torch.no_grad()
 @pytest.mark.parametrize("ends", [(0, 64, 256, 640, 1000), (0, 37, 38, 201, 264, 777, 1000), (0, 700, 1000)], ids=str)
 @pytest.mark.parametrize(("num_slots", "block_size"), [(8, 16), (64, 16), (4, 4), (33, 64), (70, 128), (1, 1), (7, 8)])
@@ -74,6 +76,7 @@ def test_its_products_are_counted(variant):
     assert 0.7 < counts[1] / counts[0] < 1.3
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("length", [1, 64, 65, 333])
 @pytest.mark.parametrize(("num_slots", "block_size"), [(8, 64), (64, 16), (33, 64)])
 def test_gradients(variant, calls, num_slots, block_size, length):

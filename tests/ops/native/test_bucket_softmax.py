@@ -31,6 +31,7 @@ def make_lsh(causal: bool, sizes: tuple[int, int, int], shared_qk: bool = False)
     return make_mechanism("lsh", causal, **named, shared_qk=shared_qk)
 
 
+@pytest.mark.covering(2)
 @torch.no_grad()
 @pytest.mark.parametrize("length", [1, 61, 333])
 @pytest.mark.parametrize("sizes", SIZES)
@@ -66,6 +67,7 @@ def test_its_products_are_counted(variant, causal):
     assert 0.4 < counts[1] / counts[0] <= 1
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("shared_qk", [False, True])
 @pytest.mark.parametrize("causal", [True, False])

@@ -41,6 +41,7 @@ def _layouts() -> dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]:
 LAYOUTS = _layouts()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("continued", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
@@ -83,6 +84,7 @@ def test_outputs_states_and_all_gradients(variant, monkeypatch, feature_map, dec
         assert_close(got.double(), want, 2e-4 * max(1.0, float(want.detach().abs().max())))
 
 
+@pytest.mark.covering(2)
 @torch.no_grad()
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("decay", [None, "learned"])
@@ -129,6 +131,7 @@ def test_softmax_pairs_of_any_spread(variant):
         assert_close(got.double(), want, 1e-5 * max(1.0, float(want.abs().max())))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("decay", [None, "learned"])
 @pytest.mark.parametrize(("name", "options"), MAPS)
@@ -138,6 +141,7 @@ def test_gradients_of_feature_maps(variant, name, options, decay, layout):
     assert len(variant) > 4
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("decay", [None, "learned"])
 @pytest.mark.parametrize("name", ["linear", "performer", "hedgehog"])
@@ -181,6 +185,7 @@ def compare_gradients(name, options, mask, ids, cut, length=203):
         assert_close(results[1][place].double(), want, tolerance * max(1.0, float(want.abs().max())))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("decay", [None, "learned"])
 @pytest.mark.parametrize(("name", "options"), MAPS)
@@ -204,6 +209,7 @@ def test_gradients_where_every_query_sees_all_keys(variant, name, options, decay
         assert_close(results[1][place].double(), want, tolerance * max(1.0, float(want.abs().max())))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("feature_map", [elu_map, exp_map])
 def test_given_features_whose_weights_decay_both_ways(variant, feature_map, layout):

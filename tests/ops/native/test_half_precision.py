@@ -54,6 +54,7 @@ def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.detach().double() - want.detach()).norm() / want.detach().norm().clamp(min=1e-3))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", TOLERANCE)
 @pytest.mark.parametrize(("name", "causal"), CASES)
 def test_every_mechanism_that_takes_it(unit, name, causal, kind):
@@ -65,6 +66,7 @@ def test_every_mechanism_that_takes_it(unit, name, causal, kind):
             assert error_of(got, exact) < TOLERANCE[kind] * KINKS.get(name, 1)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", TOLERANCE)
 @pytest.mark.parametrize(("name", "causal"), [("local", True), ("bigbird", False), ("hybrid", True), ("linear", True)])
 def test_heads_that_fill_whole_tiles(unit, monkeypatch, name, causal, kind):
@@ -77,6 +79,7 @@ def test_heads_that_fill_whole_tiles(unit, monkeypatch, name, causal, kind):
         assert error_of(got, exact) < TOLERANCE[kind]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ["linear", "hedgehog", "performer", "local", "hybrid"])
 def test_what_cancels_keeps_its_digits(unit, name, causal):

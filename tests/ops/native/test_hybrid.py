@@ -74,6 +74,7 @@ def test_token_by_token(variant, calls, linear, decay, window_size, num_sinks):
     assert len(calls) == (40 - window_size + 1 - num_sinks if window_size > 1 else 0)
 
 
+@pytest.mark.covering(2)
 @torch.no_grad()
 @pytest.mark.parametrize("length", [LENGTH, 128, 101])
 @pytest.mark.parametrize(("window_size", "num_sinks"), WINDOWS)
@@ -88,6 +89,7 @@ def test_both_directions(variant, calls, linear, decay, window_size, num_sinks, 
     assert calls == [1] * (length > window_size + num_sinks)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("length", [LENGTH, 128])
 @pytest.mark.parametrize(("window_size", "num_sinks"), WINDOWS)
 @pytest.mark.parametrize(("linear", "decay"), [*MIXES, ("taylor", None)])
@@ -112,6 +114,7 @@ def test_gradients_in_both_directions(variant, calls, linear, decay, window_size
         assert_close(got[name].double(), want[name], tolerance * max(1.0, float(want[name].abs().max())))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("window_size", "num_sinks"), WINDOWS)
 @pytest.mark.parametrize(("linear", "decay"), [*MIXES, ("taylor", None)])
 def test_gradients(variant, calls, linear, decay, window_size, num_sinks):

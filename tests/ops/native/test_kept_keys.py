@@ -34,6 +34,7 @@ def pieces(monkeypatch):
     return counts
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ends", PIECES)
 @pytest.mark.parametrize("name", NAMES)
 def test_pieces_give_what_a_whole_row_gives(pieces, name, ends):

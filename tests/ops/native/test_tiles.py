@@ -32,6 +32,7 @@ def errors_of(monkeypatch, mechanism, heads) -> dict[str, list[float]]:
     return errors
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dim", [64, 24])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", NAMES)

@@ -8,20 +8,31 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer, Mechanism
-from tests.helpers import OPTIONS
+from tests.helpers import OPTIONS, is_plain_pattern
 
 ROOT = Path(__file__).resolve().parents[3]
 ON_TRITON = [name for name in MECHANISMS.names() if "triton" in MECHANISMS.get(name).backends]
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
+# programs that compile kernels compile each of them once, or for every dtype, size and GPU
+each_compilation = pytest.mark.parametrize("compiled", ["once", pytest.param("all", marks=pytest.mark.exhaustive)])
+
+
+def each_form(forms: list[tuple[str, str]]) -> list[Any]:
+    """Return mechanisms and modes as parameters, plain patterns marked exhaustive: to a kernel they are tables."""
+    marks = {True: [pytest.mark.exhaustive], False: []}
+    return [pytest.param(name, mode, marks=marks[is_plain_pattern(name)]) for name, mode in forms]
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a process where kernels are not interpreted."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 

@@ -21,12 +21,13 @@ from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close, logits_of, make_tokens
 from tests.models import make_model
 from tests.ops.block_softmax import check_what_was_read_before
-from tests.ops.triton.cases import ON_TRITON, make_mechanism, run
+from tests.ops.triton.cases import ON_TRITON, each_compilation, each_form, make_mechanism, run
 from tests.ops.triton.test_causal_sums import SUMS
 
 BLOCKS = [name for name in ON_TRITON if name not in SUMS]
 BOTH = [(x, mode) for x in BLOCKS for mode in ("causal", "bidirectional")]
 BOTH.remove(("linformer", "bidirectional"))  # large products, which PyTorch makes
+LENGTHS = [67, pytest.param(107, marks=pytest.mark.exhaustive)]
 SMALL = {"block_size": 8, "window_size": 11, "num_sinks": 2, "num_slots": 6}
 LENGTH = 43
 
@@ -51,8 +52,9 @@ def calls(small_tiles, monkeypatch):
     return lengths
 
 
-def test_outputs_logs_and_all_gradients(small_tiles):
-    check_what_was_read_before(TRITON_BLOCKS, 1e-5, block_size=20, length=107)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_outputs_logs_and_all_gradients(small_tiles, length):
+    check_what_was_read_before(TRITON_BLOCKS, 1e-5, block_size=20, length=length)
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -131,7 +133,7 @@ def test_pieces_give_what_a_whole_row_gives(calls, name):
     assert calls[0] == 19 < calls[-1]  # the second call reads a row of what was kept and what is new
 
 
-@pytest.mark.parametrize(("name", "mode"), BOTH)
+@pytest.mark.parametrize(("name", "mode"), each_form(BOTH))
 def test_every_mechanism_on_it(calls, name, mode):
     """Outputs, the gradients of heads and parameters, and the tokens that follow; rows padded on either side."""
     generator, causal = torch.Generator().manual_seed(0), mode == "causal"
@@ -160,6 +162,7 @@ def test_every_mechanism_on_it(calls, name, mode):
     assert calls
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("window_size", [1, 11])
 @pytest.mark.parametrize(
     ("linear", "decay"), [("hedgehog", None), ("hedgehog", "learned"), ("performer", None), ("performer", "learned")]
@@ -187,6 +190,7 @@ def test_what_hybrid_remembers_of_a_row(calls, linear, decay, window_size):
 WINDOWS = {"local": 1, "sinks": 1, "longformer": 1, "atrous": 0, "checkerboard": 0, "sparse_transformer": 0}
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("length", [5, LENGTH])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", WINDOWS)
@@ -265,9 +269,9 @@ def test_its_products_are_counted(calls):
     assert 0.5 < counts["triton"] / counts["torch"] < 2
 
 
-# compiles the kernels, without a GPU, as they run on one, and says how much shared memory they take
+# compiles the kernels as they run on a GPU, each once or all ways, and says how much shared memory they take
 PROGRAM = """
-import itertools, json, torch, triton
+import itertools, json, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_linattn.ops.triton import block_kernels
@@ -279,27 +283,30 @@ HEADS = ("query", "key", "value", "out", "before", "shared_key", "shared_value",
 flags = {"CAUSAL": True, "BEGINS": True, "BIASED": True}
 numbers = ("batch", "head", "group", "token", "row", "block", "part", "heads", "groups", "length", "first", "size",
            "width", "shared", "offset", "begun", "count", "blocks", "columns", "rows")
-for kernel in (block_kernels.attend_blocks, block_kernels.reverse_queries, block_kernels.reverse_keys):
-    for size, dtype in itertools.product((128, 256), (torch.float32, torch.bfloat16)):
-        heads = torch.empty(1, size, dtype=dtype)
-        kinds |= dict.fromkeys(HEADS, "*bf16" if dtype == torch.bfloat16 else "*fp32")
-        sizes = {**sizes_for(heads, heads), **flags}
-        options = {"num_stages": sizes.pop("num_stages")}
-        sizes = {name: sizes[name] for name in kernel.arg_names if name in sizes}
-        def kind(name):
-            return kinds.get(name, "i32" if name.endswith(numbers) else "*fp32")
-        signature = {name: "constexpr" if name in sizes else kind(name) for name in kernel.arg_names}
-        for capability in (80, 90):
-            source = ASTSource(kernel, signature, constexprs=sizes)
-            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-            memory[f"{kernel.__name__} {size} {dtype} {capability}"] = compiled.metadata.shared
+KERNELS = block_kernels.attend_blocks, block_kernels.reverse_queries, block_kernels.reverse_keys
+ways = list(itertools.product((128, 256), (torch.float32, torch.bfloat16), (80, 90)))
+for kernel, way in itertools.product(KERNELS, ways if sys.argv[1] == "all" else ways[-1:]):
+    size, dtype, capability = way
+    heads = torch.empty(1, size, dtype=dtype)
+    kinds |= dict.fromkeys(HEADS, "*bf16" if dtype == torch.bfloat16 else "*fp32")
+    sizes = {**sizes_for(heads, heads), **flags}
+    options = {"num_stages": sizes.pop("num_stages")}
+    sizes = {name: sizes[name] for name in kernel.arg_names if name in sizes}
+    def kind(name):
+        return kinds.get(name, "i32" if name.endswith(numbers) else "*fp32")
+    signature = {name: "constexpr" if name in sizes else kind(name) for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=sizes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    memory[f"{kernel.__name__} {size} {dtype} {capability}"] = compiled.metadata.shared
 print(json.dumps(memory))
 """
 
 
-def test_kernels_compile_for_gpus_and_fit_their_shared_memory():
+@each_compilation
+def test_kernels_compile_for_gpus_and_fit_their_shared_memory(compiled):
     """99 KiB is what a program may have on the smallest of them, from Ampere on."""
-    done = run(PROGRAM)
+    done = run(PROGRAM, compiled)
     assert done.returncode == 0, done.stderr
     memory = json.loads(done.stdout)
-    assert len(memory) == 24 and all(0 < size <= 99 * 1024 for size in memory.values()), memory
+    assert len(memory) == {"once": 3, "all": 24}[compiled]
+    assert all(0 < size <= 99 * 1024 for size in memory.values()), memory

@@ -22,9 +22,9 @@ from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close, logits_of, make_tokens, pad
 from tests.models import make_model
 from tests.ops.feature_maps import elu_map, exp_map
-from tests.ops.triton.cases import ON_TRITON, make_mechanism, run
+from tests.ops.triton.cases import ON_TRITON, each_compilation, make_mechanism, run
 
-HEADS, KV_HEADS, VALUE_DIM, LENGTH = 4, 2, 20, 41
+VALUE_DIM, LENGTH = 20, 41
 OTHERS = (BlockSparseMechanism, HybridMechanism, LinformerMechanism)  # on block softmax
 SUMS = [name for name in ON_TRITON if not issubclass(MECHANISMS.get(name), OTHERS)]
 
@@ -33,30 +33,33 @@ SUMS = [name for name in ON_TRITON if not issubclass(MECHANISMS.get(name), OTHER
 KINDS = [(0, 0, 0, 0), (1, 1, 1, 1), (1, 1, 0, 1), (0, 1, 1, 0), (0, 0, 0, 1), (1, 0, 1, 0)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("feature_map", [elu_map, exp_map])
-def test_outputs_states_and_all_gradients(small_tiles, feature_map, kind):
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (4, 2)])
+def test_outputs_states_and_all_gradients(small_tiles, heads, kv_heads, feature_map, kind):
     """An odd length, grouped queries, a slow and a fast rate; what came before, if anything."""
     decay, masked, packed, continued = kind
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)  # noqa: E731
     dim, scaled = 17, decay or feature_map is exp_map
-    heads = [draw(2, h, LENGTH, d).requires_grad_() for h, d in ((HEADS, dim), (KV_HEADS, dim), (KV_HEADS, VALUE_DIM))]
-    rates = torch.tensor([0.02, 3.0], dtype=torch.float64, requires_grad=True)
-    kv = draw(2, KV_HEADS, dim, VALUE_DIM + 1).abs().requires_grad_()
-    log_max = draw(2, KV_HEADS) * scaled
+    shapes = (heads, dim), (kv_heads, dim), (kv_heads, VALUE_DIM)
+    given = [draw(2, h, LENGTH, size).requires_grad_() for h, size in shapes]
+    rates = torch.tensor([3.0, 0.02][:kv_heads], dtype=torch.float64, requires_grad=True)
+    kv = draw(2, kv_heads, dim, VALUE_DIM + 1).abs().requires_grad_()
+    log_max = draw(2, kv_heads) * scaled
     mask = torch.rand(2, LENGTH, generator=generator) > 0.3 if masked else None
     if masked:
         mask[0, :20], mask[1, -20:] = False, False
     ids = torch.stack([torch.arange(LENGTH) // 7, torch.arange(LENGTH) // 39]) if packed else None
-    weights = draw(2, HEADS, LENGTH, VALUE_DIM), draw(*kv.shape)
-    wanted = [*heads, *([rates] if decay else []), *([kv] if continued else [])]
+    weights = draw(2, heads, LENGTH, VALUE_DIM), draw(*kv.shape)
+    wanted = [*given, *([rates] if decay else []), *([kv] if continued else [])]
     results = []
     for dtype, sums in ((torch.float64, None), (torch.float32, load_triton().causal_sums)):
         rate = -rates.to(dtype)[None, :, None].expand(2, -1, LENGTH)
         rate = (rate if mask is None else rate * mask[:, None]) if decay else None
         state = LinearState(kv.to(dtype), log_max.to(dtype)) if continued else None
-        operands = [*(x.to(dtype) for x in heads), feature_map, feature_map, mask, ids, state, rate]
+        operands = [*(x.to(dtype) for x in given), feature_map, feature_map, mask, ids, state, rate]
         output, after = causal_linear_attention(*operands, causal_sums=sums)
         with torch.no_grad():  # written in place
             inferred, _ = causal_linear_attention(*operands, causal_sums=sums)
@@ -95,6 +98,7 @@ def test_every_mechanism_on_it(small_tiles, name):
 ALL_KEYS = [name for name in SUMS if "bidirectional" in MECHANISMS.get(name).modes]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ALL_KEYS)
@@ -204,9 +208,9 @@ def test_its_products_are_counted():
     assert 0.4 < counts["triton"] / counts["torch"] < 1
 
 
-# compiles the kernels, without a GPU, as they run on one, and says how much shared memory they take
+# compiles the kernels as they run on a GPU, each once or all ways, and says how much shared memory they take
 PROGRAM = """
-import itertools, json, triton
+import json, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_linattn.ops.triton import causal_kernels, causal_sums, feature_kernels, features, step_kernels
@@ -260,20 +264,29 @@ def cases(precision, capability):
     yield step_kernels.step_token, step, {}
     yield causal_kernels.multiply_rows, {"SIZE": 128, "ROWS": 32, "COLUMNS": 128, "EXACT": True}, {}
 
+def all_of(capability):
+    return [(precision, *case) for precision in ("fp32", "bf16") for case in cases(precision, capability)]
+
+def once(capability):
+    return list({case[1]: case for case in all_of(capability)}.values())
+
+chosen = {80: all_of, 90: all_of} if sys.argv[1] == "all" else {80: once}
 print(json.dumps({capability: [
     compile_kernel(kernel, sizes | {"PRECISION": "tf32x3"}, options, precision, capability)
-    for precision in ("fp32", "bf16") for kernel, sizes, options in cases(precision, capability)
-] for capability in (80, 90)}))
+    for precision, kernel, sizes, options in choose(capability)
+] for capability, choose in chosen.items()}))
 """
 
 
-def test_kernels_compile_for_gpus_and_fit_their_shared_memory():
+@each_compilation
+def test_kernels_compile_for_gpus_and_fit_their_shared_memory(compiled):
     """99 KiB is what a program may have on the smallest of them, from Ampere on, and 227 on Hopper."""
-    done = run(PROGRAM)
+    done = run(PROGRAM, compiled)
     assert done.returncode == 0, done.stderr
     memory = json.loads(done.stdout)
-    for capability, most in (("80", 99), ("90", 227)):
-        assert len(memory[capability]) == 18 and all(size <= most * 1024 for size in memory[capability]), memory
+    assert {x: len(sizes) for x, sizes in memory.items()} == {"once": {"80": 6}, "all": {"80": 18, "90": 18}}[compiled]
+    for capability, sizes in memory.items():
+        assert all(size <= {"80": 99, "90": 227}[capability] * 1024 for size in sizes), memory
 
 
 def test_on_a_cpu_without_the_interpreter_it_says_what_to_do():

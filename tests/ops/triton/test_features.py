@@ -34,6 +34,7 @@ def _several_tiles(monkeypatch):
     monkeypatch.setattr(features, "TILES", 2)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shape", [(KV_HEADS,), (KV_HEADS, GROUPS)], ids=["key", "query"])
 @pytest.mark.parametrize("name", KNOWN)
@@ -67,6 +68,7 @@ def stored(*shape: int, kind: torch.dtype, seed: int) -> torch.Tensor:
     return numbers[..., 1].permute(*range(len(shape) - 1, -1, -1))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shape", [(KV_HEADS,), (KV_HEADS, GROUPS)], ids=["key", "query"])
 @pytest.mark.parametrize("own", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)

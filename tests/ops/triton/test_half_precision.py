@@ -10,8 +10,8 @@ from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops.block_softmax.triton import TRITON_BLOCKS
 from hf_linattn.ops.runtime import triton_operations as operations
 from tests.ops.block_softmax import check_what_was_read_before
-from tests.ops.triton.cases import make_mechanism
-from tests.ops.triton.test_block_softmax import BOTH, LENGTH, calls, make_small  # noqa: F401 - calls is a fixture
+from tests.ops.triton.cases import each_form, make_mechanism
+from tests.ops.triton.test_block_softmax import BOTH, LENGTH, LENGTHS, calls, make_small  # noqa: F401 - calls is a fixture
 from tests.ops.triton.test_causal_sums import SUMS
 
 HALF = [(name, mode) for name, mode in BOTH if MECHANISMS.get(name).takes_half and name != "learned_sparse"]  # trained
@@ -42,13 +42,15 @@ def compare(make, padded: bool, kind: torch.dtype, tolerance: float) -> None:
         assert (got.double() - want).norm() < tolerance * want.norm().clamp(min=1.0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(("name", "mode"), HALF)
+@pytest.mark.parametrize(("name", "mode"), each_form(HALF))
 def test_softmax_over_blocks(calls, name, mode, padded):  # noqa: F811
     compare(lambda: make_small(name, mode == "causal"), padded, torch.float16, 2e-3)
     assert calls or padded
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", MAPS)
 def test_sums_over_keys(small_tiles, monkeypatch, name, padded):
@@ -59,6 +61,7 @@ def test_sums_over_keys(small_tiles, monkeypatch, name, padded):
     assert kinds == [torch.float16]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["linear", "performer"])
 @pytest.mark.parametrize("decay", [None, "learned"])
 def test_what_cancels_keeps_its_digits(small_tiles, name, decay):
@@ -77,8 +80,9 @@ def test_what_cancels_keeps_its_digits(small_tiles, name, decay):
         assert (got.double() - want).norm() < 2e-3 * want.norm()
 
 
-def test_what_was_read_before(small_tiles):
-    check_what_was_read_before(TRITON_BLOCKS, 2e-3, block_size=20, length=107, kind=torch.float16)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_what_was_read_before(small_tiles, length):
+    check_what_was_read_before(TRITON_BLOCKS, 2e-3, block_size=20, length=length, kind=torch.float16)
 
 
 @pytest.mark.parametrize("name", ["local", "hedgehog", "hybrid"])

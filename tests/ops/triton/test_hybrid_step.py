@@ -20,7 +20,7 @@ from hf_linattn.ops.runtime import triton_operations as operations
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import make_tokens, pad
 from tests.models import make_model
-from tests.ops.triton.cases import run
+from tests.ops.triton.cases import each_compilation, run
 
 BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 8, 6
 DECAY: dict[str, Any] = {"linear_options": {"decay": "learned"}}
@@ -244,9 +244,9 @@ def test_its_products_are_counted():
     assert 0.5 < counts["triton"] / counts["torch"] < 1.5, counts
 
 
-# compiles the kernel, without a GPU, as it is launched on one, and says how much shared memory it takes
+# compiles the kernel as it is launched on a GPU, once or all ways, and says how much shared memory it takes
 PROGRAM = """
-import json, torch, triton
+import json, sys, torch, triton
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -254,7 +254,7 @@ from hf_linattn.ops.hybrid.fused import HybridState
 from hf_linattn.ops.triton import hybrid_step
 
 KINDS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", int: "i32", float: "fp32"}
-memory = []
+memory, CAPABILITIES = [], (80, 90)
 
 def compile_kernel(kernel, grid, heads, *operands, num_warps, **sizes):
     signature = dict.fromkeys(kernel.arg_names, "constexpr")
@@ -262,15 +262,18 @@ def compile_kernel(kernel, grid, heads, *operands, num_warps, **sizes):
     aligned = [name for name, kind in signature.items() if kind[0] == "*" or name.endswith(("_batch", "_head"))]
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constexprs=sizes, attrs=attributes)
-    for capability in (80, 90):
+    for capability in CAPABILITIES:
         target, options = GPUTarget("cuda", capability, 32), hybrid_step.OPTIONS[capability == 90]
         memory.append(triton.compile(source, target=target, options=options).metadata.shared)
 
 hybrid_step.launch, hybrid_step.require_kernels = compile_kernel, lambda _: None
-for kind, size, window, full in (
+WAYS = [
     (torch.bfloat16, 128, 64, False), (torch.bfloat16, 128, 64, True), (torch.float32, 256, 512, True),
     (torch.bfloat16, 80, 1, False),
-):
+]
+if sys.argv[1] == "once":
+    WAYS, CAPABILITIES = WAYS[1:2], CAPABILITIES[:1]
+for kind, size, window, full in WAYS:
     def make(x):
         return x.new_empty(*x.shape[:-1], size), torch.empty(x.shape[:-1]) if full else None
     heads = [torch.empty(1, h, 1, size, dtype=kind) for h in (4, 2, 2)]
@@ -284,9 +287,10 @@ print(json.dumps(memory))
 """
 
 
-def test_kernel_compiles_for_gpus_and_fits_their_shared_memory():
+@each_compilation
+def test_kernel_compiles_for_gpus_and_fits_their_shared_memory(compiled):
     """99 KiB is what a program may have on the smallest of them, from Ampere on."""
-    done = run(PROGRAM)
+    done = run(PROGRAM, compiled)
     assert done.returncode == 0, done.stderr
     memory = json.loads(done.stdout)
-    assert len(memory) == 8 and all(0 < size <= 99 * 1024 for size in memory), memory
+    assert len(memory) == {"once": 1, "all": 8}[compiled] and all(0 < size <= 99 * 1024 for size in memory), memory
