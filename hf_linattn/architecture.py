@@ -140,7 +140,8 @@ def masked_window(module: nn.Module) -> int | None:
     """Return the sliding window of a causal layer whose model says so in the mask alone; None without such a one."""
     config: Any = getattr(module, "config", None)
     width, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if not width or not _leaves_window_to_mask(type(module)):
+    kind: Any = type(module)
+    if not width or not _leaves_window_to_mask(kind):
         return None
     return width if kinds is None or kinds[module.layer_idx] == "sliding_attention" else None
 
