@@ -103,8 +103,9 @@ def test_functions_take_few_parameters(folder: str) -> None:
 
 def parameters(function: ast.FunctionDef) -> list[str]:
     """Names of the parameters, but for that of the object or class a method belongs to."""
-    names = [node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)]
-    return [name for name in names if name not in ("self", "cls")]
+    found = function.args
+    nodes = [*found.posonlyargs, *found.args, found.vararg, *found.kwonlyargs, found.kwarg]
+    return [node.arg for node in nodes if node is not None and node.arg not in ("self", "cls")]
 
 
 def test_library_code_raises_and_never_asserts() -> None:
