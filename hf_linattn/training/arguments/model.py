@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_linattn.config import json_object, require, require_count
 from hf_linattn.errors import OptionError
+from hf_linattn.plan import read_plan
 
 AUTO = "auto"  # value of `layers`
 DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -33,9 +34,12 @@ class ModelArguments:
     softmax_share: float = field(
         default=0.25, metadata={"help": "With `layers auto`, at most this share, those that matter most, stay."}
     )
-    plan: dict[str, Any] | str | None = field(
+    plan: dict[str, Any] | str | list[dict[str, Any]] | None = field(
         default=None,
-        metadata={"help": 'In the place of `mechanism`: JSON like `{"performer": "0-5", "linear": [6]}`.'},
+        metadata={
+            "help": 'In the place of `mechanism`: JSON like `{"performer": "0-5", "linear": [6]}`, or a list like'
+            ' `[{"mechanism": "performer", "layers": "0-5", "heads": 0, "options": {}}]`.'
+        },
     )
     chunk_feed_forward: int | None = field(
         default=None,
@@ -50,9 +54,9 @@ class ModelArguments:
     def __post_init__(self) -> None:
         require("model_name_or_path", self.model_name_or_path, bool(self.model_name_or_path), "a folder or Hub name")
         require("dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
-        for name in ("mechanism_options", "plan"):
+        for name, read in {"mechanism_options": json_object, "plan": read_plan}.items():
             given = getattr(self, name)
-            setattr(self, name, None if given is None else json_object(name, given))
+            setattr(self, name, None if given is None else read(name, given))
         require_count("chunk_feed_forward", self.chunk_feed_forward, optional=True)
         require("softmax_share", self.softmax_share, 0 <= self.softmax_share < 1, "at least 0 and below 1")
         if self.layers == AUTO:

@@ -64,7 +64,8 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
     control, recovered = results["control_training"], results["recovered_training"]
     step = tokens_per_step(data_options, training)
     mechanisms = {config.mechanism for config in get_patch_config(model).layers.values()}
-    given: Any = model_options.plan or model_options.mechanism_options or {}  # dicts by now
+    given: Any = model_options.plan or model_options.mechanism_options or {}  # a dict by now, or a list of them
+    given = {"plan": given} if isinstance(given, list) else given
     layers = {"layers": model_options.layers} if model_options.layers else {}
     files = [getattr(data_options, f"{split}_file") for split in context.splits]
     sources = [data_options.dataset_name, data_options.dataset_config_name, *files]
