@@ -102,10 +102,9 @@ def peers_table(document: Document) -> str:
     """Return how many times faster than other libraries' ours is, at every length."""
     lengths = sorted({row["length"] for row in document["rows"]})
     names = ("package", "version", "interface", "mechanism", "mode", "direction", "differs")
+    rows = pivot(document["rows"], names, "length", "ratio")
     lines = [
         [f"{package} {version}, `{interface}`", code(ours), *how, *(number(ratios.get(n)) for n in lengths), differs]
-        for (package, version, interface, ours, *how, differs), ratios in pivot(
-            document["rows"], names, "length", "ratio"
-        ).items()
+        for (package, version, interface, ours, *how, differs), ratios in rows.items()
     ]
     return table(["theirs", "ours", "mode", "pass", *map(count, lengths), "what theirs does otherwise"], lines)
