@@ -18,6 +18,8 @@ from benchmarks.fla_kernels import FLA, FLA_ALONE, FLA_MAPPED
 from benchmarks.stopwatch import FLASH, PLANS, SOFTMAX, Stopwatch
 from hf_linattn.ops import naive
 
+pytestmark = pytest.mark.tools
+
 CPU = torch.device("cpu")
 PLAN = dataclasses.replace(PLANS["quick"], batch=2, contexts=())
 NAMES = ["linear", "hybrid", "local"]
