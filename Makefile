@@ -46,7 +46,7 @@ quickstart: $(or $(wildcard $(STAMP)),$(RUNS)) ## convert the bundled Llama to h
 	@HF_HUB_OFFLINE=1 $(BIN)/python -c "import hf_linattn; from transformers import pipeline; \
 	print(pipeline('text-generation', 'runs/quickstart')('Return the', max_new_tokens=40)[0]['generated_text'])"
 
-test: install ## the tests and doctests, with the table of invariants: 6 to 15 minutes
+test: install ## the tests and doctests, with the table of invariants: about 10 minutes on two cores
 	$(PYTEST)
 
 test-fast: install ## without the invariants and what starts processes or trains: 5 minutes
@@ -59,7 +59,7 @@ test-kernels: install ## all tests of the operations in PyTorch, C and Triton, e
 	$(PYTEST) -m "not gpu" tests/ops
 
 test-tools: install ## the tests of benchmarks, studies and pictures: 4 minutes
-	$(PYTEST) -m tools
+	$(PYTEST) -m "tools and not slow"
 
 test-slow: install ## the tests that take more than a minute each
 	$(PYTEST) -m slow

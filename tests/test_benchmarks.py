@@ -22,6 +22,8 @@ from hf_linattn.testing import MODES
 from tests.helpers import make_tokenizer
 from tests.models import make_model
 
+pytestmark = pytest.mark.tools
+
 PLAN = run.PLANS["quick"]
 
 

@@ -21,6 +21,8 @@ from benchmarks.result_files import Document
 from benchmarks.tables import gpu, markdown
 from hf_linattn.ops import reference
 
+pytestmark = pytest.mark.tools
+
 CPU = torch.device("cpu")
 PLAN = dataclasses.replace(PLANS["quick"], batch=2, contexts=())
 NAMES = ["linear", "hybrid", "local"]

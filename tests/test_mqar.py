@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from benchmarks.studies import mqar
 from hf_linattn.mechanisms import MECHANISMS
+
+pytestmark = pytest.mark.tools
 
 SMALL = mqar.Stage(3, 12, 2)
 

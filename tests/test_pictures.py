@@ -17,6 +17,8 @@ from hf_linattn.mechanisms import Mechanism
 from tests.helpers import make_tokens
 from tests.models import make_model
 
+pytestmark = pytest.mark.tools
+
 LENGTH, LAYER, WINDOW = 23, 1, 5
 MOST_BYTES = 2_500_000  # of all pictures together
 

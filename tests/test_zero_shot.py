@@ -13,6 +13,8 @@ from hf_linattn.evaluation import perplexity
 from tests.helpers import logits_of, make_tokenizer, make_tokens
 from tests.models import make_model
 
+pytestmark = pytest.mark.tools
+
 TEXTS = [" ".join(f"w{5 + (7 * i * i + start) % 90}" for i in range(50)) for start in (0, 3)]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from hf_linattn import list_mechanisms
 from hf_linattn.testing import ARCHITECTURES, CROSS_ARCHITECTURES, Check, checks_of
-from tests.helpers import is_plain_pattern
+from tests.helpers import STATES, is_plain_pattern
 
 # beside the defaults of each mechanism, which are tested on every architecture; these on grouped queries and RoPE
 VARIANTS = {
@@ -111,18 +111,32 @@ def label(check: Check) -> str:
     return f"{check.case.mechanism}[{options}]-{check.case.architecture}-{check.case.mode}-{check.invariant}"
 
 
-# compiling takes half the time of all invariants: in `make test` with the defaults only, once in either mode
-COMPILES = "12 checkpointing and compile"
-ALWAYS = {("bert", "bidirectional"), ("llama", "causal"), ("bart", "cross")}
+COMPILES = "12 checkpointing and compile"  # takes half the time of all invariants
 COSTS = "11 linear cost"  # hardly an option changes how they grow
+ALWAYS = {("bert", "bidirectional"), ("llama", "causal"), ("bart", "cross")}
+# what an option can break, by number: causality, padding, decoding, packing, the formula, large numbers
+OF_OPTIONS = {"1", "2", "4", "5", "9", "10"}
+
+
+def marks_of(check: Check) -> list[pytest.MarkDecorator]:
+    """Mark a check slow if others compile or count the same, or exhaustive if others stand for it.
+
+    Every mechanism is checked on one causal and one bidirectional architecture, and every architecture with one
+    mechanism per kind of state; a model meets a mechanism through heads, masks and states alone.
+    """
+    case, usual = check.case, (check.case.architecture, check.case.mode) in ALWAYS
+    seldom = case.options or not usual or is_plain_pattern(case.mechanism)
+    if seldom if check.invariant == COMPILES else case.options and check.invariant == COSTS:
+        return [pytest.mark.slow]
+    if case.options:
+        enough = check.invariant.split()[0] in OF_OPTIONS
+    else:
+        enough = usual or (case.mechanism in STATES and check.invariant != COSTS)
+    return [] if enough else [pytest.mark.exhaustive]
 
 
 def parameter(check: Check):
-    """Return a check as a parameter, marked slow if others compile or count the same."""
-    case = check.case
-    seldom = case.options or (case.architecture, case.mode) not in ALWAYS or is_plain_pattern(case.mechanism)
-    slow = bool(seldom if check.invariant == COMPILES else case.options and check.invariant == COSTS)
-    return pytest.param(check, id=label(check), marks=[pytest.mark.slow] if slow else [])
+    return pytest.param(check, id=label(check), marks=marks_of(check))
 
 
 @pytest.mark.parametrize("check", map(parameter, CHECKS))
