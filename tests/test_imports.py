@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "hf_linattn"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 # known circles through an import inside a function: the operations in Triton, which are imported when one is needed
-KNOWN = {frozenset({"hf_linattn.ops.operations", "hf_linattn.ops.triton.operations"})}
+KNOWN = {frozenset({"hf_linattn.ops.dispatch", "hf_linattn.ops.runtime.triton_operations"})}
 
 Graph = Mapping[str, set[str]]
 

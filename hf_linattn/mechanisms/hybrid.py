@@ -16,7 +16,7 @@ from ..ops import reference
 from ..ops.common.numerics import LOWEST
 from ..ops.common.precision import wide_number
 from ..ops.dispatch import operations_for
-from ..ops.hybrid.fused import GATE_GAIN
+from ..ops.hybrid.fused import GATE_GAIN, gate_logit
 from ..ops.hybrid.interface import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
 from ..registry import MECHANISMS
 from .capabilities import ExactnessLimit
@@ -86,10 +86,10 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     the first `num_sinks` tokens; w_ij = exp(g_h) phi(q_i) . phi(k_j) exp(-r |i - j|) for all others. phi and, with
     `linear_options={"decay": "learned"}`, r come from the linear mechanism, the submodule `linear`; g_h is the trained
     parameter `log_mix` [H]. n_i is the same sum over the near keys and the first ones alone: `sinks`. Far keys have at
-    most the share c_h = sigmoid(10 a_h), with the trained parameter `far_gate` a [H]; c_h starts as `initial_share`,
-    nearly closed, so that a patched model is as good as its window whatever phi makes of its heads, and `calibrate` or
-    training opens it. With `initial_share=1` c_h is 1 and there is no such parameter. Sinks follow Xiao et al. 2024
-    (arXiv 2309.17453).
+    most the share c_h = sigmoid(10 a_h), with the trained parameter `far_gate` a [H], held in [-1.5, 0.7], beyond
+    which its gradient is that at the end. c_h starts as `initial_share`, nearly closed, so that a patched model is as
+    good as its window whatever phi makes of its heads, and `calibrate` or training opens it. With `initial_share=1`
+    c_h is 1 and there is no such parameter. Sinks follow Xiao et al. 2024 (arXiv 2309.17453).
 
     Time is O(N (window_size + F) Dv). The decoding state has constant size, float32, per key/value head: the last
     window_size - 1 keys and values, the sinks, and the sums over all that have left the window.
@@ -229,7 +229,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         sink = self.log_sink(near)
         own = own if sink is None else torch.logaddexp(own, sink[:, None, None])
         others = far.masked_fill(exact | ~allowed, lowest).logsumexp(-1, keepdim=True)
-        logit = GATE_GAIN * self.far_gate.to(near.dtype)[:, None, None]
+        logit = gate_logit(self.far_gate.to(near.dtype))[:, None, None]
         return F.logsigmoid(logit) - F.softplus(F.logsigmoid(-logit) + others - own)
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
@@ -263,7 +263,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         joint = reference.normalise((near + far) * allowed, beside)
         if self.far_gate is None:
             return joint
-        gate = torch.sigmoid(GATE_GAIN * self.far_gate.to(key.dtype))[:, None, None]
+        gate = torch.sigmoid(gate_logit(self.far_gate.to(key.dtype)))[:, None, None]
         return torch.lerp(_softmax(scores, exact & allowed, sink), joint, gate)
 
     def before_forward(self) -> None:

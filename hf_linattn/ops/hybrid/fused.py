@@ -33,6 +33,7 @@ from ..window.autograd import Window, attend_window
 BLOCK_SIZE = 64
 KEPT_WINDOW = 512  # of what is kept, 3 MB at most each
 GATE_GAIN = 10.0  # so that the usual learning rates open a gate in a few hundred steps
+GATE_RANGE = (-1.5, 0.7)  # where a gate is all but shut and all but open: at 0 or 1 it would have no gradient
 
 
 class HybridWeights(NamedTuple):
@@ -42,7 +43,7 @@ class HybridWeights(NamedTuple):
     [B, Hkv, G, N, D] and key_map [B, Hkv, N, D]; their log scales count. window_log [H]: the exact weights of a query
     are divided by their largest and multiplied by exp(window_log); None leaves them as they are. sink: [H], the score
     of one more exact weight, of no value (`ops.common.sink_logit`). far_gate: a [H], as it is stored, where c =
-    sigmoid(GATE_GAIN a), the `gate`, says how much of the output is that of all weights, as against that of the exact
+    sigmoid(`gate_logit`), the `gate`, says how much of the output is that of all weights, as against that of the exact
     ones alone; None is all of it.
     """
 
@@ -60,7 +61,7 @@ class HybridWeights(NamedTuple):
     @property
     def gate(self) -> Tensor:
         """c [H], in [0, 1], in at least float32, where there is a `far_gate`."""
-        return torch.sigmoid(GATE_GAIN * wide(cast(Tensor, self.far_gate)))
+        return torch.sigmoid(gate_logit(wide(cast(Tensor, self.far_gate))))
 
     def gate_of(self, key: Tensor) -> Tensor | None:
         """The same [Hkv, G], for keys [B, Hkv, N, D]; None where there is no `far_gate`."""
@@ -91,6 +92,11 @@ class HybridState(NamedTuple):
     kv: Tensor
     log_max: Tensor
     length: Tensor
+
+
+def gate_logit(far_gate: Tensor) -> Tensor:
+    """Return GATE_GAIN a with a held in GATE_RANGE; beyond it the gradient is that at its end."""
+    return GATE_GAIN * (far_gate.detach().clamp(*GATE_RANGE) + (far_gate - far_gate.detach()))
 
 
 def is_beyond(key: Tensor, weights: HybridWeights) -> bool:

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..linear.triton_kernels import HIDDEN, load_rows, load_state, store_state
 
-GAIN = tl.constexpr(10.0)  # `fused.GATE_GAIN`
+GAIN, SHUT, OPEN = tl.constexpr(10.0), tl.constexpr(-1.5), tl.constexpr(0.7)  # `fused.GATE_GAIN` and `GATE_RANGE`
 
 
 @triton.jit
@@ -168,7 +168,8 @@ def step_hybrid(
         )  # fmt: skip
         near_log = tl.load(window_log + own).to(tl.float32) if SHARED else top
         far_weight, far = tl.sum(asked * total, 0), tl.sum(asked[:, None] * kept, 0)
-        opening = tl.sigmoid(tl.load(far_gate + own, mask=GATED, other=0.0).to(tl.float32) * GAIN)
+        gate = tl.load(far_gate + own, mask=GATED, other=0.0).to(tl.float32)
+        opening = tl.sigmoid(tl.minimum(tl.maximum(gate, SHUT), OPEN) * GAIN)
         result = join(near_log, weight, near, log, far_weight, far, least_weight, opening, GATED)
         tl.store(sums + row * VALUE_SIZE + columns, result, mask=columns < VALUE_SIZE)
     fold_key(

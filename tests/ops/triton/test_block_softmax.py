@@ -274,7 +274,7 @@ PROGRAM = """
 import itertools, json, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hf_linattn.ops.triton import block_kernels
+from hf_linattn.ops.block_softmax import triton_kernels as block_kernels
 from hf_linattn.ops.block_softmax.triton import sizes_for
 
 memory = {}

@@ -213,7 +213,11 @@ PROGRAM = """
 import json, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hf_linattn.ops.triton import causal_kernels, causal_sums, feature_kernels, features, step_kernels
+from hf_linattn.ops.linear import triton_kernels as causal_kernels
+from hf_linattn.ops.linear import triton_launch as causal_sums
+from hf_linattn.ops.linear import triton_feature_kernels as feature_kernels
+from hf_linattn.ops.linear import triton_features as features
+from hf_linattn.ops.linear import triton_decode_kernels as step_kernels
 
 NUMBERS = ("batch", "head", "group", "token", "row", "column", "heads", "groups", "shared_by", "length", "chunks",
            "segments")

@@ -251,7 +251,7 @@ from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_linattn.ops.hybrid.fused import HybridState
-from hf_linattn.ops.triton import hybrid_step
+from hf_linattn.ops.hybrid import triton_decode as hybrid_step
 
 KINDS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", int: "i32", float: "fp32"}
 memory, CAPABILITIES = [], (80, 90)

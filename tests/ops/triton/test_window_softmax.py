@@ -157,8 +157,8 @@ PROGRAM = """
 import json, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hf_linattn.ops.triton import window_kernels
-from hf_linattn.ops.triton import window_softmax
+from hf_linattn.ops.window import triton_kernels as window_kernels
+from hf_linattn.ops.window import triton as window_softmax
 
 memory = {}
 HEADS = ("query", "key", "value", "out", "rest", "before", "grad", "d_query", "d_key", "d_value", "d_before")
