@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_linattn.ops.common.padding import Packed, find_sequences
+from hf_linattn.ops.common.padding import Packed, find_sequences, from_the_left
 
 ROWS, LENGTH = 3, 17
 
@@ -67,3 +67,16 @@ def test_taken_and_put_back():
         assert not (rows * ~group.present[:, None, :, None]).any()
         back = group.put(rows, back)
     torch.testing.assert_close(back, x * mask[:, None, :, None])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.booleans(), min_size=ROWS * LENGTH, max_size=ROWS * LENGTH))
+def test_real_tokens_come_first_in_order_and_nothing_stands_behind(real):
+    mask, generator = torch.tensor(real).view(ROWS, LENGTH), torch.Generator().manual_seed(0)
+    heads = [torch.randn(ROWS, 2, LENGTH, width, generator=generator) for width in (3, 4)]
+    *moved, lengths = from_the_left(*heads, mask)
+    for row in range(ROWS):
+        count = int(mask[row].sum())
+        assert lengths[row] == count
+        for x, got in zip(heads, moved, strict=True):
+            assert torch.equal(got[row, :, :count], x[row][:, mask[row]]) and not got[row, :, count:].any()
