@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hf_linattn import OperandError
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
+from hf_linattn.ops.block_softmax.cpu import block_softmax
 from hf_linattn.ops.runtime import cpu as library
 from hf_linattn.ops.runtime import operands
 from hf_linattn.ops.runtime import output_pool as memory
@@ -141,3 +142,13 @@ def test_no_call_passes_the_check(monkeypatch):
         layer = AttentionLayer(0, 2, 2, 8, True, 0.35, torch.device("cpu"), torch.float32)
         with pytest.raises(OperandError, match="seen"):
             MECHANISMS.get(name)(make_config(name, {}), layer)(*torch.randn(3, 2, 2, 70, 8))
+
+
+def test_numbers_that_the_c_cannot_count_with_are_named():
+    query, key = torch.randn(1, 2, 1, 64, 16), torch.randn(1, 2, 64, 16)
+    out, log, table = torch.full_like(query, 7.0), torch.zeros(1, 2, 1, 64), torch.full((1, 1, 1), 2**40)
+    with pytest.raises(OperandError, match="block_softmax: 'table' has numbers that are no 32-bit ones"):
+        block_softmax(
+            query, key, key, out, log, None, None, 0, key[:, :, :0], key[:, :, :0], None, table, 0, 64, 0.3, True
+        )
+    assert (out == 7).all() and not log.any()
