@@ -52,13 +52,13 @@ test: install ## the tests and doctests, with the table of invariants: about 11 
 test-fast: install ## without the invariants and what starts processes or trains: 5 minutes
 	$(PYTEST) $(PROCESSES:%=--ignore tests/%)
 
-test-exhaustive: install ## all that a machine without a GPU can test and that needs no other package, slow ones too: hours
+test-exhaustive: install ## all that a machine without a GPU can test and that needs no other package, slow ones too
 	$(PYTEST) -m "not gpu and not zero3 and not quantised"
 
 test-kernels: install ## all tests of the operations in PyTorch, C and Triton, every dtype, shape and GPU they compile for
 	$(PYTEST) -m "not gpu" tests/ops
 
-test-tools: install ## the tests of benchmarks, studies and pictures: 4 minutes
+test-tools: install ## the tests of benchmarks, studies and pictures: 2 minutes
 	$(PYTEST) -m "tools and not slow"
 
 test-slow: install ## the tests that take more than a minute each
@@ -98,7 +98,7 @@ test-asan: $(ASAN) ## the same for long, all tests of the C, and your scripts: m
 	cd $(ASAN) && $(SANITIZED_TESTS) -p tests.ops.native.exact -m "not slow" tests/ops/native --ignore tests/ops/native/test_operands.py
 	set -e; for script in $(SCRIPTS); do echo $$script; $(SANITIZED) -m tests.ops.native.exact $$script; done
 
-mutants: install ## make lines of the library wrong, one by one, and see that the tests notice: 30 minutes; resumes
+mutants: install ## make lines of the library wrong, one by one, and see that the tests notice: 12 minutes, those at random an hour and more; resumes
 	$(BIN)/python -m tests.mutants
 	$(BIN)/python -m tests.mutants --random 100
 

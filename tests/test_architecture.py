@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import WhisperConfig, WhisperModel
 
-from hf_linattn import UnsupportedModelError, architecture, get_mechanisms, patch_model
+from hf_linattn import UnsupportedModelError, architecture, get_mechanisms, is_patched, patch_model
 from hf_linattn.errors import HfLinattnError
 from hf_linattn.position_tables import position_tables
 from hf_linattn.support.tiny import tiny_model
@@ -84,3 +84,10 @@ def test_a_position_table_is_that_of_the_inputs_it_serves():
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     sound = WhisperConfig(d_model=16, num_mel_bins=20, max_source_positions=10, vocab_size=90, pad_token_id=0, **sizes)
     patch_model(WhisperModel(sound), "linear").encoder(torch.randn(1, 20, 20))
+
+
+def test_what_makes_a_mask_of_its_own_is_refused_before_anything_changes():
+    model = tiny_model("doge")
+    with pytest.raises(UnsupportedModelError, match=r"DogeAttention.* makes a mask of its own from its values"):
+        patch_model(model, "softmax")
+    assert not is_patched(model)

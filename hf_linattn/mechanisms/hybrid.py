@@ -16,7 +16,7 @@ from ..ops import reference
 from ..ops.common.numerics import LOWEST
 from ..ops.common.precision import wide_number
 from ..ops.dispatch import operations_for
-from ..ops.hybrid.fused import GATE_GAIN, gate_logit
+from ..ops.hybrid.gate import GATE_GAIN, gate_logit
 from ..ops.hybrid.interface import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
 from ..registry import MECHANISMS
 from .capabilities import ExactnessLimit

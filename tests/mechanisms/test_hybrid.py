@@ -15,6 +15,7 @@ from hf_linattn.evaluation.fidelity import linear_share
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.linear import LinearMechanism
 from hf_linattn.ops import reference
+from hf_linattn.ops.hybrid.gate import gate_logit
 from hf_linattn.testing import Case, random_tokens, tiny_model
 
 PERFORMER = {"linear": "performer", "linear_options": {"num_features": 16, "decay": "learned"}, "window_size": 9}
@@ -235,3 +236,11 @@ def test_a_model_saved_before_there_was_a_gate_computes_what_it_did(tmp_path, me
     assert not [name for name, _ in again.named_parameters() if "far_gate" in name]
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_a_gate_that_was_opened_or_shut_too_far_goes_back():
+    gate = torch.tensor([-3e38, -5.0, 0.0, 5.0, 3e38], requires_grad=True)
+    share = torch.sigmoid(gate_logit(gate))
+    (slope,) = torch.autograd.grad(share.sum(), gate)
+    assert (slope > 1e-6).all() and (share > 0).all() and (share < 1).all()
+    assert share[1] == share[0] and share[4] == share[3] > 0.999

@@ -29,11 +29,10 @@ from ..linear.cpu_fused import join
 from ..linear.interface import FeatureMap, masked, own_maps
 from ..linear.torch import LinearState
 from ..window.autograd import Window, attend_window
+from .gate import gate_logit
 
 BLOCK_SIZE = 64
 KEPT_WINDOW = 512  # of what is kept, 3 MB at most each
-GATE_GAIN = 10.0  # so that the usual learning rates open a gate in a few hundred steps
-GATE_RANGE = (-1.5, 0.7)  # where a gate is all but shut and all but open: at 0 or 1 it would have no gradient
 
 
 class HybridWeights(NamedTuple):
@@ -92,11 +91,6 @@ class HybridState(NamedTuple):
     kv: Tensor
     log_max: Tensor
     length: Tensor
-
-
-def gate_logit(far_gate: Tensor) -> Tensor:
-    """Return GATE_GAIN a with a held in GATE_RANGE; beyond it the gradient is that at its end."""
-    return GATE_GAIN * (far_gate.detach().clamp(*GATE_RANGE) + (far_gate - far_gate.detach()))
 
 
 def is_beyond(key: Tensor, weights: HybridWeights) -> bool:

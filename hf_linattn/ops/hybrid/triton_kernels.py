@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from ..linear.triton_kernels import HIDDEN, load_rows, load_state, store_state
+from .gate import GATE_GAIN, GATE_RANGE
 
-GAIN, SHUT, OPEN = tl.constexpr(10.0), tl.constexpr(-1.5), tl.constexpr(0.7)  # `fused.GATE_GAIN` and `GATE_RANGE`
+GAIN, SHUT, OPEN = (tl.constexpr(x) for x in (GATE_GAIN, *GATE_RANGE))
 
 
 @triton.jit
