@@ -243,14 +243,14 @@ def test_the_board_says_what_was_reached_and_what_was_missed() -> None:
         }  # fmt: skip
 
     ratios = {"gpt2-hybrid": 1.05, "gpt2-lolcats": 1.05, "llama-hybrid": 1.0, "llama-hybrid-seed1": 1.006}
-    ratios |= {"llama-sinks": 1.05, "wikitext-llama-lolcats-linear-seed2": 1.1}
+    ratios |= {"llama-streaming": 1.05, "wikitext-llama-lolcats-linear-seed2": 1.1}
     text = quality.board_table({name: report(name, ratio) for name, ratio in ratios.items()})
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
     assert [row[9] for row in rows] == ["1.005 missed", "", "1.005 reached", "1.050 reached", ""]
     assert rows[0][3:9] == ["1.0 M", "1", "8.00", "90.00", "8.40", "**1.050**"]
     assert rows[2][3:9] == ["1.0 M", "2", "8.00", "90.00", "8.02", "**1.003** (1.000 to 1.006)"]
     assert rows[2][2] == "`hybrid` `window_size=32`" and rows[2][10] == "`recipes/models/llama.yaml --row hybrid`"
-    names = [["llama", "hybrid"], ["llama", "sinks"], ["wikitext-llama", "lolcats-linear"]]
+    names = [["llama", "hybrid"], ["llama", "streaming"], ["wikitext-llama", "lolcats-linear"]]
     assert [row[:2] for row in rows[2:]] == names
 
 

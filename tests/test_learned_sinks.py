@@ -106,7 +106,7 @@ def test_windows_become_local_and_decoding_is_as_the_original(tmp_path):
     assert torch.equal(generate(loaded, tokens, 9, attention_mask=mask)[1], got[1])
 
 
-@pytest.mark.parametrize("plan", [{"softmax": 0, "linformer": 1}, {"sinks": {"layers": 0}, "lsh": 1}], ids=str)
+@pytest.mark.parametrize("plan", [{"softmax": 0, "linformer": 1}, {"streaming": {"layers": 0}, "lsh": 1}], ids=str)
 def test_generation_with_a_cache_is_that_without(plan):
     model, tokens = patch_model(make("gpt_oss"), plan), random_tokens(2, LENGTH)
     with_cache, without = (generate(model, tokens, 9, use_cache=use_cache) for use_cache in (True, False))

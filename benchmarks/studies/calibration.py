@@ -37,7 +37,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("retention", {}),
     ("gla", {}),
     ("deltanet", {}),
-    ("flash", {}),
+    ("mixed_chunk", {}),
     ("fusion", {"members": {"local": {"window_size": 64}, "linear": {}}}),
     ("linformer", {"num_slots": 64, "block_size": 32}),
     ("nystrom", {"num_landmarks": 32, "block_size": 32}),

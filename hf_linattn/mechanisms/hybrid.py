@@ -85,11 +85,11 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     w_ij = exp(scaling q_i . k_j) for keys less than `window_size` tokens away (on both sides if bidirectional) and for
     the first `num_sinks` tokens; w_ij = exp(g_h) phi(q_i) . phi(k_j) exp(-r |i - j|) for all others. phi and, with
     `linear_options={"decay": "learned"}`, r come from the linear mechanism, the submodule `linear`; g_h is the trained
-    parameter `log_mix` [H]. n_i is the same sum over the near keys and the first ones alone: `sinks`. Far keys have at
-    most the share c_h = sigmoid(10 a_h), with the trained parameter `far_gate` a [H], held in [-1.5, 0.7], beyond
-    which its gradient is that at the end. c_h starts as `initial_share`, nearly closed, so that a patched model is as
-    good as its window whatever phi makes of its heads, and `calibrate` or training opens it. With `initial_share=1`
-    c_h is 1 and there is no such parameter. Sinks follow Xiao et al. 2024 (arXiv 2309.17453).
+    parameter `log_mix` [H]. n_i is the same sum over the near keys and the first ones alone: `streaming`. Far keys
+    have at most the share c_h = sigmoid(10 a_h), with the trained parameter `far_gate` a [H], held in [-1.5, 0.7],
+    beyond which its gradient is that at the end. c_h starts as `initial_share`, nearly closed, so that a patched model
+    is as good as its window whatever phi makes of its heads, and `calibrate` or training opens it. With
+    `initial_share=1` c_h is 1 and there is no such parameter. Sinks follow Xiao et al. 2024 (arXiv 2309.17453).
 
     Time is O(N (window_size + F) Dv). The decoding state has constant size, float32, per key/value head: the last
     window_size - 1 keys and values, the sinks, and the sums over all that have left the window.

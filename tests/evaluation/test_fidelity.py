@@ -84,7 +84,7 @@ def test_the_linear_share_is_that_of_the_attention_matrices(scale):
 
 def test_without_far_keys_a_hybrid_is_its_window_and_sinks():
     model, original = make_pair(window_size=4, num_sinks=1)
-    other = patch_model(copy.deepcopy(original), "sinks", window_size=4, num_sinks=1).eval()
+    other = patch_model(copy.deepcopy(original), "streaming", window_size=4, num_sinks=1).eval()
     ids = make_tokens(2, 17)
     before = logits_of(model, ids)
     with without_far_keys(model):

@@ -22,14 +22,14 @@ VARIANTS = {
     "deltanet": [{"feature_map": "elu", "gate": True}],
     "dynamic_sparse": [{"block_size": 16, "num_blocks": 2}],
     "evo": [{"window_size": 9, "num_rounds": 3}, {"window_size": 80, "kernel_radius": 2, "form": "raw"}],
-    "fixed": [{"block_size": 8, "group_size": 20, "num_summary": 3, "num_groups": 2}],
-    "flash": [
+    "fixed_pattern": [{"block_size": 8, "group_size": 20, "num_summary": 3, "num_groups": 2}],
+    "mixed_chunk": [
         {"block_size": 8, "inside": "relu2"},
         {"block_size": 9, "linear": "performer", "linear_options": {"num_features": 16, "decay": "learned"}},
     ],
     "fusion": [
         {"members": {"local": {"window_size": 9, "block_size": 8}, "lsh": {"num_buckets": 4, "bucket_size": 8}}},
-        {"members": {"sinks": {"window_size": 7, "block_size": 8}, "hedgehog": {}, "linformer": {"num_slots": 7}}},
+        {"members": {"streaming": {"window_size": 7, "block_size": 8}, "hedgehog": {}, "linformer": {"num_slots": 7}}},
     ],
     "gla": [{"feature_map": "favor_softmax"}, {"self_weight": "learned"}],
     "hedgehog": [{"feature_dim": 6, "decay": "learned", "self_weight": "learned"}],
@@ -66,15 +66,15 @@ VARIANTS = {
         {"decay": "learned"},
     ],
     "radial": [{"block_size": 8, "window_blocks": 2}],
-    "random": [{"block_size": 8, "num_random": 2}],
+    "random_blocks": [{"block_size": 8, "num_random": 2}],
     "retention": [{"feature_map": "elu", "fastest": 0.5, "slowest": 0.1}],
-    "sinks": [{"block_size": 8, "window_size": 11, "num_sinks": 3}],
+    "streaming": [{"block_size": 8, "window_size": 11, "num_sinks": 3}],
     "softmax": [{"sink": "learned", "initial_sink": 0.5}],
     "sparse_transformer": [{"block_size": 8, "window_size": 11, "stride": 3, "num_strides": 2}],
     "synthesizer": [{"form": "factorised", "initial_mix": 0.4, "max_length": 200}],
     "vq": [{"num_codes": 7, "block_size": 8}],
 }
-CAUSAL_VARIANTS = {"sinks": [{"block_size": 8, "window_size": 9, "num_sinks": 2, "positions": "streaming"}]}
+CAUSAL_VARIANTS = {"streaming": [{"block_size": 8, "window_size": 9, "num_sinks": 2, "positions": "streaming"}]}
 BIDIRECTIONAL_VARIANTS = {
     "hedgehog": [{"feature_dim": 6, "decay": "measured", "ridge": "learned"}],
     "linear": [{"feature_map": "relu", "ridge": "learned"}],

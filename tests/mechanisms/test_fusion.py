@@ -201,16 +201,16 @@ def test_calibration_keeps_shares_that_were_given_and_fits_the_members():
 
 def test_the_order_of_members_in_a_file_does_not_matter(tmp_path):
     """config.json is written with sorted keys."""
-    members = {"sinks": {"window_size": 4}, "linear": {}, "hedgehog": {"seed": 5}}
+    members = {"streaming": {"window_size": 4}, "linear": {}, "hedgehog": {"seed": 5}}
     model = patch_model(tiny_model("gpt2", True, torch.float32), "fusion", members=members)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
     model.save_pretrained(tmp_path)
     text = json.loads((tmp_path / "config.json").read_text())["hf_linattn"]["groups"][0]["options"]["members"]
-    assert list(text) == ["hedgehog", "linear", "sinks"]
+    assert list(text) == ["hedgehog", "linear", "streaming"]
     pattern = {"block_size": 64, "num_sinks": 4, "positions": "model", "window_size": 4}
-    assert text["sinks"] == {**pattern, "initial_sink": -4.0, "sink": None}
+    assert text["streaming"] == {**pattern, "initial_sink": -4.0, "sink": None}
     tokens = random_tokens(2, 33)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, model(tokens).logits)
 
@@ -250,7 +250,7 @@ def test_it_holds_of_a_fusion_what_holds_of_all_its_members():
 
     assert held("local", "linear") == (True, True)
     assert held("local", "lsh") == (True, False)
-    assert held("random", "linear") == (False, MECHANISMS.get("random").continuous)
+    assert held("random_blocks", "linear") == (False, MECHANISMS.get("random_blocks").continuous)
 
 
 def test_a_member_without_the_form_that_a_layer_needs_says_so(monkeypatch):

@@ -173,7 +173,7 @@ def test_starts_as_its_window_whatever_the_features_make_of_large_heads(linear, 
     query, key, value = case.heads(80, size=6.0)
     mechanism = case.make()
     with torch.no_grad():
-        got, alone = (m(query, key, value)[0] for m in (mechanism, Case("sinks", "llama", causal, window).make()))
+        got, alone = (m(query, key, value)[0] for m in (mechanism, Case("streaming", "llama", causal, window).make()))
         shares = (mechanism.attention_matrix(query, key) * far_pairs(80, **window)).sum(-1)
     assert 0 < shares.max() <= 1.0001e-3
     assert (got - alone).abs().max() <= 2.001e-3 * value.abs().max()

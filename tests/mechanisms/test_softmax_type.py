@@ -29,8 +29,8 @@ OPTIONS: dict[str, dict[str, Any]] = {  # several blocks, and some keys that are
     "conv": {"window_size": 19, "kernel_radius": 4},
     "dynamic_sparse": {"block_size": 16, "num_blocks": 2},
     "evo": {"window_size": 9, "kernel_radius": 3},
-    "fixed": {"block_size": 8, "group_size": 20, "num_summary": 3},
-    "flash": {"block_size": 8, "linear": "linear"},
+    "fixed_pattern": {"block_size": 8, "group_size": 20, "num_summary": 3},
+    "mixed_chunk": {"block_size": 8, "linear": "linear"},
     "hybrid": {"window_size": 9, "num_sinks": 2, "linear_options": {"decay": "learned"}, "initial_share": 1},
     "learned_sparse": {"block_size": 8, "reach": 3},
     "linformer": {"num_slots": 7, "block_size": 8},
@@ -38,8 +38,8 @@ OPTIONS: dict[str, dict[str, Any]] = {  # several blocks, and some keys that are
     "longformer": {"block_size": 8, "window_size": 11, "num_global": 3},
     "lsh": {"num_buckets": 4, "bucket_size": 8},
     "radial": {"block_size": 8, "window_blocks": 2},
-    "random": {"block_size": 8, "num_random": 2},
-    "sinks": {"block_size": 8, "window_size": 11, "num_sinks": 3},
+    "random_blocks": {"block_size": 8, "num_random": 2},
+    "streaming": {"block_size": 8, "window_size": 11, "num_sinks": 3},
     "sparse_transformer": {"block_size": 8, "window_size": 11, "stride": 3, "num_strides": 2},
     "synthesizer": {"initial_mix": 0.0, "max_length": 128},
     "vq": {"num_codes": 7, "block_size": 8},
@@ -283,7 +283,7 @@ def test_what_cannot_be_is_refused():
     ):
         with pytest.raises(OptionError, match=message):
             make_config("local", options)
-    for name, options in (("conv", {"form": "raw"}), ("evo", {"form": "raw"}), ("flash", {"inside": "relu2"})):
+    for name, options in (("conv", {"form": "raw"}), ("evo", {"form": "raw"}), ("mixed_chunk", {"inside": "relu2"})):
         with pytest.raises(OptionError, match="sink must be None with"):
             make_config(name, {**options, "sink": "one"})
         assert Case(name, "llama", True, options).make().without_sink() == [name]

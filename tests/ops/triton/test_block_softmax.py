@@ -187,7 +187,7 @@ def test_what_hybrid_remembers_of_a_row(calls, linear, decay, window_size):
     assert calls == [LENGTH]
 
 
-WINDOWS = {"local": 1, "sinks": 1, "longformer": 1, "atrous": 0, "checkerboard": 0, "sparse_transformer": 0}
+WINDOWS = {"local": 1, "streaming": 1, "longformer": 1, "atrous": 0, "checkerboard": 0, "sparse_transformer": 0}
 
 
 @pytest.mark.covering(2)
@@ -233,7 +233,7 @@ def test_segments_that_stay_open(calls):
 def test_the_future_does_not_come_through(calls):
     """Whatever follows, even a thousand times larger, the outputs before it are the same bits."""
     heads = [torch.randn(1, h, 50, 8) for h in (2, 1, 1)]
-    for name in ("sinks", "hybrid"):
+    for name in ("streaming", "hybrid"):
         mechanism = make_small(name, causal=True)
         use_backend(mechanism, "triton")
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""sinks: a sliding window and the first tokens of the sequence."""
+"""streaming: a sliding window and the first tokens of the sequence."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ POSITIONS = ("model", "streaming")
 
 
 @dataclass
-class SinksConfig(WindowConfig):
-    """Options of `sinks`."""
+class StreamingConfig(WindowConfig):
+    """Options of `streaming`."""
 
     num_sinks: int = field(default=4, metadata={"help": "first tokens of a sequence, which every query sees"})
     positions: str = field(
@@ -34,8 +34,8 @@ class SinksConfig(WindowConfig):
         require("positions", self.positions, self.positions in POSITIONS, "'model' or 'streaming'")
 
 
-@register_mechanism("sinks")
-class SinksMechanism(WindowMechanism):
+@register_mechanism("streaming")
+class StreamingMechanism(WindowMechanism):
     """Window and attention sinks (Xiao et al. 2023): query i sees key j if |i - j| < window_size or j < num_sinks.
 
     Trained models put the attention they do not need on the first tokens; a window alone takes these away.
@@ -48,11 +48,11 @@ class SinksMechanism(WindowMechanism):
     trained length.
     """
 
-    config_class = SinksConfig
+    config_class = StreamingConfig
     only_window = True
     citation = "Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453"
 
-    def __init__(self, config: SinksConfig, layer: AttentionLayer):
+    def __init__(self, config: StreamingConfig, layer: AttentionLayer):
         super().__init__(config, layer)
         if not self.streaming:
             return

@@ -1,4 +1,4 @@
-"""fixed: groups of tokens, and the last tokens of the groups around."""
+"""fixed_pattern: groups of tokens, and the last tokens of the groups around."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .registration import register_mechanism
 
 
 @dataclass
-class FixedConfig(BlockSparseConfig):
-    """Options of `fixed`."""
+class FixedPatternConfig(BlockSparseConfig):
+    """Options of `fixed_pattern`."""
 
     group_size: int = field(default=256, metadata={"help": "tokens per group, all seen inside it"})
     num_summary: int = field(default=64, metadata={"help": "last tokens of a group, which other groups see too"})
@@ -28,8 +28,8 @@ class FixedConfig(BlockSparseConfig):
         require("num_summary", self.num_summary, fits, f"at most group_size={self.group_size}")
 
 
-@register_mechanism("fixed")
-class FixedMechanism(BlockSparseMechanism):
+@register_mechanism("fixed_pattern")
+class FixedPatternMechanism(BlockSparseMechanism):
     """Fixed pattern of the Sparse Transformer (Child et al. 2019).
 
     Query i of group g = i // group_size sees key j of group h if g = h, or if |g - h| <= num_groups and j is one of
@@ -38,7 +38,7 @@ class FixedMechanism(BlockSparseMechanism):
     Deviation: only the summaries of `num_groups` groups are seen and not those of all, so that the cost is linear.
     """
 
-    config_class = FixedConfig
+    config_class = FixedPatternConfig
     shifts = False
     limit = ExactnessLimit("group_size >= length", equal=lambda length: {"group_size": max(length, 64)})
     citation = "Child et al. 2019, Generating Long Sequences with Sparse Transformers, arXiv 1904.10509"

@@ -1,4 +1,4 @@
-"""flash: mixed chunk attention, exact weights inside blocks of tokens and linear attention across them."""
+"""mixed_chunk: mixed chunk attention, exact weights inside blocks of tokens and linear attention across them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ INSIDE = ("softmax", "relu2")
 
 
 @dataclass
-class FlashConfig(SoftmaxTypeConfig):
-    """Options of `flash`."""
+class MixedChunkConfig(SoftmaxTypeConfig):
+    """Options of `mixed_chunk`."""
 
     block_size: int = field(default=64, metadata={"help": "tokens per chunk, which see each other exactly"})
     inside: str = field(
@@ -49,8 +49,8 @@ class FlashConfig(SoftmaxTypeConfig):
         return HybridConfig(seed=self.seed, linear=self.linear, linear_options=self.linear_options)
 
 
-@register_mechanism("flash")
-class FlashMechanism(SoftmaxTypeMechanism, SequenceMechanism):
+@register_mechanism("mixed_chunk")
+class MixedChunkMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """Mixed chunk attention (Hua et al. 2022): quadratic inside chunks of C = `block_size` tokens, linear across them.
 
     o_i = sum_j w_ij v_j / sum_j w_ij with w_ij = exp(scaling q_i . k_j) for keys of the query's own chunk, causally
@@ -74,16 +74,16 @@ class FlashMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     hundreds. Bidirectional linear sums leave a query's own chunk out, whose keys count once.
     """
 
-    config_class = FlashConfig
+    config_class = MixedChunkConfig
     limit = ExactnessLimit(
         "softmax attention if block_size is at least the length", equal=lambda length: {"block_size": length}
     )
     citation = "Hua et al. 2022, Transformer Quality in Linear Time, arXiv 2202.10447"
 
-    config: FlashConfig
+    config: MixedChunkConfig
     linear: Any  # a LinearMechanism
 
-    def __init__(self, config: FlashConfig, layer: AttentionLayer):
+    def __init__(self, config: MixedChunkConfig, layer: AttentionLayer):
         super().__init__(config, layer)
         far = HybridMechanism(config.far_config(), layer)
         self.linear, self.log_mix = far.linear, far.log_mix

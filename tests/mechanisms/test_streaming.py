@@ -1,4 +1,4 @@
-"""sinks with positions counted inside the cache, against the authors' procedure done key by key."""
+"""streaming with positions counted inside the cache, against the authors' procedure done key by key."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stream(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 
 @torch.no_grad()
 def test_streaming_positions_are_places_in_the_cache():
-    model = patch_model(make_model(), "sinks", positions="streaming", **OPTIONS)
+    model = patch_model(make_model(), "streaming", positions="streaming", **OPTIONS)
     attention = model.model.layers[0].self_attn
     seen = {}
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -64,7 +64,7 @@ def test_streaming_positions_are_places_in_the_cache():
 
 @torch.no_grad()
 def test_within_the_cache_nothing_is_moved_and_beyond_it_is():
-    plain, streaming = (patch_model(make_model(), "sinks", positions=p, **OPTIONS) for p in ("model", "streaming"))
+    plain, streaming = (patch_model(make_model(), "streaming", positions=p, **OPTIONS) for p in ("model", "streaming"))
     tokens = torch.randint(50, (2, LENGTH))
     one, other = (model(tokens, use_cache=False).logits for model in (plain, streaming))
     held = SINKS + WINDOW
@@ -76,15 +76,15 @@ def test_within_the_cache_nothing_is_moved_and_beyond_it_is():
 def test_streaming_needs_a_causal_layer_with_rotary_positions(architecture, causal):
     model = tiny_model(architecture, causal)
     with pytest.raises(UnsupportedModeError, match="positions='streaming' needs a causal layer with rotary positions"):
-        patch_model(model, "sinks", positions="streaming")
+        patch_model(model, "streaming", positions="streaming")
 
 
 def test_rotations_that_change_with_the_length_are_refused():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(UnsupportedModelError, match="rope type 'dynamic'"):
-        patch_model(make_model(rope_parameters=rope), "sinks", positions="streaming")
+        patch_model(make_model(rope_parameters=rope), "streaming", positions="streaming")
 
 
 def test_unknown_positions():
     with pytest.raises(OptionError, match="positions must be 'model' or 'streaming', got 'cache'"):
-        patch_model(make_model(), "sinks", positions="cache")
+        patch_model(make_model(), "streaming", positions="cache")

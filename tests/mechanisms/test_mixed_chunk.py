@@ -1,4 +1,4 @@
-"""What is particular to flash: chunks cut from the start, one denominator, the paper's squared relu, its state."""
+"""What is particular to mixed_chunk: chunks cut from the start, one denominator, squared relu, its state."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def loop_over_tokens(mechanism, query, key, value) -> torch.Tensor:
 @pytest.mark.parametrize("size", [0.4, 3.0])
 def test_equals_the_loop_over_tokens(options, causal, size):
     """At size 3 log scales reach into the tens; which part has the maximum, weights or count, changes by query."""
-    case = Case("flash", "llama", causal, options)
+    case = Case("mixed_chunk", "llama", causal, options)
     query, key, value = case.heads(43, size=size)
     mechanism = trained(case)
     want = loop_over_tokens(mechanism, query, key, value)
@@ -63,7 +63,7 @@ def test_equals_the_loop_over_tokens(options, causal, size):
 
 @pytest.mark.parametrize("options", [SOFTMAX, SQUARES, {"block_size": 1}, {"block_size": 64}])
 def test_parts_of_any_size_give_what_the_whole_gives(options):
-    case = Case("flash", "llama", True, options)
+    case = Case("mixed_chunk", "llama", True, options)
     query, key, value = case.heads(93)
     mechanism = trained(case)
     want, end = mechanism(query, key, value)
@@ -84,7 +84,7 @@ def test_parts_of_any_size_give_what_the_whole_gives(options):
 @pytest.mark.parametrize("options", [SOFTMAX, SQUARES])
 def test_rows_of_different_lengths_continue_each_at_its_own_place(options):
     """Rows end inside a chunk, on its border and before any token; then all read on, in one part or by token."""
-    case = Case("flash", "llama", True, options)
+    case = Case("mixed_chunk", "llama", True, options)
     mechanism, lengths = trained(case), (0, 3, 8, 23, 40)
     query, key, value = case.heads(60, batch=5)
     mask = torch.arange(40) < torch.tensor(lengths)[:, None]
@@ -107,7 +107,7 @@ def test_rows_of_different_lengths_continue_each_at_its_own_place(options):
 @pytest.mark.parametrize("causal", [False, True])
 def test_chunks_begin_where_the_sequence_does(options, causal):
     """Padded on the left by 5, on the right by 11, and packed behind another: as alone."""
-    case = Case("flash", "llama", causal, options)
+    case = Case("mixed_chunk", "llama", causal, options)
     query, key, value = case.heads(50)
     mechanism = trained(case)
     mask, ids = torch.ones(2, 50, dtype=torch.bool), (torch.arange(50) >= 19).long().expand(2, -1)
@@ -125,8 +125,8 @@ def test_chunks_begin_where_the_sequence_does(options, causal):
 @pytest.mark.parametrize("cut", [16, 21, 24])
 def test_no_scale_is_shared_with_the_future(cut):
     for options in (SOFTMAX, SQUARES):
-        mechanism = trained(Case("flash", "gpt2", True, options))
-        heads = Case("flash", "gpt2", True).heads(40)
+        mechanism = trained(Case("mixed_chunk", "gpt2", True, options))
+        heads = Case("mixed_chunk", "gpt2", True).heads(40)
         loud = torch.where(torch.arange(40) < cut, 1.0, 300.0)[:, None]
         want, _ = mechanism(*heads)
         got, _ = mechanism(*(x * loud for x in heads))
@@ -135,7 +135,7 @@ def test_no_scale_is_shared_with_the_future(cut):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_one_chunk_is_softmax_attention(causal):
-    case = Case("flash", "llama", causal, {**FAR, "block_size": 41})
+    case = Case("mixed_chunk", "llama", causal, {**FAR, "block_size": 41})
     query, key, value = case.heads(41)
     want = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
     torch.testing.assert_close(case.make()(query, key, value)[0], want, rtol=1e-9, atol=1e-9)
@@ -145,7 +145,7 @@ def test_one_chunk_is_softmax_attention(causal):
 @pytest.mark.parametrize("linear", ["hedgehog", "linear", "performer"])
 def test_zero_vectors_start_with_the_weight_softmax_gives_them(inside, linear):
     """So the output is the mean of the values, in a query's own chunk and beyond."""
-    case = Case("flash", "llama", True, {"inside": inside, "linear": linear, "block_size": 6})
+    case = Case("mixed_chunk", "llama", True, {"inside": inside, "linear": linear, "block_size": 6})
     query, key, value = case.heads(40, size=0.0)
     mean = value.repeat_interleave(2, 1).cumsum(2) / torch.arange(1, 41)[:, None]
     torch.testing.assert_close(case.make()(query, key, value)[0], mean, rtol=1e-6, atol=1e-6)
@@ -154,7 +154,7 @@ def test_zero_vectors_start_with_the_weight_softmax_gives_them(inside, linear):
 @torch.no_grad()
 def test_small_squares_are_divided_by_the_number_of_keys_as_in_the_paper():
     """Its quadratic part plus its linear part over n, while weights stay below one on average; means if above."""
-    case = Case("flash", "gpt2", True, {"inside": "relu2", "block_size": 8, "linear": "linear"})
+    case = Case("mixed_chunk", "gpt2", True, {"inside": "relu2", "block_size": 8, "linear": "linear"})
     query, key, value = case.heads(24, size=0.3)
     mechanism = case.make()
     mechanism.bias.zero_()
@@ -173,7 +173,7 @@ def test_small_squares_are_divided_by_the_number_of_keys_as_in_the_paper():
 
 def test_parameters_get_the_gradients_of_the_formula():
     for causal, options in itertools.product((False, True), (SOFTMAX, SQUARES, {"block_size": 8})):
-        case = Case("flash", "llama", causal, options)
+        case = Case("mixed_chunk", "llama", causal, options)
         mechanism = trained(case)
         query, key, value = case.heads(45)
         mask = torch.ones(2, 45, dtype=torch.bool)
@@ -189,7 +189,7 @@ def test_parameters_get_the_gradients_of_the_formula():
 
 
 def test_the_state_is_constant_and_per_key_value_head():
-    case, shapes = Case("flash", "llama", True, SOFTMAX), []
+    case, shapes = Case("mixed_chunk", "llama", True, SOFTMAX), []
     for length in (1, 40, 300):
         output, state = case.make(torch.float32)(*case.heads(length, dtype=torch.bfloat16))
         assert output.dtype == torch.bfloat16
@@ -203,10 +203,10 @@ def test_the_state_is_constant_and_per_key_value_head():
     [
         ({"block_size": 0}, OptionError, "block_size must be an integer >= 1, got 0"),
         ({"inside": "relu"}, UnknownNameError, "unknown inside 'relu'; did you mean relu2"),
-        ({"linear": "flash"}, OptionError, "linear must be one of .*performer.*, got 'flash'"),
+        ({"linear": "mixed_chunk"}, OptionError, "linear must be one of .*performer.*, got 'mixed_chunk'"),
         ({"linear": "performer", "linear_options": {"num_feature": 3}}, OptionError, "did you mean num_features"),
     ],
 )
 def test_bad_options_are_named(options, error, message):
     with pytest.raises(error, match=message):
-        make_config("flash", options)
+        make_config("mixed_chunk", options)

@@ -1,4 +1,4 @@
-"""random: the own block and a few random ones."""
+"""random_blocks: the own block and a few random ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .registration import register_mechanism
 
 
 @dataclass
-class RandomConfig(BlockSparseConfig):
-    """Options of `random`."""
+class RandomBlocksConfig(BlockSparseConfig):
+    """Options of `random_blocks`."""
 
     num_random: int = field(default=3, metadata={"help": "random blocks for each query block and head"})
 
@@ -23,8 +23,8 @@ class RandomConfig(BlockSparseConfig):
         self.require_counts("num_random")
 
 
-@register_mechanism("random")
-class RandomMechanism(BlockSparseMechanism):
+@register_mechanism("random_blocks")
+class RandomBlocksMechanism(BlockSparseMechanism):
     """Query block I sees itself and `num_random` blocks drawn from 0 ... I (causal) or 0 ... 2 I + 1 (bidirectional).
 
     Every layer and head draws its own. A draw is a hash of seed, layer, head and I: the same in training, prefill and
@@ -32,7 +32,7 @@ class RandomMechanism(BlockSparseMechanism):
     decoding keeps all keys.
     """
 
-    config_class = RandomConfig
+    config_class = RandomBlocksConfig
     shifts = False
     splits = False  # every head draws blocks of its own
     whole_blocks = True
