@@ -50,9 +50,9 @@ def heads_apart(mechanism: Mechanism) -> bool:
     """Return whether a mechanism works where each process has some of the heads only.
 
     With parameters it does not: none of the library's are the same for all heads by design, and those that were would
-    get other gradients on each process. `sink="one"` is a number for each head, too.
+    get other gradients on each process. `sink_logit="one"` is a number for each head, too.
     """
-    without = next(mechanism.parameters(), None) is None and getattr(mechanism.config, "sink", None) is None
+    without = next(mechanism.parameters(), None) is None and getattr(mechanism.config, "sink_logit", None) is None
     return mechanism.splits and without
 
 

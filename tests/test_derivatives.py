@@ -78,7 +78,7 @@ TRAINED = {
     **{name: [{}] for name in list_mechanisms()},
     "linear": [{"decay": "learned", "self_weight": "learned"}],
     "hedgehog": [{}, {"decay": "learned"}],
-    "mixed_chunk": [{"inside": "relu2", "linear_options": {"decay": "learned"}}, {"sink": "learned"}],
+    "mixed_chunk": [{"inside": "relu2", "linear_options": {"decay": "learned"}}, {"sink_logit": "learned"}],
 }
 
 

@@ -136,8 +136,8 @@ def test_what_leaves_them_out_says_so(caplog, family, plan, losing):
 
 def test_an_option_beside_a_layers_own_sinks_is_refused_and_changes_nothing():
     model = make("gpt_oss")
-    with pytest.raises(OptionError, match="sink must be None for layer 0"):
-        patch_model(model, "local", sink="one")
+    with pytest.raises(OptionError, match="sink_logit must be None for layer 0"):
+        patch_model(model, "local", sink_logit="one")
     assert not is_patched(model)
 
 
@@ -159,7 +159,7 @@ def test_where_all_layers_are_observed_a_softmax_with_a_sink_is_the_original():
     mask = torch.ones_like(tokens)
     with torch.no_grad():
         want = run(model, tokens, mask)
-        patch_model(model, "softmax", sink="one")
+        patch_model(model, "softmax", sink_logit="one")
         assert float((run(model, tokens, mask) - want).abs().max()) > 1e-2
         with observed(get_mechanisms(model)):
             torch.testing.assert_close(run(model, tokens, mask), want, **CLOSE)

@@ -73,7 +73,7 @@ def test_what_is_exact_scores_like_the_original_and_the_models_are_left_as_they_
 def test_usable_untrained_is_at_most_a_tenth_above_the_original_with_the_defaults():
     rows = [("original", {}, 20.0), ("streaming", {"window_size": 64}, 30.0)]
     rows += [("streaming", {"window_size": 256}, 22.0)]
-    rows += [("hybrid", {"window_size": 256, "num_sinks": 4}, 22.1), ("local", {}, 20.0)]
+    rows += [("hybrid", {"window_size": 256, "num_sink_tokens": 4}, 22.1), ("local", {}, 20.0)]
     larger = {"rows": [dict(zip(("mechanism", "options", "perplexity"), row, strict=True)) for row in rows]}
     verdicts = quality.usable(larger)
     assert verdicts == {"streaming": "yes", "hybrid": "no", "local": "yes"}

@@ -44,7 +44,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "evo": [{"window_size": 64, "kernel_radius": 4}],
     "fixed_pattern": [{"block_size": 16, "group_size": 64, "num_summary": 16, "num_groups": 4}],
     "fusion": [{"members": {"local": {"window_size": 64}, "linear": {}}}],
-    "hybrid": [{"window_size": 64, "num_sinks": 4}],
+    "hybrid": [{"window_size": 64, "num_sink_tokens": 4}],
     "learned_sparse": [{"block_size": 16, "reach": 4}],
     "linear": [{}, {"decay": "learned"}],
     "linformer": [{"num_slots": 64, "block_size": 32}, {"num_slots": 64, "block_size": 32, "exact_block": True}],
@@ -58,7 +58,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "performer": [{}, {"decay": "learned"}],
     "radial": [{"block_size": 16, "window_blocks": 2}],
     "random_blocks": [{"block_size": 16, "num_random": 4}],
-    "streaming": [{"window_size": 64, "num_sinks": 4}],
+    "streaming": [{"window_size": 64, "num_sink_tokens": 4}],
     "sparse_transformer": [{"block_size": 16, "window_size": 32, "stride": 4, "num_strides": 4}],
     "vq": [{"num_codes": 64, "block_size": 32}],
 }

@@ -40,8 +40,8 @@ class MixedChunkConfig(SoftmaxTypeConfig):
         super().__post_init__()
         self.require_counts("block_size")
         require_known("inside", self.inside, INSIDE)
-        none = self.sink is None or self.inside == "softmax"
-        require("sink", self.sink, none, "None with inside='relu2', whose denominator is another")
+        none = self.sink_logit is None or self.inside == "softmax"
+        require("sink_logit", self.sink_logit, none, "None with inside='relu2', whose denominator is another")
         self.far_config()
 
     def far_config(self) -> HybridConfig:

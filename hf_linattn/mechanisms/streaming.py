@@ -23,29 +23,29 @@ POSITIONS = ("model", "streaming")
 class StreamingConfig(WindowConfig):
     """Options of `streaming`."""
 
-    num_sinks: int = field(default=4, metadata={"help": "first tokens of a sequence, which every query sees"})
+    num_sink_tokens: int = field(default=4, metadata={"help": "first tokens of a sequence, which every query sees"})
     positions: str = field(
         default="model", metadata={"help": "`streaming`: sinks never seem further away than the cache is long"}
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_counts("num_sinks", least=0)
+        self.require_counts("num_sink_tokens", least=0)
         require("positions", self.positions, self.positions in POSITIONS, "'model' or 'streaming'")
 
 
 @register_mechanism("streaming")
 class StreamingMechanism(WindowMechanism):
-    """Window and attention sinks (Xiao et al. 2023): query i sees key j if |i - j| < window_size or j < num_sinks.
+    """Window and attention sinks (Xiao et al. 2023): query i sees key j if |i - j| < window_size or j < S.
 
-    Trained models put the attention they do not need on the first tokens; a window alone takes these away.
+    S is `num_sink_tokens`. Trained models put the attention they do not need on the first tokens; a window alone takes
+    these away.
 
     With `positions="streaming"`, for causal layers with rotary positions, distances are counted inside the cache of
-    num_sinks + window_size tokens as the authors do: a query further on than that sees sink j at the distance
-    num_sinks + window_size - 1 - j, so inputs can be longer than any the model was trained on. To this end the query
-    is turned back, R(-s) q_i with s = i - (num_sinks + window_size - 1), where it meets the sinks; the products are
-    twice as wide. With `"model"` all distances are what they are, which is nearer to softmax on inputs of the
-    trained length.
+    S + window_size tokens as the authors do: a query further on than that sees sink j at the distance S + window_size
+    - 1 - j, so inputs can be longer than any the model was trained on. To this end the query is turned back, R(-s) q_i
+    with s = i - (S + window_size - 1), where it meets the sinks; the products are twice as wide. With `"model"` all
+    distances are what they are, which is nearer to softmax on inputs of the trained length.
     """
 
     config_class = StreamingConfig
@@ -75,7 +75,7 @@ class StreamingMechanism(WindowMechanism):
 
     @property
     def num_global(self) -> int:
-        return self.config.num_sinks
+        return self.config.num_sink_tokens
 
     @property
     def global_queries(self) -> bool:
@@ -109,12 +109,12 @@ class StreamingMechanism(WindowMechanism):
     def _widen_query(self, query: Tensor, position: Tensor) -> Tensor:
         """Return [q, q turned back]: the first half meets the window, the second the sinks."""
         rotation: Any = self.layer.rotation
-        beyond = (position - (self.config.num_sinks + self.config.window_size - 1)).clamp(min=0)
+        beyond = (position - (self.config.num_sink_tokens + self.config.window_size - 1)).clamp(min=0)
         return torch.cat([query, rotation.back(query, beyond)], dim=-1)
 
     def _widen_key(self, key: Tensor, position: Tensor) -> Tensor:
         """Return [k, 0] for keys at `position` [B or 1, N] in the window, [0, k] for sinks."""
-        sink = (position < self.config.num_sinks)[:, None, :, None]
+        sink = (position < self.config.num_sink_tokens)[:, None, :, None]
         return torch.cat([key.masked_fill(sink, 0.0), key.masked_fill(~sink, 0.0)], dim=-1)
 
     def _widen_value(self, value: Tensor) -> Tensor:

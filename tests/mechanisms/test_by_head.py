@@ -163,7 +163,7 @@ def test_a_plan_names_heads_of_some_layers():
     both = make_config("by_head", {"plan": {"performer": performer, "local": 2}})
     alone = make_config("by_head", {"plan": {"performer": performer}})
     assert config.layers == {0: alone, 1: both, 2: both, 3: make_config("linear", {})}
-    options = {"window_size": 256, "block_size": 64, "keys_per_query": 1.0, "sink": None, "initial_sink": -4.0}
+    options = {"window_size": 256, "block_size": 64, "keys_per_query": 1.0, "sink_logit": None, "initial_sink": -4.0}
     assert both.plan["local"] == {"heads": 2, **options}  # as other versions may differ
     assert PatchConfig.from_dict(json.loads(json.dumps(config.to_dict(), sort_keys=True))) == config
 

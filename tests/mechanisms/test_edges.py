@@ -18,7 +18,7 @@ from tests.helpers import is_plain_pattern
 LENGTH, AT = 45, 25
 SMALL = {"block_size": 8, "window_size": 8, "bucket_size": 8, "num_buckets": 4, "num_features": 16}
 SMALL |= {"num_landmarks": 7, "num_slots": 7, "num_codes": 7}
-LEARNED = {"gate": True, "decay": "learned", "self_weight": "learned", "ridge": "learned", "sink": "learned"}
+LEARNED = {"gate": True, "decay": "learned", "self_weight": "learned", "ridge": "learned", "sink_logit": "learned"}
 FURTHER = {
     "mixed_chunk": [{"inside": "relu2"}, {"linear": "performer", "linear_options": {"decay": "learned"}}],
     "fusion": [{}, {"members": {"local": {}, "linear": {"decay": "learned"}}}],

@@ -209,8 +209,8 @@ def test_the_order_of_members_in_a_file_does_not_matter(tmp_path):
     model.save_pretrained(tmp_path)
     text = json.loads((tmp_path / "config.json").read_text())["hf_linattn"]["groups"][0]["options"]["members"]
     assert list(text) == ["hedgehog", "linear", "streaming"]
-    pattern = {"block_size": 64, "num_sinks": 4, "positions": "model", "window_size": 4}
-    assert text["streaming"] == {**pattern, "initial_sink": -4.0, "sink": None}
+    pattern = {"block_size": 64, "num_sink_tokens": 4, "positions": "model", "window_size": 4}
+    assert text["streaming"] == {**pattern, "initial_sink": -4.0, "sink_logit": None}
     tokens = random_tokens(2, 33)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, model(tokens).logits)
 

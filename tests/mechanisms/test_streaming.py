@@ -11,7 +11,7 @@ from hf_linattn.errors import OptionError, UnsupportedModeError, UnsupportedMode
 from hf_linattn.testing.models import tiny_model
 
 SINKS, WINDOW, LENGTH, HEADS, HEAD_DIM = 3, 7, 41, 4, 8
-OPTIONS = {"window_size": WINDOW, "num_sinks": SINKS, "block_size": 8}
+OPTIONS = {"window_size": WINDOW, "num_sink_tokens": SINKS, "block_size": 8}
 
 
 def make_model(**options) -> LlamaForCausalLM:

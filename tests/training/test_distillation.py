@@ -124,7 +124,7 @@ def test_the_divergence_of_the_likeliest_tokens_is_that_of_a_loop():
 
 
 def test_a_shut_window_leaves_the_own_key_and_the_sinks_in_training_alone():
-    options = {"window_size": 6, "num_sinks": 1}
+    options = {"window_size": 6, "num_sink_tokens": 1}
     model, ids = patch_model(make_model("gpt2"), "hybrid", **options).eval(), make_tokens(2, 11)
     narrow = patch_model(make_model("gpt2"), "hybrid", **{**options, "window_size": 1}).eval()
     narrow.load_state_dict(model.state_dict())

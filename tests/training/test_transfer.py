@@ -31,8 +31,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("learned_exp", {"decay": "learned"}),
     ("hedgehog", {"decay": "learned", "self_weight": "learned"}),
     ("gla", {"self_weight": "learned"}),
-    ("hybrid", {"window_size": 5, "num_sinks": 1, "window_scale": "maximum", "initial_share": 0.5}),
-    ("hybrid", {"window_size": 5, "num_sinks": 2, "linear": "learned_exp", "linear_options": {"decay": "learned"}}),
+    ("hybrid", {"window_size": 5, "num_sink_tokens": 1, "window_scale": "maximum", "initial_share": 0.5}),
+    (
+        "hybrid",
+        {"window_size": 5, "num_sink_tokens": 2, "linear": "learned_exp", "linear_options": {"decay": "learned"}},
+    ),
 ]
 
 
@@ -132,7 +135,7 @@ def heads(path: str, rows: Tensor) -> Tensor:
     ("mechanism", "options", "weights"),
     [
         ("hedgehog", {}, (1.0, 1.0)),
-        ("hybrid", {"window_size": 4, "num_sinks": 1}, (0.5, 2.0)),
+        ("hybrid", {"window_size": 4, "num_sink_tokens": 1}, (0.5, 2.0)),
         ("learned_exp", {"decay": "learned"}, (0.0, 1.0)),
         ("linformer", {"num_slots": 4, "block_size": 8}, (1.0, 1.0)),
         ("linformer", {"num_slots": 4, "block_size": 8, "sharing": "layers"}, (2.0, 0.0)),
