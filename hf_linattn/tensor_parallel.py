@@ -1,7 +1,7 @@
 """Tensor parallelism: which mechanisms can work where each process has some of a layer's heads and not all of them.
 
 Two ways lead there: transformers' plans (`tp_plan="auto"`, `DistributedConfig`), which split projections as a model is
-loaded, and PyTorch's `parallelize_module` on a model in memory. A mechanism is told of all heads. What it keeps or
+loaded, and PyTorch's `parallelize_module` on a model in memory. A mechanism is made for all heads. What it keeps or
 decides for each head by itself, such as a learned map, would be that of other heads on all processes but the first.
 """
 

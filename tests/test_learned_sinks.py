@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_linattn import OptionError, calibrate, get_mechanisms, is_patched, patch_model
-from hf_linattn.attention_call import observed
+from hf_linattn.attention_call import intercept_attention
 from hf_linattn.support.tiny import architectures, tiny_inputs, tiny_model
 from hf_linattn.testing import random_tokens
 from hf_linattn.testing.models import positions_of
@@ -128,10 +128,10 @@ def test_generation_with_a_cache_is_that_without(plan):
 def test_what_leaves_them_out_says_so(caplog, family, plan, losing):
     with caplog.at_level("WARNING", "hf_linattn"):
         patch_model(make(family), plan)
-    told = [record.getMessage() for record in caplog.records if record.name == "hf_linattn.patching"]
-    assert len(told) == bool(losing)
+    messages = [record.getMessage() for record in caplog.records if record.name == "hf_linattn.patching"]
+    assert len(messages) == bool(losing)
     if losing:
-        assert f": {losing}" in told[0] and "leaves out" in told[0] and "hybrid" in told[0]
+        assert f": {losing}" in messages[0] and "leaves out" in messages[0] and "hybrid" in messages[0]
 
 
 def test_an_option_beside_a_layers_own_sinks_is_refused_and_changes_nothing():
@@ -153,7 +153,7 @@ def test_what_mechanisms_are_fitted_to_has_the_sinks():
     assert all(torch.equal(p, parameters[name]) or "hf_linattn" in name for name, p in model.named_parameters())
 
 
-def test_where_all_layers_are_observed_a_softmax_with_a_sink_is_the_original():
+def test_where_all_layers_are_intercepted_a_softmax_with_a_sink_is_the_original():
     model = make("llama")
     tokens = random_tokens(2, LENGTH)
     mask = torch.ones_like(tokens)
@@ -161,5 +161,5 @@ def test_where_all_layers_are_observed_a_softmax_with_a_sink_is_the_original():
         want = run(model, tokens, mask)
         patch_model(model, "softmax", sink_logit="one")
         assert float((run(model, tokens, mask) - want).abs().max()) > 1e-2
-        with observed(get_mechanisms(model)):
+        with intercept_attention(get_mechanisms(model)):
             torch.testing.assert_close(run(model, tokens, mask), want, **CLOSE)

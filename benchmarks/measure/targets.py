@@ -76,7 +76,7 @@ def state_constancy(document: Document) -> float:
     sizes: dict[str, list[int]] = {}
     for row in document["decoding"]:
         sizes.setdefault(row["mechanism"], []).append(row["state_bytes"])
-    return min(min(held) / max(held) for name, held in sizes.items() if MECHANISMS.get(name).constant_state)
+    return min(min(size) / max(size) for name, size in sizes.items() if MECHANISMS.get(name).constant_state)
 
 
 def find_gpu_targets(document: Document) -> list[Target]:

@@ -156,7 +156,7 @@ def accuracy(model: LlamaForCausalLM) -> float:
 
 
 @torch.no_grad()
-def held(model: LlamaForCausalLM) -> int:
+def state_size(model: LlamaForCausalLM) -> int:
     """Return the bytes of decoding state after one sequence."""
     cache = DynamicCache(config=model.config)
     model(input_ids=torch.ones(1, LENGTH, dtype=torch.long), past_key_values=cache, use_cache=True)
@@ -166,7 +166,7 @@ def held(model: LlamaForCausalLM) -> int:
 def measure(original: LlamaForCausalLM, mechanism: str, options: dict[str, Any], steps: int) -> dict[str, Any]:
     """Convert, calibrate and train on with every learning rate; the best one counts."""
     converted = patch_model(copy.deepcopy(original), mechanism, **options).eval()
-    row: dict[str, Any] = {"mechanism": mechanism, "options": options, "state_bytes": held(converted)}
+    row: dict[str, Any] = {"mechanism": mechanism, "options": options, "state_bytes": state_size(converted)}
     row["converted"] = accuracy(converted)
     if what_is_fitted(get_mechanisms(converted)):
         generator = torch.Generator().manual_seed(3)

@@ -146,7 +146,7 @@ def run(names: Sequence[str], documents: int | None) -> Document:
 
 def main(
     mechanism: Annotated[list[str] | None, typer.Option(help="repeatable; by default every one")] = None,
-    documents: Annotated[int | None, typer.Option(help="only so many documents of the test split")] = None,
+    documents: Annotated[int | None, typer.Option(help="at most that many documents of the test split")] = None,
     output: Annotated[Path, typer.Option(help="the JSON file")] = RESULTS / "zero_shot.json",
 ) -> None:
     """Measure and write the JSON; `python -m docs.generate` makes the table from it."""

@@ -142,7 +142,7 @@ class ByHeadMechanism(CompositeMechanism):
     ) -> tuple[Tensor, Any]:
         """As the base, which each member does for itself; `exact` as for softmax, whose heads keep the given dtype."""
         key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
-        self.count_call()
+        self.record_call()
         shared = self.heads_of_members(query, key, value)
         call = self.call_options(return_state, sink)
         outputs, after = self.ask(shared, key_padding_mask, sequence_ids, state, call, **exact)

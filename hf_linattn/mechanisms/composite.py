@@ -159,8 +159,8 @@ class CompositeMechanism(Mechanism):
             for member, own, sink in zip(self.parts(), heads, sinks, strict=True)
         ]
 
-    def without_sink(self) -> list[str]:
-        return [name for member in self.parts() for name in member.without_sink()]
+    def mechanisms_dropping_sinks(self) -> list[str]:
+        return [name for member in self.parts() for name in member.mechanisms_dropping_sinks()]
 
     def join(self, earlier: Sequence[Mechanism]) -> None:
         found: list[Mechanism] = []

@@ -24,7 +24,7 @@ FORMS = ("softmax", "raw")
 class ConvConfig(SoftmaxTypeConfig):
     """Options of `conv`."""
 
-    window_size: int = field(default=64, metadata={"help": "a query sees keys less than so many tokens away"})
+    window_size: int = field(default=64, metadata={"help": "a query sees keys less than `window_size` tokens away"})
     kernel_radius: int | None = field(
         default=None, metadata={"help": "taps to either side of a key; None: window_size - 1, as far as a query sees"}
     )

@@ -35,10 +35,10 @@ class HybridConfig(SoftmaxTypeConfig):
 
     linear: str = field(default="hedgehog", metadata={"help": "the mechanism beyond the window, on the linear base"})
     linear_options: dict[str, Any] | None = field(
-        default=None, metadata={"help": "options of that mechanism; a learned map makes D features unless told"}
+        default=None, metadata={"help": "options of that mechanism; a learned map makes D features by default"}
     )
     window_size: int = field(
-        default=256, metadata={"help": "exact weights for keys less than so many tokens away; with its own key, 1"}
+        default=256, metadata={"help": "exact weights for keys less than `window_size` tokens away, the own key too"}
     )
     num_sink_tokens: int = field(
         default=4, metadata={"help": "first tokens of a sequence whose weights are always exact"}

@@ -33,7 +33,7 @@ class MixedChunkConfig(SoftmaxTypeConfig):
     )
     linear: str = field(default="hedgehog", metadata={"help": "the mechanism across chunks, on the linear base"})
     linear_options: dict[str, Any] | None = field(
-        default=None, metadata={"help": "options of that mechanism; a learned map makes D features unless told"}
+        default=None, metadata={"help": "options of that mechanism; a learned map makes D features by default"}
     )
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_linattn import OptionError, get_mechanisms, patch_model
-from hf_linattn.attention_call import observed
+from hf_linattn.attention_call import intercept_attention
 from hf_linattn.evaluation.fidelity import (
     accuracy_by_position,
     fidelity,
@@ -69,12 +69,12 @@ def test_the_linear_share_is_that_of_the_attention_matrices(scale):
         def answer(call):
             matrix = mechanism.attention_matrix(call.query.double(), call.key.double())
             shares.append((matrix * ~near).sum(-1))
-            return call.by(mechanism)
+            return call.run(mechanism)
 
         return answer
 
     mechanisms = get_mechanisms(model)
-    with torch.no_grad(), observed(mechanisms, {path: watch(m) for path, m in mechanisms.items()}):
+    with torch.no_grad(), intercept_attention(mechanisms, {path: watch(m) for path, m in mechanisms.items()}):
         model(windows, use_cache=False)
     expected = float(torch.stack(shares).mean())
     assert 0.01 < expected < 0.99 and linear_share(model, windows) == pytest.approx(expected, rel=1e-4)

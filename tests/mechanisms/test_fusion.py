@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_linattn import OptionError, UnknownNameError, calibrate, get_mechanisms, patch_model, set_backend
-from hf_linattn.attention_call import observed
+from hf_linattn.attention_call import intercept_attention
 from hf_linattn.config import make_config
 from hf_linattn.errors import UnsupportedModeError, UnsupportedModelError
 from hf_linattn.mechanisms import MECHANISMS
@@ -155,14 +155,15 @@ def test_calibration_leaves_most_weight_to_the_member_nearest_to_softmax(archite
 
     def watch(mechanism):
         def answer(call):
-            target, outputs = call.by_softmax(mechanism), [member(*call[:5])[0] for member in mechanism.parts()]
+            target, outputs = call.run_softmax(mechanism), [member(*call[:5])[0] for member in mechanism.parts()]
             errors = torch.stack([(x - target).square().sum((0, 2, 3)) for x in outputs])
             found.append((errors, mechanism.shares(outputs).mean((1, 3))))
             return target
 
         return answer
 
-    with torch.no_grad(), observed(mechanisms, {path: watch(mechanism) for path, mechanism in mechanisms.items()}):
+    watched = {path: watch(mechanism) for path, mechanism in mechanisms.items()}
+    with torch.no_grad(), intercept_attention(mechanisms, watched):
         model(random_tokens(8, 60, seed=99))
     names = sorted(members)
     for errors, shares in found:  # [P, H]
@@ -244,13 +245,13 @@ def test_what_a_layer_is_told_reaches_the_members():
 
 
 def test_it_holds_of_a_fusion_what_holds_of_all_its_members():
-    def held(*members):
+    def kinds_of(*members):
         mechanism = Case("fusion", "gpt2", True, {"members": {name: {} for name in members}}).make()
         return mechanism.constant_state, mechanism.continuous
 
-    assert held("local", "linear") == (True, True)
-    assert held("local", "lsh") == (True, False)
-    assert held("random_blocks", "linear") == (False, MECHANISMS.get("random_blocks").continuous)
+    assert kinds_of("local", "linear") == (True, True)
+    assert kinds_of("local", "lsh") == (True, False)
+    assert kinds_of("random_blocks", "linear") == (False, MECHANISMS.get("random_blocks").continuous)
 
 
 def test_a_member_without_the_form_that_a_layer_needs_says_so(monkeypatch):

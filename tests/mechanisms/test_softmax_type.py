@@ -229,7 +229,7 @@ def test_composites_hand_a_layers_sinks_to_their_members(causal):
     torch.testing.assert_close(got[:, 2:], want[:, 2:])
     without, _ = mechanism(query, key, value)
     assert torch.equal(got[:, :2], without[:, :2])  # linear leaves them out, and says so
-    assert mechanism.without_sink() == ["linear"]
+    assert mechanism.mechanisms_dropping_sinks() == ["linear"]
     assert mechanism.log_sink(query, SINK).tolist() == [-torch.inf, -torch.inf, *SINK[2:].tolist()]
     matrix = mechanism.attention_matrix(query, key, sink=SINK)
     torch.testing.assert_close(naive.attend(matrix, value), got)
@@ -240,7 +240,7 @@ def test_composites_hand_a_layers_sinks_to_their_members(causal):
     want = sum(share[..., None] * output for share, output in zip(fusion.shares(outputs), outputs, strict=True))
     torch.testing.assert_close(fusion(query, key, value, sink=SINK)[0], want)
     torch.testing.assert_close(naive.attend(fusion.attention_matrix(query, key, value=value, sink=SINK), value), want)
-    assert fusion.without_sink() == []
+    assert fusion.mechanisms_dropping_sinks() == []
 
 
 @each_mode
@@ -286,4 +286,4 @@ def test_what_cannot_be_is_refused():
     for name, options in (("conv", {"form": "raw"}), ("evo", {"form": "raw"}), ("mixed_chunk", {"inside": "relu2"})):
         with pytest.raises(OptionError, match="sink_logit must be None with"):
             make_config(name, {**options, "sink_logit": "one"})
-        assert Case(name, "llama", True, options).make().without_sink() == [name]
+        assert Case(name, "llama", True, options).make().mechanisms_dropping_sinks() == [name]

@@ -38,11 +38,11 @@ def stream(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
     """Read token by token: the cache holds sinks and window before rotation, positions are places in the cache."""
     outputs = []
     for i in range(LENGTH):
-        held = [j for j in range(i + 1) if j < SINKS or i - j < WINDOW]
+        cached = [j for j in range(i + 1) if j < SINKS or i - j < WINDOW]
         scores = []
-        for place, j in enumerate(held):
-            scores.append(rotate(query[i], len(held) - 1) @ rotate(key[j], place) * HEAD_DIM**-0.5)
-        outputs.append(torch.stack(scores).softmax(0) @ value[held])
+        for place, j in enumerate(cached):
+            scores.append(rotate(query[i], len(cached) - 1) @ rotate(key[j], place) * HEAD_DIM**-0.5)
+        outputs.append(torch.stack(scores).softmax(0) @ value[cached])
     return torch.stack(outputs)
 
 
@@ -67,9 +67,9 @@ def test_within_the_cache_nothing_is_moved_and_beyond_it_is():
     plain, streaming = (patch_model(make_model(), "streaming", positions=p, **OPTIONS) for p in ("model", "streaming"))
     tokens = torch.randint(50, (2, LENGTH))
     one, other = (model(tokens, use_cache=False).logits for model in (plain, streaming))
-    held = SINKS + WINDOW
-    torch.testing.assert_close(one[:, :held], other[:, :held], rtol=0, atol=1e-12)
-    assert (one[:, held:] - other[:, held:]).abs().amax() > 1e-4
+    cached = SINKS + WINDOW
+    torch.testing.assert_close(one[:, :cached], other[:, :cached], rtol=0, atol=1e-12)
+    assert (one[:, cached:] - other[:, cached:]).abs().amax() > 1e-4
 
 
 @pytest.mark.parametrize(("architecture", "causal"), [("gpt2", True), ("bert", False), ("llama", False)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from hf_linattn import OptionError, PatchError, get_mechanisms, list_mechanisms, patch_model
-from hf_linattn.attention_call import AttentionCall, observed
+from hf_linattn.attention_call import AttentionCall, intercept_attention
 from hf_linattn.calibration import own_parameters
 from hf_linattn.evaluation.memory import LiveBytes
 from hf_linattn.mechanisms import MECHANISMS
@@ -107,16 +107,16 @@ def reference(model: nn.Module, batch: dict[str, Tensor], output_weight: float, 
     def record(path):
         def answer(call):
             calls[path] = call
-            return call.by_softmax(mechanisms[path])
+            return call.run_softmax(mechanisms[path])
 
         return answer
 
-    with torch.no_grad(), observed(mechanisms, {path: record(path) for path in mechanisms}):
+    with torch.no_grad(), intercept_attention(mechanisms, {path: record(path) for path in mechanisms}):
         model(**batch, use_cache=False)
     losses = []
     for path, call in calls.items():
         mechanism, real = mechanisms[path], batch["attention_mask"].bool()
-        outputs = (call.by(mechanism), call.by_softmax(mechanism))
+        outputs = (call.run(mechanism), call.run_softmax(mechanism))
         got, want = (project(path, x.transpose(1, 2).flatten(2)) for x in outputs)
         rows = [((g - w)[r]).square().sum() / w[r].square().sum() for g, w, r in zip(got, want, real, strict=True)]
         loss = output_weight * sum(rows) / len(rows)

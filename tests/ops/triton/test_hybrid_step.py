@@ -90,7 +90,7 @@ def tokens_at(heads: list[Tensor], position: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def decode(mechanism: Any, heads: list[Tensor], lengths: tuple[int, ...], backend: str) -> tuple[Tensor, Any]:
-    """Read a prompt of so many tokens in each row and all others that every row has; return outputs and state."""
+    """Read a prompt of that many tokens in each row and all others that every row has; return outputs and state."""
     position, longest = torch.tensor(lengths), max(lengths)
     use_backend(mechanism, "torch")
     _, state = mechanism(*(x[:, :, :longest] for x in heads), torch.arange(longest) < position[:, None])
