@@ -1,4 +1,7 @@
-"""The exceptions this library raises. Each message names the field, the value received and the remedy."""
+"""The exceptions this library raises. Each message names the field, the value received and the remedy.
+
+And its one warning, of former names.
+"""
 
 from __future__ import annotations
 
