@@ -1,7 +1,7 @@
 """Backends: how a mechanism works through a long causal input. What comes out is the same but for rounding.
 
 `auto` takes all tokens in one call, by the C of `csrc` where that can do it, `torch` by PyTorch's operations
-alone. `triton` has the operations in Triton in the place of the C's, for all tokens at once. `compile` reads
+alone. `triton` has the operations in Triton in place of the C's, for all tokens at once. `compile` reads
 slabs of `SLAB_SIZE` tokens, each continuing the state of the one before as in chunked prefill, and torch.compile makes
 a program of one slab, which all others and all layers share.
 """
@@ -56,7 +56,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
     `TRITON_INTERPRET=1`, which is for tests.
 
     The environment variable `HF_LINATTN_BACKEND`, read once when the library is imported, makes `"torch"` what models
-    are patched with, in the place of `"auto"`: to see whether an error comes from the C.
+    are patched with, in place of `"auto"`: to see whether an error comes from the C.
 
     Raises:
         UnknownNameError: there is no such backend. OptionError: a mechanism of the model does not know it, or Triton

@@ -68,6 +68,6 @@ class Capabilities:
         """Return what `forward` takes of the layer's sliding window, soft cap, dropout and sink."""
         return {name: x for name, x in exact.items() if (self.takes_sink if name == "sink" else self.takes_exact)}
 
-    def without_sink(self) -> list[str]:
+    def mechanisms_dropping_sinks(self) -> list[str]:
         """Return the names of the mechanisms in it that leave a layer's own sinks out."""
         return [] if self.takes_sink else [self.config.mechanism]
