@@ -10,8 +10,8 @@ ACCELERATE ?= recipes/accelerate/cpu.yaml
 # left alone, accelerate gives a process one thread where the cores are hyperthreads
 THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
 LAUNCH := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(THREADS) $(BIN)/accelerate launch --config_file $(ACCELERATE)
-# tests use one thread each, so as many run side by side as there are cores, and one while others wait
-WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8)))
+# tests use one thread each, so as many run side by side as there are cores; every process collects all of them
+WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
 PARALLEL := -n $(WORKERS) --dist worksteal
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PARALLEL)
 # on a GPU's machine; without pytest-xdist, make gpu PYTEST_FLAGS=
