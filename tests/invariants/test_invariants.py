@@ -115,14 +115,13 @@ def label(check: Check) -> str:
 COMPILES = "12 checkpointing and compile"  # takes half the time of all invariants
 COSTS = "11 linear cost"  # hardly an option changes how they grow
 ALWAYS = {("bert", "bidirectional"), ("llama", "causal"), ("bart", "cross")}
-# what an option can break, by number: causality, padding, decoding, packing, the formula, large numbers
-OF_OPTIONS = {"1", "2", "4", "5", "9", "10"}
-# what is made without a model, by number, so that GPT-2's heads and BERT's are the same numbers
-OF_HEADS = {"1", "8", "9"}
-# `linear` with another feature map: what is compiled is the same but for the map
-MAPS = {"cosformer", "hedgehog", "learned_exp", "performer", "t2r", "taylor"}
-# whose two forms are of the operations of others, which are compiled and counted in both
-ONE_FORM = MAPS | {"bigbird", "dynamic_sparse", "fusion", "sinks"}
+# what an option can break, by number: causality, decoding, packing, the formula, which has pads too, large numbers
+OF_OPTIONS = {"1", "4", "5", "9", "10"}
+# what GPT-2 has from others, by number: without a model its heads are BERT's, and `test_integration` decodes it
+NOT_OF_GPT2 = {"1", "4", "8", "9"}
+# made of the operations of others, the first of `linear`: those compile the backward pass, and both forms
+OF_OTHERS = {"cosformer", "hedgehog", "learned_exp", "performer", "t2r", "taylor"}
+OF_OTHERS |= {"bigbird", "by_head", "dynamic_sparse", "evo", "flash", "fusion", "sinks"}
 
 
 def is_enough(check: Check) -> bool:
@@ -135,7 +134,7 @@ def is_enough(check: Check) -> bool:
     usual = (case.architecture, case.mode) in ALWAYS
     if case.options:
         return number in OF_OPTIONS and not (number == "4" and is_plain_pattern(case.mechanism))
-    if case.architecture == "gpt2" and number in OF_HEADS:
+    if case.architecture == "gpt2" and number in NOT_OF_GPT2:
         return False
     return usual or (case.mechanism in STATES and check.invariant != COSTS)
 
@@ -144,7 +143,7 @@ def marks_of(check: Check) -> list[pytest.MarkDecorator]:
     """Mark a check slow if others compile or count the same, or exhaustive if others stand for it."""
     case = check.case
     if check.invariant in (COMPILES, COSTS):
-        one = case.mechanism in ONE_FORM and case.mode != "causal"
+        one = case.mechanism in OF_OTHERS and case.mode != "causal"
         seldom = (case.architecture, case.mode) not in ALWAYS or is_plain_pattern(case.mechanism)
         if case.options or one or (seldom and check.invariant == COMPILES):
             return [pytest.mark.slow]
@@ -158,7 +157,7 @@ def parameter(check: Check):
 @pytest.mark.parametrize("check", map(parameter, CHECKS))
 def test_invariant(check: Check, record_property, monkeypatch) -> None:
     case = check.case
-    if case.mechanism in MAPS:  # the graphs of the backward pass, too, are those of `linear`
+    if case.mechanism in OF_OTHERS:
         monkeypatch.setitem(COMPILERS, case.architecture, "eager")
     record_property("invariant", (case.mechanism, case.architecture, case.mode, check.invariant))
     check.run()
