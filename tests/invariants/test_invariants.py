@@ -117,9 +117,11 @@ COSTS = "11 linear cost"  # hardly an option changes how they grow
 ALWAYS = {("bert", "bidirectional"), ("llama", "causal"), ("bart", "cross")}
 # what an option can break, by number: causality, decoding, packing, the formula, which has pads too, large numbers
 OF_OPTIONS = {"1", "4", "5", "9", "10"}
+# of these, what both forms have from the formula, by number: an option that both have is checked in the causal one
+OF_ONE_FORM = {"5", "10"}
 # what GPT-2 has from others, by number: without a model its heads are BERT's, and `test_integration` decodes it
 NOT_OF_GPT2 = {"1", "4", "8", "9"}
-# made of the operations of others, the first of `linear`: those compile the backward pass, and both forms
+# made of the operations of others, the first of `linear`: those have the backward pass compiled, both forms counted
 OF_OTHERS = {"cosformer", "hedgehog", "learned_exp", "performer", "t2r", "taylor"}
 OF_OTHERS |= {"bigbird", "by_head", "dynamic_sparse", "evo", "flash", "fusion", "sinks"}
 
@@ -131,22 +133,25 @@ def is_enough(check: Check) -> bool:
     mechanism per kind of state; a model meets a mechanism through heads, masks and states alone.
     """
     case, number = check.case, check.invariant.split()[0]
-    usual = (case.architecture, case.mode) in ALWAYS
-    if case.options:
-        return number in OF_OPTIONS and not (number == "4" and is_plain_pattern(case.mechanism))
-    if case.architecture == "gpt2" and number in NOT_OF_GPT2:
-        return False
-    return usual or (case.mechanism in STATES and check.invariant != COSTS)
+    if not case.options:
+        usual = (case.architecture, case.mode) in ALWAYS
+        return usual or (case.mechanism in STATES and not (case.architecture == "gpt2" and number in NOT_OF_GPT2))
+    of_both = VARIANTS.get(case.mechanism, [])
+    if number == "4":  # with the last of its options, which go together
+        return not is_plain_pattern(case.mechanism) and case.options == of_both[-1]
+    twice = case.mode == "bidirectional" and case.options in of_both
+    return number in OF_OPTIONS and not (twice and number in OF_ONE_FORM)
 
 
 def marks_of(check: Check) -> list[pytest.MarkDecorator]:
     """Mark a check slow if others compile or count the same, or exhaustive if others stand for it."""
-    case = check.case
-    if check.invariant in (COMPILES, COSTS):
-        one = case.mechanism in OF_OTHERS and case.mode != "causal"
-        seldom = (case.architecture, case.mode) not in ALWAYS or is_plain_pattern(case.mechanism)
-        if case.options or one or (seldom and check.invariant == COMPILES):
-            return [pytest.mark.slow]
+    case, causal = check.case, check.case.mode == "causal"
+    usual = (case.architecture, case.mode) in ALWAYS and not case.options
+    if check.invariant == COMPILES:
+        enough = usual and (causal or case.mechanism in STATES) and not is_plain_pattern(case.mechanism)
+        return [] if enough else [pytest.mark.slow]
+    if check.invariant == COSTS:
+        return [] if usual and (causal or case.mechanism not in OF_OTHERS) else [pytest.mark.slow]
     return [] if is_enough(check) else [pytest.mark.exhaustive]
 
 

@@ -25,6 +25,12 @@ def each_form(forms: list[tuple[str, str]]) -> list[Any]:
     return [pytest.param(name, mode, marks=marks[is_plain_pattern(name)]) for name, mode in forms]
 
 
+def each_map(names: list[str]) -> list[Any]:
+    """Return mechanisms on sums over keys as parameters, those marked exhaustive whose maps and decays others have."""
+    marks = {True: [pytest.mark.exhaustive], False: []}
+    return [pytest.param(name, marks=marks[name in ("learned_exp", "retention", "t2r", "taylor")]) for name in names]
+
+
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a process where kernels are not interpreted."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}

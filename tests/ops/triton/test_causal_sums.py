@@ -23,7 +23,7 @@ from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close, logits_of, make_tokens, pad
 from tests.models import make_model
 from tests.ops.feature_maps import elu_map, exp_map
-from tests.ops.triton.cases import ON_TRITON, make_mechanism, run
+from tests.ops.triton.cases import ON_TRITON, each_map, make_mechanism, run
 
 VALUE_DIM, LENGTH = 20, 41
 OTHERS = (BlockSparseMechanism, HybridMechanism, LinformerMechanism)  # on block softmax
@@ -70,7 +70,7 @@ def test_outputs_states_and_all_gradients(small_tiles, heads, kv_heads, feature_
         assert_close(got.double(), want, 5e-5 * max(1.0, float(want.detach().abs().max())))
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", each_map(SUMS))
 def test_every_mechanism_on_it(small_tiles, name):
     """Outputs, states and the gradients of heads and parameters, masked, in two calls."""
     mask = torch.ones(2, LENGTH, dtype=torch.bool)
@@ -102,7 +102,7 @@ ALL_KEYS = [name for name in SUMS if "bidirectional" in MECHANISMS.get(name).mod
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ALL_KEYS)
+@pytest.mark.parametrize("name", each_map(ALL_KEYS))
 def test_every_query_sees_all_keys(small_tiles, monkeypatch, name, kind, padded):
     """Outputs and the gradients of heads and parameters; one row without keys; with and without gradients."""
     taken, sums = [], operations.TRITON.causal_sums

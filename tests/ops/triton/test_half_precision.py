@@ -10,7 +10,7 @@ from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops.block_softmax.triton import TRITON_BLOCKS
 from hf_linattn.ops.runtime import triton_operations as operations
 from tests.ops.block_softmax import check_what_was_read_before
-from tests.ops.triton.cases import each_form, make_mechanism
+from tests.ops.triton.cases import each_form, each_map, make_mechanism
 from tests.ops.triton.test_block_softmax import BOTH, LENGTH, LENGTHS, calls, make_small  # noqa: F401 - calls is a fixture
 from tests.ops.triton.test_causal_sums import SUMS
 
@@ -52,7 +52,7 @@ def test_softmax_over_blocks(calls, name, mode, padded):  # noqa: F811
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("name", each_map(MAPS))
 def test_sums_over_keys(small_tiles, monkeypatch, name, padded):
     kinds, sums = [], operations.TRITON.causal_sums
     counted = sums._replace(attend=lambda *x: kinds.append(x[2].dtype) or sums.attend(*x))
