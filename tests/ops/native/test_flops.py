@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_linattn.ops.slots.cpu import segment_means_forward
 from hf_linattn.testing.counters import flops_of
 from tests.ops.native.cases import make_heads, make_mechanism
 
@@ -47,3 +48,10 @@ def test_a_step(name, options):
         mechanism.backend = backend
         counts.append(flops_of(lambda: step(mechanism, heads, state)))
     assert 0.7 < counts[1] / counts[0] < 1.5, counts
+
+
+def test_means_of_segments():
+    """Which are few beside the products of `linformer`: each token is multiplied by its weight and added."""
+    rows, weight = torch.randn(2, 3, 64, 8), torch.rand(2, 3, 64)
+    means = torch.empty(2, 3, 4, 8), torch.empty(2, 3, 4)
+    assert flops_of(lambda: segment_means_forward(rows, weight, *means, 16)) == 2 * rows.numel()
