@@ -10,8 +10,8 @@ ACCELERATE ?= recipes/accelerate/cpu.yaml
 # left alone, accelerate gives a process one thread where the cores are hyperthreads
 THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
 LAUNCH := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(THREADS) $(BIN)/accelerate launch --config_file $(ACCELERATE)
-# tests use one thread each, so as many run side by side as there are cores, and one while others wait
-WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8)))
+# tests use one thread each, so as many run side by side as there are cores; every process collects all of them
+WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
 PARALLEL := -n $(WORKERS) --dist worksteal
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PARALLEL)
 # on a GPU's machine; without pytest-xdist, make gpu PYTEST_FLAGS=
@@ -46,10 +46,10 @@ quickstart: $(or $(wildcard $(STAMP)),$(RUNS)) ## convert the bundled Llama to h
 	@HF_HUB_OFFLINE=1 $(BIN)/python -c "import hf_linattn; from transformers import pipeline; \
 	print(pipeline('text-generation', 'runs/quickstart')('Return the', max_new_tokens=40)[0]['generated_text'])"
 
-test: install ## the tests and doctests, with the table of invariants: about 11 minutes on two cores
+test: install ## the tests and doctests, with the table of invariants
 	$(PYTEST)
 
-test-fast: install ## without the invariants and what starts processes or trains: 5 minutes
+test-fast: install ## without the invariants and what starts processes or trains
 	$(PYTEST) $(PROCESSES:%=--ignore tests/%)
 
 test-exhaustive: install ## all that a machine without a GPU can test and that needs no other package, slow ones too
@@ -98,7 +98,7 @@ test-asan: $(ASAN) ## the same for long, all tests of the C, and your scripts: m
 	cd $(ASAN) && $(SANITIZED_TESTS) -p tests.ops.native.exact -m "not slow" tests/ops/native --ignore tests/ops/native/test_operands.py
 	set -e; for script in $(SCRIPTS); do echo $$script; $(SANITIZED) -m tests.ops.native.exact $$script; done
 
-mutants: install ## make lines of the library wrong, one by one, and see that the tests notice: 12 minutes, those at random an hour and more; resumes
+mutants: install ## make lines of the library wrong, one by one, and see that the tests notice; resumes
 	$(BIN)/python -m tests.mutants
 	$(BIN)/python -m tests.mutants --random 100
 

@@ -1,4 +1,8 @@
-"""What holds for tests and doctests alike."""
+"""What holds for tests and doctests alike.
+
+Nothing of the library is imported here: what hands out the tests of `pytest -n` needs none of it, and those
+that run them start as much earlier.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,6 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when PyTorch imports Trit
 
 import pytest
 
-from hf_linattn.feature_maps import FEATURE_MAPS
-from hf_linattn.mechanisms import MECHANISMS
-
 
 def pytest_collection_finish() -> None:
     """Leave what is there before the first test to itself: every `Trainer.train` would search it for garbage."""
@@ -21,6 +22,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def registries_as_before():
     """Forget what a test or an example registers: the others, in whatever order they run, know the library's own."""
+    from hf_linattn.feature_maps import FEATURE_MAPS
+    from hf_linattn.mechanisms import MECHANISMS
+
     known = [(registry, registry.names(), dict(registry._entries)) for registry in (MECHANISMS, FEATURE_MAPS)]
     yield
     for registry, _, entries in known:

@@ -11,22 +11,26 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
-import torch
-import transformers
 
 from tests.covering import mark_exhaustive
-
-torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
+from tests.invariants.table import pytest_terminal_summary  # noqa: F401 - a hook
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs the tests comes here, and what hands them out does not."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     mark_exhaustive(items)
 
 
 @pytest.fixture(autouse=True)
 def seeded():
     """Start every test from the same global random state, whatever ran before it."""
+    import torch
+
     torch.manual_seed(0)

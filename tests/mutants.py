@@ -5,16 +5,19 @@
     python -m tests.mutants --random 100         # operators swapped at seeded places of ops, cache and bridge
 
 Each runs in a copy of the checkout under build/mutants, whose C is built again where it was changed. A mutant is killed
-by a test that fails, a crash, a build that fails or a run that takes MOST_SECONDS. Survivors end the run with 1.
+by a test that fails, a crash, a build that fails or a run that takes MOST_SECONDS. Survivors end the run with 1, but for
+those that EQUIVALENT says nothing can tell from the library.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,28 +26,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.fork_server import ForkServer
 from tests.quick_build import build
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "mutants"
 COPIED = ("hf_linattn", "tests", "docs", "benchmarks", "recipes", "pyproject.toml", "setup.py", "conftest.py")
-MOST_SECONDS = 400
+MOST_SECONDS = 200
 SEED = 0
+TIMES = itertools.count(1)  # of files, by which Python knows what it has compiled: no two mutants have the same
 
 LINEAR = "tests/ops/test_causal_linear.py tests/mechanisms/test_linear.py tests/mechanisms/test_recurrences.py"
 NATIVE_LINEAR = "tests/ops/native/test_causal_sums.py"
+NAMED = "tests/invariants tests/mechanisms/test_edges.py tests/mechanisms/test_softmax_type.py"  # with the name of a mechanism
 BRIDGE = "tests/test_masks.py tests/test_transformers_bridge.py tests/test_integration.py tests/test_cache.py"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old`, which stands in `file`, becomes `new`; `tests` are to notice."""
+    """`old`, which stands in `file`, becomes `new`; `tests` are to notice: arguments of pytest, of several runs by "&&"."""
 
     name: str
     file: str
     old: str
     new: str
     tests: str
+    line: str = ""  # of the file, as it becomes
 
 
 def _ops(name: str, file: str, old: str, new: str, tests: str) -> Mutant:
@@ -87,7 +94,7 @@ MUTANTS = [
     _ops("the far part begins a token early", "hybrid/fused.py", "start, sources = window + sinks, [", "start, sources = window + sinks - 1, [", "tests/ops/native/test_hybrid.py"),
     Mutant("a window is a token wider", "hf_linattn/mechanisms/hybrid.py", "(pairs.distance < self.config.window_size)", "(pairs.distance <= self.config.window_size)", "tests/training/test_transfer.py"),
     # the C
-    _csrc("C: the next key is seen", "linear/linear_fwd.c", "gemm_tril(s, s->out, s->scores", "gemm(s, s->out, s->scores", NATIVE_LINEAR),
+    _csrc("C: the next key is seen", "linear/chunk.h", "memset(own + i + 1, 0, (s->chunk - 1 - i)", "if (i + 2 < s->chunk) memset(own + i + 2, 0, (s->chunk - 2 - i)", NATIVE_LINEAR),
     _csrc("C: scores keep their sums unscaled", "common/online_softmax.h", "load(s->weight + group * LANES) * left", "load(s->weight + group * LANES)", "tests/ops/native/test_block_softmax.py"),
     _csrc("C: a gate is squared", "block_softmax/block_softmax_fwd.c", "share = shares.most * shares.joint", "share = shares.most * shares.most * shares.joint", "tests/ops/native/test_block_softmax.py"),
     _csrc("C: a gate's gradient lacks its share", "block_softmax/block_softmax_bwd.c", "d_gate = shares.joint / kept", "d_gate = 1.0f / kept", "tests/ops/native/test_block_softmax.py"),
@@ -118,15 +125,27 @@ MUTANTS = [
 # where operators are swapped at random, and what must notice
 FOLDERS = {
     "hf_linattn/ops/linear": f"{LINEAR} {NATIVE_LINEAR} tests/test_derivatives.py",
-    "hf_linattn/ops/hybrid": "tests/ops/test_hybrid.py tests/ops/native/test_hybrid.py tests/mechanisms/test_hybrid.py",
-    "hf_linattn/ops/block_softmax": "tests/ops/native/test_block_softmax.py tests/ops/native/test_kept_keys.py tests/mechanisms",
-    "hf_linattn/ops/slots": "tests/ops/native/test_bounded_memory.py tests/mechanisms",
-    "hf_linattn/ops/lsh": "tests/ops/native/test_bucket_softmax.py tests/mechanisms",
-    "hf_linattn/ops/delta_rule": "tests/mechanisms",
-    "hf_linattn/ops/common": "tests/ops tests/mechanisms tests/test_tracing.py",
+    "hf_linattn/ops/hybrid": f"tests/ops/test_hybrid.py tests/ops/native/test_hybrid.py tests/mechanisms/test_hybrid.py && {NAMED} -k hybrid",
+    "hf_linattn/ops/block_softmax": f"tests/ops/native/test_block_softmax.py tests/ops/native/test_kept_keys.py tests/mechanisms/test_block_sparse.py tests/mechanisms/test_streaming.py && {NAMED} -k 'local or bigbird or longformer or learned_sparse or fixed'",
+    "hf_linattn/ops/slots": f"tests/ops/native/test_bounded_memory.py tests/ops/native/test_flops.py tests/mechanisms/test_linformer.py && {NAMED} -k linformer",
+    "hf_linattn/ops/lsh": f"tests/ops/native/test_bucket_softmax.py tests/ops/native/test_flops.py tests/mechanisms/test_lsh.py && {NAMED} -k lsh",
+    "hf_linattn/ops/delta_rule": f"tests/mechanisms/test_recurrences.py {NAMED} -k deltanet",
+    "hf_linattn/ops/common": "tests/ops/test_softmax.py tests/ops/test_sequences.py tests/ops/test_source.py tests/ops/test_causal_linear.py tests/ops/native/test_block_softmax.py tests/mechanisms/test_block_sparse.py tests/mechanisms/test_linear.py tests/mechanisms/test_performer.py && tests/mechanisms/test_softmax_type.py tests/test_tracing.py -k 'softmax or local or linear or traced'",
     "hf_linattn/cache.py": "tests/test_cache.py tests/test_integration.py",
     "hf_linattn/transformers_bridge.py": BRIDGE,
-}
+}  # fmt: skip
+# files that have tests of their own
+FILES = {
+    "hf_linattn/ops/linear/attention_distance.py": "tests/ops/test_distances.py tests/mechanisms/test_linear.py",
+    "hf_linattn/ops/linear/cpu_decode.py": f"tests/ops/native/test_flops.py {NATIVE_LINEAR} tests/mechanisms/test_linear.py",
+    "hf_linattn/ops/linear/ridge.py": "tests/mechanisms/test_ridge.py",
+    "hf_linattn/ops/linear/torch_open_length.py": f"tests/test_tracing.py -k 'lengths or linear or traced' && {LINEAR}",
+    "hf_linattn/ops/slots/nystrom.py": f"tests/mechanisms/test_nystrom.py && {NAMED} -k nystrom",
+    "hf_linattn/ops/slots/pooling.py": f"tests/mechanisms/test_linformer.py tests/mechanisms/test_nystrom.py && {NAMED} -k linformer",
+    "hf_linattn/ops/slots/vq.py": f"tests/mechanisms/test_vq.py tests/mechanisms/test_vq_codebook.py && {NAMED} -k vq",
+}  # fmt: skip
+# what nothing can tell from the library: file, the line that the mutant has, and why
+EQUIVALENT: dict[tuple[str, str], str] = {}
 SWAPS: dict[type[ast.AST], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.And: "or", ast.Or: "and",
@@ -144,11 +163,11 @@ def random_mutants(count: int, seed: int = SEED) -> list[Mutant]:
         path = ROOT / folder
         for file in [path] if path.is_file() else sorted(path.glob("*.py")):
             if not file.name.startswith("triton"):  # its kernels have targets of their own
-                source = file.read_text(encoding="utf-8")
-                places += [(file.relative_to(ROOT), line, tests) for line in _swapped(source)]
+                name, source = str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
+                places += [(name, found, FILES.get(name, tests)) for found in _swapped(source)]
     chosen = random.Random(seed).sample(places, count)
     return [
-        Mutant(f"random {number}: {file}:{line}", str(file), old, new, tests)
+        Mutant(f"random {number}: {file}:{line}", file, old, new, tests, new.splitlines()[line - 1].strip())
         for number, (file, (line, old, new), tests) in enumerate(chosen)
     ]
 
@@ -195,36 +214,40 @@ def make_copy() -> Path:
     return tree
 
 
-def try_mutant(mutant: Mutant, tree: Path) -> str:
+def try_mutant(mutant: Mutant, tree: Path, server: ForkServer) -> str:
     """Return how a mutant was killed, or "survived"."""
     file = tree / mutant.file
-    source = file.read_text(encoding="utf-8")
+    source, before = file.read_text(encoding="utf-8"), file.stat()
     if mutant.old not in source:
         raise ValueError(f"mutant {mutant.name!r}: {mutant.file} has no {mutant.old[:80]!r}; write the mutant anew")
-    of_c = "csrc" in file.parts
+    libraries = tree / "hf_linattn" / "ops" / "runtime"
+    built = {x: x.read_bytes() for x in libraries.glob("*.so")} if "csrc" in file.parts else {}
     file.write_text(source.replace(mutant.old, mutant.new, 1), encoding="utf-8")
+    changed = next(TIMES)
+    os.utime(file, (changed, changed))
     try:
-        if of_c:
+        if built:
             build(tree)
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests.split()],
-            cwd=tree, capture_output=True, timeout=MOST_SECONDS,
-            env={**os.environ, "PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return "killed by time"
+        for tests in mutant.tests.split(" && "):
+            arguments = ["-n", "0", "-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *shlex.split(tests)]
+            status, output = server.run(tree, arguments, MOST_SECONDS)
+            if status is None:
+                return "killed by time"
+            if status == 4:
+                raise ValueError(f"mutant {mutant.name!r}: pytest knows no {tests!r}: {output[-500:]}")
+            if status == 5:
+                return "survived: no test was selected"
+            if status:
+                failed = [x for x in output.splitlines() if x.startswith(("FAILED", "ERROR"))]
+                return f"killed by {failed[0].split(' ', 1)[1] if failed else f'a crash ({status})'}"
     except subprocess.CalledProcessError:
         return "killed by the compiler"
     finally:
         file.write_text(source, encoding="utf-8")
-    if of_c:
-        build(tree)
-    if done.returncode == 4:
-        raise ValueError(f"mutant {mutant.name!r}: pytest knows no {mutant.tests!r}: {done.stderr.decode()[-500:]}")
-    if done.returncode in (0, 5):
-        return "survived" if done.returncode == 0 else "survived: no test was selected"
-    failed = [x for x in done.stdout.decode().splitlines() if x.startswith(("FAILED", "ERROR"))]
-    return f"killed by {failed[0].split(' ', 1)[1] if failed else f'a crash ({done.returncode})'}"
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        for library, content in built.items():
+            library.write_bytes(content)
+    return "survived"
 
 
 def main() -> int:
@@ -238,15 +261,17 @@ def main() -> int:
     mutants = random_mutants(options.random) if options.random else MUTANTS
     mutants = [x for x in mutants if options.only in x.name]
     tree = make_copy()
-    for mutant in mutants:
-        if mutant.name in results:
-            continue
-        start = time.perf_counter()
-        results[mutant.name] = try_mutant(mutant, tree)
-        record.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"{time.perf_counter() - start:5.0f} s  {mutant.name}: {results[mutant.name]}", flush=True)
+    with ForkServer() as server:
+        for mutant in mutants:
+            if mutant.name in results:
+                continue
+            start, same = time.perf_counter(), EQUIVALENT.get((mutant.file, mutant.line))
+            results[mutant.name] = f"equivalent: {same}" if same else try_mutant(mutant, tree, server)
+            record.write_text(json.dumps(results, indent=1) + "\n")
+            print(f"{time.perf_counter() - start:5.0f} s  {mutant.name}: {results[mutant.name]}", flush=True)
     survivors = [x.name for x in mutants if results[x.name].startswith("survived")]
-    print(f"{len(mutants)} mutants, {len(mutants) - len(survivors)} killed; survivors: {', '.join(survivors) or 'none'}")
+    killed = sum(results[x.name].startswith("killed") for x in mutants)
+    print(f"{len(mutants)} mutants, {killed} killed; survivors: {', '.join(survivors) or 'none'}")
     return bool(survivors)
 
 

@@ -75,7 +75,7 @@ def converted(tmp_path_factory) -> Path:
 
 
 def test_help_names_every_command_and_each_has_its_own():
-    printed = run("--help")
+    printed = answer("--help")
     for name in COMMANDS:
         assert f" {name} " in printed, name
         result = CliRunner().invoke(app, [name, "--help"])
@@ -130,7 +130,7 @@ def test_finetune_and_distill_are_the_recipes(material, tmp_path):
         material, tmp_path / "taught", learning_rates="1e-3", lr_search_tokens=None, speed_lengths="8",
         mechanism="hedgehog", mechanism_options=None, transfer_tokens=256, kl_weight=1.0,
     )  # fmt: skip
-    report = json.loads(run("distill", *flags, "--json"))
+    report = json.loads(answer("distill", *flags, "--json"))
     assert [stage["name"] for stage in report["stages"]] == ["converted", "transfer", "recovered"]
     shown = answer("report", tmp_path / "taught")
     assert "hedgehog instead of softmax" in shown and f"{report['perplexity']['recovered']:,.2f}" in shown

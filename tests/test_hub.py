@@ -40,6 +40,7 @@ def same_logits(loaded, model):
     return loaded.dtype == model.dtype and torch.equal(logits_of(loaded, IDS), logits_of(model, IDS))
 
 
+@pytest.mark.covering(1)
 @each_patch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_model_loads_bit_for_bit(tmp_path, name, mechanism, dtype):

@@ -46,6 +46,7 @@ WAYS = {
 }
 
 
+@pytest.mark.covering(1)
 @each_generating_patch
 @pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
@@ -61,6 +62,7 @@ def test_every_way_of_generating_is_the_same_with_a_cache(name, mechanism, way):
     assert sequences[0].shape[1] == 15
 
 
+@pytest.mark.covering(1)
 @each_generating_patch
 @pytest.mark.parametrize("chunks", [(9,), (4, 5), (1, 7, 1)])
 @torch.no_grad()
@@ -93,6 +95,7 @@ def test_a_left_padded_cache_is_continued(name):
     assert_close(logits, expected_logits)
 
 
+@pytest.mark.covering(1)
 @each_generating_patch
 @pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"prefill_chunk_size": 4}], ids=str)
 def test_other_caches_and_prefills_give_the_same(name, mechanism, options):
@@ -157,6 +160,7 @@ def loss_gradients(model, ids, **options):
     return gradients(model)
 
 
+@pytest.mark.covering(1)
 @each_patch
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_changes_no_gradient(name, mechanism, reentrant):
@@ -311,6 +315,7 @@ def test_layers_that_share_parameters_share_those_that_peft_trains(tmp_path):
 # -- precision --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @each_continuous_patch
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_another_dtype_computes_nearly_the_same(name, mechanism, dtype):

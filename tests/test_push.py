@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -24,26 +25,79 @@ __all__ = ["report"]
 IDS = torch.arange(5, 16)[None]
 
 
+# Does what it is told on standard input, line by line: a command of the library, or a script; says how it ended.
+PROGRAM = """
+import contextlib, io, json, sys, traceback
+from typer.testing import CliRunner
+from hf_linattn.cli import app
+answers = sys.stdout
+for line in sys.stdin:
+    command = json.loads(line)
+    printed, code = io.StringIO(), 0
+    if command[0] == "-c":
+        sys.argv = ["-c", *command[2:]]
+        with contextlib.redirect_stdout(printed):
+            try:
+                exec(command[1], {"__name__": "__main__"})
+            except Exception:
+                traceback.print_exc(file=printed)
+                code = 1
+        output = printed.getvalue()
+    else:
+        result = CliRunner().invoke(app, command)
+        output, code = result.output, result.exit_code
+    print(json.dumps([code, output]), file=answers, flush=True)
+"""
+
+
+def environment(hub: Hub, home: Path) -> dict[str, str]:
+    """A user of that Hub whose cache is empty."""
+    return {
+        **os.environ, "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "hf_" + "a" * 34, "HF_HOME": str(home),
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # so that logits can be bit-equal
+        "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+    }  # fmt: skip
+
+
+@dataclass
+class User:
+    """A process of its own, which starts once for all tests, and what it sees of a Hub."""
+
+    hub: Hub
+    process: subprocess.Popen[str]
+
+    def run(self, *command: object, code: int = 0) -> str:
+        """Run a command of the library, or a script after "-c", and return what it printed."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(list(map(str, command))), file=self.process.stdin, flush=True)
+        ended, printed = json.loads(self.process.stdout.readline())
+        assert ended == code, f"{printed}\n{self.hub.requests}"
+        return printed
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory) -> Iterator[User]:
+    with hub_stand_in() as hub:
+        home, pipe = tmp_path_factory.mktemp("home"), subprocess.PIPE
+        command = [sys.executable, "-c", PROGRAM]
+        with subprocess.Popen(command, env=environment(hub, home), stdin=pipe, stdout=pipe, text=True) as process:
+            yield User(hub, process)
+            assert process.stdin is not None
+            process.stdin.close()
+
+
 @pytest.fixture
-def hub(tmp_path) -> Iterator[Hub]:
-    with hub_stand_in() as running:
-        yield running
+def user(running) -> User:
+    """A user of an empty Hub."""
+    running.hub.failing = ""
+    for kept in (running.hub.repositories, running.hub.uploads, running.hub.requests):
+        kept.clear()
+    return running
 
 
-def client(hub: Hub, home: Path, *command: object, code: int = 0) -> str:
-    """Run a command as a user of that Hub whose cache is empty, and return what it printed."""
-    process = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True,
-        env={**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "hf_" + "a" * 34, "HF_HOME": str(home),
-             "OMP_NUM_THREADS": str(torch.get_num_threads()),  # so that logits can be bit-equal
-             "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"},
-    )  # fmt: skip
-    assert process.returncode == code, f"{process.stderr}\n{hub.requests}"
-    return process.stderr if code else process.stdout
-
-
-def python(hub: Hub, home: Path, script: str, *arguments: object, code: int = 0) -> str:
-    return client(hub, home, "-c", script, *arguments, code=code)
+@pytest.fixture
+def hub(user) -> Hub:
+    return user.hub
 
 
 LOAD = """
@@ -57,7 +111,8 @@ print(sorted({m.config.mechanism for m in mechanisms.values()}))
 """
 
 
-def test_a_converted_model_is_pushed_by_the_command_and_loads_by_its_name(hub, tmp_path, report):
+def test_a_converted_model_is_pushed_by_the_command_and_loads_by_its_name(user, hub, tmp_path, report):
+    """By a process that is the command, then by one that goes on."""
     model = patch_model(make_model("llama", std=0.3), "hedgehog").eval()
     model.save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
@@ -65,21 +120,25 @@ def test_a_converted_model_is_pushed_by_the_command_and_loads_by_its_name(hub, t
     (tmp_path / "model" / "stages" / "control.json").write_text("{}")
     (tmp_path / "model" / ".123.config.json").write_text("half")
     replace(report, dataset_name="Salesforce/wikitext").save(tmp_path / "model")
-    printed = client(hub, tmp_path / "a", "-m", "hf_linattn", "push", tmp_path / "model", "me/model", "--json")
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_linattn", "push", str(tmp_path / "model"), "me/model", "--json"],
+        env=environment(hub, tmp_path / "a"), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stderr}\n{hub.requests}"
     assert b'from_pretrained("me/model")' in hub.repositories["me/model"].files["README.md"]
-    assert '"repository": "me/model"' in printed and hub.repositories["me/model"].commits == 1
+    assert '"repository": "me/model"' in done.stdout and hub.repositories["me/model"].commits == 1
     files = set(hub.repositories["me/model"].files)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files and not any("stages" in f for f in files)
     assert ".eval_results/hf_linattn.yaml" in files and ".123.config.json" not in files
     (tmp_path / "model" / "README.md").write_text("mine")
-    client(hub, tmp_path / "a", "-m", "hf_linattn", "push", tmp_path / "model", "me/model")
+    user.run("push", tmp_path / "model", "me/model")
     assert hub.repositories["me/model"].files["README.md"] == b"mine", "a card that a person wrote stays"
-    assert "['hedgehog']" in python(hub, tmp_path / "b", LOAD, "me/model", tmp_path / "logits.pt")
+    assert "['hedgehog']" in user.run("-c", LOAD, "me/model", tmp_path / "logits.pt")
     with torch.no_grad():
         assert torch.equal(torch.load(tmp_path / "logits.pt"), model(input_ids=IDS).logits)
 
 
-def test_an_adapter_alone_is_pushed_and_loads_onto_its_base(hub, tmp_path):
+def test_an_adapter_alone_is_pushed_and_loads_onto_its_base(user, hub, tmp_path):
     base = patch_model(make_model("llama", std=0.3), "hedgehog")
     base.save_pretrained(tmp_path / "base")
     adapted = add_adapters(base, rank=2)
@@ -98,7 +157,7 @@ for folder, name in (("base", "me/base"), ("adapter", "me/adapter")):
     api.create_repo(name)
     api.upload_folder(repo_id=name, folder_path=f"{sys.argv[1]}/{folder}")
 """
-    python(hub, tmp_path / "a", push, tmp_path)
+    user.run("-c", push, tmp_path)
     adapter = hub.repositories["me/adapter"].files
     assert "model.safetensors" not in adapter
     assert len(adapter["adapter_model.safetensors"]) < len(hub.repositories["me/base"].files["model.safetensors"])
@@ -110,19 +169,19 @@ model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("me/base"
 with torch.no_grad():
     torch.save(model(input_ids=torch.arange(5, 16)[None]).logits, sys.argv[1])
 """
-    python(hub, tmp_path / "b", load, tmp_path / "logits.pt")
+    user.run("-c", load, tmp_path / "logits.pt")
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
 
 
-def test_an_upload_that_breaks_off_leaves_the_repository_as_it_was(hub, tmp_path):
+def test_an_upload_that_breaks_off_leaves_the_repository_as_it_was(user, hub, tmp_path):
     for seed in (0, 1):
         patch_model(make_model("gpt2", std=0.3, seed=seed), "linear").save_pretrained(tmp_path / str(seed))
-    client(hub, tmp_path / "a", "-m", "hf_linattn", "push", tmp_path / "0", "me/model")
+    user.run("push", tmp_path / "0", "me/model")
     before = dict(hub.repositories["me/model"].files)
     for hub.failing in ("PUT /lfs/", "POST .*/commit/"):
-        message = client(hub, tmp_path / "a", "-m", "hf_linattn", "push", tmp_path / "1", "me/model", code=1)
+        message = user.run("push", tmp_path / "1", "me/model", code=1)
         assert "repository='me/model': the Hub refused the upload" in message and "Traceback" not in message
         assert hub.repositories["me/model"].files == before and hub.repositories["me/model"].commits == 1
     hub.failing = ""
-    client(hub, tmp_path / "a", "-m", "hf_linattn", "push", tmp_path / "1", "me/model")
+    user.run("push", tmp_path / "1", "me/model")
     assert hub.repositories["me/model"].files["model.safetensors"] != before["model.safetensors"]

@@ -77,11 +77,10 @@ for name in sys.argv[1].split():
         __import__(name)
 import transformers
 torch = transformers.modeling_utils.torch
-options, checkpoints, answers = json.loads(sys.argv[2]), json.loads(sys.argv[3]), {}
-for name, (auto_class, task, given) in checkpoints.items():
-    answer = answers[name] = {}
+def answer_of(name, class_name, task, given, options):
+    answer = {}
     try:
-        model = getattr(transformers, auto_class).from_pretrained(name, **options)
+        model = getattr(transformers, class_name).from_pretrained(name, **options)
         inputs, expected = torch.load(f"{name}/logits.pt")
         with torch.no_grad():
             answer["equal"] = torch.equal(model(**inputs).logits, expected)
@@ -90,6 +89,12 @@ for name, (auto_class, task, given) in checkpoints.items():
         answer["pipeline"] = transformers.pipeline(task, name, **options)(given)
     except Exception as error:
         answer["error"] = f"{type(error).__name__}: {error}"
+    return answer
+
+answers = [
+    {name: answer_of(name, *checkpoint, options) for name, checkpoint in checkpoints.items()}
+    for options, checkpoints in json.loads(sys.argv[2])
+]
 print("\\n" + json.dumps(answers))  # transformers may have asked something
 """
 
@@ -120,55 +125,59 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def run(folder: Path, modules: str, **options: Any) -> dict[str, dict[str, Any]]:
-    """Return what a process answers that imports these modules; after `-` the library is not to be found."""
+Answers = dict[str, dict[str, Any]]  # of every checkpoint
+
+
+def run(folder: Path, modules: str, *asked: tuple[dict[str, Any], dict[str, str]]) -> list[Answers]:
+    """Return what a process answers that imports these modules; after `-` the library is not to be found.
+
+    It is asked once or several times, each with options and with the classes of models that are no Auto classes.
+    """
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), "OMP_NUM_THREADS": "1",
         "HF_MODULES_CACHE": str(folder / "modules"),
     }  # fmt: skip
-    checkpoints = {name: (kind.auto_class, kind.task, kind.given) for name, kind in CHECKPOINTS.items()}
-    command = [sys.executable, "-c", PROGRAM, modules, json.dumps(options), json.dumps(checkpoints)]
+    given = [
+        (options, {x: (classes.get(x, kind.auto_class), kind.task, kind.given) for x, kind in CHECKPOINTS.items()})
+        for options, classes in asked
+    ]
+    command = [sys.executable, "-c", PROGRAM, modules, json.dumps(given)]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, input="")
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    answers = json.loads(done.stdout.splitlines()[-1])
+    assert [len(x) for x in answers] == [len(CHECKPOINTS)] * len(asked)
+    return answers
 
 
 @pytest.mark.parametrize(
     ("modules", "options"), [("transformers hf_linattn", {}), ("transformers", {"trust_remote_code": True})]
 )
 def test_every_checkpoint_computes_and_answers_bit_for_bit_elsewhere(folder, modules, options):
-    answers = run(folder, modules, **options)
+    (answers,) = run(folder, modules, (options, {}))
     for name, answer in answers.items():
         assert answer == {"equal": True, "pipeline": json.loads((folder / name / "answer.json").read_text())}, name
-    assert len(answers) == len(CHECKPOINTS)
 
 
-def test_trusted_code_says_what_to_install(folder):
-    for name, answer in run(folder, "- transformers", trust_remote_code=True).items():
+@pytest.fixture(scope="module")
+def without_the_library(folder) -> list[Answers]:
+    """What a process without the library says: with trust, without, and of the models' own classes."""
+    configs = {name: json.loads((folder / name / "config.json").read_text()) for name in CHECKPOINTS}
+    classes = {name: config["architectures"][0].removeprefix("HfLinattn") for name, config in configs.items()}
+    return run(folder, "- transformers", ({"trust_remote_code": True}, {}), ({}, {}), ({}, classes))
+
+
+def test_trusted_code_says_what_to_install(without_the_library):
+    for name, answer in without_the_library[0].items():
         assert "pip install hf_linattn" in answer["error"], name
 
 
-def test_without_the_library_nothing_runs(folder):
+def test_without_the_library_nothing_runs(without_the_library):
     """transformers asks for the trust by which it says what to install."""
-    for name, answer in run(folder, "- transformers").items():
+    for name, answer in without_the_library[1].items():
         assert list(answer) == ["error"] and "trust_remote_code=True" in answer["error"], name
 
 
-def test_a_model_class_by_itself_does_not_run_softmax(folder):
+def test_a_model_class_by_itself_does_not_run_softmax(without_the_library):
     """The class would find sizes of its own and load the weights."""
-    program = """
-import sys, transformers
-for name in sys.argv[1:]:
-    class_name, folder = name.split("=")
-    try:
-        getattr(transformers, class_name).from_pretrained(folder)
-        print("loaded")
-    except Exception as error:
-        print(str(error).replace("\\n", " "))
-"""
-    configs = {name: json.loads((folder / name / "config.json").read_text()) for name in CHECKPOINTS}
-    classes = [f"{config['architectures'][0].removeprefix('HfLinattn')}={name}" for name, config in configs.items()]
-    command = [sys.executable, "-c", program, *classes]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    answers = done.stdout.splitlines()
-    assert len(answers) == len(CHECKPOINTS) and all("hf_linattn" in answer for answer in answers), answers
+    for name, answer in without_the_library[2].items():
+        assert list(answer) == ["error"] and "hf_linattn" in answer["error"], name

@@ -185,6 +185,7 @@ def killed_at(moment: int, save: Callable[[], None]) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("before", SHARDS)
 @pytest.mark.parametrize("after", SHARDS)
 @pytest.mark.parametrize("first", ["local", "plain"])

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from hf_linattn import OptionError, UnknownNameError, get_mechanisms, patch_model
 from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config
+from hf_linattn.ops import reference as naive
+from hf_linattn.ops.slots import causal as by_slots
 from hf_linattn.ops.slots.causal import segment_size
 from hf_linattn.testing import Case, random_tokens, tiny_model
 
@@ -91,21 +93,30 @@ def test_exact_blocks_in_both_directions_are_the_loop_over_slots(num_slots, bloc
     options = {"num_slots": num_slots, "block_size": block_size, "sharing": sharing, "exact_block": True}
     case = Case("linformer", "llama", False)
     mechanism = trained(case, **options)
-    heads = case.heads(61, batch=3)
-    mask = torch.ones(3, 61, dtype=torch.bool)
-    mask[1, :40], mask[2, 5:] = False, False
+    heads = case.heads(45, batch=3)
+    mask = torch.ones(3, 45, dtype=torch.bool)
+    mask[1, :30], mask[2, 5:] = False, False
     want = torch.zeros_like(heads[0])
     for row, real in enumerate(mask):
         alone = [x[row : row + 1, :, real] for x in heads]
         want[row, :, real] = loop_over_blocks(mechanism, *alone, num_slots, block_size)[0]
     got, _ = mechanism(*heads, mask)
     torch.testing.assert_close(got * mask[:, None, :, None], want, rtol=1e-10, atol=1e-10)
-    ids = (torch.arange(61) >= 23).long().expand(3, -1)
+    ids = (torch.arange(45) >= 17).long().expand(3, -1)
     got, _ = mechanism(*heads, None, ids)
-    for part in (slice(0, 23), slice(23, 61)):
-        alone = [x[:, :, part] for x in heads]
-        want = loop_over_blocks(mechanism, *alone, num_slots, block_size)
-        torch.testing.assert_close(got[:, :, part], want, rtol=1e-10, atol=1e-10)
+    for part in (slice(0, 17), slice(17, 45)):
+        want = loop_over_blocks(mechanism, *(x[1:2, :, part] for x in heads), num_slots, block_size)
+        torch.testing.assert_close(got[1:2, :, part], want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_a_run_that_is_read_in_pieces_is_the_formula(monkeypatch, num_slots):
+    """Runs of blocks that begin with an open segment, a block at a time: none but the first begins a row."""
+    monkeypatch.setitem(by_slots.QUERIES, "cpu", 1)
+    case = Case("linformer", "llama", True)
+    mechanism, heads = trained(case, num_slots=num_slots, block_size=4), case.heads(61)
+    want = naive.attend(mechanism.attention_matrix(*heads[:2]), heads[2])
+    torch.testing.assert_close(mechanism(*heads)[0], want, rtol=1e-10, atol=1e-10)
 
 
 def test_exact_blocks_take_no_columns():

@@ -17,7 +17,7 @@ from tests.ops.native.cases import HEADS, KV_HEADS, VALUE_DIM, make_heads
 
 def check_what_was_read_before(
     blocks: BlockSoftmax, tolerance: float, block_size: int = 64, length: int = 333,
-    kind: torch.dtype = torch.float32, gated: bool = False,
+    kind: torch.dtype = torch.float32, gated: bool = False, batch: int = 3,
 ) -> None:  # fmt: skip
     """Compare outputs, logs and all gradients, of heads in dtype `kind`, with the formula in float64.
 
@@ -26,11 +26,11 @@ def check_what_was_read_before(
     elsewhere, too. With a gate some heads let in hardly anything of what is there before, and one all of it.
     """
     generator, first = torch.Generator().manual_seed(3), block_size + 6
-    rows = (3, KV_HEADS, HEADS // KV_HEADS, length - first + 2)
+    rows = (batch, KV_HEADS, HEADS // KV_HEADS, length - first + 2)
     value_before = torch.randn(*rows, VALUE_DIM, generator=generator)
     weightless = torch.rand(rows, generator=generator) < 0.3
     log_before = torch.randn(rows, generator=generator).masked_fill(weightless, LOWEST)
-    query, *others = make_heads(3, length)
+    query, *others = make_heads(batch, length)
     operands = [*(x.to(kind) for x in (query.unflatten(1, (KV_HEADS, -1)), *others, value_before)), log_before]
     gate = [torch.linspace(1e-3, 1, HEADS).view(KV_HEADS, -1)] * gated
     weights = [torch.randn(*operands[0].shape[:-1], size, generator=generator) for size in (VALUE_DIM, 1)]

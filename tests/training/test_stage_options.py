@@ -82,6 +82,7 @@ FIT = [
 ]  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("options", FIT, ids=str)
 def test_an_option_that_is_accepted_trains_in_every_stage(tmp_path, stage, options):

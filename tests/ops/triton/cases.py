@@ -19,14 +19,16 @@ ROOT = Path(__file__).resolve().parents[3]
 ON_TRITON = [name for name in MECHANISMS.names() if "triton" in MECHANISMS.get(name).backends]
 
 
-# programs that compile kernels compile each of them once, or for every dtype, size and GPU
-each_compilation = pytest.mark.parametrize("compiled", ["once", pytest.param("all", marks=pytest.mark.exhaustive)])
-
-
 def each_form(forms: list[tuple[str, str]]) -> list[Any]:
     """Return mechanisms and modes as parameters, plain patterns marked exhaustive: to a kernel they are tables."""
     marks = {True: [pytest.mark.exhaustive], False: []}
     return [pytest.param(name, mode, marks=marks[is_plain_pattern(name)]) for name, mode in forms]
+
+
+def each_map(names: list[str]) -> list[Any]:
+    """Return mechanisms on sums over keys as parameters, those marked exhaustive whose maps and decays others have."""
+    marks = {True: [pytest.mark.exhaustive], False: []}
+    return [pytest.param(name, marks=marks[name in ("learned_exp", "retention", "t2r", "taylor")]) for name in names]
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,7 @@ from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close, logits_of, make_tokens
 from tests.models import make_model
 from tests.ops.block_softmax import check_what_was_read_before
-from tests.ops.triton.cases import ON_TRITON, each_compilation, each_form, make_mechanism, run
+from tests.ops.triton.cases import ON_TRITON, each_form, make_mechanism, run
 from tests.ops.triton.test_causal_sums import SUMS
 
 BLOCKS = [name for name in ON_TRITON if name not in SUMS]
@@ -29,7 +29,7 @@ BOTH = [(x, mode) for x in BLOCKS for mode in ("causal", "bidirectional")]
 BOTH.remove(("linformer", "bidirectional"))  # large products, which PyTorch makes
 LENGTHS = [67, pytest.param(107, marks=pytest.mark.exhaustive)]
 SMALL = {"block_size": 8, "window_size": 11, "num_sink_tokens": 2, "num_slots": 6}
-LENGTH = 43
+LENGTH = 29
 
 
 def make_small(name: str, causal: bool, **options: Any):
@@ -54,7 +54,7 @@ def calls(small_tiles, monkeypatch):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_outputs_logs_and_all_gradients(small_tiles, length):
-    check_what_was_read_before(TRITON_BLOCKS, 1e-5, block_size=20, length=length)
+    check_what_was_read_before(TRITON_BLOCKS, 1e-5, block_size=20, length=length, batch=2)
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -117,9 +117,9 @@ def test_a_table_is_read_from_the_side_of_the_keys():
 @pytest.mark.parametrize("name", ["local", "longformer", "bigbird"])
 def test_pieces_give_what_a_whole_row_gives(calls, name):
     """Blocks of an earlier call stand before the new ones, with gradients through what was kept of them."""
-    given = [torch.randn(2, h, 57, 8, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)]
+    given = [torch.randn(2, h, 45, 8, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)]
     results = []
-    for backend, dtype, ends in (("torch", torch.float64, (0, 57)), ("triton", torch.float32, (0, 19, 57))):
+    for backend, dtype, ends in (("torch", torch.float64, (0, 45)), ("triton", torch.float32, (0, 19, 45))):
         mechanism = make_small(name, True).to(dtype)
         use_backend(mechanism, backend)
         heads, state, outputs = [x.to(dtype).requires_grad_() for x in given], None, []
@@ -139,7 +139,7 @@ def test_every_mechanism_on_it(calls, name, mode):
     generator, causal = torch.Generator().manual_seed(0), mode == "causal"
     given = [torch.randn(2, h, LENGTH + 2, 8, generator=generator) for h in (2, 1, 1)]
     mask = torch.ones(2, LENGTH, dtype=torch.bool)
-    mask[0, :9], mask[1, 30:] = False, False
+    mask[0, :9], mask[1, 20:] = False, False
     results = []
     for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
         mechanism = make_small(name, causal).to(dtype)
@@ -302,11 +302,11 @@ print(json.dumps(memory))
 """
 
 
-@each_compilation
-def test_kernels_compile_for_gpus_and_fit_their_shared_memory(compiled):
+@pytest.mark.exhaustive
+def test_kernels_compile_for_gpus_and_fit_their_shared_memory():
     """99 KiB is what a program may have on the smallest of them, from Ampere on."""
-    done = run(PROGRAM, compiled)
+    done = run(PROGRAM, "all")
     assert done.returncode == 0, done.stderr
     memory = json.loads(done.stdout)
-    assert len(memory) == {"once": 3, "all": 24}[compiled]
+    assert len(memory) == 24
     assert all(0 < size <= 99 * 1024 for size in memory.values()), memory

@@ -10,7 +10,7 @@ from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops.block_softmax.triton import TRITON_BLOCKS
 from hf_linattn.ops.runtime import triton_operations as operations
 from tests.ops.block_softmax import check_what_was_read_before
-from tests.ops.triton.cases import each_form, make_mechanism
+from tests.ops.triton.cases import each_form, each_map, make_mechanism
 from tests.ops.triton.test_block_softmax import BOTH, LENGTH, LENGTHS, calls, make_small  # noqa: F401 - calls is a fixture
 from tests.ops.triton.test_causal_sums import SUMS
 
@@ -18,14 +18,14 @@ HALF = [(name, mode) for name, mode in BOTH if MECHANISMS.get(name).takes_half a
 MAPS = [name for name in SUMS if MECHANISMS.get(name).takes_half]
 
 
-def compare(make, padded: bool, kind: torch.dtype, tolerance: float) -> None:
+def compare(make, padded: bool, kind: torch.dtype, tolerance: float, length: int = LENGTH) -> None:
     """Outputs, states and the gradients of heads and parameters, of rows that are whole or padded on either side."""
     generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(2, h, LENGTH, 8, generator=generator).to(kind) for h in (2, 1, 1)]
-    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    given = [torch.randn(2, h, length, 8, generator=generator).to(kind) for h in (2, 1, 1)]
+    mask = torch.ones(2, length, dtype=torch.bool)
     if padded:
-        mask[0, :9], mask[1, 30:] = False, False
-    weight = torch.randn(2, 2, LENGTH, 8, generator=generator).to(kind) * mask[:, None, :, None]
+        mask[0, :9], mask[1, 20:] = False, False
+    weight = torch.randn(2, 2, length, 8, generator=generator).to(kind) * mask[:, None, :, None]
     results = []
     for backend, dtype in (("torch", torch.float64), ("triton", kind)):
         mechanism = make().to(torch.promote_types(dtype, torch.float32))
@@ -52,12 +52,12 @@ def test_softmax_over_blocks(calls, name, mode, padded):  # noqa: F811
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("name", each_map(MAPS))
 def test_sums_over_keys(small_tiles, monkeypatch, name, padded):
     kinds, sums = [], operations.TRITON.causal_sums
     counted = sums._replace(attend=lambda *x: kinds.append(x[2].dtype) or sums.attend(*x))
     monkeypatch.setattr(operations, "TRITON", operations.TRITON._replace(causal_sums=counted))
-    compare(lambda: make_mechanism(name), padded, torch.float16, 2e-3)
+    compare(lambda: make_mechanism(name), padded, torch.float16, 2e-3, length=41)  # several segments
     assert kinds == [torch.float16]
 
 
@@ -82,7 +82,7 @@ def test_what_cancels_keeps_its_digits(small_tiles, name, decay):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_what_was_read_before(small_tiles, length):
-    check_what_was_read_before(TRITON_BLOCKS, 2e-3, block_size=20, length=length, kind=torch.float16)
+    check_what_was_read_before(TRITON_BLOCKS, 2e-3, block_size=20, length=length, kind=torch.float16, batch=2)
 
 
 @pytest.mark.parametrize("name", ["local", "hedgehog", "hybrid"])

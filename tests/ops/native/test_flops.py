@@ -1,0 +1,57 @@
+"""What the C counts as its products, beside PyTorch's operations for the same: costs are seen to grow as they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_linattn.ops.slots.cpu import segment_means_forward
+from hf_linattn.testing.counters import flops_of
+from tests.ops.native.cases import make_heads, make_mechanism
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("linear", {}), ("performer", {"num_features": 24}), ("local", {"window_size": 64}), ("lsh", {"num_buckets": 4}),
+    ("linformer", {"num_slots": 16}),
+]  # fmt: skip
+
+
+def training(mechanism: Any, heads: list[torch.Tensor]) -> None:
+    """A forward and a backward pass."""
+    output, _ = mechanism(*(x.detach().requires_grad_() for x in heads))
+    output.sum().backward()
+
+
+def step(mechanism: Any, heads: list[torch.Tensor], state: Any) -> None:
+    with torch.no_grad():
+        mechanism(*(x[:, :, -1:] for x in heads), state=state)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_training(name, options, causal):
+    """The C leaves out pairs of a chunk that nobody sees, and makes maps again in the backward pass."""
+    mechanism, heads, counts = make_mechanism(name, causal, **options), make_heads(2, 500), []
+    for backend in ("torch", "auto"):
+        mechanism.backend = backend
+        counts.append(flops_of(lambda: training(mechanism, heads)))
+    assert 0.35 < counts[1] / counts[0] < 1.7, counts
+
+
+@pytest.mark.parametrize(("name", "options"), CASES[:2])
+def test_a_step(name, options):
+    mechanism, heads, counts = make_mechanism(name, True, **options), make_heads(2, 65), []
+    with torch.no_grad():
+        _, state = mechanism(*(x[:, :, :-1] for x in heads))
+    for backend in ("torch", "auto"):
+        mechanism.backend = backend
+        counts.append(flops_of(lambda: step(mechanism, heads, state)))
+    assert 0.7 < counts[1] / counts[0] < 1.5, counts
+
+
+def test_means_of_segments():
+    """Which are few beside the products of `linformer`: each token is multiplied by its weight and added."""
+    rows, weight = torch.randn(2, 3, 64, 8), torch.rand(2, 3, 64)
+    means = torch.empty(2, 3, 4, 8), torch.empty(2, 3, 4)
+    assert flops_of(lambda: segment_means_forward(rows, weight, *means, 16)) == 2 * rows.numel()

@@ -1,0 +1,39 @@
+"""Every kernel compiled for a GPU without one, all in one process; each file has a test that does so all ways."""
+
+from __future__ import annotations
+
+import json
+
+from tests.ops.triton import test_block_softmax, test_causal_sums, test_hybrid_step, test_window_softmax
+from tests.ops.triton.cases import run
+
+# how many kernels each file's program compiles
+FILES = {test_block_softmax: 3, test_causal_sums: 6, test_hybrid_step: 1, test_window_softmax: 3}
+PROGRAM = """
+import contextlib, io, json, sys
+
+printed = []
+for program in json.loads(sys.argv[2]):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(program, {"__name__": "__main__"})
+    printed.append(output.getvalue())
+print(json.dumps(printed))
+"""
+
+
+def sizes_in(found) -> list[int]:
+    """Return the numbers of a list, or of the values of a dict, however deep."""
+    if isinstance(found, int):
+        return [found]
+    return [size for x in (found.values() if isinstance(found, dict) else found) for size in sizes_in(x)]
+
+
+def test_every_kernel_compiles_for_a_gpu_and_fits_its_shared_memory():
+    """99 KiB is what a program may have on the smallest of them, from Ampere on."""
+    done = run(PROGRAM, "once", json.dumps([file.PROGRAM for file in FILES]))
+    assert done.returncode == 0, done.stderr
+    sizes = [sizes_in(json.loads(x)) for x in json.loads(done.stdout)]
+    assert [len(x) for x in sizes] == list(FILES.values())
+    for file, found in zip(FILES, sizes, strict=True):
+        least = 0 if file is test_causal_sums else 1  # its products of rows need none
+        assert all(least <= size <= 99 * 1024 for size in found), (file, found)
