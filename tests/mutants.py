@@ -63,10 +63,10 @@ MUTANTS = [
     _ops("a border of packed rows is lost", "linear/torch.py", "other = ids[..., :, None] != ids[..., None, :]", "other = torch.zeros_like(ids[..., :, None] != ids[..., None, :])", LINEAR),
     _ops("the state crosses a border", "linear/torch.py", "last == previous)", "last == last)", LINEAR),
     _ops("the decay of a chunk is lost", "linear/torch.py", "passed = None if decay is None else decay[..., -1]", "passed = None if decay is None else decay[..., -1] * 0", LINEAR),
-    _ops("pads weigh in the normaliser", "linear/interface.py", "values = values.masked_fill(hidden[..., None], 0.0)", "values = values", LINEAR),
-    _ops("pads count in the maximum", "linear/interface.py", "log_scale = None if log_scale is None else log_scale.masked_fill(hidden, LOWEST)", "log_scale = log_scale", "tests/mechanisms/test_edges.py -k pads"),
+    _ops("pads weigh in the normaliser", "linear/types.py", "values = values.masked_fill(hidden[..., None], 0.0)", "values = values", LINEAR),
+    _ops("pads count in the maximum", "linear/types.py", "log_scale = None if log_scale is None else log_scale.masked_fill(hidden, LOWEST)", "log_scale = log_scale", "tests/mechanisms/test_edges.py -k pads"),
     _ops("the weight is a value", "linear/torch.py", "value.new_ones(*value.shape[:-1], 1)", "value.new_zeros(*value.shape[:-1], 1)", LINEAR),
-    _ops("a group is another one's", "linear/interface.py", "query = query.unflatten(1, (key.shape[1], -1))\n    opened", "query = query.unflatten(1, (-1, key.shape[1])).transpose(1, 2)\n    opened", LINEAR),
+    _ops("a group is another one's", "linear/types.py", "return self.query.unflatten(1, (self.key.shape[1], -1))", "return self.query.unflatten(1, (-1, self.key.shape[1])).transpose(1, 2)", LINEAR),
     # the delta rule
     _ops("the delta rule forgets what it knew", "delta_rule/torch.py", "(value[:, :, t] - known)", "value[:, :, t]", "tests/mechanisms/test_recurrences.py"),
     _ops("a gate is left out", "delta_rule/torch.py", "memory * log_gate.exp()[..., None]", "memory", "tests/mechanisms/test_recurrences.py tests/invariants -k deltanet"),

@@ -12,6 +12,7 @@ import torch
 from hf_linattn import OptionError, PatchError, UnknownNameError, backends, get_mechanisms, patch_model, set_backend
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
+from hf_linattn.ops.runtime import slabs as slabs_of_calls
 from tests.helpers import assert_close, logits_of, make_tokens, pad
 from tests.models import make_model
 
@@ -22,16 +23,15 @@ SLAB, LENGTH = 70, 3 * 70 + 33
 @pytest.fixture
 def slabs(monkeypatch):
     """Shorter slabs, whose programs are run without C++; returns the lengths that were read by them."""
-    taken = []
-    program = torch.compile(backends._read_slab, backend="aot_eager", dynamic=False)
+    taken, programs = [], {}
 
-    def read(mechanism, query, *rest):
-        taken.append(query.shape[2])
-        return program(mechanism, query, *rest)
+    def compiled(read):
+        program = programs.setdefault(read, torch.compile(read, backend="aot_eager", dynamic=False))
+        return lambda call: taken.append(call.query.shape[2]) or program(call)
 
     torch.compiler.reset()
-    monkeypatch.setattr(backends, "SLAB_SIZE", SLAB)
-    monkeypatch.setattr(backends, "compiled_slab", read)
+    monkeypatch.setattr(slabs_of_calls, "SLAB_SIZE", SLAB)
+    monkeypatch.setattr(slabs_of_calls, "compiled", compiled)
     return taken
 
 
@@ -71,7 +71,7 @@ def test_slabs_give_output_state_and_gradients_of_one_call(name, slabs):
 @pytest.mark.parametrize("name", COMPILING)
 def test_compiled_slabs_of_full_size_give_output_state_and_gradients_of_one_call(name):
     torch.compiler.reset()
-    whole, parts = run_both(make_mechanism(name, torch.float32), torch.float32, 2 * backends.SLAB_SIZE + 5)
+    whole, parts = run_both(make_mechanism(name, torch.float32), torch.float32, 2 * slabs_of_calls.SLAB_SIZE + 5)
     for want, got in zip(whole, parts, strict=True):
         assert_close(got, want, 1e-4 * max(1.0, float(want.detach().abs().max())))
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_chosen_is_refused_and_nothing_changes():
         set_backend(model, "compiled")
     with pytest.raises(OptionError, match="'local' of layer 1 has no backend 'compile'; use one of auto, torch"):
         set_backend(model, "compile")
-    assert all(m.causal_reader is None for m in get_mechanisms(model).values())
+    assert all(m.backend == "auto" for m in get_mechanisms(model).values())
     with pytest.raises(PatchError, match="not patched"):
         set_backend(make_model("llama"), "compile")
 

@@ -58,8 +58,9 @@ class RetentionMechanism(LinearMechanism):
     limit = ExactnessLimit("attention with the kernel phi(q) . phi(k) gamma^|i - j|, computed naively", kernel=True)
     citation = "Sun et al. 2023, Retentive Network, arXiv 2307.08621"
 
-    def decay_rate(self, like: Tensor) -> Tensor:
+    def decay_rate(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return -log gamma [Hkv]."""
         config, heads = self.config, self.layer.num_key_value_heads
         ratio = 0.5 if config.slowest is None else (config.slowest / config.fastest) ** (1 / max(heads - 1, 1))
-        return -torch.log1p(-config.fastest * ratio ** torch.arange(heads, dtype=like.dtype, device=like.device))
+        powers = torch.arange(heads, dtype=dtype or like.dtype, device=like.device)
+        return -torch.log1p(-config.fastest * ratio**powers)
