@@ -1,13 +1,15 @@
-"""Whether what a mechanism is called with fits together, before anything is computed; once in every call."""
+"""Whether a mechanism can take what it is called with, before anything is computed; once in every call."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .errors import OperandError
-from .ops.common.tracing import is_recorded
+from .errors import OperandError, UnsupportedModeError
+from .ops.common.precision import accum_dtype
+from .ops.common.tracing import is_known, is_open, is_recorded, is_watched
 
 
 def fitting(
@@ -66,3 +68,36 @@ def check_rows(state: Any, batch: int) -> None:
 def _refuse(what: str, *found: Any) -> None:
     *tensors, rule = found
     raise OperandError(f"{what} {' and '.join(str(list(x.shape)) for x in tensors)} {rule}")
+
+
+def admitted(half: bool, *heads: Tensor) -> tuple[Tensor, ...]:
+    """Return heads as they are, if that is in one dtype and half precision may come; else in the first one's, wide."""
+    if half and all(x.dtype == heads[0].dtype for x in heads):
+        return heads
+    return tuple(x.to(accum_dtype(heads[0])) for x in heads)
+
+
+def require_recordable(mechanism: Any, query: Tensor, *told: Tensor | None) -> None:
+    """Refuse a program in which lengths, paddings or packings of its example would stand for those of all inputs.
+
+    Args:
+        mechanism: one that has `any_length` is right in every such program.
+        query: [B, H, N, D]. told: its mask and sequence ids, each [B, N], if there are any.
+
+    Raises:
+        UnsupportedModeError: torch.jit.trace; torch.export of a dynamic size, or with a mask or ids; torch.func.vmap
+        over a mask or ids.
+    """
+    if not is_watched() or mechanism.any_length:
+        return
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        return  # torch.compile makes another program where these differ
+    if not is_open(query) and all(x is None or is_known(x) for x in told):
+        return
+    raise UnsupportedModeError(
+        f"mechanism {mechanism.config.mechanism!r} of layer {mechanism.layer.index} works by the length, padding and"
+        " packing that it sees, and torch.jit.trace, torch.export with dynamic sizes or a mask, and torch.func.vmap"
+        " over masks make one program for all: patch with a mechanism on the linear base (linear, performer,"
+        " hedgehog, gla, retention, ...) or softmax, or export with static sizes and neither attention_mask nor"
+        " position_ids"
+    )

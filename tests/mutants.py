@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant("a padding mask is left out", "hf_linattn/masks.py", "else Masks(keys=mask[:, -num_keys:].bool().expand(batch, -1))", "else Masks()", BRIDGE),
     Mutant("another scaling is left out", "hf_linattn/transformers_bridge.py", "return query * (scaling / mechanism.layer.scaling)", "return query", "tests/test_transformers_bridge.py tests/test_architectures.py"),
     Mutant("packed rows are one", "hf_linattn/transformers_bridge.py", "restart = position_ids[:, 1:] <= position_ids[:, :-1]", "restart = position_ids[:, 1:] < position_ids[:, :1]", BRIDGE),
-    Mutant("a window in the mask is lost", "hf_linattn/transformers_bridge.py", "sliding_window = architecture.masked_window(module)", "sliding_window = None", "tests/test_masks.py"),
+    Mutant("a window in the mask is lost", "hf_linattn/transformers_bridge.py", "sliding_window = masked_window(module)", "sliding_window = None", "tests/test_masks.py"),
     # training, saving
     Mutant("a divergence is turned around", "hf_linattn/training/losses/distillation.py", "(want.exp() * (want - got)).sum()", "(got.exp() * (got - want)).sum()", "tests/training/test_distillation.py"),
     Mutant("a temperature is not squared", "hf_linattn/training/losses/distillation.py", "teacher.temperature**2", "teacher.temperature", "tests/training/test_distillation.py"),

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from ..accelerate_hooks import loaded
 from ..config import MechanismConfig
 from ..errors import UnsupportedModeError
-from ..operands import fitting
+from ..operands import admitted, fitting, require_recordable
 from ..ops import reference
-from ..ops.common.precision import admitted
 from ..ops.dispatch import DEFAULT_BACKEND, Policy
 from ..registry import MECHANISMS
 from .capabilities import Capabilities
 from .inputs import PLAIN, AttentionLayer, CallHooks, CallOptions, Pairs
-from .recording import require_recordable
 
 
 class Mechanism(Capabilities, CallHooks, nn.Module):
@@ -86,6 +84,15 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
             else:
                 output, state = self.run_hook(call, "bidirectional_attention", *heads), None
             return (output[:, :, earlier:] if earlier else output).to(value.dtype), state
+
+    def run_hook(self, call: CallOptions, name: str, *operands: Any) -> Any:
+        """Return what one of `HOOKS` returns, which gets the options of the call if it asks for them."""
+        hook = getattr(self, name)
+        return hook(*operands, call=call) if name in self.reads_call else hook(*operands)
+
+    def keywords(self, exact: dict[str, Any]) -> dict[str, Any]:
+        """Return what `forward` takes of the layer's sliding window, soft cap, dropout and sink."""
+        return {name: x for name, x in exact.items() if (self.takes_sink if name == "sink" else self.takes_exact)}
 
     def call_options(self, return_state: bool, sink: Tensor | None) -> CallOptions:
         """Return what the methods of a call get; `UnsupportedModeError` for a sink that would be left out."""

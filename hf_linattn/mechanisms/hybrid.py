@@ -175,7 +175,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             layer.scaling,
             *self._maps(),
             log_mix,
-            self.linear.decay_rate(like, dtype),
+            self.linear.decay_rate(like, wide=True),
             window_log,
             self.log_sink(like, call.sink, dtype),
             self.far_gate,

@@ -234,13 +234,15 @@ class LinearMechanism(FeatureMapMechanism):
     def cross_attention(self, query: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
         return read_state(query, state, self.maps[0]), state
 
-    def decay_rate(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
-        """Return r [Hkv] in the place of `like`, in its dtype for None; None without decay."""
-        return positive(self.log_decay_rate.to(like.device, dtype or like.dtype)) if self.config.decay else None
+    def decay_rate(self, like: Tensor, wide: bool = False) -> Tensor | None:
+        """Return r [Hkv] in the place and dtype of `like`, or if `wide` in at least float32; None without decay."""
+        if not self.config.decay:
+            return None
+        return positive(self.log_decay_rate.to(like.device, accum_dtype(like) if wide else like.dtype))
 
     def log_decay(self, key: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
         """Return the log decay of every token [B, Hkv, N], zero where masked; None without decay."""
-        rate = self.decay_rate(key, accum_dtype(key))
+        rate = self.decay_rate(key, wide=True)
         if rate is None:
             return None
         decay = -rate[None, :, None].expand(key.shape[:3])

@@ -96,6 +96,7 @@ class Operation:
 
     def __init__(self, name: str, **backends: Any):
         self.name, self.backends = name, backends
+        self.orders = {policy: [x for x in order if x in backends] for policy, order in POLICIES.items()}
         OPERATIONS[name] = self
 
     def run(self, call: Any) -> Any:
@@ -105,8 +106,9 @@ class Operation:
             OptionError: there is no such policy, or none of its backends can.
         """
         passed_over: dict[str, str] = {}
+        watched = is_watched()
         for name in self.order(call):
-            reason = absent(name, call)
+            reason = WATCHED if watched and name != "torch" else absent(name, call)
             if reason is None:
                 backend = self.backend(name)
                 reason = backend.unsupported(call)
@@ -124,13 +126,13 @@ class Operation:
 
     def order(self, call: Any) -> list[str]:
         """Return the backends that the policy of the call names and this operation has."""
-        names = POLICIES.get(call.policy.name)
-        if names is None:
+        order = self.orders.get(call.policy.name)
+        if order is None:
             raise OptionError(
                 f"operation {self.name!r} got a call with {describe(call)} for the backend {call.policy.name!r}, which"
                 f" must be one of {', '.join(POLICIES)}; call set_backend(model, 'auto')"
             )
-        return [name for name in names if name in self.backends]
+        return order
 
     def backend(self, name: str) -> Any:
         """Return the module of a backend."""
@@ -149,11 +151,7 @@ def describe(call: Any) -> str:
 
 
 def absent(backend: str, call: Any) -> str | None:
-    """Return why a backend cannot compute any call there is now on this device, None if it may."""
-    if backend == "torch":
-        return None
-    if is_watched():
-        return WATCHED
+    """Return why a policy does without a backend on the device of a call, None if it may have it."""
     automatic = backend == "triton" and call.policy.name == "auto"
     return no_triton(call.query.device) if automatic else None
 

@@ -16,13 +16,6 @@ def wide(x: Tensor) -> Tensor:
     return x.to(accum_dtype(x))
 
 
-def admitted(half: bool, *heads: Tensor) -> tuple[Tensor, ...]:
-    """Return heads as they are, if that is in one dtype and half precision may come; else in the first one's, wide."""
-    if half and all(x.dtype == heads[0].dtype for x in heads):
-        return heads
-    return tuple(x.to(accum_dtype(heads[0])) for x in heads)
-
-
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return all of them so."""
     return tuple(wide(x) for x in tensors)

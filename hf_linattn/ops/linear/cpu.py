@@ -17,13 +17,12 @@ from torch.nn import functional as F
 
 from ..common.numerics import LOWEST
 from ..common.padding import Packed
-from ..common.precision import accum_dtype, widened
+from ..common.precision import widened
 from ..runtime.cpu import KINDS, dense_rows, refusal
-from ..runtime.output_pool import empty_like, empty_output
+from ..runtime.output_pool import empty_like, empty_output, output_for
 from .autograd import Gradients, Kernels, Operands, Sums, attend, join, log_weight
 from .cpu_kernels import ACTIVATIONS, COLUMNS, causal_step, causal_sums, causal_sums_backward, make_checkpoints
 from .features import FeatureKernels
-from .torch import output_for
 from .types import LinearCall, LinearState, NativeMap, for_all_heads, native_maps
 
 NATIVE_SIZE = 2048  # keys or queries whose features are made at a time where the C gets them
@@ -237,7 +236,7 @@ def read(
     """
     query, key, value, log_scale, log_decay, kv, log_max = operands
     sums = empty_output(query, value) if sums is None else sums
-    factor, top = query.new_empty(2, *query.shape[:4], dtype=accum_dtype(query)).unbind()
+    factor, top = query.new_empty(2, *query.shape[:4], dtype=torch.float32).unbind()
     before: list[Any] = [x if x is None else x.contiguous() for x in (kv, log_max)]
     after = tuple(x.new_empty(x.shape) for x in before) if after is None else after
     written = (row_scale, sums, factor, top, *before, *after)

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from ..common.numerics import LN_2, LOWEST, dense, fast_exp
 from ..common.precision import widened
-from ..common.tracing import is_open, is_watched
-from ..runtime.output_pool import empty_output
+from ..common.tracing import is_open
+from ..runtime.output_pool import output_for
 from .torch_open_length import OpenChunks, Passage, cut_whole
 from .types import CHUNK_SIZE, LEAST_WEIGHT, FeatureMap, Features, LinearCall, LinearState, masked
 
@@ -171,16 +171,6 @@ def _fold(state: LinearState | None, key: Tensor, log_scale: Tensor | None, valu
 def _read(query: Tensor, kv: Tensor) -> Tensor:
     """[B, Hkv, G, N, F] @ [B, Hkv, F, Dv + 1] without repeating the right side for each query head of the group."""
     return (query.flatten(2, 3) @ kv).unflatten(2, query.shape[2:4])
-
-
-def output_for(query: Tensor, value: Tensor) -> Tensor | None:
-    """Return memory [B, Hkv, G, N, Dv] into which the output is written part by part, so that it is fetched once.
-
-    None where gradients or a graph need parts.
-    """
-    if torch.is_grad_enabled() or is_watched():
-        return None
-    return empty_output(query.unflatten(1, (value.shape[1], -1)), value)
 
 
 def sum_keys(key: Tensor, value: Tensor, key_map: FeatureMap, key_padding_mask: Tensor | None) -> LinearState:

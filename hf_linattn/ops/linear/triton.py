@@ -15,12 +15,11 @@ from torch.nn import functional as F
 
 from ..common.numerics import LOWEST
 from ..common.precision import accum_dtype, wide
-from ..runtime.output_pool import empty_output
+from ..runtime.output_pool import empty_output, output_for
 from ..runtime.triton import kinds, no_kernels
 from ..runtime.triton_row_products import row_products
 from .autograd import Gradients, Kernels, Operands, Sums, attend
 from .features import FeatureKernels
-from .torch import output_for
 from .triton_decode import step_attention
 from .triton_features import make_features
 from .triton_launch import causal_sums_backward_triton, causal_sums_triton, cut_for

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..common.precision import accum_dtype
+from ..common.tracing import is_watched
 from .cpu import KINDS, build, suits
 
 LARGE_BYTES = 8 << 20  # of this size it gets large pages and is kept
@@ -29,6 +30,16 @@ def empty_output(query: Tensor, value: Tensor, exact: bool = False) -> Tensor:
     the dtype of `value`, or if `exact` in at least float32."""
     (batch, heads, groups, length, _), dtype = query.shape, accum_dtype(value) if exact else value.dtype
     return _empty(value, (batch, length, heads, groups, value.shape[-1]), dtype).permute(0, 2, 3, 1, 4)
+
+
+def output_for(query: Tensor, value: Tensor) -> Tensor | None:
+    """Return memory [B, Hkv, G, N, Dv] into which the output is written part by part, so that it is fetched once.
+
+    None where gradients or a graph need parts.
+    """
+    if torch.is_grad_enabled() or is_watched():
+        return None
+    return empty_output(query.unflatten(1, (value.shape[1], -1)), value)
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
