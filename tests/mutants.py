@@ -70,6 +70,11 @@ MUTANTS = [
     # the delta rule
     _ops("the delta rule forgets what it knew", "delta_rule/torch.py", "(value[:, :, t] - known)", "value[:, :, t]", "tests/mechanisms/test_recurrences.py"),
     _ops("a gate is left out", "delta_rule/torch.py", "memory * log_gate.exp()[..., None]", "memory", "tests/mechanisms/test_recurrences.py tests/invariants -k deltanet"),
+    # the choice of a backend
+    _ops("backends are asked in another order", "dispatch.py", '"auto": ("triton", "cpu", "torch")', '"auto": ("triton", "torch", "cpu")', "tests/test_dispatch.py"),
+    _ops("what is recorded is not what runs", "dispatch.py", "Decision(self.name, name, passed_over)", "Decision(self.name, self.order(call)[0], passed_over)", "tests/test_dispatch.py"),
+    _ops("the C runs where it is watched", "dispatch.py", 'WATCHED if watched and name != "torch" else absent(name, call)', "absent(name, call)", "tests/test_dispatch.py"),
+    _ops("the C has no gradients of open segments", "slots/cpu.py", "return causal_blocks.open_in_training(call)", "return None", "tests/test_dispatch.py tests/ops/native/test_bounded_memory.py"),
     # padding, sequences, precision
     _ops("pads stay in front", "common/padding.py", "order = (~real).long().argsort", "order = real.long().argsort", "tests/ops/test_sequences.py"),
     _ops("what stands behind is kept", "common/padding.py", "x.shape[3])) * present for x", "x.shape[3])) for x", "tests/ops tests/mechanisms"),

@@ -9,7 +9,16 @@ import sys
 import pytest
 import torch
 
-from hf_linattn import OptionError, PatchError, UnknownNameError, backends, get_mechanisms, patch_model, set_backend
+from hf_linattn import (
+    OptionError,
+    PatchError,
+    UnknownNameError,
+    backends,
+    explain_backend,
+    get_mechanisms,
+    patch_model,
+    set_backend,
+)
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
 from hf_linattn.ops.runtime import slabs as slabs_of_calls
@@ -90,6 +99,17 @@ def test_a_model_prefills_in_slabs_and_decodes_and_pads_as_before(slabs):
     set_backend(model, "torch")
     logits_of(model, prompt)
     assert slabs == [SLAB] * 2
+
+
+def test_programs_are_explained_where_they_run(slabs):
+    model = patch_model(make_model("llama", max_position_embeddings=1024), {"linear": [0], "hybrid": [1]}).eval()
+    set_backend(model, "compile")
+    rows = explain_backend(model, make_tokens(1, 3 * SLAB + 5)).rows
+    assert slabs == [SLAB] * 2 * 3 * len(rows)  # forward, backward, and the state for one more token
+    for row in rows:
+        assert (row.backend("forward"), row.backend("backward")) == ("compile", "compile")
+        (decision,) = row.decode
+        assert decision.passed_over["compile"] == f"fewer than {2 * SLAB} tokens" and decision.backend != "compile"
 
 
 def test_what_cannot_be_chosen_is_refused_and_nothing_changes():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_linattn import patch_model, set_backend
+from hf_linattn import explain_backend, patch_model, set_backend
 from hf_linattn.backends import use_backend
 from hf_linattn.config import make_config
 from hf_linattn.ops.block_softmax import triton as blocks_triton
@@ -260,6 +260,17 @@ def test_a_model_prefills_and_decodes_by_it(calls):
     assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), want[0])
     assert_close(logits_of(model, prompt), want[1], 1e-4)
     assert calls
+
+
+def test_what_runs_on_it_is_explained(calls):
+    plan = {"linear": [0], "hybrid": {"layers": [1], "window_size": 5, "num_sinks": 2}}
+    model = patch_model(make_model("llama"), plan)
+    set_backend(model, "triton")
+    rows = explain_backend(model, make_tokens(2, 30)).rows
+    assert [[row.backend(x) for x in ("forward", "backward", "decode")] for row in rows] == [["triton"] * 3] * 2
+    assert calls and explain_backend(model, make_tokens(2, 6)).rows[1].forward[0].passed_over == {
+        "triton": "no keys beyond the window"
+    }
 
 
 def test_its_products_are_counted(calls):
