@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MACHINES = (
     "cpu", "cpu_xeon", "cpu_emerald_rapids", "cpu_genoa", "cpu_granite_rapids", "cpu_granite_rapids_bfloat16", "gpu",
+    "gpu_small_tiles",
 )  # fmt: skip
 SPEED_FILES = tuple(f"{machine}{kind}.json" for machine in MACHINES for kind in ("", "_torch", "_compiled", "_triton"))
 GPU_FILES = tuple(name for name in SPEED_FILES if name.startswith("gpu"))

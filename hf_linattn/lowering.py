@@ -40,8 +40,8 @@ def lower(parameters: Sequence[nn.Parameter], measure: Callable[[], Tensor], ste
         gradients = (p.grad for p in parameters if p.grad is not None)
         if not all(bool(x.isfinite().all()) for x in (error, *parameters, *gradients)):
             raise _NotFiniteError
-        if float(error) < least:
-            best, least = [p.detach().clone() for p in parameters], float(error)
+        if float(error.detach()) < least:
+            best, least = [p.detach().clone() for p in parameters], float(error.detach())
         return error
 
     try:

@@ -28,6 +28,7 @@ def collect_provenance(device: torch.device, dtype: torch.dtype, module: str = "
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
         "threads": torch.get_num_threads(),
+        "small_tiles": os.environ.get("HF_LINATTN_SMALL_TILES") == "1",  # of Triton's kernels, as older GPUs run them
         "allocator": {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")},
         "dtype": str(dtype).removeprefix("torch."),
         "versions": {

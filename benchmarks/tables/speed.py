@@ -16,6 +16,7 @@ def describe(document: Document) -> str:
     settings = "".join(f", {name}={value}" for name, value in source.get("allocator", {}).items())
     backend = document.get("backend", "torch")  # there was no other before it was recorded
     threads = "" if "cuda" in source["versions"] else f"{source['threads']} CPU threads, "
+    settings += ", the tiles of older GPUs" if source.get("small_tiles") else ""
     settings += "" if backend == "auto" else f", backend `{backend}`"
     settings += ", compiled operations" if document.get("compiled_operations") else ""
     return (

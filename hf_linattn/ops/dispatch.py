@@ -165,4 +165,6 @@ def no_triton(device: torch.device) -> str | None:
         from .runtime.triton import is_large
     except ImportError:
         return "Triton is not installed"
-    return None if is_large(device) else "the GPU is no Hopper, or Triton calls a ptxas older than that of CUDA 13.3"
+    if is_large(device):
+        return None
+    return "the GPU is no Hopper, Triton calls a ptxas older than that of CUDA 13.3, or HF_LINATTN_SMALL_TILES=1"

@@ -7,7 +7,8 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 # at what: options of the loss of a language model and of its embeddings, which another loss does not have
 OF_TEXT = {"label_smoothing_factor": 0.0, "neftune_noise_alpha": None}
+WRAPPED = ("forward", "_original_forward")  # what Accelerate writes on a model that it prepares for mixed precision
 # what Trainers, optimizers, schedules, adapters and data loaders raise for options that do not fit
 SETUP_ERRORS = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 
@@ -78,14 +80,15 @@ def fine_tune(
     trainer.has_ended = saved is not None and has_ended(saved, max_steps)
     if training.early_stopping_patience:
         trainer.add_callback(early_stopping(training.early_stopping_patience, saved))
-    start = time.perf_counter()
-    trainer.train(resume_from_checkpoint=checkpoint)
-    seconds = time.perf_counter() - start
-    loss = trainer.state.best_metric if arguments.load_best_model_at_end else trainer.evaluate()["eval_loss"]
+    with own_forward(model):
+        start = time.perf_counter()
+        trainer.train(resume_from_checkpoint=checkpoint)
+        seconds = time.perf_counter() - start
+        loss = trainer.state.best_metric if arguments.load_best_model_at_end else trainer.evaluate()["eval_loss"]
+        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
     if use_cache is not None:
         config.use_cache = use_cache  # the Trainer switched it off, and it would be saved so
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
     unset_hf_deepspeed_config()  # the Trainer set it, see `FinetuningArguments`
     result = {
         "learning_rate": learning_rate,
@@ -95,6 +98,18 @@ def fine_tune(
         "history": _finite(trainer.state.log_history),
     }
     return Trained(result, state)
+
+
+@contextmanager
+def own_forward(model: nn.Module) -> Iterator[None]:
+    """Give a model its `forward` back: Accelerate puts one in mixed precision in its place, and leaves it there."""
+    before = {name: model.__dict__[name] for name in WRAPPED if name in model.__dict__}
+    try:
+        yield
+    finally:
+        for name in WRAPPED:
+            model.__dict__.pop(name, None)
+        model.__dict__.update(before)
 
 
 def early_stopping(patience: int, saved: Mapping[str, Any] | None) -> EarlyStoppingCallback:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BATCH, HEADS, KEY_VALUE_HEADS, LENGTH, HEAD_DIM = 2, 4, 2, 173, 32
 
 
-def make_mechanism(name: str, mode: str, dtype: torch.dtype) -> Mechanism:
+def make_mechanism(name: str, mode: str, dtype: torch.dtype, **options: Any) -> Mechanism:
     """Return a mechanism of a layer with grouped queries on the GPU."""
     layer = AttentionLayer(
         index=0,
@@ -39,7 +40,7 @@ def make_mechanism(name: str, mode: str, dtype: torch.dtype) -> Mechanism:
         device=DEVICE,
         dtype=dtype,
     )
-    return MECHANISMS.get(name)(make_config(name, {}), layer).to(DEVICE, dtype)
+    return MECHANISMS.get(name)(make_config(name, options), layer).to(DEVICE, dtype)
 
 
 def make_heads(length: int = LENGTH, batch: int = BATCH) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -114,7 +115,8 @@ def test_triton_computes_what_pytorch_does(name: str, mode: str, dtype: torch.dt
 @torch.no_grad()
 def test_steps_by_triton_are_pytorchs_in_float64(name: str, dtype: torch.dtype) -> None:
     """After prompts of two lengths, one shorter than a window; what is remembered, too."""
-    mechanism = make_mechanism(name, "causal", dtype).eval()
+    options = {"window_size": 32, "initial_share": 0.5} if name == "hybrid" else {}  # some keys are far
+    mechanism = make_mechanism(name, "causal", dtype, **options).eval()
     exact = copy.deepcopy(mechanism).double()
     *heads, _ = make_heads()
     rounded, results = [x.to(DEVICE, dtype) for x in heads], []
@@ -194,12 +196,12 @@ def test_a_training_step_under_autocast_is_finite_and_close_to_float32(name: str
     torch.testing.assert_close(loss.detach().float(), expected, atol=5e-2, rtol=5e-2)
 
 
-@pytest.mark.parametrize(("name", "mode"), CASES)
+@pytest.mark.parametrize(("name", "mode"), [case for case in CASES if MECHANISMS.get(case[0]).growth < 4])
 def test_memory_grows_linearly(name: str, mode: str) -> None:
     """Twice the length takes twice the memory, forward and backward; N x N weights would take four times."""
     mechanism = make_mechanism(name, mode, torch.bfloat16)
     peaks = []
-    for length in (8192, 16384):
+    for length in (1024, 8192, 16384):  # the first call also makes what stays, as workspaces of products
         *heads, _ = make_heads(length, batch=1)
         on_gpu = [x.to(DEVICE, torch.bfloat16).requires_grad_() for x in heads]
         del heads
@@ -208,4 +210,4 @@ def test_memory_grows_linearly(name: str, mode: str) -> None:
         mechanism(*on_gpu)[0].sum().backward()
         peaks.append(torch.cuda.max_memory_allocated(DEVICE) - before)
         del on_gpu
-    assert peaks[1] < 2.5 * peaks[0]
+    assert peaks[2] < 2.5 * peaks[1]

@@ -197,6 +197,15 @@ def test_fine_tuning_lowers_the_validation_loss_and_keeps_the_best(tmp_path, arc
     assert getattr(model.config, "use_cache", True), "the Trainer's use_cache=False would be saved"
 
 
+def test_a_model_trained_in_mixed_precision_computes_in_its_own_afterwards(tmp_path):
+    """What is saved is compared with the model in memory, bit for bit."""
+    model = patch_model(make_model("llama"), "linear")
+    data, training = make_data(model), make_training(tmp_path, bf16=True)
+    finetuning.fine_tune(model, data, training, tmp_path / "run", learning_rate=1e-3, max_steps=2)
+    model.save_pretrained(tmp_path / "saved")
+    recovery.verify_saved(model, tmp_path / "saved", torch.as_tensor(data.validation[0]["input_ids"])[None])
+
+
 def test_a_diverging_run_stops_early_and_has_no_loss(tmp_path):
     model = patch_model(make_model("gpt2"), "linear")
     with torch.no_grad():

@@ -52,6 +52,11 @@ def assembler_version() -> tuple[int, ...]:
     return tuple(map(int, triton.knobs.nvidia.ptxas.version.split(".")))
 
 
+def small_tiles_forced() -> bool:
+    """Whether the environment asks for the kernels of older GPUs on all."""
+    return os.environ.get("HF_LINATTN_SMALL_TILES") == "1"
+
+
 @functools.cache
 def is_large(device: torch.device) -> bool:
     """Whether programs have the shared memory and the products of warp groups that Hopper brought, and can trust them.
@@ -60,8 +65,10 @@ def is_large(device: torch.device) -> bool:
     with several of them compute something else or fail: that of CUDA 12.8 did here, that of 13.3, whose release notes
     say it is mended, did not (triton-lang/triton#11366, #11781). `TRITON_PTXAS_PATH` names another one than that in
     Triton, as pip's nvidia-cuda-nvcc has it.
+
+    HF_LINATTN_SMALL_TILES=1 in the environment says no, so that a Hopper tests the kernels that older GPUs run.
     """
-    if device.type != "cuda" or torch.version.hip:
+    if device.type != "cuda" or torch.version.hip or small_tiles_forced():
         return False
     return torch.cuda.get_device_capability(device)[0] == 9 and assembler_version() >= SOUND
 

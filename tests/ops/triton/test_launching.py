@@ -44,6 +44,14 @@ def test_auto_is_triton_where_its_kernels_were_run(machine, generation, version,
     assert absent("triton", call) is None
 
 
+def test_the_environment_asks_for_the_kernels_of_older_gpus(machine, monkeypatch):
+    machine(9, "13.3")
+    assert launching.is_large(GPU)
+    monkeypatch.setenv("HF_LINATTN_SMALL_TILES", "1")
+    machine(9, "13.3")
+    assert not launching.is_large(GPU)
+
+
 @pytest.mark.parametrize(("version", "trusted"), [("13.3", True), ("13.2", False)])
 def test_kernels_do_without_products_of_warp_groups_where_these_go_wrong(machine, monkeypatch, version, trusted):
     """While a kernel is launched, which may compile it, and not a moment longer."""
