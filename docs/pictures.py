@@ -47,7 +47,7 @@ LAYER, HEADS = 2, (0, 2)  # one head of each key/value head: the first looks far
 
 # Mechanisms whose defaults would look like another's; all others are drawn as they were measured
 OWN_OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "by_head": [{"plan": {"sinks": {"heads": [0], "window_size": 32}}}],
+    "by_head": [{"plan": {"streaming": {"heads": [0], "window_size": 32}}}],
     "cosformer": [{"max_length": LENGTH}],
     "synthesizer": [{"initial_mix": 0.5}],
 }

@@ -1,4 +1,4 @@
-"""One call of an attention layer as data, observers, which answer it in place of the mechanism, and calls that run.
+"""Calls of attention layers: one as data, interceptors, which answer it in place of the mechanism, those that run.
 
 Nothing of a call is kept on a module or a mechanism, so calls of one model may overlap: in threads, or one inside
 another. What hooks hand to the attention function is a `ModuleCall`, in the thread that runs it.
@@ -54,11 +54,11 @@ class AttentionCall(NamedTuple):
         query, key, value = (x[chosen] for x in (self.query, self.key, self.value))
         return AttentionCall(query, key, value, mask, ids, self.exact, self.cross)
 
-    def by(self, mechanism: Mechanism) -> Tensor:
-        """Return the mechanism's answer [B, H, N, Dv]; nobody has any use for its state."""
+    def run(self, mechanism: Mechanism) -> Tensor:
+        """Return the mechanism's answer [B, H, N, Dv]; no state is made."""
         return mechanism(*self[:5], return_state=False, **mechanism.keywords(self.exact))[0]
 
-    def by_softmax(self, mechanism: Mechanism) -> Tensor:
+    def run_softmax(self, mechanism: Mechanism) -> Tensor:
         """Return the answer of the attention that the mechanism replaced [B, H, N, Dv]."""
         layer = mechanism.layer
         return softmax_attention(
@@ -93,20 +93,22 @@ class AttentionCall(NamedTuple):
         return before - torch.where(begins, before, 0).cummax(1).values
 
 
-Observer = Callable[[AttentionCall], Tensor]
+Interceptor = Callable[[AttentionCall], Tensor]
 
-_OBSERVERS = threading.local()  # `of`: mechanism -> what answers in its place, for this thread
+_INTERCEPTORS = threading.local()  # `of`: mechanism -> what answers in its place, for this thread
 
 
 @contextmanager
-def observed(mechanisms: Mapping[str, Mechanism], observers: Mapping[str, Observer] | None = None) -> Iterator[None]:
-    """Let each layer that `observers` names be answered by its observer for a while, all others by softmax.
+def intercept_attention(
+    mechanisms: Mapping[str, Mechanism], interceptors: Mapping[str, Interceptor] | None = None
+) -> Iterator[None]:
+    """Let each layer that `interceptors` names be answered by its interceptor for a while, all others by softmax.
 
-    Without a cache. With no observers the model is the original, also on packed rows of a bidirectional model. Other
-    threads that run the model meanwhile are not observed.
+    Without a cache. With no interceptors the model is the original, also on packed rows of a bidirectional model.
+    Other threads that run the model meanwhile are left alone.
     """
     standing = {
-        mechanism: (observers or {}).get(path, partial(AttentionCall.by_softmax, mechanism=mechanism))
+        mechanism: (interceptors or {}).get(path, partial(AttentionCall.run_softmax, mechanism=mechanism))
         for path, mechanism in mechanisms.items()
     }
     with _standing(standing):
@@ -114,26 +116,26 @@ def observed(mechanisms: Mapping[str, Mechanism], observers: Mapping[str, Observ
 
 
 @contextmanager
-def unobserved(mechanisms: Iterable[Mechanism]) -> Iterator[None]:
-    """Let mechanisms answer for themselves for a while, inside `observed`."""
+def pass_through(mechanisms: Iterable[Mechanism]) -> Iterator[None]:
+    """Let mechanisms answer for themselves for a while, inside `intercept_attention`."""
     with _standing(dict.fromkeys(mechanisms)):
         yield
 
 
 @contextmanager
-def _standing(observers: Mapping[Mechanism, Observer | None]) -> Iterator[None]:
-    """Let these observers stand before their mechanisms in this thread for a while, beside those of others."""
-    before = getattr(_OBSERVERS, "of", None)
+def _standing(interceptors: Mapping[Mechanism, Interceptor | None]) -> Iterator[None]:
+    """Let these interceptors stand before their mechanisms in this thread for a while, beside those of others."""
+    before = getattr(_INTERCEPTORS, "of", None)
     try:
-        _OBSERVERS.of = {**(before or {}), **observers}
+        _INTERCEPTORS.of = {**(before or {}), **interceptors}
         yield
     finally:
-        _OBSERVERS.of = before
+        _INTERCEPTORS.of = before
 
 
-def observer_of(mechanism: Mechanism) -> Observer | None:
+def interceptor_of(mechanism: Mechanism) -> Interceptor | None:
     """Return what stands before a mechanism in this thread."""
-    standing = getattr(_OBSERVERS, "of", None)
+    standing = getattr(_INTERCEPTORS, "of", None)
     return None if standing is None else standing.get(mechanism)
 
 

@@ -47,7 +47,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
     `TRITON_INTERPRET=1`, which is for tests.
 
     The environment variable `HF_LINATTN_BACKEND`, read once when the library is imported, makes `"torch"` what models
-    are patched with, in the place of `"auto"`: to see whether an error comes from the C.
+    are patched with, in place of `"auto"`: to see whether an error comes from the C.
 
     `explain_backend(model, inputs)` shows what each layer then takes, and why nothing faster.
 

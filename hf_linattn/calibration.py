@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .architecture import root_model
-from .attention_call import AttentionCall, observed
+from .attention_call import AttentionCall, intercept_attention
 from .config import require_count
 from .errors import OptionError
 from .held_back import Calibration, Judge, Split, squared_errors, take_the_better, write
@@ -96,7 +96,7 @@ def _fit(
         backbone(**without_labels(batch), **accepted(backbone, use_cache=False))  # predictions are not looked at
         split.next_batch()
 
-    with observed(mechanisms, fits):
+    with intercept_attention(mechanisms, fits):
         for batch in batches:
             show(batch)
             read.append(batch)
@@ -105,7 +105,7 @@ def _fit(
 
     def show_again() -> None:
         split.restart()
-        with observed(mechanisms, judges):
+        with intercept_attention(mechanisms, judges):
             for batch in read:
                 show(batch)
 
@@ -120,7 +120,7 @@ class _Fit:
         self.errors: list[float] = []
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        target = call.by_softmax(self.mechanism)
+        target = call.run_softmax(self.mechanism)
         error = float(relative_error(call, self.mechanism, target))
         if not math.isfinite(error):
             raise OptionError(
@@ -128,7 +128,7 @@ class _Fit:
                 f" error is {error}; leave out inputs that are extreme or not finite"
             )
         if (given := self.split.rows(call, held_back=False)) is not None:
-            wanted = target if given is call else given.by_softmax(self.mechanism)
+            wanted = target if given is call else given.run_softmax(self.mechanism)
             self.mechanism.prepare(*given[:4])
             if self.parameters:
                 self._lower(lambda: relative_error(given, self.mechanism, wanted))
@@ -147,7 +147,7 @@ class _Fit:
 
 def relative_error(call: AttentionCall, mechanism: Mechanism, target: Tensor) -> Tensor:
     """Return sum |o - o'|^2 / sum |o'|^2 over the real tokens of a call, o' the target [B, H, N, Dv]."""
-    errors, sizes = squared_errors(call.by(mechanism), target, call.real)
+    errors, sizes = squared_errors(call.run(mechanism), target, call.real)
     return errors.sum() / sizes.sum()
 
 

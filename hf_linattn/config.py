@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .errors import OptionError, UnknownNameError, did_you_mean
+from .errors import OptionError, UnknownNameError, did_you_mean, warn_of_former_name
 from .registry import MECHANISMS
 
 LARGEST_COUNT = 2**24  # no option needs more; a checkpoint cannot ask for any amount of memory
 LARGEST_SEED = 2**63 - 1  # which every generator takes
+# names that options had before -> those of today; what has them, in code, plans and checkpoints, works
+FORMER_OPTIONS = {"sink": "sink_logit", "num_sinks": "num_sink_tokens"}
 
 
 @dataclass
@@ -39,10 +41,19 @@ class MechanismConfig:
     def from_options(cls, options: Mapping[str, Any]) -> MechanismConfig:
         """Build the config from keyword options; an unknown one raises `OptionError` with the nearest names."""
         known = {f.name for f in dataclasses.fields(cls)}
-        for name in options:
-            if name not in known:
-                raise OptionError(f"mechanism {cls.mechanism!r} has no option {name!r}{did_you_mean(name, known)}")
-        return cls(**options)
+        former = {name: new for name, new in FORMER_OPTIONS.items() if new in known and name not in known}
+        given: dict[str, Any] = {}
+        for name, value in options.items():
+            new = former.get(name, name)
+            if new not in known:
+                hint = did_you_mean(name, known, former)
+                raise OptionError(f"mechanism {cls.mechanism!r} has no option {name!r}{hint}")
+            if new != name:
+                if new in options:
+                    raise OptionError(f"{name!r} is a former name of the option {new!r}; give one of them, not both")
+                warn_of_former_name("option", name, new)
+            given[new] = value
+        return cls(**given)
 
     @classmethod
     def complete_saved(cls, options: Mapping[str, Any]) -> dict[str, Any]:

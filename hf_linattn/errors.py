@@ -1,9 +1,14 @@
-"""The exceptions this library raises. Each message names the field, the value received and the remedy."""
+"""The exceptions this library raises. Each message names the field, the value received and the remedy.
+
+And its one warning, of former names.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+import warnings
+from collections.abc import Iterable, Mapping
 
 
 class HfLinattnError(Exception):
@@ -13,8 +18,8 @@ class HfLinattnError(Exception):
 class UnknownNameError(HfLinattnError, LookupError):
     """A mechanism, feature map, kernel or option name that is not registered."""
 
-    def __init__(self, kind: str, name: object, known: Iterable[str]):
-        super().__init__(f"unknown {kind} {name!r}{did_you_mean(str(name), known)}")
+    def __init__(self, kind: str, name: object, known: Iterable[str], former: Mapping[str, str] | None = None):
+        super().__init__(f"unknown {kind} {name!r}{did_you_mean(str(name), known, former)}")
 
 
 class OptionError(HfLinattnError, ValueError):
@@ -53,13 +58,25 @@ class DataError(HfLinattnError, ValueError):
     """Training or evaluation data that is missing, empty or malformed."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], former: Mapping[str, str] | None = None) -> str:
     """Return the tail of an error message: the nearest known names, then all of them.
+
+    former: names of before -> those of today, which are named where one of before is near.
 
     >>> did_you_mean("perfomer", ["linear", "performer"])
     '; did you mean performer? Known: linear, performer'
+    >>> did_you_mean("flsh", ["linear", "mixed_chunk"], {"flash": "mixed_chunk"})
+    '; did you mean mixed_chunk? Known: linear, mixed_chunk'
     """
-    known = sorted(known)
-    nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.65)
+    known, former = sorted(known), former or {}
+    close = difflib.get_close_matches(name, [*known, *former], n=3, cutoff=0.65)
+    nearest = list(dict.fromkeys(former.get(found, found) for found in close))
     hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "."
     return f"{hint} Known: {', '.join(known) or 'none'}"
+
+
+@functools.cache
+def warn_of_former_name(kind: str, former: str, name: str) -> None:
+    """Say once in a process what something is called that was given under a name it had before."""
+    message = f"{kind} {former!r} is now called {name!r}; the former name still works, write the new one"
+    warnings.warn(message, FutureWarning, stacklevel=3)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention_call import AttentionCall, observed
+from .attention_call import AttentionCall, intercept_attention
 from .inference import accepted, evaluation_mode, without_labels
 from .mechanisms import Mechanism
 from .ops.dispatch import Decision, recording
@@ -111,17 +111,17 @@ def explain_backend(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> Bac
     mechanisms, rows = get_mechanisms(model), {}
     given = {"input_ids": inputs} if isinstance(inputs, Tensor) else without_labels(inputs)
 
-    def observer(path: str, mechanism: Mechanism, call: AttentionCall) -> Tensor:
+    def interceptor(path: str, mechanism: Mechanism, call: AttentionCall) -> Tensor:
         rows[path], output = _explain_layer(path, mechanism, call)
         return output
 
-    observers: dict[str, Callable[[AttentionCall], Tensor]] = {
-        path: partial(observer, path, mechanism) for path, mechanism in mechanisms.items()
+    interceptors: dict[str, Callable[[AttentionCall], Tensor]] = {
+        path: partial(interceptor, path, mechanism) for path, mechanism in mechanisms.items()
     }
     counted = [x for mechanism in mechanisms.values() for x in mechanism.modules() if isinstance(x, Mechanism)]
     calls = [x.calls for x in counted]
     try:
-        with evaluation_mode(model), torch.no_grad(), observed(mechanisms, observers):
+        with evaluation_mode(model), torch.no_grad(), intercept_attention(mechanisms, interceptors):
             model(**given, **accepted(model, use_cache=False))
     finally:
         for mechanism, count in zip(counted, calls, strict=True):
@@ -132,14 +132,14 @@ def explain_backend(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> Bac
 def _explain_layer(path: str, mechanism: Mechanism, call: AttentionCall) -> tuple[BackendRow, Tensor]:
     """Return the row of one layer, which is in eval mode, and its output."""
     with recording() as forward:
-        output = call.by(mechanism)
+        output = call.run(mechanism)
     kept = {name: x.clone() for name, x in mechanism.named_buffers()}
     devices = [call.query.device] if call.query.device.type == "cuda" else []
     with torch.random.fork_rng(devices), evaluation_mode(mechanism), torch.enable_grad():
         mechanism.train()
         heads = [x.detach().requires_grad_() for x in call[:3]]
         with recording() as backward:
-            trained = call._replace(query=heads[0], key=heads[1], value=heads[2]).by(mechanism)
+            trained = call._replace(query=heads[0], key=heads[1], value=heads[2]).run(mechanism)
             torch.autograd.grad(trained.float().sum(), heads, allow_unused=True)
     with torch.no_grad():
         for name, x in mechanism.named_buffers():

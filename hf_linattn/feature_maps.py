@@ -35,7 +35,7 @@ class FeatureMap(nn.Module):
         estimates_softmax: whether phi(q) . phi(k) is an unbiased estimate of exp(scaling q . k).
         learned: whether it has trained weights; queries and keys then have a map each.
         positive: whether phi(q) . phi(k) is above zero for all q and k.
-        width: how many features it makes unless told, in units of D; None where no other number is possible.
+        width: how many features it makes by default, in units of D; None where no other number is possible.
         copies: how many features it makes of one direction.
     """
 

@@ -15,7 +15,7 @@ from .mechanisms import Mechanism
 
 logger = logging.getLogger(__name__)
 
-HELD_BACK = 4  # of so many rows the second is held back
+HELD_BACK = 4  # the second of every 4 rows is held back
 
 
 class HeldBack(NamedTuple):
@@ -57,7 +57,7 @@ class Split:
         """Return the call of the rows that are held back, or of the others; None if there are none."""
         self.size = len(call.query)
         own = [(self.first + row) % HELD_BACK == 1 for row in range(self.size)]
-        chosen = [row for row, held in enumerate(own) if self.alone or held == held_back]
+        chosen = [row for row, is_held_back in enumerate(own) if self.alone or is_held_back == held_back]
         return call.rows(chosen) if chosen else None
 
 
@@ -71,13 +71,13 @@ class Judge:
         self.errors, self.size = (list[Tensor](), list[Tensor]()), 0.0
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        target, judged = call.by_softmax(self.mechanism), self.split.rows(call, held_back=True)
+        target, judged = call.run_softmax(self.mechanism), self.split.rows(call, held_back=True)
         if judged is not None:
-            wanted = judged.by_softmax(self.mechanism)
+            wanted = judged.run_softmax(self.mechanism)
             after = [tensor.detach().clone() for tensor in self.tensors]
             for found, values in zip(self.errors, (self.before, after), strict=True):
                 write(self.tensors, values)
-                errors, sizes = squared_errors(judged.by(self.mechanism), wanted, judged.real)
+                errors, sizes = squared_errors(judged.run(self.mechanism), wanted, judged.real)
                 found.append(errors.cpu().double())
             self.size += float(sizes.sum())
         return target

@@ -77,12 +77,12 @@ def admitted(half: bool, *heads: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(accum_dtype(heads[0])) for x in heads)
 
 
-def require_recordable(mechanism: Any, query: Tensor, *told: Tensor | None) -> None:
+def require_recordable(mechanism: Any, query: Tensor, *masks: Tensor | None) -> None:
     """Refuse a program in which lengths, paddings or packings of its example would stand for those of all inputs.
 
     Args:
         mechanism: one that has `any_length` is right in every such program.
-        query: [B, H, N, D]. told: its mask and sequence ids, each [B, N], if there are any.
+        query: [B, H, N, D]. masks: its mask and sequence ids, each [B, N], if there are any.
 
     Raises:
         UnsupportedModeError: torch.jit.trace; torch.export of a dynamic size, or with a mask or ids; torch.func.vmap
@@ -92,7 +92,7 @@ def require_recordable(mechanism: Any, query: Tensor, *told: Tensor | None) -> N
         return
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         return  # torch.compile makes another program where these differ
-    if not is_open(query) and all(x is None or is_known(x) for x in told):
+    if not is_open(query) and all(x is None or is_known(x) for x in masks):
         return
     raise UnsupportedModeError(
         f"mechanism {mechanism.config.mechanism!r} of layer {mechanism.layer.index} works by the length, padding and"

@@ -116,7 +116,7 @@ def patch_model(
 ) -> ModelT:
     """Replace the attention of a transformers model, in place, and return it.
 
-    Its attention modules project, rotate and cache as before and then call the mechanism in the place of softmax.
+    Its attention modules project, rotate and cache as before and then call the mechanism in place of softmax.
     Everything else stays ordinary transformers: forward, generate, Trainer, PEFT, saving.
 
     Args:
@@ -128,7 +128,7 @@ def patch_model(
         layers: with a name or config: which layers, as `3`, `"0-5"`, `"0-2,7"` or `[6, 7]`; None is all.
         cross_attention: as `mechanism`, with options as in a plan, for layers that attend to an encoder's tokens,
             counted by themselves; what is needed of these is computed once and cached. None keeps softmax.
-        chunk_feed_forward: the feed-forward of every layer takes at most so many tokens at a time, see
+        chunk_feed_forward: at most how many tokens the feed-forward of every layer takes at a time, see
             `hf_linattn.chunk_feed_forward`; None is all at once. It is not saved with the model.
         **options: options of the named mechanism.
 
@@ -348,7 +348,7 @@ def _build(config: MechanismConfig | None, layer: AttentionLayer) -> Mechanism:
 
 def _warn_of_sinks(mechanisms: Mapping[str, Mechanism], family: str) -> None:
     """Say which layers lose their learned sinks."""
-    losing = {path: kind.without_sink() for path, kind in mechanisms.items() if kind.layer.has_sinks}
+    losing = {path: kind.mechanisms_dropping_sinks() for path, kind in mechanisms.items() if kind.layer.has_sinks}
     if lost := [path for path, names in losing.items() if names]:
         logger.warning(
             "%s: %s have learned sinks in the denominator of their softmax, which %s leaves out, as it has no such"

@@ -168,7 +168,7 @@ def give_names(names: list[tuple[Any, str, str]], name: str | None = None) -> No
 
 
 def refuse_paging(*args: Any, **kwargs: Any) -> Any:
-    """Stand in the place of `init_continuous_batching`, which chooses another attention."""
+    """Stand in place of `init_continuous_batching`, which chooses another attention."""
     raise UnsupportedModeError(
         "continuous batching (generate_batch, cache_implementation='paged') was asked of a patched model: its pages"
         " hold keys for softmax, and a mechanism keeps a decoding state; call generate, with a padded batch for many"

@@ -191,7 +191,7 @@ ENTRY = {"mechanism": "performer", "layers": "0-5", "heads": "0-1", "options": {
 def read_entries(plan: Any, places: Sequence[str] = ("layers", "heads")) -> list[PlanEntry]:
     """Return the entries of a plan, which is a mapping or a list.
 
-    places: the kinds of places that it may name. What a mapping has in the place of an entry is the first of them.
+    places: the kinds of places that it may name. What a mapping has in place of an entry is the first of them.
 
     >>> read_entries({"performer": "0-5", "linear": {"heads": 0, "decay": "learned"}})[1]
     PlanEntry(mechanism='linear', options={'decay': 'learned'}, places={'heads': 0})

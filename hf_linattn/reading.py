@@ -83,7 +83,7 @@ def told_in_one_line(error: BaseException) -> str:
 
 @contextmanager
 def exit_with_one_line() -> Iterator[None]:
-    """End the process with exit code 1 and one line in the place of a traceback; see `told_in_one_line`."""
+    """End the process with exit code 1 and one line in place of a traceback; see `told_in_one_line`."""
     try:
         yield
     except SAID as error:

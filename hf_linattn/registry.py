@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
-from .errors import OptionError, UnknownNameError
+from .errors import OptionError, UnknownNameError, warn_of_former_name
 
 T = TypeVar("T")
 
@@ -20,6 +20,7 @@ class Registry(Generic[T]):
         kind: what an entry is called in messages, for example `"mechanism"`.
         package: a package whose modules register entries when imported; they are imported on the first look-up.
         entry_point_group: installed distributions may add entries through this entry-point group.
+        former: names that entries had before -> those of today. They are found, with a warning, and never listed.
 
     >>> shapes = Registry("shape")
     >>> @shapes.register("square")
@@ -31,8 +32,15 @@ class Registry(Generic[T]):
     hf_linattn.errors.UnknownNameError: unknown shape 'sqare'; did you mean square? Known: square
     """
 
-    def __init__(self, kind: str, package: str | None = None, entry_point_group: str | None = None):
+    def __init__(
+        self,
+        kind: str,
+        package: str | None = None,
+        entry_point_group: str | None = None,
+        former: Mapping[str, str] | None = None,
+    ):
         self.kind = kind
+        self.former = dict(former or {})
         self._package = package
         self._entry_point_group = entry_point_group
         self._entries: dict[str, type[T]] = {}
@@ -42,6 +50,11 @@ class Registry(Generic[T]):
         """Return a decorator that enters a class under `name`; a name that is taken raises `OptionError`."""
 
         def enter(entry: type[T]) -> type[T]:
+            if name in self.former:
+                raise OptionError(
+                    f"{self.kind} {name!r} is a former name of {self.former[name]!r};"
+                    f" choose another name for {entry.__module__}.{entry.__qualname__}"
+                )
             holder = self._entries.setdefault(name, entry)
             if (holder.__module__, holder.__qualname__) != (entry.__module__, entry.__qualname__):
                 raise OptionError(
@@ -56,8 +69,11 @@ class Registry(Generic[T]):
     def get(self, name: str) -> type[T]:
         """Return the class entered under `name`, or raise `UnknownNameError` with the nearest names."""
         self._discover()
+        if isinstance(name, str) and name in self.former:
+            warn_of_former_name(self.kind, name, self.former[name])
+            name = self.former[name]
         if not isinstance(name, str) or name not in self._entries:
-            raise UnknownNameError(self.kind, name, self._entries)
+            raise UnknownNameError(self.kind, name, self._entries, self.former)
         return self._entries[name]
 
     def names(self) -> list[str]:
@@ -79,5 +95,14 @@ class Registry(Generic[T]):
 
 
 MECHANISM_PACKAGE = "hf_linattn.mechanisms"  # of the library's own, and the entry-point group of others
+# names that said something else to most readers; checkpoints and plans that have them load
+FORMER_MECHANISMS = {
+    "flash": "mixed_chunk",
+    "sinks": "streaming",
+    "fixed": "fixed_pattern",
+    "random": "random_blocks",
+}
 # here, so that configs and plans find mechanisms by name without importing what imports them
-MECHANISMS: Registry[Any] = Registry("mechanism", package=MECHANISM_PACKAGE, entry_point_group=MECHANISM_PACKAGE)
+MECHANISMS: Registry[Any] = Registry(
+    "mechanism", package=MECHANISM_PACKAGE, entry_point_group=MECHANISM_PACKAGE, former=FORMER_MECHANISMS
+)

@@ -102,7 +102,7 @@ def size_field(config: Any) -> str:
 
 
 def unfinished(config: Any) -> dict[str, Any]:
-    """Return what stands in the place of config.json while the files of a checkpoint are replaced by others."""
+    """Return what stands in place of config.json while the files of a checkpoint are replaced by others."""
     return {
         "model_type": MODEL_TYPE,
         "unfinished": "the save of this checkpoint was interrupted and its files are of two models: save it again",

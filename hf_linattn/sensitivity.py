@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .attention_call import AttentionCall, Observer, observed
+from .attention_call import AttentionCall, Interceptor, intercept_attention
 from .config import require
 from .errors import OptionError
 from .inference import accepted, evaluation_mode, without_labels
@@ -52,7 +52,7 @@ def layer_sensitivity(
             original, mask = _predict(model, inputs, {}), inputs.get("attention_mask")
             real = torch.ones(original.shape[:2], device=original.device) if mask is None else mask.to(original.dtype)
             for path, mechanism in converted.items():
-                alone = _predict(model, inputs, {path: partial(AttentionCall.by, mechanism=mechanism)})
+                alone = _predict(model, inputs, {path: partial(AttentionCall.run, mechanism=mechanism)})
                 divergence = (original.exp() * (original - alone)).sum(-1)
                 totals[path] += float((divergence * real).sum())
             count += int(real.sum())
@@ -73,7 +73,7 @@ def choose_layers(sensitivity: Mapping[str, float], share: float) -> list[int]:
     return sorted(ranked[math.floor(share * len(values)) :])
 
 
-def _predict(model: nn.Module, inputs: Mapping[str, Any], observers: Mapping[str, Observer]) -> Tensor:
-    """Return the log probabilities [B, N, V] when all layers without an observer answer with softmax."""
-    with observed(get_mechanisms(model), observers):
+def _predict(model: nn.Module, inputs: Mapping[str, Any], interceptors: Mapping[str, Interceptor]) -> Tensor:
+    """Return the log probabilities [B, N, V] when all layers without an interceptor answer with softmax."""
+    with intercept_attention(get_mechanisms(model), interceptors):
         return model(**inputs).logits.float().log_softmax(-1)

@@ -1,7 +1,7 @@
 """Tensor parallelism: which mechanisms can work where each process has some of a layer's heads and not all of them.
 
 Two ways lead there: transformers' plans (`tp_plan="auto"`, `DistributedConfig`), which split projections as a model is
-loaded, and PyTorch's `parallelize_module` on a model in memory. A mechanism is told of all heads. What it keeps or
+loaded, and PyTorch's `parallelize_module` on a model in memory. A mechanism is made for all heads. What it keeps or
 decides for each head by itself, such as a learned map, would be that of other heads on all processes but the first.
 """
 
@@ -50,9 +50,9 @@ def heads_apart(mechanism: Mechanism) -> bool:
     """Return whether a mechanism works where each process has some of the heads only.
 
     With parameters it does not: none of the library's are the same for all heads by design, and those that were would
-    get other gradients on each process. `sink="one"` is a number for each head, too.
+    get other gradients on each process. `sink_logit="one"` is a number for each head, too.
     """
-    without = next(mechanism.parameters(), None) is None and getattr(mechanism.config, "sink", None) is None
+    without = next(mechanism.parameters(), None) is None and getattr(mechanism.config, "sink_logit", None) is None
     return mechanism.splits and without
 
 

@@ -19,7 +19,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from . import architecture
 from .architecture import root_model
-from .attention_call import AttentionCall, begin_call, current_call, end_call, observer_of
+from .attention_call import AttentionCall, begin_call, current_call, end_call, interceptor_of
 from .cache import EncoderStateLayer, StateLayer
 from .errors import UnsupportedModeError, UnsupportedModelError
 from .masks import UNMASKED, MaskSizes, key_columns, mask_of_rule, masked_window, masks_of, require_batch, window_of
@@ -66,12 +66,12 @@ def mechanism_of(module: nn.Module) -> Any:
 
     PEFT wraps it where `modules_to_save` names it, beside the copy that it trains: the active one is returned.
     """
-    held: Any = getattr(module, MECHANISM, None)
-    if held is None or isinstance(held, Mechanism):
-        return held
-    if held.disable_adapters or not held.active_adapters:
-        return held.original_module
-    return held.modules_to_save[held.active_adapters[0]]
+    attached: Any = getattr(module, MECHANISM, None)
+    if attached is None or isinstance(attached, Mechanism):
+        return attached
+    if attached.disable_adapters or not attached.active_adapters:
+        return attached.original_module
+    return attached.modules_to_save[attached.active_adapters[0]]
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
@@ -284,11 +284,11 @@ def attention_forward(
     sequence_ids = _sequence_ids(position_ids, cu_seq_lens_q, key_padding_mask, query.shape[2], key.shape[2])
     stateful = layer is not None and keeps_states(mechanism)
     call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact)
-    if (observer := observer_of(mechanism)) is not None:
-        mechanism.count_call()
-        return observer(call).transpose(1, 2).contiguous(), None
+    if (interceptor := interceptor_of(mechanism)) is not None:
+        mechanism.record_call()
+        return interceptor(call).transpose(1, 2).contiguous(), None
     if layer is None or not stateful:  # without a cache, or it holds the keys
-        output = call.by(mechanism)
+        output = call.run(mechanism)
     else:
         output, layer.state = mechanism(*call[:5], layer.state, **mechanism.keywords(exact))
         layer.made_by = mechanism.config
@@ -331,11 +331,11 @@ def _attend_across(
 ) -> Tensor:
     """Attend to an encoder's tokens [B, Hkv, Nk, D], or to what the cache layer keeps of them: [B, Nq, H, Dv]."""
     call = AttentionCall(_scaled(query, scaling, mechanism), key, value, key_padding_mask, None, exact, cross=True)
-    if (observer := observer_of(mechanism)) is not None:
-        mechanism.count_call()
-        output = observer(call)
+    if (interceptor := interceptor_of(mechanism)) is not None:
+        mechanism.record_call()
+        output = interceptor(call)
     elif not isinstance(layer, EncoderStateLayer):
-        output = call.by(mechanism)
+        output = call.run(mechanism)
     else:
         output, state = mechanism(*call[:5], layer.state, **mechanism.keywords(exact))
         layer.keep(state, key, value)

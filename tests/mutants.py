@@ -235,7 +235,7 @@ def try_mutant(mutant: Mutant, tree: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run mutants whose name has this text")
-    parser.add_argument("--random", type=int, default=0, help="so many random ones in the place of those by hand")
+    parser.add_argument("--random", type=int, default=0, help="that many random ones in place of those by hand")
     parser.add_argument("--anew", action="store_true", help="forget earlier results")
     options = parser.parse_args()
     record = WORK / "results.json"

@@ -134,8 +134,8 @@ def test_what_depth_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     hidden_state, wide = 1024 * 32 * 4, 256 // 32  # bytes; of the feed-forward, in hidden states
     for mechanism in ("linear", "softmax"):
         rows = [row for row in results["rows"] if row["mechanism"] == mechanism]
-        held = [{row["depth"]: row["peak_bytes"] for row in rows if row["way"] == way} for way in depth.WAYS]
-        plain, checkpointing, chunks, disk = held
+        sizes = [{row["depth"]: row["peak_bytes"] for row in rows if row["way"] == way} for way in depth.WAYS]
+        plain, checkpointing, chunks, disk = sizes
         for curve, least, most in ((plain, 4 * wide + 6, 4 * wide + 12), (checkpointing, 1, 1.01), (chunks, 1, 1.01)):
             assert least <= (curve[5] - curve[3]) / hidden_state / 2 <= most
         assert disk[2] == disk[3] == disk[5] < chunks[2] < checkpointing[2] < plain[2]
@@ -177,11 +177,11 @@ def test_a_missing_peer_is_named() -> None:
 
 def test_state_bytes(document: Document) -> None:
     """Linear: S and z per head and layer in float32, at any context; softmax: every key and value."""
-    held = {(r["mechanism"], r["context"]): r["state_bytes"] for r in document["decoding"]}
+    sizes = {(r["mechanism"], r["context"]): r["state_bytes"] for r in document["decoding"]}
     heads, dim, layers = PLAN.num_heads, PLAN.head_dim, PLAN.num_layers
     for context in PLAN.contexts:
-        assert held["softmax", context] == 2 * layers * heads * context * dim * 4
-        assert held["linear", context] == layers * heads * (dim * (dim + 1) + 1) * 4
+        assert sizes["softmax", context] == 2 * layers * heads * context * dim * 4
+        assert sizes["linear", context] == layers * heads * (dim * (dim + 1) + 1) * 4
     assert targets.state_constancy(document) == 1
 
 
@@ -243,14 +243,14 @@ def test_the_board_says_what_was_reached_and_what_was_missed() -> None:
         }  # fmt: skip
 
     ratios = {"gpt2-hybrid": 1.05, "gpt2-lolcats": 1.05, "llama-hybrid": 1.0, "llama-hybrid-seed1": 1.006}
-    ratios |= {"llama-sinks": 1.05, "wikitext-llama-lolcats-linear-seed2": 1.1}
+    ratios |= {"llama-streaming": 1.05, "wikitext-llama-lolcats-linear-seed2": 1.1}
     text = quality.board_table({name: report(name, ratio) for name, ratio in ratios.items()})
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
     assert [row[9] for row in rows] == ["1.005 missed", "", "1.005 reached", "1.050 reached", ""]
     assert rows[0][3:9] == ["1.0 M", "1", "8.00", "90.00", "8.40", "**1.050**"]
     assert rows[2][3:9] == ["1.0 M", "2", "8.00", "90.00", "8.02", "**1.003** (1.000 to 1.006)"]
     assert rows[2][2] == "`hybrid` `window_size=32`" and rows[2][10] == "`recipes/models/llama.yaml --row hybrid`"
-    names = [["llama", "hybrid"], ["llama", "sinks"], ["wikitext-llama", "lolcats-linear"]]
+    names = [["llama", "hybrid"], ["llama", "streaming"], ["wikitext-llama", "lolcats-linear"]]
     assert [row[:2] for row in rows[2:]] == names
 
 

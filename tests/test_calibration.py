@@ -15,7 +15,7 @@ from hf_linattn import (
     original_attention,
     patch_model,
 )
-from hf_linattn.attention_call import observed, observer_of
+from hf_linattn.attention_call import intercept_attention, interceptor_of
 from hf_linattn.calibration import own_parameters, squared_errors
 from hf_linattn.testing.models import ARCHITECTURES, positions_of, random_tokens, tiny_model
 
@@ -43,13 +43,13 @@ def layer_errors(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[float
 
     def watch(mechanism):
         def answer(call):
-            target = call.by_softmax(mechanism)
-            errors.append(float((call.by(mechanism) - target).square().sum() / target.square().sum()))
+            target = call.run_softmax(mechanism)
+            errors.append(float((call.run(mechanism) - target).square().sum() / target.square().sum()))
             return target
 
         return answer
 
-    with observed(mechanisms, {path: watch(mechanism) for path, mechanism in mechanisms.items()}):
+    with intercept_attention(mechanisms, {path: watch(mechanism) for path, mechanism in mechanisms.items()}):
         model(**batch, use_cache=False)
     return errors
 
@@ -80,11 +80,11 @@ def test_every_layer_sees_what_the_original_model_makes(architecture):
     with torch.no_grad():
         with original_attention(model):
             expected = model(**batch).logits
-        answers = {path: lambda call, m=m: call.by_softmax(m) for path, m in mechanisms.items()}
-        with observed(mechanisms, answers):
+        answers = {path: lambda call, m=m: call.run_softmax(m) for path, m in mechanisms.items()}
+        with intercept_attention(mechanisms, answers):
             torch.testing.assert_close(model(**batch, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
         assert (model(**batch).logits - expected).abs().amax() > 1e-3
-    assert all(observer_of(mechanism) is None for mechanism in mechanisms.values())
+    assert all(interceptor_of(mechanism) is None for mechanism in mechanisms.values())
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -205,7 +205,7 @@ def test_nothing_is_half_done(mechanism):
         calibrate(model, make_batches(1), steps=0)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    assert all(observer_of(mechanism) is None for mechanism in get_mechanisms(model).values())
+    assert all(interceptor_of(mechanism) is None for mechanism in get_mechanisms(model).values())
 
 
 def test_an_unpatched_model_is_refused():

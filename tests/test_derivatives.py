@@ -13,7 +13,7 @@ from hf_linattn.mechanisms import MECHANISMS, Mechanism
 from hf_linattn.testing.models import Case
 
 LENGTH = 75  # more than a block of every mechanism, none of them full at the end
-OPTIONS = {"performer": {"num_features": 16}, "flash": {"block_size": 32}, "hybrid": {"window_size": 16}}
+OPTIONS = {"performer": {"num_features": 16}, "mixed_chunk": {"block_size": 32}, "hybrid": {"window_size": 16}}
 ARCHITECTURE = {"causal": ("llama", True), "bidirectional": ("llama", False), "cross": ("whisper", False)}
 FORMS = [
     pytest.param(Case(name, *ARCHITECTURE[mode], OPTIONS.get(name, {})), id=f"{name}-{mode}")
@@ -78,7 +78,7 @@ TRAINED = {
     **{name: [{}] for name in list_mechanisms()},
     "linear": [{"decay": "learned", "self_weight": "learned"}],
     "hedgehog": [{}, {"decay": "learned"}],
-    "flash": [{"inside": "relu2", "linear_options": {"decay": "learned"}}, {"sink": "learned"}],
+    "mixed_chunk": [{"inside": "relu2", "linear_options": {"decay": "learned"}}, {"sink_logit": "learned"}],
 }
 
 

@@ -37,7 +37,7 @@ def make_case(name: str, causal: bool, architecture: str = "llama") -> Case:
 
 
 @pytest.mark.parametrize("causal", MODES)
-@pytest.mark.parametrize("name", ["random", "bigbird"])
+@pytest.mark.parametrize("name", ["random_blocks", "bigbird"])
 def test_r1_evaluation_sees_the_random_blocks_of_training_and_each_key_once(name, causal):
     """transformers' BigBird in evaluation: every random block is block 0, which weighs r + 1 times too much."""
     case = make_case(name, causal)

@@ -370,7 +370,7 @@ def test_a_copy_has_chunks_of_its_own(name, way):
 @pytest.mark.parametrize("first", ["dispatch", "patch"])
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_a_dispatched_model_takes_chunks(name, place, first, tmp_path):
-    """accelerate puts a function of its own in the place of every module's forward."""
+    """accelerate puts a function of its own in place of every module's forward."""
     model, ids = make_model(name), make_tokens(2, 21)
     softmax = logits_of(model, ids)
     want = logits_of(patch_model(make_model(name), "linear"), ids)

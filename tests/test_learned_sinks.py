@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_linattn import OptionError, calibrate, get_mechanisms, is_patched, patch_model
-from hf_linattn.attention_call import observed
+from hf_linattn.attention_call import intercept_attention
 from hf_linattn.support.tiny import architectures, tiny_inputs, tiny_model
 from hf_linattn.testing import random_tokens
 from hf_linattn.testing.models import positions_of
@@ -106,7 +106,7 @@ def test_windows_become_local_and_decoding_is_as_the_original(tmp_path):
     assert torch.equal(generate(loaded, tokens, 9, attention_mask=mask)[1], got[1])
 
 
-@pytest.mark.parametrize("plan", [{"softmax": 0, "linformer": 1}, {"sinks": {"layers": 0}, "lsh": 1}], ids=str)
+@pytest.mark.parametrize("plan", [{"softmax": 0, "linformer": 1}, {"streaming": {"layers": 0}, "lsh": 1}], ids=str)
 def test_generation_with_a_cache_is_that_without(plan):
     model, tokens = patch_model(make("gpt_oss"), plan), random_tokens(2, LENGTH)
     with_cache, without = (generate(model, tokens, 9, use_cache=use_cache) for use_cache in (True, False))
@@ -128,16 +128,16 @@ def test_generation_with_a_cache_is_that_without(plan):
 def test_what_leaves_them_out_says_so(caplog, family, plan, losing):
     with caplog.at_level("WARNING", "hf_linattn"):
         patch_model(make(family), plan)
-    told = [record.getMessage() for record in caplog.records if record.name == "hf_linattn.patching"]
-    assert len(told) == bool(losing)
+    messages = [record.getMessage() for record in caplog.records if record.name == "hf_linattn.patching"]
+    assert len(messages) == bool(losing)
     if losing:
-        assert f": {losing}" in told[0] and "leaves out" in told[0] and "hybrid" in told[0]
+        assert f": {losing}" in messages[0] and "leaves out" in messages[0] and "hybrid" in messages[0]
 
 
 def test_an_option_beside_a_layers_own_sinks_is_refused_and_changes_nothing():
     model = make("gpt_oss")
-    with pytest.raises(OptionError, match="sink must be None for layer 0"):
-        patch_model(model, "local", sink="one")
+    with pytest.raises(OptionError, match="sink_logit must be None for layer 0"):
+        patch_model(model, "local", sink_logit="one")
     assert not is_patched(model)
 
 
@@ -153,13 +153,13 @@ def test_what_mechanisms_are_fitted_to_has_the_sinks():
     assert all(torch.equal(p, parameters[name]) or "hf_linattn" in name for name, p in model.named_parameters())
 
 
-def test_where_all_layers_are_observed_a_softmax_with_a_sink_is_the_original():
+def test_where_all_layers_are_intercepted_a_softmax_with_a_sink_is_the_original():
     model = make("llama")
     tokens = random_tokens(2, LENGTH)
     mask = torch.ones_like(tokens)
     with torch.no_grad():
         want = run(model, tokens, mask)
-        patch_model(model, "softmax", sink="one")
+        patch_model(model, "softmax", sink_logit="one")
         assert float((run(model, tokens, mask) - want).abs().max()) > 1e-2
-        with observed(get_mechanisms(model)):
+        with intercept_attention(get_mechanisms(model)):
             torch.testing.assert_close(run(model, tokens, mask), want, **CLOSE)

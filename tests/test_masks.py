@@ -94,12 +94,12 @@ def test_softmax_keeps_a_rule_and_others_refuse_it_by_name(name, mask, ruled):
 @pytest.mark.parametrize("left", [True, False])
 def test_a_rule_that_comes_to_the_order_of_tokens_is_none(name, left, ruled):
     """Whatever it says of pads: chunks are counted from the first token behind those on the left."""
-    inputs, told = padded(left), {"attention_chunk_size": LENGTH, "sliding_window": WINDOW}
-    patched = logits(make_patched("llama", **told), inputs)
+    inputs, rules = padded(left), {"attention_chunk_size": LENGTH, "sliding_window": WINDOW}
+    patched = logits(make_patched("llama", **rules), inputs)
     ruled(PLAIN[name])
-    assert torch.equal(logits(make_patched("llama", **told), inputs), patched)
-    want = logits(make_model("llama", **told), inputs)
-    assert_close(logits(make_patched("llama", "softmax", **told), inputs), want)
+    assert torch.equal(logits(make_patched("llama", **rules), inputs), patched)
+    want = logits(make_model("llama", **rules), inputs)
+    assert_close(logits(make_patched("llama", "softmax", **rules), inputs), want)
 
 
 @torch.no_grad()

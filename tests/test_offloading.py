@@ -44,8 +44,12 @@ def test_a_patched_model_is_offloaded(name, mechanism):
 
 @pytest.mark.parametrize(
     ("mechanism", "options"),
-    [("hybrid", HYBRID), ("flash", {"linear": "learned_exp"}), ("fusion", {"members": {"hybrid": HYBRID, "gla": {}}})],
-    ids=["hybrid", "flash", "fusion"],
+    [
+        ("hybrid", HYBRID),
+        ("mixed_chunk", {"linear": "learned_exp"}),
+        ("fusion", {"members": {"hybrid": HYBRID, "gla": {}}}),
+    ],
+    ids=["hybrid", "mixed_chunk", "fusion"],
 )
 def test_what_consists_of_mechanisms_is_offloaded_with_theirs(mechanism, options):
     ids = make_tokens(2, 9)

@@ -7,11 +7,19 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hf_linattn import OptionError, UnknownNameError, list_mechanisms, patch_model, register_mechanism
+from hf_linattn import (
+    OptionError,
+    UnknownNameError,
+    get_patch_config,
+    list_mechanisms,
+    patch_model,
+    register_mechanism,
+)
 from hf_linattn import registry as registry_module
 from hf_linattn.config import MechanismConfig
+from hf_linattn.errors import warn_of_former_name
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
-from hf_linattn.registry import Registry
+from hf_linattn.registry import FORMER_MECHANISMS, Registry
 from tests.helpers import logits_of, make_tokens
 from tests.models import make_model
 
@@ -95,3 +103,36 @@ def test_a_third_partys_mechanism_is_patched_in(monkeypatch):
     assert not torch.equal(logits_of(patch_model(make_model("bert"), "first_value"), ids), before)
 
 
+@pytest.fixture
+def unwarned():
+    """Warnings of former names come once in a process, whatever test asked first."""
+    warn_of_former_name.cache_clear()
+
+
+@pytest.mark.parametrize(("former", "name"), FORMER_MECHANISMS.items())
+def test_a_former_name_is_found_with_one_warning_and_not_listed(unwarned, former, name):
+    with pytest.warns(FutureWarning, match=f"mechanism '{former}' is now called '{name}'") as caught:
+        assert MECHANISMS.get(former) is MECHANISMS.get(name)
+        assert MECHANISMS.get(former) is MECHANISMS.get(name)
+    assert len(caught) == 1
+    assert former not in list_mechanisms() and name in list_mechanisms()
+
+
+@pytest.mark.parametrize(("former", "name"), FORMER_MECHANISMS.items())
+def test_a_model_patched_by_a_former_name_is_described_by_todays(former, name):
+    model, ids = patch_model(make_model("llama"), former), make_tokens(2, 9)
+    assert {config.mechanism for config in get_patch_config(model).layers.values()} == {name}
+    assert torch.equal(logits_of(model, ids), logits_of(patch_model(make_model("llama"), name), ids))
+    plan = get_patch_config(patch_model(make_model("llama"), {former: 0, "linear": 1}))
+    assert [config.mechanism for config in plan.layers.values()] == [name, "linear"]
+
+
+def test_a_name_near_a_former_one_suggests_todays():
+    with pytest.raises(UnknownNameError, match=r"'flsh'; did you mean mixed_chunk or lsh\?") as raised:
+        MECHANISMS.get("flsh")
+    assert "flash" not in str(raised.value)
+
+
+def test_a_former_name_is_taken():
+    with pytest.raises(OptionError, match="'flash' is a former name of 'mixed_chunk'; choose another name for "):
+        MECHANISMS.register("flash")(Mechanism)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_linattn import OptionError, choose_layers, get_mechanisms, layer_sensitivity, patch_model
-from hf_linattn.attention_call import observer_of
+from hf_linattn.attention_call import interceptor_of
 from tests.helpers import logits_of, make_tokens, pad
 from tests.models import SPINE, make_model
 
@@ -33,7 +33,7 @@ def test_the_mean_is_over_the_tokens_of_all_batches_and_softmax_layers_have_no_c
     (path,) = layer_sensitivity(model, batches)
     first, second = (layer_sensitivity(model, [batch])[path] for batch in batches)
     assert layer_sensitivity(model, batches)[path] == pytest.approx((18 * first + 5 * second) / 23, rel=1e-5)
-    assert model.training and all(observer_of(m) is None for m in get_mechanisms(model).values())
+    assert model.training and all(interceptor_of(m) is None for m in get_mechanisms(model).values())
 
 
 @pytest.mark.parametrize(("share", "kept"), [(0.0, [0, 1, 2, 3]), (0.25, [0, 1, 3]), (0.5, [1, 3]), (0.7, [1, 3])])

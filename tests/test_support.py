@@ -73,7 +73,7 @@ def test_each_part_of_the_check_can_fail(monkeypatch):
 
     assert outcome() == ("patched", "")
     with monkeypatch.context() as broken:
-        broken.setattr(bridge.Mechanism, "count_call", lambda self: None)
+        broken.setattr(bridge.Mechanism, "record_call", lambda self: None)
         assert outcome()[0] != "patched"
     with monkeypatch.context() as broken:
         broken.setattr(checks, "patch_model", lambda model, *a, **k: hf_linattn.patch_model(model, "softmax"))

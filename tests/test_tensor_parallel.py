@@ -87,8 +87,8 @@ def test_a_mechanism_is_patched_into_shared_heads_or_refused_by_name(mechanism):
     ("mechanism", "options"),
     [
         ("linear", {"decay": "learned"}),
-        ("softmax", {"sink": "one"}),
-        ("softmax", {"sink": "learned"}),
+        ("softmax", {"sink_logit": "one"}),
+        ("softmax", {"sink_logit": "learned"}),
         ("retention", {"feature_map": "elu"}),
         ("by_head", {"plan": {"linear": "0"}}),
     ],

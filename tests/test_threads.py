@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn import get_mechanisms, patch_model
-from hf_linattn.attention_call import current_call, observed, observer_of
+from hf_linattn.attention_call import current_call, intercept_attention, interceptor_of
 from hf_linattn.mechanisms import MECHANISMS, list_mechanisms
 from tests.helpers import each_of, make_patched, make_tokens
 from tests.models import make_model
@@ -93,7 +93,7 @@ def test_each_thread_generates_what_it_generates_alone():
         assert torch.equal(got, want)
 
 
-def test_an_observer_stands_in_its_own_thread_only():
+def test_an_interceptor_stands_in_its_own_thread_only():
     model = make_patched("llama")
     tokens = make_tokens(1, 9)
     mechanisms = get_mechanisms(model)
@@ -101,13 +101,13 @@ def test_an_observer_stands_in_its_own_thread_only():
 
     @torch.no_grad()
     def run(number: int) -> Tensor:
-        with observed(mechanisms) if number else contextmanager(lambda: (yield))():
+        with intercept_attention(mechanisms) if number else contextmanager(lambda: (yield))():
             return model(tokens, use_cache=False).logits
 
     plain, softmax = together(model, run)
     torch.testing.assert_close(plain, patched)
     torch.testing.assert_close(softmax, make_model("llama")(tokens).logits)
-    assert not any(observer_of(mechanism) for mechanism in mechanisms.values())
+    assert not any(interceptor_of(mechanism) for mechanism in mechanisms.values())
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "linear", "local"])

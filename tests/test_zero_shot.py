@@ -71,22 +71,23 @@ def test_what_is_exact_scores_like_the_original_and_the_models_are_left_as_they_
 
 
 def test_usable_untrained_is_at_most_a_tenth_above_the_original_with_the_defaults():
-    rows = [("original", {}, 20.0), ("sinks", {"window_size": 64}, 30.0), ("sinks", {"window_size": 256}, 22.0)]
-    rows += [("hybrid", {"window_size": 256, "num_sinks": 4}, 22.1), ("local", {}, 20.0)]
+    rows = [("original", {}, 20.0), ("streaming", {"window_size": 64}, 30.0)]
+    rows += [("streaming", {"window_size": 256}, 22.0)]
+    rows += [("hybrid", {"window_size": 256, "num_sink_tokens": 4}, 22.1), ("local", {}, 20.0)]
     larger = {"rows": [dict(zip(("mechanism", "options", "perplexity"), row, strict=True)) for row in rows]}
     verdicts = quality.usable(larger)
-    assert verdicts == {"sinks": "yes", "hybrid": "no", "local": "yes"}
+    assert verdicts == {"streaming": "yes", "hybrid": "no", "local": "yes"}
     lines = quality.usable_table(larger).splitlines()[2:]
     shown = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert [(row[0], *row[3:]) for row in shown] == [
-        ("original", "1.000", ""), ("`sinks`", "1.500", "no"), ("`sinks`", "1.100", "yes"),
+        ("original", "1.000", ""), ("`streaming`", "1.500", "no"), ("`streaming`", "1.100", "yes"),
         ("`hybrid`", "1.105", "no"), ("`local`", "1.000", "yes"),
     ]  # fmt: skip
-    document = document_of([("original", 9, 9), (MEAN_OF_VALUES, 100, 200), ("sinks", 99, 199), ("lsh", 9, 9)])
+    document = document_of([("original", 9, 9), (MEAN_OF_VALUES, 100, 200), ("streaming", 99, 199), ("lsh", 9, 9)])
     lines = quality.zero_shot_table(document, verdicts).splitlines()[2:]
     assert [line.split("|")[-2].strip() for line in lines] == ["", "", "yes", ""]
     del document["rows"][2]["perplexity"]["llama"]  # which it does not serve
-    assert "| `sinks` |  | 99.0 |  | yes |" in quality.zero_shot_table(document, verdicts)
+    assert "| `streaming` |  | 99.0 |  | yes |" in quality.zero_shot_table(document, verdicts)
 
 
 def test_the_larger_model_is_read_row_by_row_and_left_as_it_was(tmp_path, monkeypatch):
@@ -96,11 +97,11 @@ def test_the_larger_model_is_read_row_by_row_and_left_as_it_was(tmp_path, monkey
     monkeypatch.setattr(usable, "load_model", lambda *_: model)
     monkeypatch.setattr(usable.AutoTokenizer, "from_pretrained", lambda *_: tokenizer)
     (tmp_path / usable.FILE).write_text(" ".join(TEXTS))
-    *_, results = usable.run("a-model", tmp_path, ["sinks", "linear"], count=3)
+    *_, results = usable.run("a-model", tmp_path, ["streaming", "linear"], count=3)
     rows = usable.read_rows("a-model", tmp_path, 3)
     want = torch.nn.functional.cross_entropy(logits_of(model, rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).exp()
     got = [(row["mechanism"], row["options"].get("window_size")) for row in results["rows"]]
-    assert got == [("original", None), ("sinks", 64), ("sinks", 128), ("sinks", 256), ("linear", None)]
+    assert got == [("original", None), ("streaming", 64), ("streaming", 128), ("streaming", 256), ("linear", None)]
     assert not is_patched(model)
     *exact, other = [row["perplexity"] for row in results["rows"]]
     assert exact == pytest.approx([float(want)] * 4, rel=1e-4) and other != pytest.approx(float(want), rel=1e-4)

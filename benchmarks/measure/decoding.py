@@ -43,7 +43,7 @@ def measure_decoding(stopwatch: Stopwatch, names: Sequence[str], dtype: torch.dt
     for context in plan.contexts:
         softmax_seconds: list[float] = []
         cache = fill_cache(softmax, context)
-        held, after = state_bytes(cache), []
+        size, after = state_bytes(cache), []
         for name in tqdm(causal, desc=f"decoding after {context}"):
             model = build_model(stopwatch, dtype, name)
             own_cache = prefill(model, context)
@@ -55,7 +55,7 @@ def measure_decoding(stopwatch: Stopwatch, names: Sequence[str], dtype: torch.dt
             softmax_seconds += seconds[SOFTMAX]
             ratio = median(seconds[SOFTMAX]) / median(seconds[name])
             after.append(DecodingRow(name, context, Timing.of(seconds[name]), ratio, own_bytes))
-        rows += [DecodingRow(SOFTMAX, context, Timing.of(softmax_seconds), 1.0, held), *after]
+        rows += [DecodingRow(SOFTMAX, context, Timing.of(softmax_seconds), 1.0, size), *after]
     return rows
 
 

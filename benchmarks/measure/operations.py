@@ -192,7 +192,7 @@ def measure_operations(
 
 
 def floor_seconds(flops: float, moved: float, ceilings: dict[str, float]) -> float:
-    """Return what so many operations, or so many bytes read or written, take at best."""
+    """Return what a number of operations, or of bytes read or written, takes at best."""
     return max(flops / ceilings["matmul_gflops"], moved / ceilings["copy_gigabytes_per_second"]) / 1e9
 
 

@@ -129,7 +129,7 @@ def serve() -> None:
 
 
 def timed(run: Callable[[], Any], repeats: int) -> float:
-    """Return the seconds of so many calls."""
+    """Return the seconds of that many calls."""
     start = time.perf_counter()
     for _ in range(repeats):
         run()

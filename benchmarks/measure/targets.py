@@ -16,7 +16,7 @@ FASTER = {  # times faster than softmax at that length, at least, causal and bid
     "performer": 10,
     "hedgehog": 15,
     "local": 20,
-    "sinks": 20,
+    "streaming": 20,
     "linformer": 25,
     "longformer": 10,
     "bigbird": 10,
@@ -35,7 +35,7 @@ BOARD_TARGETS = {  # recovered / best perplexity, at most
     "learned_exp": 1.05,
     "deltanet": 1.05,
     "local": 1.05,
-    "sinks": 1.05,
+    "streaming": 1.05,
     "longformer": 1.05,
     "lsh": 1.05,
     "linformer": 1.10,
@@ -76,7 +76,7 @@ def state_constancy(document: Document) -> float:
     sizes: dict[str, list[int]] = {}
     for row in document["decoding"]:
         sizes.setdefault(row["mechanism"], []).append(row["state_bytes"])
-    return min(min(held) / max(held) for name, held in sizes.items() if MECHANISMS.get(name).constant_state)
+    return min(min(size) / max(size) for name, size in sizes.items() if MECHANISMS.get(name).constant_state)
 
 
 def find_gpu_targets(document: Document) -> list[Target]:

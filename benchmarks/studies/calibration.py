@@ -37,7 +37,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("retention", {}),
     ("gla", {}),
     ("deltanet", {}),
-    ("flash", {}),
+    ("mixed_chunk", {}),
     ("fusion", {"members": {"local": {"window_size": 64}, "linear": {}}}),
     ("linformer", {"num_slots": 64, "block_size": 32}),
     ("nystrom", {"num_landmarks": 32, "block_size": 32}),
@@ -83,7 +83,7 @@ def run(rows: Sequence[tuple[str, dict[str, Any]]], documents: int | None = None
 
 
 def main(
-    documents: Annotated[int | None, typer.Option(help="only so many documents of the test split")] = None,
+    documents: Annotated[int | None, typer.Option(help="at most that many documents of the test split")] = None,
     output: Annotated[Path, typer.Option(help="the JSON file")] = RESULTS / "calibration.json",
 ) -> None:
     """Measure and write the JSON; `python -m docs.generate` makes the table from it."""

@@ -76,8 +76,8 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("deltanet", {"feature_dim": 16}),
     ("deltanet", {"feature_dim": 64}),
     ("deltanet", {"feature_dim": 64, "gate": True}),
-    ("hybrid", {"window_size": 16, "num_sinks": 1, "linear": "learned_exp", "initial_share": 1}),
-    ("flash", {"block_size": 16}),
+    ("hybrid", {"window_size": 16, "num_sink_tokens": 1, "linear": "learned_exp", "initial_share": 1}),
+    ("mixed_chunk", {"block_size": 16}),
     ("fusion", {"members": {"local": {"window_size": 16}, "deltanet": {"feature_dim": 64}}}),
     ("vq", {"num_codes": 32, "block_size": 16}),
     ("linformer", {"num_slots": 16, "block_size": 16}),
@@ -86,12 +86,12 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("local", {"window_size": 48, "block_size": 16}),
     ("conv", {"window_size": 16, "kernel_radius": 2}),
     ("evo", {"window_size": 16, "kernel_radius": 2}),
-    ("sinks", {"window_size": 16, "num_sinks": 16, "block_size": 16}),
+    ("streaming", {"window_size": 16, "num_sink_tokens": 16, "block_size": 16}),
     ("longformer", {"window_size": 16, "num_global": 16}),
     ("atrous", {"window_size": 16, "dilation": 3, "block_size": 16}),
     ("sparse_transformer", {"block_size": 16, "window_size": 16, "stride": 4, "num_strides": 4}),
     ("checkerboard", {"block_size": 16, "window_size": 48}),
-    ("fixed", {"block_size": 16, "group_size": 32, "num_summary": 8, "num_groups": 2}),
+    ("fixed_pattern", {"block_size": 16, "group_size": 32, "num_summary": 8, "num_groups": 2}),
     ("radial", {"block_size": 16, "window_blocks": 1}),
     ("learned_sparse", {"block_size": 16, "reach": 3}),
 ]
@@ -156,7 +156,7 @@ def accuracy(model: LlamaForCausalLM) -> float:
 
 
 @torch.no_grad()
-def held(model: LlamaForCausalLM) -> int:
+def state_size(model: LlamaForCausalLM) -> int:
     """Return the bytes of decoding state after one sequence."""
     cache = DynamicCache(config=model.config)
     model(input_ids=torch.ones(1, LENGTH, dtype=torch.long), past_key_values=cache, use_cache=True)
@@ -166,7 +166,7 @@ def held(model: LlamaForCausalLM) -> int:
 def measure(original: LlamaForCausalLM, mechanism: str, options: dict[str, Any], steps: int) -> dict[str, Any]:
     """Convert, calibrate and train on with every learning rate; the best one counts."""
     converted = patch_model(copy.deepcopy(original), mechanism, **options).eval()
-    row: dict[str, Any] = {"mechanism": mechanism, "options": options, "state_bytes": held(converted)}
+    row: dict[str, Any] = {"mechanism": mechanism, "options": options, "state_bytes": state_size(converted)}
     row["converted"] = accuracy(converted)
     if what_is_fitted(get_mechanisms(converted)):
         generator = torch.Generator().manual_seed(3)

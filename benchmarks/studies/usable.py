@@ -33,8 +33,8 @@ from hf_linattn.training.task import load_model
 
 FILE = "wiki.test.raw"
 LENGTH, ROWS = 1024, 2
-WINDOWS = [{"window_size": size, "num_sinks": 4} for size in (64, 128, 256)]
-OPTIONS: dict[str, list[dict[str, Any]]] = {"sinks": WINDOWS, "hybrid": WINDOWS}
+WINDOWS = [{"window_size": size, "num_sink_tokens": 4} for size in (64, 128, 256)]
+OPTIONS: dict[str, list[dict[str, Any]]] = {"streaming": WINDOWS, "hybrid": WINDOWS}
 CHARACTERS = 8  # of a token, more than there are: no more of the text is tokenised
 
 

@@ -42,9 +42,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "deltanet": [{}, {"gate": True}],
     "dynamic_sparse": [{"block_size": 16, "num_blocks": 3}],
     "evo": [{"window_size": 64, "kernel_radius": 4}],
-    "fixed": [{"block_size": 16, "group_size": 64, "num_summary": 16, "num_groups": 4}],
+    "fixed_pattern": [{"block_size": 16, "group_size": 64, "num_summary": 16, "num_groups": 4}],
     "fusion": [{"members": {"local": {"window_size": 64}, "linear": {}}}],
-    "hybrid": [{"window_size": 64, "num_sinks": 4}],
+    "hybrid": [{"window_size": 64, "num_sink_tokens": 4}],
     "learned_sparse": [{"block_size": 16, "reach": 4}],
     "linear": [{}, {"decay": "learned"}],
     "linformer": [{"num_slots": 64, "block_size": 32}, {"num_slots": 64, "block_size": 32, "exact_block": True}],
@@ -57,8 +57,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "nystrom": [{"num_landmarks": 32, "block_size": 32}],
     "performer": [{}, {"decay": "learned"}],
     "radial": [{"block_size": 16, "window_blocks": 2}],
-    "random": [{"block_size": 16, "num_random": 4}],
-    "sinks": [{"window_size": 64, "num_sinks": 4}],
+    "random_blocks": [{"block_size": 16, "num_random": 4}],
+    "streaming": [{"window_size": 64, "num_sink_tokens": 4}],
     "sparse_transformer": [{"block_size": 16, "window_size": 32, "stride": 4, "num_strides": 4}],
     "vq": [{"num_codes": 64, "block_size": 32}],
 }
@@ -146,7 +146,7 @@ def run(names: Sequence[str], documents: int | None) -> Document:
 
 def main(
     mechanism: Annotated[list[str] | None, typer.Option(help="repeatable; by default every one")] = None,
-    documents: Annotated[int | None, typer.Option(help="only so many documents of the test split")] = None,
+    documents: Annotated[int | None, typer.Option(help="at most that many documents of the test split")] = None,
     output: Annotated[Path, typer.Option(help="the JSON file")] = RESULTS / "zero_shot.json",
 ) -> None:
     """Measure and write the JSON; `python -m docs.generate` makes the table from it."""

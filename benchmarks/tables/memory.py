@@ -10,7 +10,7 @@ from benchmarks.tables.markdown import MODES, code, number, pivot, shown, table
 def long_inputs_tables(document: Document) -> list[str]:
     """Return what long inputs cost: memory of a training step, a token after a long context, a prompt."""
     memory = pivot(document["memory"], ["mechanism"], "mode", "ratio")
-    lines = [[code(name), *(number(held.get(mode)) for mode in MODES)] for (name,), held in memory.items()]
+    lines = [[code(name), *(number(sizes.get(mode)) for mode in MODES)] for (name,), sizes in memory.items()]
     length = document["memory"][0]["length"]
     what = f"Most memory of forward and backward over {length:,} tokens, over that of operands and gradients."
     contexts = [str(context) for context in document["contexts"]]

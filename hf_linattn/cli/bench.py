@@ -28,9 +28,9 @@ def bench(
         speed = measure_speed(loaded, wanted, batch_size=batch_size, repeats=repeats)
         memory = measure_memory(loaded, wanted)
     table = Table("tokens", "prefill, times faster", "decode, times faster", "state bytes", "original's")
-    for row, held in zip(speed, memory, strict=True):
+    for row, size in zip(speed, memory, strict=True):
         decode = "-" if row.decode_speedup is None else f"{row.decode_speedup:.2f}"
-        state = ["-" if b is None else f"{b:,}" for b in (held.patched_state, held.original_state)]
+        state = ["-" if b is None else f"{b:,}" for b in (size.patched_state, size.original_state)]
         table.add_row(f"{row.length:,}", f"{row.prefill_speedup:.2f}", decode, *state)
     document = {"model": model, "speed": [asdict(row) for row in speed], "memory": [asdict(row) for row in memory]}
     show(document, as_json, table)

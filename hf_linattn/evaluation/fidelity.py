@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import architecture
-from ..attention_call import AttentionCall, observed
+from ..attention_call import AttentionCall, intercept_attention
 from ..config import require
 from ..inference import accepted, evaluation_mode
 from ..mechanisms.hybrid import HybridMechanism
@@ -186,7 +186,7 @@ def linear_share(model: nn.Module, windows: Tensor) -> float | None:
                 scores = mechanism.scores(pairs).masked_fill(~pairs.allowed, torch.finfo(torch.float32).min)
                 far = (scores.softmax(-1) * ~mechanism.is_exact(pairs)).sum(-1)
                 shares.append(far.double().flatten())
-            return call.by(mechanism)
+            return call.run(mechanism)
 
         return answer
 
@@ -194,8 +194,8 @@ def linear_share(model: nn.Module, windows: Tensor) -> float | None:
     if not usable:
         return None
     mechanisms = get_mechanisms(model)
-    itself = {path: partial(AttentionCall.by, mechanism=mechanism) for path, mechanism in mechanisms.items()}
-    with evaluation_mode(model), torch.no_grad(), observed(mechanisms, {**itself, **usable}):
+    itself = {path: partial(AttentionCall.run, mechanism=mechanism) for path, mechanism in mechanisms.items()}
+    with evaluation_mode(model), torch.no_grad(), intercept_attention(mechanisms, {**itself, **usable}):
         for batch in windows.split(8):
             model(input_ids=batch.to(_device(model)), **accepted(model, use_cache=False))
     return float(torch.cat(shares).mean())

@@ -91,11 +91,11 @@ def state_bytes_by_length(model: nn.Module, lengths: Iterable[int], *, seed: int
     with evaluation_mode(model), torch.no_grad():
         for length in lengths:
             input_ids = random_input_ids(model, 1, length, seed)
-            held: dict[str, int] = {}
+            sizes: dict[str, int] = {}
             for name, variant in VARIANTS.items():
                 with variant(model):
-                    held[name] = state_bytes(prefill_cache(model, input_ids))
-            rows.append(StateRow(length, held["patched"], held["original"]))
+                    sizes[name] = state_bytes(prefill_cache(model, input_ids))
+            rows.append(StateRow(length, sizes["patched"], sizes["original"]))
     return rows
 
 

@@ -65,7 +65,7 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
             sink: the layer's own learned sinks [H], where `takes_sink` says that these are read.
         """
         key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
-        self.count_call()
+        self.record_call()
         require_recordable(self, query, key_padding_mask, sequence_ids)
         call = self.call_options(return_state, sink)
         with loaded(self), torch.autocast(query.device.type, enabled=False):
@@ -173,7 +173,7 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
         """How operations choose their backends."""
         return Policy(self.backend, self.training)
 
-    def count_call(self) -> None:
+    def record_call(self) -> None:
         """Count a forward; a compiled graph does not, as a changing number would have it compiled anew."""
         if not torch.compiler.is_compiling():
             self.calls += 1

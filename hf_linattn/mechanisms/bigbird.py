@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .random import RandomConfig, RandomMechanism
+from .random_blocks import RandomBlocksConfig, RandomBlocksMechanism
 from .registration import register_mechanism
 
 
 @dataclass
-class BigBirdConfig(RandomConfig):
+class BigBirdConfig(RandomBlocksConfig):
     """Options of `bigbird`."""
 
     window_blocks: int = field(default=1, metadata={"help": "neighbouring blocks seen on a side"})
@@ -24,12 +24,12 @@ class BigBirdConfig(RandomConfig):
 
 
 @register_mechanism("bigbird")
-class BigBirdMechanism(RandomMechanism):
+class BigBirdMechanism(RandomBlocksMechanism):
     """Window, global tokens and random blocks (Zaheer et al. 2020).
 
     Query i of block I sees key j of block J if |I - J| <= window_blocks, if j < num_global, or if J is one of the
-    blocks drawn for I (see `random`); in a bidirectional layer queries i < num_global see every key. A key found in
-    several ways counts once.
+    blocks drawn for I (see `random_blocks`); in a bidirectional layer queries i < num_global see every key. A key
+    found in several ways counts once.
 
     Deviation: the global tokens are the first ones; the authors' internal form has the last block too, which a causal
     layer cannot have. Causal: intersected with j <= i, random blocks from the past alone.

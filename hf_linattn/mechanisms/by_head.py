@@ -98,9 +98,9 @@ class ByHeadMechanism(CompositeMechanism):
     window, soft cap and dropout; its decoding state is all of its keys and values, in the model's dtype.
 
     So a few heads that find things far away can stay exact and the others get cheap, as in DuoAttention (Xiao et al.
-    2024), which is `{"sinks": ..., "softmax": retrieval heads}`. Each mechanism is made for a layer of its own heads
-    alone: what differs by head, as decay rates do, is spread over these. With softmax heads cost and state grow as
-    softmax's do, by the share of these heads.
+    2024), which is `{"streaming": ..., "softmax": retrieval heads}`. Each mechanism is made for a layer of its own
+    heads alone: what differs by head, as decay rates do, is spread over these. With softmax heads cost and state grow
+    as softmax's do, by the share of these heads.
 
     Plans over a model name heads too: `patch_model(model, {"performer": {"layers": "0-5", "heads": "0-2"}})` gives
     these layers this mechanism. A list of `{"mechanism": ..., "heads": ..., "options": {...}}` may give a mechanism to
@@ -142,7 +142,7 @@ class ByHeadMechanism(CompositeMechanism):
     ) -> tuple[Tensor, Any]:
         """As the base, which each member does for itself; `exact` as for softmax, whose heads keep the given dtype."""
         key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
-        self.count_call()
+        self.record_call()
         shared = self.heads_of_members(query, key, value)
         call = self.call_options(return_state, sink)
         outputs, after = self.ask(shared, key_padding_mask, sequence_ids, state, call, **exact)

@@ -64,6 +64,6 @@ class Capabilities:
 
     config: MechanismConfig
 
-    def without_sink(self) -> list[str]:
+    def mechanisms_dropping_sinks(self) -> list[str]:
         """Return the names of the mechanisms in it that leave a layer's own sinks out."""
         return [] if self.takes_sink else [self.config.mechanism]

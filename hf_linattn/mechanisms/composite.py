@@ -86,7 +86,8 @@ def _rejoin(kinds: tuple[Any, ...], *tensors: Tensor) -> JoinedState:
 class CompositeMechanism(Mechanism):
     """A mechanism whose parts are mechanisms; `members` holds them by name, in alphabetical order.
 
-    Configs of saved models are written in that order, so it must not matter in which one they were named.
+    Configs of saved models are written in that order, so it must not matter in which one they were named. A member
+    keeps the name it is given, a former one too, as its weights are saved by it.
     """
 
     config: Any  # of the subclass's own config class
@@ -159,8 +160,8 @@ class CompositeMechanism(Mechanism):
             for member, own, sink in zip(self.parts(), heads, sinks, strict=True)
         ]
 
-    def without_sink(self) -> list[str]:
-        return [name for member in self.parts() for name in member.without_sink()]
+    def mechanisms_dropping_sinks(self) -> list[str]:
+        return [name for member in self.parts() for name in member.mechanisms_dropping_sinks()]
 
     def join(self, earlier: Sequence[Mechanism]) -> None:
         found: list[Mechanism] = []

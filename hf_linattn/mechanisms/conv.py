@@ -24,7 +24,7 @@ FORMS = ("softmax", "raw")
 class ConvConfig(SoftmaxTypeConfig):
     """Options of `conv`."""
 
-    window_size: int = field(default=64, metadata={"help": "a query sees keys less than so many tokens away"})
+    window_size: int = field(default=64, metadata={"help": "a query sees keys less than `window_size` tokens away"})
     kernel_radius: int | None = field(
         default=None, metadata={"help": "taps to either side of a key; None: window_size - 1, as far as a query sees"}
     )
@@ -39,8 +39,8 @@ class ConvConfig(SoftmaxTypeConfig):
         inside = self.kernel_radius is None or self.kernel_radius < self.window_size
         require("kernel_radius", self.kernel_radius, inside, f"less than window_size, which is {self.window_size}")
         require_known("form", self.form, FORMS)
-        none = self.sink is None or self.form == "softmax"
-        require("sink", self.sink, none, "None with form='raw', which has no denominator")
+        none = self.sink_logit is None or self.form == "softmax"
+        require("sink_logit", self.sink_logit, none, "None with form='raw', which has no denominator")
 
 
 @register_mechanism("conv")

@@ -20,7 +20,7 @@ from .inputs import AttentionLayer
 from .registration import register_mechanism
 from .sequence import SequenceMechanism
 
-CAUSAL_LENGTH = 2**14  # M of causal layers unless told
+CAUSAL_LENGTH = 2**14  # M of causal layers by default
 
 
 class CosformerState(NamedTuple):

@@ -54,7 +54,7 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
     trained `output_scale` s [H] starts as 1. Causal only: the rule has an order. Time is O(N (F + C) Dv) in chunks of
     C tokens, see `hf_linattn.ops.delta_rule.torch`.
 
-    Deviations: phi is one of the feature maps, unless told a trained relu (`t2r`), where the paper has silu; beta and
+    Deviations: phi is one of the feature maps, by default a trained relu (`t2r`), where the paper has silu; beta and
     g come from the key, as there is no other input; no convolution before and no norm behind, which a pretrained
     layer has not either.
     """
@@ -101,10 +101,10 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
         keys = unit_length(key_map.exact(key))
         real = allowed[:, 0].diagonal(dim1=-2, dim2=-1)[:, None]
         beta, kept = self._beta(key, real[:, 0]), self.gate(key, real[:, 0]).exp() if self.config.gate else None
-        held, rows = keys[:, :, :0], []  # p_j of the keys so far
+        changes, rows = keys[:, :, :0], []  # p_j of the keys so far
         for i, k in enumerate(keys.unbind(2)):
             written = (beta[:, :, i, None] * k)[:, :, None]
-            held = held - (held @ k[..., None]) * written
-            held = torch.cat([held if kept is None else held * kept[:, :, i, None, None], written], dim=2)
-            rows.append(F.pad((queries[:, :, :, i] @ held.mT).flatten(1, 2), (0, key.shape[2] - i - 1)))
+            changes = changes - (changes @ k[..., None]) * written
+            changes = torch.cat([changes if kept is None else changes * kept[:, :, i, None, None], written], dim=2)
+            rows.append(F.pad((queries[:, :, :, i] @ changes.mT).flatten(1, 2), (0, key.shape[2] - i - 1)))
         return torch.stack(rows, dim=2) * allowed * self.output_scale.to(key.dtype)[:, None, None]

@@ -69,7 +69,7 @@ class GlaMechanism(LinearMechanism):
     `linear`. Time and state are those of `linear`.
 
     Deviations: one gate per key/value head and token, as in Mamba-2 (arXiv 2405.21060), where the paper has one for
-    every feature; a feature map and division by the sum of the weights in the place of q . k and a norm of the
+    every feature; a feature map and division by the sum of the weights in place of q . k and a norm of the
     output; no output gate.
     """
 

@@ -34,12 +34,14 @@ class HybridConfig(SoftmaxTypeConfig):
 
     linear: str = field(default="hedgehog", metadata={"help": "the mechanism beyond the window, on the linear base"})
     linear_options: dict[str, Any] | None = field(
-        default=None, metadata={"help": "options of that mechanism; a learned map makes D features unless told"}
+        default=None, metadata={"help": "options of that mechanism; a learned map makes D features by default"}
     )
     window_size: int = field(
-        default=256, metadata={"help": "exact weights for keys less than so many tokens away; with its own key, 1"}
+        default=256, metadata={"help": "exact weights for keys less than `window_size` tokens away, the own key too"}
     )
-    num_sinks: int = field(default=4, metadata={"help": "first tokens of a sequence whose weights are always exact"})
+    num_sink_tokens: int = field(
+        default=4, metadata={"help": "first tokens of a sequence whose weights are always exact"}
+    )
     window_scale: str = field(
         default="exact",
         metadata={"help": "`exact`, or `maximum`: a query's exact weights over their largest, times a trained share"},
@@ -59,7 +61,7 @@ class HybridConfig(SoftmaxTypeConfig):
         options = self.linear_options
         require("linear_options", options, options is None or isinstance(options, dict), "None or a dict of options")
         self.require_counts("window_size")
-        self.require_counts("num_sinks", least=0)
+        self.require_counts("num_sink_tokens", least=0)
         scale = self.window_scale
         require("window_scale", scale, scale in ("exact", "maximum"), "'exact' or 'maximum'")
         share = self.initial_share
@@ -82,13 +84,13 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """Softmax near, linear far: o_i = (1 - c_h) n_i + c_h sum_j w_ij v_j / sum_j w_ij with one denominator for both.
 
     w_ij = exp(scaling q_i . k_j) for keys less than `window_size` tokens away (on both sides if bidirectional) and for
-    the first `num_sinks` tokens; w_ij = exp(g_h) phi(q_i) . phi(k_j) exp(-r |i - j|) for all others. phi and, with
-    `linear_options={"decay": "learned"}`, r come from the linear mechanism, the submodule `linear`; g_h is the trained
-    parameter `log_mix` [H]. n_i is the same sum over the near keys and the first ones alone: `sinks`. Far keys have at
-    most the share c_h = sigmoid(10 a_h), with the trained parameter `far_gate` a [H], held in [-1.5, 0.7], beyond
-    which its gradient is that at the end. c_h starts as `initial_share`, nearly closed, so that a patched model is as
-    good as its window whatever phi makes of its heads, and `calibrate` or training opens it. With `initial_share=1`
-    c_h is 1 and there is no such parameter. Sinks follow Xiao et al. 2024 (arXiv 2309.17453).
+    the first `num_sink_tokens` tokens; w_ij = exp(g_h) phi(q_i) . phi(k_j) exp(-r |i - j|) for all others. phi and,
+    with `linear_options={"decay": "learned"}`, r come from the linear mechanism, the submodule `linear`; g_h is the
+    trained parameter `log_mix` [H]. n_i is the same sum over the near keys and the first ones alone: `streaming`. Far
+    keys have at most the share c_h = sigmoid(10 a_h), with the trained parameter `far_gate` a [H], held in [-1.5,
+    0.7], beyond which its gradient is that at the end. c_h starts as `initial_share`, nearly closed, so that a patched
+    model is as good as its window whatever phi makes of its heads, and `calibrate` or training opens it. With
+    `initial_share=1` c_h is 1 and there is no such parameter. Sinks follow Xiao et al. 2024 (arXiv 2309.17453).
 
     Time is O(N (window_size + F) Dv). The decoding state has constant size, float32, per key/value head: the last
     window_size - 1 keys and values, the sinks, and the sums over all that have left the window.
@@ -162,7 +164,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     def is_exact(self, pairs: Pairs) -> Tensor:
         """Return the pairs in the window or with a sink [B or 1, 1, C, N]."""
-        sink = (pairs.key_position < self.config.num_sinks)[:, None, None]
+        sink = (pairs.key_position < self.config.num_sink_tokens)[:, None, None]
         return (pairs.distance < self.config.window_size) | sink
 
     def _pair_weights(self, like: Tensor, call: CallOptions) -> HybridWeights:
@@ -171,7 +173,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         log_mix, window_log = self._logs(dtype)
         return HybridWeights(
             1 if self.window_shut and self.training else config.window_size,
-            config.num_sinks,
+            config.num_sink_tokens,
             layer.scaling,
             *self._maps(),
             log_mix,
@@ -230,7 +232,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         groups = query.shape[1] // key.shape[1]
         count = allowed.long().cumsum(-1)
         distance = (count.diagonal(dim1=-2, dim2=-1)[..., None] - count).abs()
-        exact = (distance < self.config.window_size) | (count <= self.config.num_sinks)
+        exact = (distance < self.config.window_size) | (count <= self.config.num_sink_tokens)
         scores = torch.einsum("bhid,bhjd->bhij", query, key.repeat_interleave(groups, dim=1)) * self.layer.scaling
 
         log_mix, window_log = self._logs(key.dtype)

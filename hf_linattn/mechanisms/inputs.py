@@ -14,7 +14,7 @@ from ..rope import Rotation
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """What a mechanism is told about its layer.
+    """What a mechanism knows of its layer.
 
     Attributes:
         index: position among the model's self-attention layers. num_heads: H. num_key_value_heads: Hkv, divides H.
@@ -66,10 +66,10 @@ class Pairs(NamedTuple):
 
 
 class CallOptions(NamedTuple):
-    """What a mechanism is told of one call beside its heads. It is not kept on the mechanism: calls may overlap.
+    """The options of one call, beside its heads. They are not kept on the mechanism: calls may overlap.
 
-    keep_state: whether the state that causal attention comes to is of use to anyone. sink: the layer's own learned
-    sinks [H], for mechanisms with `takes_sink`.
+    keep_state: whether the state after the call is needed. sink: the layer's own learned sinks [H], for mechanisms
+    with `takes_sink`.
     """
 
     keep_state: bool = True

@@ -23,7 +23,7 @@ class LearnedSparseConfig(BlockSparseConfig):
 
     reach: int = field(default=8, metadata={"help": "blocks away from its own that a query can see on a side"})
     top_blocks: int | None = field(
-        default=None, metadata={"help": "keep only so many of the distances, the own block among them; None keeps all"}
+        default=None, metadata={"help": "how many of the distances are kept, the own block among them; None: all"}
     )
 
     def __post_init__(self) -> None:

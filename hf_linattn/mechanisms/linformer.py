@@ -1,4 +1,4 @@
-"""linformer: softmax over k slots in the place of N keys; causally, over slots of the past and the current block."""
+"""linformer: softmax over k slots in place of N keys; causally, over slots of the past and the current block."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from .registration import register_mechanism
 class WindowConfig(BlockSparseConfig):
     """Options of every mechanism with a sliding window."""
 
-    window_size: int = field(default=256, metadata={"help": "a query sees keys less than so many tokens away"})
+    window_size: int = field(default=256, metadata={"help": "a query sees keys less than `window_size` tokens away"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

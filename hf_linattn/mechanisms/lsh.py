@@ -229,9 +229,9 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         codes = codes.masked_fill(missing, (buckets + 1) * span)  # [R, B, Hkv, R, buckets, C]
         own = codes.diagonal(dim1=0, dim2=3).movedim(-1, 0).flatten(3)  # a round lists what its own buckets hold
         lists = sort_keys(torch.cat([own, key_code], -1), buckets + 1, span)
-        held = own.shape[-1]
-        first = torch.arange(rounds, device=key_code.device).view(-1, 1, 1, 1) * held
-        member = lists.member + torch.where(lists.member < held, first, (rounds - 1) * held)
+        num_own = own.shape[-1]
+        first = torch.arange(rounds, device=key_code.device).view(-1, 1, 1, 1) * num_own
+        member = lists.member + torch.where(lists.member < num_own, first, (rounds - 1) * num_own)
         return lists._replace(member=member), torch.cat([codes.flatten(3), key_code], -1)
 
     def _last(self, key: Tensor, value: Tensor, key_code: Tensor, lists: Any, span: int, kept: bool) -> Any:
@@ -263,11 +263,11 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         )
 
     def _insert(self, state: LshState, new: _Tokens) -> LshState:
-        """Put one token into its bucket of every round, in the place of the oldest one there."""
+        """Put one token into its bucket of every round, in place of the oldest one there."""
         size = self.config.bucket_size
         bucket = new.key_bucket.movedim(0, 2)  # [B, Hkv, R, 1]
-        held = state.positions.gather(3, bucket[..., None].expand(*bucket.shape, size))
-        slot = bucket * size + held.argmin(-1)
+        positions = state.positions.gather(3, bucket[..., None].expand(*bucket.shape, size))
+        slot = bucket * size + positions.argmin(-1)
 
         def put(old: Tensor, row: Tensor) -> Tensor:
             """Return `old` [B, Hkv, R, buckets, C, ...] with `row`, of the same shape but for buckets and C, in it."""

@@ -24,7 +24,7 @@ class PerformerConfig(KernelConfig):
     num_features: int = field(default=256, metadata={"help": "random directions m; the error falls as m^-1/2"})
     kernel: str = field(default="softmax", metadata={"help": f"one of {', '.join(KERNELS)}"})
     redraw_interval: int | None = field(
-        default=None, metadata={"help": "draw new directions every so many training forwards; None keeps the first"}
+        default=None, metadata={"help": "training forwards between new draws of the directions; None keeps the first"}
     )
 
     def __post_init__(self) -> None:

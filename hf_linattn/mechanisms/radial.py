@@ -34,7 +34,7 @@ class RadialMechanism(BlockSparseMechanism):
     w 2^l <= d < w 2^(l + 1) only every 2^(l + 1)-th, those whose number is a multiple of it. A block that is passed
     over is never seen again, so decoding keeps O(log N) blocks, in a state with room for 2^24 window widths.
 
-    Deviation from Radial Attention: one dimension, and blocks in the place of a video's tokens and frames.
+    Deviation from Radial Attention: one dimension, and blocks in place of a video's tokens and frames.
     """
 
     config_class = RadialConfig

@@ -50,7 +50,7 @@ class RetentionMechanism(LinearMechanism):
 
     Deviations: the paper's weights (q_i . k_j) gamma^(i - j) may be negative and are tamed by a GroupNorm and a gate
     that a pretrained model was not trained with; here a feature map makes them positive and they are divided by their
-    sum. Positions are the model's own in the place of xPos. Heads of a group of queries share their rate.
+    sum. Positions are the model's own in place of xPos. Heads of a group of queries share their rate.
     """
 
     modes = Mechanism.modes

@@ -69,7 +69,7 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
         In a patched model the cache holds keys and values instead of the state, unless this is part of `by_head`.
         """
         key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
-        self.count_call()
+        self.record_call()
         real = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
         ids = None if sequence_ids is None else sequence_ids.expand_as(real)
         if state is not None:

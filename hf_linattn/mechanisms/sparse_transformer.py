@@ -1,4 +1,4 @@
-"""sparse_transformer: a sliding window and every so many-th block before it."""
+"""sparse_transformer: a sliding window and every `stride`-th block before it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .registration import register_mechanism
 class SparseTransformerConfig(WindowConfig):
     """Options of `sparse_transformer`."""
 
-    window_size: int = field(default=128, metadata={"help": "a query sees keys less than so many tokens away"})
+    window_size: int = field(default=128, metadata={"help": "a query sees keys less than `window_size` tokens away"})
     stride: int = field(default=4, metadata={"help": "blocks from one strided block to the next"})
     num_strides: int = field(default=4, metadata={"help": "strided blocks a query sees on a side"})
 

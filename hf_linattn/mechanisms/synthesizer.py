@@ -28,7 +28,7 @@ AT_ONCE = {"cpu": 1 << 22}  # scores of all rows and heads for some queries: 16 
 AT_ONCE_ELSEWHERE = 1 << 28
 
 # scores [B or 1, H, W, K] of queries [B, H, W, D] at positions [B or 1, W] with the first K keys
-Reader = Callable[[Tensor, Tensor, int], Tensor]
+ScoreBlocks = Callable[[Tensor, Tensor, int], Tensor]
 
 
 @dataclass
@@ -71,7 +71,7 @@ class SyntheticScores(nn.Module):
     def __init__(self, config: SynthesizerConfig, layer: AttentionLayer, generator: torch.Generator):
         super().__init__()
 
-    def reader(self, dtype: torch.dtype) -> Reader:
+    def reader(self, dtype: torch.dtype) -> ScoreBlocks:
         """Return what makes the scores of a call, block of queries by block."""
         raise NotImplementedError
 
@@ -328,10 +328,10 @@ def _gaussian(shape: tuple[int, ...], size: float, generator: torch.Generator) -
 
 def _append(old: Tensor, new: Tensor, begin: Tensor, end: Tensor) -> Tensor:
     """Put the first `end - begin` [B] of new keys behind the first `begin` [B] of the old ones; zero behind them."""
-    joined, held = torch.cat([old, new], dim=2), old.shape[2]
-    if bool((begin == held).all() & (end == joined.shape[2]).all()):
+    joined, num_old = torch.cat([old, new], dim=2), old.shape[2]
+    if bool((begin == num_old).all() & (end == joined.shape[2]).all()):
         return joined
     place = torch.arange(int(end.max()), device=new.device)
-    index = torch.where(place < begin[:, None], place, held + place - begin[:, None])
+    index = torch.where(place < begin[:, None], place, num_old + place - begin[:, None])
     kept = take(joined, index.clamp(max=joined.shape[2] - 1))
     return kept.masked_fill((place >= end[:, None])[:, None, :, None], 0.0)

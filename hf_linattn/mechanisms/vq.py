@@ -1,4 +1,4 @@
-"""vq: softmax over the keys near a query and, in the place of all others, over the codes they are quantised to."""
+"""vq: softmax over the keys near a query and, in place of all others, over the codes they are quantised to."""
 
 from __future__ import annotations
 

@@ -193,8 +193,8 @@ def tiny_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
             return inputs
         except FAILURES as failure:
             error = error or failure
-    told = "it takes none of the inputs known here" if error is None else one_line(error)
-    raise UnsupportedModelError(f"no input was found for {type(model).__name__}: {told}")
+    reason = "it takes none of the inputs known here" if error is None else one_line(error)
+    raise UnsupportedModelError(f"no input was found for {type(model).__name__}: {reason}")
 
 
 def _candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:

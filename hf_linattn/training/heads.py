@@ -43,21 +43,21 @@ def trained_head(name_or_path: str, config: Any) -> str:
     if found is None and not saved_as:
         found = "causal" if "causal" in names else None
     known = ", ".join(dict.fromkeys(names.values())) or "none"
-    told = f"model_name_or_path={name_or_path!r} was saved as {', '.join(sorted(saved_as)) or 'no class'}"
+    saved = f"model_name_or_path={name_or_path!r} was saved as {', '.join(sorted(saved_as)) or 'no class'}"
     if found is None:
         raise UnsupportedModelError(
-            f"{told}, whose head the recipes do not train; they train {KINDS}, of the model type"
+            f"{saved}, whose head the recipes do not train; they train {KINDS}, of the model type"
             f" {config.model_type!r}: {known}; give a checkpoint saved as one of these, or call patch_model or"
             " `hf-linattn convert`, which keep any head, and train it with a loop of your own"
         )
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{told}, an encoder-decoder, which the recipes do not train; they train {KINDS}, of an encoder or a"
+            f"{saved}, an encoder-decoder, which the recipes do not train; they train {KINDS}, of an encoder or a"
             " decoder alone; call patch_model or `hf-linattn convert`, and train it with a loop of your own"
         )
     if classes[found].main_input_name != TEXT:
         raise UnsupportedModelError(
-            f"{told}, which reads {classes[found].main_input_name} and no text; the recipes train {KINDS}; give a"
+            f"{saved}, which reads {classes[found].main_input_name} and no text; the recipes train {KINDS}; give a"
             " model of text"
         )
     if found == "classification":

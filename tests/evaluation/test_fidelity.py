@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_linattn import OptionError, get_mechanisms, patch_model
-from hf_linattn.attention_call import observed
+from hf_linattn.attention_call import intercept_attention
 from hf_linattn.evaluation.fidelity import (
     accuracy_by_position,
     fidelity,
@@ -30,7 +30,7 @@ def make_pair(name: str = "llama", mechanism: str = "hybrid", **options):
 
 
 def test_accuracy_and_loss_are_those_of_a_loop_over_positions():
-    model, _ = make_pair(window_size=4, num_sinks=1)
+    model, _ = make_pair(window_size=4, num_sink_tokens=1)
     windows = make_tokens(5, 11)
     rows = accuracy_by_position(token_losses(model, windows), 3)
     assert [(row.first, row.last) for row in rows] == [(1, 3), (4, 6), (7, 10)]
@@ -44,7 +44,7 @@ def test_accuracy_and_loss_are_those_of_a_loop_over_positions():
 
 
 def test_losses_by_recurrence_are_those_of_a_loop_over_pairs():
-    model, _ = make_pair(window_size=4, num_sinks=1)
+    model, _ = make_pair(window_size=4, num_sink_tokens=1)
     windows = 5 + make_tokens(4, 23) % 4  # four kinds of tokens, so that pairs come again
     logits, found = logits_of(model, windows).double(), {"new": [], "near": [], "far": []}
     for b in range(4):
@@ -61,7 +61,7 @@ def test_losses_by_recurrence_are_those_of_a_loop_over_pairs():
 
 @pytest.mark.parametrize("scale", ["exact", "maximum"])
 def test_the_linear_share_is_that_of_the_attention_matrices(scale):
-    model, _ = make_pair("gpt2", window_size=3, num_sinks=1, window_scale=scale, initial_share=0.6)
+    model, _ = make_pair("gpt2", window_size=3, num_sink_tokens=1, window_scale=scale, initial_share=0.6)
     windows, shares = make_tokens(2, 13), []
     steps = torch.arange(13)
     near = ((steps[:, None] - steps).abs() < 3) | (steps == 0)
@@ -69,12 +69,12 @@ def test_the_linear_share_is_that_of_the_attention_matrices(scale):
         def answer(call):
             matrix = mechanism.attention_matrix(call.query.double(), call.key.double())
             shares.append((matrix * ~near).sum(-1))
-            return call.by(mechanism)
+            return call.run(mechanism)
 
         return answer
 
     mechanisms = get_mechanisms(model)
-    with torch.no_grad(), observed(mechanisms, {path: watch(m) for path, m in mechanisms.items()}):
+    with torch.no_grad(), intercept_attention(mechanisms, {path: watch(m) for path, m in mechanisms.items()}):
         model(windows, use_cache=False)
     expected = float(torch.stack(shares).mean())
     assert 0.01 < expected < 0.99 and linear_share(model, windows) == pytest.approx(expected, rel=1e-4)
@@ -83,8 +83,8 @@ def test_the_linear_share_is_that_of_the_attention_matrices(scale):
 
 
 def test_without_far_keys_a_hybrid_is_its_window_and_sinks():
-    model, original = make_pair(window_size=4, num_sinks=1)
-    other = patch_model(copy.deepcopy(original), "sinks", window_size=4, num_sinks=1).eval()
+    model, original = make_pair(window_size=4, num_sink_tokens=1)
+    other = patch_model(copy.deepcopy(original), "streaming", window_size=4, num_sink_tokens=1).eval()
     ids = make_tokens(2, 17)
     before = logits_of(model, ids)
     with without_far_keys(model):

@@ -22,14 +22,14 @@ VARIANTS = {
     "deltanet": [{"feature_map": "elu", "gate": True}],
     "dynamic_sparse": [{"block_size": 16, "num_blocks": 2}],
     "evo": [{"window_size": 9, "num_rounds": 3}, {"window_size": 80, "kernel_radius": 2, "form": "raw"}],
-    "fixed": [{"block_size": 8, "group_size": 20, "num_summary": 3, "num_groups": 2}],
-    "flash": [
+    "fixed_pattern": [{"block_size": 8, "group_size": 20, "num_summary": 3, "num_groups": 2}],
+    "mixed_chunk": [
         {"block_size": 8, "inside": "relu2"},
         {"block_size": 9, "linear": "performer", "linear_options": {"num_features": 16, "decay": "learned"}},
     ],
     "fusion": [
         {"members": {"local": {"window_size": 9, "block_size": 8}, "lsh": {"num_buckets": 4, "bucket_size": 8}}},
-        {"members": {"sinks": {"window_size": 7, "block_size": 8}, "hedgehog": {}, "linformer": {"num_slots": 7}}},
+        {"members": {"streaming": {"window_size": 7, "block_size": 8}, "hedgehog": {}, "linformer": {"num_slots": 7}}},
     ],
     "gla": [{"feature_map": "favor_softmax"}, {"self_weight": "learned"}],
     "hedgehog": [{"feature_dim": 6, "decay": "learned", "self_weight": "learned"}],
@@ -37,27 +37,30 @@ VARIANTS = {
     "hybrid": [
         {"linear": "performer", "linear_options": {"num_features": 16}, "window_size": 9, "initial_share": 0.5},
         {"linear": "linear", "linear_options": {"decay": "learned"}, "window_size": 5, "initial_share": 1},
-        {"window_scale": "maximum", "window_size": 6, "num_sinks": 0, "initial_share": 1},
-        {"window_size": 9, "num_sinks": 2, "sink": "learned", "initial_sink": 0.5, "initial_share": 0.5},
-        {"window_scale": "maximum", "window_size": 6, "sink": "learned", "initial_sink": 1.0, "initial_share": 0.3},
+        {"window_scale": "maximum", "window_size": 6, "num_sink_tokens": 0, "initial_share": 1},
+        {"window_size": 9, "num_sink_tokens": 2, "sink_logit": "learned", "initial_sink": 0.5, "initial_share": 0.5},
+        {
+            "window_scale": "maximum", "window_size": 6, "sink_logit": "learned", "initial_sink": 1.0,
+            "initial_share": 0.3,
+        },
     ],
     "linear": [{"feature_map": "relu"}, {"decay": "learned"}],
     "local": [
         {"block_size": 8, "window_size": 19},
-        {"block_size": 8, "window_size": 19, "sink": "learned", "initial_sink": 0.5},
+        {"block_size": 8, "window_size": 19, "sink_logit": "learned", "initial_sink": 0.5},
     ],
     "longformer": [{"block_size": 8, "window_size": 11, "num_global": 3}],
     "lsh": [
         {"num_buckets": 4, "bucket_size": 8},
         {"num_buckets": 4, "bucket_size": 8, "num_rounds": 3, "shared_qk": True},
-        {"num_buckets": 4, "bucket_size": 8, "sink": "learned", "initial_sink": 0.5},
-        {"num_buckets": 4, "bucket_size": 8, "num_rounds": 2, "shared_qk": True, "sink": "one"},
+        {"num_buckets": 4, "bucket_size": 8, "sink_logit": "learned", "initial_sink": 0.5},
+        {"num_buckets": 4, "bucket_size": 8, "num_rounds": 2, "shared_qk": True, "sink_logit": "one"},
     ],
     "linformer": [
         {"num_slots": 7, "block_size": 16, "sharing": "none", "positions_per_slot": 3},
-        {"num_slots": 7, "block_size": 16, "sink": "learned", "initial_sink": 0.5},
+        {"num_slots": 7, "block_size": 16, "sink_logit": "learned", "initial_sink": 0.5},
         {"num_slots": 7, "block_size": 4, "sharing": "none", "exact_block": True},
-        {"num_slots": 9, "block_size": 16, "sink": "one", "exact_block": True},
+        {"num_slots": 9, "block_size": 16, "sink_logit": "one", "exact_block": True},
     ],
     "nystrom": [{"num_landmarks": 7, "block_size": 8, "kernel_size": 5}, {"num_landmarks": 5, "block_size": 16}],
     "performer": [
@@ -66,23 +69,27 @@ VARIANTS = {
         {"decay": "learned"},
     ],
     "radial": [{"block_size": 8, "window_blocks": 2}],
-    "random": [{"block_size": 8, "num_random": 2}],
+    "random_blocks": [{"block_size": 8, "num_random": 2}],
     "retention": [{"feature_map": "elu", "fastest": 0.5, "slowest": 0.1}],
-    "sinks": [{"block_size": 8, "window_size": 11, "num_sinks": 3}],
-    "softmax": [{"sink": "learned", "initial_sink": 0.5}],
+    "streaming": [{"block_size": 8, "window_size": 11, "num_sink_tokens": 3}],
+    "softmax": [{"sink_logit": "learned", "initial_sink": 0.5}],
     "sparse_transformer": [{"block_size": 8, "window_size": 11, "stride": 3, "num_strides": 2}],
     "synthesizer": [{"form": "factorised", "initial_mix": 0.4, "max_length": 200}],
     "vq": [{"num_codes": 7, "block_size": 8}],
 }
-CAUSAL_VARIANTS = {"sinks": [{"block_size": 8, "window_size": 9, "num_sinks": 2, "positions": "streaming"}]}
+CAUSAL_VARIANTS = {"streaming": [{"block_size": 8, "window_size": 9, "num_sink_tokens": 2, "positions": "streaming"}]}
 BIDIRECTIONAL_VARIANTS = {
     "hedgehog": [{"feature_dim": 6, "decay": "measured", "ridge": "learned"}],
     "linear": [{"feature_map": "relu", "ridge": "learned"}],
     "performer": [{"num_features": 16, "self_weight": "learned", "ridge": "learned"}],
 }
 CROSS_VARIANTS = {
-    "linformer": [{"num_slots": 7, "sharing": "none", "positions_per_slot": 3}, {"num_slots": 9, "sink": "learned"}],
-    "local": [{"window_size": 5, "keys_per_query": 1.5, "sink": "one"}, {"window_size": 3, "keys_per_query": 0.3}],
+    "linformer": [
+        {"num_slots": 7, "sharing": "none", "positions_per_slot": 3}, {"num_slots": 9, "sink_logit": "learned"},
+    ],
+    "local": [
+        {"window_size": 5, "keys_per_query": 1.5, "sink_logit": "one"}, {"window_size": 3, "keys_per_query": 0.3},
+    ],
     "performer": [{"kernel": "hyperbolic", "num_features": 19}],
 }
 CHECKS = [

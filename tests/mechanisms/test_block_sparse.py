@@ -88,7 +88,7 @@ def test_bigbird_equals_a_softmax_over_its_layout(causal):
         torch.testing.assert_close(got[0, head], want)
 
 
-@pytest.mark.parametrize("name", ["random", "bigbird"])
+@pytest.mark.parametrize("name", ["random_blocks", "bigbird"])
 def test_random_blocks_differ_between_layers_heads_and_seeds_and_not_between_modes(name):
     """R1: transformers' BigBird draws block 0 for everyone in evaluation, and counts it several times."""
     blocks = torch.arange(40)[None, None]

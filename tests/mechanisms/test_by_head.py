@@ -112,13 +112,13 @@ def test_a_state_holds_its_own_heads_in_the_dtype_of_the_model():
 
 
 def test_what_holds_of_all_members_holds():
-    def held(plan):
+    def traits_of(plan):
         mechanism = by_head("gpt2", True, plan).make()
         return mechanism.constant_state, mechanism.subquadratic, mechanism.continuous, mechanism.has_scores
 
-    assert held({"linear": None}) == (True, True, True, True)
-    assert held({"linear": 0}) == (False, False, True, True)
-    assert held({"lsh": "0-1", "linear": "2-3"}) == (True, True, False, False)
+    assert traits_of({"linear": None}) == (True, True, True, True)
+    assert traits_of({"linear": 0}) == (False, False, True, True)
+    assert traits_of({"lsh": "0-1", "linear": "2-3"}) == (True, True, False, False)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mistral"])
@@ -163,7 +163,7 @@ def test_a_plan_names_heads_of_some_layers():
     both = make_config("by_head", {"plan": {"performer": performer, "local": 2}})
     alone = make_config("by_head", {"plan": {"performer": performer}})
     assert config.layers == {0: alone, 1: both, 2: both, 3: make_config("linear", {})}
-    options = {"window_size": 256, "block_size": 64, "keys_per_query": 1.0, "sink": None, "initial_sink": -4.0}
+    options = {"window_size": 256, "block_size": 64, "keys_per_query": 1.0, "sink_logit": None, "initial_sink": -4.0}
     assert both.plan["local"] == {"heads": 2, **options}  # as other versions may differ
     assert PatchConfig.from_dict(json.loads(json.dumps(config.to_dict(), sort_keys=True))) == config
 
@@ -196,13 +196,13 @@ def test_a_model_with_a_plan_over_heads_is_saved_loaded_and_restored(architectur
 
 
 def test_the_bytes_of_a_cache_fall_with_the_heads_that_keep_softmax():
-    def held(length, heads):
+    def cache_bytes(length, heads):
         model = patch_model(tiny_model("gpt2", True, torch.float32), {"linear": {"heads": heads}})
         cache = DynamicCache()
         model(random_tokens(1, length), past_key_values=cache, use_cache=True)
         return state_bytes(cache)
 
-    grown = [held(60, heads) - held(20, heads) for heads in ("0", "0-2", "0-3")]
+    grown = [cache_bytes(60, heads) - cache_bytes(20, heads) for heads in ("0", "0-2", "0-3")]
     assert grown == [2 * 40 * (2 * 4 * 8 * kept + bool(kept)) for kept in (3, 1, 0)]  # layers, tokens, k and v
 
 

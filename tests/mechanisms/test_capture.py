@@ -22,7 +22,7 @@ from tests.ops.triton.cases import make_mechanism
 
 # positions, or how full a memory is, decide there what is computed
 LOOK_AT_NUMBERS = {
-    "cosformer", "dynamic_sparse", "flash", "learned_sparse", "linformer", "nystrom", "synthesizer", "vq",
+    "cosformer", "dynamic_sparse", "mixed_chunk", "learned_sparse", "linformer", "nystrom", "synthesizer", "vq",
 }  # fmt: skip
 OTHER_STATE = {"by_head", "fusion", "softmax"}  # of several mechanisms, or none
 STEPS = [

@@ -18,9 +18,9 @@ from tests.helpers import is_plain_pattern
 LENGTH, AT = 45, 25
 SMALL = {"block_size": 8, "window_size": 8, "bucket_size": 8, "num_buckets": 4, "num_features": 16}
 SMALL |= {"num_landmarks": 7, "num_slots": 7, "num_codes": 7}
-LEARNED = {"gate": True, "decay": "learned", "self_weight": "learned", "ridge": "learned", "sink": "learned"}
+LEARNED = {"gate": True, "decay": "learned", "self_weight": "learned", "ridge": "learned", "sink_logit": "learned"}
 FURTHER = {
-    "flash": [{"inside": "relu2"}, {"linear": "performer", "linear_options": {"decay": "learned"}}],
+    "mixed_chunk": [{"inside": "relu2"}, {"linear": "performer", "linear_options": {"decay": "learned"}}],
     "fusion": [{}, {"members": {"local": {}, "linear": {"decay": "learned"}}}],
     "gla": [{}],
     "hybrid": [{"linear": "linear", "linear_options": {"decay": "learned"}}, {"window_scale": "maximum"}],
@@ -33,7 +33,7 @@ both_backends = pytest.mark.parametrize("backend", ["auto", "torch"])
 def mechanisms_of(mode: str) -> list[str]:
     """Return the mechanisms that have a form, plain patterns but for two: all of them take the same way."""
     names = [name for name in list_mechanisms() if mode in MECHANISMS.get(name).modes]
-    return [name for name in names if not is_plain_pattern(name) or name in ("sinks", "random")]
+    return [name for name in names if not is_plain_pattern(name) or name in ("streaming", "random_blocks")]
 
 
 def make(name: str, causal: bool, backend: str = "auto", **options) -> Mechanism:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_linattn import OptionError, UnknownNameError, calibrate, get_mechanisms, patch_model, set_backend
-from hf_linattn.attention_call import observed
+from hf_linattn.attention_call import intercept_attention
 from hf_linattn.config import make_config
 from hf_linattn.errors import UnsupportedModeError, UnsupportedModelError
 from hf_linattn.mechanisms import MECHANISMS
@@ -155,14 +155,15 @@ def test_calibration_leaves_most_weight_to_the_member_nearest_to_softmax(archite
 
     def watch(mechanism):
         def answer(call):
-            target, outputs = call.by_softmax(mechanism), [member(*call[:5])[0] for member in mechanism.parts()]
+            target, outputs = call.run_softmax(mechanism), [member(*call[:5])[0] for member in mechanism.parts()]
             errors = torch.stack([(x - target).square().sum((0, 2, 3)) for x in outputs])
             found.append((errors, mechanism.shares(outputs).mean((1, 3))))
             return target
 
         return answer
 
-    with torch.no_grad(), observed(mechanisms, {path: watch(mechanism) for path, mechanism in mechanisms.items()}):
+    watched = {path: watch(mechanism) for path, mechanism in mechanisms.items()}
+    with torch.no_grad(), intercept_attention(mechanisms, watched):
         model(random_tokens(8, 60, seed=99))
     names = sorted(members)
     for errors, shares in found:  # [P, H]
@@ -201,16 +202,16 @@ def test_calibration_keeps_shares_that_were_given_and_fits_the_members():
 
 def test_the_order_of_members_in_a_file_does_not_matter(tmp_path):
     """config.json is written with sorted keys."""
-    members = {"sinks": {"window_size": 4}, "linear": {}, "hedgehog": {"seed": 5}}
+    members = {"streaming": {"window_size": 4}, "linear": {}, "hedgehog": {"seed": 5}}
     model = patch_model(tiny_model("gpt2", True, torch.float32), "fusion", members=members)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
     model.save_pretrained(tmp_path)
     text = json.loads((tmp_path / "config.json").read_text())["hf_linattn"]["groups"][0]["options"]["members"]
-    assert list(text) == ["hedgehog", "linear", "sinks"]
-    pattern = {"block_size": 64, "num_sinks": 4, "positions": "model", "window_size": 4}
-    assert text["sinks"] == {**pattern, "initial_sink": -4.0, "sink": None}
+    assert list(text) == ["hedgehog", "linear", "streaming"]
+    pattern = {"block_size": 64, "num_sink_tokens": 4, "positions": "model", "window_size": 4}
+    assert text["streaming"] == {**pattern, "initial_sink": -4.0, "sink_logit": None}
     tokens = random_tokens(2, 33)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, model(tokens).logits)
 
@@ -244,13 +245,13 @@ def test_what_a_layer_is_told_reaches_the_members():
 
 
 def test_it_holds_of_a_fusion_what_holds_of_all_its_members():
-    def held(*members):
+    def kinds_of(*members):
         mechanism = Case("fusion", "gpt2", True, {"members": {name: {} for name in members}}).make()
         return mechanism.constant_state, mechanism.continuous
 
-    assert held("local", "linear") == (True, True)
-    assert held("local", "lsh") == (True, False)
-    assert held("random", "linear") == (False, MECHANISMS.get("random").continuous)
+    assert kinds_of("local", "linear") == (True, True)
+    assert kinds_of("local", "lsh") == (True, False)
+    assert kinds_of("random_blocks", "linear") == (False, MECHANISMS.get("random_blocks").continuous)
 
 
 def test_a_member_without_the_form_that_a_layer_needs_says_so(monkeypatch):

@@ -32,7 +32,7 @@ def by_query(mechanism, query, key, value) -> torch.Tensor:
         for i in range(query.shape[2]):
             j = torch.arange(i + 1 if layer.causal else key.shape[2])
             q, k = query[:, h, i, None], key[:, shared, j]
-            near = ((i - j).abs() < config.window_size) | (j < config.num_sinks)
+            near = ((i - j).abs() < config.window_size) | (j < config.num_sink_tokens)
             exact = (layer.scaling * (q * k).sum(-1)).exp()
             kernel = (phi(q) * phi(k)).sum(-1) * (mechanism.log_mix[h] - rates[shared] * (i - j).abs()).exp()
             shares = []
@@ -128,7 +128,7 @@ def test_the_seed_reaches_the_linear_part():
         ({"linear": "performer", "linear_options": {"kernel": "sofmax"}}, UnknownNameError, "did you mean softmax"),
         ({"window_size": 0}, OptionError, "window_size must be an integer >= 1, got 0"),
         ({"window_size": True}, OptionError, "window_size must be an integer >= 1, got True"),
-        ({"num_sinks": -1}, OptionError, "num_sinks must be an integer >= 0, got -1"),
+        ({"num_sink_tokens": -1}, OptionError, "num_sink_tokens must be an integer >= 0, got -1"),
     ],
 )
 def test_bad_options_are_named(options, error, message):
@@ -168,25 +168,25 @@ def test_a_learned_map_beside_a_window_makes_head_dim_features_unless_told(optio
 @pytest.mark.parametrize("linear", ["linear", "performer", "hedgehog", "learned_exp", "t2r"])
 def test_starts_as_its_window_whatever_the_features_make_of_large_heads(linear, scale, causal):
     """At size 6 features of some maps outweigh every exact weight: the far keys still have a thousandth at most."""
-    window = {"window_size": 9, "num_sinks": 2}
+    window = {"window_size": 9, "num_sink_tokens": 2}
     case = Case("hybrid", "llama", causal, {**window, "linear": linear, "window_scale": scale})
     query, key, value = case.heads(80, size=6.0)
     mechanism = case.make()
     with torch.no_grad():
-        got, alone = (m(query, key, value)[0] for m in (mechanism, Case("sinks", "llama", causal, window).make()))
+        got, alone = (m(query, key, value)[0] for m in (mechanism, Case("streaming", "llama", causal, window).make()))
         shares = (mechanism.attention_matrix(query, key) * far_pairs(80, **window)).sum(-1)
     assert 0 < shares.max() <= 1.0001e-3
     assert (got - alone).abs().max() <= 2.001e-3 * value.abs().max()
 
 
-def far_pairs(length: int, window_size: int, num_sinks: int) -> torch.Tensor:
+def far_pairs(length: int, window_size: int, num_sink_tokens: int) -> torch.Tensor:
     steps = torch.arange(length)
-    return ((steps[:, None] - steps).abs() >= window_size) & (steps >= num_sinks)
+    return ((steps[:, None] - steps).abs() >= window_size) & (steps >= num_sink_tokens)
 
 
 def test_training_opens_the_far_part_where_it_is_needed():
     """Recall of a token that only the far part can see: a share of a thousandth becomes more than a tenth."""
-    model = patch_model(tiny_model("llama", True, torch.float32), "hybrid", window_size=2, num_sinks=0)
+    model = patch_model(tiny_model("llama", True, torch.float32), "hybrid", window_size=2, num_sink_tokens=0)
     vocabulary = model.config.vocab_size
 
     def batch(seed: int) -> torch.Tensor:

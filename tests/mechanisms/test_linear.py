@@ -126,7 +126,7 @@ def test_feature_dim_is_the_width_of_the_state(options, width):
         ("deltanet", {"self_weight": "learned"}, "mechanism 'deltanet' has no option 'self_weight'"),
         ("hybrid", {"linear_options": {"self_weight": "learned"}}, "options without self_weight"),
         ("hybrid", {"linear_options": {"decay": "measured"}}, "options without decay='measured'"),
-        ("flash", {"linear_options": {"self_weight": "learned"}}, "options without self_weight"),
+        ("mixed_chunk", {"linear_options": {"self_weight": "learned"}}, "options without self_weight"),
     ],
 )
 def test_bad_options_are_named(name, options, message):

@@ -288,11 +288,11 @@ def test_layers_share_one_projection_through_training_copies_and_saving(causal, 
     copied = copy.deepcopy(model)
     first, second = get_mechanisms(model).values()
     copies = list(get_mechanisms(copied).values())
-    held = first.key_projection
-    assert second.projections(held)[0].data_ptr() == held.data_ptr()
-    assert copies[1].projections(held)[0].data_ptr() == copies[0].key_projection.data_ptr() != held.data_ptr()
+    shared = first.key_projection
+    assert second.projections(shared)[0].data_ptr() == shared.data_ptr()
+    assert copies[1].projections(shared)[0].data_ptr() == copies[0].key_projection.data_ptr() != shared.data_ptr()
     with torch.no_grad():
-        held += torch.randn(held.shape)
+        shared += torch.randn(shared.shape)
     want = model(tokens).logits
     assert (want - copied(tokens).logits).abs().max() > 1e-3
     model.save_pretrained(tmp_path)
@@ -305,10 +305,10 @@ def test_layers_share_one_projection_through_training_copies_and_saving(causal, 
     own = [m.key_projection for m in get_mechanisms(alone).values()]
     with torch.no_grad():
         for x in own:
-            x.copy_(held)
+            x.copy_(shared)
     alone(tokens).logits.sin().sum().backward()
     assert all(x.grad.abs().max() > 0 for x in own)
-    torch.testing.assert_close(held.grad, own[0].grad + own[1].grad, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(shared.grad, own[0].grad + own[1].grad, rtol=1e-3, atol=1e-4)
 
 
 def test_layers_of_different_options_share_nothing():

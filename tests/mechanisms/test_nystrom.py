@@ -177,8 +177,8 @@ def test_state_keeps_keys_and_a_fixed_number_of_slots():
         assert state.mean_key.shape == (2, 2, 5, 8) and state.slot_value.shape == (2, 4, 5, 8)
         assert state.query.shape == (2, 4, 4, 8) and state.recent.shape == (2, 2, 6, 8)
         assert all(x.dtype == torch.float32 for x in state if x.is_floating_point())
-        held = {x.data_ptr(): x.untyped_storage().nbytes() for x in state}
-        assert sum(held.values()) <= sum(x.nbytes for x in state)  # no views of all that was read
+        storages = {x.data_ptr(): x.untyped_storage().nbytes() for x in state}
+        assert sum(storages.values()) <= sum(x.nbytes for x in state)  # no views of all that was read
 
 
 @pytest.mark.parametrize(("length", "kernel_size"), [(17, 5), (31, 0), (61, 33), (64, 3), (100, 1)])

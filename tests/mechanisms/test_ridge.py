@@ -104,7 +104,7 @@ def test_layers_that_may_not_see_all_keys_refuse_it(architecture):
         patch_model(model, "hedgehog", ridge="learned")
 
 
-@pytest.mark.parametrize("name", ["hybrid", "flash"])
+@pytest.mark.parametrize("name", ["hybrid", "mixed_chunk"])
 def test_mechanisms_with_a_joint_denominator_refuse_it(name):
     with pytest.raises(OptionError, match=r"linear_options must be options without ridge, got \{'ridge'"):
         make_config(name, {"linear_options": {"ridge": "learned"}})

@@ -29,17 +29,17 @@ OPTIONS: dict[str, dict[str, Any]] = {  # several blocks, and some keys that are
     "conv": {"window_size": 19, "kernel_radius": 4},
     "dynamic_sparse": {"block_size": 16, "num_blocks": 2},
     "evo": {"window_size": 9, "kernel_radius": 3},
-    "fixed": {"block_size": 8, "group_size": 20, "num_summary": 3},
-    "flash": {"block_size": 8, "linear": "linear"},
-    "hybrid": {"window_size": 9, "num_sinks": 2, "linear_options": {"decay": "learned"}, "initial_share": 1},
+    "fixed_pattern": {"block_size": 8, "group_size": 20, "num_summary": 3},
+    "mixed_chunk": {"block_size": 8, "linear": "linear"},
+    "hybrid": {"window_size": 9, "num_sink_tokens": 2, "linear_options": {"decay": "learned"}, "initial_share": 1},
     "learned_sparse": {"block_size": 8, "reach": 3},
     "linformer": {"num_slots": 7, "block_size": 8},
     "local": {"block_size": 8, "window_size": 19},
     "longformer": {"block_size": 8, "window_size": 11, "num_global": 3},
     "lsh": {"num_buckets": 4, "bucket_size": 8},
     "radial": {"block_size": 8, "window_blocks": 2},
-    "random": {"block_size": 8, "num_random": 2},
-    "sinks": {"block_size": 8, "window_size": 11, "num_sinks": 3},
+    "random_blocks": {"block_size": 8, "num_random": 2},
+    "streaming": {"block_size": 8, "window_size": 11, "num_sink_tokens": 3},
     "sparse_transformer": {"block_size": 8, "window_size": 11, "stride": 3, "num_strides": 2},
     "synthesizer": {"initial_mix": 0.0, "max_length": 128},
     "vq": {"num_codes": 7, "block_size": 8},
@@ -55,7 +55,7 @@ def make_case(name: str, causal: bool, **options: Any) -> Case:
 
 def learned(case: Case, dtype: torch.dtype, sink: Tensor = SINK) -> Any:
     """Return the mechanism with these sinks as its trained parameter."""
-    made: Any = dataclasses.replace(case, options={**case.options, "sink": "learned"}).make(dtype)
+    made: Any = dataclasses.replace(case, options={**case.options, "sink_logit": "learned"}).make(dtype)
     with torch.no_grad():
         made.sink_logit.copy_(sink)
     return made
@@ -175,7 +175,7 @@ def test_a_sink_far_below_all_scores_is_none_and_one_far_above_is_all(name, caus
 
 @each_name
 def test_one_is_softmax1(name):
-    case = make_case(name, True, sink="one")
+    case = make_case(name, True, sink_logit="one")
     heads = case.heads(LENGTH)
     got, _ = case.make()(*heads)
     assert not [parameter for parameter, _ in case.make().named_parameters() if "sink" in parameter]
@@ -229,7 +229,7 @@ def test_composites_hand_a_layers_sinks_to_their_members(causal):
     torch.testing.assert_close(got[:, 2:], want[:, 2:])
     without, _ = mechanism(query, key, value)
     assert torch.equal(got[:, :2], without[:, :2])  # linear leaves them out, and says so
-    assert mechanism.without_sink() == ["linear"]
+    assert mechanism.mechanisms_dropping_sinks() == ["linear"]
     assert mechanism.log_sink(query, SINK).tolist() == [-torch.inf, -torch.inf, *SINK[2:].tolist()]
     matrix = mechanism.attention_matrix(query, key, sink=SINK)
     torch.testing.assert_close(naive.attend(matrix, value), got)
@@ -240,7 +240,7 @@ def test_composites_hand_a_layers_sinks_to_their_members(causal):
     want = sum(share[..., None] * output for share, output in zip(fusion.shares(outputs), outputs, strict=True))
     torch.testing.assert_close(fusion(query, key, value, sink=SINK)[0], want)
     torch.testing.assert_close(naive.attend(fusion.attention_matrix(query, key, value=value, sink=SINK), value), want)
-    assert fusion.without_sink() == []
+    assert fusion.mechanisms_dropping_sinks() == []
 
 
 @each_mode
@@ -248,7 +248,7 @@ def test_composites_hand_a_layers_sinks_to_their_members(causal):
 @pytest.mark.parametrize("mechanism", ["hybrid", "linear", "by_head"])
 def test_the_divergence_counts_a_sink_as_a_key_if_both_have_one(mechanism, causal, target):
     """Where only softmax has one, the weights among the keys are compared: those of both then add up to one."""
-    options = {"hybrid": {**OPTIONS["hybrid"], "sink": "one"}, "by_head": {"plan": {"linear": {"heads": 0}}}}
+    options = {"hybrid": {**OPTIONS["hybrid"], "sink_logit": "one"}, "by_head": {"plan": {"linear": {"heads": 0}}}}
     made = Case(mechanism, "llama", causal, {**options.get(mechanism, {})}).make()
     call = make_call(Case("softmax", "llama", causal), sink=target)
     mask, ids = call.key_padding_mask, call.sequence_ids
@@ -273,17 +273,17 @@ def test_what_cannot_be_is_refused():
     layer = Case("local", "llama", True).make().layer
     having = dataclasses.replace(layer, has_sinks=True)
     for name in NAMES:
-        with pytest.raises(OptionError, match="sink must be None for layer 0, which has learned sinks"):
-            MECHANISMS.get(name)(make_config(name, {"sink": "one"}), having)
+        with pytest.raises(OptionError, match="sink_logit must be None for layer 0, which has learned sinks"):
+            MECHANISMS.get(name)(make_config(name, {"sink_logit": "one"}), having)
         MECHANISMS.get(name)(make_config(name, {}), having)
     for options, message in (
-        ({"sink": "two"}, "sink must be None, 'one' or 'learned', got 'two'"),
-        ({"sink": "learned", "initial_sink": "low"}, "initial_sink must be a number from -100 to 100, got 'low'"),
-        ({"sink": "learned", "initial_sink": True}, "initial_sink must be a number"),
+        ({"sink_logit": "two"}, "sink_logit must be None, 'one' or 'learned', got 'two'"),
+        ({"sink_logit": "learned", "initial_sink": "low"}, "initial_sink must be .* from -100 to 100, got 'low'"),
+        ({"sink_logit": "learned", "initial_sink": True}, "initial_sink must be a number"),
     ):
         with pytest.raises(OptionError, match=message):
             make_config("local", options)
-    for name, options in (("conv", {"form": "raw"}), ("evo", {"form": "raw"}), ("flash", {"inside": "relu2"})):
-        with pytest.raises(OptionError, match="sink must be None with"):
-            make_config(name, {**options, "sink": "one"})
-        assert Case(name, "llama", True, options).make().without_sink() == [name]
+    for name, options in (("conv", {"form": "raw"}), ("evo", {"form": "raw"}), ("mixed_chunk", {"inside": "relu2"})):
+        with pytest.raises(OptionError, match="sink_logit must be None with"):
+            make_config(name, {**options, "sink_logit": "one"})
+        assert Case(name, "llama", True, options).make().mechanisms_dropping_sinks() == [name]

@@ -99,9 +99,9 @@ def test_rows_of_different_lengths_continue_each_at_its_own_place(form):
             kept = torch.cat([torch.arange(length), torch.arange(70, 90)])
             heads = [x[row : row + 1, :, kept] for x in (query, key, value)]
             torch.testing.assert_close(got[row : row + 1, :, kept], mechanism(*heads)[0], rtol=1e-10, atol=1e-10)
-            for held, x in zip(state[:2], heads[1:], strict=True):
-                assert torch.equal(held[row, :, : len(kept)], x[0])
-                assert not held[row, :, len(kept) :].any()
+            for stored, x in zip(state[:2], heads[1:], strict=True):
+                assert torch.equal(stored[row, :, : len(kept)], x[0])
+                assert not stored[row, :, len(kept) :].any()
 
 
 def test_padded_parts_continue_at_their_own_places():

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_linattn import calibrate, get_mechanisms, patch_model
-from hf_linattn.attention_call import observed
+from hf_linattn.attention_call import intercept_attention
 from hf_linattn.ops.slots import vq
 from hf_linattn.testing import Case, random_tokens, tiny_model
 from hf_linattn.testing.models import positions_of
@@ -124,13 +124,13 @@ def layer_errors(model, inputs) -> list[float]:
 
     def watch(mechanism):
         def answer(call):
-            target = call.by_softmax(mechanism)
-            errors.append(float((call.by(mechanism) - target).square().sum() / target.square().sum()))
+            target = call.run_softmax(mechanism)
+            errors.append(float((call.run(mechanism) - target).square().sum() / target.square().sum()))
             return target
 
         return answer
 
-    with observed(mechanisms, {path: watch(mechanism) for path, mechanism in mechanisms.items()}):
+    with intercept_attention(mechanisms, {path: watch(mechanism) for path, mechanism in mechanisms.items()}):
         model(**inputs, use_cache=False)
     return errors
 

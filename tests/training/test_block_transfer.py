@@ -9,7 +9,7 @@ import torch
 
 from hf_linattn import get_mechanisms, patch_model
 from hf_linattn.architecture import layer_stacks, root_model
-from hf_linattn.attention_call import observer_of
+from hf_linattn.attention_call import interceptor_of
 from hf_linattn.calibration import own_parameters
 from hf_linattn.errors import OptionError, UnsupportedModelError
 from hf_linattn.inference import accepted
@@ -80,7 +80,7 @@ def test_loss_and_gradients_are_those_of_a_block_that_starts_from_the_originals_
         (2 * output["loss"]).backward()
         for parameter, gradient in zip(own, wanted, strict=True):
             torch.testing.assert_close(parameter.grad, 2 * gradient)
-        assert not any(observer_of(m) for m in get_mechanisms(model).values())
+        assert not any(interceptor_of(m) for m in get_mechanisms(model).values())
 
 
 def test_only_blocks_with_converted_layers_are_run_again():
@@ -99,7 +99,7 @@ def test_nothing_stays_behind_after_an_error():
     with pytest.raises(IndexError):
         transfer(batch["input_ids"] + 10_000)
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model.transformer.h)
-    assert not any(observer_of(m) for m in get_mechanisms(model).values())
+    assert not any(interceptor_of(m) for m in get_mechanisms(model).values())
     assert all(torch.equal(before[key], x) for key, x in model.state_dict().items())
     assert torch.isfinite(transfer(**batch)["loss"])
 

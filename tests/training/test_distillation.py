@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_linattn import OptionError, get_mechanisms, is_patched, patch_model
-from hf_linattn.attention_call import observer_of
+from hf_linattn.attention_call import interceptor_of
 from hf_linattn.calibration import own_parameters
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.losses.distillation import HiddenStates, Teacher, distillation_loss
@@ -56,7 +56,7 @@ def test_the_students_own_weights_are_the_teacher_and_stored_once(name):
     rest = {key: p for key, p in adapted.named_parameters() if not p.requires_grad and "hf_linattn" not in key}
     assert {p.data_ptr() for p in rest.values()} == pointers and not own & pointers
     assert adapted.training and all(m.training for m in get_mechanisms(adapted).values())
-    assert all(observer_of(m) is None for m in get_mechanisms(adapted).values())
+    assert all(interceptor_of(m) is None for m in get_mechanisms(adapted).values())
 
 
 @each_family
@@ -124,7 +124,7 @@ def test_the_divergence_of_the_likeliest_tokens_is_that_of_a_loop():
 
 
 def test_a_shut_window_leaves_the_own_key_and_the_sinks_in_training_alone():
-    options = {"window_size": 6, "num_sinks": 1}
+    options = {"window_size": 6, "num_sink_tokens": 1}
     model, ids = patch_model(make_model("gpt2"), "hybrid", **options).eval(), make_tokens(2, 11)
     narrow = patch_model(make_model("gpt2"), "hybrid", **{**options, "window_size": 1}).eval()
     narrow.load_state_dict(model.state_dict())

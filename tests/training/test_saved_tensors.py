@@ -66,13 +66,13 @@ def test_a_folder_that_is_none_is_refused(tmp_path):
 
 
 def test_memory_between_the_passes_does_not_grow_with_the_layers(tmp_path):
-    held = {}
+    live = {}
     for depth in (2, 6):
         model = patch_model(make_model("llama", num_hidden_layers=depth), "linear").train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
         ids = make_tokens(3, 60)
         with LiveBytes() as count:
             loss = step(model, ids, tmp_path, least_bytes=2**12)
-            held[depth] = count.live
+            live[depth] = count.live
         del loss
-    assert held[2] == held[6]
+    assert live[2] == live[6]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from hf_linattn import OptionError, PatchError, get_mechanisms, list_mechanisms, patch_model
-from hf_linattn.attention_call import AttentionCall, observed
+from hf_linattn.attention_call import AttentionCall, intercept_attention
 from hf_linattn.calibration import own_parameters
 from hf_linattn.evaluation.memory import LiveBytes
 from hf_linattn.mechanisms import MECHANISMS
@@ -31,8 +31,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("learned_exp", {"decay": "learned"}),
     ("hedgehog", {"decay": "learned", "self_weight": "learned"}),
     ("gla", {"self_weight": "learned"}),
-    ("hybrid", {"window_size": 5, "num_sinks": 1, "window_scale": "maximum", "initial_share": 0.5}),
-    ("hybrid", {"window_size": 5, "num_sinks": 2, "linear": "learned_exp", "linear_options": {"decay": "learned"}}),
+    ("hybrid", {"window_size": 5, "num_sink_tokens": 1, "window_scale": "maximum", "initial_share": 0.5}),
+    (
+        "hybrid",
+        {"window_size": 5, "num_sink_tokens": 2, "linear": "learned_exp", "linear_options": {"decay": "learned"}},
+    ),
 ]
 
 
@@ -104,16 +107,16 @@ def reference(model: nn.Module, batch: dict[str, Tensor], output_weight: float, 
     def record(path):
         def answer(call):
             calls[path] = call
-            return call.by_softmax(mechanisms[path])
+            return call.run_softmax(mechanisms[path])
 
         return answer
 
-    with torch.no_grad(), observed(mechanisms, {path: record(path) for path in mechanisms}):
+    with torch.no_grad(), intercept_attention(mechanisms, {path: record(path) for path in mechanisms}):
         model(**batch, use_cache=False)
     losses = []
     for path, call in calls.items():
         mechanism, real = mechanisms[path], batch["attention_mask"].bool()
-        outputs = (call.by(mechanism), call.by_softmax(mechanism))
+        outputs = (call.run(mechanism), call.run_softmax(mechanism))
         got, want = (project(path, x.transpose(1, 2).flatten(2)) for x in outputs)
         rows = [((g - w)[r]).square().sum() / w[r].square().sum() for g, w, r in zip(got, want, real, strict=True)]
         loss = output_weight * sum(rows) / len(rows)
@@ -132,7 +135,7 @@ def heads(path: str, rows: Tensor) -> Tensor:
     ("mechanism", "options", "weights"),
     [
         ("hedgehog", {}, (1.0, 1.0)),
-        ("hybrid", {"window_size": 4, "num_sinks": 1}, (0.5, 2.0)),
+        ("hybrid", {"window_size": 4, "num_sink_tokens": 1}, (0.5, 2.0)),
         ("learned_exp", {"decay": "learned"}, (0.0, 1.0)),
         ("linformer", {"num_slots": 4, "block_size": 8}, (1.0, 1.0)),
         ("linformer", {"num_slots": 4, "block_size": 8, "sharing": "layers"}, (2.0, 0.0)),

@@ -35,8 +35,8 @@ class DataArguments:
     eval_mlm_probability: float = field(
         default=0.15, metadata={"help": "The same in validation and test: perplexities compare at equal shares only."}
     )
-    max_validation_tokens: int | None = field(default=None, metadata={"help": "Use only so many validation tokens."})
-    max_test_documents: int | None = field(default=None, metadata={"help": "Use only so many test documents."})
+    max_validation_tokens: int | None = field(default=None, metadata={"help": "Use at most that many for validation."})
+    max_test_documents: int | None = field(default=None, metadata={"help": "Use at most that many test documents."})
     stride: int | None = field(
         default=None, metadata={"help": "Test windows of a causal model start this many tokens apart; default: half."}
     )

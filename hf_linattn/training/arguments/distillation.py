@@ -27,7 +27,7 @@ class DistillationArguments:
     )
     transfer_block_layers: int | None = field(
         default=None,
-        metadata={"help": "Compare what comes out of blocks of so many layers; absent: each layer's attention."},
+        metadata={"help": "Compare what comes out of blocks of that many layers; absent: each layer's attention."},
     )
     lora_rank: int | None = field(
         default=None,
@@ -44,7 +44,7 @@ class DistillationArguments:
     ce_weight: float = field(default=1.0, metadata={"help": "Of the text's own cross-entropy."})
     temperature: float = field(default=1.0, metadata={"help": "Divides both models' logits in the KL divergence."})
     top_k: int | None = field(
-        default=None, metadata={"help": "Compare the original's so many likeliest tokens, and all others as one."}
+        default=None, metadata={"help": "Compare that many of the original's likeliest tokens, and all others as one."}
     )
     fading_teacher: bool = field(
         default=False, metadata={"help": "kl_weight and hidden_weight fall linearly to zero over the run."}

@@ -37,13 +37,13 @@ class ModelArguments:
     plan: dict[str, Any] | str | list[dict[str, Any]] | None = field(
         default=None,
         metadata={
-            "help": 'In the place of `mechanism`: JSON like `{"performer": "0-5", "linear": [6]}`, or a list like'
+            "help": 'In place of `mechanism`: JSON like `{"performer": "0-5", "linear": [6]}`, or a list like'
             ' `[{"mechanism": "performer", "layers": "0-5", "heads": 0, "options": {}}]`.'
         },
     )
     chunk_feed_forward: int | None = field(
         default=None,
-        metadata={"help": "Feed-forwards take so many tokens at a time, with less memory; default: all of a batch."},
+        metadata={"help": "Feed-forwards take that many tokens at a time, with less memory; default: all of a batch."},
     )
     row: str | None = field(
         default=None,

@@ -44,7 +44,7 @@ class FinetuningArguments(TrainingArguments):
     )
     greater_is_better: bool | None = field(default=False, metadata={"help": "Whether more of it is better."})
     early_stopping_patience: int | None = field(
-        default=None, metadata={"help": "End a run after so many evaluations without a lower validation loss."}
+        default=None, metadata={"help": "End a run after that many evaluations without a lower validation loss."}
     )
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_linattn import get_mechanisms
 from hf_linattn.architecture import output_projection, root_model
-from hf_linattn.attention_call import AttentionCall, observed
+from hf_linattn.attention_call import AttentionCall, intercept_attention
 from hf_linattn.calibration import own_parameters, squared_errors
 from hf_linattn.config import require
 from hf_linattn.errors import OptionError
@@ -121,7 +121,7 @@ class AttentionTransfer(Transfer):
             path: _Layer(mechanism, projection, self._weights, gradients, len(self._layers))
             for path, (mechanism, projection) in self._layers.items()
         }
-        with observed(get_mechanisms(self._model[0]), layers):
+        with intercept_attention(get_mechanisms(self._model[0]), layers):
             self.run_backbone(inputs)
         errors = torch.stack([layer.error for layer in layers.values()])
         divergences = torch.stack([layer.divergence for layer in layers.values()])
@@ -142,7 +142,7 @@ class _Layer:
     divergence: Tensor = field(init=False)
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        target = call.by_softmax(self.mechanism)
+        target = call.run_softmax(self.mechanism)
         with torch.set_grad_enabled(bool(self.gradients)):
             error, divergence = self._compare(call, target)
             loss = (self.weights[0] * error + self.weights[1] * divergence) / self.count
@@ -153,7 +153,7 @@ class _Layer:
     def _compare(self, call: AttentionCall, target: Tensor) -> tuple[Tensor, Tensor]:
         error = divergence = target.new_zeros((), dtype=torch.promote_types(target.dtype, torch.float32))
         if self.weights[0]:
-            got, want = (_projected(x, self.projection) for x in (call.by(self.mechanism), target))
+            got, want = (_projected(x, self.projection) for x in (call.run(self.mechanism), target))
             errors, sizes = squared_errors(got, want, call.real)
             error = (errors / sizes).mean()  # of rows, so that processes and accumulated batches add up
         if self.weights[1] and self.mechanism.has_scores:

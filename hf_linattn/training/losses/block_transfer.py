@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_linattn import get_mechanisms
 from hf_linattn.architecture import layer_stacks, root_model
-from hf_linattn.attention_call import observed, unobserved
+from hf_linattn.attention_call import intercept_attention, pass_through
 from hf_linattn.calibration import squared_errors
 from hf_linattn.config import require_count
 from hf_linattn.mechanisms import Mechanism
@@ -59,7 +59,7 @@ class BlockTransfer(Transfer):
         """Return the `loss`, and `output_errors` of all blocks."""
         mask = inputs.get("attention_mask")
         blocks = [_Block(*block, mask, gradients, len(self._blocks)) for block in self._blocks]
-        with ExitStack() as watching, observed(get_mechanisms(self._model[0])):
+        with ExitStack() as watching, intercept_attention(get_mechanisms(self._model[0])):
             for block in blocks:
                 watching.enter_context(block.watched())
             self.run_backbone(inputs)
@@ -101,7 +101,7 @@ class _Block:
         self.again = True
         start = hidden = _input(*self.calls[0])
         change = _output(output) - start
-        with torch.set_grad_enabled(bool(self.gradients)), unobserved(self.mechanisms):
+        with torch.set_grad_enabled(bool(self.gradients)), pass_through(self.mechanisms):
             for inner, (others, options) in zip(self.layers, self.calls, strict=True):
                 given = ((hidden, *others[1:]), options) if others else ((), {**options, "hidden_states": hidden})
                 hidden = _output(inner(*given[0], **given[1]))

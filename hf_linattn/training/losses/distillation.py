@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_linattn import get_mechanisms
-from hf_linattn.attention_call import observed
+from hf_linattn.attention_call import intercept_attention
 from hf_linattn.errors import OptionError
 from hf_linattn.inference import evaluation_mode, without_labels
 from hf_linattn.training.data import IGNORED_LABEL
@@ -26,14 +26,14 @@ class Teacher:
     """The original model and how much its outputs count beside the cross-entropy of the text.
 
     Attributes:
-        model: gives the outputs; it is not trained. None: the student itself, its adapters off and softmax in the
+        model: gives the outputs; it is not trained. None: the student itself, its adapters off and softmax in
             place of its mechanisms, so that one copy of the weights serves both; the student is then a `PeftModel`.
         kl_weight: of KL(teacher || student) over the vocabulary, in nats per predicted token.
         hidden_weight: of the squared difference of the hidden states after every layer, relative to the teacher's,
             token by token.
         ce_weight: of the text's own cross-entropy.
         temperature: divides the logits of both in the divergence, which is multiplied by its square.
-        top_k: compare the teacher's so many likeliest tokens one by one and all others as one; None: the vocabulary.
+        top_k: compare that many of the teacher's likeliest tokens one by one, all others as one; None: all of them.
         fading: kl_weight and hidden_weight fall linearly to zero over the run. A student that trains longer on a text
             than its teacher did comes to know it better.
     """
@@ -65,7 +65,7 @@ class Teacher:
         with ExitStack() as original:
             original.enter_context(adapted.disable_adapter())
             original.enter_context(evaluation_mode(student))
-            original.enter_context(observed(get_mechanisms(adapted)))
+            original.enter_context(intercept_attention(get_mechanisms(adapted)))
             return student(**inputs)
 
 

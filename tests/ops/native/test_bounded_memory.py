@@ -51,7 +51,7 @@ def test_outputs_and_states(variant, calls, num_slots, block_size, length):
 @pytest.mark.parametrize(("num_slots", "block_size"), [(8, 16), (64, 16), (4, 4), (33, 64), (70, 128), (1, 1), (7, 8)])
 def test_pieces_give_what_a_whole_row_gives(variant, calls, num_slots, block_size, ends):
     """Slots that merge inside a piece or where it begins, segments that stay open, blocks that do; states as well."""
-    options = {"num_slots": num_slots, "block_size": block_size, "sharing": "none", "sink": "one"}
+    options = {"num_slots": num_slots, "block_size": block_size, "sharing": "none", "sink_logit": "one"}
     mechanism, heads, results = make_mechanism("linformer", True, **options), make_heads(2, 1000), []
     for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
         mechanism.to(dtype).backend = backend

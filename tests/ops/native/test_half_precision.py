@@ -152,7 +152,7 @@ class Widest(TorchDispatchMode):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["linear", "hedgehog", "performer", "local", "sinks", "hybrid"])
+@pytest.mark.parametrize("name", ["linear", "hedgehog", "performer", "local", "streaming", "hybrid"])
 def test_no_copy_in_float32_is_made(variant, name):
     mechanism, heads = make_small(name, causal=True), [x.bfloat16() for x in make_heads(1, 3000)]
     with Widest() as widest:

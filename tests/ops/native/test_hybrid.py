@@ -17,10 +17,10 @@ MIXES = [("hedgehog", None), ("learned_exp", None), ("learned_exp", "learned"), 
 WINDOWS = [(16, 4), (64, 1), (100, 70), (1, 0), (65, 64)]  # inside a block, over several and at their borders
 
 
-def make_hybrid(causal: bool, linear: str, decay: str | None, window_size: int, num_sinks: int):
+def make_hybrid(causal: bool, linear: str, decay: str | None, window_size: int, num_sink_tokens: int):
     # with a gate half open, and with none
-    options = {"linear": linear, "linear_options": {"decay": decay}, "initial_share": 0.5 if num_sinks else 1}
-    return make_mechanism("hybrid", causal, **options, window_size=window_size, num_sinks=num_sinks)
+    options = {"linear": linear, "linear_options": {"decay": decay}, "initial_share": 0.5 if num_sink_tokens else 1}
+    return make_mechanism("hybrid", causal, **options, window_size=window_size, num_sink_tokens=num_sink_tokens)
 
 
 @pytest.fixture
@@ -39,10 +39,10 @@ def calls(monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("window_size", "num_sinks"), WINDOWS)
+@pytest.mark.parametrize(("window_size", "num_sink_tokens"), WINDOWS)
 @pytest.mark.parametrize(("linear", "decay"), MIXES)
-def test_outputs_states_and_what_comes_after(variant, calls, linear, decay, window_size, num_sinks):
-    mechanism, heads = make_hybrid(True, linear, decay, window_size, num_sinks), make_heads(2, LENGTH)
+def test_outputs_states_and_what_comes_after(variant, calls, linear, decay, window_size, num_sink_tokens):
+    mechanism, heads = make_hybrid(True, linear, decay, window_size, num_sink_tokens), make_heads(2, LENGTH)
     results = []
     for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
         mechanism.to(dtype).backend = backend
@@ -53,17 +53,17 @@ def test_outputs_states_and_what_comes_after(variant, calls, linear, decay, wind
             result += [output, total, *state[:4], state.length]
         results.append(result)
     # what goes on after a full window is read as a row, unless it is one token; a window of one token keeps no row
-    assert len(calls) == (1 if window_size == 1 else 8 if window_size + num_sinks < 135 else 3)
+    assert len(calls) == (1 if window_size == 1 else 8 if window_size + num_sink_tokens < 135 else 3)
     for got, want in zip(*results, strict=True):
         assert_close(got.double(), want.double(), 2e-5 * max(1.0, float(want.abs().max()) if want.numel() else 1.0))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("window_size", "num_sinks"), [(16, 4), (5, 9), (2, 0), (1, 1)])
+@pytest.mark.parametrize(("window_size", "num_sink_tokens"), [(16, 4), (5, 9), (2, 0), (1, 1)])
 @pytest.mark.parametrize(("linear", "decay"), MIXES)
-def test_token_by_token(variant, calls, linear, decay, window_size, num_sinks):
+def test_token_by_token(variant, calls, linear, decay, window_size, num_sink_tokens):
     """From the first one: the sinks and the window fill up, then steps in C follow."""
-    mechanism, heads = make_hybrid(True, linear, decay, window_size, num_sinks), make_heads(2, 40)
+    mechanism, heads = make_hybrid(True, linear, decay, window_size, num_sink_tokens), make_heads(2, 40)
     state, outputs = None, []
     for place in range(40):
         output, state = mechanism(*(x[:, :, place : place + 1] for x in heads), state=state)
@@ -71,31 +71,31 @@ def test_token_by_token(variant, calls, linear, decay, window_size, num_sinks):
     mechanism.double().backend = "torch"
     want, _ = mechanism(*(x.double() for x in heads))
     assert_close(torch.cat(outputs, dim=2).double(), want, 2e-5)
-    assert len(calls) == (40 - window_size + 1 - num_sinks if window_size > 1 else 0)
+    assert len(calls) == (40 - window_size + 1 - num_sink_tokens if window_size > 1 else 0)
 
 
 @pytest.mark.covering(2)
 @torch.no_grad()
 @pytest.mark.parametrize("length", [LENGTH, 128, 101])
-@pytest.mark.parametrize(("window_size", "num_sinks"), WINDOWS)
+@pytest.mark.parametrize(("window_size", "num_sink_tokens"), WINDOWS)
 @pytest.mark.parametrize(("linear", "decay"), MIXES)
-def test_both_directions(variant, calls, linear, decay, window_size, num_sinks, length):
+def test_both_directions(variant, calls, linear, decay, window_size, num_sink_tokens, length):
     """Also where no query has far keys on both sides, and where none has any."""
-    mechanism, heads = make_hybrid(False, linear, decay, window_size, num_sinks), make_heads(2, length)
+    mechanism, heads = make_hybrid(False, linear, decay, window_size, num_sink_tokens), make_heads(2, length)
     got, _ = mechanism(*heads)
     mechanism.double().backend = "torch"
     want, _ = mechanism(*(x.double() for x in heads))
     assert_close(got.double(), want, 2e-5)
-    assert calls == [1] * (length > window_size + num_sinks)
+    assert calls == [1] * (length > window_size + num_sink_tokens)
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("length", [LENGTH, 128])
-@pytest.mark.parametrize(("window_size", "num_sinks"), WINDOWS)
+@pytest.mark.parametrize(("window_size", "num_sink_tokens"), WINDOWS)
 @pytest.mark.parametrize(("linear", "decay"), [*MIXES, ("taylor", None)])
-def test_gradients_in_both_directions(variant, calls, linear, decay, window_size, num_sinks, length):
+def test_gradients_in_both_directions(variant, calls, linear, decay, window_size, num_sink_tokens, length):
     """Also where hardly any query has far keys on both sides; the same bits come without gradients."""
-    mechanism, heads = make_hybrid(False, linear, decay, window_size, num_sinks).train(), make_heads(2, length)
+    mechanism, heads = make_hybrid(False, linear, decay, window_size, num_sink_tokens).train(), make_heads(2, length)
     results = []
     for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
         mechanism.to(dtype).backend = backend
@@ -107,7 +107,7 @@ def test_gradients_in_both_directions(variant, calls, linear, decay, window_size
         weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
         trained = {**dict(zip("qkv", operands, strict=True)), **dict(mechanism.named_parameters())}
         results.append(dict(zip(trained, torch.autograd.grad((output * weight).sum(), trained.values()), strict=True)))
-    assert calls == [1, 1] * (length > window_size + num_sinks)
+    assert calls == [1, 1] * (length > window_size + num_sink_tokens)
     got, want = results
     for name in got:
         tolerance = 1e-3 if "decay" in name else 5e-5
@@ -115,11 +115,11 @@ def test_gradients_in_both_directions(variant, calls, linear, decay, window_size
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize(("window_size", "num_sinks"), WINDOWS)
+@pytest.mark.parametrize(("window_size", "num_sink_tokens"), WINDOWS)
 @pytest.mark.parametrize(("linear", "decay"), [*MIXES, ("taylor", None)])
-def test_gradients(variant, calls, linear, decay, window_size, num_sinks):
+def test_gradients(variant, calls, linear, decay, window_size, num_sink_tokens):
     """In training; the same bits come without gradients."""
-    mechanism, heads = make_hybrid(True, linear, decay, window_size, num_sinks).train(), make_heads(2, LENGTH)
+    mechanism, heads = make_hybrid(True, linear, decay, window_size, num_sink_tokens).train(), make_heads(2, LENGTH)
     with torch.no_grad():
         plain, _ = mechanism(*heads)
     weight = torch.randn(plain.shape, generator=torch.Generator().manual_seed(2))
@@ -141,10 +141,10 @@ def test_gradients(variant, calls, linear, decay, window_size, num_sinks):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("window_size", "num_sinks"), [(16, 4), (70, 1), (1, 0)])
-def test_packed_and_padded_rows_of_which_no_state_is_kept(variant, calls, causal, window_size, num_sinks):
+@pytest.mark.parametrize(("window_size", "num_sink_tokens"), [(16, 4), (70, 1), (1, 0)])
+def test_packed_and_padded_rows_of_which_no_state_is_kept(variant, calls, causal, window_size, num_sink_tokens):
     """As in training: what stands behind a sequence is no matter of its outputs and gradients."""
-    mechanism, heads = make_hybrid(causal, "hedgehog", "learned", window_size, num_sinks), make_heads(2, LENGTH)
+    mechanism, heads = make_hybrid(causal, "hedgehog", "learned", window_size, num_sink_tokens), make_heads(2, LENGTH)
     mechanism.train()
     places, mask = torch.arange(LENGTH), torch.ones(2, LENGTH, dtype=torch.bool)
     ids, mask[1, :5] = torch.stack([places // 90, places // 120]), False

@@ -39,7 +39,7 @@ def pieces(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_pieces_give_what_a_whole_row_gives(pieces, name, ends):
     """Outputs, the gradients of heads, and the same state as block by block; with a sink in the denominator, too."""
-    mechanism, heads = make_pattern(name, True, block_size=16, sink="one"), make_heads(2, LENGTH)
+    mechanism, heads = make_pattern(name, True, block_size=16, sink_logit="one"), make_heads(2, LENGTH)
     weight = torch.randn(2, 4, LENGTH, 20, generator=torch.Generator().manual_seed(3))
     results = []
     for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):

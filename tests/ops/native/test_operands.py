@@ -27,7 +27,7 @@ CALLS = int(os.environ.get("FUZZ_CALLS", "300"))
 MISFITS_OF_A_CALL = 4
 NAMES = (
     "linear", "performer", "hedgehog", "t2r", "learned_exp", "retention", "gla", "hybrid", "local", "bigbird",
-    "linformer", "lsh", "sinks",
+    "linformer", "lsh", "streaming",
 )  # fmt: skip
 
 sizes = st.tuples(

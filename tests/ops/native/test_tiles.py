@@ -63,7 +63,7 @@ def test_numbers_of_all_magnitudes(variant, monkeypatch):
 
 def test_the_same_bits_each_time(variant):
     """Whatever tasks a thread had before, and in whatever memory; also of the keys that stand by themselves."""
-    mechanism, heads = make_mechanism("sinks", True, window_size=128), make_heads(2, 700)
+    mechanism, heads = make_mechanism("streaming", True, window_size=128), make_heads(2, 700)
     first = mechanism(*heads)[0]
     other = make_heads(3, 900)
     for _ in range(3):

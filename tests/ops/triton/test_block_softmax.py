@@ -30,7 +30,7 @@ BLOCKS = [name for name in ON_TRITON if name not in SUMS]
 BOTH = [(x, mode) for x in BLOCKS for mode in ("causal", "bidirectional")]
 BOTH.remove(("linformer", "bidirectional"))  # large products, which PyTorch makes
 LENGTHS = [67, pytest.param(107, marks=pytest.mark.exhaustive)]
-SMALL = {"block_size": 8, "window_size": 11, "num_sinks": 2, "num_slots": 6}
+SMALL = {"block_size": 8, "window_size": 11, "num_sink_tokens": 2, "num_slots": 6}
 LENGTH = 43
 
 
@@ -173,7 +173,7 @@ def test_every_mechanism_on_it(calls, name, mode):
 )
 def test_what_hybrid_remembers_of_a_row(calls, linear, decay, window_size):
     """The state after a row, what is read after it, and gradients through both."""
-    options = {"linear": linear, "linear_options": {"decay": decay}, "window_size": window_size, "num_sinks": 1}
+    options = {"linear": linear, "linear_options": {"decay": decay}, "window_size": window_size, "num_sink_tokens": 1}
     given = [torch.randn(2, h, LENGTH + 3, 8, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)]
     results = []
     for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
@@ -191,7 +191,7 @@ def test_what_hybrid_remembers_of_a_row(calls, linear, decay, window_size):
     assert calls == [LENGTH]
 
 
-WINDOWS = {"local": 1, "sinks": 1, "longformer": 1, "atrous": 0, "checkerboard": 0, "sparse_transformer": 0}
+WINDOWS = {"local": 1, "streaming": 1, "longformer": 1, "atrous": 0, "checkerboard": 0, "sparse_transformer": 0}
 
 
 @pytest.mark.covering(2)
@@ -209,7 +209,7 @@ def test_windows_that_are_all_that_is_seen_are_left_to_their_operation(small_til
     mask = torch.arange(length) < torch.tensor([[length], [length // 2]])
     results = []
     for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
-        mechanism = make_small(name, causal, num_sinks=shared, num_global=shared, sink="learned").to(dtype)
+        mechanism = make_small(name, causal, num_sink_tokens=shared, num_global=shared, sink_logit="learned").to(dtype)
         use_backend(mechanism, backend)
         heads = [x.to(dtype).requires_grad_() for x in given]
         output = mechanism(*heads, mask)[0] * mask[:, None, :, None]
@@ -237,7 +237,7 @@ def test_segments_that_stay_open(calls):
 def test_the_future_does_not_come_through(calls):
     """Whatever follows, even a thousand times larger, the outputs before it are the same bits."""
     heads = [torch.randn(1, h, 50, 8) for h in (2, 1, 1)]
-    for name in ("sinks", "hybrid"):
+    for name in ("streaming", "hybrid"):
         mechanism = make_small(name, causal=True)
         use_backend(mechanism, "triton")
         with torch.no_grad():
@@ -250,7 +250,7 @@ def test_the_future_does_not_come_through(calls):
 
 
 def test_a_model_prefills_and_decodes_by_it(calls):
-    hybrid, local = {"window_size": 5, "num_sinks": 2}, {"window_size": 7, "block_size": 8}
+    hybrid, local = {"window_size": 5, "num_sink_tokens": 2}, {"window_size": 7, "block_size": 8}
     plan = {"hybrid": {"layers": [0], **hybrid}, "local": {"layers": [1], **local}}
     model = patch_model(make_model("llama"), plan).eval()
     prompt = make_tokens(2, 30)
@@ -263,7 +263,7 @@ def test_a_model_prefills_and_decodes_by_it(calls):
 
 
 def test_what_runs_on_it_is_explained(calls):
-    plan = {"linear": [0], "hybrid": {"layers": [1], "window_size": 5, "num_sinks": 2}}
+    plan = {"linear": [0], "hybrid": {"layers": [1], "window_size": 5, "num_sink_tokens": 2}}
     model = patch_model(make_model("llama"), plan)
     set_backend(model, "triton")
     rows = explain_backend(model, make_tokens(2, 30)).rows

@@ -27,18 +27,20 @@ BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 8, 6
 DECAY: dict[str, Any] = {"linear_options": {"decay": "learned"}}
 PERFORMER: dict[str, Any] = {"linear": "performer", "linear_options": {"num_features": 20, "decay": "learned"}}
 CASES: dict[str, dict[str, Any]] = {
-    "hedgehog": {"window_size": 5, "num_sinks": 4},
-    "performer": {"window_size": 5, "num_sinks": 1, "linear": "performer"},
-    "elu": {"window_size": 6, "num_sinks": 1, "linear": "linear"},
-    "bias": {"window_size": 3, "num_sinks": 0, "linear": "t2r"},
-    "decay": {"window_size": 5, "num_sinks": 2, **DECAY},
-    "decay beside log scales": {"window_size": 4, "num_sinks": 1, **PERFORMER},
-    "share beside a sink": {"window_size": 5, "num_sinks": 1, "window_scale": "maximum", "sink": "learned", **DECAY},
-    "sink": {"window_size": 5, "num_sinks": 4, "sink": "learned"},
-    "no window": {"window_size": 1, "num_sinks": 0, **PERFORMER},
-    "no gate": {"window_size": 5, "num_sinks": 2, "initial_share": 1, **DECAY},
-    "sinks alone": {"window_size": 1, "num_sinks": 4},
-    "more sinks than window": {"window_size": 3, "num_sinks": 6},
+    "hedgehog": {"window_size": 5, "num_sink_tokens": 4},
+    "performer": {"window_size": 5, "num_sink_tokens": 1, "linear": "performer"},
+    "elu": {"window_size": 6, "num_sink_tokens": 1, "linear": "linear"},
+    "bias": {"window_size": 3, "num_sink_tokens": 0, "linear": "t2r"},
+    "decay": {"window_size": 5, "num_sink_tokens": 2, **DECAY},
+    "decay beside log scales": {"window_size": 4, "num_sink_tokens": 1, **PERFORMER},
+    "share beside a sink": {
+        "window_size": 5, "num_sink_tokens": 1, "window_scale": "maximum", "sink_logit": "learned", **DECAY,
+    },
+    "sink": {"window_size": 5, "num_sink_tokens": 4, "sink_logit": "learned"},
+    "no window": {"window_size": 1, "num_sink_tokens": 0, **PERFORMER},
+    "no gate": {"window_size": 5, "num_sink_tokens": 2, "initial_share": 1, **DECAY},
+    "sinks alone": {"window_size": 1, "num_sink_tokens": 4},
+    "more sinks than window": {"window_size": 3, "num_sink_tokens": 6},
 }
 
 
@@ -89,7 +91,7 @@ def tokens_at(heads: list[Tensor], position: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def decode(mechanism: Any, heads: list[Tensor], lengths: tuple[int, ...], backend: str) -> tuple[Tensor, Any]:
-    """Read a prompt of so many tokens in each row and all others that every row has; return outputs and state."""
+    """Read a prompt of that many tokens in each row and all others that every row has; return outputs and state."""
     position, longest = torch.tensor(lengths), max(lengths)
     use_backend(mechanism, "torch")
     _, state = mechanism(*(x[:, :, :longest] for x in heads), torch.arange(longest) < position[:, None])
@@ -141,7 +143,7 @@ def test_programs_have_some_of_the_values_and_read_keys_part_by_part(taken, monk
 def test_a_wide_window(taken, monkeypatch, numbers):
     """Of one tile, and of four: it fills in one row, and keys leave it in the other."""
     monkeypatch.setattr(hybrid_step, "NEAR_NUMBERS", numbers)
-    check(make(window_size=64, num_sinks=4, **PERFORMER), make_heads(71), (66, 60), 1e-5)
+    check(make(window_size=64, num_sink_tokens=4, **PERFORMER), make_heads(71), (66, 60), 1e-5)
     assert taken == [1] * 5
 
 
@@ -153,7 +155,7 @@ HALVES = [
 
 @pytest.mark.parametrize(("kind", "stored"), HALVES, ids=str)
 def test_heads_and_parameters_in_half_precision(taken, kind, stored):
-    mechanism = make(window_size=3, num_sinks=1, sink="learned", **DECAY).to(stored)
+    mechanism = make(window_size=3, num_sink_tokens=1, sink_logit="learned", **DECAY).to(stored)
     check(mechanism, make_heads(10, kind), (3, 4), 4e-3)
     assert taken == [1] * 6
 
@@ -161,7 +163,7 @@ def test_heads_and_parameters_in_half_precision(taken, kind, stored):
 def test_bfloat16(taken, monkeypatch):
     """Which the interpreter adds and multiplies, but makes no products of: a map without them."""
     monkeypatch.setattr(launching, "kinds", lambda: (torch.bfloat16,))
-    mechanism = make(window_size=3, num_sinks=1, linear="linear", **DECAY).bfloat16()
+    mechanism = make(window_size=3, num_sink_tokens=1, linear="linear", **DECAY).bfloat16()
     check(mechanism, make_heads(10, torch.bfloat16), (3, 4), 2e-2)
     assert taken == [1] * 6
 
@@ -186,7 +188,7 @@ def test_a_part_that_outweighs_the_other_by_far(taken):
 
 def test_features_that_do_not_meet_leave_the_window_alone(taken):
     """Weights of e^150 by the mix, and nothing by the features."""
-    mechanism = make(window_size=3, num_sinks=1, linear="linear", linear_options={"feature_map": "relu"})
+    mechanism = make(window_size=3, num_sink_tokens=1, linear="linear", linear_options={"feature_map": "relu"})
     with torch.no_grad():
         mechanism.log_mix.fill_(150.0)
     query, key, value = make_heads(12)
@@ -206,7 +208,7 @@ def test_a_far_part_that_is_shut_has_no_weight(taken):
     [({"linear": "taylor"}, 1, False, False), ({}, 2, False, False), ({}, 1, True, False), ({}, 1, False, True)],
 )
 def test_other_maps_more_tokens_training_and_gradients_are_left_to_pytorch(taken, options, count, training, grad):
-    mechanism, results = make(window_size=3, num_sinks=1, **options).train(training), []
+    mechanism, results = make(window_size=3, num_sink_tokens=1, **options).train(training), []
     with torch.set_grad_enabled(grad):
         for backend in ("torch", "triton"):
             heads = make_heads(8)
@@ -223,7 +225,7 @@ def test_other_maps_more_tokens_training_and_gradients_are_left_to_pytorch(taken
 
 def test_a_model_decodes_as_before(taken):
     """A batch of prompts of different lengths, whose steps come with a mask that hides nothing of the new token."""
-    model = patch_model(make_model("llama"), "hybrid", window_size=4, num_sinks=1).eval()
+    model = patch_model(make_model("llama"), "hybrid", window_size=4, num_sink_tokens=1).eval()
     ids, mask = pad([make_tokens(1, 9)[0], make_tokens(1, 3, seed=1)[0]], 0)
     generated = []
     for backend in ("torch", "triton"):
@@ -235,7 +237,7 @@ def test_a_model_decodes_as_before(taken):
 def test_its_products_are_counted():
     counts = {}
     for backend in ("torch", "triton"):
-        mechanism, heads = make(window_size=40, num_sinks=4), make_heads(50)
+        mechanism, heads = make(window_size=40, num_sink_tokens=4), make_heads(50)
         with torch.no_grad():
             use_backend(mechanism, "torch")
             _, state = mechanism(*(x[:, :, :49] for x in heads))
