@@ -38,7 +38,7 @@ from benchmarks.measure.timed import timed_config
 from benchmarks.render import write_tables
 from benchmarks.result_files import RESULTS
 from hf_linattn.atomic_io import write_text
-from hf_linattn.backends import BACKENDS
+from hf_linattn.backends import require_triton
 from hf_linattn.config import require_known
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops.runtime import cpu as library
@@ -168,7 +168,8 @@ def main(
         names = mechanism or [name for name in FASTER if name in known]
         if unknown := [name for name in names if name not in known]:
             raise typer.BadParameter(f"{', '.join(unknown)}: with --backend {backend} it is one of {', '.join(known)}")
-        BACKENDS[backend].load()  # what it needs and has not is an error before anything is measured
+        if backend == "triton":
+            require_triton()  # what it needs and has not is an error before anything is measured
         path = output or RESULTS / ({"cpu": "cpu", "cuda": "gpu"}[kind] + SUFFIXES[backend])
         plan = PLANS["quick" if quick else kind]
 

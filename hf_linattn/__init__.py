@@ -24,6 +24,7 @@ from .errors import (
     UnsupportedModeError,
     UnsupportedModelError,
 )
+from .explain import explain_backend
 from .mechanisms import AttentionLayer, Mechanism, list_mechanisms, register_mechanism
 from .patching import (
     chunk_feed_forward,
@@ -58,6 +59,7 @@ __all__ = [
     "calibrate",
     "choose_layers",
     "chunk_feed_forward",
+    "explain_backend",
     "get_mechanisms",
     "get_patch_config",
     "is_patched",

@@ -5,9 +5,7 @@ Read from what models declare (`_can_record_outputs`) and from the names that tr
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -134,23 +132,6 @@ def _require_replaceable(model: PreTrainedModel, found: dict[str, nn.Module]) ->
                 f"{family}: {path} ({type(module).__name__}) adds a position bias to every score, which has no"
                 " subquadratic form here; use a model with rotary or absolute positions"
             )
-
-
-def masked_window(module: nn.Module) -> int | None:
-    """Return the sliding window of a causal layer whose model says so in the mask alone; None without such a one."""
-    config: Any = getattr(module, "config", None)
-    width, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    kind: Any = type(module)
-    if not width or not _leaves_window_to_mask(kind):
-        return None
-    return width if kinds is None or kinds[module.layer_idx] == "sliding_attention" else None
-
-
-@functools.cache
-def _leaves_window_to_mask(kind: Any) -> bool:
-    code = inspect.unwrap(kind.forward).__code__
-    handed_over = any("sliding_window" in names for names in code.co_consts if isinstance(names, tuple))
-    return not handed_over and hasattr(sys.modules[kind.__module__], "create_sliding_window_causal_mask")
 
 
 def _declared(model: PreTrainedModel, output: str) -> Iterator[tuple[Any, str | None]]:

@@ -1,30 +1,21 @@
-"""Backends: how a mechanism works through a long causal input. What comes out is the same but for rounding.
+"""Backends: which policy the mechanisms of a model have. What comes out is the same but for rounding.
 
-`auto` takes all tokens in one call, by the C of `csrc` where that can do it, `torch` by PyTorch's operations
-alone. `triton` has the operations in Triton in place of the C's, for all tokens at once. `compile` reads
-slabs of `SLAB_SIZE` tokens, each continuing the state of the one before as in chunked prefill, and torch.compile makes
-a program of one slab, which all others and all layers share.
+A policy is an order of backends, see `ops.dispatch`, where the choice is made for every call. `auto` takes all tokens
+in one call, by the C of `csrc` where that can do it, on some GPUs by Triton; `torch` takes PyTorch's operations alone,
+`triton` Triton wherever there are kernels, `compile` programs that torch.compile makes of slabs of tokens.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .config import require_known
 from .errors import OptionError
-from .mechanisms import CallOptions, Mechanism
-from .mechanisms.base import read_at_once
+from .mechanisms import Mechanism
 from .mechanisms.composite import CompositeMechanism
 from .mechanisms.softmax import SoftmaxMechanism
-from .ops.dispatch import NOTHING, Operations
+from .ops.dispatch import POLICIES
 from .patching import get_mechanisms
-
-SLAB_SIZE = 1024
 
 
 def set_backend(model: nn.Module, backend: str) -> None:
@@ -58,6 +49,8 @@ def set_backend(model: nn.Module, backend: str) -> None:
     The environment variable `HF_LINATTN_BACKEND`, read once when the library is imported, makes `"torch"` what models
     are patched with, in place of `"auto"`: to see whether an error comes from the C.
 
+    `explain_backend(model, inputs)` shows what each layer then takes, and why nothing faster.
+
     Raises:
         UnknownNameError: there is no such backend. OptionError: a mechanism of the model does not know it, or Triton
         is not installed. PatchError: the model is not patched.
@@ -68,7 +61,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
     >>> model = patch_model(LlamaForCausalLM(config), "linear")
     >>> set_backend(model, "compile")
     """
-    require_known("backend", backend, BACKENDS)
+    require_known("backend", backend, POLICIES)
     mechanisms = [x for x in get_mechanisms(model).values() if not isinstance(x, SoftmaxMechanism)]
     for mechanism in mechanisms:
         if backend not in mechanism.backends:
@@ -76,82 +69,22 @@ def set_backend(model: nn.Module, backend: str) -> None:
                 f"mechanism {mechanism.config.mechanism!r} of layer {mechanism.layer.index} has no backend"
                 f" {backend!r}; use one of {', '.join(mechanism.backends)}"
             )
-    BACKENDS[backend].load()  # what is missing is missed before anything changes
+    if backend == "triton":
+        require_triton()  # what is missing is missed before anything changes
     for mechanism in mechanisms:
         use_backend(mechanism, backend)
 
 
 def use_backend(mechanism: Mechanism, backend: str) -> None:
-    """Hand one of `BACKENDS` to a mechanism that knows it."""
-    found = BACKENDS[backend]
-    mechanism.backend, mechanism.causal_reader, mechanism.operations = backend, found.reader, found.load()
+    """Give a mechanism that knows it one of `POLICIES`."""
+    mechanism.backend = backend
     for member in mechanism.parts() if isinstance(mechanism, CompositeMechanism) else ():
         member.backend = backend
 
 
-def read_slabs(
-    mechanism: Mechanism,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    sequence_ids: Tensor | None,
-    state: Any,
-    call: CallOptions,
-) -> tuple[Tensor, Any]:
-    """Return what `mechanism.causal_attention` returns, read slab by slab."""
-    plain = key_padding_mask is None and sequence_ids is None and not torch.compiler.is_compiling()
-    if not plain or query.shape[2] < 2 * SLAB_SIZE:
-        return read_at_once(mechanism, query, key, value, key_padding_mask, sequence_ids, state, call)
-    parts: list[Tensor] = []
-    call = call._replace(keep_state=True)  # for the next slab
-    for heads in zip(*(x.split(SLAB_SIZE, 2) for x in (query, key, value)), strict=True):
-        # no state before the first slab, fewer tokens in the last: these two are not worth programs of their own
-        read = compiled_slab if parts and heads[0].shape[2] == SLAB_SIZE else _read_slab
-        # one layout, whatever the length of the whole: another one would be another program
-        query, key, value = (x.contiguous() for x in heads)
-        part, state = read(mechanism, query, key, value, state, call)
-        parts.append(part)
-    return torch.cat(parts, dim=2), state
-
-
-def _read_slab(
-    mechanism: Mechanism, query: Tensor, key: Tensor, value: Tensor, state: Any, call: CallOptions
-) -> tuple[Tensor, Any]:
-    return read_at_once(mechanism, query, key, value, None, None, state, call)
-
-
-@functools.cache
-def _program() -> Callable[..., tuple[Tensor, Any]]:
-    # made when first needed, as it imports the compiler. Static: seeing two mechanisms, torch.compile would take their
-    # sizes for variable, and its programs would be slower
-    return torch.compile(_read_slab, dynamic=False)
-
-
-def compiled_slab(*heads: Any) -> tuple[Tensor, Any]:
-    """`_read_slab` as a program."""
-    return _program()(*heads)
-
-
-def load_triton() -> Operations:
-    """Return the operations in Triton; `OptionError` where that is not installed."""
+def require_triton() -> None:
+    """Raise `OptionError` where Triton is not installed."""
     try:
-        from .ops.runtime.triton_operations import TRITON  # here: nothing else needs Triton
+        from .ops.runtime.triton import kinds  # noqa: F401 - here: nothing else needs Triton
     except ImportError as error:
         raise OptionError(f"backend 'triton' needs Triton ({error}): pip install triton") from error
-    return TRITON
-
-
-class Backend(NamedTuple):
-    """reader: takes the place of `causal_attention`. load: returns the operations that long inputs are read by."""
-
-    reader: Callable[..., tuple[Tensor, Any]] | None = None
-    load: Callable[[], Operations] = lambda: NOTHING
-
-
-BACKENDS = {
-    "auto": Backend(),
-    "torch": Backend(),
-    "compile": Backend(read_slabs),
-    "triton": Backend(load=load_triton),
-}

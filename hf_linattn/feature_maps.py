@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from .ops.common.numerics import LN_2, LOG2_E, dense, fast_exp
 from .ops.common.tracing import is_watched
-from .ops.linear.cpu import NativeMap
-from .ops.linear.interface import Features
+from .ops.linear.types import Features, NativeMap
 from .registry import Registry
 
 

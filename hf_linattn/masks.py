@@ -7,11 +7,14 @@ others refuse it.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
@@ -146,6 +149,23 @@ def window_of(config: PreTrainedConfig, sliding_window: int | None, causal: bool
     if causal or sliding_window is None or sliding_window != getattr(config, "sliding_window", None):
         return sliding_window
     return sliding_window + (getattr(config, "use_bidirectional_attention", None) is not True)
+
+
+def masked_window(module: nn.Module) -> int | None:
+    """Return the sliding window of a causal layer whose model says so in the mask alone; None without such a one."""
+    config: Any = getattr(module, "config", None)
+    width, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    kind: Any = type(module)
+    if not width or not _leaves_window_to_mask(kind):
+        return None
+    return width if kinds is None or kinds[module.layer_idx] == "sliding_attention" else None
+
+
+@functools.cache
+def _leaves_window_to_mask(kind: Any) -> bool:
+    code = inspect.unwrap(kind.forward).__code__
+    handed_over = any("sliding_window" in names for names in code.co_consts if isinstance(names, tuple))
+    return not handed_over and hasattr(sys.modules[kind.__module__], "create_sliding_window_causal_mask")
 
 
 class Masks(NamedTuple):

@@ -1,13 +1,15 @@
-"""Whether what a mechanism is called with fits together, before anything is computed; once in every call."""
+"""Whether a mechanism can take what it is called with, before anything is computed; once in every call."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .errors import OperandError
-from .ops.common.tracing import is_recorded
+from .errors import OperandError, UnsupportedModeError
+from .ops.common.precision import accum_dtype
+from .ops.common.tracing import is_known, is_open, is_recorded, is_watched
 
 
 def fitting(
@@ -42,8 +44,9 @@ def _check_sizes(
         _refuse("query and key", query, key, f"must be [B, H, Nq, {width}] and [B, Hkv, Nk, {width}], Hkv dividing H")
     if value.shape[:3] != known[:3]:
         _refuse("key and value", key, value, "must have the same rows, heads and tokens")
-    if layer.causal and not layer.cross and known[2] < given[2]:
-        _refuse("query and key", query, key, "must have at least as many keys as queries: these are the last tokens")
+    if not layer.cross and known[2] < given[2]:
+        what = "these are the last tokens" if layer.causal else "leave layers that pool their keys out of `layers`"
+        _refuse("query and key", query, key, f"must have at least as many keys as queries: {what}")
     rows = ((batch, known[2]), (1, known[2]))
     if layer.cross and stateful:
         return  # the state has the keys, and what masked them
@@ -66,3 +69,36 @@ def check_rows(state: Any, batch: int) -> None:
 def _refuse(what: str, *found: Any) -> None:
     *tensors, rule = found
     raise OperandError(f"{what} {' and '.join(str(list(x.shape)) for x in tensors)} {rule}")
+
+
+def admitted(half: bool, *heads: Tensor) -> tuple[Tensor, ...]:
+    """Return heads as they are, if that is in one dtype and half precision may come; else in the first one's, wide."""
+    if half and all(x.dtype == heads[0].dtype for x in heads):
+        return heads
+    return tuple(x.to(accum_dtype(heads[0])) for x in heads)
+
+
+def require_recordable(mechanism: Any, query: Tensor, *masks: Tensor | None) -> None:
+    """Refuse a program in which lengths, paddings or packings of its example would stand for those of all inputs.
+
+    Args:
+        mechanism: one that has `any_length` is right in every such program.
+        query: [B, H, N, D]. masks: its mask and sequence ids, each [B, N], if there are any.
+
+    Raises:
+        UnsupportedModeError: torch.jit.trace; torch.export of a dynamic size, or with a mask or ids; torch.func.vmap
+        over a mask or ids.
+    """
+    if not is_watched() or mechanism.any_length:
+        return
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        return  # torch.compile makes another program where these differ
+    if not is_open(query) and all(x is None or is_known(x) for x in masks):
+        return
+    raise UnsupportedModeError(
+        f"mechanism {mechanism.config.mechanism!r} of layer {mechanism.layer.index} works by the length, padding and"
+        " packing that it sees, and torch.jit.trace, torch.export with dynamic sizes or a mask, and torch.func.vmap"
+        " over masks make one program for all: patch with a mechanism on the linear base (linear, performer,"
+        " hedgehog, gla, retention, ...) or softmax, or export with static sizes and neither attention_mask nor"
+        " position_ids"
+    )

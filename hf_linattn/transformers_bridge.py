@@ -19,13 +19,12 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from . import architecture
 from .architecture import root_model
-from .attention_call import AttentionCall, interceptor_of
+from .attention_call import AttentionCall, begin_call, current_call, end_call, interceptor_of
 from .cache import EncoderStateLayer, StateLayer
 from .errors import UnsupportedModeError, UnsupportedModelError
-from .masks import UNMASKED, MaskSizes, key_columns, mask_of_rule, masks_of, require_batch, window_of
+from .masks import UNMASKED, MaskSizes, key_columns, mask_of_rule, masked_window, masks_of, require_batch, window_of
 from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
-from .module_calls import begin_call, current_call, end_call
 from .ops.common.exact_softmax import softmax_attention
 from .ops.common.tracing import is_known
 from .pinning import CHOICE, IMPLEMENTATION, refuse_paging, require_left_out
@@ -266,7 +265,7 @@ def attention_forward(
     masks = masks_of(attention_mask, query, key, is_causal, layer is not None, mechanism)
     key_padding_mask = masks.keys
     if sliding_window is None and is_causal:
-        sliding_window = architecture.masked_window(module)
+        sliding_window = masked_window(module)
     sliding_window = window_of(module.config, sliding_window, is_causal)
     exact: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "dropout": dropout, "sink": s_aux}
     if masks.pairs is not None:

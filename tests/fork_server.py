@@ -41,7 +41,7 @@ class ForkServer:
         self.process.wait()
 
     def run(self, tree: Path, arguments: list[str], seconds: float) -> tuple[int | None, str]:
-        """Return pytest's status, or minus the signal that ended it, or None after so many seconds; and its output."""
+        """Return pytest's status, or minus the signal that ended it, or None after `seconds`; and its output."""
         assert self.process.stdin is not None and self.process.stdout is not None
         order = {"tree": str(tree), "arguments": arguments, "seconds": seconds, "output": str(tree.parent / "output")}
         print(json.dumps(order), file=self.process.stdin, flush=True)
@@ -61,7 +61,7 @@ def _test(order: dict[str, Any]) -> None:
 
 
 def _status(fork: int, seconds: float) -> int | None:
-    """Wait for a fork, kill it and what it started after so many seconds, return its exit status."""
+    """Wait for a fork, kill it and what it started after `seconds`, return its exit status."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         done, status = os.waitpid(fork, os.WNOHANG)

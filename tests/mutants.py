@@ -70,13 +70,18 @@ MUTANTS = [
     _ops("a border of packed rows is lost", "linear/torch.py", "other = ids[..., :, None] != ids[..., None, :]", "other = torch.zeros_like(ids[..., :, None] != ids[..., None, :])", LINEAR),
     _ops("the state crosses a border", "linear/torch.py", "last == previous)", "last == last)", LINEAR),
     _ops("the decay of a chunk is lost", "linear/torch.py", "passed = None if decay is None else decay[..., -1]", "passed = None if decay is None else decay[..., -1] * 0", LINEAR),
-    _ops("pads weigh in the normaliser", "linear/interface.py", "values = values.masked_fill(hidden[..., None], 0.0)", "values = values", LINEAR),
-    _ops("pads count in the maximum", "linear/interface.py", "log_scale = None if log_scale is None else log_scale.masked_fill(hidden, LOWEST)", "log_scale = log_scale", "tests/mechanisms/test_edges.py -k pads"),
+    _ops("pads weigh in the normaliser", "linear/types.py", "values = values.masked_fill(hidden[..., None], 0.0)", "values = values", LINEAR),
+    _ops("pads count in the maximum", "linear/types.py", "log_scale = None if log_scale is None else log_scale.masked_fill(hidden, LOWEST)", "log_scale = log_scale", "tests/mechanisms/test_edges.py -k pads"),
     _ops("the weight is a value", "linear/torch.py", "value.new_ones(*value.shape[:-1], 1)", "value.new_zeros(*value.shape[:-1], 1)", LINEAR),
-    _ops("a group is another one's", "linear/interface.py", "query = query.unflatten(1, (key.shape[1], -1))\n    opened", "query = query.unflatten(1, (-1, key.shape[1])).transpose(1, 2)\n    opened", LINEAR),
+    _ops("a group is another one's", "linear/types.py", "return self.query.unflatten(1, (self.key.shape[1], -1))", "return self.query.unflatten(1, (-1, self.key.shape[1])).transpose(1, 2)", LINEAR),
     # the delta rule
     _ops("the delta rule forgets what it knew", "delta_rule/torch.py", "(value[:, :, t] - known)", "value[:, :, t]", "tests/mechanisms/test_recurrences.py"),
     _ops("a gate is left out", "delta_rule/torch.py", "memory * log_gate.exp()[..., None]", "memory", "tests/mechanisms/test_recurrences.py tests/invariants -k deltanet"),
+    # the choice of a backend
+    _ops("backends are asked in another order", "dispatch.py", '"auto": ("triton", "cpu", "torch")', '"auto": ("triton", "torch", "cpu")', "tests/test_dispatch.py"),
+    _ops("what is recorded is not what runs", "dispatch.py", "Decision(self.name, name, passed_over)", "Decision(self.name, self.order(call)[0], passed_over)", "tests/test_dispatch.py"),
+    _ops("the C runs where it is watched", "dispatch.py", 'WATCHED if watched and name != "torch" else absent(name, call)', "absent(name, call)", "tests/test_dispatch.py"),
+    _ops("the C has no gradients of open segments", "slots/cpu.py", "return causal_blocks.open_in_training(call)", "return None", "tests/test_dispatch.py tests/ops/native/test_bounded_memory.py"),
     # padding, sequences, precision
     _ops("pads stay in front", "common/padding.py", "order = (~real).long().argsort", "order = real.long().argsort", "tests/ops/test_sequences.py"),
     _ops("what stands behind is kept", "common/padding.py", "x.shape[3])) * present for x", "x.shape[3])) for x", "tests/ops tests/mechanisms"),
@@ -112,7 +117,7 @@ MUTANTS = [
     Mutant("a padding mask is left out", "hf_linattn/masks.py", "else Masks(keys=mask[:, -num_keys:].bool().expand(batch, -1))", "else Masks()", BRIDGE),
     Mutant("another scaling is left out", "hf_linattn/transformers_bridge.py", "return query * (scaling / mechanism.layer.scaling)", "return query", "tests/test_transformers_bridge.py tests/test_architectures.py"),
     Mutant("packed rows are one", "hf_linattn/transformers_bridge.py", "restart = position_ids[:, 1:] <= position_ids[:, :-1]", "restart = position_ids[:, 1:] < position_ids[:, :1]", BRIDGE),
-    Mutant("a window in the mask is lost", "hf_linattn/transformers_bridge.py", "sliding_window = architecture.masked_window(module)", "sliding_window = None", "tests/test_masks.py"),
+    Mutant("a window in the mask is lost", "hf_linattn/transformers_bridge.py", "sliding_window = masked_window(module)", "sliding_window = None", "tests/test_masks.py"),
     # training, saving
     Mutant("a divergence is turned around", "hf_linattn/training/losses/distillation.py", "(want.exp() * (want - got)).sum()", "(got.exp() * (got - want)).sum()", "tests/training/test_distillation.py"),
     Mutant("a temperature is not squared", "hf_linattn/training/losses/distillation.py", "teacher.temperature**2", "teacher.temperature", "tests/training/test_distillation.py"),
@@ -137,7 +142,6 @@ FOLDERS = {
 # files that have tests of their own
 FILES = {
     "hf_linattn/ops/linear/attention_distance.py": "tests/ops/test_distances.py tests/mechanisms/test_linear.py",
-    "hf_linattn/ops/linear/cpu_decode.py": f"tests/ops/native/test_flops.py {NATIVE_LINEAR} tests/mechanisms/test_linear.py",
     "hf_linattn/ops/linear/ridge.py": "tests/mechanisms/test_ridge.py",
     "hf_linattn/ops/linear/torch_open_length.py": f"tests/test_tracing.py -k 'lengths or linear or traced' && {LINEAR}",
     "hf_linattn/ops/slots/nystrom.py": f"tests/mechanisms/test_nystrom.py && {NAMED} -k nystrom",

@@ -9,9 +9,19 @@ import sys
 import pytest
 import torch
 
-from hf_linattn import OptionError, PatchError, UnknownNameError, backends, get_mechanisms, patch_model, set_backend
+from hf_linattn import (
+    OptionError,
+    PatchError,
+    UnknownNameError,
+    backends,
+    explain_backend,
+    get_mechanisms,
+    patch_model,
+    set_backend,
+)
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
+from hf_linattn.ops.runtime import slabs as slabs_of_calls
 from tests.helpers import assert_close, logits_of, make_tokens, pad
 from tests.models import make_model
 
@@ -22,16 +32,15 @@ SLAB, LENGTH = 70, 3 * 70 + 33
 @pytest.fixture
 def slabs(monkeypatch):
     """Shorter slabs, whose programs are run without C++; returns the lengths that were read by them."""
-    taken = []
-    program = torch.compile(backends._read_slab, backend="aot_eager", dynamic=False)
+    taken, programs = [], {}
 
-    def read(mechanism, query, *rest):
-        taken.append(query.shape[2])
-        return program(mechanism, query, *rest)
+    def compiled(read):
+        program = programs.setdefault(read, torch.compile(read, backend="aot_eager", dynamic=False))
+        return lambda call: taken.append(call.query.shape[2]) or program(call)
 
     torch.compiler.reset()
-    monkeypatch.setattr(backends, "SLAB_SIZE", SLAB)
-    monkeypatch.setattr(backends, "compiled_slab", read)
+    monkeypatch.setattr(slabs_of_calls, "SLAB_SIZE", SLAB)
+    monkeypatch.setattr(slabs_of_calls, "compiled", compiled)
     return taken
 
 
@@ -71,7 +80,7 @@ def test_slabs_give_output_state_and_gradients_of_one_call(name, slabs):
 @pytest.mark.parametrize("name", COMPILING)
 def test_compiled_slabs_of_full_size_give_output_state_and_gradients_of_one_call(name):
     torch.compiler.reset()
-    whole, parts = run_both(make_mechanism(name, torch.float32), torch.float32, 2 * backends.SLAB_SIZE + 5)
+    whole, parts = run_both(make_mechanism(name, torch.float32), torch.float32, 2 * slabs_of_calls.SLAB_SIZE + 5)
     for want, got in zip(whole, parts, strict=True):
         assert_close(got, want, 1e-4 * max(1.0, float(want.detach().abs().max())))
 
@@ -92,13 +101,24 @@ def test_a_model_prefills_in_slabs_and_decodes_and_pads_as_before(slabs):
     assert slabs == [SLAB] * 2
 
 
+def test_programs_are_explained_where_they_run(slabs):
+    model = patch_model(make_model("llama", max_position_embeddings=1024), {"linear": [0], "hybrid": [1]}).eval()
+    set_backend(model, "compile")
+    rows = explain_backend(model, make_tokens(1, 3 * SLAB + 5)).rows
+    assert slabs == [SLAB] * 2 * 3 * len(rows)  # forward, backward, and the state for one more token
+    for row in rows:
+        assert (row.backend("forward"), row.backend("backward")) == ("compile", "compile")
+        (decision,) = row.decode
+        assert decision.passed_over["compile"] == f"fewer than {2 * SLAB} tokens" and decision.backend != "compile"
+
+
 def test_what_cannot_be_chosen_is_refused_and_nothing_changes():
     model = patch_model(make_model("llama"), {"linear": [0], "local": [1]})
     with pytest.raises(UnknownNameError, match="compile"):
         set_backend(model, "compiled")
     with pytest.raises(OptionError, match="'local' of layer 1 has no backend 'compile'; use one of auto, torch"):
         set_backend(model, "compile")
-    assert all(m.causal_reader is None for m in get_mechanisms(model).values())
+    assert all(m.backend == "auto" for m in get_mechanisms(model).values())
     with pytest.raises(PatchError, match="not patched"):
         set_backend(make_model("llama"), "compile")
 

@@ -104,6 +104,15 @@ def test_env_has_the_versions():
     assert found["backend"] == "auto"
 
 
+def test_env_says_which_backends_a_model_takes(converted):
+    found = json.loads(answer("env", "--model", converted, "--json"))["backends"]
+    assert [row["mechanism"] for row in found["layers"]] == ["softmax", "linear"]
+    assert {row["forward"] for row in found["layers"]} == {"torch", "cpu" if library.available() else "torch"}
+    reason = {"pass": "decode", "operation": "linear", "backend": "triton", "reason": "heads on 'cpu'", "layers": [1]}
+    assert reason in found["passed over"]
+    assert "one token, linear: not triton (heads on 'cpu'), layer 1" in answer("env", "--model", converted)
+
+
 def test_convert_saves_what_patch_model_makes(converted):
     model = AutoModelForCausalLM.from_pretrained(converted)
     expected = hf_linattn.patch_model(make_model("gpt2", std=0.2), "linear", layers=1, decay="learned")

@@ -11,8 +11,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "hf_linattn"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-# known circles through an import inside a function: the operations in Triton, which are imported when one is needed
-KNOWN = {frozenset({"hf_linattn.ops.dispatch", "hf_linattn.ops.runtime.triton_operations"})}
 
 Graph = Mapping[str, set[str]]
 
@@ -75,11 +73,9 @@ def test_no_module_imports_itself_through_others() -> None:
     assert not circles, f"circles of imports:\n{show(circles)}"
 
 
-def test_imports_inside_functions_close_no_circle_but_the_known() -> None:
+def test_imports_inside_functions_close_no_circle_either() -> None:
     circles = find_circles(import_graph(ROOT, with_functions=True))
-    new = [circle for circle in circles if frozenset(circle) not in KNOWN]
-    assert not new, f"circles through an import inside a function:\n{show(new)}"
-    assert {frozenset(circle) for circle in circles} == KNOWN, "a circle of KNOWN is gone: remove it there"
+    assert not circles, f"circles through an import inside a function:\n{show(circles)}"
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,15 @@ def test_a_misfit_is_refused_by_name(mechanism, backend):
         assert made.calls == 0, what
 
 
+def test_a_layer_that_pools_its_keys_is_refused_by_name():
+    """As those of SegFormer, whose queries are more than the keys they see."""
+    layer = AttentionLayer(0, H, HKV, D, False, D**-0.5, torch.device("cpu"), torch.float32)
+    call = make_call()
+    made = MECHANISMS.get("linear")(make_config("linear", {}), layer)
+    with pytest.raises(OperandError, match="at least as many keys as queries: leave layers that pool"):
+        made(call["query"], *(call[name][:, :, :5] for name in ("key", "value")))
+
+
 @torch.no_grad()
 @each_mechanism
 def test_a_state_of_other_rows_is_refused_and_stays(mechanism):

@@ -25,7 +25,7 @@ __all__ = ["report"]
 IDS = torch.arange(5, 16)[None]
 
 
-# Does what it is told on standard input, line by line: a command of the library, or a script; says how it ended.
+# Runs what it reads from standard input, line by line: a command of the library, or a script; says how it ended.
 PROGRAM = """
 import contextlib, io, json, sys, traceback
 from typer.testing import CliRunner

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_linattn import get_mechanisms, patch_model
-from hf_linattn.attention_call import intercept_attention, interceptor_of
+from hf_linattn.attention_call import current_call, intercept_attention, interceptor_of
 from hf_linattn.mechanisms import MECHANISMS, list_mechanisms
-from hf_linattn.module_calls import current_call
 from tests.helpers import each_of, make_patched, make_tokens
 from tests.models import make_model
 

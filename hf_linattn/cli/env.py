@@ -1,26 +1,37 @@
-"""`hf-linattn env`: versions and devices."""
+"""`hf-linattn env`: versions, devices, and which backends a model takes."""
 
 from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.table import Table
 
 from .. import __version__
+from ..explain import BackendReport, explain_backend
 from ..ops.dispatch import DEFAULT_BACKEND
 from ..ops.runtime import cpu as library
-from .common import Json, show
+from .common import Json, load, show, to_default_device
 
 PACKAGES = (
     "torch", "transformers", "huggingface_hub", "safetensors", "accelerate", "datasets", "peft", "evaluate",
 )  # fmt: skip
 
 
-def env(as_json: Json = False) -> None:
-    """Show versions and devices, for a bug report."""
+LENGTH = 512  # tokens that a model is asked about, if it takes as many
+
+Explained = Annotated[
+    str | None,
+    typer.Option("--model", help="a patched model, a folder or a name on the Hub: which backends its layers take"),
+]
+
+
+def env(model: Explained = None, as_json: Json = False) -> None:
+    """Show versions and devices, for a bug report, and which backends the layers of a model take here."""
+    report = None if model is None else explain(model)
     found: dict[str, Any] = {"hf_linattn": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -35,4 +46,17 @@ def env(as_json: Json = False) -> None:
     table = Table("what", "value")
     for name, value in found.items():
         table.add_row(name, "not installed" if value is None else str(value))
-    show(found, as_json, table)
+    if report is None:
+        show(found, as_json, table)
+    else:
+        show(found | {"backends": report.document()}, as_json, table, str(report))
+
+
+def explain(name: str) -> BackendReport:
+    """Load a patched model and return which backends it takes for a row of `LENGTH` tokens, or for fewer."""
+    model = to_default_device(load(name))
+    length = min(LENGTH, getattr(model.config, "max_position_embeddings", LENGTH))
+    inputs = {"input_ids": torch.ones(1, length, dtype=torch.long, device=model.device)}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    return explain_backend(model, inputs)

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from ..accelerate_hooks import loaded
 from ..config import MechanismConfig
 from ..errors import UnsupportedModeError
-from ..operands import fitting
+from ..operands import admitted, fitting, require_recordable
 from ..ops import reference
-from ..ops.common.precision import admitted
-from ..ops.dispatch import DEFAULT_BACKEND, NOTHING
+from ..ops.dispatch import DEFAULT_BACKEND, Policy
 from ..registry import MECHANISMS
 from .capabilities import Capabilities
 from .inputs import PLAIN, AttentionLayer, CallHooks, CallOptions, Pairs
-from .recording import require_recordable
 
 
 class Mechanism(Capabilities, CallHooks, nn.Module):
@@ -41,9 +39,7 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
             )
         self.config, self.layer = config, layer
         self.calls = 0  # how often forward ran (outside compiled graphs): shows that the layer is really served
-        self.backend = DEFAULT_BACKEND  # set by hf_linattn.backends, as are the next two
-        self.causal_reader: Any = None  # calls causal_attention for it, in parts
-        self.operations = NOTHING  # what long inputs are read by
+        self.backend = DEFAULT_BACKEND  # set by hf_linattn.backends
 
     def forward(
         self,
@@ -84,10 +80,19 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
                 query = torch.cat([query.new_zeros(*query.shape[:2], earlier, query.shape[3]), query], dim=2)
             heads = (query, key, wide_value, key_padding_mask, sequence_ids)
             if self.layer.causal:
-                output, state = (self.causal_reader or read_at_once)(self, *heads, state, call)
+                output, state = self.run_hook(call, "causal_attention", *heads, state)
             else:
                 output, state = self.run_hook(call, "bidirectional_attention", *heads), None
             return (output[:, :, earlier:] if earlier else output).to(value.dtype), state
+
+    def run_hook(self, call: CallOptions, name: str, *operands: Any) -> Any:
+        """Return what one of `HOOKS` returns, which gets the options of the call if it asks for them."""
+        hook = getattr(self, name)
+        return hook(*operands, call=call) if name in self.reads_call else hook(*operands)
+
+    def keywords(self, exact: dict[str, Any]) -> dict[str, Any]:
+        """Return what `forward` takes of the layer's sliding window, soft cap, dropout and sink."""
+        return {name: x for name, x in exact.items() if (self.takes_sink if name == "sink" else self.takes_exact)}
 
     def call_options(self, return_state: bool, sink: Tensor | None) -> CallOptions:
         """Return what the methods of a call get; `UnsupportedModeError` for a sink that would be left out."""
@@ -155,17 +160,18 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
         """Return [B, H, C, N] whose softmax over the allowed keys, beside `log_sink`, are the weights, else any."""
         raise UnsupportedModeError(f"mechanism {self.config.mechanism!r} has no scores whose softmax are its weights")
 
-    def log_sink(self, like: Tensor, given: Tensor | None = None) -> Tensor | None:
-        """Return the score [H] of the sink in every denominator, in the dtype and place of `like`; None without one.
+    def log_sink(
+        self, like: Tensor, given: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor | None:
+        """Return the score [H] of the sink in every denominator, in place of `like`; None without one.
 
-        given: the layer's own. -inf where only other heads have one."""
+        given: the layer's own. dtype: None for that of `like`. -inf where only other heads have one."""
         return None
 
     @property
-    def infers_natively(self) -> bool:
-        """Whether operations in C that have no gradients may be used: not in training, where without gradients the
-        same bits must come as in a recomputation with them."""
-        return self.backend != "torch" and not self.training
+    def policy(self) -> Policy:
+        """How operations choose their backends."""
+        return Policy(self.backend, self.training)
 
     def record_call(self) -> None:
         """Count a forward; a compiled graph does not, as a changing number would have it compiled anew."""
@@ -193,8 +199,3 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
     def extra_repr(self) -> str:
         options = {"causal": self.layer.causal, **self.config.to_options()}
         return ", ".join([self.config.mechanism, *(f"{name}={value!r}" for name, value in options.items())])
-
-
-def read_at_once(mechanism: Mechanism, *operands: Any) -> tuple[Tensor, Any]:
-    """Return what `causal_attention` makes of all but the last operand, which is the options of the call."""
-    return mechanism.run_hook(operands[-1], "causal_attention", *operands[:-1])

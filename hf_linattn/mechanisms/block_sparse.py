@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from ..ops import reference
-from ..ops.block_softmax.decode import KeptKeys, continued_attention, keep_keys
-from ..ops.block_softmax.patterns import block_sparse_attention
-from ..ops.common.precision import wide_number
-from ..ops.dispatch import operations_for
+from ..ops.block_softmax.interface import KeptKeys, block_sparse_attention, continued_attention, keep_keys
+from ..ops.common.precision import accum_dtype
 from .inputs import PLAIN, CallOptions
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
@@ -33,7 +31,7 @@ class BlockSparseConfig(SoftmaxTypeConfig):
 class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """o_i = sum_j softmax_j(scaling q_i . k_j) v_j over the keys j that the mechanism's pattern shows to query i.
 
-    A subclass is itself the pattern (see `ops.block_softmax.patterns.Pattern`): it writes `key_blocks` and `sees`,
+    A subclass is itself the pattern (see `ops.block_softmax.types.Pattern`): it writes `key_blocks` and `sees`,
     and for a state of constant size `capacity` and `needed`. Causal attention sees what the pattern shows and j <= i,
     token by token. Positions are counted from the start of each sequence, pads left out.
     """
@@ -96,26 +94,24 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         return torch.ones_like(key_position, dtype=torch.bool)
 
     @property
-    def uses_native(self) -> bool:
-        """Whether operations in C may be used: they have no gradients for parameters of a pattern."""
-        of_pattern = any(name != "sink_logit" for name, _ in self.named_parameters())
-        return self.infers_natively or (self.backend != "torch" and not of_pattern)
+    def learned(self) -> bool:
+        """Whether parameters of the pattern are in training."""
+        return self.training and any(name != "sink_logit" for name, _ in self.named_parameters())
 
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: KeptKeys | None,
         call: CallOptions = PLAIN,
     ) -> tuple[Tensor, KeptKeys | None]:
-        scaling, sink = self.layer.scaling, self.log_sink(wide_number(query), call.sink)
+        scaling, sink = self.layer.scaling, self.log_sink(query, call.sink, accum_dtype(query))
         if state is not None:
             return continued_attention(
-                query, key, value, self, state, scaling=scaling, lengths=lengths, use_native=self.uses_native,
-                blocks=operations_for(self, query).block_softmax, sink=sink,
+                query, key, value, self, state, scaling=scaling, lengths=lengths, sink=sink, learned=self.learned,
+                policy=self.policy,
             )  # fmt: skip
         # behind its length a row has pads only, which no real query of a causal row sees
         output = block_sparse_attention(
-            query, key, value, self, scaling=scaling, causal=True, use_native=self.uses_native,
-            blocks=operations_for(self, query).block_softmax, sink=sink,
-        )  # fmt: skip
+            query, key, value, self, scaling=scaling, causal=True, sink=sink, learned=self.learned, policy=self.policy
+        )
         return output, keep_keys(key, value, self, lengths) if call.keep_state else None
 
     def bidirectional_sequences(
@@ -123,8 +119,7 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     ) -> Tensor:
         return block_sparse_attention(
             query, key, value, self, scaling=self.layer.scaling, causal=False, lengths=lengths,
-            use_native=self.uses_native, blocks=operations_for(self, query).block_softmax,
-            sink=self.log_sink(wide_number(query), call.sink),
+            sink=self.log_sink(query, call.sink, accum_dtype(query)), learned=self.learned, policy=self.policy,
         )  # fmt: skip
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:

@@ -164,14 +164,16 @@ class ByHeadMechanism(CompositeMechanism):
             ]
         )
 
-    def log_sink(self, like: Tensor, given: Tensor | None = None) -> Tensor | None:
+    def log_sink(
+        self, like: Tensor, given: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor | None:
         """Those of each member for its heads."""
-        sinks = [
-            member.log_sink(like, own) for member, own in zip(self.parts(), self.sinks_of_members(given), strict=True)
-        ]
+        owned = zip(self.parts(), self.sinks_of_members(given), strict=True)
+        sinks = [member.log_sink(like, own, dtype) for member, own in owned]
         if all(sink is None for sink in sinks):
             return None
-        absent = [like.new_full((member.layer.num_heads,), float("-inf")) for member in self.parts()]
+        heads = [member.layer.num_heads for member in self.parts()]
+        absent = [like.new_full((count,), float("-inf"), dtype=dtype) for count in heads]
         found = [none if sink is None else sink for sink, none in zip(sinks, absent, strict=True)]
         return self._put_back([sink[None, :, None] for sink in found]).flatten()
 

@@ -35,7 +35,7 @@ class Capabilities:
     continuous: whether nearby inputs give nearby outputs; not where rounding may change which keys are chosen.
     averages: whether outputs are weighted means of values (and of zero, with a sink), never beyond their range.
     growth: what 4,096 tokens cost, as a multiple of 2,048.
-    position_limit: most tokens of a sequence, or None. any_length: see `recording`.
+    position_limit: most tokens of a sequence, or None. any_length: see `operands.require_recordable`.
     takes_exact: whether `forward` takes the layer's own sliding window, soft cap and dropout as keywords.
     takes_half: whether it takes heads in half precision as they come; else they come in float32.
     takes_sink: whether it takes the layer's own learned sinks.
@@ -63,10 +63,6 @@ class Capabilities:
     citation: ClassVar[str] = ""
 
     config: MechanismConfig
-
-    def keywords(self, exact: dict[str, Any]) -> dict[str, Any]:
-        """Return what `forward` takes of the layer's sliding window, soft cap, dropout and sink."""
-        return {name: x for name, x in exact.items() if (self.takes_sink if name == "sink" else self.takes_exact)}
 
     def mechanisms_dropping_sinks(self) -> list[str]:
         """Return the names of the mechanisms in it that leave a layer's own sinks out."""

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from ..config import MechanismConfig, require_count
 from ..errors import OptionError
 from ..ops import reference
-from ..ops.dispatch import operations_for
 from ..ops.linear.interface import Features, causal_linear_attention, linear_attention
 from ..ops.linear.torch import LinearState
 from .capabilities import ExactnessLimit
@@ -90,10 +89,8 @@ class CosformerMechanism(SequenceMechanism):
         mask = None if lengths is None else steps < lengths[:, None]
         sums = None if state is None else LinearState(state.kv, state.log_max)
         output, sums = causal_linear_attention(
-            query, key, value, Features, Features, mask, None, sums,
-            use_native=self.backend != "torch", training=self.training,
-            causal_sums=operations_for(self, query).causal_sums,
-        )  # fmt: skip
+            query, key, value, Features, Features, mask, None, sums, policy=self.policy
+        )
         return output, CosformerState(*sums, after)
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
@@ -104,7 +101,7 @@ class CosformerMechanism(SequenceMechanism):
         period = sizes.clamp(min=1)[:, None] if longest is None else longest
         query, key = (_turned(x, steps[None], period) for x in (query, key))
         mask = None if lengths is None else steps < lengths[:, None]
-        return linear_attention(query, key, value, Features, Features, mask, use_native=self.backend != "torch")
+        return linear_attention(query, key, value, Features, Features, mask, policy=self.policy)
 
     @torch.compiler.disable  # how long sequences are is data
     def _require_length(self, sizes: Tensor, longest: int) -> None:

@@ -14,8 +14,7 @@ from ..config import MechanismConfig, make_config, require
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import reference
 from ..ops.common.numerics import LOWEST
-from ..ops.common.precision import wide_number
-from ..ops.dispatch import operations_for
+from ..ops.common.precision import accum_dtype
 from ..ops.hybrid.gate import GATE_GAIN, gate_logit
 from ..ops.hybrid.interface import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
 from ..registry import MECHANISMS
@@ -170,16 +169,17 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     def _pair_weights(self, like: Tensor, call: CallOptions) -> HybridWeights:
         config, layer = self.config, self.layer
-        log_mix, window_log = self._logs(like.dtype)
+        dtype = accum_dtype(like)
+        log_mix, window_log = self._logs(dtype)
         return HybridWeights(
             1 if self.window_shut and self.training else config.window_size,
             config.num_sink_tokens,
             layer.scaling,
             *self._maps(),
             log_mix,
-            self.linear.decay_rate(like),
+            self.linear.decay_rate(like, wide=True),
             window_log,
-            self.log_sink(like, call.sink),
+            self.log_sink(like, call.sink, dtype),
             self.far_gate,
         )
 
@@ -187,20 +187,14 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: HybridState | None,
         call: CallOptions = PLAIN,
     ) -> tuple[Tensor, HybridState]:
-        weights = self._pair_weights(wide_number(key), call)
-        return causal_hybrid_attention(
-            query, key, value, weights, lengths, state, use_native=self.backend != "torch", training=self.training,
-            operations=operations_for(self, query),
-        )  # fmt: skip
+        weights = self._pair_weights(key, call)
+        return causal_hybrid_attention(query, key, value, weights, lengths, state, policy=self.policy)
 
     def bidirectional_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: CallOptions = PLAIN
     ) -> Tensor:
-        weights = self._pair_weights(wide_number(key), call)
-        return hybrid_attention(
-            query, key, value, weights, lengths, use_native=self.backend != "torch", training=self.training,
-            operations=operations_for(self, query),
-        )  # fmt: skip
+        weights = self._pair_weights(key, call)
+        return hybrid_attention(query, key, value, weights, lengths, policy=self.policy)
 
     @property
     def has_scores(self) -> bool:

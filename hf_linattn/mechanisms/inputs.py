@@ -85,7 +85,7 @@ HOOKS = (
 
 
 class CallHooks:
-    """Base of `Mechanism`: gives the `CallOptions` to those of `HOOKS` that ask for them."""
+    """Base of `Mechanism`: which of `HOOKS` ask for the `CallOptions`."""
 
     reads_call: ClassVar[frozenset[str]] = frozenset()  # those of `HOOKS` that name an argument `call`
 
@@ -93,8 +93,3 @@ class CallHooks:
         super().__init_subclass__(**kwargs)
         hooks = {name: getattr(cls, name) for name in HOOKS if hasattr(cls, name)}
         cls.reads_call = frozenset(x for x, hook in hooks.items() if "call" in inspect.signature(hook).parameters)
-
-    def run_hook(self, call: CallOptions, name: str, *operands: Any) -> Any:
-        """Return what one of `HOOKS` returns, which gets the options of the call if it asks for them."""
-        hook = getattr(self, name)
-        return hook(*operands, call=call) if name in self.reads_call else hook(*operands)

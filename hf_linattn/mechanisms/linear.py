@@ -14,8 +14,7 @@ from ..errors import UnsupportedModeError
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import reference
 from ..ops.common.numerics import positive
-from ..ops.common.precision import wide_number
-from ..ops.dispatch import operations_for
+from ..ops.common.precision import accum_dtype
 from ..ops.linear.attention_distance import matching_decay_rate
 from ..ops.linear.interface import causal_linear_attention, linear_attention, read_state, sum_keys
 from ..ops.linear.torch import LinearState
@@ -212,10 +211,8 @@ class LinearMechanism(FeatureMapMechanism):
     ) -> tuple[Tensor, LinearState]:
         decay = self.log_decay(key, key_padding_mask)
         output, state = causal_linear_attention(
-            query, key, value, *self.maps, key_padding_mask, sequence_ids, state, decay,
-            use_native=self.backend != "torch", training=self.training,
-            causal_sums=operations_for(self, query).causal_sums,
-        )  # fmt: skip
+            query, key, value, *self.maps, key_padding_mask, sequence_ids, state, decay, policy=self.policy
+        )
         return self._beside_itself(output, query, key, value, key_padding_mask), state
 
     def bidirectional_attention(
@@ -223,9 +220,7 @@ class LinearMechanism(FeatureMapMechanism):
     ) -> Tensor:
         decay = self.log_decay(key, key_padding_mask)
         heads = (query, key, value, *self.maps, key_padding_mask, sequence_ids, decay)
-        output = linear_attention(
-            *heads, use_native=self.backend != "torch", causal_sums=operations_for(self, query).causal_sums
-        )
+        output = linear_attention(*heads, policy=self.policy)
         if self.ridge is not None:
             output = self.ridge(output, query, key, value, self.maps, key_padding_mask, sequence_ids)
         return self._beside_itself(output, query, key, value, key_padding_mask)
@@ -239,13 +234,15 @@ class LinearMechanism(FeatureMapMechanism):
     def cross_attention(self, query: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
         return read_state(query, state, self.maps[0]), state
 
-    def decay_rate(self, like: Tensor) -> Tensor | None:
-        """Return r [Hkv] in the dtype and place of `like`; None without decay."""
-        return positive(self.log_decay_rate.to(like)) if self.config.decay else None
+    def decay_rate(self, like: Tensor, wide: bool = False) -> Tensor | None:
+        """Return r [Hkv] in the place and dtype of `like`, or if `wide` in at least float32; None without decay."""
+        if not self.config.decay:
+            return None
+        return positive(self.log_decay_rate.to(like.device, accum_dtype(like) if wide else like.dtype))
 
     def log_decay(self, key: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
         """Return the log decay of every token [B, Hkv, N], zero where masked; None without decay."""
-        rate = self.decay_rate(wide_number(key))
+        rate = self.decay_rate(key, wide=True)
         if rate is None:
             return None
         decay = -rate[None, :, None].expand(key.shape[:3])

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ..config import require, require_known
 from ..ops import reference
 from ..ops.common.grad_accumulator import Source
-from ..ops.common.precision import wide_number, widened
-from ..ops.dispatch import operations_for
+from ..ops.common.precision import accum_dtype, widened
 from ..ops.slots.bidirectional import pooled_block_attention
 from ..ops.slots.causal import MemoryState, bounded_memory_attention, segment_size
 from ..ops.slots.pooling import segment_sums, slot_attention
@@ -129,11 +128,12 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
                 self.key_projection, self._holder = None, (other,)
                 return
 
-    def projections(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return E and F [Hkv or 1, k, P], in blocks e and f [Hkv or 1, D], in the dtype and place of `like`."""
+    def projections(self, like: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Return E and F [Hkv or 1, k, P], in blocks e and f [Hkv or 1, D], where `like` is, in its dtype for None."""
         first: Any = self._holder[0].key_projection if self._holder else self.key_projection
         second = first if self.value_projection is None else self.value_projection
-        return first.to(like), second.to(like)
+        dtype = dtype or like.dtype
+        return first.to(like.device, dtype), second.to(like.device, dtype)
 
     def log_weights(self, key: Source) -> tuple[Tensor, Tensor]:
         """Return e . k_j and f . k_j [B, Hkv, N]."""
@@ -154,17 +154,15 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             scaling=self.layer.scaling,
             lengths=lengths,
             state=state,
-            use_native=self.backend != "torch",
-            training=self.training,
             keep_state=call.keep_state,
-            sink=self.log_sink(wide_number(query), call.sink),
-            blocks=operations_for(self, query).block_softmax,
+            sink=self.log_sink(query, call.sink, accum_dtype(query)),
+            policy=self.policy,
         )
 
     def bidirectional_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: CallOptions = PLAIN
     ) -> Tensor:
-        sink = self.log_sink(wide_number(query), call.sink)
+        sink = self.log_sink(query, call.sink, accum_dtype(query))
         if self.in_blocks:
             query, key, value = widened(query, key, value)
             return pooled_block_attention(
@@ -189,7 +187,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         short = (counts.sum(1) <= slots)[:, None, None, None]  # E is the identity, which is what segments come to
         some_short = lengths is not None or key.shape[2] <= slots
         means = []
-        projections = self.projections(wide_number(key))
+        projections = self.projections(key, accum_dtype(key))
         for x, projection in zip(widened(*sums), projections, strict=True):
             total = _project(projection, x)
             if some_short:

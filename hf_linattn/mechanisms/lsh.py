@@ -12,9 +12,8 @@ from ..config import require
 from ..ops import reference
 from ..ops.common.numerics import LOWEST
 from ..ops.common.sink_logit import attenuate
-from ..ops.lsh.cpu import attend_buckets
-from ..ops.lsh.torch import Lists, find_runs, hash_buckets, pick, run_attention, sort_keys
-from ..ops.runtime.cpu import suits
+from ..ops.lsh.interface import Earlier, Found, Lists, LshCall, bucket_attention
+from ..ops.lsh.torch import hash_buckets, pick, sort_keys
 from .capabilities import ExactnessLimit
 from .inputs import PLAIN, AttentionLayer, CallOptions
 from .registration import register_mechanism
@@ -119,7 +118,7 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         new = self._hash(query, key, value, largest[..., 1:], self.config.num_buckets, begin, lengths)
         if state is not None and lengths is None and key.shape[2] == 1:
             after = self._insert(state, new)
-            output = self._with_self(*self._read(after, new), new, call)
+            output = self._beside_sink(*self._read(after, new), new, call)
         else:
             output, after = self._many(new, state, 0, call)
         if after is None:
@@ -203,30 +202,24 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         span = new.key.shape[2] if state is None else int(new.position.max()) + 1
         place = new.position[:, None]
         query_code, key_code = (x * span + place for x in (new.query_bucket, new.key_bucket))
-        key, value = new.key, new.value
-        heads = new.query, key, value
-        if state is None and self.backend != "torch" and suits(*heads):
-            output, log_sum, member, bounds = attend_buckets(
-                *heads, new.query_bucket, new.key_bucket, num_buckets=buckets + 1, behind=size, ahead=ahead,
-                shared=self.config.shared_qk, scaling=self.layer.scaling,
-            )  # fmt: skip
-            output, member = self._beside_sink(output, log_sum, new, call), member.long()
-            lists = Lists(key_code.gather(-1, member), member, bounds)
-            return output, self._last(key, value, key_code, lists, span, kept)
-        if state is None:
-            lists = sort_keys(key_code, buckets + 1, span)
-        else:
+        key, value, earlier = new.key, new.value, None
+        if state is not None:
             key, value = (
                 torch.cat([x.flatten(2, 4), y], 2) for x, y in zip(state[:2], (key, value), strict=True)
             )
-            lists, key_code = self._lists_with(state, key_code, span)
-        runs = find_runs(lists, query_code, span, size, ahead)
-        output, log_sum = run_attention(
-            new.query, key, value, self.layer.scaling, lists, runs, key_code, size + ahead,
-            query_code if self.config.shared_qk else None,
-        )  # fmt: skip
-        output = self._with_self(output, log_sum, new, call)
-        return output, self._last(key, value, key_code, lists, span, kept)
+            lists, all_codes = self._lists_with(state, key_code, span)
+            earlier = Earlier(key, value, all_codes, lists)
+        codes, choice = (query_code, key_code, span), (buckets + 1, size, ahead)
+        asked = self._call(new, *codes, *choice)._replace(earlier=earlier)
+        output, log_sum, made = bucket_attention(asked)
+        key_code = key_code if earlier is None else earlier.key_code
+        return self._beside_sink(output, log_sum, new, call), self._last(key, value, key_code, made, span, kept)
+
+    def _call(self, new: _Tokens, *codes: Any) -> LshCall:
+        """Return the call of some tokens, given their codes, and how many buckets and keys in each there are."""
+        shared, scaling = self.config.shared_qk, self.layer.scaling
+        operands: tuple[Any, ...] = (*new[:5], *codes, shared, scaling)
+        return LshCall(*operands)._replace(policy=self.policy)
 
     def _lists_with(self, state: LshState, key_code: Tensor, span: int) -> tuple[Lists, Tensor]:
         """Return the sorted keys of state and call, and the codes of all: those of every round's buckets, then new."""
@@ -241,7 +234,7 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         member = lists.member + torch.where(lists.member < num_own, first, (rounds - 1) * num_own)
         return lists._replace(member=member), torch.cat([codes.flatten(3), key_code], -1)
 
-    def _last(self, key: Tensor, value: Tensor, key_code: Tensor, lists: Lists, span: int, kept: bool) -> Any:
+    def _last(self, key: Tensor, value: Tensor, key_code: Tensor, lists: Any, span: int, kept: bool) -> Any:
         """Return the last keys of every bucket as a state without `length` and `largest`; None if none is kept."""
         if not kept:
             return None
@@ -302,24 +295,8 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         hidden = again | (positions < 0)
         if self.config.shared_qk:
             hidden = hidden | (positions == new.position[:, None])
-        scores = (new.query @ keys.mT * self.layer.scaling).masked_fill(hidden[:, :, None], LOWEST)
-        log_sum = scores.logsumexp(-1)
-        weights = (scores - log_sum[..., None]).exp().masked_fill(hidden[:, :, None], 0.0)
-        return weights @ values, log_sum.masked_fill(hidden.all(-1)[..., None], LOWEST)
-
-    def _with_self(self, output: Tensor, log_sum: Tensor, new: _Tokens, call: CallOptions) -> Tensor:
-        """Let each query see its own key: always, or with shared_qk if it saw nothing else."""
-        groups = new.query.shape[1] // new.key.shape[1]
-        query, output, log_sum = (x.unflatten(1, (-1, groups)) for x in (new.query, output, log_sum))
-        key, value = (x[:, :, None] for x in (new.key, new.value))
-        if self.config.shared_qk:
-            output = torch.where((log_sum == LOWEST)[..., None], value, output)
-            return self._beside_sink(output.flatten(1, 2), log_sum.flatten(1, 2), new, call)
-        seen = (new.query_bucket.unflatten(2, (-1, groups)) == new.key_bucket[:, :, :, None]).any(0)
-        score = ((query * key).sum(-1) * self.layer.scaling).masked_fill(seen, LOWEST)
-        share = torch.sigmoid(score - log_sum)[..., None]  # of the query's own key in the joint denominator
-        output = torch.lerp(output, value.expand_as(output), share)
-        return self._beside_sink(output.flatten(1, 2), torch.logaddexp(score, log_sum).flatten(1, 2), new, call)
+        found = Found(keys, values, hidden)
+        return bucket_attention(self._call(new, *new[3:5], 1, self.config.num_buckets, 0, 0)._replace(found=found))[:2]
 
     def _beside_sink(self, output: Tensor, log_sum: Tensor, new: _Tokens, call: CallOptions) -> Tensor:
         """Return the output as it is beside a sink; `log_sum` is `LOWEST` for a query that sees its own key alone."""

@@ -12,7 +12,7 @@ from ..config import MechanismConfig, require
 from ..ops import reference
 from ..ops.common.exact_softmax import softmax_attention
 from ..ops.common.numerics import LOWEST
-from ..ops.slots.causal import take
+from ..ops.common.padding import take
 from ..ops.slots.nystrom import NystromState, Rule, at_once, causal_nystrom_attention, pseudo_inverse
 from ..ops.slots.pooling import segment_sums
 from ..ops.slots.segment_pool import segment_size

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..config import require
+from ..ops.common.precision import accum_dtype
 from .base import Mechanism
 from .capabilities import ExactnessLimit
 from .linear import FeatureMapConfig, LinearMechanism
@@ -58,8 +59,9 @@ class RetentionMechanism(LinearMechanism):
     limit = ExactnessLimit("attention with the kernel phi(q) . phi(k) gamma^|i - j|, computed naively", kernel=True)
     citation = "Sun et al. 2023, Retentive Network, arXiv 2307.08621"
 
-    def decay_rate(self, like: Tensor) -> Tensor:
+    def decay_rate(self, like: Tensor, wide: bool = False) -> Tensor:
         """Return -log gamma [Hkv]."""
         config, heads = self.config, self.layer.num_key_value_heads
         ratio = 0.5 if config.slowest is None else (config.slowest / config.fastest) ** (1 / max(heads - 1, 1))
-        return -torch.log1p(-config.fastest * ratio ** torch.arange(heads, dtype=like.dtype, device=like.device))
+        powers = torch.arange(heads, dtype=accum_dtype(like) if wide else like.dtype, device=like.device)
+        return -torch.log1p(-config.fastest * ratio**powers)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..operands import fitting
 from ..ops import reference
 from ..ops.common.exact_softmax import softmax_attention
+from ..ops.common.precision import accum_dtype
 from .capabilities import ExactnessLimit
 from .inputs import PLAIN, CallOptions, Pairs
 from .registration import register_mechanism
@@ -85,7 +86,7 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
             causal=self.layer.causal,
             key_padding_mask=key_padding_mask,
             sequence_ids=sequence_ids,
-            sink=self.log_sink(query.new_empty((), dtype=torch.promote_types(query.dtype, torch.float32)), sink),
+            sink=self.log_sink(query, sink, accum_dtype(query)),
             **options,
         )
         if not (self.layer.causal and return_state):

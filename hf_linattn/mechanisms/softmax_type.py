@@ -59,10 +59,13 @@ class SoftmaxTypeMechanism(Mechanism):
         if config.sink_logit == "learned":
             self.sink_logit = nn.Parameter(torch.full((layer.num_heads,), float(config.initial_sink), device="cpu"))
 
-    def log_sink(self, like: Tensor, given: Tensor | None = None) -> Tensor | None:
+    def log_sink(
+        self, like: Tensor, given: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor | None:
+        dtype = dtype or like.dtype
         if given is not None:
-            return given.to(like).clamp(-LARGEST, LARGEST)
+            return given.to(like.device, dtype).clamp(-LARGEST, LARGEST)
         if self.config.sink_logit == "learned":
-            logit = self.sink_logit.to(like)
+            logit = self.sink_logit.to(like.device, dtype)
             return bounded(logit).masked_fill(logit == -math.inf, -math.inf)  # of a head that has none
-        return like.new_zeros(self.layer.num_heads) if self.config.sink_logit == "one" else None
+        return like.new_zeros(self.layer.num_heads, dtype=dtype) if self.config.sink_logit == "one" else None

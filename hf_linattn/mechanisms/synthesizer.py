@@ -16,8 +16,8 @@ from ..errors import UnsupportedModeError
 from ..ops import reference
 from ..ops.common.grad_accumulator import Source
 from ..ops.common.numerics import LOWEST
+from ..ops.common.padding import take
 from ..ops.common.sink_logit import softmax_beside
-from ..ops.slots.causal import take
 from .capabilities import ExactnessLimit
 from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
 from .registration import register_mechanism

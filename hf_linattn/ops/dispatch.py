@@ -1,34 +1,35 @@
-"""What a backend brings: the operations that attention over long inputs is made of."""
+"""THE choice of a backend: which file in an operation's folder computes a call.
+
+`set_backend` chooses a policy for the mechanisms of a model, which is an order of backends. A backend of an operation
+is a module `ops/<operation>/<backend>.py`, which answers `unsupported(call)`: None, or in a few words why it cannot
+compute this call. The first that can `run`s it; `torch` can compute all calls. Nobody else asks what runs.
+
+`recording` keeps the answers, which is what `hf_linattn.explain_backend` shows.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..config import require
+from ..errors import OptionError
+from .common.tracing import is_watched
 
-
-class Operations(NamedTuple):
-    """Each is None where there is nothing of the kind, which leaves it to the C, or to PyTorch.
-
-    causal_sums: a `linear.autograd.CausalSums`. block_softmax: a `block_softmax.autograd.BlockSoftmax`.
-    mapped_attention: called as `linear.cpu_fused.mapped_attention` is, from heads whose features it makes itself.
-    hybrid_step: called with (query, key, value, weights, maps, state), see `hybrid.fused.step_maps`, returns the
-    attention of one token without gradients, and the tensors of the next state; it reads the features that
-    `causal_sums` makes.
-    """
-
-    causal_sums: Any = None
-    block_softmax: Any = None
-    mapped_attention: Any = None
-    hybrid_step: Any = None
-
-
-NOTHING = Operations()
+POLICIES: dict[str, tuple[str, ...]] = {
+    "auto": ("triton", "cpu", "torch"),
+    "torch": ("torch",),
+    "compile": ("compile", "cpu", "torch"),
+    "triton": ("triton", "torch"),
+}
+WATCHED = "operations are recorded or transformed, which only PyTorch's own can be"
 
 
 def default_backend() -> str:
@@ -45,20 +46,125 @@ def default_backend() -> str:
 DEFAULT_BACKEND = default_backend()  # read once, so that all layers of a process agree
 
 
-def operations_for(mechanism: Any, heads: Tensor) -> Operations:
-    """Return what a mechanism reads long inputs by where these heads are: on a GPU "auto" has Triton's."""
-    automatic = mechanism.backend == "auto" and "triton" in mechanism.backends
-    return gpu_operations(heads.device) if automatic else mechanism.operations
+class Policy(NamedTuple):
+    """How a backend is chosen for a call.
+
+    name: of `POLICIES`. training: whether a call without gradients must give the same bits as one with them, which may
+    recompute it.
+    """
+
+    name: str = "torch"
+    training: bool = False
+
+    @property
+    def inference(self) -> bool:
+        """Whether what has no gradients may be used."""
+        return not self.training and not torch.is_grad_enabled()
+
+
+PYTORCH = Policy()
+
+
+class Decision(NamedTuple):
+    """One choice of a backend: what ran, and why the backends before it in the order did not: name -> reason."""
+
+    operation: str
+    backend: str
+    passed_over: Mapping[str, str]
+
+
+_RECORD: ContextVar[list[Decision] | None] = ContextVar("decisions", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[list[Decision]]:
+    """A context in which the choices made in this thread are put into the list that it gives, as they are made."""
+    decisions: list[Decision] = []
+    token = _RECORD.set(decisions)
+    try:
+        yield decisions
+    finally:
+        _RECORD.reset(token)
+
+
+class Operation:
+    """An operation and its backends, by name: modules, or the names of modules that are imported when first needed.
+
+    A call is a tuple with `query`, the heads [B, H, N, D], and `policy`. `run` of a backend may return anything, the
+    same for all of them.
+    """
+
+    def __init__(self, name: str, **backends: Any):
+        self.name, self.backends = name, backends
+        self.orders = {policy: [x for x in order if x in backends] for policy, order in POLICIES.items()}
+        OPERATIONS[name] = self
+
+    def run(self, call: Any) -> Any:
+        """Compute the call by the first backend in the order of its policy that can.
+
+        Raises:
+            OptionError: there is no such policy, or none of its backends can.
+        """
+        passed_over: dict[str, str] = {}
+        watched = is_watched()
+        for name in self.order(call):
+            reason = WATCHED if watched and name != "torch" else absent(name, call)
+            if reason is None:
+                backend = self.backend(name)
+                reason = backend.unsupported(call)
+            if reason is None:
+                record = None if torch.compiler.is_compiling() else _RECORD.get()
+                if record is not None:
+                    record.append(Decision(self.name, name, passed_over))
+                return backend.run(call)
+            passed_over[name] = reason
+        tried = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items()) or "it has none of these"
+        raise OptionError(
+            f"operation {self.name!r} has no backend for a call with {describe(call)} under the policy"
+            f" {call.policy.name!r} ({tried}); call set_backend(model, 'auto')"
+        )
+
+    def order(self, call: Any) -> list[str]:
+        """Return the backends that the policy of the call names and this operation has."""
+        order = self.orders.get(call.policy.name)
+        if order is None:
+            raise OptionError(
+                f"operation {self.name!r} got a call with {describe(call)} for the backend {call.policy.name!r}, which"
+                f" must be one of {', '.join(POLICIES)}; call set_backend(model, 'auto')"
+            )
+        return order
+
+    def backend(self, name: str) -> Any:
+        """Return the module of a backend."""
+        found = self.backends[name]
+        if isinstance(found, str):
+            found = self.backends[name] = importlib.import_module(found)
+        return found
+
+
+OPERATIONS: dict[str, Operation] = {}  # name -> those whose `interface` was imported
+
+
+def describe(call: Any) -> str:
+    """Return the size and kind of a call's queries, for messages."""
+    return f"queries {list(call.query.shape)} of {str(call.query.dtype).removeprefix('torch.')} on {call.query.device}"
+
+
+def absent(backend: str, call: Any) -> str | None:
+    """Return why a policy does without a backend on the device of a call, None if it may have it."""
+    automatic = backend == "triton" and call.policy.name == "auto"
+    return no_triton(call.query.device) if automatic else None
 
 
 @functools.cache
-def gpu_operations(device: torch.device) -> Operations:
-    """Return Triton's operations on a GPU that has run them, see `is_large`, if it is installed; else nothing."""
+def no_triton(device: torch.device) -> str | None:
+    """Return why "auto" does without Triton on a device: it takes GPUs that have run its kernels, see `is_large`."""
     if device.type != "cuda":
-        return NOTHING
+        return f"heads on {device.type!r}"
     try:  # here: nothing else needs Triton
         from .runtime.triton import is_large
-        from .runtime.triton_operations import TRITON
     except ImportError:
-        return NOTHING
-    return TRITON if is_large(device) else NOTHING
+        return "Triton is not installed"
+    if is_large(device):
+        return None
+    return "the GPU is no Hopper, Triton calls a ptxas older than that of CUDA 13.3, or HF_LINATTN_SMALL_TILES=1"

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_linattn.backends import use_backend
 from hf_linattn.mechanisms import MECHANISMS
-from hf_linattn.ops.linear import interface as causal_linear
+from hf_linattn.ops.hybrid import triton as hybrid_triton
+from hf_linattn.ops.linear import triton as linear_triton
 from hf_linattn.ops.linear import triton_features as features
 from tests.ops.triton.cases import make_mechanism
 
@@ -50,7 +51,8 @@ class OnTheHost(TorchDispatchMode):
 def launched(monkeypatch):
     """Maps are known and kernels launched without values, too; how often."""
     found: list[Any] = []
-    monkeypatch.setattr(causal_linear, "native_maps", lambda *maps: [x.native() for x in maps])
+    for module in (linear_triton, hybrid_triton):
+        monkeypatch.setattr(module, "native_maps", lambda *maps: [x.native() for x in maps])
     monkeypatch.setattr(features, "launch", lambda kernel, *_, **__: found.append(kernel))
     return found
 

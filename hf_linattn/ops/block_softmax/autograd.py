@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ..common.derivatives import first_order
 from ..common.grad_accumulator import Source
-from ..common.precision import wide_dtype
+from ..common.precision import accum_dtype
 from ..runtime.cpu import dense_rows
 from ..runtime.output_pool import empty_like, empty_output, zeros_like
 
 
 class BlockSoftmax(NamedTuple):
-    """An operation, called as `cpu.block_softmax` is, its backward pass, and what heads it suits.
+    """Kernels of a backend, called as `cpu.block_softmax` is, and their backward pass.
 
     window: a `window_softmax.WindowSoftmax` for the same heads; None where windows are tables of blocks with a bias.
     gates: whether it takes a `Before` with a gate.
@@ -27,7 +27,6 @@ class BlockSoftmax(NamedTuple):
 
     forward: Callable[..., None]
     backward: Callable[..., None]
-    suits: Callable[..., bool]
     window: Any = None
     gates: bool = False
 
@@ -158,7 +157,7 @@ class _AttendBlocks(torch.autograd.Function):
         blocks, known, block_size, scaling, causal, begun, exact = what
         # differences to the output are gradients, for which half precision has too few digits
         output = empty_output(query, value, exact)
-        log = query.new_empty(query.shape[:4], dtype=wide_dtype(query))
+        log = query.new_empty(query.shape[:4], dtype=accum_dtype(query))
         for (first, table, bias, _), *alone in _with_shared(known, (key, value), shared):
             blocks.forward(
                 query, key, value, output, log, before, before_log, begun, *alone[0], bias, table, first, block_size,

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..runtime.cpu import KINDS, Operand, call, operation, product_parts, suits
+from ..runtime.cpu import KINDS, Operand, call, operation, product_parts, refusal
 from ..runtime.operands import require, size_of
+from . import in_place
 from .autograd import BlockSoftmax, count_flops, count_reverse_flops
+from .patterns import trained_weights
+from .types import BlockSoftmaxCall, KeptKeys
 
 OPERANDS = (
     "query", "key", "value", "out", "log", "before", "before_log", "gate", "shared_key", "shared_value",
@@ -131,11 +134,18 @@ def block_softmax_backward(
     _run("block_softmax_backward", operands, bias, table, first, block_size, scaling, begun, causal)
 
 
-def suits_heads(*heads: Tensor) -> bool:
-    """Whether the C can read these, in half precision, too."""
-    return suits(*heads, kinds=KINDS)
+def unsupported(call: BlockSoftmaxCall) -> str | None:
+    """Return why the C cannot compute a call."""
+    if call.learned:
+        return "a pattern with parameters, in training"
+    return trained_weights(call) or refusal(*call[:3], kinds=KINDS) or in_place.stuck(call)
 
 
-NATIVE_BLOCKS = BlockSoftmax(block_softmax, block_softmax_backward, suits_heads, gates=True)
+def run(call: BlockSoftmaxCall) -> tuple[Tensor, KeptKeys | None]:
+    """Return the output [B, H, N, Dv], and the state after a call that goes on after one."""
+    return in_place.attend(NATIVE_BLOCKS, call)
+
+
+NATIVE_BLOCKS = BlockSoftmax(block_softmax, block_softmax_backward, gates=True)
 register_flop_formula(torch.ops.hf_linattn.block_softmax)(count_flops)
 register_flop_formula(torch.ops.hf_linattn.block_softmax_backward)(count_reverse_flops)

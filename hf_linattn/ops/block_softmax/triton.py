@@ -11,13 +11,15 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..common.numerics import LN_2, LOWEST
 from ..common.precision import wide
-from ..common.tracing import is_watched
 from ..runtime.cpu import operation
-from ..runtime.triton import kinds, launch, padded, precision, require_kernels
+from ..runtime.triton import launch, no_kernels, padded, precision, require_kernels
 from ..runtime.triton_row_products import row_products
 from ..window.triton import TRITON_WINDOW
+from . import in_place
 from .autograd import BlockSoftmax, count_flops, count_reverse_flops
+from .patterns import trained_weights
 from .triton_kernels import attend_blocks, reverse_keys, reverse_queries
+from .types import BlockSoftmaxCall, KeptKeys
 
 TILE, WIDE_TILE = 32, 16  # queries, and keys, in a tile; of more than 128 numbers. In half precision twice as many
 LARGEST = 256  # size of heads: more does not fit into shared memory
@@ -168,12 +170,24 @@ def sizes_for(query: Tensor, value: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def suits(*heads: Tensor) -> bool:
-    """Whether there are kernels for such heads, which compiled graphs cannot see into."""
-    known = all(x.dtype == heads[0].dtype and x.shape[-1] <= LARGEST for x in heads)
-    return known and heads[0].dtype in kinds() and not is_watched()
+def no_blocks(*heads: Tensor) -> str | None:
+    """Return why there are no kernels for such heads, None if there are."""
+    if reason := no_kernels(*heads):
+        return reason
+    widest = max(x.shape[-1] for x in heads)
+    return None if widest <= LARGEST else f"heads of {widest} numbers"
 
 
-TRITON_BLOCKS = BlockSoftmax(block_softmax_triton, block_softmax_backward_triton, suits, TRITON_WINDOW)
+def unsupported(call: BlockSoftmaxCall) -> str | None:
+    """Return why there are no kernels for a call."""
+    return trained_weights(call) or no_blocks(*call[:3]) or in_place.stuck(call)
+
+
+def run(call: BlockSoftmaxCall) -> tuple[Tensor, KeptKeys | None]:
+    """Return the output [B, H, N, Dv], and the state after a call that goes on after one."""
+    return in_place.attend(TRITON_BLOCKS, call)
+
+
+TRITON_BLOCKS = BlockSoftmax(block_softmax_triton, block_softmax_backward_triton, TRITON_WINDOW)
 register_flop_formula(torch.ops.hf_linattn.block_softmax_triton)(count_flops)
 register_flop_formula(torch.ops.hf_linattn.block_softmax_backward_triton)(count_reverse_flops)

@@ -133,6 +133,11 @@ class Packed(NamedTuple):
         return Packed(places, self.last, self.length - 1)
 
 
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Return the positions index [B, M] of x [B, H, N, D]."""
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
 def from_the_left(
     key: Tensor, value: Tensor, key_padding_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -6,26 +6,14 @@ import torch
 from torch import Tensor
 
 
-def wide_dtype(x: Tensor) -> torch.dtype:
+def accum_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which states, logs and sums over x are kept: float32, or that of x if it is wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def wide_number(x: Tensor) -> Tensor:
-    """Return a number in that dtype where x is: for others to be like."""
-    return x.new_empty((), dtype=wide_dtype(x))
-
-
 def wide(x: Tensor) -> Tensor:
     """Return x in at least float32, which it may be already."""
-    return x.to(wide_dtype(x))
-
-
-def admitted(half: bool, *heads: Tensor) -> tuple[Tensor, ...]:
-    """Return heads as they are, if that is in one dtype and half precision may come; else in the first one's, wide."""
-    if half and all(x.dtype == heads[0].dtype for x in heads):
-        return heads
-    return tuple(x.to(wide_dtype(heads[0])) for x in heads)
+    return x.to(accum_dtype(x))
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -5,8 +5,6 @@ What both read is that of `fused`. One token behind a full window takes a step.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,36 +12,80 @@ from torch.nn import functional as F
 from ..block_softmax.autograd import continue_blocks
 from ..block_softmax.cpu import NATIVE_BLOCKS
 from ..common.numerics import LOWEST
-from ..common.precision import wide, wide_number, widened
-from ..linear.cpu import can_read, native_maps
-from ..linear.cpu_decode import strict_step
-from ..linear.cpu_fused import mapped_attention
-from ..linear.torch import LinearState
-from ..runtime.cpu import KINDS, suits
+from ..common.precision import accum_dtype, wide, widened
+from ..linear.cpu import SUMS, few_sequences, mapped_attention, strict_step
+from ..linear.types import LinearState, native_maps
+from ..runtime.cpu import KINDS, refusal
 from ..runtime.output_pool import empty_output
-from .fused import BLOCK_SIZE, beside_sink, can_let_in, distant, gated, is_beyond, near_parts
+from . import fused
+from .fused import BLOCK_SIZE, Parts, beside_sink, can_let_in, distant, far_decay, gated, near_parts, remember
+from .types import HybridCall, HybridState, HybridWeights, window_alone
 
 
-def can_attend(query: Tensor, key: Tensor, weights: Any) -> bool:
-    """Whether the C knows these weights and something lies beyond the window."""
-    return is_beyond(key, weights) and can_read(query, key)
+def unsupported(call: HybridCall) -> str | None:
+    """Return why the C cannot compute a call."""
+    if reason := refusal(call.query, kinds=KINDS):
+        return reason
+    if call.causal and call.lengths is not None:
+        return "padded rows"
+    if call.state is not None:
+        return _stuck(call, call.state)
+    return window_alone(call) or few_sequences(call.key)
 
 
-def can_go_on(query: Tensor, weights: Any, state: Any) -> bool:
-    """Whether these are tokens behind a window and sinks that are full, and the C knows these weights."""
-    known = state is not None and weights.window_log is None and weights.reach > 0
-    able = known and suits(query, kinds=KINDS) and knows_maps(weights)
+def _stuck(call: HybridCall, state: HybridState) -> str | None:
+    """Return why the C cannot go on from a state."""
+    weights = call.weights
+    if not call.policy.inference:
+        return "tokens after a state with gradients or in training"
+    if weights.window_log is not None:
+        return "window_scale='maximum'"
+    if not weights.reach:
+        return "a window of one token"
+    if not _knows_maps(weights):
+        return "a feature map that the C does not know"
     # last: elsewhere than on a CPU a number that is looked at is waited for, and no graph can be captured
-    return able and bool((state.length >= weights.num_sinks + weights.reach).all())
+    full = bool((state.length >= weights.num_sinks + weights.reach).all())
+    return None if full else "tokens after a state whose window is not full yet"
 
 
-def knows_maps(weights: Any) -> bool:
+def run(call: HybridCall) -> tuple[Tensor, HybridState | None]:
+    """Return the output [B, H, N, Dv], and the state after a causal call."""
+    heads, weights = (call.query, call.key, call.value), call.weights.beside(call.key)
+    if call.state is not None:
+        output, after = continued_attention(*heads, weights, call.state)
+        return output, HybridState(*after)
+    if not call.policy.inference or call.lengths is not None or not _knows_maps(weights):
+        return fused.attend(PARTS, call)
+    if not call.causal:
+        return hybrid_attention(*heads, weights), None
+    output, sums = causal_hybrid_attention(*heads, weights)
+    return output, HybridState(*remember(call.key, call.value, weights, sums))
+
+
+def _knows_maps(weights: HybridWeights) -> bool:
     """Whether the C makes the features itself."""
     return bool(native_maps(weights.query_map, weights.key_map))
 
 
+def _far_of_heads(
+    query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights, mask: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor, LinearState] | None:
+    """`fused.Parts.far`."""
+    maps = native_maps(weights.query_map, weights.key_map)
+    if not maps:
+        return None
+    far, log, state = mapped_attention(
+        query, key, value, maps, mask, far_decay(weights, key), None, weighed=True, reverse=reverse
+    )
+    return far, log, state
+
+
+PARTS = Parts(NATIVE_BLOCKS, SUMS, far=_far_of_heads)
+
+
 def causal_hybrid_attention(
-    query: Tensor, key: Tensor, value: Tensor, weights: Any, before: LinearState | None = None
+    query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights, before: LinearState | None = None
 ) -> tuple[Tensor, LinearState]:
     """Return the output [B, H, N, Dv] of rows that start at position 0, and the sums over all that left the window.
 
@@ -66,7 +108,7 @@ def causal_hybrid_attention(
     return _join_near(*heads, weights, output, far, log, start, causal=True), state
 
 
-def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) -> Tensor:
+def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights) -> Tensor:
     """Return the bidirectional output [B, H, N, Dv] of unpadded rows; arguments as above."""
     length, window = query.shape[2], weights.window_size
     heads = query.unflatten(1, (key.shape[1], -1)), key, value
@@ -88,7 +130,7 @@ def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: Any) ->
 
 
 def continued_attention(
-    query: Tensor, key: Tensor, value: Tensor, weights: Any, state: Any
+    query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights, state: HybridState
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the output [B, H, N, Dv] of tokens that go on after a `HybridState`, and what is in the next one.
 
@@ -105,7 +147,7 @@ def continued_attention(
 
 
 def _go_on(
-    query: Tensor, key: Tensor, value: Tensor, weights: Any, sums: LinearState
+    query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights, sums: LinearState
 ) -> tuple[Tensor, LinearState]:
     """Several queries at the end of a row of sinks, window and new tokens."""
     kept = key.shape[2] - query.shape[2]
@@ -113,7 +155,9 @@ def _go_on(
     return output[:, :, kept:], sums
 
 
-def _step(query: Tensor, key: Tensor, value: Tensor, weights: Any, sums: LinearState) -> tuple[Tensor, LinearState]:
+def _step(
+    query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights, sums: LinearState
+) -> tuple[Tensor, LinearState]:
     """One query at the end of such a row."""
     sinks, rate = weights.num_sinks, weights.decay_rate
     grouped = query.unflatten(1, (key.shape[1], -1))
@@ -134,12 +178,12 @@ def _step(query: Tensor, key: Tensor, value: Tensor, weights: Any, sums: LinearS
 
 
 def _before(
-    query: Tensor, key: Tensor, value: Tensor, weights: Any, output: Tensor, state: LinearState | None = None
+    query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights, output: Tensor, state: LinearState | None = None
 ) -> tuple[Tensor, LinearState]:
     """Write the attention to far keys before each query; return the log of its weight [B, Hkv, G, N], and a state."""
     window, sinks = weights.window_size, weights.num_sinks
     start, span = window + sinks, slice(sinks, key.shape[2] - window)
-    log = wide_number(query).new_full(query.shape[:4], LOWEST)
+    log = query.new_full(query.shape[:4], LOWEST, dtype=accum_dtype(query))
     rows, keys, values = query[:, :, :, start:], key[:, :, span], value[:, :, span]
     if state is not None:  # one query more has far keys
         last, maps = slice(start - 1, start), native_maps(weights.query_map, weights.key_map)
@@ -150,7 +194,7 @@ def _before(
     return log, state
 
 
-def _far(query, key, value, weights: Any, state: LinearState | None, place: Tensor, reverse: bool = False):
+def _far(query, key, value, weights: HybridWeights, state: LinearState | None, place: Tensor, reverse: bool = False):
     """Write the attention of query i to key i and all before it, or if `reverse` after it; return state and log."""
     maps, rate = native_maps(weights.query_map, weights.key_map), weights.decay_rate
     decay = None if rate is None else (-rate[:, None]).expand(key.shape[:3])
@@ -159,7 +203,7 @@ def _far(query, key, value, weights: Any, state: LinearState | None, place: Tens
 
 
 def _join_near(
-    query, key, value, weights: Any, output: Tensor, far: Tensor, log: Tensor, start: int, causal: bool
+    query, key, value, weights: HybridWeights, output: Tensor, far: Tensor, log: Tensor, start: int, causal: bool
 ) -> Tensor:
     """Return the output [B, H, N, Dv], made in `output`, where `far` stands already unless it is joined afterwards.
 
@@ -177,12 +221,12 @@ def _join_near(
 
 
 def _read_near(
-    query, key, value, weights: Any, output: Tensor, log: Tensor, causal: bool, gate: Tensor | None = None,
+    query, key, value, weights: HybridWeights, output: Tensor, log: Tensor, causal: bool, gate: Tensor | None = None,
     begin: bool = False,
 ) -> None:  # fmt: skip
     """Read the window and the sinks, from what stands in `output` and `log` on unless to `begin`; write both."""
     window, sinks = weights.window_size, weights.num_sinks
-    for part in near_parts(key.shape[2], window, sinks, wide_number(query), causal):
+    for part in near_parts(key.shape[2], window, sinks, query, causal):
         continue_blocks(
             NATIVE_BLOCKS, query, key, value, part, output, log, block_size=BLOCK_SIZE, scaling=weights.scaling,
             causal=causal, begin=begin, gate=gate,

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..common.numerics import LOWEST, dense, fast_exp
+from ..common.padding import take
 from ..common.sink_logit import softmax_beside
 from ..linear.interface import FeatureMap
 from ..linear.torch import LEAST_WEIGHT, LinearState, chunks_at_once, with_ones
-from ..slots.causal import take
 
 
 class MixedWeights(NamedTuple):

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..linear.torch import LEAST_WEIGHT
+from ..linear.types import LEAST_WEIGHT
 from ..runtime.cpu import dense_rows, operation
 from ..runtime.triton import is_large, launch, padded, require_kernels
 from .triton_kernels import step_hybrid

@@ -1,283 +1,89 @@
-"""Causal kernel attention by csrc/linear: what `torch` computes, in one pass through the caches of a CPU.
+"""Kernel attention by csrc/linear, in one pass through the caches of a CPU.
 
-Feature maps that can say what they are (`NativeMap`) are computed by the C too, chunk by chunk: see
-`mapped_attention`. Where it gets features, `ops.causal_sums` has the gradients.
+Feature maps that can say what they are (`NativeMap`) are computed by the C too, chunk by chunk, from the heads to the
+output and back: the backward pass keeps the heads, the output, a number per query and the state before every `SEGMENT`
+tokens, and makes features again. Of maps it does not know the C gets the features (`SUMS`), and what these are made of
+is known to autograd. One token is what decoding reads all the time: a step of its own.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.flop_counter import register_flop_formula
 
-from ...errors import UnsupportedModelError
 from ..common.numerics import LOWEST
 from ..common.padding import Packed
-from ..runtime.cpu import KINDS, Operand, call, operation, product_parts, suits
-from ..runtime.operands import require, size_of
-from .autograd import CausalSums, attend_by_sums
-from .torch import LEAST_WEIGHT
+from ..common.precision import widened
+from ..runtime.cpu import KINDS, dense_rows, refusal
+from ..runtime.output_pool import empty_like, empty_output, output_for
+from .autograd import Gradients, Kernels, Operands, Sums, attend, join, log_weight
+from .cpu_kernels import ACTIVATIONS, COLUMNS, causal_step, causal_sums, causal_sums_backward, make_checkpoints
+from .features import FeatureKernels
+from .types import LinearCall, LinearState, NativeMap, for_all_heads, native_maps
 
-ACTIVATIONS = ("given", "elu", "relu", "exponential", "softmax_pair")  # `enum activation` of linear.h
-PAIR = ACTIVATIONS.index("softmax_pair")
-COLUMNS = 32  # a multiple of the width of any tile
-
-
-class NativeMap(NamedTuple):
-    """A feature map as linear_fwd.c knows it: an activation of z = scale x weight + bias, of z = x without weight.
-
-    activation: `elu` (elu(z) + 1), `relu`, `exponential` (e^z, its log scale more by quadratic |x|^2 + offset) or
-    `softmax_pair` ([softmax(z), softmax(-z)]). weight: [*heads, D, m]. bias: [*heads, m]. scale: 1 if None.
-    """
-
-    activation: str
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    scale: float | None = None
-    quadratic: float = 0.0
-    offset: float = 0.0
-
-    def width(self, input_size: int) -> int:
-        """How many features it makes of inputs of that size."""
-        size = input_size if self.weight is None else self.weight.shape[-1]
-        return size * (2 if self.activation == "softmax_pair" else 1)
-
-    def scaled_weight(self) -> Tensor | None:
-        """Scale times weight: a copy where there is a scale, as the next may be drawn before the backward pass."""
-        return self.weight if self.weight is None or self.scale is None else self.weight.float() * self.scale
-
-    def operands(self, heads: int, groups: int) -> tuple[Tensor | None, Tensor | None]:
-        """Weight [Hkv, G, D, columns] and bias [Hkv, G, m] for all heads, in float32."""
-        weight, bias = self.scaled_weight(), self.bias
-        if weight is None:
-            return None, None
-        missing = -weight.shape[-1] % COLUMNS
-        weight = weight.detach().float()
-        weight = (F.pad(weight, (0, missing)) if missing else weight).contiguous()
-        bias = None if bias is None else for_all_heads(bias.detach().float(), heads, groups, 1)
-        return for_all_heads(weight, heads, groups, 2), bias
+NATIVE_SIZE = 2048  # keys or queries whose features are made at a time where the C gets them
 
 
-def for_all_heads(x: Tensor, heads: int, groups: int, dims: int) -> Tensor:
-    """View a parameter [*heads, ...] with `dims` dimensions of its own as that of every head, [Hkv, G, ...]."""
-    x = x.unsqueeze(1) if x.dim() == dims + 1 else x
-    return x.expand(heads, groups, *x.shape[-dims:])
+def unsupported(call: LinearCall) -> str | None:
+    """Return why the C cannot compute a call."""
+    if reason := refusal(call.query, kinds=KINDS):
+        return reason
+    if call.is_step:
+        if not call.policy.inference:
+            return "one token with gradients or in training"
+        return None if native_maps(call.query_map, call.key_map) else "a feature map that the C does not know"
+    if reason := few_sequences(call.key):
+        return reason
+    if call.causal:
+        return None
+    if call.query.shape[2] != call.key.shape[2]:
+        return "other numbers of queries and keys"
+    known = call.log_decay is not None or native_maps(call.query_map, call.key_map)
+    return None if known else "a feature map that the C does not know, read both ways"
 
 
-class MapOperands(ctypes.Structure):
-    """`feature_map` of linear.h."""
-
-    _fields_ = (("weight", Operand), ("bias", Operand))
-
-    @classmethod
-    def of(cls, weight: Tensor | None, bias: Tensor | None) -> MapOperands:
-        """Describe weight [Hkv, G, D, columns] and bias [Hkv, G, m]."""
-        if weight is None:
-            return cls()
-        places = (
-            Operand() if x is None else Operand(x.data_ptr(), 0, *x.stride()[:2], x.stride(2)) for x in (weight, bias)
-        )
-        return cls(*places)
+def few_sequences(key: Tensor) -> str | None:
+    """Return why threads would be idle: each sequence is read by one, and there are none for half of them."""
+    busy = 2 * key.shape[:2].numel() >= torch.get_num_threads()
+    return None if busy else "fewer rows times heads than half of the threads"
 
 
-OPERANDS = ("query", "key", "value", "sums", "log_scale", "log_decay", "row_scale", "factor", "top")
-SEQUENCES = (("packed", ctypes.c_void_p), ("sequences", ctypes.c_int64))
-STATES = ("state", "log_max", "state_after", "log_max_after")
-SEGMENT = 512  # tokens between two checkpoints, as in linear.h
-GROUPED = {"query", "sums", "row_scale", "factor", "top"}
-SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "normalise", "threads", "parts")
-LEAST_FEATURES = 96  # with fewer of them products in exact parts do not pay
-CHUNK, FEW = 64, 32  # tokens read at a time, and where products are of float32, as in causal_chunks.h
+def run(call: LinearCall) -> tuple[Tensor, LinearState | None]:
+    """Return the output [B, H, N, Dv], and the state after a causal call."""
+    maps = native_maps(call.query_map, call.key_map)
+    if call.is_step:
+        query, key, value = widened(call.grouped_query, call.key, call.value)
+        attended, after = step_attention(query, key, value, maps, call.key_padding_mask, call.log_decay, call.state)
+        return attended.flatten(1, 2), after
+    if not maps:
+        query, key, value = widened(*call[:3])
+        call = call._replace(query=query, key=key, value=value)
+        return SUMS.causal(call, NATIVE_SIZE) if call.causal else (SUMS.two_way(call), None)
+    packed = None if call.sequence_ids is None else Packed.of(call.sequence_ids, call.key.shape[0])
+    heads = call.grouped_query, call.key, call.value
+    if not call.causal and call.log_decay is not None:
+        return two_way_attention(*heads, maps, call.key_padding_mask, call.log_decay, packed).flatten(1, 2), None
+    how: Any = {"bidirectional": not call.causal, "packed": packed, "weighed": False}
+    output = output_for(call.query, call.value)
+    rest: Any = call.key_padding_mask, call.log_decay, call.state, output
+    attended, _, after = mapped_attention(*heads, maps, *rest, **how)
+    return attended.flatten(1, 2), after if call.causal else None
 
 
-class LinearArgs(ctypes.Structure):
-    """`struct linear_args` of linear.h."""
-
-    _fields_ = (
-        *((name, Operand) for name in OPERANDS),
-        *SEQUENCES,
-        *((name, ctypes.c_void_p) for name in (*STATES, "checkpoints")),
-        *((name, ctypes.c_int64) for name in SIZES),
-        ("query_map", MapOperands),
-        ("key_map", MapOperands),
-        *((name, ctypes.c_int64) for name in ("activation", "input_size", "bidirectional", "strict")),
-        *((name, ctypes.c_float) for name in ("quadratic", "offset", "least_weight")),
-        *((name, ctypes.c_int64) for name in ("continues", "leaves")),  # for the C to set
-    )
-
-
-def can_read(query: Tensor, key: Tensor) -> bool:
-    """Whether there are sequences for half of the threads: each is read by one."""
-    return suits(query, kinds=KINDS) and 2 * key.shape[:2].numel() >= torch.get_num_threads()
-
-
-def parts_of(query: Tensor, num_features: int) -> int:
-    """See `product_parts`."""
-    return product_parts(query, exact=num_features >= LEAST_FEATURES)
-
-
-def native_maps(query_map: Any, key_map: Any) -> list[NativeMap]:
-    """Return the two maps as the C knows them, nothing where it does not know them.
-
-    Raises:
-        UnsupportedModelError: they have no weights, which an operation would not notice.
-    """
-    both = (query_map,) if query_map is key_map else (query_map, key_map)
-    maps: list[Any] = [getattr(x, "native", lambda: None)() for x in both]
-    if not all(maps):
-        return []
-    if any(x.is_meta for own in maps for x in (own.weight, own.bias) if x is not None):
-        raise UnsupportedModelError(
-            "a feature map has its weights on the device 'meta', where they have no values, and its inputs elsewhere;"
-            " load them with from_pretrained, or move the model with to_empty and load_state_dict"
-        )
-    return [maps[0], maps[-1]]
-
-
-def describe(
-    operands: dict[str, Any], states: tuple[Tensor | None, ...], maps: tuple[Tensor | None, ...], activation: int,
-    quadratic: float, offset: float, normalise: bool = True, reverse: bool = False, bidirectional: bool = False,
-    strict: bool = False, packed: Tensor | None = None, checkpoints: Tensor | None = None,
-) -> LinearArgs:  # fmt: skip
-    """Describe a problem by the tensors named in `OPERANDS` and `STATES` and the operands of its maps.
-
-    packed: places of the `sequences.Packed` of its rows, read from the last token to the first if `reverse`.
-    checkpoints: as `make_checkpoints` returns them.
-    """
-    query, value = operands["query"], operands["value"]
-    query_weight, query_bias, key_weight, key_bias = maps
-    key_size = cast(Tensor, states[2]).shape[2]
-    how = normalise, torch.get_num_threads(), parts_of(query, key_size)
-    sizes = (*query.shape[:4], key_size, value.shape[-1], *how)
-    return LinearArgs(
-        **{name: Operand.of(operand, name in GROUPED, reverse) for name, operand in operands.items()},
-        **{name: None if x is None else x.data_ptr() for name, x in zip(STATES, states, strict=True)},
-        **dict(zip(SIZES, sizes, strict=True)),
-        query_map=MapOperands.of(query_weight, query_bias),
-        key_map=MapOperands.of(key_weight, key_bias),
-        activation=activation,
-        input_size=query.shape[-1],
-        bidirectional=bidirectional,
-        strict=strict,
-        quadratic=quadratic,
-        offset=offset,
-        least_weight=LEAST_WEIGHT[torch.float32],
-        checkpoints=None if checkpoints is None else checkpoints.data_ptr(),
-        packed=None if packed is None else packed.data_ptr(),
-        sequences=0 if packed is None else len(packed),
-    )
-
-
-MAPPED = ("query_weight", "query_bias", "key_weight", "key_bias")
-
-
-def all_operands(
-    named: dict[str, Any], states: tuple[Tensor | None, ...], maps: tuple[Tensor | None, ...],
-    packed: Tensor | None = None, checkpoints: Tensor | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Name the operands of `describe` as `operands.FORMS` does."""
-    rest = dict(zip(STATES, states, strict=True)) | dict(zip(MAPPED, maps, strict=True))
-    return named | rest | {"packed": packed, "checkpoints": checkpoints}
-
-
-def sizes_of(
-    operands: dict[str, Any], activation: int, normalise: bool = True, bidirectional: bool = False
-) -> list[tuple[str, int]]:
-    """Return the sizes that follow from each other, by their names in `operands.FORMS`.
-
-    Raises:
-        OperandError: there is no such activation, or it makes two features of each column and these are odd.
-    """
-    query, packed = operands["query"], operands["packed"]
-    require("causal_sums", "activation", activation, 0, len(ACTIVATIONS))
-    features, width = size_of(operands["state_after"], 2), size_of(operands["value"], 3) + normalise
-    columns = features // 2 if activation == PAIR else features
-    rows, length = size_of(query, 0), size_of(query, 3)
-    sequences = rows if packed is None else size_of(packed, 0)
-    places = rows * -(-length // SEGMENT) + sequences
-    keys, values = (-(-size // COLUMNS) * COLUMNS for size in (features, width - normalise))
-    sizes = [("K", columns * 2 if activation == PAIR else features), ("W", width), ("M", columns)]
-    sizes += [("P", -(-columns // COLUMNS) * COLUMNS), ("X", places), ("Y", keys * (values + 1) + 1), ("B", rows)]
-    sizes.append(("S", sequences if bidirectional else rows))
-    return sizes if operands["query_weight"] is not None else [*sizes, ("D", columns)]
-
-
-def make_checkpoints(query: Tensor, num_features: int, value_size: int, packed: Tensor | None) -> Tensor:
-    """Return memory for the states before every `SEGMENT` tokens of each sequence, where a backward pass goes on.
-
-    query: [B, Hkv, G, N, D]. packed: places of the sequences, None for one in every row.
-    """
-    batch, heads, _, length, _ = query.shape
-    places = batch * -(-length // SEGMENT) + (batch if packed is None else len(packed))
-    keys, values = (-(-size // COLUMNS) * COLUMNS for size in (num_features, value_size))
-    return query.new_empty(places, heads, keys * (values + 1) + 1, dtype=torch.float32)
-
-
-@operation("sums", "factor", "top", "state_after", "log_max_after", "checkpoints")
-def causal_sums(
-    query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None,
-    row_scale: Tensor | None, sums: Tensor, factor: Tensor, top: Tensor, state: Tensor | None, log_max: Tensor | None,
-    state_after: Tensor, log_max_after: Tensor, normalise: bool, reverse: bool, query_weight: Tensor | None = None,
-    query_bias: Tensor | None = None, key_weight: Tensor | None = None, key_bias: Tensor | None = None,
-    activation: int = 0, quadratic: float = 0.0, offset: float = 0.0, bidirectional: bool = False,
-    packed: Tensor | None = None, checkpoints: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Work through one call of linear_fwd.c.
-
-    Args:
-        query: [B, Hkv, G, N, K]. key: [B, Hkv, N, K]. value: [B, Hkv, N, Dv]. log_scale, log_decay: [B, Hkv, N].
-            With an activation that is not `given` query and key are [..., D], and K is the number of features.
-        row_scale: [B, Hkv, G, N]; where not None, `sums` are multiplied by exp(row_scale + top).
-        sums: [B, Hkv, G, N, Dv]. factor: [B, Hkv, G, N], what they were multiplied by. top: [B, Hkv, G, N].
-        state: [B, Hkv, K, Dv], with one more column where `normalise`. log_max: [B, Hkv]. Both contiguous, as is what
-            they become; None: nothing was read before.
-        reverse: whether to read the tokens from the last to the first.
-        query_weight ... offset: `NativeMap.operands` of the two maps, and what else is in a `NativeMap`.
-        bidirectional: whether every query sees all keys of its sequence.
-        packed: int64 [S, 3], row, start and length of sequences that lie in the rows one after another, counted as
-            they are read, in the order of the rows. The state before belongs to the first of each row, that after to
-            the last; where every query sees all keys, those after are [S, Hkv, ...].
-        checkpoints: where to keep the states that `make_checkpoints` has room for; None: nowhere.
-    """
-    operands = (query, key, value, sums, log_scale, log_decay, row_scale, factor, top)
-    states, maps = (state, log_max, state_after, log_max_after), (query_weight, query_bias, key_weight, key_bias)
-    named = dict(zip(OPERANDS, operands, strict=True))
-    settings: dict[str, Any] = {"normalise": normalise, "reverse": reverse, "bidirectional": bidirectional}
-    settings |= {"packed": packed, "checkpoints": checkpoints}
-    everything = all_operands(named, states, maps, packed, checkpoints)
-    sizes = sizes_of(everything, activation, normalise, bidirectional)
-    how = activation, quadratic, offset
-    call("causal_sums", everything, sizes, lambda: describe(named, states, maps, *how, **settings))
-
-
-def packed_rows(sequence_ids: Tensor) -> tuple[Any, ...]:
-    """Return what `causal_sums` of features is called with for rows that hold several sequences, ids [B, N]."""
-    maps = (None,) * 4
-    return (*maps, ACTIVATIONS.index("given"), 0.0, 0.0, False, Packed.of(sequence_ids, len(sequence_ids)).places)
-
-
-NATIVE_SUMS = CausalSums(functools.partial(attend_by_sums, causal_sums, packed_rows))
-
-
-@register_flop_formula(torch.ops.hf_linattn.causal_sums, get_raw=True)
-def _flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **__: Any) -> int:
-    """If causal half of the pairs inside a chunk, twice; reading the state for every query, adding every key to it;
-    the maps."""
-    (batch, heads, groups, length, input_size), value_size, key_size = query.shape, value.shape[-1], rest[8].shape[2]
-    weights, bidirectional = zip(rest[12:16:2], (groups, 1), strict=False), any(rest[19:20])
-    maps = [2 * input_size * weight.shape[-1] * number for weight, number in weights if weight is not None]
-    pairs = 0 if bidirectional else groups * chunk_size(query, key_size) * (key_size + value_size)
-    return batch * heads * length * (pairs + 2 * (groups + 1) * key_size * value_size + sum(maps))
-
-
-def chunk_size(query: Tensor, num_features: int) -> int:
-    """Return how many tokens the C reads at a time."""
-    return CHUNK if parts_of(query, num_features) else FEW
+def _weights_of(native: NativeMap, heads: int, groups: int) -> tuple[Tensor | None, Tensor | None]:
+    """Weight [Hkv, G, D, columns] and bias [Hkv, G, m] of a map for all heads, in float32."""
+    weight, bias = native.scaled_weight(), native.bias
+    if weight is None:
+        return None, None
+    missing = -weight.shape[-1] % COLUMNS
+    weight = weight.detach().float()
+    weight = (F.pad(weight, (0, missing)) if missing else weight).contiguous()
+    bias = None if bias is None else for_all_heads(bias.detach().float(), heads, groups, 1)
+    return for_all_heads(weight, heads, groups, 2), bias
 
 
 def map_operands(
@@ -289,7 +95,265 @@ def map_operands(
     hidden = None
     if key_padding_mask is not None:
         hidden = torch.where(key_padding_mask.bool(), 0.0, LOWEST)[:, None].expand(key.shape[:3])
-    of_query = query_map.operands(kv_heads, groups)
-    of_key = of_query if query_map is key_map else key_map.operands(kv_heads, 1)
+    of_query = _weights_of(query_map, kv_heads, groups)
+    of_key = of_query if query_map is key_map else _weights_of(key_map, kv_heads, 1)
     activation = ACTIVATIONS.index(key_map.activation)
     return hidden, (*of_query, *of_key, activation, key_map.quadratic, key_map.offset)
+
+
+def mapped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    maps: list[NativeMap],
+    key_padding_mask: Tensor | None,
+    log_decay: Tensor | None,
+    state: LinearState | None,
+    output: Tensor | None = None,
+    bidirectional: bool = False,
+    reverse: bool = False,
+    packed: Packed | None = None,
+    weighed: bool = True,
+) -> tuple[Tensor, Any, LinearState]:
+    """Return the attention output [B, Hkv, G, N, Dv], the log of its weights, and the state after the last key.
+
+    Args:
+        query: [B, Hkv, G, N, D], before the feature maps. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]. Half precision
+            is read as it is, and the output in it, too; state, log and sums are float32.
+        key_padding_mask: [B, N]. log_decay: [B, Hkv, N]. state: what was read before.
+        output: where to write it, if no gradients are needed.
+        bidirectional: every query sees all keys; without decay and log.
+        reverse: read from the last token to the first.
+        packed: the sequences of the rows, if these hold several; the state before belongs to the first of a row, the
+            state after to the last (if bidirectional, there is one after each).
+        weighed: whether the log is wanted; None else.
+
+    The log of what the weights of a query add up to is [B, Hkv, G, N], `LOWEST` where that is nothing.
+    """
+    hidden, described = map_operands(query, key, maps, key_padding_mask)
+    places = None if packed is None else (packed.backwards() if reverse else packed).places
+    before = (None, None) if state is None else state
+    how = _How(maps[1].width(key.shape[-1]), described, bidirectional, places, reverse)
+    operands = Operands(dense_rows(query), dense_rows(key), dense_rows(value), hidden, log_decay, *before)
+    weights = () if not torch.is_grad_enabled() else tuple(y for x in maps for y in (x.scaled_weight(), x.bias))
+    return attend(MAPPED, how, operands, weights, output, weighed, reverse)
+
+
+def two_way_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    maps: list[NativeMap],
+    key_padding_mask: Tensor | None,
+    log_decay: Tensor,
+    packed: Packed | None = None,
+) -> Tensor:
+    """Return the bidirectional output [B, Hkv, G, N, Dv] of weights that decay; arguments as in `mapped_attention`.
+
+    Keys up to a query are read forwards; those after it backwards, each beside the query before it, so that no query
+    meets its own key twice. The decay between these two multiplies all that the query reads there.
+    """
+    output, log, _ = mapped_attention(query, key, value, maps, key_padding_mask, log_decay, None, packed=packed)
+    if key.shape[2] == 1:
+        return output
+    mask = None if key_padding_mask is None else key_padding_mask[:, 1:].bool()
+    if packed is not None:  # beside the last query of a sequence lies the first key of the next one
+        own = ~packed.begins[:, 1:]
+        mask, packed = own if mask is None else own & mask, packed.shortened()
+    # read backwards, what comes between two tokens is the decay of the later one
+    later = query[..., :-1, :], key[:, :, 1:], value[:, :, 1:], maps, mask, F.pad(log_decay[:, :, 2:], (0, 1)), None
+    after, after_log, _ = mapped_attention(*later, reverse=True, packed=packed)
+    return join(output, log, after, after_log + log_decay[:, :, None, 1:])[0]
+
+
+class _How(NamedTuple):
+    """How the C is to read heads: features of each, `map_operands`, and `bidirectional` ... `reverse` as above."""
+
+    num_features: int
+    maps: tuple[Any, ...]
+    bidirectional: bool
+    places: Tensor | None
+    reverse: bool
+
+
+def _mapped_forward(
+    how: _How, operands: Operands, parameters: Any, output: Tensor | None, weighed: bool, keep: bool
+) -> Sums:
+    """`Kernels.forward`; queries that see all keys need the state that each of their sequences leaves."""
+    query, key, value = operands[:3]
+    checkpoints = None
+    if keep:  # differences to the output are gradients, for which half precision has too few digits
+        output = empty_output(query, value, exact=True)
+        if not how.bidirectional:
+            checkpoints = make_checkpoints(query, how.num_features, value.shape[-1], how.places)
+    states = len(how.places) if how.bidirectional and how.places is not None else len(key)
+    kv = value.new_empty(states, key.shape[1], how.num_features, value.shape[-1] + 1, dtype=torch.float32)
+    rest = (*how.maps, how.bidirectional, how.places, checkpoints)
+    sums = read(operands, reverse=how.reverse, sums=output, rest=rest, after=(kv, kv.new_empty(kv.shape[:2])))
+    return sums._replace(kept=(checkpoints,))
+
+
+def _mapped_backward(
+    how: _How, operands: Operands, parameters: Any, sums: Sums, d_output: Tensor, d_log: Tensor | None,
+    d_kv: Tensor | None, needed: Any,
+) -> Gradients:  # fmt: skip
+    query, key, value, hidden, log_decay, kv, log_max = operands
+    d_query, d_key, d_value = (empty_like(x) for x in (query, key, value))
+    d_scale = sums.factor.new_empty(key.shape[:3])
+    before: tuple[Tensor | None, ...] = (None, None)
+    d_before = None
+    if kv is not None and log_max is not None:
+        before, d_before = (kv.contiguous(), log_max.contiguous()), kv.new_empty(kv.shape)
+    rows = (query.shape[:3],) * 2 + (key.shape[:2],) * 2
+    made = [_room(x, heads) if wanted else None for x, heads, wanted in zip(parameters, rows, needed, strict=True)]
+    causal_sums_backward(
+        query, key, value, hidden, log_decay, sums.output, sums.factor, *before, sums.kv, sums.log_max,
+        *how.maps, how.bidirectional, how.places, *sums.kept, d_output, d_log, d_query, d_key, d_value, d_scale,
+        *made, d_kv, d_before, how.reverse,
+    )  # fmt: skip
+    of_parameters = tuple(
+        None if d is None else d.sum_to_size(x.shape).to(x.dtype) for d, x in zip(made, parameters, strict=True)
+    )
+    return Gradients(d_query, d_key, d_value, d_scale, d_before, of_parameters)
+
+
+def _room(parameter: Tensor, heads: torch.Size) -> Tensor:
+    """Memory for the gradient of a map's weight [*heads, D, m] or bias [*heads, m] in every row."""
+    return parameter.new_empty(*heads, *parameter.shape[len(heads) - 1 :], dtype=torch.float32)
+
+
+MAPPED = Kernels(_mapped_forward, _mapped_backward)
+
+
+def read(
+    operands: Operands, normalise: bool = True, reverse: bool = False, row_scale: Tensor | None = None,
+    sums: Tensor | None = None, rest: tuple[Any, ...] = (), after: Any = None,
+) -> Sums:  # fmt: skip
+    """Call `causal_sums`, which leaves the operands as they are.
+
+    sums: where to write them; None: in new memory. after: where to write the state and log_max; None: in memory as
+    there is before, for which kv and log_max must be there. rest: its last arguments.
+    """
+    query, key, value, log_scale, log_decay, kv, log_max = operands
+    sums = empty_output(query, value) if sums is None else sums
+    factor, top = query.new_empty(2, *query.shape[:4], dtype=torch.float32).unbind()
+    before: list[Any] = [x if x is None else x.contiguous() for x in (kv, log_max)]
+    after = tuple(x.new_empty(x.shape) for x in before) if after is None else after
+    written = (row_scale, sums, factor, top, *before, *after)
+    causal_sums(query, key, value, log_scale, log_decay, *written, normalise, reverse, *rest)
+    return Sums(sums, factor, top, *after)
+
+
+class _Packing(NamedTuple):
+    """What `causal_sums` of features gets of packed rows, read forwards and backwards; nothing for others."""
+
+    forwards: tuple[Any, ...] = ()
+    backwards: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, sequence_ids: Tensor) -> _Packing:
+        """Describe ids [B, N]."""
+        ways = (Packed.of(ids, len(ids)).places for ids in (sequence_ids, sequence_ids.flip(1)))
+        return cls(*((*(None,) * 4, ACTIVATIONS.index("given"), 0.0, 0.0, False, places) for places in ways))
+
+
+def _sums_forward(
+    how: _Packing, operands: Operands, parameters: Any, output: Tensor | None, weighed: bool, keep: bool
+) -> Sums:
+    return read(operands, sums=output, rest=how.forwards)
+
+
+def _sums_backward(
+    how: _Packing, operands: Operands, parameters: Any, sums: Sums, d_output: Tensor, d_log: Tensor | None,
+    d_kv: Tensor | None, needed: Any,
+) -> Gradients:  # fmt: skip
+    """Causal sums again, those for keys and values read from the end.
+
+    1 / w_i is a scale of the row, and of what is read as a key, beside those of the forward pass.
+    """
+    query, key, value, log_scale, log_decay, kv, log_max = cast(Any, operands)
+    size = value.shape[-1]
+    of_weight = -(d_output * sums.output).sum(-1, keepdim=True)
+    grad = torch.cat([d_output, of_weight if d_log is None else of_weight + d_log[..., None]], dim=-1)
+    value = F.pad(value, (0, 1), value=1.0)
+    # a query without weight has no gradient; as a key that is read from the end it must not be the largest
+    share = torch.where(sums.factor > 0, sums.factor.log() - cast(Tensor, sums.top), LOWEST)
+    heads = Operands(grad, value, key, log_scale, log_decay, kv.mT, log_max)
+    d_query = read(heads, normalise=False, row_scale=share, rest=how.forwards).output
+    # between two tokens that are read backwards comes the decay of the later one
+    decay = None if log_decay is None else F.pad(log_decay[:, :, 1:], (0, 1))
+    own = torch.zeros_like(share[:, :, 0]) if log_scale is None else log_scale
+    from_end: Any = {"normalise": False, "reverse": True, "row_scale": own[:, :, None], "rest": how.backwards}
+    parts = []
+    # the gradient of the last state is part of the first group's only; the largest exponent there is none without
+    left = torch.zeros_like(kv) if d_kv is None else d_kv
+    left_max = torch.full_like(log_max, LOWEST / 2) if d_kv is None else -sums.log_max
+    for query_part, grad_part, scale in zip(query.unbind(2), grad.unbind(2), share.unbind(2), strict=True):
+        values = (key[:, :, None], query_part, grad_part[..., :size], scale, decay, left[..., :size], left_max)
+        keys = (value[:, :, None], grad_part, query_part, scale, decay, left.mT, left_max)
+        d_value = read(Operands(*values), **from_end).output
+        of_keys = read(Operands(*keys), **from_end)
+        passed = 0 if log_decay is None else log_decay[:, :, 0]
+        d_before = of_keys.kv.mT * (of_keys.log_max + passed + log_max).exp()[..., None, None]
+        parts.append((of_keys.output.squeeze(2), d_value.squeeze(2), d_before))
+        left, left_max = torch.zeros_like(left), torch.full_like(left_max, LOWEST / 2)
+    d_key, d_value, d_before = (functools.reduce(torch.add, groups) for groups in zip(*parts, strict=True))
+    d_scale = None if log_scale is None else (key * d_key).sum(-1)
+    return Gradients(d_query, d_key, d_value, d_scale, d_before)
+
+
+GIVEN = Kernels(_sums_forward, _sums_backward)
+
+
+def _attend_features(
+    sequence_ids: Tensor | None, output: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
+    log_scale: Tensor | None, log_decay: Tensor | None, state: LinearState | None, weighed: bool,
+) -> tuple[Tensor, Tensor | None, LinearState]:  # fmt: skip
+    """`FeatureKernels.attend`."""
+    if state is None:
+        state = LinearState.before(key.shape[-1], value, log_scale is not None)
+    packing = _Packing() if sequence_ids is None else _Packing.of(sequence_ids)
+    return attend(GIVEN, packing, Operands(query, key, value, log_scale, log_decay, *state), (), output, weighed)
+
+
+SUMS = FeatureKernels(_attend_features, lambda: (torch.float32,))
+
+
+def step_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    maps: list[NativeMap],
+    key_padding_mask: Tensor | None,
+    log_decay: Tensor | None,
+    state: LinearState | None,
+) -> tuple[Tensor, LinearState]:
+    """Return the output [B, Hkv, G, 1, Dv] and the next state; `state` stays as it is. Without gradients.
+
+    Args:
+        query: [B, Hkv, G, 1, D], before the feature maps. key: [B, Hkv, 1, D]. value: [B, Hkv, 1, Dv].
+        key_padding_mask: [B, 1]. log_decay: [B, Hkv, 1].
+    """
+    return _step(query, key, value, maps, key_padding_mask, log_decay, state)
+
+
+def strict_step(
+    query: Tensor, key: Tensor, value: Tensor, maps: list[NativeMap], log_decay: Tensor | None, state: LinearState
+) -> tuple[Tensor, Tensor, LinearState]:
+    """`step_attention` to what was there before the key; with the log of the weights of each query [B, Hkv, G, 1]."""
+    factor, top = query.new_empty(2, *query.shape[:4]).unbind()
+    output, after = _step(query, key, value, maps, None, log_decay, state, factor, top)
+    return output, log_weight(factor, top), after
+
+
+def _step(query, key, value, maps, mask, log_decay, state, factor=None, top=None):
+    hidden, rest = map_operands(query, key, maps, mask)
+    if state is None:
+        scaled = maps[1].activation == "exponential" or log_decay is not None
+        state = LinearState.before(maps[1].width(key.shape[-1]), value, scaled)
+    output = empty_output(query, value)
+    before = state.kv.contiguous(), state.log_max.contiguous()
+    after = LinearState(*(torch.empty_like(x) for x in before))
+    heads = dense_rows(query), dense_rows(key), dense_rows(value)
+    causal_step(*heads, hidden, log_decay, output, factor, top, *before, *after, *rest, factor is not None)
+    return output, after

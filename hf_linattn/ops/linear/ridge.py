@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..common.padding import find_sequences
-from .interface import SEGMENT_SIZE
-from .torch import inverse_length
+from .torch import SEGMENT_SIZE, inverse_length
 
 if TYPE_CHECKING:
     from ...feature_maps import FeatureMap

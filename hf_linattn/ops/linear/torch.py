@@ -1,51 +1,196 @@
-"""Causal sums of kernel attention, for several chunks of tokens at once, with the log factor they were divided by.
+"""Kernel attention by PyTorch's operations, which can compute every call.
 
-Inside a chunk the pairs are formed directly; everything before it is summed up in a state of constant size, which is
-carried from chunk to chunk in two products each. What is finished here into a ratio (`causal_linear`) or put under one
-denominator with other weights (`hybrid`) are the same sums.
+`chunk_sums` has the causal sums of several chunks of tokens at once, with the log factor they were divided by. Inside
+a chunk the pairs are formed directly; everything before it is summed up in a state of constant size, which is carried
+from chunk to chunk in two products each. What is finished here into a ratio or put under one denominator with other
+weights (`hybrid`) are the same sums.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ..common.numerics import LN_2, LOWEST, fast_exp
-from ..common.precision import wide_dtype
+from ..common.numerics import LN_2, LOWEST, dense, fast_exp
+from ..common.precision import widened
 from ..common.tracing import is_open
-from .torch_open_length import Passage
+from ..runtime.output_pool import output_for
+from .torch_open_length import OpenChunks, Passage, cut_whole
+from .types import CHUNK_SIZE, LEAST_WEIGHT, FeatureMap, Features, LinearCall, LinearState, masked
 
-CHUNK_SIZE = 64
+__all__ = ["CHUNK_SIZE", "LEAST_WEIGHT", "LinearState"]
+
 AT_ONCE = {"cpu": 32}  # chunks in one product, counted once for each query head and row: here they fit the cache
 AT_ONCE_ELSEWHERE = 1024
-LEAST_WEIGHT = {dtype: torch.finfo(dtype).tiny ** 0.75 for dtype in (torch.float32, torch.float64)}  # 4e-29 in float32
+SEGMENT_SIZE = 512  # keys or queries for which features are made at a time where no pairs are formed
 
 
-class LinearState(NamedTuple):
-    """All that is remembered of the keys read so far; constant size, float32 (float64 for float64 inputs).
+def unsupported(call: LinearCall) -> str | None:
+    """PyTorch's operations can compute every call."""
+    return None
 
-    kv: [B, Hkv, F, Dv + 1], sum_j phi(k_j) [v_j, 1] exp(-log_max). log_max: [B, Hkv], the largest log scale so far,
-    as seen from the last position.
+
+def run(call: LinearCall) -> tuple[Tensor, LinearState | None]:
+    """Return the output [B, H, N, Dv], and the state after a causal call."""
+    if call.is_step:
+        return _step(call)
+    query, key, value = widened(call.query, call.key, call.value)
+    call = call._replace(query=query, key=key, value=value)
+    if call.causal:
+        return _causal_attention(call)
+    if call.sequence_ids is not None or call.log_decay is not None:
+        return _two_way_attention(call), None
+    return read_state(query, sum_keys(key, value, call.key_map, call.key_padding_mask), call.query_map), None
+
+
+def _causal_attention(call: LinearCall) -> tuple[Tensor, LinearState]:
+    output = output_for(call.query, call.value)
+    parts: list[Tensor] = []
+    start, after = 0, cast(LinearState, call.state)  # there is at least one segment
+    for sums, _, after in _segments(call):  # noqa: B007 - the last one is returned
+        place = None if output is None else output.narrow(3, start, sums.shape[3])
+        parts.append(torch.div(*ratio(sums), out=place))
+        start += sums.shape[3]
+    return joined(parts, output).flatten(1, 2), after
+
+
+def _step(call: LinearCall) -> tuple[Tensor, LinearState]:
+    """One token of each row."""
+    query, key, value = widened(call.grouped_query, call.key, call.value)
+    state, log_decay = call.state, call.log_decay
+    if call.query_map is call.key_map:  # one call for the key and the queries of its group: calls cost most here
+        both, log_scale = call.key_map(torch.cat([query, key.unsqueeze(2)], dim=2))
+        query, features = both.split([query.shape[2], 1], 2)
+        keys = Features(features.squeeze(2), None if log_scale is None else log_scale[:, :, -1])
+    else:
+        query, keys = call.query_map(query).values, call.key_map(key)
+    features, log_scale = masked(keys, call.key_padding_mask, log_decay is not None)
+    if log_decay is not None and (state is not None or log_decay.requires_grad):  # of a first token it is zero
+        state = LinearState.before(features.shape[-1], value, True) if state is None else state
+        state = state._replace(log_max=state.log_max + log_decay[:, :, 0])
+    state = _fold(state, features, log_scale, with_ones(value))
+    return torch.div(*ratio(_read(query, state.kv))).flatten(1, 2), state
+
+
+def _two_way_attention(call: LinearCall) -> Tensor:
+    """Bidirectional attention inside each packed sequence: keys up to i read forwards, keys after i read backwards."""
+    mask, ids, log_decay = call.key_padding_mask, call.sequence_ids, call.log_decay
+    forward = _collect(call, strict=False)
+    backwards = call._replace(
+        query=call.query.flip(2),
+        key=call.key.flip(2),
+        value=call.value.flip(2),
+        key_padding_mask=None if mask is None else mask.flip(1),
+        sequence_ids=None if ids is None else ids.flip(1),
+        # read backwards, what comes between two tokens is the decay of the later one
+        log_decay=None if log_decay is None else F.pad(log_decay[:, :, 1:].flip(2), (1, 0)),
+    )
+    later = _collect(backwards, strict=True)
+    (left, left_max), (right, right_max) = forward, (x.flip(-2 if x.dim() == 5 else -1) for x in later)
+    top = torch.maximum(left_max, right_max).detach()
+    total = left * (left_max - top).exp()[:, :, None, :, None] + right * (right_max - top).exp()[:, :, None, :, None]
+    return torch.div(*ratio(total)).flatten(1, 2)
+
+
+def _collect(call: LinearCall, strict: bool) -> tuple[Tensor, Tensor]:
+    """Return the sums of all segments [B, Hkv, G, N, Dv + 1] with their log factors [B, Hkv, N]."""
+    segments = list(_segments(call, strict=strict))
+    sums = torch.cat([part for part, _, _ in segments], dim=3)
+    if segments[0][1] is None:
+        return sums, sums.new_zeros(*sums.shape[:2], sums.shape[3])
+    return sums, torch.cat([cast(Tensor, top) for _, top, _ in segments], dim=2)
+
+
+def _segments(call: LinearCall, strict: bool = False) -> Iterator[tuple[Tensor, Tensor | None, LinearState]]:
+    """Yield for a few chunks at a time: sums over visible keys [B, Hkv, G, M, Dv + 1], log factors, the next state."""
+    query, key, value = call.grouped_query, call.key, call.value
+    sequence_ids, log_decay, chunk_size, state = call.sequence_ids, call.log_decay, call.chunk_size, call.state
+    opened = OpenChunks(key.shape[2], chunk_size, key.device) if is_open(key) else None
+    sizes = [] if opened else part_sizes(query, chunk_size)
+    operands = ((query, 3), (key, 2), (value, 2), (call.key_padding_mask, 1), (sequence_ids, 1), (log_decay, 2))
+    carried_id = None if sequence_ids is None else sequence_ids[:, 0]
+    for query, key, value, mask, ids, decay in split(sizes, *operands):
+        features, log_scale = masked(call.key_map(dense(key)), mask, log_decay is not None)
+        cut = opened.cut if opened else functools.partial(cut_whole, chunk_size)
+        chunks = Chunks(
+            cut(call.query_map(dense(query)).values, 3).transpose(2, 3),
+            cut(features, 2),
+            cut(with_ones(value), 2),
+            None if log_scale is None else cut(log_scale, 2),
+            None if decay is None else cut(decay, 2),
+            None if ids is None else cut(ids, 1),
+        )
+        chunks = opened.without_filling(chunks) if opened else chunks
+        state = LinearState.empty(chunks.key, chunks.value, log_scale is not None) if state is None else state
+        sums, top, state = chunk_sums(chunks, state, carried_id, strict=strict)
+        carried_id = None if ids is None else ids[:, -1]
+        sums, top = sums.transpose(2, 3).flatten(3, 4), None if top is None else top.flatten(2)
+        if opened:
+            sums, top = opened.joined(sums, 3), None if top is None else opened.joined(top, 2)
+        yield sums, top, state
+
+
+def split(sizes: int | list[int], *operands: tuple[Tensor | None, int]) -> Iterator[tuple[Any, ...]]:
+    """Yield the parts of tensors, each along its dimension, side by side; None has parts that are None.
+
+    Split and not sliced: the gradients of all parts are then put together once; not even that where there is one.
     """
+    if any(x is not None and is_open(x) for x, _ in operands):  # a loop would be one over the parts of an example
+        return iter([tuple(x for x, _ in operands)])
+    largest = sizes if isinstance(sizes, int) else sizes[0]
+    cut = [None if x is None else x.split(sizes, dim) if x.shape[dim] > largest else [x] for x, dim in operands]
+    return zip(*(itertools.repeat(None) if parts is None else parts for parts in cut), strict=False)
 
-    kv: Tensor
-    log_max: Tensor
 
-    @classmethod
-    def empty(cls, key: Tensor, value: Tensor, scaled: bool) -> LinearState:
-        """The state before the first of keys [B, Hkv, ..., F] with values [B, Hkv, ..., Dv + 1]."""
-        return cls.before(key.shape[-1], value[..., :-1], scaled)
+def joined(parts: list[Tensor], output: Tensor | None) -> Tensor:
+    """Return `output`, into which parts were written, or parts [B, Hkv, G, N, Dv] one after another."""
+    if output is None:
+        output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
+    return output
 
-    @classmethod
-    def before(cls, num_features: int, value: Tensor, scaled: bool) -> LinearState:
-        """The same for values [B, Hkv, ..., Dv] that have no column of ones yet, in any precision."""
-        shape = *value.shape[:2], num_features, value.shape[-1] + 1
-        kv = value.new_zeros(shape, dtype=wide_dtype(value))
-        return cls(kv, kv.new_full(shape[:2], LOWEST / 2 if scaled else 0.0))
+
+def _fold(state: LinearState | None, key: Tensor, log_scale: Tensor | None, value: Tensor) -> LinearState:
+    """Return state + sum_j phi(k_j) [v_j, 1]^T, rescaled to the new maximum."""
+    state = LinearState.empty(key, value, log_scale is not None) if state is None else state
+    keys, kv = key.mT.flatten(0, 1), state.kv.flatten(0, 1)
+    if log_scale is None:
+        return LinearState(torch.baddbmm(kv, keys, value.flatten(0, 1)).view_as(state.kv), state.log_max)
+    log_max = torch.maximum(log_scale.detach().amax(-1), state.log_max.detach())
+    value = value * fast_exp(log_scale - log_max[..., None])[..., None]
+    kv = kv * fast_exp(state.log_max - log_max).view(-1, 1, 1)
+    return LinearState(kv.baddbmm_(keys, value.flatten(0, 1)).view_as(state.kv), log_max)
+
+
+def _read(query: Tensor, kv: Tensor) -> Tensor:
+    """[B, Hkv, G, N, F] @ [B, Hkv, F, Dv + 1] without repeating the right side for each query head of the group."""
+    return (query.flatten(2, 3) @ kv).unflatten(2, query.shape[2:4])
+
+
+def sum_keys(key: Tensor, value: Tensor, key_map: FeatureMap, key_padding_mask: Tensor | None) -> LinearState:
+    """Return sum_j phi(k_j) [v_j, 1]^T over the real keys [B, Hkv, N, D]."""
+    state: Any = None
+    for key_part, value_part, mask in split(SEGMENT_SIZE, (key, 2), (value, 2), (key_padding_mask, 1)):
+        features, log_scale = masked(key_map(dense(key_part)), mask)
+        state = _fold(state, features, log_scale, with_ones(value_part))
+    return state
+
+
+def read_state(query: Tensor, state: LinearState, query_map: FeatureMap) -> Tensor:
+    """Return phi(q_i) S / phi(q_i) . z [B, H, Nq, Dv] for all queries [B, H, Nq, D] alike."""
+    output = output_for(query, state.kv[..., :-1])
+    query = query.unflatten(1, (state.kv.shape[1], -1))
+    parts = [
+        torch.div(*ratio(_read(query_map(part).values, state.kv)), out=place)
+        for part, place in split(SEGMENT_SIZE, (query, 3), (output, 3))
+    ]
+    return joined(parts, output).flatten(1, 2)
 
 
 class Chunks(NamedTuple):

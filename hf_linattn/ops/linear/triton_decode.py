@@ -10,8 +10,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..runtime.cpu import dense_rows, operation
 from ..runtime.triton import launch, padded, require_kernels
-from .torch import LEAST_WEIGHT, LinearState
 from .triton_decode_kernels import step_token
+from .types import LEAST_WEIGHT, LinearState
 
 NUMBERS, MOST_VALUES = 4096, 32  # of a state in a program, and columns of values
 
@@ -59,7 +59,7 @@ def step_attention(
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Return the output [B, Hkv, G, 1, Dv] and the next state of features; `state` stays as it is. Without gradients.
 
-    Arguments as in `autograd.causal_attention`, of one token; key_padding_mask: [B, 1], true for real keys.
+    Arguments as of `features.FeatureKernels.attend`, of one token; key_padding_mask: [B, 1], true for real keys.
     """
     scaled = log_scale is not None or log_decay is not None
     state = LinearState.before(key.shape[-1], value, scaled) if state is None else state

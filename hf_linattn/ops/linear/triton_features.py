@@ -15,9 +15,9 @@ from ..common.derivatives import first_order
 from ..common.precision import wide
 from ..runtime.cpu import dense_rows
 from ..runtime.triton import is_large, launch, padded, precision, require_kernels, strides
-from .cpu import NativeMap, for_all_heads
 from .interface import Features
 from .triton_feature_kernels import write_features, write_slopes
+from .types import NativeMap, for_all_heads
 
 INPUT_BYTES = {True: 256, False: 64}  # of a row of heads at a time, by `is_large`
 WEIGHT_BYTES = {True: 131072, False: 65536}  # of a weight at a time at most, by `is_large`

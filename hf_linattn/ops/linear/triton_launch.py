@@ -15,9 +15,9 @@ from ...errors import OptionError
 from ..common.numerics import LOWEST
 from ..runtime.cpu import operation
 from ..runtime.triton import is_large, launch, padded, precision, require_kernels, strides
-from .torch import LEAST_WEIGHT
 from .triton_kernels import read_states, write_states
 from .triton_scales import Scales
+from .types import LEAST_WEIGHT
 
 
 class Tiles(NamedTuple):

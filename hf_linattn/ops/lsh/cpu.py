@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..common.derivatives import first_order
-from ..runtime.cpu import Operand, call, dense_rows, operation, product_parts
+from ..runtime.cpu import Operand, call, dense_rows, operation, product_parts, refusal
 from ..runtime.operands import require, size_of
 from ..runtime.output_pool import empty_output
+from .types import Lists, LshCall
 
 OPERANDS = ("query", "key", "value", "out", "log", "grad", "weight_grad", "d_query", "d_key", "d_value")
 GROUPED = ("query", "out", "log", "grad", "weight_grad", "d_query")
@@ -129,6 +130,22 @@ def _backward_flops(
 ) -> int:  # fmt: skip
     """Scores once more, and one product each for the gradients of weights, queries, keys and values."""
     return 2 * _count_pairs(query, member, behind, ahead) * (3 * query[-1] + 2 * value[-1])
+
+
+def unsupported(call: LshCall) -> str | None:
+    """Return why the C cannot compute a call."""
+    begins = call.earlier is None and call.found is None
+    return refusal(*call[:3]) if begins else "tokens after a state"
+
+
+def run(call: LshCall) -> tuple[Tensor, Tensor, Lists | None]:
+    """Return the output [B, H, N, Dv], the log of its weights [B, H, N], and the lists of keys."""
+    output, log, member, bounds = attend_buckets(
+        call.query, call.key, call.value, call.query_bucket, call.key_bucket, num_buckets=call.num_buckets,
+        behind=call.behind, ahead=call.ahead, shared=call.shared, scaling=call.scaling,
+    )  # fmt: skip
+    member = member.long()
+    return output, log, Lists(call.key_code.gather(-1, member), member, bounds)
 
 
 def attend_buckets(

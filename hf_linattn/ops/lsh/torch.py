@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from ...errors import UnsupportedModeError
 from ..common.numerics import LN_2, LOWEST
 from ..common.tracing import is_known, is_recorded, is_watched
+from .types import Found, Lists, LshCall
 
 TILE = 32  # queries computed together
 SPREAD = 48  # how far the runs of one tile may lie apart
@@ -31,16 +32,48 @@ ROWS = 8192  # queries hashed, and at least computed on one head after the other
 CHUNK = 1 << 20  # pairs computed at a time: many enough that starting an operation does not count
 
 
-class Lists(NamedTuple):
-    """The keys of each round sorted by code.
+def unsupported(call: LshCall) -> str | None:
+    """PyTorch's operations can compute every call."""
+    return None
 
-    code: [R, B, Hkv, L], ascending. member: [R, B, Hkv, L], where each stands among all M keys.
-    bounds: [R, B, Hkv, buckets + 1], where in the list each bucket begins, and the last one ends.
-    """
 
-    code: Tensor
-    member: Tensor
-    bounds: Tensor
+def run(call: LshCall) -> tuple[Tensor, Tensor, Lists | None]:
+    """Return the output [B, H, N, Dv], the log of its weights [B, H, N], and the lists of keys, None for one token."""
+    if call.found is not None:
+        return *_with_self(call, *_attend_found(call, call.found)), None
+    key, value, key_code, lists = call.earlier or (call.key, call.value, call.key_code, None)
+    if lists is None:
+        lists = sort_keys(key_code, call.num_buckets, call.span)
+    runs = find_runs(lists, call.query_code, call.span, call.behind, call.ahead)
+    output, log_sum = run_attention(
+        call.query, key, value, call.scaling, lists, runs, key_code, call.behind + call.ahead,
+        call.query_code if call.shared else None,
+    )  # fmt: skip
+    return *_with_self(call, output, log_sum), lists
+
+
+def _attend_found(call: LshCall, found: Found) -> tuple[Tensor, Tensor]:
+    """Return the output of one query, and its log denominator."""
+    hidden = found.hidden
+    scores = (call.query @ found.key.mT * call.scaling).masked_fill(hidden[:, :, None], LOWEST)
+    log_sum = scores.logsumexp(-1)
+    weights = (scores - log_sum[..., None]).exp().masked_fill(hidden[:, :, None], 0.0)
+    return weights @ found.value, log_sum.masked_fill(hidden.all(-1)[..., None], LOWEST)
+
+
+def _with_self(call: LshCall, output: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """Let each query see its own key: always, or if `shared` where it saw nothing else."""
+    groups = call.query.shape[1] // call.key.shape[1]
+    query, output, log_sum = (x.unflatten(1, (-1, groups)) for x in (call.query, output, log_sum))
+    key, value = (x[:, :, None] for x in (call.key, call.value))
+    if call.shared:
+        output = torch.where((log_sum == LOWEST)[..., None], value, output)
+        return output.flatten(1, 2), log_sum.flatten(1, 2)
+    seen = (call.query_bucket.unflatten(2, (-1, groups)) == call.key_bucket[:, :, :, None]).any(0)
+    score = ((query * key).sum(-1) * call.scaling).masked_fill(seen, LOWEST)
+    share = torch.sigmoid(score - log_sum)[..., None]  # of the query's own key in the joint denominator
+    output = torch.lerp(output, value.expand_as(output), share)
+    return output.flatten(1, 2), torch.logaddexp(score, log_sum).flatten(1, 2)
 
 
 class Runs(NamedTuple):

@@ -96,10 +96,19 @@ def available() -> bool:
     return build() is not None
 
 
+def refusal(*tensors: Tensor, kinds: Sequence[torch.dtype] = (torch.float32,)) -> str | None:
+    """Return why C cannot work on these, None if it can: of such kinds, on a CPU, where it was built."""
+    for x in tensors:
+        if x.device.type != "cpu":
+            return f"heads on {x.device.type!r}"
+        if x.dtype not in kinds:
+            return str(x.dtype).removeprefix("torch.")
+    return None if available() else "the C library is not built"
+
+
 def suits(*tensors: Tensor, kinds: Sequence[torch.dtype] = (torch.float32,)) -> bool:
-    """Whether C can work on these: of such kinds, on a CPU, where nothing watches, which cannot see into it."""
-    plain = all(x.device.type == "cpu" and x.dtype in kinds for x in tensors)
-    return plain and not is_watched() and available()
+    """Whether C can work on these where nothing watches, which cannot see into it."""
+    return refusal(*tensors, kinds=kinds) is None and not is_watched()
 
 
 @functools.cache

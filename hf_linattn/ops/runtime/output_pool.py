@@ -17,7 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..common.precision import wide_dtype
+from ..common.precision import accum_dtype
+from ..common.tracing import is_watched
 from .cpu import KINDS, build, suits
 
 LARGE_BYTES = 8 << 20  # of this size it gets large pages and is kept
@@ -27,8 +28,18 @@ KEPT_BYTES = 128 << 20  # at most, of what may be taken up again
 def empty_output(query: Tensor, value: Tensor, exact: bool = False) -> Tensor:
     """Memory [B, Hkv, G, N, Dv] for queries [B, Hkv, G, N, D], in the order [B, N, H, Dv], in which models go on; in
     the dtype of `value`, or if `exact` in at least float32."""
-    (batch, heads, groups, length, _), dtype = query.shape, wide_dtype(value) if exact else value.dtype
+    (batch, heads, groups, length, _), dtype = query.shape, accum_dtype(value) if exact else value.dtype
     return _empty(value, (batch, length, heads, groups, value.shape[-1]), dtype).permute(0, 2, 3, 1, 4)
+
+
+def output_for(query: Tensor, value: Tensor) -> Tensor | None:
+    """Return memory [B, Hkv, G, N, Dv] into which the output is written part by part, so that it is fetched once.
+
+    None where gradients or a graph need parts.
+    """
+    if torch.is_grad_enabled() or is_watched():
+        return None
+    return empty_output(query.unflatten(1, (value.shape[1], -1)), value)
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -40,12 +51,12 @@ def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def zeros_like(x: Tensor) -> Tensor:
     """The same, of zeros, in at least float32."""
-    return empty_like(x, wide_dtype(x)).zero_()
+    return empty_like(x, accum_dtype(x)).zero_()
 
 
 def zeros(like: Tensor, shape: torch.Size) -> Tensor:
     """Zeros of this shape, in at least float32, for the rest as `like` is."""
-    return _empty(like, shape, wide_dtype(like)).zero_()
+    return _empty(like, shape, accum_dtype(like)).zero_()
 
 
 def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

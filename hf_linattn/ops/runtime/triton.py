@@ -33,6 +33,13 @@ def kinds() -> tuple[torch.dtype, ...]:
     return (torch.float32, torch.float16) if triton.knobs.runtime.interpret else KINDS
 
 
+def no_kernels(*heads: Tensor) -> str | None:
+    """Return why there are no kernels for heads, None if there may be: of one dtype that they multiply."""
+    if any(x.dtype != heads[0].dtype for x in heads):
+        return "heads of several dtypes"
+    return None if heads[0].dtype in kinds() else str(heads[0].dtype).removeprefix("torch.")
+
+
 def launch(kernel: Any, grid: tuple[int, ...], heads: Tensor, *operands: Any, **sizes: Any) -> None:
     """Run a kernel on the GPU that has the heads, which need not be the current one."""
     with torch.cuda.device_of(heads), without_groups(heads.device):

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from ..common.grad_accumulator import Source
 from ..common.numerics import LOWEST
 from ..common.sink_logit import softmax_beside
-from .causal import MANY_QUERIES, QUERIES, Writer, blocks_in_order, query_blocks, sink_of_blocks
 from .segment_pool import Summary, open_segments, pool, segment_size
+from .torch import MANY_QUERIES, QUERIES, blocks_in_order, query_blocks, sink_of_blocks
+from .types import Writer
 
 
 def pooled_block_attention(

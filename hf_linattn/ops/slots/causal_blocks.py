@@ -1,4 +1,4 @@
-"""Bounded-memory attention of rows that begin, by block softmax: the slots stand before the block of each query.
+"""Bounded-memory attention by block softmax: the slots stand before the block of each query.
 
 All blocks before which the slots have one size are read at once; how many of the slots a block sees, and the weight of
 a slot, are a bias. Where segments are longer than blocks, the softmax begins with the open one.
@@ -15,21 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..block_softmax.autograd import BlockSoftmax, Keys, attend_blocks, continue_blocks
-from ..block_softmax.cpu import NATIVE_BLOCKS
 from ..common.grad_accumulator import Source
 from ..common.numerics import LOWEST
-from ..common.precision import wide, wide_number
+from ..common.precision import accum_dtype, wide
 from ..common.sink_logit import attenuate
 from .segment_pool import Summary, find_runs, open_segments, pool, pool_part, segment_size
-
-
-class Pooled(NamedTuple):
-    """The slots of segments of `unit` tokens, how many of the tokens are in them, and whether the C sums them up."""
-
-    slots: Summary
-    unit: int
-    end: int
-    natively: bool
+from .state import Pooled, state_after
+from .types import MemoryState, SlotsCall
 
 
 class Begun(NamedTuple):
@@ -61,31 +53,50 @@ class Begun(NamedTuple):
         return begun, row.map(lambda x: x[:, :, : read - start])
 
 
-def find_operation(
-    blocks: BlockSoftmax | None, heads: tuple[Tensor, ...], num_slots: int, block_size: int, use_native: bool,
-    inference: bool,
-) -> BlockSoftmax | None:  # fmt: skip
-    """Return `blocks`, or if None the C's, where that can work on these heads.
+def open_in_training(call: SlotsCall) -> str | None:
+    """Return why a call that begins has no kernels: what a segment goes on from has no gradients, None elsewhere."""
+    unit = segment_size((call.query.shape[2] - 1) // call.block_size * call.block_size, call.num_slots)
+    able = call.policy.inference or unit <= call.block_size
+    return None if able else "segments longer than blocks, with gradients or in training"
 
-    Where segments stay open only in inference, as what goes on from what was read before has no gradients.
-    """
-    unit = segment_size((heads[0].shape[2] - 1) // block_size * block_size, num_slots)
-    blocks = NATIVE_BLOCKS if blocks is None and use_native else blocks
-    able = blocks is not None and blocks.suits(*heads) and (inference or unit <= block_size)
-    return blocks if able else None
+
+def attend(blocks: BlockSoftmax, call: SlotsCall, compiled: bool) -> tuple[Tensor, MemoryState | None]:
+    """Return the output [B, H, N, Dv] of rows that begin, and their state; `compiled` as for `whole_rows`."""
+    of_key, of_value = Source(call.key), Source(call.value)
+    of_wide = of_key if of_key.whole.dtype == accum_dtype(call.key) else Source(wide(of_key.whole))
+    sources = [of_key, of_value, *(Source(x) for x in call.writer(of_wide))]
+    tokens = Summary(*(source.whole for source in sources))
+    how = call.num_slots, call.block_size, call.scaling, call.sink
+    output, pooled = whole_rows(blocks, call.query, tokens, sources, *how, compiled=compiled)
+    if not call.keep_state:
+        return output, None
+    return output, state_after(tokens, call.lengths, call.num_slots, call.block_size, pooled)
+
+
+def read_on(blocks: BlockSoftmax, call: SlotsCall, state: MemoryState, compiled: bool) -> tuple[Tensor, MemoryState]:
+    """Read on from whole blocks as from the start; without gradients."""
+    read = int(state.length[0])
+    end = read + call.query.shape[2]
+    begun, row = Begun.of(Summary(*state[:4]), read, end, call.num_slots, call.block_size)
+    kept, tokens = row.key.shape[2], row.joined(Summary(call.key, call.value, *call.writer(Source(call.key))))
+    query, sources = F.pad(call.query, (0, 0, kept, 0)), [Source(x) for x in tokens]
+    how = call.num_slots, call.block_size, call.scaling, call.sink
+    output, pooled = whole_rows(blocks, query, tokens, sources, *how, begun, compiled)
+    return output[:, :, kept:], state_after(tokens, None, call.num_slots, call.block_size, pooled, begun.start)
 
 
 def whole_rows(
     operation: BlockSoftmax, query: Tensor, tokens: Summary, sources: list[Source], num_slots: int, block_size: int,
-    scaling: float, sink: Tensor | None, begun: Begun | None = None,
+    scaling: float, sink: Tensor | None, begun: Begun | None = None, compiled: bool = False,
 ) -> tuple[Tensor, Pooled]:  # fmt: skip
     """Return the output [B, H, N, Dv] for queries [B, H, N, D], and the slots of the last run.
 
     sources: what the tokens are the whole of, which put the gradients of all parts together. sink: [H] or None.
-    begun: what stands before the tokens; outputs of blocks before its first mean nothing.
+    begun: what stands before the tokens; outputs of blocks before its first mean nothing. compiled: whether the C sums
+    up segments.
     """
     of_query = Source(query.unflatten(1, (tokens.key.shape[1], -1)))
-    query, natively = of_query.whole, operation is NATIVE_BLOCKS
+    query = of_query.whole
     arange = functools.partial(torch.arange, device=query.device)
     begun = begun or Begun(tokens.map(lambda x: x.detach()[:, :, :0]), 1, 0, 0)
     # the segments of the last run, their size, the tokens in them; blocks before the row
@@ -100,10 +111,10 @@ def whole_rows(
         most = (last - 1) * block_size // unit
         # beside the segments of the run before, of which one may be left, this one sums up what lies behind these
         start, end = end // unit * unit, most * unit
-        slots = pool(slots, unit // before, use_native=natively)
-        new = pool_part(sources, start - begun.start, end - start, unit, natively)
+        slots = pool(slots, unit // before, compiled=compiled)
+        new = pool_part(sources, start - begun.start, end - start, unit, compiled)
         slots, before = slots.joined(new), unit
-        bias = wide_number(query).new_full((len(blocks), most), math.log(unit))
+        bias = query.new_full((len(blocks), most), math.log(unit), dtype=accum_dtype(query))
         bias.masked_fill_(arange(most) >= full[:, None], LOWEST)
         shared = slots.key.to(query.dtype), slots.value.to(query.dtype)
         keys = Keys(first - passed, (blocks - passed)[:, None, None], bias[:, None, None], shared)
@@ -119,7 +130,7 @@ def whole_rows(
         continue_blocks(operation, *heads, part, output, log, **how)
         logs[..., place] = log[..., place]
     output = attenuate(output.flatten(1, 2), logs.flatten(1, 2), None if sink is None else sink[:, None])
-    return output, Pooled(slots, before, end, natively)
+    return output, Pooled(slots, before, end, compiled)
 
 
 def _begin(

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from ..common.grad_accumulator import Source
 from ..common.numerics import LOWEST, bounded
-from .causal import take
+from ..common.padding import take
 from .segment_pool import Summary, find_runs, open_segments, segment_size
 
 SCORES = {"cpu": 2**18}  # at a time: large enough for the products, small enough for the cache

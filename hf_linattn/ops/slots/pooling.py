@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..common.fused_attention import fused_attention
 from ..common.numerics import LOWEST
-from ..common.precision import wide, wide_dtype
+from ..common.precision import accum_dtype, wide
 from ..common.sink_logit import softmax_beside
 
 FEW = 16  # keys among which PyTorch's kernel without a mask answers a query of NaN with zero
@@ -37,7 +37,7 @@ def segment_sums(
     counts = bounds.diff(dim=1)
     if lengths is None and length % num_segments == 0:  # nothing to gather
         cut = [x.unflatten(2, (num_segments, length // num_segments)) for x in inputs]
-        return counts, [x[..., 0, :] if x.shape[3] == 1 else x.sum(3, dtype=wide_dtype(x)) for x in cut]
+        return counts, [x[..., 0, :] if x.shape[3] == 1 else x.sum(3, dtype=accum_dtype(x)) for x in cut]
     longest = -(-length // num_segments)
     steps = torch.arange(longest, device=device)
     index = (bounds[:, :-1, None] + steps).clamp(max=length - 1)
@@ -48,7 +48,7 @@ def segment_sums(
             parts = x.index_select(2, index.flatten())
         else:
             parts = x.gather(2, index.flatten(1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-        sums.append((parts.unflatten(2, (num_segments, longest)) * inside).sum(3, dtype=wide_dtype(x)))
+        sums.append((parts.unflatten(2, (num_segments, longest)) * inside).sum(3, dtype=accum_dtype(x)))
     return counts, sums
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..common.grad_accumulator import Source
 from ..common.numerics import LOWEST
 from ..common.precision import wide
-from .cpu import segment_means, segment_means_of_part
+from .cpu_segment_means import segment_means, segment_means_of_part
 
 
 class Summary(NamedTuple):
@@ -63,10 +63,10 @@ def find_runs(count: int, size: int, num_slots: int) -> Iterator[tuple[int, int,
         first = last
 
 
-def pool(tokens: Summary, size: int, use_native: bool = False) -> Summary:
-    """Sum up every `size` tokens, in at least float32; `use_native`: [B, Hkv, N, .] on a CPU, which the C can read."""
+def pool(tokens: Summary, size: int, compiled: bool = False) -> Summary:
+    """Sum up every `size` tokens, in at least float32; `compiled`: [B, Hkv, N, .] on a CPU, which the C can read."""
     tokens = tokens.map(wide)
-    if use_native:
+    if compiled:
         (key, key_total), (value, value_total) = map(segment_means, tokens[:2], tokens[2:], (size, size))
         return Summary(key, value, key_total, value_total)
     means, totals = [], []
@@ -78,10 +78,10 @@ def pool(tokens: Summary, size: int, use_native: bool = False) -> Summary:
     return Summary(*means, *totals)
 
 
-def pool_part(sources: Sequence[Source], start: int, length: int, size: int, use_native: bool) -> Summary:
+def pool_part(sources: Sequence[Source], start: int, length: int, size: int, compiled: bool) -> Summary:
     """`pool` of so many tokens from `start` on, of the sources of a summary."""
-    if not use_native or sources[0].whole.dtype != torch.float32:
-        return pool(Summary(*(source.narrow(2, start, length) for source in sources)), size, use_native)
+    if not compiled or sources[0].whole.dtype != torch.float32:
+        return pool(Summary(*(source.narrow(2, start, length) for source in sources)), size, compiled)
     pairs = zip(sources[:2], sources[2:], strict=True)
     (key, key_total), (value, value_total) = (segment_means_of_part(*pair, size, start, length) for pair in pairs)
     return Summary(key, value, key_total, value_total)

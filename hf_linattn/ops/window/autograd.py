@@ -15,7 +15,7 @@ from torch import Tensor
 from ..block_softmax.autograd import Before
 from ..common.derivatives import first_order
 from ..common.grad_accumulator import Source
-from ..common.precision import wide_dtype
+from ..common.precision import accum_dtype
 from ..runtime.cpu import dense_rows
 from ..runtime.output_pool import empty_like, empty_output
 
@@ -91,9 +91,9 @@ class _AttendWindow(torch.autograd.Function):
         operation, (size, sinks, causal, ends), scaling, begun, exact = what
         output = empty_output(query, value)
         # differences to the output are gradients, for which half precision has too few digits
-        split = exact and output.dtype != wide_dtype(value)
+        split = exact and output.dtype != accum_dtype(value)
         rest = empty_output(query, value) if split else None
-        log = query.new_empty(query.shape[:4], dtype=wide_dtype(query))
+        log = query.new_empty(query.shape[:4], dtype=accum_dtype(query))
         sums = output, rest, log, before, before_log
         operation.forward(query, key, value, *sums, begun, ends, size, sinks, scaling, causal)
         ctx.save_for_backward(query, key, value, *sums)

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from ..common.grad_accumulator import Source
 from ..common.numerics import LOWEST
+from ..common.padding import take
 from ..common.sink_logit import softmax_beside
-from ..slots.causal import take
 
 BLOCK = 64  # queries per block, four times as many where they see so many keys each
 PART = 128  # columns of a band that are convolved together

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from hf_linattn.ops.slots import causal as bounded_memory
+from hf_linattn.ops.slots import causal_blocks as bounded_memory
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
 from tests.ops.native.cases import HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("products")
 def calls(monkeypatch):
     """How often the operation was taken."""
     taken, attend = [], bounded_memory.whole_rows
-    monkeypatch.setattr(bounded_memory, "whole_rows", lambda *x: (taken.append(1), attend(*x))[1])
+    monkeypatch.setattr(bounded_memory, "whole_rows", lambda *x, **y: (taken.append(1), attend(*x, **y))[1])
     return taken
 
 

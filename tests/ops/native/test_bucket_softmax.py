@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linattn.mechanisms import lsh
+from hf_linattn.ops.lsh import cpu as lsh
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
 from tests.ops.native.cases import HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism

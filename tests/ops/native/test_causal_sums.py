@@ -10,10 +10,11 @@ import torch
 from hf_linattn.config import make_config
 from hf_linattn.feature_maps import FEATURE_MAPS, FeatureMap
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
-from hf_linattn.ops.linear import interface as causal_linear
-from hf_linattn.ops.linear.cpu import SEGMENT, can_read
+from hf_linattn.ops.dispatch import Policy
+from hf_linattn.ops.linear import cpu as linear_cpu
+from hf_linattn.ops.linear.cpu_kernels import SEGMENT
 from hf_linattn.ops.linear.interface import causal_linear_attention, linear_attention
-from hf_linattn.ops.linear.torch import CHUNK_SIZE, LinearState
+from hf_linattn.ops.linear.types import CHUNK_SIZE, LinearCall, LinearState
 from hf_linattn.ops.runtime import cpu as library
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
@@ -52,7 +53,7 @@ def test_outputs_states_and_all_gradients(variant, monkeypatch, feature_map, dec
 
     Of two rows with several sequences one has an end where the first part ends.
     """
-    monkeypatch.setattr(causal_linear, "NATIVE_SIZE", CHUNK_SIZE * 9)
+    monkeypatch.setattr(linear_cpu, "NATIVE_SIZE", CHUNK_SIZE * 9)
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)  # noqa: E731
     length, dim, scaled = CHUNK_SIZE * 17 + 13, 7, decay or feature_map is exp_map
@@ -74,9 +75,9 @@ def test_outputs_states_and_all_gradients(variant, monkeypatch, feature_map, dec
         state = LinearState(kv.to(dtype), log_max.to(dtype)) if continued else None
         rate = rate if decay else None
         operands = [*(x.to(dtype) for x in heads), feature_map, feature_map, mask, ids, state, rate]
-        output, after = causal_linear_attention(*operands, use_native=True)
+        output, after = causal_linear_attention(*operands, policy=Policy("auto"))
         with torch.no_grad():  # written in place
-            inferred, _ = causal_linear_attention(*operands, use_native=True)
+            inferred, _ = causal_linear_attention(*operands, policy=Policy("auto"))
         loss = (output * weights[0]).sum() + (after.kv * weights[1]).sum()
         results.append([output, inferred, *after, *torch.autograd.grad(loss, wanted)])
     assert variant
@@ -220,7 +221,7 @@ def test_given_features_whose_weights_decay_both_ways(variant, feature_map, layo
         heads = [x.to(dtype).requires_grad_() for x in make_heads()]
         decay = -rates.to(dtype)[None, :, None].expand(2, -1, 203)
         decay = decay if mask is None else decay * mask[:, None]
-        output = linear_attention(*heads, feature_map, feature_map, mask, ids, decay, use_native=True)
+        output = linear_attention(*heads, feature_map, feature_map, mask, ids, decay, policy=Policy("auto"))
         results.append([output, *torch.autograd.grad(output.sin().sum(), [*heads, rates])])
     assert variant
     for want, got in zip(*results, strict=True):
@@ -280,12 +281,13 @@ def test_a_row_that_begins_with_pads_alone_forgets_nothing_later(variant, name, 
 
 def test_what_it_cannot_do_is_left_to_others(variant):
     query = torch.randn(1, 2, 5, 3)
-    assert can_read(query, query)
-    assert not can_read(query.double(), query.double()) and not can_read(query.to("meta"), query.to("meta"))
+    reason = lambda x: linear_cpu.unsupported(LinearCall(x, x, x, elu_map, elu_map))  # noqa: E731
+    assert reason(query) is None
+    assert reason(query.double()) == "float64" and reason(query.to("meta")) == "heads on 'meta'"
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(5)  # two sequences: three of the five would have nothing to do
-        assert not can_read(query, query)
+        assert reason(query) == "fewer rows times heads than half of the threads"
     finally:
         torch.set_num_threads(threads)
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from hf_linattn.ops.block_softmax import decode as kept_keys
-from hf_linattn.ops.block_softmax.cpu import NATIVE_BLOCKS
+from hf_linattn.ops.block_softmax import in_place
+from hf_linattn.ops.runtime.cpu import refusal
 from tests.helpers import assert_close
 from tests.ops.native.cases import make_heads
 from tests.ops.native.test_block_softmax import NAMES, make_pattern
@@ -24,13 +24,13 @@ PIECES = {  # where calls end, with blocks of 16
 @pytest.fixture
 def pieces(monkeypatch):
     """How many tokens the C went on with in each call."""
-    counts, attend = [], kept_keys._attend_in_place
+    counts, attend = [], in_place.attend_after
 
-    def count(query, *heads, **how):
-        counts.append(query.shape[2])
-        return attend(query, *heads, **how)
+    def count(blocks, call, state):
+        counts.append(call.query.shape[2])
+        return attend(blocks, call, state)
 
-    monkeypatch.setattr(kept_keys, "_attend_in_place", count)
+    monkeypatch.setattr(in_place, "attend_after", count)
     return counts
 
 
@@ -94,4 +94,4 @@ def test_few_tokens_are_not_worth_it(pieces):
     state = None
     for start, end in ((0, 100), (100, 191), (191, 200)):
         _, state = mechanism(*(x[:, :, start:end] for x in heads), state=state)
-    assert not pieces and NATIVE_BLOCKS.suits(*heads)
+    assert not pieces and refusal(*heads) is None

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from hf_linattn import patch_model, set_backend
+from hf_linattn import explain_backend, patch_model, set_backend
 from hf_linattn.backends import use_backend
 from hf_linattn.config import make_config
+from hf_linattn.ops.block_softmax import triton as blocks_triton
 from hf_linattn.ops.block_softmax.autograd import Keys, attend_blocks
 from hf_linattn.ops.block_softmax.triton import TRITON_BLOCKS, meet
 from hf_linattn.ops.common.numerics import LOWEST
 from hf_linattn.ops.hybrid import fused as hybrid_parts
-from hf_linattn.ops.runtime import triton_operations as operations
+from hf_linattn.ops.hybrid import triton as hybrid_triton
+from hf_linattn.ops.slots import triton as slots_triton
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close, logits_of, make_tokens
 from tests.models import make_model
@@ -47,7 +49,9 @@ def calls(small_tiles, monkeypatch):
         return operation._replace(forward=lambda *x: lengths.append(x[0].shape[3]) or operation.forward(*x))
 
     counted = count(blocks)._replace(window=count(blocks.window))
-    monkeypatch.setattr(operations, "TRITON", operations.TRITON._replace(block_softmax=counted))
+    monkeypatch.setattr(blocks_triton, "TRITON_BLOCKS", counted)
+    monkeypatch.setattr(slots_triton, "TRITON_BLOCKS", counted)
+    monkeypatch.setattr(hybrid_triton, "PARTS", hybrid_triton.PARTS._replace(blocks=counted))
     monkeypatch.setattr(hybrid_parts, "BLOCK_SIZE", 8)
     return lengths
 
@@ -199,7 +203,7 @@ def test_windows_that_are_all_that_is_seen_are_left_to_their_operation(small_til
     taken, window = [], TRITON_BLOCKS.window
     counted = window._replace(forward=lambda *x: taken.append(x[10:12]) or window.forward(*x))
     blocks = TRITON_BLOCKS._replace(window=counted)
-    monkeypatch.setattr(operations, "TRITON", operations.TRITON._replace(block_softmax=blocks))
+    monkeypatch.setattr(blocks_triton, "TRITON_BLOCKS", blocks)
     generator, shared = torch.Generator().manual_seed(1), 7
     given = [torch.randn(2, h, length, 8, generator=generator) for h in (2, 1, 1)]
     mask = torch.arange(length) < torch.tensor([[length], [length // 2]])
@@ -256,6 +260,17 @@ def test_a_model_prefills_and_decodes_by_it(calls):
     assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), want[0])
     assert_close(logits_of(model, prompt), want[1], 1e-4)
     assert calls
+
+
+def test_what_runs_on_it_is_explained(calls):
+    plan = {"linear": [0], "hybrid": {"layers": [1], "window_size": 5, "num_sink_tokens": 2}}
+    model = patch_model(make_model("llama"), plan)
+    set_backend(model, "triton")
+    rows = explain_backend(model, make_tokens(2, 30)).rows
+    assert [[row.backend(x) for x in ("forward", "backward", "decode")] for row in rows] == [["triton"] * 3] * 2
+    assert calls and explain_backend(model, make_tokens(2, 6)).rows[1].forward[0].passed_over == {
+        "triton": "no keys beyond the window"
+    }
 
 
 def test_its_products_are_counted(calls):

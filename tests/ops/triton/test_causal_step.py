@@ -13,10 +13,10 @@ from hf_linattn.backends import use_backend
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
 from hf_linattn.mechanisms.linear import LinearMechanism
 from hf_linattn.ops.hybrid import triton_decode as hybrid_step
+from hf_linattn.ops.linear import triton as linear_triton
 from hf_linattn.ops.linear import triton_decode as causal_step
 from hf_linattn.ops.linear import triton_features as features
 from hf_linattn.ops.linear.torch import LinearState
-from hf_linattn.ops.runtime import triton_operations as operations
 from tests.ops.triton.cases import ON_TRITON, make_mechanism
 
 MADE = [  # features that Triton makes
@@ -30,9 +30,9 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 3e-3}
 def steps(monkeypatch):
     """Small tiles, and the number of groups and tokens of every step."""
     monkeypatch.setattr(causal_step, "MOST_VALUES", 4)
-    found, sums = [], operations.TRITON.causal_sums
-    counted = sums._replace(step=lambda query, *rest: found.append(query.shape[2:4]) or sums.step(query, *rest))
-    monkeypatch.setattr(operations, "TRITON", operations.TRITON._replace(causal_sums=counted))
+    found, step = [], linear_triton.step_attention
+    counted = lambda query, *rest: found.append(query.shape[2:4]) or step(query, *rest)  # noqa: E731
+    monkeypatch.setattr(linear_triton, "step_attention", counted)
     return found
 
 

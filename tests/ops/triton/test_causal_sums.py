@@ -11,14 +11,15 @@ import torch
 import triton
 
 from hf_linattn import OptionError, patch_model, set_backend
-from hf_linattn.backends import load_triton, use_backend
+from hf_linattn.backends import use_backend
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
 from hf_linattn.mechanisms.hybrid import HybridMechanism
 from hf_linattn.mechanisms.linformer import LinformerMechanism
+from hf_linattn.ops.dispatch import Policy
+from hf_linattn.ops.linear import triton as linear_triton
 from hf_linattn.ops.linear.interface import causal_linear_attention
 from hf_linattn.ops.linear.torch import LinearState
-from hf_linattn.ops.runtime import triton_operations as operations
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close, logits_of, make_tokens, pad
 from tests.models import make_model
@@ -56,14 +57,14 @@ def test_outputs_states_and_all_gradients(small_tiles, heads, kv_heads, feature_
     weights = draw(2, heads, LENGTH, VALUE_DIM), draw(*kv.shape)
     wanted = [*given, *([rates] if decay else []), *([kv] if continued else [])]
     results = []
-    for dtype, sums in ((torch.float64, None), (torch.float32, load_triton().causal_sums)):
+    for dtype, backend in ((torch.float64, "torch"), (torch.float32, "triton")):
         rate = -rates.to(dtype)[None, :, None].expand(2, -1, LENGTH)
         rate = (rate if mask is None else rate * mask[:, None]) if decay else None
         state = LinearState(kv.to(dtype), log_max.to(dtype)) if continued else None
         operands = [*(x.to(dtype) for x in given), feature_map, feature_map, mask, ids, state, rate]
-        output, after = causal_linear_attention(*operands, causal_sums=sums)
+        output, after = causal_linear_attention(*operands, policy=Policy(backend))
         with torch.no_grad():  # written in place
-            inferred, _ = causal_linear_attention(*operands, causal_sums=sums)
+            inferred, _ = causal_linear_attention(*operands, policy=Policy(backend))
         loss = (output * weights[0]).sum() + (after.kv * weights[1]).sum()
         results.append([output, inferred, *after, *torch.autograd.grad(loss, wanted)])
     for want, got in zip(*results, strict=True):
@@ -105,9 +106,8 @@ ALL_KEYS = [name for name in SUMS if "bidirectional" in MECHANISMS.get(name).mod
 @pytest.mark.parametrize("name", each_map(ALL_KEYS))
 def test_every_query_sees_all_keys(small_tiles, monkeypatch, name, kind, padded):
     """Outputs and the gradients of heads and parameters; one row without keys; with and without gradients."""
-    taken, sums = [], operations.TRITON.causal_sums
-    counted = sums._replace(attend_all=lambda *x: taken.append(x[1].dtype) or sums.attend_all(*x))
-    monkeypatch.setattr(operations, "TRITON", operations.TRITON._replace(causal_sums=counted))
+    taken, attend = [], linear_triton._attend  # which causal calls reach through `SUMS`
+    monkeypatch.setattr(linear_triton, "_attend", lambda *x, **y: taken.append(x[2].dtype) or attend(*x, **y))
     mask = torch.ones(2, 35, dtype=torch.bool)
     if padded:
         mask[0, :11], mask[0, 30:], mask[1] = False, False, False
@@ -126,7 +126,7 @@ def test_every_query_sees_all_keys(small_tiles, monkeypatch, name, kind, padded)
         results.append([output, inferred, *torch.autograd.grad((output * weight).sum(), wanted)])
     for want, got in zip(*results, strict=True):
         assert (got.double() - want).norm() < {torch.float32: 1e-5, torch.float16: 3e-3}[kind] * want.norm()
-    assert len(taken) == (0 if name in ("cosformer", "gla", "retention") else 2)  # whose weights decay, or turn
+    assert len(taken) == (0 if name in ("gla", "retention") else 2)  # whose weights decay
 
 
 @pytest.mark.parametrize(("length", "packed"), [(1, False), (2, True), (37, False), (37, True)])
@@ -186,9 +186,9 @@ def test_a_model_prefills_by_it_and_decodes_pads_and_packs_as_before(small_tiles
         logits_of(model, batch, attention_mask=mask),
         logits_of(model, prompt, position_ids=packed),
     ]
-    lengths, sums = [], operations.TRITON.causal_sums
+    lengths, sums = [], linear_triton.SUMS
     counted = sums._replace(attend=lambda *x: lengths.append(x[2].shape[3]) or sums.attend(*x))
-    monkeypatch.setattr(operations, "TRITON", operations.TRITON._replace(causal_sums=counted))
+    monkeypatch.setattr(linear_triton, "SUMS", counted)
     set_backend(model, "triton")
     assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), want[0]) and lengths == [40]
     assert_close(logits_of(model, batch, attention_mask=mask), want[1], 1e-4)
@@ -303,7 +303,7 @@ def test_on_a_cpu_without_the_interpreter_it_says_what_to_do(monkeypatch):
 
 
 def test_without_triton_nothing_changes(monkeypatch):
-    monkeypatch.setitem(sys.modules, "hf_linattn.ops.runtime.triton_operations", None)
+    monkeypatch.setitem(sys.modules, "hf_linattn.ops.runtime.triton", None)
     model = patch_model(make_model("llama"), "linear")
     before = copy.deepcopy([vars(x)["backend"] for x in model.modules() if "backend" in vars(x)])
     with pytest.raises(OptionError, match="pip install triton"):

@@ -8,7 +8,7 @@ import torch
 from hf_linattn.backends import use_backend
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops.block_softmax.triton import TRITON_BLOCKS
-from hf_linattn.ops.runtime import triton_operations as operations
+from hf_linattn.ops.linear import triton as linear_triton
 from tests.ops.block_softmax import check_what_was_read_before
 from tests.ops.triton.cases import each_form, each_map, make_mechanism
 from tests.ops.triton.test_block_softmax import BOTH, LENGTH, LENGTHS, calls, make_small  # noqa: F401 - calls is a fixture
@@ -54,9 +54,9 @@ def test_softmax_over_blocks(calls, name, mode, padded):  # noqa: F811
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", each_map(MAPS))
 def test_sums_over_keys(small_tiles, monkeypatch, name, padded):
-    kinds, sums = [], operations.TRITON.causal_sums
+    kinds, sums = [], linear_triton.SUMS
     counted = sums._replace(attend=lambda *x: kinds.append(x[2].dtype) or sums.attend(*x))
-    monkeypatch.setattr(operations, "TRITON", operations.TRITON._replace(causal_sums=counted))
+    monkeypatch.setattr(linear_triton, "SUMS", counted)
     compare(lambda: make_mechanism(name), padded, torch.float16, 2e-3, length=41)  # several segments
     assert kinds == [torch.float16]
 

@@ -15,8 +15,9 @@ from hf_linattn import patch_model, set_backend
 from hf_linattn.backends import use_backend
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
+from hf_linattn.ops.hybrid import triton as hybrid_triton
 from hf_linattn.ops.hybrid import triton_decode as hybrid_step
-from hf_linattn.ops.runtime import triton_operations as operations
+from hf_linattn.ops.runtime import triton as launching
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import make_tokens, pad
 from tests.models import make_model
@@ -47,13 +48,13 @@ CASES: dict[str, dict[str, Any]] = {
 def taken(monkeypatch):
     """The lengths of what the kernel reads."""
     found: list[int] = []
-    own = operations.TRITON
+    own = hybrid_triton.step_attention
 
     def step(query: Tensor, *rest: Any) -> Any:
         found.append(query.shape[2])
-        return own.hybrid_step(query, *rest)
+        return own(query, *rest)
 
-    monkeypatch.setattr(operations, "TRITON", own._replace(hybrid_step=step))
+    monkeypatch.setattr(hybrid_triton, "step_attention", step)
     return found
 
 
@@ -162,8 +163,7 @@ def test_heads_and_parameters_in_half_precision(taken, kind, stored):
 
 def test_bfloat16(taken, monkeypatch):
     """Which the interpreter adds and multiplies, but makes no products of: a map without them."""
-    sums = operations.TRITON.causal_sums._replace(kinds=lambda: (torch.bfloat16,))
-    monkeypatch.setattr(operations, "TRITON", operations.TRITON._replace(causal_sums=sums))
+    monkeypatch.setattr(launching, "kinds", lambda: (torch.bfloat16,))
     mechanism = make(window_size=3, num_sink_tokens=1, linear="linear", **DECAY).bfloat16()
     check(mechanism, make_heads(10, torch.bfloat16), (3, 4), 2e-2)
     assert taken == [1] * 6

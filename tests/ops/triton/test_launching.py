@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_linattn.ops.dispatch import NOTHING, gpu_operations, operations_for
+from hf_linattn.ops.dispatch import Policy, absent, no_triton
 from hf_linattn.ops.runtime import triton as launching
-from hf_linattn.ops.runtime.triton_operations import TRITON
 
 GPU = torch.device("cuda", 0)
-CACHED = (gpu_operations, launching.is_large, launching.assembler_version)
+CACHED = (no_triton, launching.is_large, launching.assembler_version)
 
 
 @pytest.fixture
@@ -37,13 +36,12 @@ def machine(monkeypatch):
 )
 def test_auto_is_triton_where_its_kernels_were_run(machine, generation, version, large):
     machine(generation, version)
-    heads = SimpleNamespace(device=GPU)
-    automatic = SimpleNamespace(backend="auto", backends=("auto", "torch", "triton"), operations=NOTHING)
-    assert operations_for(automatic, heads) is (TRITON if large else NOTHING)
-    assert operations_for(automatic, torch.empty(1)) is NOTHING
-    for backend, backends in (("torch", automatic.backends), ("auto", ("auto", "torch"))):
-        other = SimpleNamespace(backend=backend, backends=backends, operations="its own")
-        assert operations_for(other, heads) == "its own"
+    call = SimpleNamespace(query=SimpleNamespace(device=GPU), policy=Policy("auto"))
+    reason = absent("triton", call)
+    assert reason is None if large else "no Hopper" in str(reason)
+    assert absent("triton", SimpleNamespace(query=torch.empty(1), policy=Policy("auto"))) == "heads on 'cpu'"
+    call.policy = Policy("triton")  # which was chosen for the model, whatever it is
+    assert absent("triton", call) is None
 
 
 def test_the_environment_asks_for_the_kernels_of_older_gpus(machine, monkeypatch):

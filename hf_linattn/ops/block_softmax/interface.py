@@ -1,0 +1,59 @@
+"""Softmax over the keys that a pattern lets a query see, block by block, in time linear in the blocks it names."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..dispatch import PYTORCH, Operation, Policy
+from . import cpu
+from . import torch as pytorch
+from .decode import keep_keys
+from .types import BlockSoftmaxCall, KeptKeys, Pattern
+
+__all__ = ["KeptKeys", "Pattern", "block_sparse_attention", "continued_attention", "keep_keys"]
+
+BLOCK_SOFTMAX = Operation("block_softmax", triton=f"{__package__}.triton", cpu=cpu, torch=pytorch)
+
+
+def block_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    scaling: float,
+    causal: bool,
+    lengths: Tensor | None = None,
+    sink: Tensor | None = None,
+    learned: bool = False,
+    policy: Policy = PYTORCH,
+) -> Tensor:
+    """Return softmax attention over what `pattern` shows, for rows that start at position 0: [B, H, N, Dv].
+
+    Args:
+        query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv.
+        lengths: [B], real tokens of each row; None if all are. A query without keys gets zero.
+        sink: [H], the score of one more key without value, which all queries see (`hf_linattn.ops.common.sink_logit`).
+        learned: whether the pattern has parameters that are in training.
+        policy: which backends may do it.
+    """
+    where = lengths, sink, None, learned, policy
+    return BLOCK_SOFTMAX.run(BlockSoftmaxCall(query, key, value, pattern, scaling, causal, *where))[0]
+
+
+def continued_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    state: KeptKeys,
+    *,
+    scaling: float,
+    lengths: Tensor | None = None,
+    sink: Tensor | None = None,
+    learned: bool = False,
+    policy: Policy = PYTORCH,
+) -> tuple[Tensor, KeptKeys]:
+    """Return causal output [B, H, N, Dv] and state for rows that go on after `state`; arguments as above."""
+    where = lengths, sink, state, learned, policy
+    return BLOCK_SOFTMAX.run(BlockSoftmaxCall(query, key, value, pattern, scaling, True, *where))

@@ -1,0 +1,41 @@
+"""Hybrid attention by Triton: the window on top of what is far, as `fused` has it, and one token as in decoding."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..block_softmax.triton import TRITON_BLOCKS, no_blocks
+from ..linear.triton import SUMS, own_maps
+from ..linear.types import native_maps
+from ..runtime.triton import no_kernels
+from . import fused
+from .fused import Parts
+from .triton_decode import step_attention
+from .types import HybridCall, HybridState, window_alone
+
+PARTS = Parts(TRITON_BLOCKS, SUMS, own_maps)
+
+
+def unsupported(call: HybridCall) -> str | None:
+    """Return why there are no kernels for a call."""
+    if call.causal and call.lengths is not None:
+        return "padded rows"
+    if call.state is None:
+        return window_alone(call) or no_blocks(call.query, call.key)
+    if call.key.shape[2] > 1:
+        return "several tokens after a state"
+    if not call.policy.inference:
+        return "one token with gradients or in training"
+    if reason := no_kernels(call.key):
+        return reason
+    known = native_maps(call.weights.query_map, call.weights.key_map)
+    return None if known else "a feature map that its kernels do not know"
+
+
+def run(call: HybridCall) -> tuple[Tensor, HybridState | None]:
+    """Return the output [B, H, N, Dv], and the state after a causal call."""
+    if call.state is None:
+        return fused.attend(PARTS, call)
+    maps = own_maps(call.weights.query_map, call.weights.key_map)
+    output, after = step_attention(call.query, call.key, call.value, call.weights, maps, call.state)
+    return output, HybridState(*after)

@@ -1,0 +1,97 @@
+"""What hybrid attention is called with, whatever computes it: its weights, its state, the call itself."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..common.precision import accum_dtype, wide
+from ..dispatch import PYTORCH, Policy
+from ..linear.types import CHUNK_SIZE, FeatureMap
+from .gate import gate_logit
+
+
+class HybridWeights(NamedTuple):
+    """What decides the weight of a pair, see `ops.hybrid`.
+
+    log_mix: [H], g there, as it is stored. decay_rate: [Hkv], r there; None is no decay. query_map sees
+    [B, Hkv, G, N, D] and key_map [B, Hkv, N, D]; their log scales count. window_log [H]: the exact weights of a query
+    are divided by their largest and multiplied by exp(window_log); None leaves them as they are. sink: [H], the score
+    of one more exact weight, of no value (`ops.common.sink_logit`). far_gate: a [H], as it is stored, where c =
+    sigmoid(`gate_logit`), the `gate`, says how much of the output is that of all weights, as against that of the exact
+    ones alone; None is all of it.
+    """
+
+    window_size: int
+    num_sinks: int
+    scaling: float
+    query_map: FeatureMap
+    key_map: FeatureMap
+    log_mix: Tensor
+    decay_rate: Tensor | None = None
+    window_log: Tensor | None = None
+    sink: Tensor | None = None
+    far_gate: Tensor | None = None
+
+    @property
+    def gate(self) -> Tensor:
+        """c [H], in [0, 1], in at least float32, where there is a `far_gate`."""
+        return torch.sigmoid(gate_logit(wide(cast(Tensor, self.far_gate))))
+
+    def gate_of(self, key: Tensor) -> Tensor | None:
+        """The same [Hkv, G], for keys [B, Hkv, N, D]; None where there is no `far_gate`."""
+        return None if self.far_gate is None else self.gate.view(key.shape[1], -1)
+
+    @property
+    def reach(self) -> int:
+        """How far the window goes beyond the query itself, to one side."""
+        return self.window_size - 1
+
+    def beside(self, key: Tensor) -> HybridWeights:
+        """These, with g in the dtype of sums over such keys."""
+        return self._replace(log_mix=self.log_mix.to(accum_dtype(key)))
+
+
+class HybridState(NamedTuple):
+    """All that is remembered; constant size, float32 (float64 for float64 inputs), per key/value head.
+
+    ring_key, ring_value: [B, Hkv, window_size - 1, D or Dv], the last tokens, the newest last; zero before the first.
+    sink_key, sink_value: [B, Hkv, num_sinks, D or Dv]. kv [B, Hkv, F, Dv + 1] and log_max [B, Hkv]: the sums over keys
+    that have left the window, as in `LinearState`. length: [B], tokens read.
+    """
+
+    ring_key: Tensor
+    ring_value: Tensor
+    sink_key: Tensor
+    sink_value: Tensor
+    kv: Tensor
+    log_max: Tensor
+    length: Tensor
+
+
+class HybridCall(NamedTuple):
+    """One call of hybrid attention, as `interface.causal_hybrid_attention` describes it.
+
+    causal: whether a query sees no later key; the state after it is then always returned.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    weights: HybridWeights
+    lengths: Tensor | None = None
+    state: HybridState | None = None
+    causal: bool = True
+    chunk_size: int = CHUNK_SIZE
+    policy: Policy = PYTORCH
+
+
+def window_alone(call: HybridCall) -> str | None:
+    """Return why rows from their start cannot be made of far keys and a window on top of them, None if they can."""
+    weights, length = call.weights, call.key.shape[2]
+    if weights.window_log is not None:
+        return "window_scale='maximum'"
+    beyond = length > weights.window_size + weights.num_sinks and weights.window_size >= weights.num_sinks
+    return None if beyond else "no keys beyond the window"
