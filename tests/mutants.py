@@ -100,6 +100,11 @@ MUTANTS = [
     Mutant("a window is a token wider", "hf_linattn/mechanisms/hybrid.py", "(pairs.distance < self.config.window_size)", "(pairs.distance <= self.config.window_size)", "tests/training/test_transfer.py"),
     # the C
     _csrc("C: the next key is seen", "linear/chunk.h", "memset(own + i + 1, 0, (s->chunk - 1 - i)", "if (i + 2 < s->chunk) memset(own + i + 2, 0, (s->chunk - 2 - i)", NATIVE_LINEAR),
+    _csrc("C: a stale left tile is read", "common/matrix.h", "m->a->owner = NULL;", ";", NATIVE_LINEAR),
+    _csrc("C: a stale right tile is read", "common/matrix.h", "m->b->owner = NULL;", ";", NATIVE_LINEAR),
+    _csrc("C: tiles of another chunk are read", "common/matrix.h", "entry->owner == m && ", "entry->owner && ", NATIVE_LINEAR),
+    _csrc("C: two maps have one weight", "linear/chunk.h", "s->map_weights[map].data == data && ", "", NATIVE_LINEAR),
+    _csrc("C: sums are as coarse as their factors", "common/matrix.h", "m->fine ? max_i64(parts, 2) : parts", "parts", "tests/ops/native/test_half_precision.py"),
     _csrc("C: scores keep their sums unscaled", "common/online_softmax.h", "load(s->weight + group * LANES) * left", "load(s->weight + group * LANES)", "tests/ops/native/test_block_softmax.py"),
     _csrc("C: a gate is squared", "block_softmax/block_softmax_fwd.c", "share = shares.most * shares.joint", "share = shares.most * shares.most * shares.joint", "tests/ops/native/test_block_softmax.py"),
     _csrc("C: a gate's gradient lacks its share", "block_softmax/block_softmax_bwd.c", "d_gate = shares.joint / kept", "d_gate = 1.0f / kept", "tests/ops/native/test_block_softmax.py"),

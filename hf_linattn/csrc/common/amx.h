@@ -37,6 +37,25 @@ static inline int64_t max_i64(int64_t one, int64_t other) { return one > other ?
 /* How many numbers of float32 take as much memory as so many numbers in parts. */
 static inline int64_t packed_floats(int64_t numbers, int64_t parts) { return numbers * parts / 2; }
 
+/* Memory for the factors of one product at a time, each number in so many parts; without parts products are made of
+ * float32. */
+struct pack_buffers {
+    void *left, *right;
+    int64_t parts;
+};
+
+/* Take memory for factors of so many numbers. */
+static inline struct pack_buffers take_buffers(float *memory, int64_t *used, int64_t left, int64_t right,
+                                               int64_t parts)
+{
+    struct pack_buffers buffers = {.parts = parts};
+    if (!parts)
+        return buffers;
+    buffers.left = arena_alloc(memory, used, packed_floats(left, parts));
+    buffers.right = arena_alloc(memory, used, packed_floats(right, parts));
+    return buffers;
+}
+
 /* Tiles of a factor of so many rows or columns, and steps. */
 static inline struct tiles tiles_at(const void *data, int64_t lines, int64_t steps, int64_t parts)
 {

@@ -17,7 +17,7 @@ struct workspace {
     float *bias;                                /* of the scores: what `show` made of a piece */
     float top[PIECE], weight[PIECE];            /* the weights e^(score - top) are summed up */
     int64_t key_size, keys, values;             /* keys, values: sizes, padded */
-    struct pack_cache factors;                     /* left: of the queries; right: of the weights */
+    struct pack_buffers buffers;                /* left: of the queries; right: of the weights */
     struct tiles queries;
     float *turned_out; /* [values, PIECE]: what products of tiles add to */
     struct pieces pieces;
@@ -38,7 +38,7 @@ static inline int64_t workspace_init(struct workspace *s, int64_t key_size, int6
     s->scores = arena_alloc(memory, &used, PIECE * PIECE);
     s->bias = arena_alloc(memory, &used, PIECE * PIECE);
     s->out = arena_alloc(memory, &used, PIECE * s->values);
-    s->factors = take_factors(memory, &used, PIECE * s->keys, PIECE * PIECE, parts);
+    s->buffers = take_buffers(memory, &used, PIECE * s->keys, PIECE * PIECE, parts);
     s->turned_out = parts ? arena_alloc(memory, &used, PIECE * s->values) : NULL;
     return used;
 }
@@ -49,17 +49,17 @@ static inline void begin_queries(struct workspace *s, float scaling)
     transpose(s->query, PIECE, s->rows, s->keys, PIECE, s->keys);
     for (int64_t number = 0; number < PIECE * s->keys; number++)
         s->query[number] *= scaling;
-    if (!s->factors.parts)
+    if (!s->buffers.parts)
         return;
     const struct rows query = {s->query, PIECE, FLOAT32};
-    s->queries = pack_b(s->factors.left, query, s->key_size, PIECE, s->factors.parts);
+    s->queries = pack_b(s->buffers.left, query, s->key_size, PIECE, s->buffers.parts);
     transpose(s->turned_out, PIECE, s->out, s->values, PIECE, s->values);
 }
 
 /* Leave in `out` what has been summed up. */
 static inline void end_queries(struct workspace *s)
 {
-    if (s->factors.parts)
+    if (s->buffers.parts)
         transpose(s->out, s->values, s->turned_out, PIECE, s->values, PIECE);
 }
 
@@ -165,11 +165,11 @@ make_scores(float *out, const struct seen *seen, const float *key, int64_t key_r
 /* Bring what has been summed up for a group of queries down to a higher top. */
 static inline void scale_sums(struct workspace *s, int64_t group, vec left, mask higher)
 {
-    for (int64_t row = 0; s->factors.parts && row < s->values; row++) {
+    for (int64_t row = 0; s->buffers.parts && row < s->values; row++) {
         float *out = s->turned_out + row * PIECE + group * LANES;
         store(out, load(out) * left);
     }
-    for (int64_t lane = 0; !s->factors.parts && lane < LANES; lane++)
+    for (int64_t lane = 0; !s->buffers.parts && lane < LANES; lane++)
         for (int64_t column = 0; higher[lane] && column < s->values; column += LANES) {
             float *out = s->out + (group * LANES + lane) * s->values + column;
             store(out, load(out) * left[lane]);
@@ -267,7 +267,7 @@ static void read_piece(struct workspace *s, const struct seen *seen, struct rows
 static inline WITH_TILES __attribute__((always_inline)) struct tiles
 put_weights_parts(struct workspace *s, const float *scores, int64_t keys, float bias, int parts)
 {
-    const struct tiles made = tiles_at(s->factors.right, PIECE, keys, parts);
+    const struct tiles made = tiles_at(s->buffers.right, PIECE, keys, parts);
     for (int64_t group = 0; group < PIECE; group += LANES) {
         const vec top = load(s->top + group) - bias;
         vec sum = load(s->weight + group);
@@ -289,15 +289,15 @@ put_weights_parts(struct workspace *s, const float *scores, int64_t keys, float 
 
 static WITH_TILES struct tiles put_weights(struct workspace *s, const float *scores, int64_t keys, float bias)
 {
-    return s->factors.parts == 3 ? put_weights_parts(s, scores, keys, bias, 3)
+    return s->buffers.parts == 3 ? put_weights_parts(s, scores, keys, bias, 3)
                                  : put_weights_parts(s, scores, keys, bias, 1);
 }
 
 /* Put PIECE rows of keys and of values, zero where there are none, into the tiles of a piece. */
 static void put_piece(const struct workspace *s, const struct piece *piece, struct rows keys, struct rows values)
 {
-    pack_a((void *)piece->key.data, keys, PIECE, s->key_size, s->factors.parts);
-    pack_a_transposed((void *)piece->turned.data, values, s->values, PIECE, s->factors.parts);
+    pack_a((void *)piece->key.data, keys, PIECE, s->key_size, s->buffers.parts);
+    pack_a_transposed((void *)piece->turned.data, values, s->values, PIECE, s->buffers.parts);
 }
 
 /* Take in a piece that is there in tiles, with the bias that `show` left, all with the same one beside. */

@@ -17,9 +17,9 @@ struct pairs {
     float *key, *value, *bias, *weights, *slopes, *d_key, *d_value; /* bias: of the scores, as in `workspace` */
     float log[PIECE], weight_grad[PIECE];
     int64_t key_size, value_size, keys, values;
-    struct pack_cache factors;                                      /* left: weights or slopes; right: slopes */
+    struct pack_buffers buffers; /* left: weights or slopes; right: slopes */
     struct tiles queries, grads, turned_queries, turned_grads; /* as right factors */
-    float *turned_d_query;                                       /* [keys, PIECE]: what products of tiles add to */
+    float *turned_d_query; /* [keys, PIECE]: what products of tiles add to */
     void *tiles[4];
     struct pieces pieces;
     struct prefetch_queue met, next; /* gradients of the keys that are met, which are added to; what comes next */
@@ -49,7 +49,7 @@ static int64_t arrange_pairs(struct pairs *w, int64_t key_size, int64_t value_si
     w->bias = arena_alloc(memory, &used, PIECE * PIECE);
     w->weights = arena_alloc(memory, &used, PIECE * PIECE);
     w->slopes = arena_alloc(memory, &used, PIECE * PIECE);
-    w->factors = take_factors(memory, &used, 2 * PIECE * PIECE, PIECE * PIECE, parts);
+    w->buffers = take_buffers(memory, &used, 2 * PIECE * PIECE, PIECE * PIECE, parts);
     w->turned_d_query = arena_alloc(memory, &used, parts ? PIECE * w->keys : 0);
     for (int part = 0; part < 4; part++)
         w->tiles[part] = arena_alloc(memory, &used, packed_floats(PIECE * max_i64(w->keys, w->values), parts));
@@ -65,9 +65,9 @@ static void begin_pairs(struct pairs *w, float scaling)
     transpose(w->turned_grad, PIECE, w->grad, w->values, PIECE, w->values);
     memset(w->d_query, 0, PIECE * w->keys * sizeof(float));
     memset(w->log, 0, sizeof(w->log)); /* there may be fewer queries than PIECE */
-    if (!w->factors.parts)
+    if (!w->buffers.parts)
         return;
-    const int64_t parts = w->factors.parts;
+    const int64_t parts = w->buffers.parts;
     const struct rows query = {w->query, w->keys, FLOAT32}, turned_query = {w->turned_query, PIECE, FLOAT32};
     const struct rows grad = {w->grad, w->values, FLOAT32}, turned_grad = {w->turned_grad, PIECE, FLOAT32};
     w->queries = pack_b(w->tiles[0], query, PIECE, w->keys, parts);
@@ -80,7 +80,7 @@ static void begin_pairs(struct pairs *w, float scaling)
 /* Leave in `d_query` what has been added up. */
 static inline void end_pairs(struct pairs *w)
 {
-    if (w->factors.parts)
+    if (w->buffers.parts)
         transpose(w->d_query, w->keys, w->turned_d_query, PIECE, w->keys, PIECE);
 }
 
@@ -145,9 +145,9 @@ static void read_pairs(struct pairs *w, const struct met *met, const struct seen
 /* Put PIECE rows of keys and of values, zero where there are none, into the tiles of a piece. */
 static void put_pairs_piece(const struct pairs *w, const struct piece *piece, struct rows keys, struct rows values)
 {
-    pack_a((void *)piece->key.data, keys, PIECE, w->key_size, w->factors.parts);
-    pack_a((void *)piece->value.data, values, PIECE, w->value_size, w->factors.parts);
-    pack_a_transposed((void *)piece->turned.data, keys, w->keys, PIECE, w->factors.parts);
+    pack_a((void *)piece->key.data, keys, PIECE, w->key_size, w->buffers.parts);
+    pack_a((void *)piece->value.data, values, PIECE, w->value_size, w->buffers.parts);
+    pack_a_transposed((void *)piece->turned.data, keys, w->keys, PIECE, w->buffers.parts);
 }
 
 /* Weights and slopes of whole blocks of keys, as left factors and, the slopes, as a right one. */
@@ -187,11 +187,11 @@ put_weights_and_slopes(const struct pairs *w, const struct pair_tiles *made, con
 static WITH_TILES struct pair_tiles put_pair_tiles(const struct pairs *w, const float *weights, const float *slopes,
                                                    const float *own, float bias, int64_t keys)
 {
-    const int64_t parts = w->factors.parts;
+    const int64_t parts = w->buffers.parts;
     const struct pair_tiles made = {
-        tiles_at(w->factors.left, keys, PIECE, parts),
-        tiles_at((float *)w->factors.left + packed_floats(PIECE * PIECE, parts), keys, PIECE, parts),
-        tiles_at(w->factors.right, PIECE, keys, parts),
+        tiles_at(w->buffers.left, keys, PIECE, parts),
+        tiles_at((float *)w->buffers.left + packed_floats(PIECE * PIECE, parts), keys, PIECE, parts),
+        tiles_at(w->buffers.right, PIECE, keys, parts),
     };
     for (int64_t at = 0; at < keys; at += BLOCK)
         for (int64_t number = 0; number < PAIRS; number++)

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "pack_cache.h"
+#include "amx.h"
 
 #define PIECE 64            /* queries, and keys, that are multiplied at a time */
 #define FETCHED 2           /* rows of what comes next that are asked for at a time */

@@ -6,7 +6,7 @@
 
 struct linear_bwd_args {
     struct linear_args forward;  /* sums, factor, log_max_after: as it left them */
-    tensor_view d_sums, d_log;   /* d_log, of the log of what all weights add up to: data is NULL where there is none */
+    tensor_view d_sums, d_log;   /* d_log, of the log of what all weights add up to: data is NULL if there is none */
     tensor_view d_query, d_key, d_value, d_scale; /* d_scale [batches, heads, length]; data may be NULL */
     /* [batches, heads (, groups), input_size, columns] and [.., columns]; NULL where nobody needs them */
     float *d_query_weight, *d_query_bias, *d_key_weight, *d_key_bias;
@@ -16,71 +16,61 @@ struct linear_bwd_args {
 
 /* One map and what its gradients need. */
 struct reverse_map {
-    float *turned;            /* weight, [columns, inputs] */
+    struct matrix turned;     /* weight, [columns, inputs] */
     float *d_weight, *d_bias; /* [inputs, columns], [columns] */
 };
 
 /* What a chunk is read with from the end: its keys, their log scales, and what came before it. */
 struct recalled {
-    float *key;             /* features [chunk, keys] */
-    float *state, *weights; /* state^T [values, keys], [keys] */
+    struct matrix key;   /* features [chunk, keys] */
+    struct matrix state; /* state^T [values, keys] */
+    float *weights;      /* [keys] */
     float log_max, scale[CHUNK];
 };
 
 struct work {
     struct workspace s;
-    float *grad, *slope, *own_log, *grad_pairs, *d_query, *d_key, *d_input, *turned_value;
+    struct matrix grad, grad_pairs, d_query, d_key, turned_value, turned_state;
+    float *slope, *own_log, *d_input;
     /* grad [chunk, values] is g, slope [chunk] is h; d_query, d_key [chunk, keys]: of features */
     struct recalled recalled[SEGMENT / FEW]; /* the chunks of a segment */
     struct reverse_map *maps;                  /* of the queries of each group, then of the keys */
     int64_t columns;                           /* of a weight, padded */
 };
 
-/* Read the keys of a chunk, and what came before it, where they are. */
-static inline void recall(struct work *w, const struct recalled *own)
-{
-    hold_instead(&w->s.factors, w->s.key, own->key);
-    hold_instead(&w->s.factors, w->s.earlier, own->state);
-    w->s.key = own->key;
-    w->s.earlier = own->state;
-}
-
 static int64_t arrange_all(struct work *w, const struct linear_bwd_args *p, float *memory)
 {
     struct workspace *s = &w->s;
-    int64_t used = workspace_init(s, &p->forward, memory), count = p->forward.groups + 1;
+    const int64_t count = p->forward.groups + 1, parts = p->forward.parts;
+    int64_t used = workspace_init(s, &p->forward, memory);
     s->fetched = p->forward.bidirectional ? FETCHED : FETCHED / 2; /* beside more products than in the forward pass */
     w->columns = p->forward.activation == SOFTMAX_PAIR ? round_up(p->forward.key_size / 2, TILE_COLUMNS) : s->keys;
-    w->grad = arena_alloc(memory, &used, s->chunk * s->values);
-    hold(&s->factors, memory, &used, w->grad, s->chunk * s->values, LEFT);
-    hold(&s->factors, memory, &used, w->grad, s->chunk * s->values, RIGHT);
+    w->grad = matrix_alloc(memory, &used, s->chunk, s->values, parts, KEEP_A | KEEP_B);
     w->slope = arena_alloc(memory, &used, s->chunk);
     w->own_log = arena_alloc(memory, &used, s->chunk);
-    w->grad_pairs = arena_alloc(memory, &used, s->chunk * s->chunk);
-    w->d_query = arena_alloc(memory, &used, s->chunk * s->keys);
-    w->d_key = arena_alloc(memory, &used, s->chunk * s->keys);
+    w->grad_pairs = matrix_alloc(memory, &used, s->chunk, s->chunk, parts, KEEP_NONE);
+    w->d_query = matrix_alloc(memory, &used, s->chunk, s->keys, parts, KEEP_NONE);
+    w->d_key = matrix_alloc(memory, &used, s->chunk, s->keys, parts, KEEP_NONE);
     w->d_input = arena_alloc(memory, &used, s->chunk * s->inputs);
-    w->turned_value = arena_alloc(memory, &used, s->chunk * s->values);
-    hold(&s->factors, memory, &used, w->turned_value, s->chunk * s->values, RIGHT);
-    s->turned_state = arena_alloc(memory, &used, s->keys * s->values);
-    hold(&s->factors, memory, &used, s->turned_state, s->keys * s->values, RIGHT);
+    w->turned_value = matrix_alloc(memory, &used, s->values, s->chunk, parts, KEEP_B);
+    w->turned_state = matrix_alloc(memory, &used, s->values, s->keys, parts, KEEP_FINE_B);
     const int64_t all = p->forward.bidirectional ? 1 : SEGMENT / s->chunk;
     for (int64_t chunk = 0; chunk < min_i64(all, p->forward.length / s->chunk + 1); chunk++) {
         struct recalled *own = &w->recalled[chunk];
-        own->key = chunk ? arena_alloc(memory, &used, s->chunk * s->keys) : s->key;
-        own->state = arena_alloc(memory, &used, s->keys * s->values);
+        own->key = chunk ? matrix_like(&w->recalled->key, memory, &used, s->chunk)
+                         : matrix_alloc(memory, &used, s->chunk, s->keys, parts, KEEP_B);
+        own->state = chunk ? matrix_like(&w->recalled->state, memory, &used, s->values)
+                           : matrix_alloc(memory, &used, s->values, s->keys, parts, KEEP_FINE_B);
         own->weights = arena_alloc(memory, &used, s->keys);
     }
-    s->earlier = w->recalled[0].state;
-    hold(&s->factors, memory, &used, s->key, s->chunk * s->keys, RIGHT);
-    hold(&s->factors, memory, &used, s->earlier, s->keys * s->values, RIGHT);
-    w->maps = arena_alloc(memory, &used, round_up(count * sizeof(struct reverse_map), sizeof(float)) / sizeof(float));
+    s->key = &w->recalled[0].key;
+    w->maps = arena_alloc(memory, &used, floats_for(count, sizeof(struct reverse_map)));
     for (int64_t map = 0; map < count; map++) {
         struct reverse_map found = {
-            arena_alloc(memory, &used, w->columns * s->inputs), arena_alloc(memory, &used, w->columns * s->inputs),
+            matrix_alloc(memory, &used, w->columns, s->inputs, parts, KEEP_B),
+            arena_alloc(memory, &used, w->columns * s->inputs),
             arena_alloc(memory, &used, w->columns),
         };
-        hold(&s->factors, memory, &used, found.turned, w->columns * s->inputs, RIGHT);
         if (memory)
             w->maps[map] = found;
     }
@@ -110,14 +100,14 @@ static void prepare_maps(struct work *w, const struct linear_bwd_args *p, int64_
         for (int64_t row = 0; row < f->input_size; row++)
             memcpy(padded + row * w->columns, row_f32(weight, 0, head, group < f->groups ? group : 0, row),
                    w->columns * sizeof(float));
-        transpose(map->turned, w->s.inputs, padded, w->columns, w->s.inputs, w->columns);
+        transpose(matrix_write(&map->turned), w->s.inputs, padded, w->columns, w->s.inputs, w->columns);
         clear(map->d_weight, w->s.inputs * w->columns);
         clear(map->d_bias, w->columns);
     }
 }
 
-static void write_map(const struct work *w, const struct linear_args *f, const struct reverse_map *map, float *d_weight,
-                      float *d_bias, int64_t number)
+static void write_map(const struct work *w, const struct linear_args *f, const struct reverse_map *map,
+                      float *d_weight, float *d_bias, int64_t number)
 {
     const int64_t columns = f->activation == SOFTMAX_PAIR ? f->key_size / 2 : f->key_size;
     for (int64_t row = 0; row < f->input_size && d_weight; row++)
@@ -154,25 +144,25 @@ static void reverse_activation(float *d, const float *features, const struct lin
 }
 
 /* From the gradient of features and these to that of what lies in `input`; `d_scale` is that of the log scales. */
-static void reverse_features(struct work *w, const struct linear_args *p, struct reverse_map *map, float *d_features,
-                             const float *features, int has_weight, int learned, const float *d_scale,
-                             const tensor_view *to, int64_t batch, int64_t head, int64_t group, int64_t at,
-                                 int64_t count)
+static void reverse_features(struct work *w, const struct linear_args *p, struct reverse_map *map,
+                             struct matrix *d_features, const struct matrix *features, int has_weight, int learned,
+                             const float *d_scale, const tensor_view *to, int64_t batch, int64_t head, int64_t group,
+                             int64_t at, int64_t count)
 {
     struct workspace *s = &w->s;
+    float *from = matrix_write(d_features);
     for (int64_t row = 0; row < count; row++)
-        reverse_activation(d_features + row * s->keys, features + row * s->keys, p);
-    float *from = d_features;
+        reverse_activation(from + row * s->keys, features->data + row * s->keys, p);
     int64_t size = s->keys;
     if (has_weight) {
-        clear(d_features + count * s->keys, (s->chunk - count) * s->keys);
-        gemm(s, w->d_input, s->inputs, d_features, s->keys, 1, map->turned, s->inputs, s->chunk, s->inputs,
-                     p->activation == SOFTMAX_PAIR ? p->key_size / 2 : p->key_size, 0);
+        clear(from + count * s->keys, (s->chunk - count) * s->keys);
+        gemm(s, w->d_input, s->inputs, d_features, &map->turned, s->chunk, s->inputs,
+             p->activation == SOFTMAX_PAIR ? p->key_size / 2 : p->key_size, 0);
         if (learned) {
-            gemm(s, map->d_weight, w->columns, s->input, 1, s->inputs, d_features, s->keys,
-                         round_up(p->input_size, TILE_ROWS), w->columns, s->chunk, 1);
+            gemm_t(s, map->d_weight, w->columns, &s->input, d_features, round_up(p->input_size, TILE_ROWS), w->columns,
+                   s->chunk, 1);
             for (int64_t row = 0; row < count; row++)
-                add_scaled(map->d_bias, 1.0f, d_features + row * s->keys, w->columns);
+                add_scaled(map->d_bias, 1.0f, from + row * s->keys, w->columns);
         }
         from = w->d_input;
         size = s->inputs;
@@ -181,7 +171,8 @@ static void reverse_features(struct work *w, const struct linear_args *p, struct
     const int large = is_large(p->batches * p->heads * p->groups * p->length * p->input_size);
     for (int64_t row = 0; row < count; row++) {
         if (changes)
-            add_scaled(from + row * size, 2 * p->quadratic * d_scale[row], s->input + row * s->inputs, p->input_size);
+            add_scaled(from + row * size, 2 * p->quadratic * d_scale[row], s->input.data + row * s->inputs,
+                       p->input_size);
         write_row(to, batch, head, group, at + row, 1.0f, from + row * size, p->input_size, large);
     }
 }

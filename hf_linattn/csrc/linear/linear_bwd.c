@@ -24,18 +24,18 @@ static void load_queries(struct work *w, const struct linear_bwd_args *p, int64_
 {
     const struct linear_args *f = &p->forward;
     struct workspace *s = &w->s;
-    load_features(s->query, s, f, &f->query, &f->query_map, NULL, batch, head, group, at, count);
-    pack(w->grad, s->chunk, &p->d_sums, batch, head, group, at, count, f->value_size, s->values);
-    changed(&s->factors, w->grad);
+    load_features(&s->query, s, f, &f->query, &f->query_map, NULL, batch, head, group, at, count);
+    float *grads = matrix_write(&w->grad), *spare = matrix_write(&s->weighted);
+    pack(grads, s->chunk, &p->d_sums, batch, head, group, at, count, f->value_size, s->values);
     clear(w->slope, s->chunk);
     for (int64_t i = 0; i < count; i++) {
         const float factor = *row_f32(&f->factor, batch, head, group, at + i);
-        const float *sums = read_row(&f->sums, batch, head, group, at + i, f->value_size, s->weighted);
+        const float *sums = read_row(&f->sums, batch, head, group, at + i, f->value_size, spare);
         w->own_log[i] = p->d_log.data && factor > 0.0f ? *row_f32(&p->d_log, batch, head, group, at + i) : 0.0f;
-        float *grad = w->grad + i * s->values;
+        float *grad = grads + i * s->values;
         for (int64_t column = 0; column < s->values; column += LANES) {
             const vec scaled = factor * load(grad + column); /* rounded here: h is that of what is multiplied */
-            store(grad + column, s->factors.parts == 1 ? rounded_lanes(scaled) : scaled);
+            store(grad + column, s->buffers.parts == 1 ? rounded_lanes(scaled) : scaled);
         }
         w->slope[i] = factor * w->own_log[i] - dot(grad, sums, f->value_size);
     }
@@ -60,11 +60,11 @@ static void look_ahead_of_chunks(struct workspace *s, const struct linear_bwd_ar
 static void read_state(struct workspace *s, const struct linear_args *f, float *weights, const float *given)
 {
     const int64_t width = f->value_size + 1;
-    clear(s->state, s->keys * s->values);
-    changed(&s->factors, s->state);
+    float *state = matrix_write(&s->state);
+    clear(state, s->keys * s->values);
     clear(weights, s->keys);
     for (int64_t key = 0; key < f->key_size && given; key++) {
-        memcpy(s->state + key * s->values, given + key * width, f->value_size * sizeof(float));
+        memcpy(state + key * s->values, given + key * width, f->value_size * sizeof(float));
         weights[key] = given[key * width + f->value_size];
     }
 }
@@ -74,17 +74,15 @@ static void add_keys(struct work *w, const struct linear_args *f, const struct r
                      int64_t count, int scaled, float left)
 {
     struct workspace *s = &w->s;
-    if (scaled) {
-        scale_rows(s->value, s->weight, s->chunk, s->values);
-        changed(&s->factors, s->value);
-    }
+    float *state = matrix_write(&next->state);
+    if (scaled)
+        scale_rows(matrix_write(&s->value), s->weight, s->chunk, s->values);
     for (int64_t number = 0; number < s->keys * s->values; number++)
-        next->state[number] = left * own->state[number];
+        state[number] = left * own->state.data[number];
     for (int64_t key = 0; key < s->keys; key++)
         next->weights[key] = left * own->weights[key];
-    gemm(s, next->state, s->keys, s->value, 1, s->values, s->key, s->keys, round_up(f->value_size, TILE_ROWS),
-                 s->keys, s->chunk, 1);
-    add_rows(next->weights, 1.0f, scaled ? s->weight : NULL, s->key, count, s->keys);
+    gemm_t(s, state, s->keys, &s->value, s->key, round_up(f->value_size, TILE_ROWS), s->keys, s->chunk, 1);
+    add_rows(next->weights, 1.0f, scaled ? s->weight : NULL, s->key->data, count, s->keys);
 }
 
 /* Read the keys of a segment from its start, for all of its chunks to be recalled. */
@@ -97,12 +95,12 @@ static void read_segment(struct work *w, const struct linear_bwd_args *p, int64_
     const struct checkpoint kept = checkpoint_of(f, head, from / SEGMENT);
     struct recalled *own = w->recalled;
     float left = 1.0f;
-    transpose(own->state, s->keys, kept.state, s->values, s->keys, s->values);
+    transpose(matrix_write(&own->state), s->keys, kept.state, s->values, s->keys, s->values);
     memcpy(own->weights, kept.weights, s->keys * sizeof(float));
     own->log_max = *kept.log_max;
     for (int64_t at = from; at < to; at += s->chunk, own++) {
         const int64_t count = min_i64(s->chunk, to - at);
-        recall(w, own);
+        s->key = &own->key;
         look_ahead_of_chunks(s, p, batch, head, at + s->chunk < to ? at + s->chunk : -1, -1);
         const float log_max = load_keys(s, f, batch, head, at, count, scaled, own->log_max, &left);
         if (scaled)
@@ -114,30 +112,30 @@ static void read_segment(struct work *w, const struct linear_bwd_args *p, int64_
     }
 }
 
-/* Gradients of the queries of one group of one chunk: `earlier` [values, keys] sums up value key^T of what came before,
- * and grad_pairs [chunk, chunk] has the gradients of the pairs. */
+/* Gradients of the queries of one group of one chunk: its `state` [values, keys] sums up value key^T of what came
+ * before, and grad_pairs [chunk, chunk] has the gradients of the pairs. */
 static void write_queries(struct work *w, const struct linear_bwd_args *p, const struct recalled *own, int64_t batch,
                           int64_t head, int64_t group, int64_t at, int64_t count)
 {
     const struct linear_args *f = &p->forward;
     struct workspace *s = &w->s;
+    float *d_query = matrix_write(&w->d_query);
     for (int64_t i = 0; i < s->chunk; i++)
         for (int64_t key = 0; key < s->keys; key++)
-            w->d_query[i * s->keys + key] = w->slope[i] * own->weights[key];
-    gemm(s, w->d_query, s->keys, w->grad, s->values, 1, s->earlier, s->keys, s->chunk, s->keys, f->value_size,
-                 1);
+            d_query[i * s->keys + key] = w->slope[i] * own->weights[key];
+    gemm(s, d_query, s->keys, &w->grad, &own->state, s->chunk, s->keys, f->value_size, 1);
     if (!f->bidirectional) {
         if (has_scales(f))
-            scale_rows(w->d_query, s->kept, s->chunk, s->keys);
-        gemm_tril(s, w->d_query, w->grad_pairs, s->key, s->keys);
+            scale_rows(d_query, s->kept, s->chunk, s->keys);
+        gemm_tril(s, d_query, &w->grad_pairs, s->key, s->keys);
     }
-    reverse_features(w, f, &w->maps[group], w->d_query, s->query, f->query_map.weight.data != NULL,
+    reverse_features(w, f, &w->maps[group], &w->d_query, &s->query, f->query_map.weight.data != NULL,
                      p->d_query_weight != NULL, w->own_log, &p->d_query, batch, head, group, at, count);
 }
 
 /* The largest exponent of queries that saw anything, from the end to the start of a chunk. */
-static float largest_exponent(const struct work *w, const struct linear_bwd_args *p, int64_t batch, int64_t head, int64_t at,
-                              int64_t count, float later)
+static float largest_exponent(const struct work *w, const struct linear_bwd_args *p, int64_t batch, int64_t head,
+                              int64_t at, int64_t count, float later)
 {
     for (int64_t group = 0; group < p->forward.groups; group++)
         for (int64_t i = 0; i < count; i++)
@@ -150,10 +148,9 @@ static float largest_exponent(const struct work *w, const struct linear_bwd_args
 static void fold_queries(struct work *w, const struct linear_args *f, int64_t count)
 {
     struct workspace *s = &w->s;
-    gemm(s, s->state, s->values, s->query, 1, s->keys, w->grad, s->values, round_up(f->key_size, TILE_ROWS),
-                 s->values, s->chunk, 1);
-    changed(&s->factors, s->state);
-    add_rows(s->weights, 1.0f, w->slope, s->query, count, s->keys);
+    gemm_t(s, matrix_write(&s->state), s->values, &s->query, &w->grad, round_up(f->key_size, TILE_ROWS), s->values,
+           s->chunk, 1);
+    add_rows(s->weights, 1.0f, w->slope, s->query.data, count, s->keys);
 }
 
 /* Add them to the gradients of the keys and values of their chunk, too; `top` is the largest exponent. */
@@ -161,26 +158,26 @@ static void add_queries(struct work *w, const struct linear_args *f, float *d_va
                         int64_t group, int64_t at, int64_t count, int scaled, float top)
 {
     struct workspace *s = &w->s;
-    form_pairs(s->scores, s, s->query, s->keys, s->turned, f->key_size, NULL, scaled);
-    gemm_tril_t(s, w->d_key, w->grad_pairs, s->query, s->keys);
-    gemm_tril_t(s, d_value, s->scores, w->grad, s->values);
-    if (scaled)
+    form_pairs(&s->scores, s, &s->query, &s->turned, f->key_size, NULL, scaled);
+    gemm_tril_t(s, matrix_write(&w->d_key), &w->grad_pairs, &s->query, s->keys);
+    gemm_tril_t(s, d_value, &s->scores, &w->grad, s->values);
+    if (scaled) {
+        float *grad = matrix_write(&w->grad);
         for (int64_t i = 0; i < count; i++) {
             const float seen = *row_f32(&f->factor, batch, head, group, at + i);
             const float weight = seen > 0.0f ? exp_of_one(-s->top[i] - top) : 0.0f;
             w->slope[i] *= weight;
             for (int64_t column = 0; column < s->values; column++)
-                w->grad[i * s->values + column] *= weight;
+                grad[i * s->values + column] *= weight;
         }
-    if (scaled)
-        changed(&s->factors, w->grad);
+    }
     fold_queries(w, f, count);
 }
 
-static void turn_state(struct workspace *s)
+static void turn_state(struct work *w)
 {
-    transpose(s->turned_state, s->keys, s->state, s->values, s->keys, s->values);
-    changed(&s->factors, s->turned_state);
+    const struct workspace *s = &w->s;
+    transpose(matrix_write(&w->turned_state), s->keys, s->state.data, s->values, s->keys, s->values);
 }
 
 /* Begin the gradients of the keys and values of a chunk with those of later queries, which `state` [keys, values] and
@@ -188,51 +185,51 @@ static void turn_state(struct workspace *s)
 static void read_later(struct work *w, const struct linear_args *f, float *d_value, int scaled, float later)
 {
     struct workspace *s = &w->s;
+    float *d_key = matrix_write(&w->d_key);
     for (int64_t j = 0; j < s->chunk; j++)
-        memcpy(w->d_key + j * s->keys, s->weights, s->keys * sizeof(float));
-    gemm(s, w->d_key, s->keys, s->value, s->values, 1, s->turned_state, s->keys, s->chunk, s->keys,
-                 f->value_size, 1);
-    gemm(s, d_value, s->values, s->key, s->keys, 1, s->state, s->values, s->chunk, s->values, f->key_size, 0);
+        memcpy(d_key + j * s->keys, s->weights, s->keys * sizeof(float));
+    gemm(s, d_key, s->keys, &s->value, &w->turned_state, s->chunk, s->keys, f->value_size, 1);
+    gemm(s, d_value, s->values, s->key, &s->state, s->chunk, s->values, f->key_size, 0);
     if (!scaled)
         return;
     for (int64_t j = 0; j < s->chunk; j++)
         s->weight[j] = exp_of_one(s->exponent[j] + later + s->passed[s->chunk - 1]);
-    scale_rows(w->d_key, s->weight, s->chunk, s->keys);
+    scale_rows(d_key, s->weight, s->chunk, s->keys);
     scale_rows(d_value, s->weight, s->chunk, s->values);
 }
 
 /* Let the state of later queries count from another largest exponent: `left` of it is left. */
 static void scale_state(struct workspace *s, float left)
 {
+    float *state = matrix_write(&s->state);
     for (int64_t number = 0; number < s->keys * s->values; number++)
-        s->state[number] *= left;
+        state[number] *= left;
     for (int64_t key = 0; key < s->keys; key++)
         s->weights[key] *= left;
-    changed(&s->factors, s->state);
 }
 
 /* Gradients of the keys and values of one chunk, whose keys are there. */
-static void write_keys(struct work *w, const struct linear_bwd_args *p, const float *d_value, int64_t batch, int64_t head,
-                       int64_t at, int64_t count)
+static void write_keys(struct work *w, const struct linear_bwd_args *p, const float *d_value, int64_t batch,
+                       int64_t head, int64_t at, int64_t count)
 {
     const struct linear_args *f = &p->forward;
     struct workspace *s = &w->s;
     const int large = is_large(f->batches * f->heads * f->length * f->value_size);
     for (int64_t j = 0; j < count; j++) {
         write_row(&p->d_value, batch, head, 0, at + j, 1.0f, d_value + j * s->values, f->value_size, large);
-        w->slope[j] = dot(w->d_key + j * s->keys, s->key + j * s->keys, f->key_size);
+        w->slope[j] = dot(w->d_key.data + j * s->keys, s->key->data + j * s->keys, f->key_size);
         if (p->d_scale.data)
             *row_f32(&p->d_scale, batch, head, 0, at + j) = w->slope[j];
     }
     if (f->key_map.weight.data)
-        pack(s->input, s->chunk, &f->key, batch, head, 0, at, count, f->input_size, s->inputs);
-    reverse_features(w, f, &w->maps[f->groups], w->d_key, s->key, f->key_map.weight.data != NULL,
+        pack(matrix_write(&s->input), s->chunk, &f->key, batch, head, 0, at, count, f->input_size, s->inputs);
+    reverse_features(w, f, &w->maps[f->groups], &w->d_key, s->key, f->key_map.weight.data != NULL,
                      p->d_key_weight != NULL, w->slope, &p->d_key, batch, head, 0, at, count);
 }
 
 /* All gradients of one chunk, which is recalled; returns the largest exponent of what comes after it as seen from its
  * start. */
-static float read_chunk(struct work *w, const struct linear_bwd_args *p, const struct recalled *own, int64_t batch,
+static float read_chunk(struct work *w, const struct linear_bwd_args *p, struct recalled *own, int64_t batch,
                         int64_t head, int64_t at, float later)
 {
     const struct linear_args *f = &p->forward;
@@ -240,14 +237,13 @@ static float read_chunk(struct work *w, const struct linear_bwd_args *p, const s
     const int scaled = has_scales(f);
     const int64_t count = min_i64(s->chunk, f->length - at);
     float left, *d_value = s->out;
-    recall(w, own);
+    s->key = &own->key;
     if (scaled)
         memcpy(s->scale, own->scale, sizeof(own->scale));
     load_values(s, f, batch, head, at, count, scaled, own->log_max, &left);
     turn_keys(s);
-    transpose(w->turned_value, s->chunk, s->value, s->values, s->chunk, s->values);
-    changed(&s->factors, w->turned_value);
-    turn_state(s);
+    transpose(matrix_write(&w->turned_value), w->turned_value.row, s->value.data, s->values, s->chunk, s->values);
+    turn_state(w);
     look_ahead_of_chunks(s, p, batch, head, at - SEGMENT, at - s->chunk);
     read_later(w, f, d_value, scaled, later);
     if (scaled) {
@@ -258,7 +254,7 @@ static float read_chunk(struct work *w, const struct linear_bwd_args *p, const s
     }
     for (int64_t group = 0; group < f->groups; group++) {
         load_queries(w, p, batch, head, group, at, count);
-        form_pairs(w->grad_pairs, s, w->grad, s->values, w->turned_value, f->value_size, w->slope, scaled);
+        form_pairs(&w->grad_pairs, s, &w->grad, &w->turned_value, f->value_size, w->slope, scaled);
         write_queries(w, p, own, batch, head, group, at, count);
         add_queries(w, f, d_value, batch, head, group, at, count, scaled, later);
     }
@@ -280,7 +276,7 @@ static void read_both_ways(struct work *w, const struct linear_bwd_args *p, int6
             write_queries(w, p, w->recalled, batch, head, group, at, count);
             fold_queries(w, f, count);
         }
-    turn_state(s);
+    turn_state(w);
     for (int64_t at = 0; at < f->length; at += s->chunk) {
         const int64_t count = min_i64(s->chunk, f->length - at);
         look_ahead_of_chunks(s, p, batch, head, at + s->chunk, -1);
@@ -299,8 +295,7 @@ static void read_sequence(struct work *w, const struct linear_bwd_args *p, int64
     float later = left_one || f->bidirectional ? -f->log_max_after[sequence] : LOWEST;
     if (f->bidirectional) {
         read_state(s, f, w->recalled->weights, f->state_after + sequence * size);
-        transpose(s->earlier, s->keys, s->state, s->values, s->keys, s->values);
-        changed(&s->factors, s->earlier);
+        transpose(matrix_write(&w->recalled->state), s->keys, s->state.data, s->values, s->keys, s->values);
     }
     read_state(s, f, s->weights, left_one ? p->d_state + sequence * size : NULL);
     if (f->bidirectional)
@@ -315,7 +310,7 @@ static void read_sequence(struct work *w, const struct linear_bwd_args *p, int64
     for (int64_t key = 0; key < f->key_size && f->continues && p->d_before; key++) {
         float *row = p->d_before + sequence * size + key * width;
         for (int64_t column = 0; column < f->value_size; column++)
-            row[column] = left * s->state[key * s->values + column];
+            row[column] = left * s->state.data[key * s->values + column];
         row[f->value_size] = left * s->weights[key];
     }
 }

@@ -26,9 +26,9 @@ static float last_factor(const struct workspace *s, const struct linear_args *p,
         return row_scale ? exp_of_one(*row_scale + (scaled ? s->top[i] + s->passed[i] : 0.0f)) : 1.0f;
     vec earlier = {0}, own = {0};
     for (int64_t key = 0; key < s->keys; key += LANES)
-        earlier += load(s->query + i * s->keys + key) * load(s->weights + key);
+        earlier += load(s->query.data + i * s->keys + key) * load(s->weights + key);
     for (int64_t j = 0; j <= i && !p->bidirectional; j += LANES)
-        own += load(s->scores + i * s->chunk + j);
+        own += load(s->scores.data + i * s->scores.row + j);
     const float weight = sum_of(own + (scaled ? s->kept[i] : 1.0f) * earlier);
     return weight >= p->least_weight ? 1.0f / weight : 0.0f;
 }
@@ -38,20 +38,20 @@ static void read_chunk(struct workspace *s, const struct linear_args *p, int64_t
                        int64_t at, int64_t count, int scaled)
 {
     memset(s->query_scale, 0, sizeof(s->query_scale));
-    load_features(s->query, s, p, &p->query, &p->query_map, p->activation == EXPONENTIAL ? s->query_scale : NULL,
+    load_features(&s->query, s, p, &p->query, &p->query_map, p->activation == EXPONENTIAL ? s->query_scale : NULL,
                   batch, head, group, at, count);
     const int large = is_large(p->batches * p->heads * p->groups * p->length * p->value_size);
     const int64_t others = s->next.count, last = group == p->groups - 1;
     const int64_t next = last ? at + s->chunk : at;
     prefetch_push(&s->next, &p->query, batch, head, last ? 0 : group + 1, next, min_i64(s->chunk, p->length - next),
                p->input_size);
-    gemm(s, s->out, s->values, s->query, s->keys, 1, s->state, s->values, s->chunk, s->values, p->key_size, 0);
+    gemm(s, s->out, s->values, &s->query, &s->state, s->chunk, s->values, p->key_size, 0);
     for (int64_t i = 0; i < s->chunk && scaled; i++)
         for (int64_t column = 0; column < s->values; column++)
             s->out[i * s->values + column] *= s->kept[i];
     if (!p->bidirectional) {
-        form_pairs(s->scores, s, s->query, s->keys, s->turned, p->key_size, NULL, scaled);
-        gemm_tril(s, s->out, s->scores, s->value, s->values);
+        form_pairs(&s->scores, s, &s->query, &s->turned, p->key_size, NULL, scaled);
+        gemm_tril(s, s->out, &s->scores, &s->value, s->values);
     }
     s->next.count = others;
     const float *row_scale = p->row_scale.data ? row_f32(&p->row_scale, batch, head, group, at) : NULL;
@@ -68,21 +68,24 @@ static void read_chunk(struct workspace *s, const struct linear_args *p, int64_t
 /* state = left state + sum_j weight_j key_j value_j^T */
 static void fold_chunk(struct workspace *s, const struct linear_args *p, int scaled, float left)
 {
-    const float *weighted = s->value;
+    float *state = matrix_write(&s->state);
+    struct matrix *value = &s->value;
     if (scaled) {
-        weighted = s->weighted;
+        value = &s->weighted;
+        float *weighted = matrix_write(value);
         for (int64_t j = 0; j < s->chunk; j++)
             for (int64_t column = 0; column < s->values; column++)
-                s->weighted[j * s->values + column] = s->weight[j] * s->value[j * s->values + column];
+                weighted[j * s->values + column] = s->weight[j] * s->value.data[j * s->values + column];
         for (int64_t number = 0; number < s->keys * s->values; number++)
-            s->state[number] *= left;
+            state[number] *= left;
     }
-    const int turned = s->factors.parts && !p->bidirectional; /* tiles of these rows take less time */
-    gemm(s, s->state, s->values, turned ? s->turned : s->key, turned ? s->chunk : 1, turned ? 1 : s->keys,
-                 weighted, s->values, round_up(p->key_size, TILE_ROWS), s->values, s->chunk, 1);
-    changed(&s->factors, s->state);
+    const int64_t rows = round_up(p->key_size, TILE_ROWS);
+    if (s->buffers.parts && !p->bidirectional) /* tiles of these rows take less time */
+        gemm(s, state, s->values, &s->turned, value, rows, s->values, s->chunk, 1);
+    else
+        gemm_t(s, state, s->values, s->key, value, rows, s->values, s->chunk, 1);
     if (p->normalise)
-        add_rows(s->weights, scaled ? left : 1.0f, scaled ? s->weight : NULL, s->key, s->chunk, s->keys);
+        add_rows(s->weights, scaled ? left : 1.0f, scaled ? s->weight : NULL, s->key->data, s->chunk, s->keys);
 }
 
 static void read_sequence(struct workspace *s, const struct linear_args *p, int64_t batch, int64_t head)
@@ -91,17 +94,18 @@ static void read_sequence(struct workspace *s, const struct linear_args *p, int6
     const int64_t sequence = batch * p->heads + head, width = p->value_size + (p->normalise ? 1 : 0);
     const float *given = p->state + sequence * p->key_size * width;
     float *after = p->state_after + sequence * p->key_size * width, before = first_top(p, sequence), left = 1.0f;
-    memset(s->state, 0, s->keys * s->values * sizeof(float));
+    float *state = matrix_write(&s->state);
+    memset(state, 0, s->keys * s->values * sizeof(float));
     memset(s->weights, 0, s->keys * sizeof(float));
     for (int64_t key = 0; key < p->key_size && p->continues; key++) {
-        memcpy(s->state + key * s->values, given + key * width, p->value_size * sizeof(float));
+        memcpy(state + key * s->values, given + key * width, p->value_size * sizeof(float));
         s->weights[key] = p->normalise ? given[key * width + p->value_size] : 0.0f;
     }
     for (int64_t at = 0; at < p->length; at += s->chunk) {
         const int64_t count = min_i64(s->chunk, p->length - at);
         if (p->checkpoints && at % SEGMENT == 0) {
             const struct checkpoint kept = checkpoint_of(p, head, at / SEGMENT);
-            memcpy(kept.state, s->state, s->keys * s->values * sizeof(float));
+            memcpy(kept.state, s->state.data, s->keys * s->values * sizeof(float));
             memcpy(kept.weights, s->weights, s->keys * sizeof(float));
             *kept.log_max = before;
         }
@@ -123,11 +127,19 @@ static void read_sequence(struct workspace *s, const struct linear_args *p, int6
     if (!p->leaves)
         return;
     for (int64_t key = 0; key < p->key_size; key++) {
-        memcpy(after + key * width, s->state + key * s->values, p->value_size * sizeof(float));
+        memcpy(after + key * width, s->state.data + key * s->values, p->value_size * sizeof(float));
         if (p->normalise)
             after[key * width + p->value_size] = s->weights[key];
     }
     p->log_max_after[sequence] = before;
+}
+
+static int64_t forward_init(struct workspace *s, struct matrix *key, const struct linear_args *p, float *memory)
+{
+    int64_t used = workspace_init(s, p, memory);
+    *key = matrix_alloc(memory, &used, s->chunk, s->keys, p->parts, KEEP_NONE);
+    s->key = key;
+    return used;
 }
 
 static void read_task(const void *args, float *memory, int64_t task)
@@ -135,9 +147,10 @@ static void read_task(const void *args, float *memory, int64_t task)
     const struct linear_args *p = args;
     const int64_t row = task / p->heads, head = task % p->heads;
     struct workspace s;
+    struct matrix key;
     for (int64_t number = first_of(p, row); number < first_of(p, row + 1); number++) {
         const struct linear_args own = problem_of(p, row, number);
-        workspace_init(&s, &own, memory);
+        forward_init(&s, &key, &own, memory);
         begin_tiles(p->parts);
         read_sequence(&s, &own, row, head);
         end_tiles(p->parts);
@@ -148,9 +161,10 @@ static void read_task(const void *args, float *memory, int64_t task)
 int causal_sums(const struct linear_args *p)
 {
     struct workspace s;
+    struct matrix key;
     if (!fits(p))
         return BAD_NUMBERS;
-    return run_tasks(read_task, p, p->batches * p->heads, p->threads, workspace_init(&s, p, NULL));
+    return run_tasks(read_task, p, p->batches * p->heads, p->threads, forward_init(&s, &key, p, NULL));
 }
 
 LAYOUT(causal_sums, struct linear_args, 0x77eda765)

@@ -74,7 +74,7 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
         if (seen.start >= seen.end)
             continue;
         const struct met met = meet_copies(s);
-        if (s->factors.parts)
+        if (s->buffers.parts)
             read_rows(s, &met, &seen);
         else
             read_pairs(s, &met, &seen, count, rows, SOME);

@@ -49,7 +49,7 @@ static void read_rows(struct workspace *s, int64_t count)
     struct piece piece;
     if (seen.start >= seen.end)
         return;
-    if (!s->factors.parts) {
+    if (!s->buffers.parts) {
         read_piece(s, &seen, keys, values, count, SOME);
         return;
     }
