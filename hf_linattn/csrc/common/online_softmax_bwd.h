@@ -65,6 +65,7 @@ static void begin_pairs(struct pairs *w, float scaling)
     transpose(w->turned_grad, PIECE, w->grad, w->values, PIECE, w->values);
     memset(w->d_query, 0, PIECE * w->keys * sizeof(float));
     memset(w->log, 0, sizeof(w->log)); /* there may be fewer queries than PIECE */
+    memset(w->weight_grad, 0, sizeof(w->weight_grad));
     if (!w->buffers.parts)
         return;
     const int64_t parts = w->buffers.parts;

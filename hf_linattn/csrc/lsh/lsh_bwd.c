@@ -55,6 +55,8 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
         pack(s->grad + i * s->values, 1, &p->grad, w->batch, w->head, w->group, queries[i], 1, p->value_size,
              s->values);
     }
+    memset(s->query + rows * s->keys, 0, (PIECE - rows) * s->keys * sizeof(float)); /* whole tiles are read */
+    memset(s->grad + rows * s->values, 0, (PIECE - rows) * s->values * sizeof(float));
     begin_pairs(s, p->scaling);
     for (int64_t i = 0; i < rows; i++)
         note_sums(s, i, *row_f32(&p->log, w->batch, w->head, w->group, queries[i]),

@@ -26,6 +26,15 @@ def calls(monkeypatch):
     return taken
 
 
+@pytest.fixture
+def products_of_halves():
+    """Products on the matrix unit, if there is one."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 def make_lsh(causal: bool, sizes: tuple[int, int, int], shared_qk: bool = False):
     named = dict(zip(("num_buckets", "bucket_size", "num_rounds"), sizes, strict=True))
     return make_mechanism("lsh", causal, **named, shared_qk=shared_qk)
@@ -84,6 +93,17 @@ def test_gradients(variant, calls, causal, shared_qk, sizes):
             gradients.append(torch.autograd.grad((output * weight * real).sum(), operands))
         for got, want in zip(*gradients, strict=True):
             assert_close(got.double(), want, 2e-5)
+    assert calls
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_in_memory_that_has_no_numbers(variant, calls, products_of_halves, causal):
+    """Fewer queries than a tile has, where memory that was freed is full of NaN."""
+    mechanism, operands = make_lsh(causal, (8, 16, 4)).train(), [x.requires_grad_() for x in make_heads(2, 31)]
+    output, _ = mechanism(*operands)
+    freed = [torch.full((2**size + 16,), float("nan")) for size in range(8, 23) for _ in range(3)]
+    del freed
+    assert all(x.isfinite().all() for x in torch.autograd.grad(output.sum(), operands))
     assert calls
 
 
