@@ -42,7 +42,7 @@ SEGMENT = 512  # tokens between two checkpoints, as in linear.h
 GROUPED = {"query", "sums", "row_scale", "factor", "top"}
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "normalise", "threads", "parts")
 LEAST_FEATURES = 96  # with fewer of them products in exact parts do not pay
-CHUNK, FEW = 64, 32  # tokens read at a time, and where products are of float32, as in causal_chunks.h
+CHUNK, FEW = 64, 32  # tokens read at a time, and where products are of float32, as in csrc/linear/chunk.h
 
 
 class LinearArgs(ctypes.Structure):
