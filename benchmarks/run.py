@@ -26,7 +26,7 @@ import torch
 import typer
 from tqdm.auto import tqdm
 
-from benchmarks.measure.compile_ahead import compile_ahead, failure, processes
+from benchmarks.measure.compile_ahead import compile_ahead, failure, processes, results
 from benchmarks.measure.decoding import measure_decoding
 from benchmarks.measure.fla_kernels import FLA, fla_version, tune
 from benchmarks.measure.operations import OperationRow, Operations, find_crossovers, measure_operations
@@ -128,11 +128,9 @@ def prepare_gpu(
         alone.submit(torch.cuda.init)  # imports while others compile
         compiled = compile_ahead(plan, device, dtype, names, backend, version is not None)
         failures += compiled.pop("failures")
-        steps: list[StepRow] = []
-        try:
-            steps = alone.submit(measure_steps, plan, device, dtype, stepping, backend).result()
-        except Exception as error:  # whatever it is, the operations are to be measured
-            failures.append(failure("steps", error))
+        measured = alone.submit(measure_steps, plan, device, dtype, stepping, backend)
+        found = results({"steps": measured}, failures)  # without them the operations are measured all the same
+        steps: list[StepRow] = found[0] if found else []
     baselines = [SOFTMAX, FLASH]
     if compiled["fla"]:
         try:
@@ -140,8 +138,8 @@ def prepare_gpu(
             baselines += FLA
         except Exception as error:
             failures.append(failure("fla", error))
-    found = {"fla_version": version, "compiled_ahead": compiled, "baselines": baselines}
-    return {**found, "steps": [dataclasses.asdict(row) for row in steps]}
+    prepared = {"fla_version": version, "compiled_ahead": compiled, "baselines": baselines}
+    return {**prepared, "steps": [dataclasses.asdict(row) for row in steps]}
 
 
 def main(

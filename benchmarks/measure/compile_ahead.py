@@ -85,13 +85,13 @@ def results(futures: dict[str, Future[Any]], failures: list[Failure]) -> list[An
     """Return what came out of all that came to an end, and note what did not."""
     found = []
     for what, future in futures.items():
-        try:
+        if (error := future.exception()) is None:
             found.append(future.result())
-        except Exception as error:
+        else:
             failures.append(failure(what, error))
     return found
 
 
-def failure(what: str, error: Exception) -> Failure:
+def failure(what: str, error: BaseException) -> Failure:
     """Return a failure as it stands in the results."""
     return {"what": what, "error": f"{type(error).__name__}: {error}"[:600]}

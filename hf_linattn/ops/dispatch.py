@@ -158,13 +158,11 @@ def absent(backend: str, call: Any) -> str | None:
 
 @functools.cache
 def no_triton(device: torch.device) -> str | None:
-    """Return why "auto" does without Triton on a device: it takes GPUs that have run its kernels, see `is_large`."""
+    """Return why "auto" does without Triton on a device: it takes GPUs that have run its kernels, see `why_small`."""
     if device.type != "cuda":
         return f"heads on {device.type!r}"
     try:  # here: nothing else needs Triton
-        from .runtime.triton import is_large
+        from .runtime.triton import why_small
     except ImportError:
         return "Triton is not installed"
-    if is_large(device):
-        return None
-    return "the GPU is no Hopper, Triton calls a ptxas older than that of CUDA 13.3, or HF_LINATTN_SMALL_TILES=1"
+    return why_small(device)

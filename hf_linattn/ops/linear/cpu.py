@@ -327,27 +327,16 @@ def step_attention(
     key_padding_mask: Tensor | None,
     log_decay: Tensor | None,
     state: LinearState | None,
+    written: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, LinearState]:
     """Return the output [B, Hkv, G, 1, Dv] and the next state; `state` stays as it is. Without gradients.
 
     Args:
         query: [B, Hkv, G, 1, D], before the feature maps. key: [B, Hkv, 1, D]. value: [B, Hkv, 1, Dv].
         key_padding_mask: [B, 1]. log_decay: [B, Hkv, 1].
+        written: where to write `Sums.factor` and `Sums.top` of a step that does not see its own key.
     """
-    return _step(query, key, value, maps, key_padding_mask, log_decay, state)
-
-
-def strict_step(
-    query: Tensor, key: Tensor, value: Tensor, maps: list[NativeMap], log_decay: Tensor | None, state: LinearState
-) -> tuple[Tensor, Tensor, LinearState]:
-    """`step_attention` to what was there before the key; with the log of the weights of each query [B, Hkv, G, 1]."""
-    factor, top = query.new_empty(2, *query.shape[:4]).unbind()
-    output, after = _step(query, key, value, maps, None, log_decay, state, factor, top)
-    return output, log_weight(factor, top), after
-
-
-def _step(query, key, value, maps, mask, log_decay, state, factor=None, top=None):
-    hidden, rest = map_operands(query, key, maps, mask)
+    hidden, rest = map_operands(query, key, maps, key_padding_mask)
     if state is None:
         scaled = maps[1].activation == "exponential" or log_decay is not None
         state = LinearState.before(maps[1].width(key.shape[-1]), value, scaled)
@@ -355,5 +344,15 @@ def _step(query, key, value, maps, mask, log_decay, state, factor=None, top=None
     before = state.kv.contiguous(), state.log_max.contiguous()
     after = LinearState(*(torch.empty_like(x) for x in before))
     heads = dense_rows(query), dense_rows(key), dense_rows(value)
-    causal_step(*heads, hidden, log_decay, output, factor, top, *before, *after, *rest, factor is not None)
+    strict = written is not None
+    causal_step(*heads, hidden, log_decay, output, *(written or (None, None)), *before, *after, *rest, strict)
     return output, after
+
+
+def strict_step(
+    query: Tensor, key: Tensor, value: Tensor, maps: list[NativeMap], log_decay: Tensor | None, state: LinearState
+) -> tuple[Tensor, Tensor, LinearState]:
+    """`step_attention` to what was there before the key; with the log of the weights of each query [B, Hkv, G, 1]."""
+    factor, top = query.new_empty(2, *query.shape[:4]).unbind()
+    output, after = step_attention(query, key, value, maps, None, log_decay, state, (factor, top))
+    return output, log_weight(factor, top), after

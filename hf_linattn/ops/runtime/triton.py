@@ -59,18 +59,27 @@ def small_tiles_forced() -> bool:
 
 @functools.cache
 def is_large(device: torch.device) -> bool:
-    """Whether programs have the shared memory and the products of warp groups that Hopper brought, and can trust them.
+    """Whether kernels are those of Hopper, see `why_small`."""
+    return why_small(device) is None
 
-    Older `ptxas` give the registers or the shared memory of such products away while they are read, so that kernels
+
+def why_small(device: torch.device) -> str | None:
+    """Return why a GPU gets the kernels that all can run, None where it gets those of Hopper.
+
+    Those need the shared memory and the products of warp groups that Hopper brought, and an assembler to be trusted:
+    older `ptxas` give the registers or the shared memory of such products away while they are read, so that kernels
     with several of them compute something else or fail: that of CUDA 12.8 did here, that of 13.3, whose release notes
     say it is mended, did not (triton-lang/triton#11366, #11781). `TRITON_PTXAS_PATH` names another one than that in
     Triton, as pip's nvidia-cuda-nvcc has it.
 
-    HF_LINATTN_SMALL_TILES=1 in the environment says no, so that a Hopper tests the kernels that older GPUs run.
+    With HF_LINATTN_SMALL_TILES=1 in the environment a Hopper runs the kernels of other GPUs, to test them.
     """
-    if device.type != "cuda" or torch.version.hip or small_tiles_forced():
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9 and assembler_version() >= SOUND
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
+        return "the GPU is no Hopper"
+    if small_tiles_forced():
+        return "HF_LINATTN_SMALL_TILES=1"
+    version = assembler_version()
+    return None if version >= SOUND else f"Triton calls the ptxas of CUDA {'.'.join(map(str, version))}, older than 13.3"
 
 
 @contextlib.contextmanager

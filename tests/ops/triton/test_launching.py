@@ -32,13 +32,14 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("generation", "version", "large"), [(9, "13.3", True), (9, "14.0", True), (9, "12.9", False), (8, "13.3", False)]
+    ("generation", "version", "why"),
+    [(9, "13.3", None), (9, "14.0", None), (9, "12.9", "ptxas of CUDA 12.9"), (8, "13.3", "no Hopper")],
 )
-def test_auto_is_triton_where_its_kernels_were_run(machine, generation, version, large):
+def test_auto_is_triton_where_its_kernels_were_run(machine, generation, version, why):
     machine(generation, version)
     call = SimpleNamespace(query=SimpleNamespace(device=GPU), policy=Policy("auto"))
     reason = absent("triton", call)
-    assert reason is None if large else "no Hopper" in str(reason)
+    assert reason is None if why is None else why in str(reason)
     assert absent("triton", SimpleNamespace(query=torch.empty(1), policy=Policy("auto"))) == "heads on 'cpu'"
     call.policy = Policy("triton")  # which was chosen for the model, whatever it is
     assert absent("triton", call) is None
@@ -49,7 +50,7 @@ def test_the_environment_asks_for_the_kernels_of_older_gpus(machine, monkeypatch
     assert launching.is_large(GPU)
     monkeypatch.setenv("HF_LINATTN_SMALL_TILES", "1")
     machine(9, "13.3")
-    assert not launching.is_large(GPU)
+    assert not launching.is_large(GPU) and launching.why_small(GPU) == "HF_LINATTN_SMALL_TILES=1"
 
 
 @pytest.mark.parametrize(("version", "trusted"), [("13.3", True), ("13.2", False)])
