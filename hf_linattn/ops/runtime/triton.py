@@ -78,8 +78,9 @@ def why_small(device: torch.device) -> str | None:
         return "the GPU is no Hopper"
     if small_tiles_forced():
         return "HF_LINATTN_SMALL_TILES=1"
-    version = assembler_version()
-    return None if version >= SOUND else f"Triton calls the ptxas of CUDA {'.'.join(map(str, version))}, older than 13.3"
+    if (version := assembler_version()) >= SOUND:
+        return None
+    return f"Triton calls the ptxas of CUDA {'.'.join(map(str, version))}, older than {'.'.join(map(str, SOUND))}"
 
 
 @contextlib.contextmanager
