@@ -10,6 +10,7 @@ Importing this package also teaches the Auto classes of transformers to load con
 from . import hub  # noqa: F401  the Auto classes load converted checkpoints from now on
 from .backends import set_backend
 from .calibration import calibrate
+from .chosen_plan import ChosenPlan
 from .config import MechanismConfig
 from .errors import (
     BuildError,
@@ -36,6 +37,7 @@ from .patching import (
     unpatch_model,
 )
 from .plan import PatchConfig
+from .plan_search import choose_plan
 from .sensitivity import choose_layers, layer_sensitivity
 
 __version__ = "0.1.0"
@@ -44,6 +46,7 @@ __all__ = [
     "AttentionLayer",
     "BuildError",
     "CheckpointError",
+    "ChosenPlan",
     "DataError",
     "DerivativeError",
     "HfLinattnError",
@@ -58,6 +61,7 @@ __all__ = [
     "UnsupportedModelError",
     "calibrate",
     "choose_layers",
+    "choose_plan",
     "chunk_feed_forward",
     "explain_backend",
     "get_mechanisms",

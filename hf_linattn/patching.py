@@ -15,6 +15,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from . import architecture, pinning, saved_config
 from . import transformers_bridge as bridge
+from .chosen_plan import ChosenPlan
 from .chunked_mlp import FeedForward, find_feed_forwards
 from .config import MechanismConfig, make_config, require_count
 from .errors import OptionError, PatchError
@@ -135,7 +136,7 @@ def patch_model(
     Raises:
         UnknownNameError: no such mechanism; the message has the nearest names.
         OptionError: no such option, a value out of range, a layer the model does not have.
-        PatchError: the model is patched already.
+        PatchError: the model is patched already, or a plan was chosen for another (`choose_plan`).
         UnsupportedModelError: its attention cannot be reached, its feed-forward or heads not be split; it says why.
         UnsupportedModeError: the mechanism lacks the causal, bidirectional or cross form the model needs.
         After any of them the model is as it was.
@@ -148,8 +149,11 @@ def patch_model(
     """
     root = _unpatched_root(model)
     attention = architecture.self_attention_modules(root)
+    described = architecture.describe_layers(root, attention)
+    if isinstance(mechanism, ChosenPlan):
+        mechanism.require_model(type(root).__name__, list(described.values()))
     config = _resolve(mechanism, len(attention), layers, options)
-    mechanisms = _build_all(config, architecture.describe_layers(root, attention))
+    mechanisms = _build_all(config, described)
     if cross_attention is not None or config.cross is not None:
         config, crossing, across = _resolve_cross(root, config, cross_attention)
         attention, mechanisms = attention | crossing, mechanisms | across

@@ -1,0 +1,143 @@
+"""ChosenPlan: a plan for `patch_model` with the reasons for it, saved as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .atomic_io import write_text
+from .errors import CheckpointError, PatchError
+from .mechanisms import AttentionLayer
+from .reading import reading
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """How a plan was chosen, and for which model.
+
+    Attributes:
+        model: its class. heads: key/value heads of each self-attention layer, as many numbers as it has layers.
+        unit: `"head"` or `"layer"`. kept: [layer, key/value head] of what stays exact.
+        replace: the config of the others, {"mechanism": name, "options": {...}}.
+        scores: layer by layer those of its key/value heads, or of the layer alone; larger is more worth keeping.
+        search, signal: what was used. reason: why the signal is not the one that was asked for; else empty.
+        seed: of the prompts. seconds: what the choice took. examples: what it looked at -> how many of these.
+        options: the other options of the search.
+    """
+
+    model: str
+    heads: list[int]
+    unit: str
+    kept: list[list[int]]
+    replace: dict[str, Any]
+    scores: list[list[float]]
+    search: str
+    signal: str
+    reason: str = ""
+    seed: int = 0
+    seconds: float = 0.0
+    examples: dict[str, int] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_kept(self) -> int:
+        """How many key/value heads stay exact."""
+        return len(self.kept)
+
+
+class ChosenPlan(list[dict[str, Any]]):
+    """A plan over layers and key/value heads, as `patch_model` takes it, and the `record` of its choice.
+
+    >>> record = PlanRecord("LlamaForCausalLM", [2, 2], "head", [[1, 0]], {"mechanism": "linear", "options": {}},
+    ...     [[0.1, 0.2], [0.9, 0.3]], "slope", "recall")
+    >>> ChosenPlan.of(record)
+    [{'mechanism': 'linear', 'options': {}, 'layers': [0]}, {'mechanism': 'linear', 'options': {}, 'layers': [1], 'heads': [1]}]
+    """  # noqa: E501  an output of a doctest is one line
+
+    record: PlanRecord
+
+    def __init__(self, entries: Sequence[Mapping[str, Any]], record: PlanRecord):
+        super().__init__(dict(entry) for entry in entries)
+        self.record = record
+
+    @classmethod
+    def of(cls, record: PlanRecord) -> ChosenPlan:
+        """Return the plan in which `record.kept` stay softmax and `record.replace` serves all other heads."""
+        kept: dict[int, set[int]] = {}
+        for layer, head in record.kept:
+            kept.setdefault(layer, set()).add(head)
+        places: dict[tuple[int, ...], list[int]] = {}  # heads to replace -> layers
+        for layer, heads in enumerate(record.heads):
+            replaced = tuple(head for head in range(heads) if head not in kept.get(layer, ()))
+            places.setdefault(replaced, []).append(layer)
+        entries = []
+        for heads, layers in places.items():
+            whole = all(len(heads) == record.heads[layer] for layer in layers)
+            named = {} if whole else {"heads": list(heads)}
+            if heads:
+                entries.append({**record.replace, "layers": layers, **named})
+        return cls(entries, record)
+
+    def require_model(self, name: str, layers: Sequence[AttentionLayer]) -> None:
+        """Raise `PatchError` unless a model has the layers and the key/value heads that the plan was chosen for."""
+        heads, wanted = [layer.num_key_value_heads for layer in layers], self.record.heads
+        if heads != wanted:
+            raise PatchError(
+                f"the plan was chosen for {self.record.model} with {_counts(wanted)}, and {name} has {_counts(heads)};"
+                " choose one for this model with choose_plan(model, tokenizer)"
+            )
+
+    def to_json(self) -> str:
+        """Return plan and record as JSON text."""
+        document = {"format_version": FORMAT_VERSION, "plan": list(self), **asdict(self.record)}
+        return json.dumps(document, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> ChosenPlan:
+        """Read what `to_json` wrote.
+
+        Raises:
+            CheckpointError: the text is something else, or a newer version wrote it.
+        """
+        with reading("plan", _start(text), "give what ChosenPlan.to_json wrote"):
+            document = json.loads(text)
+        if not isinstance(document, dict) or document.get("format_version") != FORMAT_VERSION:
+            version = document.get("format_version") if isinstance(document, dict) else None
+            raise CheckpointError(
+                f"plan: format_version must be {FORMAT_VERSION}, got {version!r}; give what ChosenPlan.to_json wrote"
+            )
+        names = [f.name for f in fields(PlanRecord)]
+        if missing := [name for name in ("plan", *names) if name not in document]:
+            raise CheckpointError(f"plan: the field {missing[0]!r} is missing; give what ChosenPlan.to_json wrote")
+        return cls(document["plan"], PlanRecord(**{name: document[name] for name in names}))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write `to_json` to a file, whole or not at all."""
+        return write_text(Path(path), self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ChosenPlan:
+        """Read what `save` wrote; `CheckpointError` if that cannot be read."""
+        with reading("path", path, "give a file that ChosenPlan.save wrote"):
+            text = Path(path).read_text(encoding="utf-8")
+        return cls.from_json(text)
+
+
+def _counts(heads: Sequence[int]) -> str:
+    """Say how many layers and heads a model has.
+
+    >>> _counts([3, 3]), _counts([2, 4])
+    ('2 layers of 3 key/value heads', '2 layers of 2 to 4 key/value heads')
+    """
+    least, most = min(heads), max(heads)
+    return f"{len(heads)} layers of {least if least == most else f'{least} to {most}'} key/value heads"
+
+
+def _start(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,0 +1,188 @@
+"""choose_plan: a score for every head of a model, and the plan that keeps the best of them exact."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ..architecture import root_model
+from ..chosen_plan import ChosenPlan, PlanRecord
+from ..config import MechanismConfig, make_config, require, require_known
+from ..errors import DataError, OptionError
+from ..plan import read_entries
+from .budget import number_to_keep
+from .divergence_signal import DivergenceSignal
+from .gates import UNITS, Gates, gated
+from .one_at_a_time import one_at_a_time
+from .options import SearchOptions, Signal, mean_scores, unit_rows
+from .recall_signal import RecallSignal
+from .restore_one import restore_one
+from .slope import slopes
+from .suite_prompts import prompts_for
+from .trained_gates import trained_gates
+
+logger = logging.getLogger(__name__)
+
+Search = Callable[[Gates, Signal, SearchOptions, int], Tensor]
+
+SEARCHES: dict[str, Search] = {
+    "slope": slopes, "one_at_a_time": one_at_a_time, "restore_one": restore_one, "gates": trained_gates,
+}  # fmt: skip
+SIGNALS: dict[str, tuple[str, ...]] = {
+    "recall": ("recall",), "divergence": ("divergence",), "both": ("recall", "divergence"),
+}  # fmt: skip
+LEAST_ANSWERED = 3  # prompts that the original must answer for recall to choose
+
+
+def choose_plan(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    keep: float | int = 0.1,
+    *,
+    unit: str = "head",
+    replace: str | MechanismConfig | Mapping[str, Any] = "streaming",
+    signal: str = "recall",
+    search: str = "slope",
+    batches: Iterable[Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> ChosenPlan:
+    """Return the plan that keeps a few key/value heads exact, those that the model needs to find what is far back.
+
+    A gate g per key/value head stands between its exact output and the one of what replaces it,
+
+        o = g exact + (1 - g) replaced,
+
+    and one backward pass of a signal per example, all gates shut, says what opening each would bring: its slope
+    d signal / d g at g = 0. The slopes of an example are scaled to length 1, and averaged over the examples of a kind,
+    then over kinds. The `keep` steepest heads stay exact. Nothing is trained; `patch_model(model, plan)` takes the
+    result. Retrieval heads are those of Wu et al. 2024 (arXiv 2404.15574) and DuoAttention (arXiv 2410.10819).
+
+    Args:
+        model: a model that is not patched. Its weights, modes and gradients are as before, also after an error.
+        tokenizer: of the model; None where nothing is to be tokenised (signal "divergence", or own `prompts`).
+        keep: a share of the key/value heads, as 0.1, or their number, as 9; of the layers where `unit` is "layer".
+        unit: "head" or "layer", of which all heads have one gate.
+        replace: what serves the others: a name, a mechanism config, or {"streaming": {"window_size": 128}}.
+        signal: "recall", the log-likelihood of the right answers of generated prompts; "divergence", minus the KL
+            divergence of the original's predictions on `batches`; "both", the mean of the two, each scaled.
+        search: "slope"; "gates", Adam on all gates from there; as references "restore_one" and "one_at_a_time",
+            which open, and shut, one gate alone.
+        batches: text as the model takes it, `{"input_ids": ..., "attention_mask": ...}`, for the divergence.
+        **options: of `SearchOptions`: tasks, lengths, num_prompts, seed, prompts, haystack, chat, state_bytes, length,
+            steps, learning_rate, progress.
+
+    An encoder, and a model that answers fewer than three of the prompts, cannot be chosen for by recall. Where there
+    are `batches`, divergence is used and a warning says so.
+
+    Raises:
+        OptionError: an option that does not exist or is out of range: nothing or everything kept, prompts longer than
+            the model's positions.
+        UnknownNameError: no such search, signal, unit or mechanism.
+        DataError: the tokenizer lacks what the prompts need, or recall cannot choose and there are no `batches`.
+        PatchError, UnsupportedModelError, UnsupportedModeError: as for `patch_model`.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from hf_linattn import choose_plan, patch_model
+    >>> sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=50, intermediate_size=32, **sizes))
+    >>> text = [{"input_ids": torch.randint(50, (1, 32))}]
+    >>> window = {"streaming": {"window_size": 8}}
+    >>> plan = choose_plan(model, None, 1, replace=window, signal="divergence", batches=text)
+    >>> plan.record.num_kept
+    1
+    >>> model = patch_model(model, plan)
+    """
+    start = time.perf_counter()
+    for kind, name, known in (("unit", unit, UNITS), ("signal", signal, SIGNALS), ("search", search, SEARCHES)):
+        require_known(kind, name, known)
+    settings = SearchOptions.from_options(options)
+    config, texts = read_replacement(replace), list(batches or ())
+    with gated(model, config, unit) as gates, torch.no_grad():
+        count = number_to_keep(gates, keep, unit, settings)
+        chosen, reason = _signals(gates, tokenizer, signal, texts, settings)
+        scores = _scores(gates, SEARCHES[search], chosen, settings, count)
+        layers = [mechanism.layer for mechanism in gates.mechanisms.values()]
+        places = gates.places
+    kept = sorted(scores.topk(count).indices.tolist())
+    record = PlanRecord(
+        model=type(root_model(model)).__name__,
+        heads=[layer.num_key_value_heads for layer in layers],
+        unit=unit,
+        kept=[[places[i].layer, head] for i in kept for head in places[i].heads],
+        replace={"mechanism": config.mechanism, "options": config.to_options()},
+        scores=[[float(scores[i]) for i, p in enumerate(places) if p.layer == layer.index] for layer in layers],
+        search=search,
+        signal=signal if not reason else "divergence",
+        reason=reason,
+        seed=settings.seed,
+        seconds=time.perf_counter() - start,
+        examples=dict(Counter(group for one in chosen for group in one.groups)),
+        options={**settings.recorded(), "keep": keep},
+    )
+    return ChosenPlan.of(record)
+
+
+def read_replacement(replace: str | MechanismConfig | Mapping[str, Any]) -> MechanismConfig:
+    """Return the config of what replaces heads: from its name, or a mapping of its name to options."""
+    if isinstance(replace, MechanismConfig):
+        config = replace
+    elif isinstance(replace, str):
+        config = make_config(replace, {})
+    else:
+        single = isinstance(replace, Mapping) and len(replace) == 1
+        require("replace", replace, single, 'a name, a mechanism config, or {"streaming": {"window_size": 128}}')
+        (entry,) = read_entries({name: dict(value or {}) for name, value in replace.items()}, ("heads",))
+        config = make_config(entry.mechanism, entry.options)
+    require("replace", config.mechanism, config.mechanism != "softmax", "something else than what the model has")
+    return config
+
+
+def _signals(
+    gates: Gates, tokenizer: PreTrainedTokenizerBase | None, asked: str, texts: list[Mapping[str, Any]],
+    options: SearchOptions,
+) -> tuple[list[Signal], str]:
+    """Return the signals to choose by, and why these are not the ones asked for."""
+    signals: list[Signal] = []
+    reason = ""
+    if "recall" in SIGNALS[asked]:
+        recall, reason = _recall(gates, tokenizer, options)
+        signals += [] if reason else [recall]
+    if reason:
+        if not texts:
+            raise DataError(f"recall cannot choose: {reason}; give batches of text, and divergence chooses by these")
+        logger.warning("choose_plan: recall cannot choose: %s; divergence is used", reason)
+    if reason or "divergence" in SIGNALS[asked]:
+        if not texts:
+            raise OptionError(f"batches must hold at least one batch of text for signal={asked!r}, got none")
+        signals.append(DivergenceSignal(texts))
+    return signals, reason
+
+
+def _recall(
+    gates: Gates, tokenizer: PreTrainedTokenizerBase | None, options: SearchOptions
+) -> tuple[RecallSignal, str]:
+    """Return the signal over the prompts that the original answers, and why it cannot choose; empty if it can."""
+    root = root_model(gates.model)
+    if root.config.is_encoder_decoder or not all(kind.layer.causal for kind in gates.mechanisms.values()):
+        return RecallSignal([]), f"{type(root).__name__} does not continue a prompt from left to right"
+    asked = RecallSignal(prompts_for(root, tokenizer, options))
+    answered = asked.answered(gates, options.progress)
+    least = min(LEAST_ANSWERED, len(asked.examples))
+    few = f"{type(root).__name__} itself answers {len(answered)} of {len(asked.examples)} prompts"
+    return RecallSignal(answered), few if len(answered) < least else ""
+
+
+def _scores(
+    gates: Gates, search: Search, signals: list[Signal], options: SearchOptions, keep: int
+) -> Tensor:
+    """Return [U]: the mean over signals of a search's scores, each scaled to length 1."""
+    found = [mean_scores(search(gates, signal, options, keep), signal.groups) for signal in signals]
+    return unit_rows(torch.stack(found).double()).mean(0)

@@ -1,0 +1,54 @@
+"""divergence: how near the predictions on text are to the original's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedModelError
+from ..inference import without_labels
+from .gates import Gates
+
+
+class DivergenceSignal:
+    """- KL(original || gated), the mean over a batch's real tokens, in nats."""
+
+    name = "divergence"
+
+    def __init__(self, batches: Sequence[Mapping[str, Any]]):
+        self.examples: list[Mapping[str, Any]] = list(batches)
+        self._original: tuple[Any, Tensor] | None = None  # of the batch that was last asked for
+
+    @property
+    def groups(self) -> list[str]:
+        """What each example is of; the groups count alike."""
+        return ["text"] * len(self.examples)
+
+    def value(self, gates: Gates, values: Tensor, example: Mapping[str, Any]) -> Tensor:
+        """Return the signal [] of a batch with these gates [U]: the higher, the better."""
+        inputs = without_labels(example)
+        original = self._predictions_of_original(gates, inputs, example)
+        found = _log_probabilities(gates.run(values, inputs))
+        mask = inputs.get("attention_mask")
+        divergence = (original.exp() * (original - found)).sum(-1)
+        real = torch.ones_like(divergence) if mask is None else mask.to(divergence.dtype)
+        return -(divergence * real).sum() / real.sum()
+
+    def _predictions_of_original(self, gates: Gates, inputs: Mapping[str, Any], example: Any) -> Tensor:
+        if self._original is None or self._original[0] is not example:
+            self._original = example, _log_probabilities(gates.run_original(inputs))
+        return self._original[1]
+
+
+def _log_probabilities(output: Any) -> Tensor:
+    """Return log probabilities [B, N, V], in float32 or wider."""
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        raise UnsupportedModelError(
+            f"{type(output).__name__} has no logits, whose divergence chooses a plan; load the checkpoint with its"
+            " language-modelling head, as by AutoModelForMaskedLM"
+        )
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

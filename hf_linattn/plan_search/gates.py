@@ -1,0 +1,167 @@
+"""Gates: a number for each key/value head between its exact output and that of what would replace it.
+
+    o = g exact + (1 - g) replaced
+
+With all gates at 1 the model is the original, with all at 0 the one in which nothing stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..architecture import root_model
+from ..attention_call import AttentionCall, Interceptor, intercept_attention
+from ..config import MechanismConfig
+from ..inference import accepted, evaluation_mode
+from ..mechanisms import Mechanism
+from ..patching import get_mechanisms, patch_model, unpatch_model
+
+UNITS = ("head", "layer")
+
+
+class Place(NamedTuple):
+    """What one gate is for: key/value heads of a layer."""
+
+    layer: int
+    heads: tuple[int, ...]
+
+
+class Gates:
+    """The gates of a patched model whose weights are frozen, in the places [U] that a unit gives them.
+
+    Attributes:
+        model: the patched model. mechanisms: path of an attention module -> what would replace its softmax.
+        places: what each gate is for. values: [U], the gates, in float32 or wider.
+    """
+
+    def __init__(self, model: nn.Module, unit: str):
+        self.model, self.mechanisms = model, get_mechanisms(model)
+        layers = [mechanism.layer for mechanism in self.mechanisms.values()]
+        self.places = [
+            Place(layer.index, heads)
+            for layer in layers
+            for heads in (
+                [(head,) for head in range(layer.num_key_value_heads)]
+                if unit == "head"
+                else [tuple(range(layer.num_key_value_heads))]
+            )
+        ]
+        dtypes = [torch.float32, *(layer.dtype for layer in layers)]
+        self.values = torch.zeros(len(self.places), dtype=torch.float64 if torch.float64 in dtypes else torch.float32)
+        self._interceptors: dict[str, Interceptor] = {}
+        first = 0
+        for path, mechanism in self.mechanisms.items():
+            own = [place for place in self.places if place.layer == mechanism.layer.index]
+            self._interceptors[path] = partial(self._answer, mechanism, slice(first, first + len(own)))
+            first += len(own)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def run(self, values: Tensor, inputs: Mapping[str, Any]) -> Any:
+        """Return the model's output with these gates [U]; gradients reach those, and layers are made again for them.
+        """
+        self.values = values
+        options = accepted(self.model, use_cache=False)
+        with ExitStack() as stack:
+            stack.enter_context(self._open())
+            if values.requires_grad and torch.is_grad_enabled():
+                stack.enter_context(_made_again(self.model, list(self.mechanisms), self._open))
+            return self.model(**inputs, **options)
+
+    def run_original(self, inputs: Mapping[str, Any]) -> Any:
+        """Return the original's output, without gradients."""
+        with torch.no_grad(), intercept_attention(self.mechanisms):
+            return self.model(**inputs, **accepted(self.model, use_cache=False))
+
+    def _open(self) -> Any:
+        return intercept_attention(self.mechanisms, self._interceptors)
+
+    def _answer(self, mechanism: Mechanism, own: slice, call: AttentionCall) -> Tensor:
+        """Return [B, H, N, Dv] of one layer, whose gates are `values[own]`."""
+        gates = self.values[own]
+        shut, recorded = not bool(gates.any()), gates.requires_grad and torch.is_grad_enabled()
+        if not recorded and shut:
+            return call.run(mechanism)
+        if not recorded and bool((gates == 1).all()):
+            return call.run_softmax(mechanism)
+        replaced = call.run(mechanism)
+        if shut:  # nothing depends on what is behind a shut gate but the gate
+            with torch.no_grad():
+                difference = call.run_softmax(mechanism) - replaced
+        else:
+            difference = call.run_softmax(mechanism) - replaced
+        heads = mechanism.layer.num_heads // len(gates)
+        wide = gates.to(difference.device).repeat_interleave(heads)[None, :, None, None]
+        return replaced + (wide * difference).to(replaced.dtype)
+
+
+@contextmanager
+def gated(model: nn.Module, replace: MechanismConfig, unit: str) -> Iterator[Gates]:
+    """Give a model gates for a while; afterwards it is as it was, whatever happened."""
+    patch_model(model, replace)
+    try:
+        with evaluation_mode(model), _frozen(model):
+            yield Gates(model, unit)
+    finally:
+        unpatch_model(model)
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Record no gradients of a model's parameters for a while."""
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter, wanted in before:
+            parameter.requires_grad_(wanted)
+
+
+@contextmanager
+def _made_again(model: nn.Module, paths: Sequence[str], within: Any) -> Iterator[None]:
+    """Keep of each layer its input alone, and make the rest again in the backward pass, inside `within()`.
+
+    That of transformers asks for training mode, and with it for dropout.
+    """
+    layers = _layers(root_model(model), paths)
+    before = [(layer, vars(layer).get("forward")) for layer in layers]
+    try:
+        for layer in layers:
+            layer.forward = partial(_checkpointed, layer.forward, within)
+        yield
+    finally:
+        for layer, forward in before:
+            if forward is None:
+                vars(layer).pop("forward", None)
+            else:
+                layer.forward = forward
+
+
+def _checkpointed(forward: Any, within: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(*given: Any) -> Any:
+        with within():  # the backward pass may be in another thread
+            return forward(*given, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False)
+
+
+def _layers(root: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
+    """Return the members of lists of layers that the attention modules at `paths` lie in, the innermost of each."""
+    layers: dict[str, nn.Module] = {}
+    for path in paths:
+        names = path.split(".")
+        numbered = [place for place, name in enumerate(names) if name.isdigit()]
+        if numbered:
+            layer = ".".join(names[: numbered[-1] + 1])
+            layers[layer] = root.get_submodule(layer)
+    return list(layers.values())

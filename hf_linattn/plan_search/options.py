@@ -1,0 +1,106 @@
+"""What the searches have in common: their options, what a signal is, and how examples are averaged."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..config import LARGEST_SEED, require, require_count
+from ..errors import OptionError, did_you_mean
+from .gates import Gates
+
+
+class Signal(Protocol):
+    """What a plan is to keep of a model: a number for each example and each setting of the gates."""
+
+    name: str
+    examples: list[Any]
+
+    @property
+    def groups(self) -> list[str]:
+        """What each example is of; the groups count alike."""
+
+    def value(self, gates: Gates, values: Tensor, example: Any) -> Tensor:
+        """Return the signal [] of an example with these gates [U]: the higher, the better."""
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Options of `choose_plan` beside what is chosen.
+
+    Attributes:
+        tasks: kinds of prompts of the recall suite; None: all. lengths: of the prompts in tokens; None: 512, 1,024 and
+            2,048, as far as the model has positions. num_prompts: of each kind and length. seed: of the prompts.
+        prompts: prompts of your own, in place of these. haystack, chat: as for `make_prompts`.
+        state_bytes, length: in place of `keep` as many heads as the decoding state of one sequence of `length` tokens
+            may hold bytes.
+        steps, learning_rate: of the search `gates`. progress: show progress bars.
+    """
+
+    tasks: Sequence[str] | None = None
+    lengths: Sequence[int] | None = None
+    num_prompts: int = 2
+    seed: int = 0
+    prompts: Sequence[Any] | None = None
+    haystack: Any = None
+    chat: bool = False
+    state_bytes: int | None = None
+    length: int | None = None
+    steps: int = 100
+    learning_rate: float = 0.05
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "steps"):
+            require_count(name, getattr(self, name))
+        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        require("seed", self.seed, whole and 0 <= self.seed <= LARGEST_SEED, f"an integer from 0 to {LARGEST_SEED}")
+        lengths = self.lengths
+        require("lengths", lengths, lengths is None or len(lengths) > 0, "at least one number of tokens")
+        for length in lengths or ():
+            require_count("lengths", length)
+        require("tasks", self.tasks, self.tasks is None or len(self.tasks) > 0, "at least one kind of prompts")
+        require("prompts", self.prompts, self.prompts is None or len(self.prompts) > 0, "at least one prompt")
+        require("learning_rate", self.learning_rate, self.learning_rate > 0, "above 0")
+        both = (self.state_bytes is None) == (self.length is None)
+        require("length", self.length, both, "given with state_bytes, and only so")
+        for name in ("state_bytes", "length"):
+            if getattr(self, name) is not None:
+                require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> SearchOptions:
+        """Build them from keywords; `OptionError` with the nearest names for one that is unknown."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                raise OptionError(f"choose_plan has no option {name!r}{did_you_mean(name, known)}")
+        return cls(**options)
+
+    def recorded(self) -> dict[str, Any]:
+        """Return what a plan's record says of them, as JSON-able data."""
+        left_out = ("seed", "prompts", "haystack", "progress")
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
+        return {name: list(x) if isinstance(x, list | tuple) else x for name, x in found.items()}
+
+
+def unit_rows(scores: Tensor) -> Tensor:
+    """Return each row of [E, U] divided by its Euclidean length; a row of zeros stays one."""
+    return scores / scores.norm(dim=1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+
+
+def mean_scores(scores: Tensor, groups: Sequence[str]) -> Tensor:
+    """Return [U] from [E, U]: each example's scaled to length 1, the mean of each group, and of these the mean.
+
+    So no prompt counts more because its answer is longer or less likely, and no kind because it has more prompts.
+    """
+    scaled = unit_rows(scores)
+    if len(groups) != len(scaled):
+        return scaled.mean(0)  # a search that has made one row of all examples
+    rows = {group: [i for i, other in enumerate(groups) if other == group] for group in groups}
+    return torch.stack([scaled[own].mean(0) for own in rows.values()]).mean(0)

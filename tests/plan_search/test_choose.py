@@ -1,0 +1,222 @@
+"""choose_plan: what it takes and refuses, plans as JSON, and that a model is left as it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_linattn import (
+    CheckpointError,
+    ChosenPlan,
+    DataError,
+    OptionError,
+    PatchError,
+    UnknownNameError,
+    UnsupportedModeError,
+    choose_plan,
+    get_mechanisms,
+    get_patch_config,
+    patch_model,
+)
+from hf_linattn.evaluation import state_bytes_by_length
+from tests.helpers import Snapshot, logits_of, make_tokenizer, make_tokens
+from tests.models import make_model
+from tests.plan_search.retriever import WINDOW, make_prompts, make_retriever
+
+TEXT = [{"input_ids": make_tokens(2, 12)}]
+
+
+def choose(model, *keep, **options) -> ChosenPlan:
+    return choose_plan(model, None, *keep, **{"replace": WINDOW, "prompts": make_prompts(), **options})
+
+
+@pytest.fixture(scope="module")
+def plan() -> ChosenPlan:
+    return choose(make_retriever(), 1, seed=3)
+
+
+def test_a_plan_is_one_for_patch_model_and_says_how_it_came_about(plan):
+    model = patch_model(make_retriever(), plan)
+    assert [m.config.mechanism for m in get_mechanisms(model).values()] == ["streaming", "by_head"]
+    assert get_patch_config(model).layers[1].plan["streaming"]["heads"] == [0]
+    record = plan.record
+    assert (record.model, record.heads, record.unit, record.search) == ("LlamaForCausalLM", [2, 2], "head", "slope")
+    assert (record.signal, record.reason, record.seed) == ("recall", "", 3)
+    assert record.examples == {"find 24": 2, "seek 30": 2} and record.seconds > 0
+    assert record.replace["mechanism"] == "streaming" and record.options["keep"] == 1
+
+
+def test_plans_come_back_from_json_and_files(plan, tmp_path):
+    for again in (ChosenPlan.from_json(plan.to_json()), ChosenPlan.load(plan.save(tmp_path / "deep" / "plan.json"))):
+        assert list(again) == list(plan) and again.record == plan.record
+    ids = make_tokens(1, 12) % 30
+    expected = logits_of(patch_model(make_retriever(), plan), ids)
+    assert torch.equal(logits_of(patch_model(make_retriever(), again), ids), expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "format_version must be 1, got None"),
+        ('{"format_version": 2}', "format_version must be 1, got 2"),
+        ('{"format_version": 1}', "the field 'plan' is missing"),
+    ],
+)
+def test_what_is_no_saved_plan_is_refused(text, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        ChosenPlan.from_json(text)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        ChosenPlan.load(tmp_path / "none.json")
+
+
+def test_a_plan_of_another_model_is_refused_and_names_both(plan):
+    for options, count in (({"num_hidden_layers": 3}, "3 layers of 2"), ({"num_key_value_heads": 4}, "2 layers of 4")):
+        other = make_model("llama", **options)
+        before = Snapshot.of(other)
+        with pytest.raises(PatchError, match=rf"with 2 layers of 2 key/value heads, and .* has {count} key/value"):
+            patch_model(other, plan)
+        before.assert_kept(other)
+
+
+@pytest.mark.parametrize(
+    ("keep", "unit", "count"),
+    [(0.25, "head", 1), (0.01, "head", 1), (0.99, "head", 3), (3, "head", 3), (0.5, "layer", 1), (1, "layer", 1)],
+)
+def test_keep_is_a_share_or_a_number(keep, unit, count):
+    record = choose(make_retriever(), keep, unit=unit).record
+    assert record.num_kept == count * (1 if unit == "head" else 2)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 7, -1, 0.0, 1.0, -0.5, True, "0.1", None])
+def test_nothing_everything_and_more_than_there_is_are_refused(keep):
+    with pytest.raises(OptionError, match="keep must be a share above 0 and below 1, or a number from 1 to 3"):
+        choose(make_retriever(), keep)
+
+
+def test_keep_in_bytes_is_what_the_cache_then_holds():
+    length = 32
+
+    def held(chosen) -> int:
+        return state_bytes_by_length(patch_model(make_retriever(), chosen), [length])[0].patched
+
+    sizes = {n: held(choose(make_retriever(), n)) for n in (1, 2, 3)}
+    assert sizes[1] < sizes[2] < sizes[3]
+    for n, room in ((1, 2 * length), (1, sizes[2] - sizes[1] - 1), (2, 2 * length), (2, sizes[3] - sizes[2] - 1)):
+        chosen = choose(make_retriever(), state_bytes=sizes[n] + room, length=length)
+        assert chosen.record.num_kept == n and held(chosen) <= sizes[n] + room
+    for wrong in (10, 10**9):
+        with pytest.raises(OptionError, match=r"state_bytes must be from .* at 32 tokens, for one head to all"):
+            choose(make_retriever(), state_bytes=wrong, length=length)
+    with pytest.raises(UnsupportedModeError, match="bidirectional and keeps no decoding state"):
+        choose(make_model("bert"), state_bytes=10, length=length, batches=TEXT)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"unit": "heads"}, UnknownNameError, "unknown unit 'heads'; did you mean head"),
+        ({"signal": "text"}, UnknownNameError, "unknown signal 'text'"),
+        ({"search": "slop"}, UnknownNameError, "unknown search 'slop'; did you mean slope"),
+        ({"replace": "streamin"}, UnknownNameError, "unknown mechanism 'streamin'; did you mean streaming"),
+        ({"replace": "softmax"}, OptionError, "replace must be something else"),
+        ({"replace": {"streaming": {}, "local": {}}}, OptionError, "replace must be a name, a mechanism config"),
+        ({"lenghts": [8]}, OptionError, "choose_plan has no option 'lenghts'; did you mean length"),
+        ({"num_prompts": 0}, OptionError, "num_prompts must be an integer >= 1"),
+        ({"lengths": []}, OptionError, "lengths must be at least one"),
+        ({"prompts": []}, OptionError, "prompts must be at least one"),
+        ({"seed": -1}, OptionError, "seed must be an integer from 0"),
+        ({"length": 8}, OptionError, "length must be given with state_bytes"),
+        ({"signal": "divergence"}, OptionError, "batches must hold at least one batch of text"),
+        ({"signal": "both"}, OptionError, "batches must hold at least one batch of text"),
+        ({"prompts": None}, DataError, "tokenizer must be the model's, got None"),
+    ],
+)
+def test_options_are_checked_and_nothing_is_changed(options, error, message):
+    model = make_retriever()
+    before = Snapshot.of(model, logits_of(model, make_tokens(2, 9) % 30))
+    with pytest.raises(error, match=message):
+        choose(model, 1, **options)
+    assert before.structure == Snapshot.of(model, before.logits).structure
+
+
+def test_prompts_longer_than_the_positions_and_answers_without_tokens_are_refused():
+    long = SimpleNamespace(task="find", length=64, prompt_ids=[7] * 64, answer_ids=[1])
+    with pytest.raises(OptionError, match=r"a prompt of 'find' has 65 tokens with its answer, .* has 64 positions"):
+        choose(make_retriever(), 1, prompts=[long])
+    tokenizer = make_tokenizer()
+    unknown = SimpleNamespace(task="find", length=8, prompt_ids=[7] * 8, answer_ids=[tokenizer.unk_token_id])
+    with pytest.raises(DataError, match="has no tokens for the answer of a prompt of 'find'"):
+        choose_plan(make_retriever(), tokenizer, 1, prompts=[unknown])
+
+
+def test_where_recall_cannot_choose_divergence_does_and_says_so(caplog):
+    wrong = [SimpleNamespace(**{**vars(p), "answer_ids": [9]}) for p in make_prompts()]
+    cases = {
+        "LlamaForCausalLM itself answers 0 of 4 prompts": (make_retriever(), wrong),
+        "BertForMaskedLM does not continue a prompt": (make_model("bert", std=0.3), make_prompts()),
+    }
+    text = [{"input_ids": TEXT[0]["input_ids"] % 30}]
+    for reason, (model, prompts) in cases.items():
+        with pytest.raises(DataError, match=f"recall cannot choose: {reason}.*; give batches of text"):
+            choose(model, 1, prompts=prompts)
+        with caplog.at_level(logging.WARNING):
+            chosen = choose(model, 1, prompts=prompts, batches=text)
+        assert f"recall cannot choose: {reason}" in caplog.text and "divergence is used" in caplog.text
+        assert chosen.record.signal == "divergence" and chosen.record.reason.startswith(reason)
+        assert list(chosen) == list(choose(model, 1, signal="divergence", batches=text))
+
+
+def test_both_is_the_mean_of_the_two():
+    text = [{"input_ids": TEXT[0]["input_ids"] % 30}]
+    scores = {
+        signal: torch.tensor(choose(make_retriever(), 1, signal=signal, batches=text).record.scores)
+        for signal in ("recall", "divergence", "both")
+    }
+    parts = [scores[name] / scores[name].norm() for name in ("recall", "divergence")]
+    torch.testing.assert_close(scores["both"], (parts[0] + parts[1]) / 2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_the_model_is_left_as_it_was(fails, training):
+    model = make_retriever().train(training)
+    embedding = model.model.embed_tokens.weight.requires_grad_(False)
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    ids = make_tokens(2, 9) % 30
+    before, state = Snapshot.of(model, logits_of(model, ids)), torch.get_rng_state()
+    if fails:
+        prompts = make_prompts()
+        prompts[3].prompt_ids[5] = 1000  # no row of the embedding
+        with pytest.raises(IndexError):
+            choose(model, 1, prompts=prompts)
+    else:
+        choose(model, 1, search="gates", steps=2)
+    assert before.structure == Snapshot.of(model, before.logits).structure
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.tensors.items())
+    assert torch.equal(logits_of(model, ids), before.logits) and torch.equal(torch.get_rng_state(), state)
+    assert not embedding.requires_grad and model.lm_head.weight.requires_grad and model.training is training
+    assert torch.equal(model.lm_head.weight.grad, torch.ones_like(model.lm_head.weight))
+
+
+def test_a_patched_model_is_refused():
+    with pytest.raises(PatchError, match="is patched already"):
+        choose(patch_model(make_retriever(), "linear"), 1)
+
+
+@pytest.mark.parametrize("replace", ["linear", "hybrid", {"local": {"window_size": 4}}])
+def test_other_mechanisms_can_replace_heads(replace):
+    model = make_retriever()
+    chosen = choose(model, 1, replace=replace)
+    logits = logits_of(patch_model(copy.deepcopy(model), chosen), make_tokens(1, 9) % 30)
+    assert chosen.record.num_kept == 1 and bool(logits.isfinite().all())
+
+
+def test_the_same_choice_comes_out_again(plan):
+    again = choose(make_retriever(), 1, seed=3)
+    assert again.record.scores == plan.record.scores and json.loads(plan.to_json())["plan"] == list(again)

@@ -1,0 +1,182 @@
+"""Searches for the heads that matter: against differences of gates, patched models and a head that is known."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_linattn import choose_plan, get_mechanisms, patch_model
+from hf_linattn.config import make_config
+from hf_linattn.plan_search import SEARCHES
+from hf_linattn.plan_search.divergence_signal import DivergenceSignal
+from hf_linattn.plan_search.gates import gated
+from hf_linattn.plan_search.options import SearchOptions, mean_scores
+from hf_linattn.plan_search.recall_signal import RecallSignal
+from hf_linattn.plan_search.slope import slopes
+from tests.helpers import assert_close, logits_of, make_tokens, pad
+from tests.models import make_model
+from tests.plan_search.retriever import FOUND, WINDOW, make_prompts, make_retriever
+
+SHORT = make_config("streaming", {"window_size": 3, "num_sink_tokens": 1, "block_size": 4})
+OPTIONS = SearchOptions()
+
+
+def make_wide(name: str) -> PreTrainedModel:
+    """Return a model of float64 throughout; transformers computes root mean squares in float32."""
+    model = make_model(name, std=0.3).double()
+    for norm in (part for part in model.modules() if type(part).__name__.endswith("RMSNorm")):
+        eps, gain = getattr(norm, "variance_epsilon", getattr(norm, "eps", None)), norm.weight + (name == "gemma2")
+        norm.forward = lambda x, eps=eps, gain=gain: x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * gain
+    return model
+
+
+def text(*lengths: int) -> dict[str, torch.Tensor]:
+    ids, mask = pad([make_tokens(1, n, seed=n)[0] for n in lengths], 0, side="right")
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
+def random_prompts() -> list[SimpleNamespace]:
+    rows = [make_tokens(1, n, seed=n)[0].tolist() for n in (13, 17)]
+    return [SimpleNamespace(task="any", length=len(r), prompt_ids=r[:-3], answer_ids=r[-3:]) for r in rows]
+
+
+def difference(gates, signal, example, at: torch.Tensor, step: float = 1e-5) -> torch.Tensor:
+    """Return the derivative of a signal by each gate, from forwards alone."""
+    moves = step * torch.eye(len(at), dtype=at.dtype)
+    with torch.no_grad():
+        return torch.stack([
+            (signal.value(gates, at + move, example) - signal.value(gates, at - move, example)) / (2 * step)
+            for move in moves
+        ])  # fmt: skip
+
+
+@pytest.mark.parametrize("unit", ["head", "layer"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_slopes_of_recall_are_the_differences_of_gates(name, unit):
+    model, signal = make_wide(name), RecallSignal(random_prompts())
+    with gated(model, SHORT, unit) as gates:
+        found = slopes(gates, signal, OPTIONS, 1)
+        for row, prompt in zip(found, signal.examples, strict=True):
+            assert_close(row, difference(gates, signal, prompt, torch.zeros_like(gates.values)), 1e-6)
+    assert found.abs().min() > 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_slopes_of_divergence_are_the_differences_of_gates_and_pads_do_not_count(name):
+    model, signal = make_wide(name), DivergenceSignal([text(14, 9), text(11)])
+    with gated(model, SHORT, "head") as gates:
+        found = slopes(gates, signal, OPTIONS, 1)
+        for row, batch in zip(found, signal.examples, strict=True):
+            assert_close(row, difference(gates, signal, batch, torch.zeros_like(gates.values)), 1e-6)
+        filled = {**signal.examples[0], "input_ids": signal.examples[0]["input_ids"].clone()}
+        filled["input_ids"][1, 9:] = 7
+        assert_close(slopes(gates, DivergenceSignal([filled]), OPTIONS, 1)[0], found[0], 1e-9)
+
+
+def test_gradients_between_open_and_shut_are_the_differences_of_gates():
+    model, signal = make_wide("llama"), RecallSignal(random_prompts())
+    with gated(model, SHORT, "head") as gates:
+        at = torch.linspace(0.1, 0.9, len(gates), dtype=torch.float64).requires_grad_()
+        (found,) = torch.autograd.grad(signal.value(gates, at, signal.examples[0]), at)
+        assert_close(found, difference(gates, signal, signal.examples[0], at.detach()), 1e-6)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_gates_of_zero_and_one_are_the_models_that_these_plans_make(recorded):
+    original, ids = make_model("llama", std=0.3), make_tokens(2, 13)
+    options = {"window_size": 3, "num_sink_tokens": 1, "block_size": 4}
+    plans = {
+        (0.0, 0.0, 0.0, 0.0): {"streaming": options},
+        (1.0, 0.0, 0.0, 0.0): [
+            {"mechanism": "streaming", "layers": 0, "heads": 1, "options": options},
+            {"mechanism": "streaming", "layers": 1, "options": options},
+        ],
+        (1.0, 1.0, 0.0, 1.0): [{"mechanism": "streaming", "layers": 1, "heads": 0, "options": options}],
+    }
+    wanted = {values: logits_of(patch_model(copy.deepcopy(original), plan), ids) for values, plan in plans.items()}
+    wanted[1.0, 1.0, 1.0, 1.0] = logits_of(original, ids)
+    with gated(original, SHORT, "head") as gates:
+        for values, logits in wanted.items():
+            given = torch.tensor(values, requires_grad=recorded)
+            assert_close(gates.run(given, {"input_ids": ids}).logits, logits, 1e-5)
+        assert_close(gates.run_original({"input_ids": ids}).logits, logits_of(make_model("llama", std=0.3), ids), 1e-5)
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("unit", ["head", "layer"])
+def test_every_search_finds_the_head_that_recalls(search, unit):
+    model, prompts = make_retriever(), make_prompts()
+    plan = choose_plan(model, None, 1, unit=unit, replace=WINDOW, search=search, prompts=prompts, steps=8)
+    layer, head = FOUND
+    assert plan.record.kept == ([[layer, head]] if unit == "head" else [[layer, 0], [layer, 1]])
+    scores = torch.tensor([score for row in plan.record.scores for score in row])
+    assert scores.max() > 2 * scores.sort().values[-2].clamp(min=0)
+
+
+def test_the_chosen_head_keeps_recall_and_all_others_lose_it():
+    prompts = make_prompts()
+    plan = choose_plan(make_retriever(), None, 1, replace=WINDOW, prompts=prompts)
+
+    def likelihood(plan) -> float:
+        model = patch_model(make_retriever(), plan)
+        rows = [logits_of(model, torch.tensor([p.prompt_ids]))[0, -1].log_softmax(-1) for p in prompts]
+        return min(float(row[p.answer_ids[0]]) for row, p in zip(rows, prompts, strict=True))
+
+    other = [{**plan.record.replace, "layers": 0, "heads": 0}, {**plan.record.replace, "layers": 1}]
+    assert likelihood(plan) > -0.3 and likelihood(other) < -1.5
+
+
+def test_restore_one_and_one_at_a_time_are_what_forwards_say():
+    model, prompts = make_retriever(), make_prompts()[:1]
+    found = {
+        name: torch.tensor(choose_plan(model, None, 1, replace=WINDOW, search=name, prompts=prompts).record.scores)
+        for name in ("restore_one", "one_at_a_time")
+    }
+    config, signal = make_config("streaming", WINDOW["streaming"]), RecallSignal(prompts)
+    with gated(model, config, "head") as gates, torch.no_grad():
+        none, every, single = torch.zeros(4), torch.ones(4), torch.eye(4)
+        value = [signal.value(gates, values, prompts[0]) for values in (none, every, *single, *(1 - single))]
+    gains = {"restore_one": torch.stack(value[2:6]) - value[0], "one_at_a_time": value[1] - torch.stack(value[6:])}
+    for name, gain in gains.items():
+        assert_close(found[name].flatten(), gain / gain.norm(), 1e-5)
+
+
+def test_only_the_logits_of_the_answer_are_made():
+    model, shapes = make_model("llama"), []
+    model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape[:2])))
+    with gated(model, SHORT, "head") as gates:
+        slopes(gates, RecallSignal(random_prompts()), OPTIONS, 1)
+    assert shapes == [(1, 3), (1, 3)]
+
+
+def test_scores_are_averaged_by_group_whatever_their_size():
+    rows = torch.tensor([[3.0, 4.0], [0.0, 100.0], [1e-3, 0.0]])
+    assert_close(mean_scores(rows, ["a", "a", "b"]), torch.tensor([(0.3 + 1.0) / 2, 0.9 / 2]))
+    assert_close(mean_scores(torch.zeros(1, 2), ["a"]), torch.zeros(2))
+
+
+def test_memory_of_a_backward_pass_is_that_of_one_layer():
+    from hf_linattn.evaluation.memory import LiveBytes
+
+    peaks = []
+    for layers in (2, 8):
+        model, prompts = make_model("llama", num_hidden_layers=layers), random_prompts()[:1]
+        with gated(model, SHORT, "head") as gates, LiveBytes() as count:
+            slopes(gates, RecallSignal(prompts), OPTIONS, 1)
+        peaks.append(count.peak)
+        hidden = 4 * model.config.hidden_size * 16
+    assert peaks[1] - peaks[0] < 6 * 3 * hidden  # an input and its gradient for each layer more, not its activations
+
+
+def test_batches_and_prompts_are_of_the_model_alone_and_its_layers_are_as_before():
+    model = make_retriever()
+    before = [vars(layer).get("forward") for layer in model.model.layers]
+    batches = [{"input_ids": make_tokens(1, 9) % 30}]
+    choose_plan(model, None, 1, replace=WINDOW, signal="both", batches=batches, prompts=make_prompts())
+    assert [vars(layer).get("forward") for layer in model.model.layers] == before == [None, None]
+    with pytest.raises(Exception, match="not patched"):
+        get_mechanisms(model)
