@@ -1,6 +1,7 @@
 """Measuring a model: perplexity, fidelity, retrieval, speed, memory; a patched model beside its original attention."""
 
 from ..inference import evaluation_mode
+from .equal_bytes import constant_state_bytes, streaming_bytes, streaming_for, streaming_like
 from .fidelity import Continuations, Fidelity, PositionRow, fidelity, whole_windows, without_far_keys
 from .memory import MemoryRow, StateRow, measure_memory, peak_forward_bytes, state_bytes_by_length
 from .perplexity import (
@@ -24,6 +25,7 @@ __all__ = [
     "SpeedRow",
     "Spread",
     "StateRow",
+    "constant_state_bytes",
     "crossover_length",
     "embed",
     "evaluation_mode",
@@ -36,6 +38,9 @@ __all__ = [
     "position_limit",
     "retrieval",
     "state_bytes_by_length",
+    "streaming_bytes",
+    "streaming_for",
+    "streaming_like",
     "whole_windows",
     "without_far_keys",
 ]

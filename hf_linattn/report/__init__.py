@@ -11,6 +11,7 @@ from .schema import (
     Report,
     Stage,
     Training,
+    WindowRow,
     collect_provenance,
 )
 from .tables import four_model_table, save_report, stage_table, to_markdown
@@ -25,6 +26,7 @@ __all__ = [
     "Report",
     "Stage",
     "Training",
+    "WindowRow",
     "collect_provenance",
     "four_model_table",
     "model_card",

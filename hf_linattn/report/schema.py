@@ -132,6 +132,24 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class WindowRow:
+    """A window and sink tokens in place of the mechanism, in the same layers: what its state has to be worth.
+
+    Attributes:
+        window_size, num_sink_tokens: see `streaming_for`.
+        state_bytes: of the decoding state of one sequence in these layers, in a bfloat16 model.
+        trained: whether on the text, as the control; else the weights are the original's.
+        perplexity: on the test split.
+    """
+
+    window_size: int
+    num_sink_tokens: int
+    state_bytes: int
+    trained: bool
+    perplexity: float
+
+
+@dataclass(frozen=True)
 class Provenance:
     """Where the numbers come from: versions, device, dtype, seed, commit (None outside a checkout), command, date."""
 
@@ -165,6 +183,9 @@ class Report:
             unless the layers were chosen by it.
         fidelity: generated text and accuracy by position beside the original's; None where it was not measured.
         speed, memory: one row per length; empty where it was not measured.
+        constant_bytes: of the decoding state of one sequence in the converted layers, in a bfloat16 model; None where
+            it grows with the context, or there is none.
+        windows: what windows of as many bytes come to; empty where `constant_bytes` is None.
     """
 
     base_model: str
@@ -183,6 +204,8 @@ class Report:
     fidelity: Fidelity | None = None
     speed: tuple[SpeedRow, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
+    constant_bytes: int | None = None
+    windows: tuple[WindowRow, ...] = ()
     format_version: int = FORMAT_VERSION
 
     @property

@@ -13,7 +13,7 @@ from rich.table import Table
 from ..atomic_io import write_text
 from ..evaluation import Fidelity, SpeedRow, Spread
 from .plots import PLOTS, save_plots
-from .schema import Report
+from .schema import Report, WindowRow
 
 MARKDOWN_FILE = "report.md"
 STAGE_HEADS = ["stage", "training tokens", "seconds", "validation perplexity"]
@@ -23,6 +23,7 @@ MODELS = {
     "converted": "{mechanism}, before recovery",
     "recovered": "{mechanism}, fine-tuned",
 }
+CONVERTED = ("converted", "recovered")
 
 
 def four_model_table(report: Report) -> Table:
@@ -58,6 +59,7 @@ def to_markdown(report: Report) -> str:
         _model_table(report),
         _how_measured(report),
         f"![perplexity]({PLOTS['perplexity']})",
+        *(_window_section(report) if report.windows else []),
         *(_stage_section(report) if report.stages else []),
         *(["## Layers", f"![layers]({PLOTS['layers']})"] if report.sensitivity else []),
         *(_fidelity_section(report.fidelity) if report.fidelity else []),
@@ -109,6 +111,21 @@ def _how_measured(report: Report) -> str:
         return f"{how.num_tokens:,} texts of the test split, cut to {how.max_length:,} tokens; one prediction each."
     stride = "masked tokens" if how.stride is None else f"stride {how.stride:,}"
     return f"{how.num_tokens:,} scored tokens of the test split, windows of {how.max_length:,}, {stride}."
+
+
+def _window_section(report: Report) -> list[str]:
+    best, own = report.perplexity.best, report.perplexity
+    compared = [(f"{report.mechanism}, {name}", report.constant_bytes, getattr(own, name)) for name in CONVERTED]
+    compared += [(_window_name(row), row.state_bytes, row.perplexity) for row in report.windows]
+    rows = [[name, f"{count:,}", f"{value:,.2f}", f"{value / best:,.3f}"] for name, count, value in compared]
+    heads = ["attention of the converted layers", "state bytes", "test perplexity", "/ best"]
+    note = "Decoding state of one sequence in these layers, in a bfloat16 model."
+    return ["## Beside windows of the same bytes", _markdown_table(heads, rows, "lrrr"), note]
+
+
+def _window_name(row: WindowRow) -> str:
+    trained = "fine-tuned" if row.trained else "untrained"
+    return f"window of {row.window_size:,} and {row.num_sink_tokens} sink tokens, {trained}"
 
 
 def _stage_section(report: Report) -> list[str]:

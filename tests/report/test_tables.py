@@ -16,6 +16,7 @@ from hf_linattn.report import (
     Report,
     Stage,
     Training,
+    WindowRow,
     collect_provenance,
     four_model_table,
     save_report,
@@ -41,6 +42,8 @@ def report():
             SpeedRow(512, 1, fast, slow, Spread(2.0, 1.0, 3.0), Spread(5.0, 4.0, 6.0)),
         ),
         memory=(MemoryRow(256, 1111, 2222, 10, 20), MemoryRow(512, 3333, 4444, 10, 40)),
+        constant_bytes=5_000,
+        windows=(WindowRow(77, 4, 4_990, False, 40.0), WindowRow(76, 4, 4_930, True, 9.6)),
     )
 
 
@@ -74,6 +77,15 @@ def test_markdown_has_the_four_models(report):
     assert cells(models, "control")[2:] == ["8.00", "1.000"]
     assert cells(models, "recovered")[2:] == ["10.00", "1.250"]
     assert "98,765 scored tokens of the test split, windows of 512, stride 256." in markdown
+
+
+def test_markdown_has_the_windows_of_equal_bytes(report):
+    section = to_markdown(report).split("## Beside windows of the same bytes")[1].split("## ")[0]
+    assert cells(section, "performer, converted")[1:] == ["5,000", "1,234.50", "154.312"]
+    assert cells(section, "performer, recovered")[1:] == ["5,000", "10.00", "1.250"]
+    assert cells(section, "window of 77 and 4 sink tokens, untrained")[1:] == ["4,990", "40.00", "5.000"]
+    assert cells(section, "window of 76 and 4 sink tokens, fine-tuned")[1:] == ["4,930", "9.60", "1.200"]
+    assert "windows of the same bytes" not in to_markdown(dataclasses.replace(report, windows=()))
 
 
 def test_markdown_has_the_stages_in_perplexity(report):

@@ -17,6 +17,7 @@ from hf_linattn.report import (
     Report,
     Stage,
     Training,
+    WindowRow,
     collect_provenance,
     save_card,
     save_report,
@@ -25,6 +26,8 @@ from hf_linattn.training.arguments import Arguments, tokens_per_step
 from hf_linattn.training.stages.base import OneProcessStage
 from hf_linattn.training.training_run import TrainingRun
 
+# the stages that measured windows of equal bytes, and whether these were trained
+WINDOWS = {"window": False}
 SCORED = ("original", "control", "converted", "recovered")
 # by the name in the report: the stage after which the converted model has this validation loss
 STAGES = {
@@ -40,7 +43,9 @@ class ReportStage(OneProcessStage):
     """Write the report and the model card beside the recovered model, and the tokenizer beside both models."""
 
     name = "report"
-    inputs: tuple[str, ...] = (*SCORED, "layers", "control_training", *STAGES.values(), "recovered_validation")
+    inputs: tuple[str, ...] = (
+        *SCORED, *WINDOWS, "layers", "control_training", *STAGES.values(), "recovered_validation",
+    )  # fmt: skip
 
     def run(self, context: TrainingRun) -> dict[str, Any]:
         folder = context.directory.path
@@ -98,7 +103,16 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
         fidelity=compare_with_original(context, model) if options.fidelity_windows else None,
         speed=tuple(measure_speed(model, context.speed_lengths)),
         memory=tuple(measure_memory(model, context.speed_lengths)),
+        constant_bytes=results["window"].get("constant_bytes"),
+        windows=tuple(window_row(results[stage], trained) for stage, trained in WINDOWS.items() if results.get(stage)),
     )
+
+
+def window_row(result: Mapping[str, Any], trained: bool) -> WindowRow:
+    """Return what a window came to."""
+    (options,) = result["plan"].values()
+    sizes = options["window_size"], options["num_sink_tokens"], result["bytes"]
+    return WindowRow(*sizes, trained, result["perplexity"])
 
 
 def tried(training: Mapping[str, Any]) -> tuple[float, ...]:
