@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import typer
 
+from .advise import advise
 from .bench import bench
 from .convert import convert
 from .distill import distill
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command("list")(list_command)
 app.command("support")(support)
 app.command("env")(env)
+app.command("advise")(advise)
 app.command("convert")(convert)
 app.command("finetune", context_settings=PASS_ON)(finetune)
 app.command("distill", context_settings=PASS_ON)(distill)

@@ -1,0 +1,194 @@
+"""The board of a pretrained model: what each conversion keeps of language, of recall and of tasks, row by row.
+
+    python -m benchmarks.studies.real_board SmolLM2-135M-Instruct/ books/ --task-dir zero_shot/
+
+Every row is a mechanism right after `patch_model` and after `calibrate`, in a file of its own under
+benchmarks/results/real_board, written when it is done; a run that is started again goes on with those that are
+missing. Mechanisms are fitted on the training split of the books, and scored on the test split.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import torch
+import typer
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from benchmarks.measure.provenance import collect_provenance
+from benchmarks.result_files import ORIGINAL, REAL_BOARD, RESULTS, Document
+from hf_linattn import calibrate, get_mechanisms, patch_model
+from hf_linattn.atomic_io import write_text
+from hf_linattn.calibration import what_is_fitted
+from hf_linattn.evaluation import long_losses, state_bytes_by_length, token_losses, whole_windows
+from hf_linattn.evaluation.recall import recall
+from hf_linattn.evaluation.suite import SuiteOptions, tasks
+from hf_linattn.plan import Plan
+from hf_linattn.training.data import load_text_splits, tokenize_and_pack
+from hf_linattn.training.task import load_model
+
+WINDOW = {"window_size": 256, "num_sink_tokens": 4}
+MECHANISMS: Mapping[str, Mapping[str, Any]] = {
+    "linear": {"decay": "learned"},
+    "performer": {"decay": "learned"},
+    "hedgehog": {"decay": "learned"},
+    "learned_exp": {"decay": "learned"},
+    "retention": {},
+    "gla": {},
+    "deltanet": {"gate": True},
+    "local": {"window_size": 256},
+    "streaming": WINDOW,
+    "linformer": {},
+    "lsh": {},
+    "hybrid": {},
+}
+EVERY = 4  # a row "+softmax" keeps the softmax of one layer of four
+KEPT = "+softmax"
+PATCHED, CALIBRATED = "patched", "calibrated"  # stages of a row
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured.
+
+    Attributes:
+        length, windows: of the perplexity. long_length, long_windows: of the loss by position, and of the state.
+        recall_lengths, prompts: of the needle in noise; a row right after patching has the first length alone.
+        items: of each task. fitted: tokens that are calibrated on, in rows of block_size, batch_size at once.
+    """
+
+    length: int = 2048
+    windows: int = 32
+    long_length: int = 8192
+    long_windows: int = 16
+    recall_lengths: tuple[int, ...] = (1024, 2048, 4096)
+    prompts: int = 20
+    items: int = 200
+    fitted: int = 32_768
+    block_size: int = 1024
+    batch_size: int = 4
+
+
+@dataclass(frozen=True)
+class Material:
+    """What every row is measured on."""
+
+    tokenizer: PreTrainedTokenizerBase
+    fitted: list[dict[str, torch.Tensor]]
+    texts: list[str]
+    task_dir: Path | None
+    sizes: Sizes
+
+
+def plan_of(row: str, num_layers: int) -> Plan:
+    """Return the plan of a row.
+
+    >>> plan_of("linear+softmax", 8)
+    [{'mechanism': 'linear', 'options': {'decay': 'learned'}, 'layers': [0, 1, 3, 4, 5, 7]}]
+    """
+    name = row.removesuffix(KEPT)
+    entry: dict[str, Any] = {"mechanism": name, "options": dict(MECHANISMS[name])}
+    if name != row:
+        entry["layers"] = [index for index in range(num_layers) if index % EVERY != EVERY // 2]
+    return [entry]
+
+
+def measure(model: PreTrainedModel, material: Material, whole: bool) -> Document:
+    """Return what a model comes to; of a model that was not fitted perplexity and the shortest needles alone."""
+    sizes, tokenizer, start = material.sizes, material.tokenizer, time.perf_counter()
+    windows = whole_windows(tokenizer, material.texts, sizes.length)
+    windows = windows[[place * len(windows) // sizes.windows for place in range(sizes.windows)]]
+    losses = torch.stack([token_losses(model, window[None]).losses.mean() for window in windows])
+    found: Document = {"perplexity": math.exp(float(losses.mean())), "window_losses": losses.tolist()}
+    lengths = sizes.recall_lengths if whole else sizes.recall_lengths[:1]
+    rows = recall(
+        model, tokenizer, ["single_noise"], lengths, num_samples=sizes.prompts, seed=SEED, batch_size=1,
+        progress=False,
+    )  # fmt: skip
+    found["recall"] = [row for row in rows if row["depth"] is None]
+    if whole:
+        read = long_losses(
+            model, tokenizer, material.texts, length=sizes.long_length, num_windows=sizes.long_windows,
+            progress=False,
+        )  # fmt: skip
+        found["positions"] = [vars(row) for row in read.positions]
+        found["tasks"] = task_scores(model, material)
+    return found | {"seconds": time.perf_counter() - start}
+
+
+def task_scores(model: PreTrainedModel, material: Material) -> list[Document]:
+    """Return each task's score on its first items, and what a guess would have."""
+    options = SuiteOptions(
+        task_dir=material.task_dir, limit=material.sizes.items, long_prompts=None, num_generated=0, progress=False,
+    )  # fmt: skip
+    return [
+        {"task": found.task, "metric": found.metric, "score": fmean(found.values), "chance": found.facts["chance"]}
+        for found in tasks(model, material.tokenizer, options)
+        if found.facts.get("headline")
+    ]
+
+
+def run_row(model_path: str, row: str, material: Material) -> Document:
+    """Measure a row's stages on a model that is loaded anew."""
+    model = load_model(model_path, torch.float32)
+    if row == ORIGINAL:
+        return {"row": row, "stages": {PATCHED: measure(model, material, whole=True)}}
+    patch_model(model, plan_of(row, model.config.num_hidden_layers))
+    length = material.sizes.long_length
+    state = state_bytes_by_length(model, [length])[0]
+    stages, fits = {}, bool(what_is_fitted(get_mechanisms(model)))
+    stages[PATCHED] = measure(model, material, whole=not fits)
+    if fits:
+        start = time.perf_counter()
+        found = calibrate(model, material.fitted)
+        stages[CALIBRATED] = {"calibration_seconds": time.perf_counter() - start}
+        stages[CALIBRATED] |= {"layers_taken": sum(held.taken for held in found.held_back.values())}
+        stages[CALIBRATED] |= measure(model, material, whole=True)
+    plan = plan_of(row, model.config.num_hidden_layers)
+    bytes_of = {"length": length, "row": state.patched, "softmax": state.original}
+    return {"row": row, "plan": plan, "state_bytes": bytes_of, "stages": stages}
+
+
+def read_material(model_path: str, books: Path, task_dir: Path | None, sizes: Sizes) -> Material:
+    """Read the texts; rows to fit to come from the training split, texts to score from the test split."""
+    files = {f"{split}_file": books / f"{split}.jsonl" for split in ("train", "validation", "test")}
+    splits, tokenizer = load_text_splits(**files), AutoTokenizer.from_pretrained(model_path)
+    rows = tokenize_and_pack(splits["train"].shuffle(seed=SEED), tokenizer, sizes.block_size, sizes.fitted)
+    names = ("input_ids", "position_ids")
+    batches = [
+        {name: rows[first : first + sizes.batch_size][name] for name in names}
+        for first in range(0, len(rows), sizes.batch_size)
+    ]
+    return Material(tokenizer, batches, splits["test"]["text"], task_dir, sizes)
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="folder of a causal language model")],
+    books: Annotated[Path, typer.Argument(help="folder with train.jsonl, validation.jsonl and test.jsonl")],
+    task_dir: Annotated[Path | None, typer.Option(help="folder with the rows of tasks; default: the Hub")] = None,
+    row: Annotated[list[str] | None, typer.Option(help="repeatable; by default every one")] = None,
+    folder: Annotated[Path, typer.Option(help="receives a file for each row")] = RESULTS / REAL_BOARD,
+) -> None:
+    """Measure the rows that are missing."""
+    material = read_material(model, books, task_dir, Sizes())
+    rows: Sequence[str] = row or [ORIGINAL, *MECHANISMS]
+    missing = [name for name in rows if not (folder / f"{name}.json").exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in tqdm(missing, desc="board", unit="row"):
+        provenance = collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.real_board")
+        document = {"provenance": provenance, "model": Path(model).name, **run_row(model, name, material)}
+        write_text(folder / f"{name}.json", json.dumps(document, indent=1) + "\n")
+    typer.echo(f"wrote {len(missing)} rows to {folder}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

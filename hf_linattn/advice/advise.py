@@ -1,0 +1,173 @@
+"""The advice: every candidate tried on one model, and the smallest state that keeps what the original finds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..architecture import self_attention_modules
+from ..config import require, require_count
+from ..errors import DataError, PatchError, UnsupportedModelError
+from ..evaluation.fidelity import whole_windows
+from ..evaluation.perplexity import is_masked_language_model, position_limit
+from ..patching import is_patched
+from ..plan import Plan
+from ..plan_search import choose_plan
+from .candidates import IN_ALL_LAYERS, candidate_plans, chosen_plans
+from .trial import Material, Settings, Trial, run_trial, share_right, texts_in_halves, window_losses
+
+WITHIN = 0.05  # nats per token that a plan may lose: 5 % of perplexity
+LONGEST_CHOSEN_BY = 1024  # tokens of the prompts that heads are chosen by
+ROOM = 16  # positions that are left to what is decoded
+EPSILON = 1e-9  # shares are sums of floats
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What `advise` found.
+
+    Attributes:
+        length: tokens. original_loss, original_recall: of the model as it is.
+        trials: in the order of the candidates. recommended: the name of one of them.
+        settings: what was measured, and of the recovery that `recovery_seconds` is the time of.
+    """
+
+    length: int
+    original_loss: float
+    original_recall: float
+    trials: tuple[Trial, ...]
+    recommended: str
+    settings: Settings
+
+    @property
+    def chosen(self) -> Trial:
+        """The recommended trial."""
+        return next(trial for trial in self.trials if trial.name == self.recommended)
+
+    def recovery_seconds(self, trial: Trial) -> float:
+        """Return the time of the recovery: its steps by the seconds that one was measured to take."""
+        settings = self.settings
+        return settings.recovery_tokens / (settings.block_size * settings.batch_size) * trial.step_seconds
+
+    def command(self, model: str, output: str = "converted") -> str:
+        """Return the command that makes the recommended plan."""
+        return f"hf-linattn convert {model} {output} --mechanism '{json.dumps(self.chosen.plan)}'"
+
+    def document(self) -> dict[str, Any]:
+        """Return all of it as JSON."""
+        return asdict(self)
+
+
+def advise(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    length: int,
+    *,
+    plans: Mapping[str, Plan] | None = None,
+    settings: Settings | None = None,
+    progress: bool = False,
+) -> Advice:
+    """Try candidate plans on a causal language model and recommend one; the model is the same in the end.
+
+    Each plan is calibrated on the first half of the text and measured on the second: loss per token beside the
+    original's, recall of a needle in prompts of `length` tokens, bytes of decoding state, speed beside the original's,
+    and the seconds of a training step of its recovery. Recommended is the smallest state among the plans that recall
+    as much as the best one does, up to one prompt, and lose at most 0.05 nats per token; where none loses so little,
+    the one of these that loses least.
+
+    Args:
+        texts: documents of the kind that the model is for. length: tokens of the inputs that it is for.
+        plans: name -> plan; None: those of `candidate_plans`, behind those
+            that keep a few heads exact, chosen by recall.
+
+    Raises:
+        PatchError: the model is patched.
+        UnsupportedModelError: it is no causal language model, or its attention cannot be reached.
+        OptionError: `length` beyond its positions. DataError: the text is too short.
+    """
+    settings = settings or Settings()
+    if is_patched(model):
+        raise PatchError(f"{type(model).__name__} is patched already; give the original")
+    if is_masked_language_model(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is no causal language model, and has no recall that could be generated;"
+            " convert it with a mechanism of docs/mechanisms.md and compare it with `hf-linattn eval`"
+        )
+    require_count("length", length)
+    limit = position_limit(model)
+    fits = limit is None or length + ROOM <= limit
+    require("length", length, fits, f"at most {(limit or 0) - ROOM}: {limit} positions, of which {ROOM} are decoded")
+    require("plans", plans, plans is None or bool(plans), "name -> plan of at least one candidate")
+    material = read_material(model, tokenizer, texts, length, settings)
+    recall = share_right(model, material)
+    if plans is None:
+        plans = choose(model, material, progress) | candidate_plans(len(self_attention_modules(model)))
+    trials = tuple(
+        run_trial(model, name, plan, material)
+        for name, plan in tqdm(plans.items(), desc="advise", unit="plan", disable=not progress)
+    )
+    return Advice(
+        length, float(material.original_losses.mean()), recall, trials, recommend(trials, recall, settings).name,
+        settings,
+    )  # fmt: skip
+
+
+def choose(model: PreTrainedModel, material: Material, progress: bool) -> dict[str, Plan]:
+    """Return the plans that keep a few heads exact, by recall where the model can, else by their divergence."""
+    window = IN_ALL_LAYERS["streaming"]
+    plan = choose_plan(
+        model, material.tokenizer, lengths=[min(material.length, LONGEST_CHOSEN_BY)], num_prompts=1,
+        replace={window["mechanism"]: window["options"]}, seed=material.settings.seed, progress=progress,
+        batches=[{"input_ids": row[None]} for row in material.calibration],
+    )  # fmt: skip
+    return chosen_plans(plan)
+
+
+def read_material(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int, settings: Settings
+) -> Material:
+    """Return the windows that are fitted to and those that are scored; `DataError` where the text is too short."""
+    fitted, scored = texts_in_halves(texts)
+    rows = {}
+    for name, half, size, count in (
+        ("calibration_tokens", fitted, settings.block_size, -(-settings.calibration_tokens // settings.block_size)),
+        ("windows", scored, length, settings.windows),
+    ):
+        found = spread(whole_windows(tokenizer, half, size), count)
+        if len(found) < count:
+            raise DataError(
+                f"texts hold {len(found)} of the {count} windows of {size} tokens for {name} in one of their halves;"
+                f" give more text, or a smaller {name}"
+            )
+        rows[name] = found
+    held_out = rows["windows"]
+    return Material(
+        tokenizer, rows["calibration_tokens"], held_out, window_losses(model, held_out), length, settings
+    )
+
+
+def spread(rows: Tensor, count: int) -> Tensor:
+    """Return `count` of the rows, evenly over all of them, or all where there are fewer."""
+    if len(rows) <= count:
+        return rows
+    return rows[[place * len(rows) // count for place in range(count)]]
+
+
+def recommend(trials: Sequence[Trial], original_recall: float, settings: Settings) -> Trial:
+    """Return the trial with the smallest state among those that recall enough and lose little.
+
+    Enough is what the best of them has, or the original if that has less, but for one prompt.
+    """
+    best = min(original_recall, max(trial.recall for trial in trials))
+    enough = [trial for trial in trials if trial.recall >= best - 1 / settings.prompts - EPSILON]
+    close = [trial for trial in enough if trial.loss_increase <= WITHIN]
+    if close:
+        return min(close, key=lambda trial: (trial.state_bytes, trial.loss))
+    return min(enough, key=lambda trial: trial.loss)

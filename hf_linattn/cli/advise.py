@@ -1,0 +1,51 @@
+"""`hf-linattn advise`: which plan fits a model, its text and this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from ..reading import read_tokenizer
+from .common import Json, Model, exit_on_error, load, show, to_default_device
+from .eval import read_text
+
+
+def advise(
+    model: Model,
+    text: Annotated[list[Path], typer.Option(help="text files of the kind the model is for, a document each")],
+    length: Annotated[int, typer.Option(help="tokens of the inputs that it is for")] = 2048,
+    recovery_tokens: Annotated[int, typer.Option(help="of the recovery whose time is estimated")] = 10_000_000,
+    prompts: Annotated[int, typer.Option(help="recall prompts of that length")] = 10,
+    as_json: Json = False,
+) -> None:
+    """Try candidate plans on a model: what each keeps after `calibrate`, its state, its speed here, its recovery.
+
+    `hf-linattn advise gpt2 --text book.txt --length 1024` ends with the command that makes the recommended plan.
+    """
+    with exit_on_error():
+        from ..advice import Settings
+        from ..advice import advise as find
+
+        texts = [read_text(file) for file in text]
+        loaded = to_default_device(load(model))
+        settings = Settings(recovery_tokens=recovery_tokens, prompts=prompts)
+        found = find(loaded, read_tokenizer("model", model), texts, length, settings=settings, progress=not as_json)
+    table = Table(
+        "plan", "loss, nats more", "recall", "state bytes", "of softmax's", "prefill, times", "decode, times",
+        "recovery, hours", title=f"{model} at {length:,} tokens",
+        caption=f"softmax: loss {found.original_loss:.3f}, recall {found.original_recall:.2f}",
+    )  # fmt: skip
+    for trial in found.trials:
+        decode = trial.speed.decode_speedup
+        table.add_row(
+            trial.name, f"{trial.loss_increase:+.3f} ±{trial.loss_error:.3f}", f"{trial.recall:.2f}",
+            f"{trial.state_bytes:,}", f"{trial.state_bytes / trial.original_state_bytes:.1%}",
+            f"{trial.speed.prefill_speedup:.2f}", "-" if decode is None else f"{decode:.2f}",
+            f"{found.recovery_seconds(trial) / 3600:.1f}",
+            style="green" if trial.name == found.recommended else None,
+        )  # fmt: skip
+    document = {"model": model, **found.document(), "command": found.command(model)}
+    show(document, as_json, table, f"recommended: {found.recommended}", found.command(model))

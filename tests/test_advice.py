@@ -1,0 +1,96 @@
+"""Advice before a conversion: trials against what a user would measure, the rule by which one is recommended."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_linattn import DataError, OptionError, PatchError, UnsupportedModelError, patch_model
+from hf_linattn.advice import Settings, Trial, advise, candidate_plans, recommend
+from hf_linattn.advice.candidates import with_share_kept
+from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
+from hf_linattn.evaluation import Spread, state_bytes_by_length
+from hf_linattn.evaluation.speed import SpeedRow
+from hf_linattn.plan import PatchConfig
+from hf_linattn.training.data import load_text_splits
+from tests.helpers import Snapshot, make_tokenizer
+from tests.models import make_model
+
+LLAMA = "recipes/pretrained/llama"
+SETTINGS = Settings(calibration_tokens=128, windows=2, prompts=2, block_size=64, batch_size=2, lora_rank=2)
+PLANS = {"window": [{"mechanism": "streaming", "options": {"window_size": 8}}], "linear": [{"mechanism": "linear"}]}
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return load_text_splits()["test"]["text"][:40]
+
+
+def test_a_trial_says_what_a_patched_model_has_and_the_model_stays_as_it_was(texts):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(LLAMA), AutoTokenizer.from_pretrained(LLAMA)
+    before = Snapshot.of(model)
+    found = advise(model, tokenizer, texts, 192, plans=PLANS, settings=SETTINGS)
+    before.assert_kept(model)
+    assert [trial.name for trial in found.trials] == list(PLANS) and found.recommended in PLANS
+    window = found.trials[0]
+    patch_model(model, window.plan)
+    assert window.state_bytes == state_bytes_by_length(model, [192])[0].patched < window.original_state_bytes
+    assert window.loss == pytest.approx(found.original_loss + window.loss_increase) and window.loss_increase > 0
+    assert window.step_seconds > 0 and 0 <= window.recall <= 1
+    steps = SETTINGS.recovery_tokens / (SETTINGS.block_size * SETTINGS.batch_size)
+    assert found.recovery_seconds(window) == pytest.approx(steps * window.step_seconds)
+    assert json.loads(json.dumps(found.document()))["trials"][0]["name"] == "window"
+    assert json.loads(found.command("m").split("'")[1]) == found.chosen.plan
+
+
+def make_trial(name: str, recall: float, increase: float, state: int) -> Trial:
+    speed = SpeedRow(8, 1, Spread(1, 1, 1), Spread(1, 1, 1))
+    return Trial(name, "linear", 3 + increase, increase, 0.0, recall, state, 100, speed, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "original", "wanted"),
+    [
+        ([("a", 0.9, 0.01, 50), ("b", 1.0, 0.04, 20), ("c", 0.0, 0.01, 5)], 1.0, "b"),  # the smallest that recalls
+        ([("a", 1.0, 0.01, 50), ("b", 1.0, 0.2, 20)], 1.0, "a"),  # the smallest loses too much
+        ([("a", 1.0, 0.3, 50), ("b", 1.0, 0.2, 60), ("c", 0.2, 0.0, 10)], 1.0, "b"),  # all that recall lose much
+        ([("a", 1.0, 0.01, 50), ("b", 0.2, 0.02, 20)], 0.1, "b"),  # the original does not recall either
+    ],
+)
+def test_the_smallest_state_that_recalls_and_loses_little_is_recommended(rows, original, wanted):
+    assert recommend([make_trial(*row) for row in rows], original, Settings(prompts=10)).name == wanted
+
+
+def test_candidates_resolve_and_leave_every_fourth_layer():
+    for plan in candidate_plans(8).values():
+        assert PatchConfig.from_plan(plan, 8).count in (6, 8)
+    assert list(candidate_plans(2)) == [name for name in candidate_plans(8) if "every" not in name]
+
+
+def test_another_share_keeps_the_heads_of_highest_score():
+    record = PlanRecord("Model", [2, 2], "head", [[1, 0]], {"mechanism": "linear", "options": {}},
+                        [[0.1, 0.5], [0.9, 0.3]], "slope", "recall")  # fmt: skip
+    plan = ChosenPlan.of(record)
+    assert with_share_kept(plan, 0.75).record.kept == [[0, 1], [1, 0], [1, 1]]
+    assert with_share_kept(plan, 0.01).record.kept == [[1, 0]]
+    with pytest.raises(OptionError, match="unit must be 'head', got 'layer'"):
+        with_share_kept(ChosenPlan.of(replace(record, unit="layer")), 0.5)
+
+
+def test_what_cannot_be_advised_on_is_refused(texts):
+    tokenizer, model = make_tokenizer(), make_model("llama")
+    with pytest.raises(PatchError, match="is patched already"):
+        advise(patch_model(make_model("llama"), "linear"), tokenizer, texts, 16)
+    with pytest.raises(UnsupportedModelError, match="no causal language model"):
+        advise(make_model("bert"), tokenizer, texts, 16)
+    with pytest.raises(OptionError, match="length must be at most"):
+        advise(make_model("gpt2"), tokenizer, texts, 10**6)
+    with pytest.raises(OptionError, match="plans must be"):
+        advise(model, tokenizer, texts, 16, plans={})
+    with pytest.raises(DataError, match="windows of 64 tokens for windows"):
+        advise(model, tokenizer, ["w5 " * 200], 64, settings=replace(SETTINGS, windows=9))
+    assert torch.is_grad_enabled()
