@@ -99,7 +99,8 @@ def load_task(name: str, task_files: Path, task_dir: Path | None = None) -> Any:
         try:
             return manager(include_defaults=False).load(str(path))["tasks"][name]
         except _errors_of_data() as error:
-            remedy = f"give a task_dir with {', '.join(_files(config))}" if task_dir is None else "write the rows anew"
+            columns = f"write rows with the columns that {config['include']} reads"
+            remedy = "give a task_dir with its rows" if task_dir is None else columns
             raise DataError(f"task {name!r} cannot be read from {origin}: {one_line(error)}; {remedy}") from error
 
 
@@ -268,9 +269,17 @@ def _generate(language_model: Any, samples: Sequence[dict[str, Any]]) -> list[st
     """Return what the model writes after each prompt, left-padded in batches."""
     from lm_eval.api.instance import Instance
 
-    options = {"until": ["\n"], "max_gen_toks": GENERATED, "do_sample": False}
+    if not samples:
+        return []
+    end = language_model.tokenizer.eos_token_id
+    if end is None:
+        raise DataError("eos_token=None: generated answers need a tokenizer that has one; set num_generated=0")
+    # the end by its number: a model that does not know it writes on while another row of its batch does
+    known = language_model.model.generation_config.eos_token_id
+    ends = {end, *(known if isinstance(known, list) else [known])} - {None}
+    options = {"until": ["\n"], "max_gen_toks": GENERATED, "do_sample": False, "eos_token_id": sorted(ends)}
     requests = [Instance("generate_until", x["doc"], (x["arguments"][0][0], dict(options)), 0) for x in samples]
-    return language_model.generate_until(requests) if requests else []
+    return language_model.generate_until(requests)
 
 
 def _answer(task: Any, sample: dict[str, Any], text: str | None) -> Answer:
