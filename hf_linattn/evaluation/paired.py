@@ -29,6 +29,7 @@ class Difference:
         of, to: the two models. value: mean of the differences item by item, below zero where `of` has less.
         low, high: its 95 % interval, from the spread of these differences; None for a single item.
         wins, ties, losses: share of the items on which `of` is better, equal, worse.
+        win_and_tie: share of the items on which `of` is no worse.
     """
 
     of: str
@@ -39,11 +40,7 @@ class Difference:
     wins: float
     ties: float
     losses: float
-
-    @property
-    def win_and_tie(self) -> float:
-        """Share of the items on which `of` is no worse."""
-        return self.wins + self.ties
+    win_and_tie: float
 
 
 def mean_score(values: Sequence[float], logarithmic: bool = False) -> Score:
@@ -57,6 +54,8 @@ def mean_score(values: Sequence[float], logarithmic: bool = False) -> Score:
     Score(value=3.0, low=1.04..., high=4.96...)
     """
     require("values", len(values), len(values) > 0, "at least one item")
+    broken = [value for value in values if not math.isfinite(value)]
+    require("values", broken[:1], not broken, "finite, or the model is broken: look at what it predicts")
     share = not logarithmic and {*values} <= {0.0, 1.0} and len(values) > 1
     value, low, high = (_wilson if share else _interval)(values)
     if not logarithmic:
@@ -81,7 +80,7 @@ def paired_difference(
     gains = differences if higher_is_better else [-x for x in differences]
     count = len(gains)
     wins, losses = (sum(sign * gain > tolerance for gain in gains) for sign in (1, -1))
-    shares = wins / count, (count - wins - losses) / count, losses / count
+    shares = wins / count, (count - wins - losses) / count, losses / count, (count - losses) / count
     return Difference(of, to, *_interval(differences), *shares)
 
 

@@ -83,7 +83,9 @@ class TaskMean:
     Attributes:
         long_prompts: whether of the runs with examples before each question.
         original, control, converted: the means.
-        of_original: converted over original. above_chance: the same with chance taken off both; None without original.
+        of_original: converted over original. above_chance: the same with chance taken off both.
+        win_and_tie: share of the tasks in which converted scores no less than the original. All three are None without
+            an original.
     """
 
     long_prompts: bool
@@ -92,6 +94,7 @@ class TaskMean:
     converted: float
     of_original: float | None
     above_chance: float | None
+    win_and_tie: float | None
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,9 @@ def _mean(rows: Sequence[Row]) -> TaskMean:
     converted, chance = fmean(row.converted.value for row in rows), fmean(row.facts["chance"] for row in rows)
     of_original = converted / original if original else None
     above = None if original is None or original == chance else (converted - chance) / (original - chance)
-    return TaskMean(rows[0].facts["long_prompts"], original, control, converted, of_original, above)
+    no_worse = [row.converted.value >= row.original.value for row in rows if row.original is not None]
+    share = fmean(no_worse) if no_worse else None
+    return TaskMean(rows[0].facts["long_prompts"], original, control, converted, of_original, above, share)
 
 
 def _row(found: Mapping[str, Measurement], window: int | None) -> Row:

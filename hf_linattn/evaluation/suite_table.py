@@ -27,10 +27,10 @@ def means_table(means: tuple[TaskMean, ...]) -> Table:
     """Return the means over tasks, of short prompts and of long ones."""
     table = Table(title="mean of the tasks")
     table.add_column("prompts")
-    for head in (*ROLES, "/ original", "/ original, above chance"):
+    for head in (*ROLES, "/ original", "/ original, above chance", "wins + ties"):
         table.add_column(head, justify="right")
     for mean in means:
-        values = mean.original, mean.control, mean.converted, mean.of_original, mean.above_chance
+        values = mean.original, mean.control, mean.converted, mean.of_original, mean.above_chance, mean.win_and_tie
         cells = [NONE if value is None else f"{value:.3f}" for value in values]
         table.add_row("long" if mean.long_prompts else "short", *cells)
     return table

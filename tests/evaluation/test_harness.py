@@ -120,11 +120,13 @@ def test_examples_are_other_items_and_the_same_for_every_model(name, task_dir, m
     task = load_task(name, TASK_FILES, task_dir)
     runs = [run_task(model, tokenizer, task, longer_than=40, seed=3) for _ in range(2)]
     assert min(runs[0].prompt_tokens) > 40 and runs[0] == runs[1]
-    prompts = {instance.doc_id: (instance.doc, instance.args[0]) for instance in task.instances}
-    for doc, prompt in prompts.values():
+    asked = {instance.doc_id: (instance.doc, instance.args[0]) for instance in task.instances}
+    for doc, prompt in asked.values():
         assert prompt.count(task.doc_to_text(doc)) == 1
-    fewer = harness._build(task, None, runs[0].shots - 1, 3)
-    assert min(len(tokenizer(instance.args[0])["input_ids"]) for instance in fewer) <= 40
+    built = {shots: harness._build(task, None, shots, 3) for shots in (runs[0].shots - 1, runs[0].shots)}
+    prompts = {shots: dict((x.doc_id, x.args[0]) for x in instances) for shots, instances in built.items()}
+    fewer, same = ([len(tokenizer(text)["input_ids"]) for text in own.values()] for own in prompts.values())
+    assert min(fewer) <= 40 and tuple(same) == runs[0].prompt_tokens
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "local", "hedgehog"])

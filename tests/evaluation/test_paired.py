@@ -53,3 +53,5 @@ def test_other_items_are_refused():
         paired_difference("a", "b", FIRST[1:], SECOND)
     with pytest.raises(OptionError, match="values must be at least one item, got 0"):
         mean_score([])
+    with pytest.raises(OptionError, match=r"values must be finite, or the model is broken: .*, got \[nan\]"):
+        mean_score([1.0, math.nan])

@@ -153,6 +153,7 @@ def test_means_are_those_of_the_tasks_beside_chance(measured):
     assert short.converted == pytest.approx(sum(scores["converted"]) / 2) and short.control is None
     above = (sum(scores["converted"]) - 0.5) / (sum(scores["original"]) - 0.5)
     assert short.above_chance == pytest.approx(above)
+    assert short.win_and_tie == sum(a >= b for a, b in zip(scores["converted"], scores["original"], strict=True)) / 2
     assert all(min(row.prompt_tokens) > 30 for row in rows if row.facts.get("long_prompts"))
     assert {row.longer_than_window for row in rows if row.facts.get("long_prompts")} == {1.0}
 
