@@ -58,9 +58,9 @@ def show(document: Any, as_json: bool, *shown: Any) -> None:
         console.print(part, soft_wrap=isinstance(part, str))
 
 
-def load(model: str, **options: Any) -> PreTrainedModel:
-    """Load a model; `CheckpointError` if it cannot be read."""
-    with reading("model", model, "give a folder with a saved model, or the name of one on the Hub and a connection"):
+def load(model: str, *, option: str = "model", **options: Any) -> PreTrainedModel:
+    """Load the model that this option names; `CheckpointError` if it cannot be read."""
+    with reading(option, model, "give a folder with a saved model, or the name of one on the Hub and a connection"):
         return load_checkpoint(model, **options)
 
 

@@ -1,37 +1,150 @@
-"""`hf-linattn eval`: perplexity on text files."""
+"""`hf-linattn eval`: perplexity on text files, or suites of tests beside the original and a control."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import shlex
+import sys
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 import typer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import DataError
+from ..atomic_io import write_text
+from ..config import require_known
+from ..errors import DataError, OptionError
 from ..reading import read_tokenizer
 from .common import Json, Model, exit_on_error, load, show, to_default_device
+
+if TYPE_CHECKING:
+    from ..evaluation.suite import SuiteOptions
+
+DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
+SAMPLE = "The tokens of 2 models, naïve or not:\n\tare they the same?"
+LONG_PROMPTS = 1000
+OUTPUT = Path("evaluation.json")
 
 
 def evaluate(
     model: Model,
-    files: Annotated[list[Path], typer.Argument(help="text files, a document each")],
-    max_length: Annotated[int, typer.Option(help="tokens per window")] = 512,
+    files: Annotated[list[Path] | None, typer.Argument(help="text files, a document each")] = None,
+    max_length: Annotated[int | None, typer.Option(help="tokens per window; 512, in suites 1024")] = None,
     stride: Annotated[int | None, typer.Option(help="by how many tokens windows advance; default: half")] = None,
-    batch_size: Annotated[int, typer.Option(help="windows at once")] = 8,
+    batch_size: Annotated[int, typer.Option(help="windows, or prompts, at once")] = 8,
+    suite: Annotated[str | None, typer.Option(help="language, recall, tasks or all, in place of perplexity")] = None,
+    original: Annotated[str | None, typer.Option(help="suite: the model before conversion, to stand beside")] = None,
+    control: Annotated[str | None, typer.Option(help="suite: the original, trained on the same tokens")] = None,
+    task_dir: Annotated[
+        Path | None, typer.Option("--task_dir", "--task-dir", help="suite: JSON lines of tasks; default: the Hub")
+    ] = None,
+    task_files: Annotated[
+        Path, typer.Option("--task_files", "--task-files", help="suite: a folder of task files")
+    ] = Path("recipes/tasks"),
+    tasks: Annotated[str | None, typer.Option(help="suite: names, separated by commas; default: all files")] = None,
+    limit: Annotated[int, typer.Option(help="suite: first items of each task; 0: all")] = 200,
+    long_prompts: Annotated[
+        int, typer.Option(help="suite: tasks also with examples, until prompts have more tokens than this; 0: not")
+    ] = LONG_PROMPTS,
+    generated: Annotated[int | None, typer.Option(help="suite: items whose answer is generated; default: all")] = None,
+    num_windows: Annotated[int, typer.Option(help="suite: first windows of the text; 0: all")] = 32,
+    seed: Annotated[int, typer.Option(help="suite: chooses examples and generated tests")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: as saved")] = None,
+    output: Annotated[Path, typer.Option(help="suite: the JSON file that is written")] = OUTPUT,
     as_json: Json = False,
 ) -> None:
-    """Measure the perplexity of a causal or masked language model, converted or not, on text files."""
+    """Measure a causal or masked language model, converted or not: perplexity on text files, or a suite."""
     with exit_on_error():
-        from ..evaluation import perplexity
+        texts = [read_text(file) for file in files or ()]
+        if suite is None:
+            document, *shown = text_perplexity(model, texts, max_length or 512, stride, batch_size, dtype, not as_json)
+        else:
+            if stride is not None:
+                raise OptionError(f"stride={stride}: windows of a suite do not overlap; leave stride out")
+            from ..evaluation.suite import SuiteOptions
 
-        texts = [read_text(file) for file in files]
-        loaded = to_default_device(load(model))
-        found = perplexity(
-            loaded, read_tokenizer("model", model), texts, max_length=max_length, stride=stride,
-            batch_size=batch_size, progress=not as_json,
-        )  # fmt: skip
-    document = {"model": model, **found}
-    show(document, as_json, f"perplexity {found['perplexity']:.4f} over {found['num_tokens']:,} tokens")
+            options = SuiteOptions(
+                texts=tuple(texts), length=max_length or 1024, num_windows=num_windows or None,
+                tasks=tuple(tasks.split(",")) if tasks else (), task_files=task_files, task_dir=task_dir,
+                limit=limit or None, long_prompts=long_prompts or None, num_generated=generated,
+                batch_size=batch_size, seed=seed, progress=not as_json,
+            )  # fmt: skip
+            paths = {"original": original, "control": control, "converted": model}
+            document, *shown = run_suite(suite, {k: path for k, path in paths.items() if path}, options, dtype)
+            write_text(output, json.dumps(document, indent=1) + "\n")
+    show(document, as_json, *shown)
+
+
+def text_perplexity(
+    model: str, texts: list[str], max_length: int, stride: int | None, batch_size: int, dtype: str | None,
+    progress: bool,
+) -> tuple[Any, ...]:
+    """Return the JSON document, and what is shown in its place."""
+    from ..evaluation import perplexity
+
+    if not texts:
+        raise DataError("files is empty; give at least one text file, or a suite")
+    loaded = read_model("model", model, dtype)
+    found = perplexity(
+        loaded, read_tokenizer("model", model), texts, max_length=max_length, stride=stride,
+        batch_size=batch_size, progress=progress,
+    )  # fmt: skip
+    shown = f"perplexity {found['perplexity']:.4f} over {found['num_tokens']:,} tokens"
+    return {"model": model, **found}, shown
+
+
+def run_suite(suite: str, paths: dict[str, str], options: SuiteOptions, dtype: str | None) -> tuple[Any, ...]:
+    """Return the JSON document, and the tables that are shown in its place; one model is in memory at a time."""
+    from ..evaluation import side_by_side
+    from ..evaluation import suite as suites
+    from ..evaluation.suite_table import means_table, suite_table
+    from ..report.schema import collect_provenance
+
+    names = suites.suite_names(suite)
+    start, tokenizer = time.perf_counter(), read_tokenizer("model", paths["converted"])
+    for role in paths:
+        check_tokenizer(role, paths, tokenizer)
+    measured, window = {}, None
+    for role, path in paths.items():  # the converted one is the last
+        loaded = read_model("model" if role == "converted" else role, path, dtype)
+        measured[role] = suites.measure(loaded, tokenizer, names, options)
+        window = suites.exact_window(loaded)
+    rows = side_by_side.compare(measured, window)
+    report = side_by_side.SuiteReport(
+        model=paths["converted"], original=paths.get("original"), control=paths.get("control"), window=window,
+        rows=tuple(rows), means=tuple(side_by_side.task_means(rows)),
+    )  # fmt: skip
+    command = f"hf-linattn {shlex.join(sys.argv[1:])}"
+    provenance = collect_provenance(options.seed, command, device=loaded.device, dtype=loaded.dtype)
+    document = {
+        **report.to_dict(),
+        "seconds": time.perf_counter() - start,
+        "provenance": dataclasses.asdict(provenance),
+    }
+    return document, suite_table(report), *([means_table(report.means)] if report.means else [])
+
+
+def read_model(option: str, name: str, dtype: str | None) -> PreTrainedModel:
+    """Load a model, in another dtype than it was saved in if one is named."""
+    if dtype is None:
+        return to_default_device(load(name, option=option))
+    require_known("dtype", dtype, DTYPES)
+    return to_default_device(load(name, option=option, dtype=DTYPES[dtype]))
+
+
+def check_tokenizer(role: str, paths: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `OptionError` where a model to stand beside has other tokens: its items would be others."""
+    if role == "converted":
+        return
+    own = read_tokenizer(role, paths[role])
+    if own.get_vocab() != tokenizer.get_vocab() or own(SAMPLE)["input_ids"] != tokenizer(SAMPLE)["input_ids"]:
+        raise OptionError(
+            f"{role}={paths[role]!r} has another tokenizer than model={paths['converted']!r}; give the model that it"
+            " was converted from"
+        )
 
 
 def read_text(file: Path) -> str:

@@ -1,0 +1,152 @@
+"""Suites: a converted model beside the original and a control, item by item, on language, recall and tasks.
+
+Every suite is a function from a model to `Measurement`s, a value for each item; `compare` sets those of several models
+side by side. What a conversion hides behind stands in every row: the share of its prompts that is longer than the
+window, as a row of windows has the original's numbers wherever prompts are shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ..config import require, require_count, require_known
+from ..errors import OptionError
+from ..mechanisms.composite import CompositeMechanism
+from ..patching import get_mechanisms, is_patched
+from .fidelity import token_losses, whole_windows
+from .harness import TaskRun, load_task, run_task, task_names
+from .perplexity import is_masked_language_model
+from .side_by_side import Measurement
+
+HEADLINES = ("acc_norm", "acc")  # of a task's metrics the first that it has stands for it
+
+
+@dataclass(frozen=True)
+class SuiteOptions:
+    """What is measured.
+
+    Attributes:
+        texts: documents of `language`. length: tokens of its windows. num_windows: how many of them, the first.
+        tasks: names of files in `task_files`; none: all of them. task_dir: a folder with their rows; None: the Hub.
+        limit: the first items of each task; None: all.
+        long_prompts: tasks run again with as many examples as make each prompt longer than this; None: they do not.
+        num_generated: items of each task whose answer is generated, too; None: all.
+        batch_size: sequences per forward of tasks. seed: chooses examples. progress: show bars.
+    """
+
+    texts: tuple[str, ...] = ()
+    length: int = 1024
+    num_windows: int | None = 32
+    tasks: tuple[str, ...] = ()
+    task_files: Path = Path("recipes/tasks")
+    task_dir: Path | None = None
+    limit: int | None = 200
+    long_prompts: int | None = 1000
+    num_generated: int | None = None
+    batch_size: int = 8
+    seed: int = 0
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        require_count("length", self.length, least=2)
+        require_count("batch_size", self.batch_size)
+        for name in ("num_windows", "limit", "long_prompts"):
+            require_count(name, getattr(self, name), optional=True)
+        require_count("num_generated", self.num_generated, least=0, optional=True)
+
+
+Suite = Callable[[nn.Module, PreTrainedTokenizerBase, SuiteOptions], list[Measurement]]
+
+
+def language(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteOptions) -> list[Measurement]:
+    """Return the perplexity on whole windows of the texts, without overlap: exp of the mean loss of their tokens."""
+    require("texts", len(options.texts), bool(options.texts), "text files to read")
+    windows = whole_windows(tokenizer, options.texts, options.length)[: options.num_windows]
+    losses = token_losses(model, windows).losses.mean(1).tolist()
+    lengths = (options.length,) * len(losses)
+    return [Measurement("language", "text", "perplexity", tuple(losses), lengths, False, True)]
+
+
+def tasks(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteOptions) -> list[Measurement]:
+    """Return each task's metrics without examples, and with as many as make prompts long."""
+    found = []
+    names = options.tasks or task_names(options.task_files)
+    for task in [load_task(name, options.task_files, options.task_dir) for name in names]:
+        for longer_than in dict.fromkeys((None, options.long_prompts)):
+            run = run_task(
+                model, tokenizer, task, limit=options.limit, longer_than=longer_than,
+                num_generated=options.num_generated, batch_size=options.batch_size, seed=options.seed,
+            )  # fmt: skip
+            found += _task_measurements(run, longer_than is not None)
+    return found
+
+
+SUITES: dict[str, Suite] = {"language": language, "tasks": tasks}
+ALL = "all"
+
+
+def suite_names(name: str) -> list[str]:
+    """Return the suites that a name stands for; `UnknownNameError` if there is none.
+
+    >>> suite_names("tasks")
+    ['tasks']
+    """
+    require_known("suite", name, [*SUITES, ALL])
+    return list(SUITES) if name == ALL else [name]
+
+
+def measure(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, suites: Iterable[str], options: SuiteOptions
+) -> list[Measurement]:
+    """Return what one causal language model, patched or not, comes to; `OptionError` for a masked one."""
+    if is_masked_language_model(model):
+        raise OptionError("suite needs a causal language model, got a masked one; give files alone, without suite")
+    return [found for name in suites for found in SUITES[name](model, tokenizer, options)]
+
+
+def exact_window(model: nn.Module) -> int | None:
+    """Return up to how many tokens a patched model computes what the original does, by its windows.
+
+    That is the largest `window_size` over the layers that have one. Layers and heads that keep softmax count for
+    nothing. None where a mechanism has no window, so that it differs from softmax on prompts of any length, and for a
+    model that is not patched.
+    """
+    if not is_patched(model):
+        return None
+    mechanisms = list(get_mechanisms(model).values())
+    single = [part for x in mechanisms for part in (x.parts() if isinstance(x, CompositeMechanism) else [x])]
+    converted = [x.config for x in single if x.config.mechanism != "softmax"]
+    windows = [config.window_size for config in converted if hasattr(config, "window_size")]
+    return max(windows) if windows and len(windows) == len(converted) else None
+
+
+def _task_measurements(run: TaskRun, long_prompts: bool) -> list[Measurement]:
+    """Return a measurement for each metric of the harness, and for what the model writes beside what it chooses."""
+    headline = next(name for name in HEADLINES if name in run.values)
+    chance = fmean(1 / count if count > 1 else 0.0 for count in run.num_choices)
+    facts = {"shots": run.shots, "long_prompts": long_prompts}
+    found = [
+        Measurement(
+            "tasks", run.task, name, tuple(-x for x in values) if name == "perplexity" else values, run.prompt_tokens,
+            higher_is_better=name != "perplexity", logarithmic=name == "perplexity",
+            facts={**facts, "headline": name == headline, "chance": chance},
+            answers=run.answers if name == headline else (),
+        )
+        for name, values in run.values.items()
+    ]  # fmt: skip
+    written = [x for x in run.answers if x.generated is not None]
+    says = {
+        "generated": [x.written == x.target for x in written],
+        "agreement": [x.written == x.chosen for x in written],
+    }
+    return found + [
+        Measurement("tasks", run.task, name, tuple(map(float, own)), run.prompt_tokens[: len(own)], facts=facts)
+        for name, own in says.items()
+        if own
+    ]

@@ -1,0 +1,57 @@
+"""Intervals and differences against a loop and against published values."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+
+from hf_linattn import OptionError
+from hf_linattn.evaluation.paired import mean_score, paired_difference
+
+FIRST = [0.3, -1.2, 2.5, 0.0, 4.1, 0.7, 0.7]
+SECOND = [0.1, -1.0, 2.5, 0.5, 3.0, 0.7, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "low", "high"),
+    # Newcombe 1998, Statistics in Medicine 17:857-872, table I, the score method without continuity correction
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_a_share_has_the_published_interval(right, count, low, high):
+    score = mean_score([1.0] * right + [0.0] * (count - right))
+    assert (score.value, score.low, score.high) == pytest.approx((right / count, low, high), abs=1e-4)
+
+
+def test_a_mean_has_its_standard_errors_and_a_perplexity_is_the_exp_of_them():
+    mean, error = statistics.mean(FIRST), statistics.stdev(FIRST) / len(FIRST) ** 0.5
+    expected = mean, mean - 1.96 * error, mean + 1.96 * error
+    score = mean_score(FIRST)
+    assert (score.value, score.low, score.high) == pytest.approx(expected)
+    score = mean_score(FIRST, logarithmic=True)
+    assert (score.value, score.low, score.high) == pytest.approx(tuple(map(math.exp, expected)))
+    assert mean_score([3.0]).low is None
+
+
+@pytest.mark.parametrize("higher", [True, False])
+@pytest.mark.parametrize(("tolerance", "close"), [(0.0, 2), (0.25, 4)])
+def test_a_difference_is_taken_item_by_item(higher, tolerance, close):
+    found = paired_difference("a", "b", FIRST, SECOND, higher_is_better=higher, tolerance=tolerance)
+    gains = [x - y for x, y in zip(FIRST, SECOND, strict=True)]
+    mean, error = statistics.mean(gains), statistics.stdev(gains) / len(gains) ** 0.5
+    assert (found.value, found.low, found.high) == pytest.approx((mean, mean - 1.96 * error, mean + 1.96 * error))
+    more = sum(gain > tolerance for gain in gains)
+    wins = more if higher else len(gains) - close - more
+    assert (found.wins, found.ties) == pytest.approx((wins / len(gains), close / len(gains)))
+    assert found.wins + found.ties + found.losses == pytest.approx(1)
+    assert found.win_and_tie == pytest.approx((wins + close) / len(gains))
+
+
+def test_other_items_are_refused():
+    with pytest.raises(OptionError, match="values must be as many items as the other model has, 7, got 6"):
+        paired_difference("a", "b", FIRST[1:], SECOND)
+    with pytest.raises(OptionError, match="values must be at least one item, got 0"):
+        mean_score([])
+    with pytest.raises(OptionError, match=r"values must be finite, or the model is broken: .*, got \[nan\]"):
+        mean_score([1.0, math.nan])

@@ -1,0 +1,240 @@
+"""Suites: models side by side against numbers computed apart, windows of plans, and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_linattn import OptionError, UnknownNameError, patch_model
+from hf_linattn.cli import app
+from hf_linattn.evaluation.side_by_side import SuiteReport, compare, task_means
+from hf_linattn.evaluation.suite import SUITES, SuiteOptions, exact_window, measure, suite_names
+from hf_linattn.evaluation.suite_table import means_table, suite_table
+from tests.evaluation.test_harness import TASK_FILES, rows_of, task_dir, tokenizer, words
+from tests.helpers import logits_of, make_tokenizer
+from tests.models import make_model
+
+__all__ = ["task_dir", "tokenizer"]
+
+WINDOW = 7
+
+
+def make_original():
+    return make_model("llama", std=0.4, max_position_embeddings=256)
+
+
+def make_converted():
+    return patch_model(make_original(), "local", window_size=WINDOW)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
+    """An original, a control of other weights, and the original converted to a window of 7 tokens."""
+    root = tmp_path_factory.mktemp("suite")
+    models = {
+        "original": make_original(),
+        "control": make_model("llama", std=0.4, seed=1, max_position_embeddings=256),
+        "converted": make_converted(),
+    }
+    for name, model in models.items():
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return {name: root / name for name in models}
+
+
+@pytest.fixture(scope="module")
+def options(task_dir) -> SuiteOptions:
+    return SuiteOptions(
+        texts=(words(70, 1), words(31, 2)), length=15, num_windows=5, tasks=("piqa", "lambada_openai"),
+        task_files=TASK_FILES, task_dir=task_dir, limit=9, long_prompts=30, num_generated=3,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {"original": make_original(), "converted": make_converted()}
+
+
+@pytest.fixture(scope="module")
+def measured(models, options, tokenizer):
+    return {role: measure(model, tokenizer, ["language", "tasks"], options) for role, model in models.items()}
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["eval", *map(str, arguments)], env={"COLUMNS": "250"})
+    assert result.exit_code == code, result.output
+    return result.output if code else result.stdout
+
+
+@pytest.mark.parametrize(
+    ("plan", "window"),
+    [
+        ({"local": {"layers": "0-1", "window_size": 9}}, 9),
+        ({"local": {"layers": 0, "window_size": 9}}, 9),
+        ({"local": {"layers": 0, "window_size": 9}, "streaming": {"layers": 1, "window_size": 12}}, 12),
+        ({"hybrid": {"layers": "0-1", "window_size": 5}}, 5),
+        ({"local": {"layers": "0-1", "heads": 0, "window_size": 6}}, 6),
+        ({"local": {"layers": 0, "window_size": 9}, "linear": 1}, None),
+        ("linear", None),
+    ],
+)
+def test_the_window_of_a_plan(plan, window):
+    assert exact_window(patch_model(make_model("llama"), plan)) == window
+
+
+def test_a_model_that_is_not_patched_has_no_window():
+    assert exact_window(make_model("llama")) is None
+
+
+def test_prompts_within_the_window_have_the_scores_of_the_original(options, tokenizer):
+    """Why the share of longer prompts stands beside every number."""
+    wide = patch_model(make_original(), "local", window_size=25)
+    short = dataclasses.replace(options, long_prompts=None)
+    models = {"original": make_original(), "converted": wide}
+    measured = {role: measure(model, tokenizer, ["tasks"], short) for role, model in models.items()}
+    for row in compare(measured, exact_window(wide)):
+        assert row.longer_than_window == 0
+        assert row.converted.value == pytest.approx(row.original.value, rel=1e-4)
+        assert row.differences[0].value == pytest.approx(0, abs=1e-4)
+
+
+def test_perplexities_side_by_side_are_what_each_model_has_alone(models, measured):
+    text = compare(measured, WINDOW)[0]
+    windows = torch.tensor([[int(w[1:]) for w in words(70, 1).split()][i : i + 15] for i in (0, 15, 30, 45)])
+    windows = torch.cat([windows, torch.tensor([[int(w[1:]) for w in words(31, 2).split()][:15]])])
+    losses = {}
+    for role, model in models.items():
+        scores = logits_of(model, windows).double().log_softmax(-1)[:, :-1]
+        losses[role] = -scores.gather(-1, windows[:, 1:, None])[..., 0].mean(1)
+        assert getattr(text, role).value == pytest.approx(float(losses[role].mean().exp()), rel=1e-4)
+    gap = losses["converted"] - losses["original"]
+    assert text.differences[0].value == pytest.approx(float(gap.mean()), abs=1e-4)
+    assert text.differences[0].wins == pytest.approx(float((gap < 0).double().mean()))
+    assert (text.num_items, text.prompt_tokens, text.longer_than_window) == (5, (15, 15, 15), 1.0)
+
+
+def test_tasks_side_by_side_are_what_each_model_scores_alone(models, measured, tokenizer):
+    piqa = next(row for row in compare(measured, WINDOW) if row.metric == "acc")
+    right: dict[str, list[float]] = {role: [] for role in models}
+    lengths = []
+    for row in rows_of("piqa")[:9]:
+        ids = tokenizer(f"Question: {row['goal']}\nAnswer:")["input_ids"]
+        lengths.append(len(ids))
+        for role, model in models.items():
+            sums = []
+            for choice in (row["sol1"], row["sol2"]):
+                answer = tokenizer(choice)["input_ids"]
+                logits = logits_of(model, torch.tensor([ids + answer])).double().log_softmax(-1)[0]
+                sums.append(sum(float(logits[len(ids) + k - 1, token]) for k, token in enumerate(answer)))
+            right[role].append(float((sums[1] > sums[0]) == row["label"]))
+    gains = [a - b for a, b in zip(right["converted"], right["original"], strict=True)]
+    error = statistics.stdev(gains) / 3
+    pair = piqa.differences[0]
+    assert piqa.converted.value == pytest.approx(statistics.mean(right["converted"]))
+    assert (pair.value, pair.low) == pytest.approx((statistics.mean(gains), statistics.mean(gains) - 1.96 * error))
+    assert pair.losses == pytest.approx(sum(gain < 0 for gain in gains) / 9)
+    assert piqa.longer_than_window == pytest.approx(sum(length > WINDOW for length in lengths) / 9)
+    assert 0 < piqa.longer_than_window < 1
+
+
+def test_means_are_those_of_the_tasks_beside_chance(measured):
+    rows = compare(measured, WINDOW)
+    short, long = task_means(rows)
+    assert not short.long_prompts and long.long_prompts
+    own = {(x.name, x.metric): x for x in rows if not x.facts.get("long_prompts")}
+    scores = {role: [getattr(own[key], role).value for key in (("piqa", "acc_norm"), ("lambada_openai", "acc"))]
+              for role in measured}  # fmt: skip
+    assert short.converted == pytest.approx(sum(scores["converted"]) / 2) and short.control is None
+    above = (sum(scores["converted"]) - 0.5) / (sum(scores["original"]) - 0.5)
+    assert short.above_chance == pytest.approx(above)
+    assert short.win_and_tie == sum(a >= b for a, b in zip(scores["converted"], scores["original"], strict=True)) / 2
+    assert all(min(row.prompt_tokens) > 30 for row in rows if row.facts.get("long_prompts"))
+    assert {row.longer_than_window for row in rows if row.facts.get("long_prompts")} == {1.0}
+
+
+def test_models_measured_on_other_items_are_refused(options, tokenizer):
+    model, fewer = make_model("llama", max_position_embeddings=256), dataclasses.replace(options, num_windows=2)
+    measured = {
+        "control": measure(model, tokenizer, ["language"], fewer),
+        "converted": measure(model, tokenizer, ["language"], options),
+    }
+    with pytest.raises(OptionError, match="control was measured on other items than converted"):
+        compare(measured, None)
+
+
+def test_options_and_suites_are_checked(options, tokenizer):
+    with pytest.raises(UnknownNameError, match=r"unknown suite 'task'; did you mean tasks\? Known: all, language, "):
+        suite_names("task")
+    assert suite_names("all") == list(SUITES)
+    with pytest.raises(OptionError, match="texts must be text files to read, got 0"):
+        measure(make_model("llama"), tokenizer, ["language"], SuiteOptions())
+    with pytest.raises(OptionError, match="suite needs a causal language model, got a masked one"):
+        measure(make_model("bert"), tokenizer, ["language"], options)
+    for name in ("length", "limit", "long_prompts", "num_windows", "batch_size"):
+        with pytest.raises(OptionError, match=f"{name} must be"):
+            SuiteOptions(**{name: 0})
+
+
+def test_the_command_writes_what_it_shows(folders, task_dir, tmp_path):
+    text, output = tmp_path / "text.txt", tmp_path / "out" / "found.json"
+    text.write_text(words(64, 3))
+    beside = "--original", folders["original"], "--control", folders["control"]
+    flags = "--task_dir", task_dir, "--task_files", TASK_FILES, "--tasks", "copa,rte", "--limit", 4, "--generated", 2
+    shared = "--max-length", 16, "--long-prompts", 40, "--output", output
+    shown = run(folders["converted"], text, "--suite", "all", *beside, *flags, *shared)
+    document = json.loads(output.read_text())
+    assert document["window"] == WINDOW and document["provenance"]["command"].startswith("hf-linattn")
+    fields = {field.name for field in dataclasses.fields(SuiteReport)}
+    assert fields <= document.keys() and document["original"] == str(folders["original"])
+    names = {row["name"] for row in document["rows"]}
+    assert {"text", "copa", "rte"} <= names and all(name in shown for name in names)
+    for row in document["rows"]:
+        pairs = [(x["of"], x["to"]) for x in row["differences"]]
+        assert pairs == [("converted", "original"), ("converted", "control"), ("control", "original")]
+        assert 0 <= row["longer_than_window"] <= 1
+    answers = next(row["answers"] for row in document["rows"] if row["name"] == "rte" and row["answers"])
+    assert list(answers) == ["original", "control", "converted"]
+    assert [answer["generated"] is None for answer in answers["control"]] == [False, False, True, True]
+
+
+def test_columns_of_models_that_are_not_given_stay_empty(folders, task_dir, tmp_path):
+    flags = "--task_dir", task_dir, "--task_files", TASK_FILES, "--tasks", "copa", "--limit", 4, "--long-prompts", 0
+    output = tmp_path / "found.json"
+    found = json.loads(
+        run(folders["converted"], "--suite", "tasks", *flags, "--generated", 0, "--output", output, "--json")
+    )
+    assert found == json.loads(output.read_text()) and found["original"] is found["control"] is None
+    assert all(row["original"] is row["control"] is None and not row["differences"] for row in found["rows"])
+    assert [row["metric"] for row in found["rows"]] == ["acc"] and found["means"][0]["of_original"] is None
+
+
+def test_what_cannot_be_compared_is_refused_and_nothing_is_written(folders, task_dir, tmp_path):
+    output = tmp_path / "found.json"
+    flags = "--suite", "tasks", "--task_dir", task_dir, "--task_files", TASK_FILES, "--output", output
+    other = make_tokenizer()
+    other.add_tokens(["another"])
+    make_model("llama").save_pretrained(tmp_path / "other")
+    other.save_pretrained(tmp_path / "other")
+    model = folders["converted"]
+    refused = run(model, *flags, "--control", tmp_path / "other", code=1)
+    assert f"control='{tmp_path / 'other'}' has another tokenizer than model='{model}'" in refused
+    assert "original='absent' cannot be read" in run(model, *flags, "--original", "absent", code=1)
+    assert "unknown suite 'memory'" in run(model, "--suite", "memory", "--output", output, code=1)
+    assert "unknown task 'pica'; did you mean piqa?" in run(model, *flags, "--tasks", "pica", code=1)
+    assert "texts must be text files" in run(model, "--suite", "language", "--output", output, code=1)
+    assert "windows of a suite do not overlap" in run(model, *flags, "--stride", 4, code=1)
+    assert "unknown dtype 'float8'; did you mean float" in run(model, *flags, "--dtype", "float8", code=1)
+    assert "files is empty; give at least one text file" in run(model, code=1)
+    assert not output.exists()
+
+
+def test_tables_show_every_row(measured):
+    rows = tuple(compare(measured, WINDOW))
+    report = SuiteReport("m", "o", None, WINDOW, rows, tuple(task_means(rows)))
+    assert suite_table(report).row_count == len(rows) and means_table(report.means).row_count == 2
