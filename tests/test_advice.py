@@ -92,5 +92,5 @@ def test_what_cannot_be_advised_on_is_refused(texts):
     with pytest.raises(OptionError, match="plans must be"):
         advise(model, tokenizer, texts, 16, plans={})
     with pytest.raises(DataError, match="windows of 64 tokens for windows"):
-        advise(model, tokenizer, ["w5 " * 200], 64, settings=replace(SETTINGS, windows=9))
+        advise(model, tokenizer, ["w5 " * 300], 64, settings=replace(SETTINGS, windows=9))
     assert torch.is_grad_enabled()

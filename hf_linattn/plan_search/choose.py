@@ -38,7 +38,7 @@ SEARCHES: dict[str, Search] = {
 SIGNALS: dict[str, tuple[str, ...]] = {
     "recall": ("recall",), "divergence": ("divergence",), "both": ("recall", "divergence"),
 }  # fmt: skip
-LEAST_ANSWERED = 3  # prompts that the original must answer for recall to choose
+LEAST_PROMPTS = 3  # that the original must answer for recall to choose
 
 
 def choose_plan(
@@ -61,8 +61,9 @@ def choose_plan(
 
     and one backward pass of a signal per example, all gates shut, says what opening each would bring: its slope
     d signal / d g at g = 0. The slopes of an example are scaled to length 1, and averaged over the examples of a kind,
-    then over kinds. The `keep` steepest heads stay exact. Nothing is trained; `patch_model(model, plan)` takes the
-    result. Retrieval heads are those of Wu et al. 2024 (arXiv 2404.15574) and DuoAttention (arXiv 2410.10819).
+    then over kinds; prompts count that the original answers and the model with everything replaced does not. The
+    `keep` steepest heads stay exact. Nothing is trained; `patch_model(model, plan)` takes the result. That few heads
+    retrieve is from Wu et al. 2024 (arXiv 2404.15574) and DuoAttention (Xiao et al. 2024, arXiv 2410.10819).
 
     Args:
         model: a model that is not patched. Its weights, modes and gradients are as before, also after an error.
@@ -78,8 +79,8 @@ def choose_plan(
         **options: of `SearchOptions`: tasks, lengths, num_prompts, seed, prompts, haystack, chat, state_bytes, length,
             steps, learning_rate, progress.
 
-    An encoder, and a model that answers fewer than three of the prompts, cannot be chosen for by recall. Where there
-    are `batches`, divergence is used and a warning says so.
+    An encoder, and a model that knows the answers to fewer than three prompts (p >= 1/2 a token, in the geometric
+    mean), cannot be chosen for by recall. Where there are `batches`, divergence is used and a warning says so.
 
     Raises:
         OptionError: an option that does not exist or is out of range: nothing or everything kept, prompts longer than
@@ -169,15 +170,22 @@ def _signals(
 def _recall(
     gates: Gates, tokenizer: PreTrainedTokenizerBase | None, options: SearchOptions
 ) -> tuple[RecallSignal, str]:
-    """Return the signal over the prompts that the original answers, and why it cannot choose; empty if it can."""
+    """Return the signal over prompts that the original answers, and why it cannot choose; empty if it can.
+
+    Those that the model with everything replaced answers, too, say nothing: they count only if there are no others.
+    """
     root = root_model(gates.model)
     if root.config.is_encoder_decoder or not all(kind.layer.causal for kind in gates.mechanisms.values()):
         return RecallSignal([]), f"{type(root).__name__} does not continue a prompt from left to right"
     asked = RecallSignal(prompts_for(root, tokenizer, options))
-    answered = asked.answered(gates, options.progress)
-    least = min(LEAST_ANSWERED, len(asked.examples))
-    few = f"{type(root).__name__} itself answers {len(answered)} of {len(asked.examples)} prompts"
-    return RecallSignal(answered), few if len(answered) < least else ""
+    whole, none = torch.ones_like(gates.values), torch.zeros_like(gates.values)
+    answered = RecallSignal(asked.answered(gates, whole, options.progress))
+    still = answered.answered(gates, none, options.progress)
+    lost = [prompt for prompt in answered.examples if prompt not in still]
+    least = min(LEAST_PROMPTS, len(asked.examples))
+    count = len(answered.examples)
+    few = f"{type(root).__name__} itself answers {count} of {len(asked.examples)} prompts" if count < least else ""
+    return RecallSignal(lost) if len(lost) >= least else answered, few
 
 
 def _scores(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,15 +34,18 @@ class RecallSignal:
 
     def value(self, gates: Gates, values: Tensor, example: Any) -> Tensor:
         """Return the signal [] of a prompt with these gates [U]: the higher, the better."""
-        return _likelihoods(gates.run(values, _inputs(gates, example)), example).sum()
+        logits = gates.run(values, _inputs(gates, example)).logits[0, -len(example.answer_ids) :]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        answer = torch.tensor(example.answer_ids, device=logits.device)
+        return logits.log_softmax(-1).gather(1, answer[:, None]).sum()
 
-    def answered(self, gates: Gates, progress: bool) -> list[Any]:
-        """Return the prompts of which the original finds every token of the answer the likeliest."""
-        return [
-            prompt
-            for prompt in tqdm(self.examples, desc="prompts that the original answers", disable=not progress)
-            if _is_right(gates.run_original(_inputs(gates, prompt)), prompt)
-        ]
+    def answered(self, gates: Gates, values: Tensor, progress: bool) -> list[Any]:
+        """Return the prompts to which the answer is known with these gates: p >= 1/2 a token, in the geometric mean."""
+        prompts = tqdm(self.examples, desc="prompts that are answered", disable=not progress)
+        return [prompt for prompt in prompts if bool(self._mean(gates, values, prompt) >= -math.log(2))]
+
+    def _mean(self, gates: Gates, values: Tensor, example: Any) -> Tensor:
+        return self.value(gates, values, example) / len(example.answer_ids)
 
 
 def _inputs(gates: Gates, prompt: Any) -> dict[str, Any]:
@@ -49,20 +53,3 @@ def _inputs(gates: Gates, prompt: Any) -> dict[str, Any]:
     ids = [*prompt.prompt_ids, *prompt.answer_ids[:-1]]
     tokens = torch.tensor([ids], device=root_model(gates.model).device)
     return {"input_ids": tokens, **accepted(gates.model, logits_to_keep=len(prompt.answer_ids))}
-
-
-def _answer_logits(output: Any, prompt: Any) -> Tensor:
-    """Return [A, V], in float32 or wider, of which the answer's A tokens are predicted."""
-    logits = output.logits[0, -len(prompt.answer_ids) :]
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _likelihoods(output: Any, prompt: Any) -> Tensor:
-    """Return log p of each token of the answer [A]."""
-    logits = _answer_logits(output, prompt)
-    answer = torch.tensor(prompt.answer_ids, device=logits.device)
-    return logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
-
-
-def _is_right(output: Any, prompt: Any) -> bool:
-    return _answer_logits(output, prompt).argmax(-1).tolist() == list(prompt.answer_ids)

@@ -11,7 +11,7 @@ from ..errors import DataError, OptionError
 from ..position_tables import position_tables
 from .options import SearchOptions
 
-LENGTHS = (512, 1024, 2048)  # tokens of a prompt, as far as a model has positions
+LENGTHS = (256, 512, 1024, 2048)  # tokens of a prompt; the two longest that a model has positions for
 
 
 def prompts_for(
@@ -48,7 +48,7 @@ def _suite(tokenizer: PreTrainedTokenizerBase | None, options: SearchOptions, li
         raise DataError("tokenizer must be the model's, got None; the recall prompts are text")
     lengths = options.lengths
     if lengths is None:
-        lengths = [length for length in LENGTHS if limit is None or length <= limit]
+        lengths = [length for length in LENGTHS if limit is None or length <= limit][-2:]
         require("lengths", lengths, bool(lengths), f"given for a model of {limit} positions")
     how = {"count": options.num_prompts, "seed": options.seed, "haystack": options.haystack, "chat": options.chat}
     tasks = list(RECALL_TASKS) if options.tasks is None else options.tasks

@@ -1,0 +1,197 @@
+"""What a model recalls with a tenth of its heads exact: plans by `choose_plan`, and others, beside the original.
+
+    python -m benchmarks.studies.choose_plan SmolLM2-135M-Instruct/ books/      # the JSON under benchmarks/results
+
+Nothing is trained. Plans are chosen on prompts of their own seeds, and on the validation books where they go by text;
+recall is of prompts of another seed, perplexity of rows of the test books. Recall counts the prompts to which what
+greedy decoding says contains the answer. Results are written as they come: a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import resource
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from benchmarks.measure.provenance import collect_provenance
+from benchmarks.result_files import CHOSEN_PLAN_FILE, ORIGINAL, RESULTS, Document
+from hf_linattn import choose_plan, patch_model, unpatch_model
+from hf_linattn.atomic_io import write_text
+from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
+from hf_linattn.evaluation.fidelity import token_losses
+from hf_linattn.evaluation.recall import make_prompts
+
+WINDOW = {"window_size": 256, "num_sink_tokens": 4}
+KEEP, FEWER, SEEDS, EVERY = 9, 5, (0, 1, 2), 4
+TASKS, LENGTHS, LENGTH = ("single_noise", "single_text", "single_uuid"), (1024, 2048, 4096), 2048
+PROMPTS_SEED = 1000  # of the prompts that count
+TEXT_LENGTH, TEXT_ROWS = 1024, 4  # of the validation books, for plans by text
+MEMORY_LENGTH = 4096
+MORE_TOKENS = 4  # than the answer has, as a model may begin with other words
+
+Plan = Any
+
+
+class Study:
+    """A model, texts, and the results so far."""
+
+    def __init__(self, model: str, books: Path, dtype: torch.dtype, output: Path):
+        self.model_path, self.books, self.output = model, books, output
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        self.found: Document = json.loads(output.read_text("utf-8")) if output.exists() else {}
+        command = "benchmarks.studies.choose_plan"
+        self.found.setdefault("provenance", collect_provenance(torch.device("cpu"), dtype, command))
+        self.found |= {"model": Path(model).name, "replace": {"streaming": WINDOW}, "prompts_seed": PROMPTS_SEED}
+
+    def keep(self, group: str, name: str, measure: Callable[[], Any]) -> Any:
+        """Return a result, measured and written unless that was done before."""
+        results = self.found.setdefault(group, {})
+        if name not in results:
+            results[name] = measure()
+            write_text(self.output, json.dumps(self.found, indent=1) + "\n")
+        return results[name]
+
+    def rows(self, split: str, length: int, count: int) -> list[torch.Tensor]:
+        """Return rows of tokens [1, N] from the middle of as many books, in turns."""
+        lines = (self.books / f"{split}.jsonl").read_text("utf-8").splitlines()
+        texts = [json.loads(line)["text"] for line in lines]
+        rows = []
+        for number in range(count):
+            text, place = texts[number % len(texts)], (1 + number // len(texts)) / 10
+            part = text[int(place * len(text)) :][: 8 * length]
+            rows.append(self.tokenizer(part, return_tensors="pt", verbose=False)["input_ids"][:, :length])
+        return rows
+
+    def choose(self, name: str, **options: Any) -> ChosenPlan:
+        """Return a plan, chosen unless it was before."""
+
+        def measure() -> dict[str, Any]:
+            processor = time.process_time()
+            chosen = choose_plan(
+                self.model, self.tokenizer, options.pop("keep", KEEP), replace={"streaming": WINDOW}, progress=True,
+                **options,
+            )  # fmt: skip
+            return {**json.loads(chosen.to_json()), "processor_seconds": time.process_time() - processor}
+
+        return ChosenPlan.from_json(json.dumps(self.keep("choices", name, measure)))
+
+    def recall(self, name: str, plan: Plan, task: str, length: int, samples: int) -> None:
+        """Count the right answers of a plan to prompts of one kind and length."""
+
+        def measure() -> dict[str, Any]:
+            prompts = make_prompts(task, self.tokenizer, length, count=samples, seed=PROMPTS_SEED)
+            with patched(self.model, plan) as model, torch.no_grad():
+                shown = tqdm(prompts, desc=f"{name}, {task}, {length}")
+                right = [_answers(model, self.tokenizer, prompt) for prompt in shown]
+            return {"right": sum(right), "samples": samples}
+
+        self.keep("recall", f"{name} | {task} | {length}", measure)
+
+    def perplexity(self, name: str, plan: Plan, length: int, count: int) -> None:
+        """Measure a plan on rows of the test books."""
+
+        def measure() -> dict[str, Any]:
+            with patched(self.model, plan) as model:
+                rows = tqdm(self.rows("test", length, count), desc=f"{name}, text")
+                losses = [float(token_losses(model, row).losses.mean()) for row in rows]
+            loss = sum(losses) / len(losses)
+            return {"loss": loss, "perplexity": math.exp(loss), "rows": count, "losses": losses}
+
+        self.keep("perplexity", f"{name} | {length}", measure)
+
+
+@contextmanager
+def patched(model: PreTrainedModel, plan: Plan) -> Iterator[PreTrainedModel]:
+    """Give a model a plan for a while; None is the original."""
+    if plan is None:
+        yield model
+        return
+    patch_model(model, plan)
+    try:
+        yield model
+    finally:
+        unpatch_model(model)
+
+
+def _answers(model: PreTrainedModel, tokenizer: Any, prompt: Any) -> bool:
+    """Whether what greedy decoding says contains the answer."""
+    ids = torch.tensor([prompt.prompt_ids])
+    options = {"do_sample": False, "max_new_tokens": len(prompt.answer_ids) + MORE_TOKENS, "pad_token_id": 0}
+    said = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return all(answer in tokenizer.decode(said[0, ids.shape[1] :]) for answer in prompt.answers)
+
+
+def of_heads(record: PlanRecord, kept: list[list[int]]) -> ChosenPlan:
+    """Return the plan that keeps other heads."""
+    return ChosenPlan.of(PlanRecord(**{**vars(record), "kept": kept}))
+
+
+def other_plans(study: Study, record: PlanRecord) -> Iterator[tuple[str, Plan]]:
+    """Yield the plans beside the chosen one."""
+    heads = [[layer, head] for layer, count in enumerate(record.heads) for head in range(count)]
+    ranked = sorted(heads, key=lambda place: -record.scores[place[0]][place[1]])
+    yield f"{FEWER} heads", of_heads(record, sorted(ranked[:FEWER]))
+    yield "windows alone", {"streaming": WINDOW}
+    text = [{"input_ids": row} for row in study.rows("validation", TEXT_LENGTH, TEXT_ROWS)]
+    yield f"{KEEP} heads by text", study.choose("text", signal="divergence", batches=text)
+    for seed in SEEDS:
+        yield f"{KEEP} heads at random, seed {seed}", of_heads(record, sorted(random.Random(seed).sample(heads, KEEP)))
+    every = [[layer, head] for layer, head in heads if layer % EVERY == 2]
+    yield f"every {EVERY}th layer", of_heads(record, every)
+    sinks = WINDOW["num_sink_tokens"] - 1
+    held = KEEP * LENGTH + (len(heads) - KEEP) * (WINDOW["window_size"] + sinks)  # keys, of all heads together
+    yield "windows of equal bytes", {"streaming": {**WINDOW, "window_size": held // len(heads) - sinks}}
+
+
+def peak_bytes(model: str, dtype: str) -> int:
+    """Return the most memory of a process that chooses by one prompt of `MEMORY_LENGTH` tokens."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    choose_plan(loaded, tokenizer, KEEP, tasks=TASKS[:1], lengths=(MEMORY_LENGTH,))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="folder or Hub name of a causal language model")],
+    books: Annotated[Path, typer.Argument(help="folder with validation.jsonl and test.jsonl, a text on each line")],
+    samples: Annotated[int, typer.Option(help="prompts of each kind and length")] = 100,
+    rows: Annotated[int, typer.Option(help="rows of text for the perplexity")] = 24,
+    dtype: Annotated[str, typer.Option(help="of the weights")] = "bfloat16",
+    output: Annotated[Path, typer.Option(help="the JSON file")] = RESULTS / CHOSEN_PLAN_FILE,
+) -> None:
+    """Choose, measure, and write the JSON."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    study = Study(model, books, getattr(torch, dtype), output)
+    chosen = {f"{KEEP} heads, seed {seed}": study.choose(f"seed {seed}", seed=seed) for seed in SEEDS}
+    first = next(iter(chosen))
+    for name, plan in ((first, chosen[first]), (ORIGINAL, None)):
+        study.perplexity(name, plan, LENGTH, rows)
+        for length in LENGTHS:
+            for task in TASKS:
+                study.recall(name, plan, task, length, samples)
+    others = other_plans(study, chosen[first].record)
+    for name, plan in [*others, *list(chosen.items())[1:]]:
+        for task in TASKS:
+            study.recall(name, plan, task, LENGTH, samples)
+        study.perplexity(name, plan, LENGTH, rows)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        study.keep("memory", str(MEMORY_LENGTH), lambda: pool.submit(peak_bytes, model, dtype).result())
+    typer.echo(f"wrote {output}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
