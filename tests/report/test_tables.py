@@ -9,9 +9,10 @@ import json
 import pytest
 from rich.console import Console
 
-from hf_linattn.evaluation import MemoryRow, SpeedRow, Spread
+from hf_linattn.evaluation import LongLosses, MemoryRow, PositionRow, RecurrenceRow, SpeedRow, Spread
 from hf_linattn.report import (
     Evaluation,
+    LongContext,
     Perplexities,
     Report,
     Stage,
@@ -77,6 +78,21 @@ def test_markdown_has_the_four_models(report):
     assert cells(models, "control")[2:] == ["8.00", "1.000"]
     assert cells(models, "recovered")[2:] == ["10.00", "1.250"]
     assert "98,765 scored tokens of the test split, windows of 512, stride 256." in markdown
+
+
+def test_markdown_has_the_losses_on_long_documents(report):
+    def read(loss, low=None, high=None):
+        rows = (RecurrenceRow(0, 0, 1234, loss, low, high), RecurrenceRow(65, 128, 56, loss + 1, low, high))
+        return LongLosses(4096, 16, 9, (PositionRow(1, 63, 0.5, loss - 1, low, high),), rows, rows[:1])
+
+    context = LongContext(read(3.0, 2.5, 3.5), read(2.9), read(2.8))
+    markdown = to_markdown(dataclasses.replace(report, long_context=context)).split("## Long documents")[1]
+    assert "16 windows of 4,096 tokens, of 9 documents" in markdown
+    assert cells(markdown, "1 to 63")[1:] == ["2.000 (2.500 to 3.500)", "1.900", "1.800"]
+    assert cells(markdown, "65 to 128")[1:] == ["56", "4.000 (2.500 to 3.500)", "3.900", "3.800"]
+    assert markdown.count("| new | 1,234 |") == 2
+    two = to_markdown(dataclasses.replace(report, long_context=context.__class__(read(3.0), read(2.9))))
+    assert "| positions | recovered | original |\n" in two
 
 
 def test_markdown_has_the_windows_of_equal_bytes(report):
