@@ -37,12 +37,14 @@ from hf_linattn.evaluation.recall import make_prompts
 WINDOW = {"window_size": 256, "num_sink_tokens": 4}
 KEEP, FEWER, SEEDS, EVERY = 9, 5, (0, 1, 2), 4
 TASKS, LENGTHS, LENGTH = ("single_noise", "single_text", "single_uuid"), (1024, 2048, 4096), 2048
+CHOICE = {"lengths": (1024,)}  # of `choose_plan`
 PROMPTS_SEED = 1000  # of the prompts that count
 TEXT_LENGTH, TEXT_ROWS = 1024, 4  # of the validation books, for plans by text
 MEMORY_LENGTH = 4096
 MORE_TOKENS = 4  # than the answer has, as a model may begin with other words
 
 Plan = Any
+WINDOWS_ALONE = ("windows alone", {"streaming": WINDOW})
 
 
 class Study:
@@ -82,9 +84,8 @@ class Study:
         def measure() -> dict[str, Any]:
             processor = time.process_time()
             chosen = choose_plan(
-                self.model, self.tokenizer, options.pop("keep", KEEP), replace={"streaming": WINDOW}, progress=True,
-                **options,
-            )  # fmt: skip
+                self.model, self.tokenizer, KEEP, replace={"streaming": WINDOW}, progress=True, **{**CHOICE, **options}
+            )
             return {**json.loads(chosen.to_json()), "processor_seconds": time.process_time() - processor}
 
         return ChosenPlan.from_json(json.dumps(self.keep("choices", name, measure)))
@@ -145,7 +146,8 @@ def other_plans(study: Study, record: PlanRecord) -> Iterator[tuple[str, Plan]]:
     heads = [[layer, head] for layer, count in enumerate(record.heads) for head in range(count)]
     ranked = sorted(heads, key=lambda place: -record.scores[place[0]][place[1]])
     yield f"{FEWER} heads", of_heads(record, sorted(ranked[:FEWER]))
-    yield "windows alone", {"streaming": WINDOW}
+    for seed in SEEDS[1:]:
+        yield f"{KEEP} heads, seed {seed}", study.choose(f"seed {seed}", seed=seed)
     text = [{"input_ids": row} for row in study.rows("validation", TEXT_LENGTH, TEXT_ROWS)]
     yield f"{KEEP} heads by text", study.choose("text", signal="divergence", batches=text)
     for seed in SEEDS:
@@ -176,15 +178,15 @@ def main(
     """Choose, measure, and write the JSON."""
     output.parent.mkdir(parents=True, exist_ok=True)
     study = Study(model, books, getattr(torch, dtype), output)
-    chosen = {f"{KEEP} heads, seed {seed}": study.choose(f"seed {seed}", seed=seed) for seed in SEEDS}
-    first = next(iter(chosen))
-    for name, plan in ((first, chosen[first]), (ORIGINAL, None)):
-        study.perplexity(name, plan, LENGTH, rows)
-        for length in LENGTHS:
+    first = study.choose("seed 0", seed=0)
+    main_rows: list[tuple[str, Plan]] = [(f"{KEEP} heads, seed 0", first), (ORIGINAL, None), WINDOWS_ALONE]
+    for length in LENGTHS:
+        for name, plan in main_rows:
             for task in TASKS:
                 study.recall(name, plan, task, length, samples)
-    others = other_plans(study, chosen[first].record)
-    for name, plan in [*others, *list(chosen.items())[1:]]:
+    for name, plan in main_rows:
+        study.perplexity(name, plan, LENGTH, rows)
+    for name, plan in other_plans(study, first.record):
         for task in TASKS:
             study.recall(name, plan, task, LENGTH, samples)
         study.perplexity(name, plan, LENGTH, rows)
