@@ -23,6 +23,7 @@ USABLE_FILE = "usable.json"
 SUPPORT_FILE = "support.json"
 RETRIEVAL_FILE = "retrieval.json"
 CHOSEN_PLAN_FILE = "choose_plan_smollm2.json"
+RECALL_FILE = "recall_smollm2.json"
 CALIBRATION_FILE = "calibration.json"
 LONG_INPUTS_FILES = ("cpu_long_inputs.json", "cpu_long_inputs_bfloat16.json")
 PEERS_FILE = "cpu_peers.json"

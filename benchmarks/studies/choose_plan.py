@@ -3,8 +3,8 @@
     python -m benchmarks.studies.choose_plan SmolLM2-135M-Instruct/ books/      # the JSON under benchmarks/results
 
 Nothing is trained. Plans are chosen on prompts of their own seeds, and on the validation books where they go by text;
-recall is of prompts of another seed, perplexity of rows of the test books. Recall counts the prompts to which what
-greedy decoding says contains the answer. Results are written as they come: a run that was stopped goes on.
+recall is of prompts of another seed, perplexity of rows of the test books. Results are written as they come: a run
+that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hf_linattn import choose_plan, patch_model, unpatch_model
 from hf_linattn.atomic_io import write_text
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.evaluation.fidelity import token_losses
-from hf_linattn.evaluation.recall import make_prompts
+from hf_linattn.evaluation.recall import recall
 
 WINDOW = {"window_size": 256, "num_sink_tokens": 4}
 KEEP, FEWER, SEEDS, EVERY = 9, 5, (0, 1, 2), 4
@@ -41,7 +41,6 @@ CHOICE = {"lengths": (1024,)}  # of `choose_plan`
 PROMPTS_SEED = 1000  # of the prompts that count
 TEXT_LENGTH, TEXT_ROWS = 1024, 4  # of the validation books, for plans by text
 MEMORY_LENGTH = 4096
-MORE_TOKENS = 4  # than the answer has, as a model may begin with other words
 
 Plan = Any
 WINDOWS_ALONE = ("windows alone", {"streaming": WINDOW})
@@ -93,12 +92,11 @@ class Study:
     def recall(self, name: str, plan: Plan, task: str, length: int, samples: int) -> None:
         """Count the right answers of a plan to prompts of one kind and length."""
 
-        def measure() -> dict[str, Any]:
-            prompts = make_prompts(task, self.tokenizer, length, count=samples, seed=PROMPTS_SEED)
-            with patched(self.model, plan) as model, torch.no_grad():
-                shown = tqdm(prompts, desc=f"{name}, {task}, {length}")
-                right = [_answers(model, self.tokenizer, prompt) for prompt in shown]
-            return {"right": sum(right), "samples": samples}
+        def measure() -> Any:
+            with patched(self.model, plan) as model:
+                return recall(
+                    model, self.tokenizer, [task], [length], num_samples=samples, seed=PROMPTS_SEED, batch_size=1
+                )[0]
 
         self.keep("recall", f"{name} | {task} | {length}", measure)
 
@@ -126,14 +124,6 @@ def patched(model: PreTrainedModel, plan: Plan) -> Iterator[PreTrainedModel]:
         yield model
     finally:
         unpatch_model(model)
-
-
-def _answers(model: PreTrainedModel, tokenizer: Any, prompt: Any) -> bool:
-    """Whether what greedy decoding says contains the answer."""
-    ids = torch.tensor([prompt.prompt_ids])
-    options = {"do_sample": False, "max_new_tokens": len(prompt.answer_ids) + MORE_TOKENS, "pad_token_id": 0}
-    said = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    return all(answer in tokenizer.decode(said[0, ids.shape[1] :]) for answer in prompt.answers)
 
 
 def of_heads(record: PlanRecord, kept: list[list[int]]) -> ChosenPlan:
