@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import hf_linattn
@@ -129,6 +129,51 @@ def test_convert_takes_any_architecture_and_needs_no_tokenizer(tmp_path):
     document = json.loads(answer("convert", *places, "--mechanism", "linear", "--json"))
     assert document["model_class"] == "BertModel" and not document["processors"]
     assert hf_linattn.is_patched(AutoModel.from_pretrained(tmp_path / "out"))
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory) -> Path:
+    """A tiny BERT, of which a plan was chosen by the command, beside its text."""
+    folder = tmp_path_factory.mktemp("chosen")
+    make_model("bert", std=0.3).save_pretrained(folder / "original")
+    make_tokenizer().save_pretrained(folder / "original")
+    (folder / "text.txt").write_text(" ".join(f"w{5 + i * i % 90}" for i in range(40)), encoding="utf-8")
+    options = json.dumps({"window_size": 3, "num_sink_tokens": 1, "block_size": 4})
+    document = json.loads(answer(
+        "convert", folder / "original", folder / "out", "--keep", "0.25", "--mechanism", "streaming", "--options",
+        options, "--text", folder / "text.txt", "--json",
+    ))  # fmt: skip
+    assert document["signal"] == "divergence" and "left to right" in document["reason"]
+    assert len(document["kept"]) == 2 and document["converted_layers"] == 2
+    return folder
+
+
+def test_convert_chooses_a_plan_and_saves_it_beside_the_model(chosen, tmp_path):
+    plan = hf_linattn.ChosenPlan.load(chosen / "out" / "plan.json")
+    assert (chosen / "out" / "plan.png").read_bytes().startswith(b"\x89PNG")
+    said = answer("convert", chosen / "original", tmp_path / "again", "--plan", chosen / "out" / "plan.json")
+    places = " ".join(f"{layer}.{head}" for layer, head in plan.record.kept)
+    assert f"2 of 8 key/value heads stay exact (layer.head): {places}; chosen by divergence (slope)" in said
+    ids, expected = torch.randint(5, 90, (2, 9)), hf_linattn.patch_model(make_model("bert", std=0.3), plan)
+    for folder in (chosen / "out", tmp_path / "again"):
+        with torch.no_grad():
+            assert torch.equal(AutoModelForMaskedLM.from_pretrained(folder)(ids).logits, expected(ids).logits)
+
+
+def test_convert_refuses_what_is_no_way_to_a_plan(chosen, converted, tmp_path):
+    places, plan = (chosen / "original", tmp_path / "out"), chosen / "out" / "plan.json"
+    assert "mechanism is not given; name one, or have a plan chosen" in refuse("convert", *places)
+    assert "leave mechanism and keep out" in refuse("convert", *places, "--plan", plan, "--keep", "0.1")
+    assert "leave it out where keep or plan" in refuse("convert", *places, "--layers", "0", "--keep", "0.1")
+    assert "a share like 0.1 or a number like 9, got 'few'" in refuse("convert", *places, "--keep", "few")
+    several = refuse("convert", *places, "--keep", "2", "--mechanism", '{"linear": 0}')
+    assert "the name of one mechanism where keep chooses" in several
+    assert "from 1 to 7 of the model's 8 key/value heads" in refuse("convert", *places, "--keep", "8")
+    assert "give batches of text" in refuse("convert", *places, "--keep", "2")
+    assert "cannot be read as text" in refuse("convert", *places, "--keep", "2", "--text", tmp_path / "none.txt")
+    other = refuse("convert", converted.parent / "original", tmp_path / "out", "--keep", "2")
+    assert "lengths must be given for a model of 64 positions" in other
+    assert not (tmp_path / "out").exists()
 
 
 def test_finetune_and_distill_are_the_recipes(material, tmp_path):

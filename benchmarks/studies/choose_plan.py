@@ -3,8 +3,8 @@
     python -m benchmarks.studies.choose_plan SmolLM2-135M-Instruct/ books/      # the JSON under benchmarks/results
 
 Nothing is trained. Plans are chosen on prompts of their own seeds, and on the validation books where they go by text;
-recall is of prompts of another seed, perplexity of rows of the test books. Recall counts the prompts to which what
-greedy decoding says contains the answer. Results are written as they come: a run that was stopped goes on.
+recall is of prompts of another seed, perplexity of rows of the test books. Results are written as they come: a run
+that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from benchmarks.result_files import CHOSEN_PLAN_FILE, ORIGINAL, RESULTS, Documen
 from hf_linattn import choose_plan, patch_model, unpatch_model
 from hf_linattn.atomic_io import write_text
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
-from hf_linattn.evaluation.fidelity import token_losses
-from hf_linattn.evaluation.recall import make_prompts
+from hf_linattn.evaluation.next_token import token_losses
+from hf_linattn.evaluation.recall import recall
 
 WINDOW = {"window_size": 256, "num_sink_tokens": 4}
 KEEP, FEWER, SEEDS, EVERY = 9, 5, (0, 1, 2), 4
 TASKS, LENGTHS, LENGTH = ("single_noise", "single_text", "single_uuid"), (1024, 2048, 4096), 2048
+CHOICE = {"lengths": (1024,)}  # of `choose_plan`
 PROMPTS_SEED = 1000  # of the prompts that count
 TEXT_LENGTH, TEXT_ROWS = 1024, 4  # of the validation books, for plans by text
 MEMORY_LENGTH = 4096
-MORE_TOKENS = 4  # than the answer has, as a model may begin with other words
 
 Plan = Any
+WINDOWS_ALONE = ("windows alone", {"streaming": WINDOW})
 
 
 class Study:
@@ -82,9 +83,8 @@ class Study:
         def measure() -> dict[str, Any]:
             processor = time.process_time()
             chosen = choose_plan(
-                self.model, self.tokenizer, options.pop("keep", KEEP), replace={"streaming": WINDOW}, progress=True,
-                **options,
-            )  # fmt: skip
+                self.model, self.tokenizer, KEEP, replace={"streaming": WINDOW}, progress=True, **{**CHOICE, **options}
+            )
             return {**json.loads(chosen.to_json()), "processor_seconds": time.process_time() - processor}
 
         return ChosenPlan.from_json(json.dumps(self.keep("choices", name, measure)))
@@ -92,12 +92,11 @@ class Study:
     def recall(self, name: str, plan: Plan, task: str, length: int, samples: int) -> None:
         """Count the right answers of a plan to prompts of one kind and length."""
 
-        def measure() -> dict[str, Any]:
-            prompts = make_prompts(task, self.tokenizer, length, count=samples, seed=PROMPTS_SEED)
-            with patched(self.model, plan) as model, torch.no_grad():
-                shown = tqdm(prompts, desc=f"{name}, {task}, {length}")
-                right = [_answers(model, self.tokenizer, prompt) for prompt in shown]
-            return {"right": sum(right), "samples": samples}
+        def measure() -> Any:
+            with patched(self.model, plan) as model:
+                return recall(
+                    model, self.tokenizer, [task], [length], num_samples=samples, seed=PROMPTS_SEED, batch_size=1
+                )[0]
 
         self.keep("recall", f"{name} | {task} | {length}", measure)
 
@@ -127,14 +126,6 @@ def patched(model: PreTrainedModel, plan: Plan) -> Iterator[PreTrainedModel]:
         unpatch_model(model)
 
 
-def _answers(model: PreTrainedModel, tokenizer: Any, prompt: Any) -> bool:
-    """Whether what greedy decoding says contains the answer."""
-    ids = torch.tensor([prompt.prompt_ids])
-    options = {"do_sample": False, "max_new_tokens": len(prompt.answer_ids) + MORE_TOKENS, "pad_token_id": 0}
-    said = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    return all(answer in tokenizer.decode(said[0, ids.shape[1] :]) for answer in prompt.answers)
-
-
 def of_heads(record: PlanRecord, kept: list[list[int]]) -> ChosenPlan:
     """Return the plan that keeps other heads."""
     return ChosenPlan.of(PlanRecord(**{**vars(record), "kept": kept}))
@@ -145,7 +136,8 @@ def other_plans(study: Study, record: PlanRecord) -> Iterator[tuple[str, Plan]]:
     heads = [[layer, head] for layer, count in enumerate(record.heads) for head in range(count)]
     ranked = sorted(heads, key=lambda place: -record.scores[place[0]][place[1]])
     yield f"{FEWER} heads", of_heads(record, sorted(ranked[:FEWER]))
-    yield "windows alone", {"streaming": WINDOW}
+    for seed in SEEDS[1:]:
+        yield f"{KEEP} heads, seed {seed}", study.choose(f"seed {seed}", seed=seed)
     text = [{"input_ids": row} for row in study.rows("validation", TEXT_LENGTH, TEXT_ROWS)]
     yield f"{KEEP} heads by text", study.choose("text", signal="divergence", batches=text)
     for seed in SEEDS:
@@ -176,15 +168,15 @@ def main(
     """Choose, measure, and write the JSON."""
     output.parent.mkdir(parents=True, exist_ok=True)
     study = Study(model, books, getattr(torch, dtype), output)
-    chosen = {f"{KEEP} heads, seed {seed}": study.choose(f"seed {seed}", seed=seed) for seed in SEEDS}
-    first = next(iter(chosen))
-    for name, plan in ((first, chosen[first]), (ORIGINAL, None)):
-        study.perplexity(name, plan, LENGTH, rows)
-        for length in LENGTHS:
+    first = study.choose("seed 0", seed=0)
+    main_rows: list[tuple[str, Plan]] = [(f"{KEEP} heads, seed 0", first), (ORIGINAL, None), WINDOWS_ALONE]
+    for length in LENGTHS:
+        for name, plan in main_rows:
             for task in TASKS:
                 study.recall(name, plan, task, length, samples)
-    others = other_plans(study, chosen[first].record)
-    for name, plan in [*others, *list(chosen.items())[1:]]:
+    for name, plan in main_rows:
+        study.perplexity(name, plan, LENGTH, rows)
+    for name, plan in other_plans(study, first.record):
         for task in TASKS:
             study.recall(name, plan, task, LENGTH, samples)
         study.perplexity(name, plan, LENGTH, rows)

@@ -28,7 +28,8 @@ from benchmarks.result_files import ORIGINAL, REAL_BOARD, RESULTS, Document
 from hf_linattn import calibrate, get_mechanisms, patch_model
 from hf_linattn.atomic_io import write_text
 from hf_linattn.calibration import what_is_fitted
-from hf_linattn.evaluation import long_losses, state_bytes_by_length, token_losses, whole_windows
+from hf_linattn.evaluation import long_losses, state_bytes_by_length, whole_windows
+from hf_linattn.evaluation.next_token import token_losses
 from hf_linattn.evaluation.recall import recall
 from hf_linattn.evaluation.suite import SuiteOptions, tasks
 from hf_linattn.plan import Plan

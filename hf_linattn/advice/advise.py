@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..architecture import self_attention_modules
 from ..config import require, require_count
 from ..errors import DataError, PatchError, UnsupportedModelError
-from ..evaluation.fidelity import whole_windows
+from ..evaluation.next_token import whole_windows
 from ..evaluation.perplexity import is_masked_language_model, position_limit
 from ..patching import is_patched
 from ..plan import Plan
@@ -23,7 +23,8 @@ from .candidates import IN_ALL_LAYERS, candidate_plans, chosen_plans
 from .trial import Material, Settings, Trial, run_trial, share_right, texts_in_halves, window_losses
 
 WITHIN = 0.05  # nats per token that a plan may lose: 5 % of perplexity
-LONGEST_CHOSEN_BY = 1024  # tokens of the prompts that heads are chosen by
+CHOSEN_BY = ("single_noise", "single_text", "single_uuid", "multi_key")  # recall tasks that heads are chosen by
+LONGEST = 1024  # tokens of their prompts
 ROOM = 16  # positions that are left to what is decoded
 EPSILON = 1e-9  # shares are sums of floats
 
@@ -123,7 +124,7 @@ def choose(model: PreTrainedModel, material: Material, progress: bool) -> dict[s
     """Return the plans that keep a few heads exact, by recall where the model can, else by their divergence."""
     window = IN_ALL_LAYERS["streaming"]
     plan = choose_plan(
-        model, material.tokenizer, lengths=[min(material.length, LONGEST_CHOSEN_BY)], num_prompts=1,
+        model, material.tokenizer, tasks=CHOSEN_BY, lengths=[min(material.length, LONGEST)], num_prompts=2,
         replace={window["mechanism"]: window["options"]}, seed=material.settings.seed, progress=progress,
         batches=[{"input_ids": row[None]} for row in material.calibration],
     )  # fmt: skip

@@ -59,4 +59,4 @@ def chosen_plans(plan: ChosenPlan, shares: Sequence[float] = SHARES) -> dict[str
     """Return name -> plan for every share of the heads, each number of heads once."""
     plans = {with_share_kept(plan, share).record.num_kept: with_share_kept(plan, share) for share in shares}
     total = sum(plan.record.heads)
-    return {f"{count} of {total} heads exact, others streaming": chosen for count, chosen in plans.items()}
+    return {f"{count} of {total} heads exact, others streaming": list(chosen) for count, chosen in plans.items()}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from ..calibration import calibrate, what_is_fitted
-from ..evaluation.fidelity import token_losses
+from ..evaluation.next_token import token_losses
 from ..evaluation.memory import state_bytes_by_length
 from ..evaluation.recall import recall
 from ..evaluation.speed import SpeedRow, measure_speed

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from transformers import AutoProcessor, AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from .. import get_patch_config, is_patched, patch_model
+from .. import ChosenPlan, get_patch_config, is_patched, patch_model
 from ..config import json_object
 from ..errors import OptionError
 from ..plan import name_or_plan
+from .choosing import choose, in_words, save_beside
 from .common import Json, Model, exit_on_error, load, show
 
 PROCESSORS: dict[str, Any] = {"tokenizer_config.json": AutoTokenizer, "preprocessor_config.json": AutoProcessor}
@@ -21,9 +22,20 @@ PROCESSORS: dict[str, Any] = {"tokenizer_config.json": AutoTokenizer, "preproces
 def convert(
     model: Model,
     output: Annotated[Path, typer.Argument(help="folder that receives the converted model; absent or empty")],
-    mechanism: Annotated[str, typer.Option(help='its name, or a plan as JSON: \'{"hybrid": "0-5", "linear": 6}\'')],
+    mechanism: Annotated[
+        str | None, typer.Option(help='its name, or a plan as JSON: \'{"hybrid": "0-5", "linear": 6}\'')
+    ] = None,
     options: Annotated[str, typer.Option(help='options of the mechanism, as JSON: \'{"num_features": 128}\'')] = "{}",
     layers: Annotated[str | None, typer.Option(help="which layers, as 0-5 or 0-2,7; default: all")] = None,
+    keep: Annotated[
+        str | None, typer.Option(help="choose a plan: the share (0.1) or number (9) of key/value heads left exact")
+    ] = None,
+    unit: Annotated[str, typer.Option(help="what keep counts: head or layer")] = "head",
+    signal: Annotated[str, typer.Option(help="what keep chooses by: recall, divergence or both")] = "recall",
+    search: Annotated[str, typer.Option(help="how: slope, gates, restore_one or one_at_a_time")] = "slope",
+    text: Annotated[list[Path] | None, typer.Option(help="a text file for the divergence; may be given again")] = None,
+    seed: Annotated[int, typer.Option(help="of the prompts that keep chooses by")] = 0,
+    plan: Annotated[Path | None, typer.Option(help="a plan that was chosen before: its JSON file")] = None,
     cross_attention: Annotated[
         str | None, typer.Option(help='mechanism of the layers across, or {"its name": {options}}; default: softmax')
     ] = None,
@@ -33,34 +45,65 @@ def convert(
 ) -> None:
     """Patch a checkpoint and save it, untrained: recover it with `finetune` or `distill`.
 
-    `hf-linattn convert gpt2 my-model --mechanism hybrid` begins as good as its window; few others are usable so.
+    `hf-linattn convert gpt2 my-model --keep 0.1` keeps the tenth of the heads exact that recalls what is far back, and
+    gives all others a sliding window; the plan and its picture lie beside the model. `--mechanism hybrid` begins as
+    good as its window; few others are usable so.
 
     Weights are read file by file into the one model in memory and written in shards.
     """
     with exit_on_error():
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise OptionError(f"output={str(output)!r} is not an empty folder; give another path")
+        _check_ways(mechanism, keep, plan, layers)
         loaded = load(model, dtype=dtype)
         if is_patched(loaded):
             raise OptionError(f"model={model!r} is converted already; give the original")
         across = None if cross_attention is None else name_or_plan("cross_attention", cross_attention)
-        patch_model(
-            loaded, name_or_plan("mechanism", mechanism), layers, cross_attention=across,
-            **json_object("options", options),
-        )  # fmt: skip
+        chosen = None if plan is None else ChosenPlan.load(plan)
+        if keep is not None:
+            chosen = choose(
+                loaded, model, keep, mechanism=mechanism, options=options, texts=text or (), unit=unit, signal=signal,
+                search=search, seed=seed, progress=not as_json,
+            )  # fmt: skip
+        if chosen is None:
+            given = json_object("options", options)
+            patch_model(loaded, name_or_plan("mechanism", mechanism or ""), layers, cross_attention=across, **given)
+        else:
+            patch_model(loaded, chosen, cross_attention=across)
         beside = processors(model)  # before anything is written
         loaded.save_pretrained(output, max_shard_size=max_shard_size)
         for processor in beside.values():
             processor.save_pretrained(output)
-    plan = get_patch_config(loaded)
-    parameters = sum(parameter.numel() for parameter in loaded.parameters())
+        said = {} if chosen is None else save_beside(chosen, output)
+    show({**_document(loaded, output), "processors": list(beside), **said}, as_json, *_words(loaded, output, chosen))
+
+
+def _check_ways(mechanism: str | None, keep: str | None, plan: Path | None, layers: str | None) -> None:
+    """Raise `OptionError` unless there is one way to a plan."""
+    if plan is not None and (mechanism is not None or keep is not None):
+        raise OptionError("plan names mechanisms and heads itself; leave mechanism and keep out")
+    if mechanism is None and keep is None and plan is None:
+        raise OptionError("mechanism is not given; name one, or have a plan chosen by keep, as --keep 0.1")
+    if layers is not None and (keep is not None or plan is not None):
+        raise OptionError(f"layers={layers!r} is for a mechanism alone; leave it out where keep or plan says them")
+
+
+def _document(model: PreTrainedModel, output: Path) -> dict[str, Any]:
+    config = get_patch_config(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     document = {
-        "output": str(output), "model_class": type(loaded).__name__, "layers": plan.num_layers,
-        "converted_layers": len(plan.layers), "parameters": parameters, "processors": list(beside),
+        "output": str(output), "model_class": type(model).__name__, "layers": config.num_layers,
+        "converted_layers": len(config.layers), "parameters": parameters,
     }  # fmt: skip
-    if plan.cross is not None:
-        document |= {"cross_layers": plan.cross.num_layers, "converted_cross_layers": len(plan.cross.layers)}
-    show(document, as_json, f"{len(plan.layers)} of {plan.num_layers} attention layers converted, saved to {output}")
+    if config.cross is not None:
+        document |= {"cross_layers": config.cross.num_layers, "converted_cross_layers": len(config.cross.layers)}
+    return document
+
+
+def _words(model: PreTrainedModel, output: Path, chosen: ChosenPlan | None) -> list[str]:
+    config = get_patch_config(model)
+    done = f"{len(config.layers)} of {config.num_layers} attention layers converted, saved to {output}"
+    return [done] if chosen is None else [in_words(chosen), done]
 
 
 def processors(model: str) -> dict[str, Any]:

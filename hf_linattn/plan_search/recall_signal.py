@@ -40,7 +40,7 @@ class RecallSignal:
         return logits.log_softmax(-1).gather(1, answer[:, None]).sum()
 
     def answered(self, gates: Gates, values: Tensor, progress: bool) -> list[Any]:
-        """Return the prompts to which the answer is known with these gates: p >= 1/2 a token, in the geometric mean."""
+        """Return the prompts whose answer is known with these gates: p >= 1/2 a token, in the geometric mean."""
         prompts = tqdm(self.examples, desc="prompts that are answered", disable=not progress)
         return [prompt for prompt in prompts if bool(self._mean(gates, values, prompt) >= -math.log(2))]
 

@@ -1,6 +1,7 @@
 """What a recipe found out: a typed report as JSON, as tables and as plots."""
 
 from .card import CARD_FILE, model_card, save_card
+from .plan_picture import save_plan_picture
 from .plots import save_plots
 from .schema import (
     REPORT_FILE,
@@ -33,6 +34,7 @@ __all__ = [
     "four_model_table",
     "model_card",
     "save_card",
+    "save_plan_picture",
     "save_plots",
     "save_report",
     "stage_table",
