@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -22,6 +23,7 @@ from ..patching import get_mechanisms, is_patched
 from .fidelity import token_losses, whole_windows
 from .harness import TaskRun, load_task, run_task, task_names
 from .perplexity import is_masked_language_model
+from .recall import RECALL_TASKS, answer_prompts, make_prompts
 from .side_by_side import Measurement
 
 HEADLINES = ("acc_norm", "acc")  # of a task's metrics the first that it has stands for it
@@ -32,17 +34,24 @@ class SuiteOptions:
     """What is measured.
 
     Attributes:
-        texts: documents of `language`. length: tokens of its windows. num_windows: how many of them, the first.
+        texts: documents of `language`, and the haystack of `recall`; without them that has one of its own.
+        length: tokens of the windows of `language`. num_windows: how many of them, the first.
+        recall_tasks: names in `RECALL_TASKS`; none: all of them. lengths: tokens of their prompts. num_samples: how
+            many questions for each task and length.
         tasks: names of files in `task_files`; none: all of them. task_dir: a folder with their rows; None: the Hub.
         limit: the first items of each task; None: all.
         long_prompts: tasks run again with as many examples as make each prompt longer than this; None: they do not.
         num_generated: items of each task whose answer is generated, too; None: all.
-        batch_size: sequences per forward of tasks. seed: chooses examples. progress: show bars.
+        batch_size: sequences per forward of tasks and recall. seed: makes prompts of recall and chooses examples.
+        progress: show bars of recall; the harness shows its own.
     """
 
     texts: tuple[str, ...] = ()
     length: int = 1024
     num_windows: int | None = 32
+    recall_tasks: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = (1024,)
+    num_samples: int = 20
     tasks: tuple[str, ...] = ()
     task_files: Path = Path("recipes/tasks")
     task_dir: Path | None = None
@@ -56,6 +65,8 @@ class SuiteOptions:
     def __post_init__(self) -> None:
         require_count("length", self.length, least=2)
         require_count("batch_size", self.batch_size)
+        require_count("num_samples", self.num_samples)
+        require("lengths", self.lengths, len(self.lengths) > 0, "numbers of tokens, at least one")
         for name in ("num_windows", "limit", "long_prompts"):
             require_count(name, getattr(self, name), optional=True)
         require_count("num_generated", self.num_generated, least=0, optional=True)
@@ -73,6 +84,21 @@ def language(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: Suit
     return [Measurement("language", "text", "perplexity", tuple(losses), lengths, False, True)]
 
 
+def recall(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteOptions) -> list[Measurement]:
+    """Return what the model recalls of generated prompts: in writing, and by the likeliest answer."""
+    found = []
+    for name, length in product(options.recall_tasks or RECALL_TASKS, options.lengths):
+        prompts = make_prompts(
+            name, tokenizer, length, count=options.num_samples, seed=options.seed, haystack=options.texts or None
+        )
+        answers = answer_prompts(model, tokenizer, prompts, batch_size=options.batch_size, progress=options.progress)
+        tokens = tuple(len(prompt.prompt_ids) for prompt in prompts)
+        values = {"found": [x["found"] for x in answers], "first": [float(x["rank"] == 1) for x in answers]}
+        facts = {"length": length, "chance": fmean(1 / x["candidates"] for x in answers)}
+        found += [Measurement("recall", name, x, tuple(own), tokens, facts=facts) for x, own in values.items()]
+    return found
+
+
 def tasks(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteOptions) -> list[Measurement]:
     """Return each task's metrics without examples, and with as many as make prompts long."""
     found = []
@@ -87,7 +113,7 @@ def tasks(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteOp
     return found
 
 
-SUITES: dict[str, Suite] = {"language": language, "tasks": tasks}
+SUITES: dict[str, Suite] = {"language": language, "recall": recall, "tasks": tasks}
 ALL = "all"
 
 

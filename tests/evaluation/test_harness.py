@@ -172,10 +172,10 @@ def test_scores_and_answers_are_those_of_a_loop_over_items(task_dir, model, toke
 def test_generated_text_is_compared_with_the_choices(task_dir, model, tokenizer, monkeypatch):
     rows = rows_of("piqa")
     said = [row["sol1"] if i % 2 else f"{row['sol2']} and more" for i, row in enumerate(rows)]
-    said[0], said[1] = "neither", ""
+    said[:3] = "neither", "", "w"  # with "w" both begin
     monkeypatch.setattr(HFLM, "generate_until", lambda self, requests: said)
     run = run_task(model, tokenizer, load_task("piqa", TASK_FILES, task_dir), num_generated=None)
-    expected = [None, None, *(0 if i % 2 else 1 for i in range(2, len(rows)))]
+    expected = [None, None, None, *(0 if i % 2 else 1 for i in range(3, len(rows)))]
     assert [answer.written for answer in run.answers] == expected
 
 
