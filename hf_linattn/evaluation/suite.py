@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
 
@@ -20,9 +20,10 @@ from ..config import require, require_count, require_known
 from ..errors import OptionError
 from ..mechanisms.composite import CompositeMechanism
 from ..patching import get_mechanisms, is_patched
-from .fidelity import token_losses, whole_windows
 from .harness import TaskRun, load_task, run_task, task_names
+from .next_token import token_losses, windows_of_documents
 from .perplexity import is_masked_language_model
+from .positions import doubling_edges, in_turn
 from .recall import RECALL_TASKS, answer_prompts, make_prompts
 from .side_by_side import Measurement
 
@@ -76,12 +77,23 @@ Suite = Callable[[nn.Module, PreTrainedTokenizerBase, SuiteOptions], list[Measur
 
 
 def language(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteOptions) -> list[Measurement]:
-    """Return the perplexity on whole windows of the texts, without overlap: exp of the mean loss of their tokens."""
+    """Return perplexity on whole windows of the texts, without overlap, and the loss by position in them.
+
+    The perplexity is exp of the mean loss of all tokens but the first of each window. Windows are the first ones of as
+    many texts as there are, then their next ones. Positions come in the buckets of `doubling_edges`.
+    """
     require("texts", len(options.texts), bool(options.texts), "text files to read")
-    windows = whole_windows(tokenizer, options.texts, options.length)[: options.num_windows]
-    losses = token_losses(model, windows).losses.mean(1).tolist()
-    lengths = (options.length,) * len(losses)
-    return [Measurement("language", "text", "perplexity", tuple(losses), lengths, False, True)]
+    windows, documents = windows_of_documents(tokenizer, options.texts, options.length)
+    chosen = in_turn(documents)[: options.num_windows]
+    losses = token_losses(model, windows[chosen], documents[chosen], progress=options.progress).losses
+    tokens = (options.length,) * len(chosen)
+    found = [Measurement("language", "text", "perplexity", tuple(losses.mean(1).tolist()), tokens, False, True)]
+    for first, end in pairwise(doubling_edges(options.length)):
+        means = losses[:, max(0, first - 1) : end - 1].mean(1)  # the first token has none
+        facts = {"first": first, "last": end - 1}
+        name = f"positions {first:,} to {end - 1:,}"
+        found.append(Measurement("language", name, "loss", tuple(means.tolist()), tokens, False, facts=facts))
+    return found
 
 
 def recall(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteOptions) -> list[Measurement]:

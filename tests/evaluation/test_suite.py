@@ -116,8 +116,8 @@ def test_prompts_within_the_window_have_the_scores_of_the_original(options, toke
 
 def test_perplexities_side_by_side_are_what_each_model_has_alone(models, measured):
     text = compare(measured, WINDOW)[0]
-    windows = torch.tensor([[int(w[1:]) for w in words(70, 1).split()][i : i + 15] for i in (0, 15, 30, 45)])
-    windows = torch.cat([windows, torch.tensor([[int(w[1:]) for w in words(31, 2).split()][:15]])])
+    first, second = ([int(w[1:]) for w in words(*text).split()] for text in ((70, 1), (31, 2)))
+    windows = torch.tensor([first[:15], second[:15], first[15:30], second[15:30], first[30:45]])
     losses = {}
     for role, model in models.items():
         scores = logits_of(model, windows).double().log_softmax(-1)[:, :-1]
@@ -127,6 +127,19 @@ def test_perplexities_side_by_side_are_what_each_model_has_alone(models, measure
     assert text.differences[0].value == pytest.approx(float(gap.mean()), abs=1e-4)
     assert text.differences[0].wins == pytest.approx(float((gap < 0).double().mean()))
     assert (text.num_items, text.prompt_tokens, text.longer_than_window) == (5, (15, 15, 15), 1.0)
+
+
+def test_loss_by_position_is_read_from_the_first_windows_of_all_texts(tokenizer):
+    model, texts = make_original(), (words(280, 1), words(140, 2))
+    found = measure(model, tokenizer, ["language"], SuiteOptions(texts=texts, length=130, num_windows=2))
+    windows = torch.tensor([[int(w[1:]) for w in text.split()[:130]] for text in texts])
+    losses = -logits_of(model, windows).double().log_softmax(-1)[:, :-1].gather(-1, windows[:, 1:, None])[..., 0]
+    parts = {"text": (1, 130), "positions 0 to 63": (1, 64), "positions 64 to 127": (64, 128)}
+    parts["positions 128 to 129"] = (128, 130)
+    assert [x.name for x in found] == list(parts)
+    for one, (first, end) in zip(found, parts.values(), strict=True):
+        expected = [sum(float(row[i - 1]) for i in range(first, end)) / (end - first) for row in losses]
+        assert one.values == pytest.approx(expected, rel=1e-4) and not one.higher_is_better
 
 
 def test_tasks_side_by_side_are_what_each_model_scores_alone(models, measured, tokenizer):
@@ -215,7 +228,8 @@ def test_the_command_writes_what_it_shows(folders, task_dir, tmp_path):
     fields = {field.name for field in dataclasses.fields(SuiteReport)}
     assert fields <= document.keys() and document["original"] == str(folders["original"])
     names = {row["name"] for row in document["rows"]}
-    assert names == {"text", "single_text", "copa", "rte"} and all(name in shown for name in names)
+    assert names == {"text", "positions 0 to 15", "single_text", "copa", "rte"}
+    assert all(name in shown for name in names)
     for row in document["rows"]:
         pairs = [(x["of"], x["to"]) for x in row["differences"]]
         assert pairs == [("converted", "original"), ("converted", "control"), ("control", "original")]
