@@ -18,6 +18,7 @@ from ..atomic_io import write_text
 from ..config import require_known
 from ..errors import DataError, OptionError
 from ..reading import read_tokenizer
+from .bench import numbers
 from .common import Json, Model, exit_on_error, load, show, to_default_device
 
 if TYPE_CHECKING:
@@ -44,13 +45,16 @@ def evaluate(
     task_files: Annotated[
         Path, typer.Option("--task_files", "--task-files", help="suite: a folder of task files")
     ] = Path("recipes/tasks"),
-    tasks: Annotated[str | None, typer.Option(help="suite: names, separated by commas; default: all files")] = None,
+    tasks: Annotated[str | None, typer.Option(help="suite: names of tasks, by commas; default: all files")] = None,
     limit: Annotated[int, typer.Option(help="suite: first items of each task; 0: all")] = 200,
     long_prompts: Annotated[
         int, typer.Option(help="suite: tasks also with examples, until prompts have more tokens than this; 0: not")
     ] = LONG_PROMPTS,
     generated: Annotated[int | None, typer.Option(help="suite: items whose answer is generated; default: all")] = None,
     num_windows: Annotated[int, typer.Option(help="suite: first windows of the text; 0: all")] = 32,
+    recall: Annotated[str | None, typer.Option(help="suite: generated tests, by commas; default: all")] = None,
+    lengths: Annotated[str, typer.Option(help="suite: tokens of generated tests, by commas")] = "1024",
+    samples: Annotated[int, typer.Option(help="suite: prompts of each generated test and length")] = 20,
     seed: Annotated[int, typer.Option(help="suite: chooses examples and generated tests")] = 0,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: as saved")] = None,
     output: Annotated[Path, typer.Option(help="suite: the JSON file that is written")] = OUTPUT,
@@ -68,7 +72,8 @@ def evaluate(
 
             options = SuiteOptions(
                 texts=tuple(texts), length=max_length or 1024, num_windows=num_windows or None,
-                tasks=tuple(tasks.split(",")) if tasks else (), task_files=task_files, task_dir=task_dir,
+                recall_tasks=names(recall), lengths=tuple(numbers("lengths", lengths)), num_samples=samples,
+                tasks=names(tasks), task_files=task_files, task_dir=task_dir,
                 limit=limit or None, long_prompts=long_prompts or None, num_generated=generated,
                 batch_size=batch_size, seed=seed, progress=not as_json,
             )  # fmt: skip
@@ -76,6 +81,11 @@ def evaluate(
             document, *shown = run_suite(suite, {k: path for k, path in paths.items() if path}, options, dtype)
             write_text(output, json.dumps(document, indent=1) + "\n")
     show(document, as_json, *shown)
+
+
+def names(text: str | None) -> tuple[str, ...]:
+    """Return names given on the command line; none for all."""
+    return tuple(text.split(",")) if text else ()
 
 
 def text_perplexity(
@@ -103,14 +113,14 @@ def run_suite(suite: str, paths: dict[str, str], options: SuiteOptions, dtype: s
     from ..evaluation.suite_table import means_table, suite_table
     from ..report.schema import collect_provenance
 
-    names = suites.suite_names(suite)
+    chosen = suites.suite_names(suite)
     start, tokenizer = time.perf_counter(), read_tokenizer("model", paths["converted"])
     for role in paths:
         check_tokenizer(role, paths, tokenizer)
     measured, window = {}, None
     for role, path in paths.items():  # the converted one is the last
         loaded = read_model("model" if role == "converted" else role, path, dtype)
-        measured[role] = suites.measure(loaded, tokenizer, names, options)
+        measured[role] = suites.measure(loaded, tokenizer, chosen, options)
         window = suites.exact_window(loaded)
     rows = side_by_side.compare(measured, window)
     report = side_by_side.SuiteReport(

@@ -216,12 +216,12 @@ def _files(config: dict[str, Any]) -> list[str]:
 
 
 def _wrap(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Any:
-    """Return the harness's view of a model in memory, with log-likelihoods in float32."""
-    from lm_eval.models.huggingface import HFLM
+    """Return the harness's view of a model in memory."""
+    from .shared_prompts import SharedPrompts
 
-    root = architecture.root_model(model)
     own = copy.deepcopy(tokenizer)  # the harness sets a padding token and a side
-    return HFLM(pretrained=root, tokenizer=own, backend="causal", batch_size=batch_size, softmax_dtype="float32")
+    root = architecture.root_model(model)
+    return SharedPrompts(pretrained=root, tokenizer=own, backend="causal", batch_size=batch_size)
 
 
 def _build(task: Any, limit: int | None, shots: int, seed: int) -> list[Any]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from ..config import require
-
-Z = 1.96  # of a two-sided 95 % interval
+from .recall.measure import Z, wilson_interval
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,15 @@ def mean_score(values: Sequence[float], logarithmic: bool = False) -> Score:
     logarithmic: values are logarithms, as losses are, and the score is exp of their mean: a perplexity.
 
     >>> mean_score([2.0, 4.0])
-    Score(value=3.0, low=1.04..., high=4.96...)
+    Score(value=3.0, low=1.040..., high=4.959...)
     """
     require("values", len(values), len(values) > 0, "at least one item")
     broken = [value for value in values if not math.isfinite(value)]
     require("values", broken[:1], not broken, "finite, or the model is broken: look at what it predicts")
     share = not logarithmic and {*values} <= {0.0, 1.0} and len(values) > 1
-    value, low, high = (_wilson if share else _interval)(values)
+    value, low, high = _interval(values)
+    if share:
+        return Score(value, *wilson_interval(value, len(values)))
     if not logarithmic:
         return Score(value, low, high)
     return Score(math.exp(value), None if low is None else math.exp(low), None if high is None else math.exp(high))
@@ -90,10 +91,3 @@ def _interval(values: Sequence[float]) -> tuple[float, float | None, float | Non
         return mean, None, None
     half = Z * stdev(values) / math.sqrt(len(values))
     return mean, mean - half, mean + half
-
-
-def _wilson(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    count, share = len(values), fmean(values)
-    centre = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
-    half = Z / (1 + Z**2 / count) * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
-    return share, centre - half, centre + half

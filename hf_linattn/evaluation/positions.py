@@ -109,7 +109,7 @@ def long_losses(
     require("length", length, length >= 2 and not beyond, f"2 to {limit}, the positions that the model has")
     require("num_windows", num_windows, num_windows >= 1, "at least 1")
     windows, documents = windows_of_documents(tokenizer, texts, length)
-    chosen = _in_turn(documents)[:num_windows]
+    chosen = in_turn(documents)[:num_windows]
     read = token_losses(model, windows[chosen], documents[chosen], progress=progress)
     return LongLosses(
         length,
@@ -246,7 +246,7 @@ def interval(read: TokenLosses, chosen: Tensor, seed: int = 0) -> tuple[float | 
     return low, high
 
 
-def _in_turn(documents: Tensor) -> Tensor:
+def in_turn(documents: Tensor) -> Tensor:
     """Return the order that takes the first window of each document, then the second of each, and so on."""
     seen: dict[int, int] = {}
     rank = []

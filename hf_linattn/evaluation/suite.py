@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
 
@@ -19,9 +20,11 @@ from ..config import require, require_count, require_known
 from ..errors import OptionError
 from ..mechanisms.composite import CompositeMechanism
 from ..patching import get_mechanisms, is_patched
-from .fidelity import token_losses, whole_windows
 from .harness import TaskRun, load_task, run_task, task_names
+from .next_token import token_losses, windows_of_documents
 from .perplexity import is_masked_language_model
+from .positions import doubling_edges, in_turn
+from .recall import RECALL_TASKS, answer_prompts, make_prompts
 from .side_by_side import Measurement
 
 HEADLINES = ("acc_norm", "acc")  # of a task's metrics the first that it has stands for it
@@ -32,17 +35,24 @@ class SuiteOptions:
     """What is measured.
 
     Attributes:
-        texts: documents of `language`. length: tokens of its windows. num_windows: how many of them, the first.
+        texts: documents of `language`, and the haystack of `recall`; without them that has one of its own.
+        length: tokens of the windows of `language`. num_windows: how many of them, the first.
+        recall_tasks: names in `RECALL_TASKS`; none: all of them. lengths: tokens of their prompts. num_samples: how
+            many questions for each task and length.
         tasks: names of files in `task_files`; none: all of them. task_dir: a folder with their rows; None: the Hub.
         limit: the first items of each task; None: all.
         long_prompts: tasks run again with as many examples as make each prompt longer than this; None: they do not.
         num_generated: items of each task whose answer is generated, too; None: all.
-        batch_size: sequences per forward of tasks. seed: chooses examples. progress: show bars.
+        batch_size: sequences per forward of tasks and recall. seed: makes prompts of recall and chooses examples.
+        progress: show bars of recall; the harness shows its own.
     """
 
     texts: tuple[str, ...] = ()
     length: int = 1024
     num_windows: int | None = 32
+    recall_tasks: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = (1024,)
+    num_samples: int = 20
     tasks: tuple[str, ...] = ()
     task_files: Path = Path("recipes/tasks")
     task_dir: Path | None = None
@@ -56,6 +66,8 @@ class SuiteOptions:
     def __post_init__(self) -> None:
         require_count("length", self.length, least=2)
         require_count("batch_size", self.batch_size)
+        require_count("num_samples", self.num_samples)
+        require("lengths", self.lengths, len(self.lengths) > 0, "numbers of tokens, at least one")
         for name in ("num_windows", "limit", "long_prompts"):
             require_count(name, getattr(self, name), optional=True)
         require_count("num_generated", self.num_generated, least=0, optional=True)
@@ -65,12 +77,38 @@ Suite = Callable[[nn.Module, PreTrainedTokenizerBase, SuiteOptions], list[Measur
 
 
 def language(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteOptions) -> list[Measurement]:
-    """Return the perplexity on whole windows of the texts, without overlap: exp of the mean loss of their tokens."""
+    """Return perplexity on whole windows of the texts, without overlap, and the loss by position in them.
+
+    The perplexity is exp of the mean loss of all tokens but the first of each window. Windows are the first ones of as
+    many texts as there are, then their next ones. Positions come in the buckets of `doubling_edges`.
+    """
     require("texts", len(options.texts), bool(options.texts), "text files to read")
-    windows = whole_windows(tokenizer, options.texts, options.length)[: options.num_windows]
-    losses = token_losses(model, windows).losses.mean(1).tolist()
-    lengths = (options.length,) * len(losses)
-    return [Measurement("language", "text", "perplexity", tuple(losses), lengths, False, True)]
+    windows, documents = windows_of_documents(tokenizer, options.texts, options.length)
+    chosen = in_turn(documents)[: options.num_windows]
+    losses = token_losses(model, windows[chosen], documents[chosen], progress=options.progress).losses
+    tokens = (options.length,) * len(chosen)
+    found = [Measurement("language", "text", "perplexity", tuple(losses.mean(1).tolist()), tokens, False, True)]
+    for first, end in pairwise(doubling_edges(options.length)):
+        means = losses[:, max(0, first - 1) : end - 1].mean(1)  # the first token has none
+        facts = {"first": first, "last": end - 1}
+        name = f"positions {first:,} to {end - 1:,}"
+        found.append(Measurement("language", name, "loss", tuple(means.tolist()), tokens, False, facts=facts))
+    return found
+
+
+def recall(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteOptions) -> list[Measurement]:
+    """Return what the model recalls of generated prompts: in writing, and by the likeliest answer."""
+    found = []
+    for name, length in product(options.recall_tasks or RECALL_TASKS, options.lengths):
+        prompts = make_prompts(
+            name, tokenizer, length, count=options.num_samples, seed=options.seed, haystack=options.texts or None
+        )
+        answers = answer_prompts(model, tokenizer, prompts, batch_size=options.batch_size, progress=options.progress)
+        tokens = tuple(len(prompt.prompt_ids) for prompt in prompts)
+        values = {"found": [x["found"] for x in answers], "first": [float(x["rank"] == 1) for x in answers]}
+        facts = {"length": length, "chance": fmean(1 / x["candidates"] for x in answers)}
+        found += [Measurement("recall", name, x, tuple(own), tokens, facts=facts) for x, own in values.items()]
+    return found
 
 
 def tasks(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteOptions) -> list[Measurement]:
@@ -87,7 +125,7 @@ def tasks(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteOp
     return found
 
 
-SUITES: dict[str, Suite] = {"language": language, "tasks": tasks}
+SUITES: dict[str, Suite] = {"language": language, "recall": recall, "tasks": tasks}
 ALL = "all"
 
 

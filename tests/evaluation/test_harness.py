@@ -10,12 +10,14 @@ import datasets
 import pytest
 import torch
 from lm_eval import __file__ as lm_eval_file
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from hf_linattn import DataError, OptionError, UnknownNameError, patch_model
 from hf_linattn.evaluation import harness
 from hf_linattn.evaluation.harness import load_task, run_task
+from hf_linattn.evaluation.shared_prompts import SharedPrompts
 from tests.helpers import logits_of, make_tokenizer
 from tests.models import make_model
 
@@ -143,6 +145,22 @@ def test_the_batch_changes_nothing(mechanism, task_dir, tokenizer):
             assert many.values[metric] == pytest.approx(values, abs=1e-4)
 
 
+@pytest.mark.parametrize("mechanism", ["softmax", "local", "hedgehog", "hybrid"])
+def test_a_prompt_read_once_gives_what_the_harness_gives(mechanism, task_dir, tokenizer):
+    """With two or three choices, LAMBADA's single ones, and a prompt of one token."""
+    options = {"window_size": 4} if mechanism in ("local", "hybrid") else {}
+    patched = patch_model(make_model("llama", std=0.4, max_position_embeddings=256), mechanism, **options)
+    requests = [Instance("loglikelihood", {}, (context, " w9 w31"), 0) for context in ("w7", "")]
+    for name in ("arc_easy", "lambada_openai"):
+        requests += harness._build(load_task(name, TASK_FILES, task_dir), None, 0, 0)
+    shared, own = (
+        kind(pretrained=patched, tokenizer=tokenizer, backend="causal", batch_size=5).loglikelihood(requests)
+        for kind in (SharedPrompts, HFLM)
+    )
+    assert [likeliest for _, likeliest in shared] == [likeliest for _, likeliest in own]
+    assert [score for score, _ in shared] == pytest.approx([score for score, _ in own], abs=1e-3)
+
+
 def test_scores_and_answers_are_those_of_a_loop_over_items(task_dir, model, tokenizer):
     run = run_task(model, tokenizer, load_task("piqa", TASK_FILES, task_dir), num_generated=5)
     for i, row in enumerate(rows_of("piqa")):
@@ -172,10 +190,10 @@ def test_scores_and_answers_are_those_of_a_loop_over_items(task_dir, model, toke
 def test_generated_text_is_compared_with_the_choices(task_dir, model, tokenizer, monkeypatch):
     rows = rows_of("piqa")
     said = [row["sol1"] if i % 2 else f"{row['sol2']} and more" for i, row in enumerate(rows)]
-    said[0], said[1] = "neither", ""
+    said[:3] = "neither", "", "w"  # with "w" both begin
     monkeypatch.setattr(HFLM, "generate_until", lambda self, requests: said)
     run = run_task(model, tokenizer, load_task("piqa", TASK_FILES, task_dir), num_generated=None)
-    expected = [None, None, *(0 if i % 2 else 1 for i in range(2, len(rows)))]
+    expected = [None, None, None, *(0 if i % 2 else 1 for i in range(3, len(rows)))]
     assert [answer.written for answer in run.answers] == expected
 
 

@@ -10,6 +10,7 @@ import pytest
 from hf_linattn import OptionError
 from hf_linattn.evaluation.paired import mean_score, paired_difference
 
+QUANTILE = statistics.NormalDist().inv_cdf(0.975)
 FIRST = [0.3, -1.2, 2.5, 0.0, 4.1, 0.7, 0.7]
 SECOND = [0.1, -1.0, 2.5, 0.5, 3.0, 0.7, 0.2]
 
@@ -26,7 +27,7 @@ def test_a_share_has_the_published_interval(right, count, low, high):
 
 def test_a_mean_has_its_standard_errors_and_a_perplexity_is_the_exp_of_them():
     mean, error = statistics.mean(FIRST), statistics.stdev(FIRST) / len(FIRST) ** 0.5
-    expected = mean, mean - 1.96 * error, mean + 1.96 * error
+    expected = mean, mean - QUANTILE * error, mean + QUANTILE * error
     score = mean_score(FIRST)
     assert (score.value, score.low, score.high) == pytest.approx(expected)
     score = mean_score(FIRST, logarithmic=True)
@@ -40,7 +41,8 @@ def test_a_difference_is_taken_item_by_item(higher, tolerance, close):
     found = paired_difference("a", "b", FIRST, SECOND, higher_is_better=higher, tolerance=tolerance)
     gains = [x - y for x, y in zip(FIRST, SECOND, strict=True)]
     mean, error = statistics.mean(gains), statistics.stdev(gains) / len(gains) ** 0.5
-    assert (found.value, found.low, found.high) == pytest.approx((mean, mean - 1.96 * error, mean + 1.96 * error))
+    expected = mean, mean - QUANTILE * error, mean + QUANTILE * error
+    assert (found.value, found.low, found.high) == pytest.approx(expected)
     more = sum(gain > tolerance for gain in gains)
     wins = more if higher else len(gains) - close - more
     assert (found.wins, found.ties) == pytest.approx((wins / len(gains), close / len(gains)))

@@ -9,42 +9,52 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_linattn import OptionError, UnknownNameError, patch_model
 from hf_linattn.cli import app
+from hf_linattn.evaluation.recall import recall
 from hf_linattn.evaluation.side_by_side import SuiteReport, compare, task_means
 from hf_linattn.evaluation.suite import SUITES, SuiteOptions, exact_window, measure, suite_names
 from hf_linattn.evaluation.suite_table import means_table, suite_table
 from tests.evaluation.test_harness import TASK_FILES, rows_of, task_dir, tokenizer, words
+from tests.evaluation.test_paired import QUANTILE
 from tests.helpers import logits_of, make_tokenizer
 from tests.models import make_model
 
 __all__ = ["task_dir", "tokenizer"]
 
+ROOT = Path(__file__).resolve().parents[2]
 WINDOW = 7
 
 
-def make_original():
-    return make_model("llama", std=0.4, max_position_embeddings=256)
+def make_original(**options):
+    return make_model("llama", std=0.4, max_position_embeddings=512, **options)
 
 
-def make_converted():
-    return patch_model(make_original(), "local", window_size=WINDOW)
+def make_converted(**options):
+    return patch_model(make_original(**options), "local", window_size=WINDOW)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
+def spelling():
+    """The tokenizer of a bundled model, which can spell what `recall` asks for."""
+    return AutoTokenizer.from_pretrained(ROOT / "recipes" / "pretrained" / "llama")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, spelling) -> dict[str, Path]:
     """An original, a control of other weights, and the original converted to a window of 7 tokens."""
-    root = tmp_path_factory.mktemp("suite")
+    root, size = tmp_path_factory.mktemp("suite"), {"vocab_size": len(spelling)}
     models = {
-        "original": make_original(),
-        "control": make_model("llama", std=0.4, seed=1, max_position_embeddings=256),
-        "converted": make_converted(),
+        "original": make_original(**size),
+        "control": make_original(seed=1, **size),
+        "converted": make_converted(**size),
     }
     for name, model in models.items():
         model.save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
+        spelling.save_pretrained(root / name)
     return {name: root / name for name in models}
 
 
@@ -106,8 +116,8 @@ def test_prompts_within_the_window_have_the_scores_of_the_original(options, toke
 
 def test_perplexities_side_by_side_are_what_each_model_has_alone(models, measured):
     text = compare(measured, WINDOW)[0]
-    windows = torch.tensor([[int(w[1:]) for w in words(70, 1).split()][i : i + 15] for i in (0, 15, 30, 45)])
-    windows = torch.cat([windows, torch.tensor([[int(w[1:]) for w in words(31, 2).split()][:15]])])
+    first, second = ([int(w[1:]) for w in words(*text).split()] for text in ((70, 1), (31, 2)))
+    windows = torch.tensor([first[:15], second[:15], first[15:30], second[15:30], first[30:45]])
     losses = {}
     for role, model in models.items():
         scores = logits_of(model, windows).double().log_softmax(-1)[:, :-1]
@@ -117,6 +127,19 @@ def test_perplexities_side_by_side_are_what_each_model_has_alone(models, measure
     assert text.differences[0].value == pytest.approx(float(gap.mean()), abs=1e-4)
     assert text.differences[0].wins == pytest.approx(float((gap < 0).double().mean()))
     assert (text.num_items, text.prompt_tokens, text.longer_than_window) == (5, (15, 15, 15), 1.0)
+
+
+def test_loss_by_position_is_read_from_the_first_windows_of_all_texts(tokenizer):
+    model, texts = make_original(), (words(280, 1), words(140, 2))
+    found = measure(model, tokenizer, ["language"], SuiteOptions(texts=texts, length=130, num_windows=2))
+    windows = torch.tensor([[int(w[1:]) for w in text.split()[:130]] for text in texts])
+    losses = -logits_of(model, windows).double().log_softmax(-1)[:, :-1].gather(-1, windows[:, 1:, None])[..., 0]
+    parts = {"text": (1, 130), "positions 0 to 63": (1, 64), "positions 64 to 127": (64, 128)}
+    parts["positions 128 to 129"] = (128, 130)
+    assert [x.name for x in found] == list(parts)
+    for one, (first, end) in zip(found, parts.values(), strict=True):
+        expected = [sum(float(row[i - 1]) for i in range(first, end)) / (end - first) for row in losses]
+        assert one.values == pytest.approx(expected, rel=1e-4) and not one.higher_is_better
 
 
 def test_tasks_side_by_side_are_what_each_model_scores_alone(models, measured, tokenizer):
@@ -137,7 +160,7 @@ def test_tasks_side_by_side_are_what_each_model_scores_alone(models, measured, t
     error = statistics.stdev(gains) / 3
     pair = piqa.differences[0]
     assert piqa.converted.value == pytest.approx(statistics.mean(right["converted"]))
-    assert (pair.value, pair.low) == pytest.approx((statistics.mean(gains), statistics.mean(gains) - 1.96 * error))
+    assert (pair.value, pair.low) == pytest.approx((statistics.mean(gains), statistics.mean(gains) - QUANTILE * error))
     assert pair.losses == pytest.approx(sum(gain < 0 for gain in gains) / 9)
     assert piqa.longer_than_window == pytest.approx(sum(length > WINDOW for length in lengths) / 9)
     assert 0 < piqa.longer_than_window < 1
@@ -158,6 +181,17 @@ def test_means_are_those_of_the_tasks_beside_chance(measured):
     assert {row.longer_than_window for row in rows if row.facts.get("long_prompts")} == {1.0}
 
 
+def test_recall_is_what_its_own_function_returns(spelling):
+    model = make_original(vocab_size=len(spelling))
+    options = SuiteOptions(recall_tasks=("multiple_choice", "single_noise"), lengths=(256,), num_samples=3)
+    rows = compare({"converted": measure(model, spelling, ["recall"], options)}, WINDOW)
+    own = recall(model, spelling, options.recall_tasks, options.lengths, num_samples=3, progress=False)
+    expected = {(x["task"], metric): (x["num_samples"], x[metric]) for x in own if x["depth"] is None
+                for metric in ("found", "first")}  # fmt: skip
+    assert {(row.name, row.metric): (row.num_items, row.converted.value) for row in rows} == expected
+    assert all(row.longer_than_window == 1 and 200 < row.prompt_tokens[0] < 256 for row in rows)
+
+
 def test_models_measured_on_other_items_are_refused(options, tokenizer):
     model, fewer = make_model("llama", max_position_embeddings=256), dataclasses.replace(options, num_windows=2)
     measured = {
@@ -176,24 +210,26 @@ def test_options_and_suites_are_checked(options, tokenizer):
         measure(make_model("llama"), tokenizer, ["language"], SuiteOptions())
     with pytest.raises(OptionError, match="suite needs a causal language model, got a masked one"):
         measure(make_model("bert"), tokenizer, ["language"], options)
-    for name in ("length", "limit", "long_prompts", "num_windows", "batch_size"):
+    for name in ("length", "limit", "long_prompts", "num_windows", "batch_size", "num_samples"):
         with pytest.raises(OptionError, match=f"{name} must be"):
             SuiteOptions(**{name: 0})
 
 
 def test_the_command_writes_what_it_shows(folders, task_dir, tmp_path):
     text, output = tmp_path / "text.txt", tmp_path / "out" / "found.json"
-    text.write_text(words(64, 3))
+    text.write_text(words(120, 3))
     beside = "--original", folders["original"], "--control", folders["control"]
     flags = "--task_dir", task_dir, "--task_files", TASK_FILES, "--tasks", "copa,rte", "--limit", 4, "--generated", 2
-    shared = "--max-length", 16, "--long-prompts", 40, "--output", output
-    shown = run(folders["converted"], text, "--suite", "all", *beside, *flags, *shared)
+    made = "--recall", "single_text", "--lengths", 160, "--samples", 2
+    shared = "--max-length", 16, "--long-prompts", 100, "--output", output
+    shown = run(folders["converted"], text, "--suite", "all", *beside, *flags, *made, *shared)
     document = json.loads(output.read_text())
     assert document["window"] == WINDOW and document["provenance"]["command"].startswith("hf-linattn")
     fields = {field.name for field in dataclasses.fields(SuiteReport)}
     assert fields <= document.keys() and document["original"] == str(folders["original"])
     names = {row["name"] for row in document["rows"]}
-    assert {"text", "copa", "rte"} <= names and all(name in shown for name in names)
+    assert names == {"text", "positions 0 to 15", "single_text", "copa", "rte"}
+    assert all(name in shown for name in names)
     for row in document["rows"]:
         pairs = [(x["of"], x["to"]) for x in row["differences"]]
         assert pairs == [("converted", "original"), ("converted", "control"), ("control", "original")]

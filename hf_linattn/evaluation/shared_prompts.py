@@ -1,0 +1,97 @@
+"""The harness's model class, which reads each prompt once for all of its choices.
+
+Import this file with the extra `harness` alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import Cache, DynamicCache
+
+from ..inference import accepted
+
+Request = tuple[Any, list[int], list[int]]  # as the harness makes them: a key, the prompt and the choice in tokens
+
+
+class SharedPrompts(HFLM):
+    """As HFLM, which reads the prompt again with every choice; with examples in it a prompt is long.
+
+    Prompts are read into a cache up to their last token, padded on the left, and the choices from there, padded on the
+    right. Only the logits of choices are made. Results are those of HFLM but for rounding.
+    """
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each choice in nats, and whether each of its tokens is the likeliest."""
+        numbers: dict[tuple[int, ...], list[int]] = {}
+        for number, (_, prompt, _) in enumerate(requests):
+            numbers.setdefault(tuple(prompt), []).append(number)
+        prompts = sorted(numbers, key=len, reverse=True)
+        size = override_bs or int(self.batch_size)
+        found: dict[int, tuple[float, bool]] = {}
+        with torch.no_grad(), tqdm(total=len(requests), desc="choices", disable=disable_tqdm) as bar:
+            for start in range(0, len(prompts), size):
+                batch = prompts[start : start + size]
+                own = [numbers[prompt] for prompt in batch]
+                choices = [[requests[number][2] for number in several] for several in own]
+                for several, scores in zip(own, self._score(batch, choices), strict=True):
+                    found.update(zip(several, scores, strict=True))
+                    bar.update(len(several))
+        return [found[number] for number in range(len(requests))]
+
+    def _score(
+        self, prompts: Sequence[Sequence[int]], choices: Sequence[list[list[int]]]
+    ) -> list[list[tuple[float, bool]]]:
+        """Return the scores of the choices of each prompt."""
+        ids, here = self._pad(prompts, left=True)
+        cache: Cache = DynamicCache(config=self.model.config)
+        if ids.shape[1] > 1:
+            self._read(ids[:, :-1], here[:, :-1], cache, kept=1)
+        scores: list[list[tuple[float, bool]]] = [[] for _ in prompts]
+        most = max(map(len, choices))
+        for number in range(most):
+            # a prompt with fewer choices reads its first one again, for nothing
+            chosen = [own[number] if number < len(own) else own[0] for own in choices]
+            last = number == most - 1
+            found = self._score_choices(ids, here, chosen, cache if last else copy.deepcopy(cache))
+            for own, score, several in zip(scores, found, choices, strict=True):
+                if number < len(several):
+                    own.append(score)
+        return scores
+
+    def _score_choices(
+        self, ids: Tensor, here: Tensor, choices: Sequence[list[int]], cache: Cache
+    ) -> list[tuple[float, bool]]:
+        """Return the scores of one choice of each prompt, whose cache is used up."""
+        targets, real = self._pad(choices, left=False)
+        read = torch.cat([ids[:, -1:], targets[:, :-1]], 1)
+        mask = torch.cat([here, real[:, :-1]], 1)
+        logits = self._read(read, mask, cache).float().log_softmax(-1)
+        likelihoods = logits.gather(-1, targets[..., None])[..., 0].double() * real
+        likeliest = (logits.argmax(-1) == targets) | ~real
+        return list(zip(likelihoods.sum(1).tolist(), likeliest.all(1).tolist(), strict=True))
+
+    def _read(self, ids: Tensor, here: Tensor, cache: Cache, kept: int = 0) -> Tensor:
+        """Read tokens [B, n] behind what the cache has; return their logits [B, n, V], or the last `kept` ones."""
+        positions = (here.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        options = accepted(self.model, position_ids=positions, logits_to_keep=kept)
+        mask = here.long()
+        return self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options).logits
+
+    def _pad(self, rows: Sequence[Sequence[int]], left: bool) -> tuple[Tensor, Tensor]:
+        """Return rows of tokens [B, N], and which are no padding."""
+        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+        here = torch.zeros(ids.shape, dtype=torch.bool)
+        for number, row in enumerate(rows):
+            place = slice(ids.shape[1] - len(row), None) if left else slice(len(row))
+            ids[number, place] = torch.tensor(row)
+            here[number, place] = True
+        return ids.to(self.device), here.to(self.device)
