@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linattn import DataError, OptionError, PatchError, UnsupportedModelError, patch_model
 from hf_linattn.advice import Settings, Trial, advise, candidate_plans, recommend
-from hf_linattn.advice.candidates import chosen_plans, with_share_kept
+from hf_linattn.advice.candidates import with_share_kept
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.evaluation import Spread, state_bytes_by_length
 from hf_linattn.evaluation.speed import SpeedRow

@@ -108,7 +108,7 @@ def measure(model: PreTrainedModel, material: Material, whole: bool) -> Document
     sizes, tokenizer, start = material.sizes, material.tokenizer, time.perf_counter()
     windows = whole_windows(tokenizer, material.texts, sizes.length)
     windows = windows[[place * len(windows) // sizes.windows for place in range(sizes.windows)]]
-    losses = torch.stack([token_losses(model, window[None]).losses.mean() for window in windows])
+    losses = token_losses(model, windows).losses.mean(1)
     found: Document = {"perplexity": math.exp(float(losses.mean())), "window_losses": losses.tolist()}
     lengths = sizes.recall_lengths if whole else sizes.recall_lengths[:1]
     rows = recall(

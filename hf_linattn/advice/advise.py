@@ -14,13 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..architecture import self_attention_modules
 from ..config import require, require_count
 from ..errors import DataError, PatchError, UnsupportedModelError
-from ..evaluation.next_token import whole_windows
+from ..evaluation.next_token import token_losses, whole_windows
 from ..evaluation.perplexity import is_masked_language_model, position_limit
 from ..patching import is_patched
 from ..plan import Plan
 from ..plan_search import choose_plan
 from .candidates import IN_ALL_LAYERS, candidate_plans, chosen_plans
-from .trial import Material, Settings, Trial, run_trial, share_right, texts_in_halves, window_losses
+from .trial import Material, Settings, Trial, run_trial, share_right, texts_in_halves
 
 WITHIN = 0.05  # nats per token that a plan may lose: 5 % of perplexity
 CHOSEN_BY = ("single_noise", "single_text", "single_uuid", "multi_key")  # recall tasks that heads are chosen by
@@ -149,9 +149,8 @@ def read_material(
             )
         rows[name] = found
     held_out = rows["windows"]
-    return Material(
-        tokenizer, rows["calibration_tokens"], held_out, window_losses(model, held_out), length, settings
-    )
+    losses = token_losses(model, held_out).losses.mean(1)
+    return Material(tokenizer, rows["calibration_tokens"], held_out, losses, length, settings)
 
 
 def spread(rows: Tensor, count: int) -> Tensor:

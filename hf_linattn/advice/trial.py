@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from ..calibration import calibrate, what_is_fitted
-from ..evaluation.next_token import token_losses
 from ..evaluation.memory import state_bytes_by_length
+from ..evaluation.next_token import token_losses
 from ..evaluation.recall import recall
 from ..evaluation.speed import SpeedRow, measure_speed
 from ..patching import get_mechanisms, patch_model, unpatch_model
@@ -102,11 +101,6 @@ class Material:
     settings: Settings
 
 
-def window_losses(model: nn.Module, windows: Tensor) -> Tensor:
-    """Return the mean nats per token of each window [B, N], one at a time: logits of long ones are large: [B]."""
-    return torch.stack([token_losses(model, window[None]).losses.mean() for window in windows])
-
-
 def run_trial(model: PreTrainedModel, name: str, plan: Plan, material: Material) -> Trial:
     """Patch a model, calibrate and measure it, and take all of it back."""
     start, settings = time.perf_counter(), material.settings
@@ -114,7 +108,7 @@ def run_trial(model: PreTrainedModel, name: str, plan: Plan, material: Material)
         if what_is_fitted(get_mechanisms(model)):
             rows = material.calibration.to(model.device)
             calibrate(model, [{"input_ids": batch} for batch in rows.split(settings.batch_size)])
-        losses = window_losses(model, material.held_out)
+        losses = token_losses(model, material.held_out).losses.mean(1)
         found = share_right(model, material)
         state = state_bytes_by_length(model, [material.length])[0]
         speed = measure_speed(model, [material.length], repeats=REPEATS, decode_tokens=DECODED)[0]
