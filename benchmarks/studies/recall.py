@@ -2,21 +2,23 @@
 
     python -m benchmarks.studies.recall SmolLM2-135M-Instruct/        # benchmarks/results/recall_smollm2.json
 
-Every task and length is a row, written when it is done; a run that is started again goes on with those that are
-missing. A row says how long it took, on which processor.
+Every task and length is a row, written batch by batch; a run that is started again goes on where the last one
+stopped. A row says how long it took, on which processor.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
+from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.measure.provenance import collect_provenance, has_amx, processor_name
@@ -42,6 +44,9 @@ class Case:
     chat: bool
 
 
+FIELDS = tuple(field.name for field in fields(Case))
+
+
 def find_cases(
     tasks: list[str] | None, lengths: list[int] | None, samples: int | None, dtype: str, chat: bool
 ) -> list[Case]:
@@ -55,31 +60,43 @@ def find_cases(
     return [Case(task, length, count, dtype, chat) for task, length, count in chosen]
 
 
-def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case) -> Document:
-    """Return the row of a case, with what was written for the first prompts."""
-    started = time.perf_counter()
+def measure(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case, row: Document
+) -> Iterator[Document]:
+    """Go on with the row of a case, empty where it begins; yield it after each batch, with all answers so far.
+
+    The last one has what they come to, and of the answers the first three.
+    """
+    batch_size = max(1, TOKENS // case.length)
     prompts = make_prompts(case.task, tokenizer, case.length, count=case.samples, chat=case.chat)
-    answers = answer_prompts(model, tokenizer, prompts, batch_size=max(1, TOKENS // case.length))
-    seconds = time.perf_counter() - started
-    written = [{"answers": answer["answers"], "written": answer["written"]} for answer in answers[:3]]
+    answers, seconds = list(row.get("answers", [])), row.get("seconds", 0.0)
     where = {"device": processor_name(), "amx": has_amx(), "threads": torch.get_num_threads()}
-    return {**asdict(case), **where, "seconds": round(seconds, 1), "rows": recall_rows(answers), "examples": written}
+    while len(answers) < len(prompts):
+        started = time.perf_counter()
+        some = prompts[len(answers) : len(answers) + batch_size]
+        answers += answer_prompts(model, tokenizer, some, batch_size=batch_size, progress=False)
+        seconds += time.perf_counter() - started
+        row = {**asdict(case), **where, "seconds": round(seconds, 1)}
+        yield {**row, "answers": answers}
+    yield {**row, "rows": recall_rows(answers), "examples": answers[:3]}
 
 
-def run(model_path: str, wanted: list[Case], document: Document) -> Iterator[Document]:
-    """Measure the cases that the document lacks; yield it after each."""
+def run(model_path: str, wanted: list[Case], document: Document, limit: float = math.inf) -> Iterator[Document]:
+    """Measure the cases that the document lacks, for `limit` seconds; yield it after each batch."""
+    started = time.perf_counter()
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    done = {tuple(row[name] for name in Case.__dataclass_fields__) for row in document.get("rows", [])}
-    missing = [case for case in wanted if tuple(asdict(case).values()) not in done]
-    models: dict[str, PreTrainedModel] = {}
-    results: list[dict[str, Any]] = list(document.get("rows", []))
-    for case in missing:
-        dtype = getattr(torch, case.dtype)
-        if case.dtype not in models:
-            models = {case.dtype: load_model(model_path, dtype)}
-        results.append(measure(models[case.dtype], tokenizer, case))
-        provenance = collect_provenance(torch.device("cpu"), dtype, "benchmarks.studies.recall")
-        yield {"provenance": provenance, "model": Path(model_path).name, "rows": results}
+    rows = {Case(**{name: row[name] for name in FIELDS}): row for row in document.get("rows", [])}
+    missing = [case for case in wanted if "rows" not in rows.get(case, {})]
+    if not missing:
+        return
+    model = load_model(model_path, getattr(torch, missing[0].dtype))
+    for case in tqdm(missing, desc="recall"):
+        for row in measure(model, tokenizer, case, rows.get(case, {})):
+            rows[case] = row
+            provenance = collect_provenance(torch.device("cpu"), model.dtype, "benchmarks.studies.recall")
+            yield {"provenance": provenance, "model": Path(model_path).name, "rows": list(rows.values())}
+            if time.perf_counter() - started > limit:
+                return
 
 
 def main(
@@ -89,15 +106,14 @@ def main(
     samples: Annotated[int | None, typer.Option(help="questions for each row")] = None,
     dtype: Annotated[str, typer.Option(help="of the weights")] = "bfloat16",
     chat: Annotated[bool, typer.Option(help="prompts through the chat template")] = False,
+    limit: Annotated[float, typer.Option(help="seconds after which no other batch begins")] = math.inf,
     output: Annotated[Path, typer.Option(help="the JSON file, which is added to")] = RESULTS / RECALL_FILE,
 ) -> None:
     """Measure what the file lacks, and write it after each row."""
     output.parent.mkdir(parents=True, exist_ok=True)
     document = read(output) if output.exists() else {}
-    for results in run(model, find_cases(task, length, samples, dtype, chat), document):
+    for results in run(model, find_cases(task, length, samples, dtype, chat), document, limit):
         write_text(output, json.dumps(results, indent=1) + "\n")
-        done = results["rows"][-1]
-        typer.echo(f"{done['task']} {done['length']}: {done['rows'][0]['found']:.2f} in {done['seconds']:.0f} s")
     typer.echo(f"wrote {output}")
 
 
