@@ -151,7 +151,7 @@ def test_a_prompt_read_once_gives_what_the_harness_gives(mechanism, task_dir, to
     options = {"window_size": 4} if mechanism in ("local", "hybrid") else {}
     patched = patch_model(make_model("llama", std=0.4, max_position_embeddings=256), mechanism, **options)
     likeliest = tokenizer.decode(logits_of(patched, torch.tensor([[7, 9]]))[0, -1].argmax())
-    pairs = [("w7", " w9 w31"), ("", " w9 w31"), ("w7 w9", f" {likeliest}"), ("w7 w9", " w12 w13 w14")]
+    pairs = [("w8", " w9 w31"), ("", " w9 w31"), ("w7 w9", f" {likeliest}"), ("w7 w9", " w12 w13 w14")]
     requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
     for name in ("arc_easy", "lambada_openai"):
         requests += harness._build(load_task(name, TASK_FILES, task_dir), None, 0, 0)
