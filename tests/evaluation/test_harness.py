@@ -150,14 +150,16 @@ def test_a_prompt_read_once_gives_what_the_harness_gives(mechanism, task_dir, to
     """With two or three choices, LAMBADA's single ones, and a prompt of one token."""
     options = {"window_size": 4} if mechanism in ("local", "hybrid") else {}
     patched = patch_model(make_model("llama", std=0.4, max_position_embeddings=256), mechanism, **options)
-    requests = [Instance("loglikelihood", {}, (context, " w9 w31"), 0) for context in ("w7", "")]
+    likeliest = tokenizer.decode(logits_of(patched, torch.tensor([[7, 9]]))[0, -1].argmax())
+    pairs = [("w8", " w9 w31"), ("", " w9 w31"), ("w7 w9", f" {likeliest}"), ("w7 w9", " w12 w13 w14")]
+    requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
     for name in ("arc_easy", "lambada_openai"):
         requests += harness._build(load_task(name, TASK_FILES, task_dir), None, 0, 0)
     shared, own = (
         kind(pretrained=patched, tokenizer=tokenizer, backend="causal", batch_size=5).loglikelihood(requests)
         for kind in (SharedPrompts, HFLM)
     )
-    assert [likeliest for _, likeliest in shared] == [likeliest for _, likeliest in own]
+    assert [greedy for _, greedy in shared] == [greedy for _, greedy in own] and shared[2][1]
     assert [score for score, _ in shared] == pytest.approx([score for score, _ in own], abs=1e-3)
 
 
