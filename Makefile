@@ -23,7 +23,7 @@ PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_exten
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-exhaustive test-kernels test-tools test-slow test-zero3 test-quantised test-all test-floor test-asan test-asan-short mutants lint bench paired long-inputs depth peers support zero-shot usable calibration mqar retrieval recall tables recovery board pretrain gpu pictures docs clean
+.PHONY: help install quickstart test test-fast test-exhaustive test-kernels test-tools test-slow test-zero3 test-quantised test-all test-floor test-asan test-asan-short mutants lint bench paired long-inputs depth peers support zero-shot usable calibration mqar choose-plan retrieval recall tables recovery board pretrain gpu pictures docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -148,6 +148,9 @@ calibration: install ## test perplexity after `calibrate` alone, and its table: 
 mqar: install ## associative recall of a small model converted to every mechanism of constant state: 40 to 65 minutes
 	$(BIN)/python -m benchmarks.studies.mqar
 	$(BIN)/python -m docs.generate
+
+choose-plan: install ## recall with a tenth of the heads exact: make choose-plan MODEL=SmolLM2-135M-Instruct BOOKS=books; resumes
+	$(BIN)/python -m benchmarks.studies.choose_plan $(MODEL) $(BOOKS)
 
 retrieval: install ## an embedding model before and after: make retrieval MODEL=all-MiniLM-L6-v2 WIKITEXT=wikitext-2
 	$(BIN)/python -m benchmarks.studies.retrieval $(MODEL) $(WIKITEXT)

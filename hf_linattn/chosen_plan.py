@@ -73,8 +73,8 @@ class ChosenPlan(list[dict[str, Any]]):
         for layer, head in record.kept:
             kept.setdefault(layer, set()).add(head)
         places: dict[tuple[int, ...], list[int]] = {}  # heads to replace -> layers
-        for layer, heads in enumerate(record.heads):
-            replaced = tuple(head for head in range(heads) if head not in kept.get(layer, ()))
+        for layer, count in enumerate(record.heads):
+            replaced = tuple(head for head in range(count) if head not in kept.get(layer, ()))
             places.setdefault(replaced, []).append(layer)
         entries = []
         for heads, layers in places.items():

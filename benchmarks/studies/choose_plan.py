@@ -39,6 +39,7 @@ KEEP, FEWER, SEEDS, EVERY = 9, 5, (0, 1, 2), 4
 TASKS, LENGTHS, LENGTH = ("single_noise", "single_text", "single_uuid"), (1024, 2048, 4096), 2048
 CHOICE = {"lengths": (1024,)}  # of `choose_plan`
 PROMPTS_SEED = 1000  # of the prompts that count
+BATCH = 8  # prompts read at once
 TEXT_LENGTH, TEXT_ROWS = 1024, 4  # of the validation books, for plans by text
 MEMORY_LENGTH = 4096
 
@@ -95,7 +96,7 @@ class Study:
         def measure() -> Any:
             with patched(self.model, plan) as model:
                 return recall(
-                    model, self.tokenizer, [task], [length], num_samples=samples, seed=PROMPTS_SEED, batch_size=1
+                    model, self.tokenizer, [task], [length], num_samples=samples, seed=PROMPTS_SEED, batch_size=BATCH
                 )[0]
 
         self.keep("recall", f"{name} | {task} | {length}", measure)

@@ -37,12 +37,9 @@ def number_to_keep(gates: Gates, keep: float | int, unit: str, options: SearchOp
 
 def _number_within(gates: Gates, state_bytes: int, length: int, unit: str) -> int:
     """Return how many places may stay exact where any choice of as many is to fit."""
-    least, more = 0, {}
-    for mechanism in gates.mechanisms.values():
-        replaced, added = _bytes_of_layer(mechanism, length)
-        least, more[mechanism.layer.index] = least + replaced, added
-    added = sorted((len(place.heads) * more[place.layer] for place in gates.places), reverse=True)
-    totals = list(accumulate(added, initial=least))
+    sizes = {mechanism.layer.index: _bytes_of_layer(mechanism, length) for mechanism in gates.mechanisms.values()}
+    added = sorted((len(place.heads) * sizes[place.layer][1] for place in gates.places), reverse=True)
+    totals = list(accumulate(added, initial=sum(replaced for replaced, _ in sizes.values())))
     fitting = sum(total <= state_bytes for total in totals[1:])
     expected = f"from {totals[1]:,} to {totals[-1] - 1:,} at {length:,} tokens, for one {unit} to all but one"
     require("state_bytes", state_bytes, 1 <= fitting < len(gates), expected)
