@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -165,6 +166,16 @@ def test_neither_part_overflows_or_drowns_the_other(inputs, causal, offset):
     for by in (-200.0, 200.0):  # one part vanishes, the other is right
         lone = plain._replace(key_map=shifted(by))
         torch.testing.assert_close(run(lone), run(lone, torch.float64).float(), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_features_that_hardly_meet_count_with_the_weight_they_have(inputs, causal):
+    """Products of e^-56 beside log scales of 56 are those of 1 beside 0, in float32 too."""
+    *heads, mix = (x.float() for x in inputs)
+    plain, attend = weights_of("elu", mix), causal_hybrid_attention if causal else hybrid_attention
+    thin = lambda x: Features(elu_map(x)[0] * math.exp(-28), x.new_full(x.shape[:-1], 28.0))  # noqa: E731
+    got, want = (attend(*heads, x) for x in (plain._replace(query_map=thin, key_map=thin), plain))
+    torch.testing.assert_close(*((x[0] if causal else x) for x in (got, want)), rtol=2e-3, atol=2e-3)
 
 
 def test_features_that_do_not_meet_leave_the_window_alone():
