@@ -152,7 +152,9 @@ FOLDERS = {
 }  # fmt: skip
 # files that have tests of their own
 FILES = {
+    "hf_linattn/ops/hybrid/mixed_chunk.py": f"tests/mechanisms/test_mixed_chunk.py && {NAMED} -k mixed_chunk",
     "hf_linattn/ops/linear/attention_distance.py": "tests/ops/test_distances.py tests/mechanisms/test_linear.py",
+    "hf_linattn/ops/linear/cpu_kernels.py": f"tests/ops/native/test_operands.py tests/test_operands.py {NATIVE_LINEAR}",
     "hf_linattn/ops/linear/ridge.py": "tests/mechanisms/test_ridge.py",
     "hf_linattn/ops/linear/torch_open_length.py": f"tests/test_tracing.py -k 'lengths or linear or traced' && {LINEAR}",
     "hf_linattn/ops/slots/nystrom.py": f"tests/mechanisms/test_nystrom.py && {NAMED} -k nystrom",
@@ -160,7 +162,15 @@ FILES = {
     "hf_linattn/ops/slots/vq.py": f"tests/mechanisms/test_vq.py tests/mechanisms/test_vq_codebook.py && {NAMED} -k vq",
 }  # fmt: skip
 # what nothing can tell from the library: file, the line that the mutant has, and why
-EQUIVALENT: dict[tuple[str, str], str] = {}
+EXACT_PARTS = "a choice of speed: products in parts have all digits, too"
+EQUIVALENT: dict[tuple[str, str], str] = {
+    ("hf_linattn/ops/block_softmax/cpu.py", 'parts = product_parts(operands["query"], exact=shared + width / size >= LEAST_KEYS)'): EXACT_PARTS,
+    ("hf_linattn/ops/block_softmax/cpu.py", 'parts = product_parts(operands["query"], exact=shared - width * size >= LEAST_KEYS)'): EXACT_PARTS,
+    ("hf_linattn/ops/block_softmax/decode.py", "parts = [_after(part, begun) for part in make_parts(query, key, pattern, size, end, True) if _end(part) >= begun]"): "a part that ends there has no row left",
+    ("hf_linattn/ops/hybrid/torch.py", "if stop >= length:"): "no zeros are put behind",
+    ("hf_linattn/ops/linear/torch.py", "cut = [None if x is None else x.split(sizes, dim) if x.shape[dim] >= largest else [x] for x, dim in operands]"): "one part is the whole",
+    ("hf_linattn/ops/slots/vq.py", "steps = torch.arange(2 * block_size + 1 + length, device=key.device)"): "rows end with tokens that nothing reads",
+}  # fmt: skip
 SWAPS: dict[type[ast.AST], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.And: "or", ast.Or: "and",

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hf_linattn.ops.hybrid import fused
 from hf_linattn.ops.hybrid.interface import HybridWeights, causal_hybrid_attention, hybrid_attention
+from hf_linattn.ops.linear import torch as linear_torch
 from hf_linattn.ops.linear.interface import Features
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, VALUE_DIM = 2, 4, 2, 45, 3, 5
@@ -103,6 +105,27 @@ def test_padded_rows_get_what_they_get_alone(inputs, causal):
     got = got[0] if causal else got
     real = (torch.arange(LENGTH) < lengths[:, None])[:, None, :, None]
     torch.testing.assert_close(got * real, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("lengths", [None, [20, 3]])
+@pytest.mark.parametrize("causal", [False, True])
+def test_chunks_are_read_one_at_a_time(inputs, monkeypatch, causal, lengths):
+    """Of rows that are so many whole chunks, padded and not."""
+    monkeypatch.setitem(linear_torch.AT_ONCE, "cpu", 1)
+    *heads, mix = (x[:, :, :24] if x.dim() > 1 else x for x in inputs)
+    lengths = None if lengths is None else torch.tensor(lengths)
+    want = by_query(*heads, PLAIN["elu"][1], causal, mix, lengths=lengths)
+    attend = causal_hybrid_attention if causal else hybrid_attention
+    got = attend(*heads, weights_of("elu", mix), lengths, chunk_size=6)
+    got = got[0] if causal else got
+    real = torch.arange(24) < (torch.tensor([24, 24]) if lengths is None else lengths)[:, None]
+    torch.testing.assert_close(got * real[:, None, :, None], want, rtol=1e-10, atol=1e-10)
+
+
+def test_what_blocks_see_is_said_where_the_heads_are():
+    for device in ("cpu", "meta"):
+        parts = list(fused.near_parts(300, 9, 2, torch.empty(1, device=device), causal=True))
+        assert {x.device.type for part in parts for x in part if isinstance(x, torch.Tensor)} == {device}
 
 
 @pytest.mark.parametrize("decaying", [False, True])
