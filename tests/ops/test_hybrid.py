@@ -114,9 +114,9 @@ def test_chunks_are_read_one_at_a_time(inputs, monkeypatch, causal, lengths):
     monkeypatch.setitem(linear_torch.AT_ONCE, "cpu", 1)
     *heads, mix = (x[:, :, :24] if x.dim() > 1 else x for x in inputs)
     lengths = None if lengths is None else torch.tensor(lengths)
-    want = by_query(*heads, PLAIN["elu"][1], causal, mix, lengths=lengths)
+    want = by_query(*heads, PLAIN["elu"][1], causal, mix, lengths=lengths, window=2)
     attend = causal_hybrid_attention if causal else hybrid_attention
-    got = attend(*heads, weights_of("elu", mix), lengths, chunk_size=6)
+    got = attend(*heads, weights_of("elu", mix, window=2), lengths, chunk_size=6)
     got = got[0] if causal else got
     real = torch.arange(24) < (torch.tensor([24, 24]) if lengths is None else lengths)[:, None]
     torch.testing.assert_close(got * real[:, None, :, None], want, rtol=1e-10, atol=1e-10)
@@ -152,7 +152,9 @@ def test_rows_of_different_lengths_continue_across_calls(inputs, name, decaying)
         assert state.length.tolist() == at.tolist()
 
 
-def test_pads_do_not_get_into_the_state(inputs):
+@pytest.mark.parametrize("at_once", [1, 32])
+def test_pads_do_not_get_into_the_state(inputs, monkeypatch, at_once):
+    monkeypatch.setitem(linear_torch.AT_ONCE, "cpu", at_once)
     *heads, mix = inputs
     weights, lengths = weights_of("exp", mix, torch.tensor([0.1, 1.0], dtype=torch.float64)), torch.tensor([23, 2])
     states = []
