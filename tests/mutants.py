@@ -74,6 +74,7 @@ MUTANTS = [
     _ops("pads count in the maximum", "linear/types.py", "log_scale = None if log_scale is None else log_scale.masked_fill(hidden, LOWEST)", "log_scale = log_scale", "tests/mechanisms/test_edges.py -k pads"),
     _ops("the weight is a value", "linear/torch.py", "value.new_ones(*value.shape[:-1], 1)", "value.new_zeros(*value.shape[:-1], 1)", LINEAR),
     _ops("a group is another one's", "linear/types.py", "return self.query.unflatten(1, (self.key.shape[1], -1))", "return self.query.unflatten(1, (-1, self.key.shape[1])).transpose(1, 2)", LINEAR),
+    _ops("what was lost by chunks counts twice", "linear/torch_open_length.py", ".double() - lost.detach()", ".double() + lost.detach()", "tests/ops/test_causal_linear.py -k passage"),
     # the delta rule
     _ops("the delta rule forgets what it knew", "delta_rule/torch.py", "(value[:, :, t] - known)", "value[:, :, t]", "tests/mechanisms/test_recurrences.py"),
     _ops("a gate is left out", "delta_rule/torch.py", "memory * log_gate.exp()[..., None]", "memory", "tests/mechanisms/test_recurrences.py tests/invariants -k deltanet"),
@@ -85,6 +86,8 @@ MUTANTS = [
     # padding, sequences, precision
     _ops("pads stay in front", "common/padding.py", "order = (~real).long().argsort", "order = real.long().argsort", "tests/ops/test_sequences.py"),
     _ops("what stands behind is kept", "common/padding.py", "x.shape[3])) * present for x", "x.shape[3])) for x", "tests/ops tests/mechanisms"),
+    _ops("rows begin blocks in different places", "common/padding.py", "if len(lengths) == 1 and first", "if len(lengths) == 1 or first", "tests/ops/test_sequences.py"),
+    _ops("a token copies all keys", "common/exact_softmax.py", "if query.shape[2] > 1:", "if query.shape[2] >= 1:", "tests/ops/test_softmax.py"),
     _ops("sequences of a row are one", "common/padding.py", "begins[1:] = (rows[1:] != rows[:-1]) | (", "begins[1:] = (rows[1:] != rows[:-1]) & (", "tests/ops/test_sequences.py tests/mechanisms"),
     _ops("gradients of parts replace each other", "common/grad_accumulator.py", "part.add_(add)", "part.copy_(add)", "tests/ops/test_source.py"),
     # softmax over blocks, slots and buckets
@@ -93,10 +96,12 @@ MUTANTS = [
     _ops("a gate is not saved", "block_softmax/autograd.py", "None if d_gate is None else d_gate.sum((0, 3))", "None", "tests/ops/native/test_block_softmax.py"),
     _ops("the gradient of the log is lost", "block_softmax/autograd.py", "output, log, grad, log_grad, d_query", "output, log, grad, torch.zeros_like(log), d_query", "tests/ops/native/test_block_softmax.py"),
     _ops("slots do not count their tokens", "slots/pooling.py", ".to(query.dtype).log().masked_fill", ".to(query.dtype).mul(0).masked_fill", "tests/mechanisms/test_linformer.py"),
+    _ops("seeds are drawn where codes are", "slots/vq.py", "(points - nearest).square()", "(points + nearest).square()", "tests/mechanisms/test_vq_codebook.py -k seeds"),
     _ops("segments grow too early", "slots/segment_pool.py", "1 << (max(-(-tokens // num_slots), 1) - 1).bit_length()", "1 << max(-(-tokens // num_slots), 1).bit_length()", "tests/mechanisms/test_linformer.py"),
     # hybrid
     _ops("distance costs nothing", "hybrid/fused.py", "log - (rate * weights.window_size)", "log - 0 * (rate * weights.window_size)", "tests/ops/native/test_hybrid.py tests/ops/test_hybrid.py"),
     _ops("the far part begins a token early", "hybrid/fused.py", "start, sources = window + sinks, [", "start, sources = window + sinks - 1, [", "tests/ops/native/test_hybrid.py"),
+    _ops("thin features drown the window", "hybrid/torch.py", "part.log.detach() + part.weight", "part.log.detach() - part.weight", "tests/ops/test_hybrid.py"),
     Mutant("a window is a token wider", "hf_linattn/mechanisms/hybrid.py", "(pairs.distance < self.config.window_size)", "(pairs.distance <= self.config.window_size)", "tests/training/test_transfer.py"),
     # the C
     _csrc("C: the next key is seen", "linear/chunk.h", "memset(own + i + 1, 0, (s->chunk - 1 - i)", "if (i + 2 < s->chunk) memset(own + i + 2, 0, (s->chunk - 2 - i)", NATIVE_LINEAR),
@@ -116,6 +121,7 @@ MUTANTS = [
     # bridge and cache
     Mutant("beams are not reordered", "hf_linattn/cache.py", "lambda t: t.index_select(0, beam_idx.to(t.device))", "lambda t: t", "tests/test_cache.py tests/test_integration.py"),
     Mutant("a cache counts one token", "hf_linattn/cache.py", "self.seq_length += key_states.shape[-2]", "self.seq_length += 1", "tests/test_cache.py tests/test_integration.py"),
+    Mutant("what was handed out cannot be read", "hf_linattn/cache.py", "self.is_initialized and not self.expected", "self.is_initialized or not self.expected", "tests/test_cross_attention.py"),
     Mutant("what softmax had cached is lost", "hf_linattn/cache.py", "torch.cat([old.to(new), new], dim=-2)", "new", "tests/test_cache.py tests/test_integration.py"),
     Mutant("a state of another mechanism is read", "hf_linattn/transformers_bridge.py", "        _require_own_states(cache, patched)\n", "", "tests/test_cache.py"),
     Mutant("a padding mask is cut at its end", "hf_linattn/masks.py", "return mask[:, : sizes.seen][:, -sizes.keys :]", "return mask[:, : sizes.keys]", BRIDGE),
@@ -141,12 +147,14 @@ FOLDERS = {
     "hf_linattn/ops/lsh": f"tests/ops/native/test_bucket_softmax.py tests/ops/native/test_flops.py tests/mechanisms/test_lsh.py && {NAMED} -k lsh",
     "hf_linattn/ops/delta_rule": f"tests/mechanisms/test_recurrences.py {NAMED} -k deltanet",
     "hf_linattn/ops/common": "tests/ops/test_softmax.py tests/ops/test_sequences.py tests/ops/test_source.py tests/ops/test_causal_linear.py tests/ops/native/test_block_softmax.py tests/mechanisms/test_block_sparse.py tests/mechanisms/test_linear.py tests/mechanisms/test_performer.py && tests/mechanisms/test_softmax_type.py tests/test_tracing.py -k 'softmax or local or linear or traced'",
-    "hf_linattn/cache.py": "tests/test_cache.py tests/test_integration.py",
+    "hf_linattn/cache.py": "tests/test_cache.py tests/test_integration.py tests/test_cross_attention.py",
     "hf_linattn/transformers_bridge.py": BRIDGE,
 }  # fmt: skip
 # files that have tests of their own
 FILES = {
+    "hf_linattn/ops/hybrid/mixed_chunk.py": f"tests/mechanisms/test_mixed_chunk.py && {NAMED} -k mixed_chunk",
     "hf_linattn/ops/linear/attention_distance.py": "tests/ops/test_distances.py tests/mechanisms/test_linear.py",
+    "hf_linattn/ops/linear/cpu_kernels.py": f"tests/ops/native/test_operands.py tests/test_operands.py {NATIVE_LINEAR}",
     "hf_linattn/ops/linear/ridge.py": "tests/mechanisms/test_ridge.py",
     "hf_linattn/ops/linear/torch_open_length.py": f"tests/test_tracing.py -k 'lengths or linear or traced' && {LINEAR}",
     "hf_linattn/ops/slots/nystrom.py": f"tests/mechanisms/test_nystrom.py && {NAMED} -k nystrom",
@@ -154,7 +162,15 @@ FILES = {
     "hf_linattn/ops/slots/vq.py": f"tests/mechanisms/test_vq.py tests/mechanisms/test_vq_codebook.py && {NAMED} -k vq",
 }  # fmt: skip
 # what nothing can tell from the library: file, the line that the mutant has, and why
-EQUIVALENT: dict[tuple[str, str], str] = {}
+EXACT_PARTS = "a choice of speed: products in parts have all digits, too"
+EQUIVALENT: dict[tuple[str, str], str] = {
+    ("hf_linattn/ops/block_softmax/cpu.py", 'parts = product_parts(operands["query"], exact=shared + width / size >= LEAST_KEYS)'): EXACT_PARTS,
+    ("hf_linattn/ops/block_softmax/cpu.py", 'parts = product_parts(operands["query"], exact=shared - width * size >= LEAST_KEYS)'): EXACT_PARTS,
+    ("hf_linattn/ops/block_softmax/decode.py", "parts = [_after(part, begun) for part in make_parts(query, key, pattern, size, end, True) if _end(part) >= begun]"): "a part that ends there has no row left",
+    ("hf_linattn/ops/hybrid/torch.py", "if stop >= length:"): "no zeros are put behind",
+    ("hf_linattn/ops/linear/torch.py", "cut = [None if x is None else x.split(sizes, dim) if x.shape[dim] >= largest else [x] for x, dim in operands]"): "one part is the whole",
+    ("hf_linattn/ops/slots/vq.py", "steps = torch.arange(2 * block_size + 1 + length, device=key.device)"): "rows end with tokens that nothing reads",
+}  # fmt: skip
 SWAPS: dict[type[ast.AST], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.And: "or", ast.Or: "and",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import importlib.util
 
 import pytest
 import torch
@@ -20,7 +18,8 @@ from hf_linattn import (
     set_backend,
 )
 from hf_linattn.config import make_config
-from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
+from hf_linattn.mechanisms import MECHANISMS, AttentionLayer, base
+from hf_linattn.ops import dispatch
 from hf_linattn.ops.runtime import slabs as slabs_of_calls
 from tests.helpers import assert_close, logits_of, make_tokens, pad
 from tests.models import make_model
@@ -102,7 +101,7 @@ def test_a_model_prefills_in_slabs_and_decodes_and_pads_as_before(slabs):
 
 
 def test_programs_are_explained_where_they_run(slabs):
-    model = patch_model(make_model("llama", max_position_embeddings=1024), {"linear": [0], "hybrid": [1]}).eval()
+    model = patch_model(make_model("llama", max_position_embeddings=1024), "linear").eval()
     set_backend(model, "compile")
     rows = explain_backend(model, make_tokens(1, 3 * SLAB + 5)).rows
     assert slabs == [SLAB] * 2 * 3 * len(rows)  # forward, backward, and the state for one more token
@@ -123,25 +122,19 @@ def test_what_cannot_be_chosen_is_refused_and_nothing_changes():
         set_backend(make_model("llama"), "compile")
 
 
-NAMED_BY_THE_ENVIRONMENT = """
-from transformers import LlamaConfig, LlamaForCausalLM
-from hf_linattn import get_mechanisms, patch_model
-config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=9)
-model = patch_model(LlamaForCausalLM(config), {"linear": "0", "fusion": "1"})
-print({mechanism.backend for mechanism in get_mechanisms(model).values()})
-"""
+def imported_anew():
+    """Return another copy of the module that reads the environment when it is imported."""
+    spec = importlib.util.spec_from_file_location(f"{dispatch.__name__}_anew", dispatch.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-@pytest.mark.parametrize(
-    ("name", "last_line"),
-    [
-        ("torch", "{'torch'}"),
-        ("triton", "HF_LINATTN_BACKEND must be 'auto' or 'torch', got 'triton'"),
-    ],
-)
-def test_the_environment_names_the_backend_that_mechanisms_are_made_with(name, last_line):
-    found = subprocess.run(
-        [sys.executable, "-c", NAMED_BY_THE_ENVIRONMENT], env={**os.environ, "HF_LINATTN_BACKEND": name},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (found.stdout or found.stderr).strip().splitlines()[-1].endswith(last_line)
+def test_the_environment_names_the_backend_that_mechanisms_are_made_with(monkeypatch):
+    monkeypatch.setenv("HF_LINATTN_BACKEND", "torch")
+    monkeypatch.setattr(base, "DEFAULT_BACKEND", imported_anew().DEFAULT_BACKEND)
+    model = patch_model(make_model("llama"), {"linear": "0", "fusion": "1"})
+    assert {mechanism.backend for mechanism in get_mechanisms(model).values()} == {"torch"}
+    monkeypatch.setenv("HF_LINATTN_BACKEND", "triton")
+    with pytest.raises(OptionError, match="HF_LINATTN_BACKEND must be 'auto' or 'torch', got 'triton'"):
+        imported_anew()

@@ -31,6 +31,7 @@ def tensors_of(cache):
     return [tensor for layer in cache.layers for tensor in layer.state]
 
 
+@pytest.mark.covering(2)
 @each_family
 @each_mechanism
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -82,6 +83,7 @@ def test_rows_of_the_state_move_as_beams_do(name, mechanism):
     assert torch.equal(repeated[::2], repeated[1::2])
 
 
+@pytest.mark.covering(2)
 @each_family
 @each_mechanism
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

@@ -82,6 +82,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("length", [1, 2, 40])
 def test_every_parameter_has_a_gradient_at_every_length(length, backend):

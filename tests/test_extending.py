@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 import tomllib
 from configparser import ConfigParser
 from pathlib import Path
 
 from hf_linattn import list_mechanisms
+from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.testing import check_mechanism
 from hf_linattn.testing.invariants import CAUSAL_ONLY, INVARIANTS
-from tests.test_project import ROOT, code_blocks
+from tests.test_project import code_blocks
 
 NAME = "gated_mean"
-PROGRAM = f"""
-import json
-
-import torch
-from hf_linattn import list_mechanisms
-from hf_linattn.testing import check_mechanism
-
-torch.set_num_threads(1)
-listed = list_mechanisms()
-report = check_mechanism({NAME!r}, ["llama"])
-failures = [(check.case.mode, check.invariant, check.error) for check in report.failures]
-print(json.dumps([listed, len(report.checks), failures]))
-"""
 
 
-def install(site: Path) -> None:
-    """Put the package's module and metadata into a folder as pip does, but without a build and its setuptools."""
+def install(site: Path) -> str:
+    """Put the package's module and metadata into a folder as pip does, without a build; return the module's name."""
     project = tomllib.loads(code_blocks("docs/extending.md", "toml")[0])
     (module,) = project["tool"]["setuptools"]["py-modules"]
     (site / f"{module}.py").write_text(code_blocks("docs/extending.md", "python")[0], encoding="utf-8")
@@ -43,14 +29,15 @@ def install(site: Path) -> None:
     points.read_dict(project["project"]["entry-points"])
     with (metadata / "entry_points.txt").open("w") as file:
         points.write(file)
+    return module
 
 
-def test_an_installed_mechanism_is_listed_and_keeps_every_invariant(tmp_path: Path):
-    install(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    listed, num_checks, failures = json.loads(done.stdout.splitlines()[-1])
-    assert NAME not in list_mechanisms() and set(listed) == {NAME, *list_mechanisms()}
-    assert num_checks == 2 * len(INVARIANTS) - len(CAUSAL_ONLY) and failures == []
+def test_an_installed_mechanism_is_listed_and_keeps_every_invariant(tmp_path: Path, monkeypatch):
+    known, module = list_mechanisms(), install(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(MECHANISMS, "_discovered", False)
+    assert NAME not in known and module not in sys.modules and set(list_mechanisms()) == {NAME, *known}
+    report = check_mechanism(NAME, ["llama"])
+    assert len(report.checks) == 2 * len(INVARIANTS) - len(CAUSAL_ONLY)
+    assert [(check.case.mode, check.invariant, check.error) for check in report.failures] == []
+    monkeypatch.delitem(sys.modules, module)

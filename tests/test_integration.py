@@ -16,6 +16,7 @@ from hf_linattn.calibration import own_parameters
 from hf_linattn.mechanisms import MECHANISMS
 from tests.helpers import (
     OPTIONS,
+    STATES,
     assert_close,
     each_with,
     generate,
@@ -56,10 +57,10 @@ def test_every_way_of_generating_is_the_same_with_a_cache(name, mechanism, way):
     sequences = []
     for use_cache in (True, False):
         torch.manual_seed(3)
-        options = {"attention_mask": mask, "max_new_tokens": 6, "pad_token_id": 0, **WAYS[way]}
+        options = {"attention_mask": mask, "max_new_tokens": 4, "pad_token_id": 0, **WAYS[way]}
         sequences.append(model.generate(ids, use_cache=use_cache, **options))
     assert sequences[0].tolist() == sequences[1].tolist()
-    assert sequences[0].shape[1] == 15
+    assert sequences[0].shape[1] == 13
 
 
 @pytest.mark.covering(1)
@@ -102,8 +103,8 @@ def test_other_caches_and_prefills_give_the_same(name, mechanism, options):
     """Of a padded batch, too; the first piece of its second row is padding alone."""
     model = make_patched(name, mechanism)
     ids, mask = pad([make_tokens(1, 9)[0], make_tokens(1, 4, seed=1)[0]], 0)
-    tokens, logits = generate(model, ids, attention_mask=mask, **options)
-    expected_tokens, expected_logits = generate(model, ids, attention_mask=mask, use_cache=False)
+    tokens, logits = generate(model, ids, 3, attention_mask=mask, **options)
+    expected_tokens, expected_logits = generate(model, ids, 3, attention_mask=mask, use_cache=False)
     assert tokens.tolist() == expected_tokens.tolist()
     assert_close(logits, expected_logits)
 
@@ -124,14 +125,40 @@ def make_trainer(model, directory, **options):
     return Trainer(model=model, args=arguments, train_dataset=make_dataset(), eval_dataset=make_dataset(4))
 
 
-@each_patch
-def test_trainer_trains(tmp_path, name, mechanism):
+def take_steps(model, count: int) -> list[float]:
+    """Train as `Trainer` does, without what it sets up; return the loss before each step."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    ids, losses = make_tokens(8, 12), []
+    model.train()
+    for _ in range(count):
+        loss = model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    return losses
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(("name", "mechanism"), each_with(SPINE, STATES))
+def test_trainer_trains(tmp_path, name, mechanism, adapted):
+    """To it a model is a loss and gradients, which the next test has of every mechanism."""
     model = make_patched(name, mechanism)
-    trainer = make_trainer(model, tmp_path, max_steps=4)
+    trained = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear")) if adapted else model
+    trainer = make_trainer(trained, tmp_path, max_steps=4)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < before
     assert is_patched(model)
+
+
+@each_patch
+def test_steps_lower_the_loss(name, mechanism):
+    model = make_patched(name, mechanism)
+    losses = take_steps(model, 4)
+    assert losses[-1] < losses[0] and is_patched(model)
 
 
 @each_family
@@ -258,7 +285,7 @@ def test_lora_trains_and_merges(tmp_path, name, mechanism):
     before = logits_of(model, ids)
     wrapped = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
     adapters = [p for p in wrapped.parameters() if p.requires_grad]
-    make_trainer(wrapped, tmp_path, max_steps=2).train()
+    take_steps(wrapped, 2)
     assert adapters and all(p.grad is None or p.grad.isfinite().all() for p in adapters)
     adapted = logits_of(wrapped.eval(), ids)
     assert not torch.allclose(adapted, before, atol=1e-2)

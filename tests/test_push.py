@@ -112,7 +112,6 @@ print(sorted({m.config.mechanism for m in mechanisms.values()}))
 
 
 def test_a_converted_model_is_pushed_by_the_command_and_loads_by_its_name(user, hub, tmp_path, report):
-    """By a process that is the command, then by one that goes on."""
     model = patch_model(make_model("llama", std=0.3), "hedgehog").eval()
     model.save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
@@ -120,13 +119,9 @@ def test_a_converted_model_is_pushed_by_the_command_and_loads_by_its_name(user, 
     (tmp_path / "model" / "stages" / "control.json").write_text("{}")
     (tmp_path / "model" / ".123.config.json").write_text("half")
     replace(report, dataset_name="Salesforce/wikitext").save(tmp_path / "model")
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_linattn", "push", str(tmp_path / "model"), "me/model", "--json"],
-        env=environment(hub, tmp_path / "a"), capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{done.stderr}\n{hub.requests}"
+    printed = user.run("push", tmp_path / "model", "me/model", "--json")
     assert b'from_pretrained("me/model")' in hub.repositories["me/model"].files["README.md"]
-    assert '"repository": "me/model"' in done.stdout and hub.repositories["me/model"].commits == 1
+    assert '"repository": "me/model"' in printed and hub.repositories["me/model"].commits == 1
     files = set(hub.repositories["me/model"].files)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files and not any("stages" in f for f in files)
     assert ".eval_results/hf_linattn.yaml" in files and ".123.config.json" not in files

@@ -60,23 +60,19 @@ def make_whisper() -> tuple[PreTrainedModel, Any]:
     return fill(transformers.WhisperForAudioClassification(config)), processor
 
 
-# Loads every checkpoint and says what its pipeline answers, or what went wrong. What it is asked is all text, so that
-# the libraries named in argv[1] are all that is imported.
+# Loads every checkpoint and says what its pipeline answers, or what went wrong, in a fork for each setting. What it is
+# asked is all text, so that transformers and the library, where it is named, are all that is imported.
 PROGRAM = """
-import json, sys
+import json, os, sys
+import transformers
 
 class Hidden:
     def find_spec(self, name, *arguments):
         if name == "hf_linattn":
             raise ModuleNotFoundError(f"No module named {name!r}")
 
-for name in sys.argv[1].split():
-    if name == "-":
-        sys.meta_path.insert(0, Hidden())  # as if the library were not installed
-    else:
-        __import__(name)
-import transformers
 torch = transformers.modeling_utils.torch
+transformers.pipeline, transformers.AutoModel, transformers.AutoTokenizer  # are imported once
 def answer_of(name, class_name, task, given, options):
     answer = {}
     try:
@@ -91,11 +87,23 @@ def answer_of(name, class_name, task, given, options):
         answer["error"] = f"{type(error).__name__}: {error}"
     return answer
 
-answers = [
-    {name: answer_of(name, *checkpoint, options) for name, checkpoint in checkpoints.items()}
-    for options, checkpoints in json.loads(sys.argv[2])
-]
-print("\\n" + json.dumps(answers))  # transformers may have asked something
+for number, (library, asked) in enumerate(json.loads(sys.argv[1])):
+    child = os.fork()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        continue
+    assert "hf_linattn" not in sys.modules
+    if library == "imported":
+        import hf_linattn
+    elif library == "not installed":
+        sys.meta_path.insert(0, Hidden())
+    answers = [
+        {name: answer_of(name, *checkpoint, options) for name, checkpoint in checkpoints.items()}
+        for options, checkpoints in asked
+    ]
+    with open(f"answers{number}.json", "w") as file:
+        json.dump(answers, file)
+    os._exit(0)
 """
 
 
@@ -128,42 +136,43 @@ def folder(tmp_path_factory) -> Path:
 Answers = dict[str, dict[str, Any]]  # of every checkpoint
 
 
-def run(folder: Path, modules: str, *asked: tuple[dict[str, Any], dict[str, str]]) -> list[Answers]:
-    """Return what a process answers that imports these modules; after `-` the library is not to be found.
+@pytest.fixture(scope="module")
+def elsewhere(folder) -> list[list[Answers]]:
+    """What processes answer that have imported the library, that could, and that have none.
 
-    It is asked once or several times, each with options and with the classes of models that are no Auto classes.
+    The last is asked with trust, without, and for the models' own classes.
     """
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), "OMP_NUM_THREADS": "1",
         "HF_MODULES_CACHE": str(folder / "modules"),
     }  # fmt: skip
-    given = [
-        (options, {x: (classes.get(x, kind.auto_class), kind.task, kind.given) for x, kind in CHECKPOINTS.items()})
-        for options, classes in asked
-    ]
-    command = [sys.executable, "-c", PROGRAM, modules, json.dumps(given)]
+    configs = {name: json.loads((folder / name / "config.json").read_text()) for name in CHECKPOINTS}
+    classes = {name: config["architectures"][0].removeprefix("HfLinattn") for name, config in configs.items()}
+
+    def asked(options: dict[str, Any], classes: dict[str, str]) -> Any:
+        kinds = CHECKPOINTS.items()
+        return options, {x: (classes.get(x, kind.auto_class), kind.task, kind.given) for x, kind in kinds}
+
+    trust = asked({"trust_remote_code": True}, {})
+    plain, own = asked({}, {}), asked({}, classes)
+    settings = [("imported", [plain]), ("installed", [trust]), ("not installed", [trust, plain, own])]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(settings)]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, input="")
     assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout.splitlines()[-1])
-    assert [len(x) for x in answers] == [len(CHECKPOINTS)] * len(asked)
+    answers = [json.loads((folder / f"answers{number}.json").read_text()) for number in range(len(settings))]
+    assert [[len(x) for x in several] for several in answers] == [[len(CHECKPOINTS)] * n for n in (1, 1, 3)]
     return answers
 
 
-@pytest.mark.parametrize(
-    ("modules", "options"), [("transformers hf_linattn", {}), ("transformers", {"trust_remote_code": True})]
-)
-def test_every_checkpoint_computes_and_answers_bit_for_bit_elsewhere(folder, modules, options):
-    (answers,) = run(folder, modules, (options, {}))
-    for name, answer in answers.items():
+@pytest.mark.parametrize("number", [0, 1], ids=["with the library", "with trusted code"])
+def test_every_checkpoint_computes_and_answers_bit_for_bit_elsewhere(folder, elsewhere, number):
+    for name, answer in elsewhere[number][0].items():
         assert answer == {"equal": True, "pipeline": json.loads((folder / name / "answer.json").read_text())}, name
 
 
-@pytest.fixture(scope="module")
-def without_the_library(folder) -> list[Answers]:
-    """What a process without the library says: with trust, without, and of the models' own classes."""
-    configs = {name: json.loads((folder / name / "config.json").read_text()) for name in CHECKPOINTS}
-    classes = {name: config["architectures"][0].removeprefix("HfLinattn") for name, config in configs.items()}
-    return run(folder, "- transformers", ({"trust_remote_code": True}, {}), ({}, {}), ({}, classes))
+@pytest.fixture
+def without_the_library(elsewhere) -> list[Answers]:
+    return elsewhere[2]
 
 
 def test_trusted_code_says_what_to_install(without_the_library):

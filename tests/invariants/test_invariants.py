@@ -131,6 +131,7 @@ NOT_OF_GPT2 = {"1", "4", "8", "9"}
 # made of the operations of others, the first of `linear`: those have the backward pass compiled, both forms counted
 OF_OTHERS = {"cosformer", "hedgehog", "learned_exp", "performer", "t2r", "taylor"}
 OF_OTHERS |= {"bigbird", "by_head", "dynamic_sparse", "evo", "fusion", "mixed_chunk", "streaming"}
+OWN_STATES = set(STATES) - OF_OTHERS
 
 
 def is_enough(check: Check) -> bool:
@@ -155,7 +156,7 @@ def marks_of(check: Check) -> list[pytest.MarkDecorator]:
     case, causal = check.case, check.case.mode == "causal"
     usual = (case.architecture, case.mode) in ALWAYS and not case.options
     if check.invariant == COMPILES:
-        enough = usual and (causal or case.mechanism in STATES) and not is_plain_pattern(case.mechanism)
+        enough = usual and (causal or case.mechanism in OWN_STATES) and not is_plain_pattern(case.mechanism)
         return [] if enough else [pytest.mark.slow]
     if check.invariant == COSTS:
         return [] if usual and (causal or case.mechanism not in OF_OTHERS) else [pytest.mark.slow]

@@ -13,6 +13,7 @@ from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
+from hf_linattn.ops.block_softmax.patterns import make_parts
 from hf_linattn.testing import Case, random_tokens, tiny_model
 
 PATTERNS = [name for name in list_mechanisms() if issubclass(MECHANISMS.get(name), BlockSparseMechanism)]
@@ -33,6 +34,16 @@ def test_local_equals_sdpa_with_a_band_mask(causal, window_size, block_size):
     mask = band(LENGTH, window_size, causal)
     want = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("name", "options", "first"), [("local", {}, 16), ("longformer", {"num_global": 5}, 24)])
+def test_blocks_in_a_row_are_read_as_a_window_where_no_global_token_stands(name, options, first, causal):
+    """Without a table and a copy: from the first block that reaches back to no global one."""
+    case = Case(name, "llama", causal, {"block_size": 8, "window_size": 11, **options})
+    parts = make_parts(*case.heads(LENGTH)[:2], case.make(), 8, LENGTH, causal)
+    windows = {part.first * 8 for part in parts if part.window is not None}
+    assert min(windows) == first and sum(len(part.table) for part in parts if part.window is None) < 8
 
 
 @pytest.mark.parametrize("num_global", [0, 1, 5])

@@ -140,6 +140,7 @@ def test_the_matrix_needs_the_values():
         case.make().attention_matrix(query, key)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("members", "best"),
     [

@@ -79,6 +79,15 @@ def test_k_means_is_nearer_to_the_keys_than_its_seeds_and_than_points_at_random(
     assert float(mechanism.counts.sum()) == 1600 and bool((mechanism.counts > 0).all())
 
 
+def test_seeds_are_drawn_among_points_that_have_no_code():
+    codebook = torch.tensor([[[100.0, 0.0], [0.0, 100.0], [1.0, 1.0]]])
+    points = torch.cat([codebook[:, [0, 1] * 50], torch.tensor([[[3.0, 4.0]]])], 1)
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        seeded = vq._seeded(points, codebook, torch.tensor([[50.0, 50.0, 0.0]]), generator)
+        assert torch.equal(seeded[:, 2], points[:, -1]) and torch.equal(seeded[:, :2], codebook[:, :2])
+
+
 def test_autocast_does_not_round_k_means():
     case = Case("vq", "llama", True, {"num_codes": 16})
     _, key, _ = case.heads(100, dtype=torch.float32)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from hf_linattn.ops.linear.interface import Features, causal_linear_attention, linear_attention
 from hf_linattn.ops.linear.torch import LinearState
+from hf_linattn.ops.linear.torch_open_length import Passage
 from hf_linattn.testing.counters import elements_written
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, VALUE_DIM = 2, 4, 2, 41, 3, 5
@@ -191,3 +192,24 @@ def test_what_the_backward_pass_writes_grows_with_the_length(name, causal):
         return elements_written(output.sum().backward)
 
     assert written(8192) < 2.1 * written(4096)
+
+
+def test_a_passage_over_chunks_is_the_loop_over_them():
+    """What is lost over all chunks is far beyond a float, and one chunk begins another sequence."""
+    count, generator = 12, torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(1, 2, *shape, generator=generator)  # noqa: E731
+    largest, passed, log_max, kv = 5 * draw(count), -30 * draw(count).abs(), draw(), draw(3, 5)
+    query, key, value = draw(count, 4, 3), draw(count, 8, 3), draw(count, 8, 5)
+    goes_on = torch.arange(count)[None, None] != 7
+    passage = Passage(key, largest, passed, log_max, goes_on)
+    read, last = passage.read_and_fold(query, key, value, kv)
+    state, log = kv.double(), log_max.double()
+    for t in range(count):
+        if goes_on[0, 0, t]:
+            torch.testing.assert_close(passage.before[..., t], log.float())
+            torch.testing.assert_close(read[:, :, t], (query[:, :, t].double() @ state).float())
+        carried = log + passed[..., t] if goes_on[0, 0, t] else torch.full_like(log, -torch.inf)
+        log = torch.maximum(carried, largest[..., t].double())
+        torch.testing.assert_close(passage.after[..., t], log.float())
+        state = state * (carried - log).exp()[..., None, None] + (key[:, :, t].mT @ value[:, :, t]).double()
+    torch.testing.assert_close(last, state.float())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from hf_linattn.ops.hybrid import fused
 from hf_linattn.ops.hybrid.interface import HybridWeights, causal_hybrid_attention, hybrid_attention
+from hf_linattn.ops.linear import torch as linear_torch
 from hf_linattn.ops.linear.interface import Features
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, VALUE_DIM = 2, 4, 2, 45, 3, 5
@@ -104,6 +107,27 @@ def test_padded_rows_get_what_they_get_alone(inputs, causal):
     torch.testing.assert_close(got * real, want, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("lengths", [None, [20, 3]])
+@pytest.mark.parametrize("causal", [False, True])
+def test_chunks_are_read_one_at_a_time(inputs, monkeypatch, causal, lengths):
+    """Of rows that are so many whole chunks, padded and not."""
+    monkeypatch.setitem(linear_torch.AT_ONCE, "cpu", 1)
+    *heads, mix = (x[:, :, :24] if x.dim() > 1 else x for x in inputs)
+    lengths = None if lengths is None else torch.tensor(lengths)
+    want = by_query(*heads, PLAIN["elu"][1], causal, mix, lengths=lengths, window=2)
+    attend = causal_hybrid_attention if causal else hybrid_attention
+    got = attend(*heads, weights_of("elu", mix, window=2), lengths, chunk_size=6)
+    got = got[0] if causal else got
+    real = torch.arange(24) < (torch.tensor([24, 24]) if lengths is None else lengths)[:, None]
+    torch.testing.assert_close(got * real[:, None, :, None], want, rtol=1e-10, atol=1e-10)
+
+
+def test_what_blocks_see_is_said_where_the_heads_are():
+    for device in ("cpu", "meta"):
+        parts = list(fused.near_parts(300, 9, 2, torch.empty(1, device=device), causal=True))
+        assert {x.device.type for part in parts for x in part if isinstance(x, torch.Tensor)} == {device}
+
+
 @pytest.mark.parametrize("decaying", [False, True])
 @pytest.mark.parametrize("name", PLAIN)
 def test_rows_of_different_lengths_continue_across_calls(inputs, name, decaying):
@@ -128,7 +152,9 @@ def test_rows_of_different_lengths_continue_across_calls(inputs, name, decaying)
         assert state.length.tolist() == at.tolist()
 
 
-def test_pads_do_not_get_into_the_state(inputs):
+@pytest.mark.parametrize("at_once", [1, 32])
+def test_pads_do_not_get_into_the_state(inputs, monkeypatch, at_once):
+    monkeypatch.setitem(linear_torch.AT_ONCE, "cpu", at_once)
     *heads, mix = inputs
     weights, lengths = weights_of("exp", mix, torch.tensor([0.1, 1.0], dtype=torch.float64)), torch.tensor([23, 2])
     states = []
@@ -165,6 +191,16 @@ def test_neither_part_overflows_or_drowns_the_other(inputs, causal, offset):
     for by in (-200.0, 200.0):  # one part vanishes, the other is right
         lone = plain._replace(key_map=shifted(by))
         torch.testing.assert_close(run(lone), run(lone, torch.float64).float(), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_features_that_hardly_meet_count_with_the_weight_they_have(inputs, causal):
+    """Products of e^-56 beside log scales of 56 are those of 1 beside 0, in float32 too."""
+    *heads, mix = (x.float() for x in inputs)
+    plain, attend = weights_of("elu", mix), causal_hybrid_attention if causal else hybrid_attention
+    thin = lambda x: Features(elu_map(x)[0] * math.exp(-28), x.new_full(x.shape[:-1], 28.0))  # noqa: E731
+    got, want = (attend(*heads, x) for x in (plain._replace(query_map=thin, key_map=thin), plain))
+    torch.testing.assert_close(*((x[0] if causal else x) for x in (got, want)), rtol=2e-3, atol=2e-3)
 
 
 def test_features_that_do_not_meet_leave_the_window_alone():

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_linattn.ops.common.padding import Packed, find_sequences, from_the_left
+from hf_linattn.ops.common.padding import Packed, find_sequences, first_of_block, from_the_left
 
 ROWS, LENGTH = 3, 17
 
@@ -80,3 +80,13 @@ def test_real_tokens_come_first_in_order_and_nothing_stands_behind(real):
         assert lengths[row] == count
         for x, got in zip(heads, moved, strict=True):
             assert torch.equal(got[row, :, :count], x[row][:, mask[row]]) and not got[row, :, count:].any()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=3), st.integers(0, 20), st.integers(1, 6))
+def test_the_first_of_a_block_begins_one_in_every_row(read, count, size):
+    for rows in (read, read[:1]):
+        first, alike = first_of_block(torch.tensor(rows), count, size), len(set(rows)) == 1
+        begins = [x for x in range(count) if all((y + x) % size == 0 for y in rows) and x + size <= count]
+        assert first in [*begins[:1], count]
+        assert first < count or not begins or not alike  # rows of one length begin theirs together

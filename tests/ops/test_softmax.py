@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from hf_linattn.ops.common import exact_softmax as softmax
 from hf_linattn.ops.common.exact_softmax import softmax_attention
+from hf_linattn.testing.counters import elements_written
 
 
 def dense(query, key, value, scaling, allowed, softcap=None):
@@ -57,3 +60,11 @@ def test_dropout_is_applied():
     query, key, value = torch.randn(3, 1, 2, 9, 8, generator=torch.Generator().manual_seed(1)).unbind()
     plain, dropped = (softmax_attention(query, key, value, scaling=0.2, causal=True, dropout=p) for p in (0.0, 0.9))
     assert not torch.equal(plain, dropped)
+
+
+@torch.no_grad()
+def test_a_decoded_token_makes_no_copy_of_the_keys():
+    query, key, value = (torch.randn(2, 2, length, 8) for length in (1, 300, 300))
+    mask = torch.arange(300) >= torch.tensor([[7], [0]])
+    decode = partial(softmax_attention, query, key, value, scaling=0.2, causal=True, key_padding_mask=mask)
+    assert elements_written(decode) < key.numel()

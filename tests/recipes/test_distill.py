@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,9 +18,10 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, set_hf_deepspeed_config
 
 import hf_linattn
+from hf_linattn.calibration import _Fit
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.report import Report
-from hf_linattn.training import finetuning, pipeline
+from hf_linattn.training import finetuning, pipeline, trainers
 from hf_linattn.training.arguments import DISTILLATION, parse_arguments
 from hf_linattn.training.stages import calibration
 from tests.recipes.test_finetune import ROOT, command, material, recorded
@@ -38,7 +40,7 @@ def flags(material, output_dir, **changes) -> list[str]:
     options = {
         "mechanism": "hybrid", "mechanism_options": '{"window_size": 4}', "max_train_tokens": 1792,
         "calibration_tokens": 256, "transfer_tokens": 768, "kl_weight": 1, "ce_weight": 0.5, "lora_rank": 2,
-        "window_dropout": 0.5, "learning_rates": "1e-3", "lr_search_tokens": None, "fidelity_windows": 3, **changes,
+        "window_dropout": 0.5, "learning_rates": "1e-3", "lr_search_tokens": None, "fidelity_windows": 0, **changes,
     }  # fmt: skip
     return command(material, output_dir, **options)
 
@@ -55,7 +57,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def whole(material, tmp_path_factory) -> Path:
     """An unbroken run."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    run(flags(material, out))
+    run(flags(material, out, fidelity_windows=3))
     return out
 
 
@@ -117,28 +119,31 @@ def test_blocks_of_layers_are_transferred_together_and_long_documents_are_read(m
         run(flags(material, tmp_path / "other", transfer_block_layers=2, transfer_weights_weight=0.5))
 
 
-def interrupted(material, out: Path, stage: str) -> None:
+def killed_in(stage: str, run_again: Callable[[], object]) -> None:
     """Run in a process of its own that is killed in the middle of a stage, once a checkpoint of it is written."""
-    script = f"""
-import os, signal
-from hf_linattn import calibration
-from hf_linattn.training import pipeline, trainers
-from hf_linattn.training.arguments import DISTILLATION
-stage, die = {stage!r}, lambda: os.kill(os.getpid(), signal.SIGKILL)
-save, fit = trainers.RecoveryTrainer._save_checkpoint, calibration._Fit.__call__
-def save_and_die(trainer, *arguments):
-    save(trainer, *arguments)
-    if f"stages/{{stage}}/checkpoint" in trainer._get_output_dir(trial=None) + "/checkpoint": die()
-def fit_and_die(self, call):
-    answer = fit(self, call)
-    return die() if stage == "calibration" and len(self.errors) == 1 and self.mechanism.layer.index else answer
-trainers.RecoveryTrainer._save_checkpoint, calibration._Fit.__call__ = save_and_die, fit_and_die
-pipeline.main({flags(material, out)!r}, DISTILLATION, "accelerate launch recipes/distill.py")
-"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = [sys.executable, "-c", script]
-    ended = subprocess.run(process, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr[-2000:]
+    child = os.fork()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        return
+    save, fit = trainers.RecoveryTrainer._save_checkpoint, _Fit.__call__
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def save_and_die(trainer, *arguments):
+        save(trainer, *arguments)
+        if f"stages/{stage}/checkpoint" in trainer._get_output_dir(trial=None) + "/checkpoint":
+            die()
+
+    def fit_and_die(self, call):
+        answer = fit(self, call)
+        return die() if stage == "calibration" and len(self.errors) == 1 and self.mechanism.layer.index else answer
+
+    trainers.RecoveryTrainer._save_checkpoint, _Fit.__call__ = save_and_die, fit_and_die
+    try:
+        run_again()
+    finally:
+        os._exit(0)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +151,12 @@ pipeline.main({flags(material, out)!r}, DISTILLATION, "accelerate launch recipes
 )
 def test_a_run_killed_in_any_stage_ends_as_an_unbroken_one(material, whole, tmp_path, stage):
     out = tmp_path / "out"
-    interrupted(material, out, stage)
+    given = flags(material, out, control_dir=whole)
+    killed_in(stage, lambda: run(given))
     assert not (out / "stages" / f"{stage}.json").exists()
     if stage != "calibration":
         assert list((out / "stages" / stage).glob("checkpoint-*"))
-    report = run(flags(material, out))
+    report = run(given)
     assert report.perplexity == Report.load(whole).perplexity
     expected, got = weights(whole), weights(out)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
@@ -221,7 +227,7 @@ def test_another_runs_control_serves_if_it_saw_the_same(material, whole, tmp_pat
     assert not (tmp_path / "other").exists() and not (tmp_path / "third").exists()
 
 
-def test_a_last_stage_goes_on_with_longer_rows(material, tmp_path, monkeypatch):
+def test_a_last_stage_goes_on_with_longer_rows(material, whole, tmp_path, monkeypatch):
     seen = []
     real = finetuning.RecoveryTrainer.compute_loss
 
@@ -232,7 +238,8 @@ def test_a_last_stage_goes_on_with_longer_rows(material, tmp_path, monkeypatch):
 
     monkeypatch.setattr(finetuning.RecoveryTrainer, "compute_loss", watch)
     out = tmp_path / "out"
-    report = run(flags(material, out, long_tokens=384, long_block_size=48, transfer_tokens=384))
+    changes = {"long_tokens": 384, "long_block_size": 48, "transfer_tokens": 384, "control_dir": whole}
+    report = run(flags(material, out, **changes))
     assert [(stage.name, stage.tokens) for stage in report.stages][-2:] == [("recovered", 768), ("long", 384)]
     assert [shape for shape, _ in seen if shape[1] == 48] == [(2, 48)] * 3 and seen[-1] == ((2, 48), True)
     short, long = weights(out / "stages" / "recovered_training_model"), weights(out)
@@ -240,7 +247,8 @@ def test_a_last_stage_goes_on_with_longer_rows(material, tmp_path, monkeypatch):
     assert report.training.tokens == sum(stage.tokens for stage in report.stages)
 
 
-def test_layers_are_chosen_by_what_they_cost(material, tmp_path, monkeypatch):
+def test_layers_are_chosen_by_what_they_cost(material, whole, tmp_path, monkeypatch):
+    given = flags(material, tmp_path / "out", layers="auto", softmax_share=0.5, control_dir=whole)
     out, calls, real = tmp_path / "out", [], calibration.calibrate
 
     def watch(model, *arguments, **options):
@@ -248,7 +256,7 @@ def test_layers_are_chosen_by_what_they_cost(material, tmp_path, monkeypatch):
         return real(model, *arguments, **options)
 
     monkeypatch.setattr(calibration, "calibrate", watch)
-    report = run(flags(material, out, layers="auto", softmax_share=0.5))
+    report = run(given)
     assert calls == [2], "all layers are fitted once, before they are chosen"
     fitted, alone = (load_file(out / "stages" / f"{name}.safetensors") for name in ("layers", "calibration"))
     assert alone and all(torch.equal(fitted[name], x) for name, x in alone.items()) and len(alone) < len(fitted)
@@ -259,7 +267,7 @@ def test_layers_are_chosen_by_what_they_cost(material, tmp_path, monkeypatch):
     names = [m.config.mechanism for m in hf_linattn.get_mechanisms(model).values()]
     assert names == ["hybrid" if index == chosen else "softmax" for index in range(2)]
     assert (out / "layers.png").is_file() and "layers.png" in (out / "report.md").read_text()
-    assert run(flags(material, out, layers="auto", softmax_share=0.5)) == report, "a rerun chooses nothing anew"
+    assert run(given) == report, "a rerun chooses nothing anew"
 
 
 @pytest.mark.parametrize(
@@ -275,7 +283,7 @@ def test_layers_are_chosen_by_what_they_cost(material, tmp_path, monkeypatch):
         ({"long_tokens": 256}, "long_block_size must be given with long_tokens, and only so, got None"),
         ({"long_tokens": 256, "long_block_size": 32}, "long_block_size must be above block_size=32, got 32"),
         ({"long_tokens": 256, "long_block_size": 99}, "long_block_size=99 is beyond the 64 positions"),
-        ({"block_size": 56}, "texts must be documents with at least max_length=56 tokens"),
+        ({"block_size": 56, "fidelity_windows": 3}, "texts must be documents with at least max_length=56 tokens"),
         ({"long_windows": 1}, "long_windows=1, windows of 64 tokens in the test split: texts must be documents with"),
         ({"temperature": 0}, "temperature must be above 0, got 0"),
     ],

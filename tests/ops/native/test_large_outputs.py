@@ -12,6 +12,7 @@ from hf_linattn.ops.runtime import output_pool as memory
 HEADS, LENGTH, DIM = 8, 4111, 64  # 8.4 MB, of which one head has 1 MB
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["linear", "local"])
 def test_all_heads_together_are_what_each_is_alone(variant, name, causal):

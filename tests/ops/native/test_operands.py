@@ -144,6 +144,19 @@ def test_no_call_passes_the_check(monkeypatch):
             MECHANISMS.get(name)(make_config(name, {}), layer)(*torch.randn(3, 2, 2, 70, 8))
 
 
+@pytest.mark.parametrize("name", ["query_weight", "key_weight"])
+def test_weights_with_fewer_columns_than_are_read_are_refused(monkeypatch, name):
+    """They are read in whole vectors of columns."""
+    calls, check = [], operands.check_operands
+    monkeypatch.setattr(library, "check_operands", lambda *call: calls.append(call) or check(*call))
+    layer = AttentionLayer(0, 2, 2, 8, True, 0.35, torch.device("cpu"), torch.float32)
+    MECHANISMS.get("performer")(make_config("performer", {"num_features": 20}), layer)(*torch.randn(3, 2, 2, 70, 8))
+    function, given, sizes = next(call for call in calls if call[1].get(name) is not None)
+    check(function, given, sizes)
+    with pytest.raises(OperandError, match=name):
+        check(function, {**given, name: given[name][..., :-1]}, sizes)
+
+
 def test_numbers_that_the_c_cannot_count_with_are_named():
     query, key = torch.randn(1, 2, 1, 64, 16), torch.randn(1, 2, 64, 16)
     out, log, table = torch.full_like(query, 7.0), torch.zeros(1, 2, 1, 64), torch.full((1, 1, 1), 2**40)

@@ -29,7 +29,7 @@ from tests.ops.triton.test_causal_sums import SUMS
 BLOCKS = [name for name in ON_TRITON if name not in SUMS]
 BOTH = [(x, mode) for x in BLOCKS for mode in ("causal", "bidirectional")]
 BOTH.remove(("linformer", "bidirectional"))  # large products, which PyTorch makes
-LENGTHS = [67, pytest.param(107, marks=pytest.mark.exhaustive)]
+LENGTHS = [41, pytest.param(107, marks=pytest.mark.exhaustive)]
 SMALL = {"block_size": 8, "window_size": 11, "num_sink_tokens": 2, "num_slots": 6}
 LENGTH = 29
 
@@ -58,13 +58,13 @@ def calls(small_tiles, monkeypatch):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_outputs_logs_and_all_gradients(small_tiles, length):
-    check_what_was_read_before(TRITON_BLOCKS, 1e-5, block_size=20, length=length, batch=2)
+    check_what_was_read_before(TRITON_BLOCKS, 1e-5, block_size=12, length=length, batch=2)
 
 
-@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
 def test_tables_and_biases_of_their_own(small_tiles, heads):
     """For every row, block and head, some pairs and queries hidden; a block that nobody names, one named twice."""
-    batch, kv_heads, groups, length, size, shared = 2, 2, 2, 37, 10, 3
+    batch, kv_heads, groups, length, size, shared = 2, 2, 2, 29, 8, 3
     generator = torch.Generator().manual_seed(0)
     shapes = [(kv_heads, groups, length, 12), (kv_heads, length, 12), (kv_heads, length, 9), (kv_heads, shared, 12)]
     operands = [torch.randn(batch, *shape, generator=generator) for shape in (*shapes, (kv_heads, shared, 9))]
@@ -105,7 +105,7 @@ def test_tables_and_biases_of_their_own(small_tiles, heads):
         results.append([output, log, *torch.autograd.grad(loss, given)])
     for got, want in zip(*results, strict=True):
         assert_close(got.double(), want, 1e-5)
-    assert not results[0][0][0, :, :, 5::10].any()
+    assert not results[0][0][0, :, :, 5::8].any()
 
 
 def test_a_table_is_read_from_the_side_of_the_keys():
@@ -121,7 +121,7 @@ def test_a_table_is_read_from_the_side_of_the_keys():
 @pytest.mark.parametrize("name", ["local", "longformer", "bigbird"])
 def test_pieces_give_what_a_whole_row_gives(calls, name):
     """Blocks of an earlier call stand before the new ones, with gradients through what was kept of them."""
-    given = [torch.randn(2, h, 45, 8, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)]
+    given = [torch.randn(1, h, 45, 8, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)]
     results = []
     for backend, dtype, ends in (("torch", torch.float64, (0, 45)), ("triton", torch.float32, (0, 19, 45))):
         mechanism = make_small(name, True).to(dtype)
@@ -162,22 +162,21 @@ def test_every_mechanism_on_it(calls, name, mode):
     # a pattern with parameters has gradients, which the operation has not; rows of one length go beyond the window
     assert calls or name in ("learned_sparse", "hybrid")
     with torch.no_grad():
-        mechanism(*(x[:, :, :LENGTH] for x in heads))
+        mechanism(*(x[:1, :, :LENGTH] for x in heads))
     assert calls
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("window_size", [1, 11])
-@pytest.mark.parametrize(
-    ("linear", "decay"), [("hedgehog", None), ("hedgehog", "learned"), ("performer", None), ("performer", "learned")]
-)
-def test_what_hybrid_remembers_of_a_row(calls, linear, decay, window_size):
+@pytest.mark.parametrize("decay", [None, "learned"])
+@pytest.mark.parametrize(("linear", "sizes"), [("hedgehog", {}), ("performer", {"num_features": 16})])
+def test_what_hybrid_remembers_of_a_row(calls, linear, sizes, decay, window_size):
     """The state after a row, what is read after it, and gradients through both."""
-    options = {"linear": linear, "linear_options": {"decay": decay}, "window_size": window_size, "num_sink_tokens": 1}
+    options = {"linear": linear, "linear_options": {"decay": decay, **sizes}, "window_size": window_size}
     given = [torch.randn(2, h, LENGTH + 3, 8, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)]
     results = []
     for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
-        mechanism = make_small("hybrid", True, **options).to(dtype)
+        mechanism = make_small("hybrid", True, num_sink_tokens=1, **options).to(dtype)
         use_backend(mechanism, backend)
         heads = [x.to(dtype).requires_grad_() for x in given]
         first, state = mechanism(*(x[:, :, :LENGTH] for x in heads))
@@ -253,11 +252,11 @@ def test_a_model_prefills_and_decodes_by_it(calls):
     hybrid, local = {"window_size": 5, "num_sink_tokens": 2}, {"window_size": 7, "block_size": 8}
     plan = {"hybrid": {"layers": [0], **hybrid}, "local": {"layers": [1], **local}}
     model = patch_model(make_model("llama"), plan).eval()
-    prompt = make_tokens(2, 30)
+    prompt = make_tokens(1, 30)
     set_backend(model, "torch")  # the blocks of the C are not small
-    want = [model.generate(prompt, max_new_tokens=5, do_sample=False), logits_of(model, prompt)]
+    want = [model.generate(prompt, max_new_tokens=4, do_sample=False), logits_of(model, prompt)]
     set_backend(model, "triton")
-    assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), want[0])
+    assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), want[0])
     assert_close(logits_of(model, prompt), want[1], 1e-4)
     assert calls
 
@@ -266,9 +265,9 @@ def test_what_runs_on_it_is_explained(calls):
     plan = {"linear": [0], "hybrid": {"layers": [1], "window_size": 5, "num_sink_tokens": 2}}
     model = patch_model(make_model("llama"), plan)
     set_backend(model, "triton")
-    rows = explain_backend(model, make_tokens(2, 30)).rows
+    rows = explain_backend(model, make_tokens(1, 12)).rows
     assert [[row.backend(x) for x in ("forward", "backward", "decode")] for row in rows] == [["triton"] * 3] * 2
-    assert calls and explain_backend(model, make_tokens(2, 6)).rows[1].forward[0].passed_over == {
+    assert calls and explain_backend(model, make_tokens(1, 6)).rows[1].forward[0].passed_over == {
         "triton": "no keys beyond the window"
     }
 

@@ -10,7 +10,7 @@ from hf_linattn.ops.linear import triton_features as features
 from hf_linattn.ops.linear.cpu import NativeMap
 from hf_linattn.ops.linear.triton_features import make_features
 
-BATCH, KV_HEADS, GROUPS, LENGTH, HEAD_DIM = 2, 3, 2, 37, 20
+BATCH, KV_HEADS, GROUPS, LENGTH, HEAD_DIM = 2, 2, 2, 37, 20
 
 
 def make_map(name: str, heads: tuple[int, ...]) -> torch.nn.Module:
