@@ -59,18 +59,23 @@ def needle_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
 
 def pairs_accuracy(model: PreTrainedModel, material: Material, length: int, count: int) -> dict[str, Any]:
-    """Return the share of right answers in rows of pairs, over all and by distance, in quarters of the row."""
+    """Return the share of right answers in rows of pairs, over all and by distance, in quarters of the row.
+
+    A quarter in which nothing was asked has None.
+    """
     rows = [recall_row(material, length, np.random.default_rng((SEED, i)), "pairs") for i in range(count)]
     right, distances = [], []
     for row in rows:
         predicted = _likeliest(model, row.input_ids[None])[0]
         right += [bool((predicted[start:stop] == row.input_ids[start:stop]).all()) for start, stop, _ in row.queries]
         distances += [query.start - query.source for query in row.queries]
-    quarters = np.minimum(np.array(distances) * 4 // length, 3)
+    of_quarter: list[list[bool]] = [[], [], [], []]
+    for answer, distance in zip(right, distances, strict=True):
+        of_quarter[distance * 4 // length].append(answer)
     return {
         "answers": len(right),
         "accuracy": float(np.mean(right)),
-        "accuracy_by_distance": [float(np.mean(np.array(right)[quarters == quarter])) for quarter in range(4)],
+        "accuracy_by_distance": [float(np.mean(answers)) if answers else None for answers in of_quarter],
     }
 
 

@@ -132,7 +132,7 @@ def test_rows_grow_and_the_share_of_recall_holds_in_every_stage(share):
 @pytest.mark.parametrize(
     ("error", "message", "make"),
     [
-        (OptionError, "batch_tokens must be a multiple of 128", lambda: Mixture(material(), "train", STAGES, 4, 64, 0)),
+        (OptionError, "batch_tokens must be a multiple of 128", lambda: Mixture(material(), "test", STAGES, 4, 64, 0)),
         (OptionError, "recall_share must be from 0 to 1", lambda: mixture(share=1.5)),
         (OptionError, "length must be at least 32", lambda: recall_row(material(), 16, np.random.default_rng(0))),
         (DataError, "give more text", lambda: Material(material().tokenizer, np.arange(50)).span(None, 64)),
