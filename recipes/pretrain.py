@@ -145,7 +145,7 @@ def queries_zeroed(model: PreTrainedModel, architecture: Architecture) -> Iterat
 
 
 def training_arguments(options: PretrainArguments, folder: Path, steps: int, **others: Any) -> TrainingArguments:
-    """Translate the recipe's options for so many steps into those of transformers.Trainer."""
+    """Translate the recipe's options for that number of steps into those of transformers.Trainer."""
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,

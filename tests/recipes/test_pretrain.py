@@ -69,10 +69,10 @@ def test_a_model_of_ones_own_text(tmp_path, monkeypatch, architecture):
 
 TINY = {
     "llama-recall": {
-        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "intermediate_size": 64,
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 16, "intermediate_size": 64,
     },
-    "gpt2-recall": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_inner": 64},
+    "gpt2-recall": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_inner": 64},
 }  # fmt: skip
 
 

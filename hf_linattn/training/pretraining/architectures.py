@@ -21,18 +21,18 @@ from transformers import (
 )
 
 from hf_linattn.training.corpus import DOCUMENTED_PACKAGES
+from hf_linattn.training.pretraining.induction import start_gpt2_with_induction, start_llama_with_induction
 from hf_linattn.training.pretraining.mixture import Stage
 
 BLOCK_SIZE = 512
 VOCAB_SIZE = 2048
 RECALL_LENGTH = 1024
 RECALL: dict[str, Any] = {  # what the models that look far back have in common
-    # softmax finds out on short rows that it is asked for what stood before
-    "stages": (Stage(64, 0.1), Stage(128, 0.15), Stage(256, 0.15), Stage(512, 0.2), Stage(RECALL_LENGTH, 0.4)),
+    "stages": (Stage(64, 0.05), Stage(128, 0.1), Stage(256, 0.15), Stage(512, 0.2), Stage(RECALL_LENGTH, 0.5)),
     "recall_share": 0.25,
     "packages": DOCUMENTED_PACKAGES,
     "saved_dtype": torch.float16,
-    "train_tokens": 60_000_000,
+    "train_tokens": 48_000_000,
     "batch_tokens": 4096,
     "learning_rate": 2e-3,
 }
@@ -52,6 +52,7 @@ class Architecture:
         position_table: the name of the learned position table, which starts as sinusoids; "" where there is none.
         starts_local: queries start equal to keys, twice as large as usual, so that attention starts out preferring
             near positions.
+        start: what else sets the weights of an untrained model.
         stages: block size and share of the training tokens of each stage.
         recall_share: of the tokens, those of generated recall; above 0, text and recall are trained as one mixture.
         packages: installed packages whose documentation is trained on beside the standard library's.
@@ -69,6 +70,7 @@ class Architecture:
     key_of: Callable[[torch.Tensor], torch.Tensor] = lambda parameter: parameter
     position_table: str = ""
     starts_local: bool = False
+    start: Callable[[Any], None] | None = None
     stages: tuple[Stage, ...] = (Stage(BLOCK_SIZE, 1.0),)
     recall_share: float = 0.0
     packages: tuple[str, ...] = ()
@@ -149,6 +151,9 @@ ARCHITECTURES |= {
         ARCHITECTURES["gpt2"],
         sizes=ARCHITECTURES["gpt2"].sizes
         | {"n_embd": 192, "n_head": 3, "n_inner": 768, "n_positions": RECALL_LENGTH},
+        position_table="",
+        starts_local=False,
+        start=start_gpt2_with_induction,
         **RECALL,
     ),
     "llama-recall": replace(
@@ -156,11 +161,12 @@ ARCHITECTURES |= {
         sizes=ARCHITECTURES["llama"].sizes
         | {
             "hidden_size": 192,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 3,
+            "head_dim": 64,
             "intermediate_size": 512,
             "max_position_embeddings": 2 * RECALL_LENGTH,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
         },
+        start=start_llama_with_induction,
         **RECALL,
     ),
 }
@@ -211,6 +217,8 @@ def build_model(architecture: Architecture, tokenizer: PreTrainedTokenizerFast) 
                 keys = model.get_submodule(path.removesuffix(architecture.query_module) + architecture.key_module)
                 key = architecture.key_of(keys.weight.data).mul_(2)
                 architecture.query_of(module.weight.data).copy_(key)
+    if architecture.start:
+        architecture.start(model)
     return model
 
 
