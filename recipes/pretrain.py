@@ -1,25 +1,31 @@
 """Pretrain a small BERT, GPT-2 or Llama on the documentation of Python's standard library, offline and on a CPU.
 
     python recipes/pretrain.py --architecture gpt2 --output_dir recipes/pretrained/gpt2
+    python recipes/pretrain.py --architecture llama-recall --checkpoint_dir runs/llama-recall \\
+      --threads 2 --output_dir recipes/pretrained/llama-recall
 
 Other text is given by ``--train_file`` and its like, as to the other recipes. The checkpoints under
-``recipes/pretrained`` were made by this file; each holds its ``training_log.json``. The three share one byte-level BPE
+``recipes/pretrained`` were made by this file; each holds its ``training_log.json``. All share one byte-level BPE
 tokenizer, trained on the training split. The log compares the test perplexity with that of the same model with its
 queries set to zero, when every query attends to all its keys alike: a model on which linear attention can be judged
 must lose a lot by that.
+
+``gpt2-recall`` and ``llama-recall`` look back over 1,024 tokens. A quarter of their tokens is generated recall
+(``hf_linattn/training/pretraining/rows.py``), the text is grown by the documentation of installed packages, and rows
+become longer in the course of the training. Their log has the share of needles and pairs they find, and the loss by
+position, on rows and text that were held out. With ``--checkpoint_dir`` the training goes on where it was stopped.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,16 +35,10 @@ import datasets
 import tokenizers
 import torch
 import transformers
-from datasets import DatasetDict
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from datasets import DatasetDict, concatenate_datasets
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
+    AutoConfig,
     HfArgumentParser,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Trainer,
@@ -48,117 +48,37 @@ from transformers import (
 )
 
 from hf_linattn import patch_model, unpatch_model
+from hf_linattn.atomic_io import write_text
+from hf_linattn.errors import OptionError
 from hf_linattn.evaluation import perplexity
 from hf_linattn.reading import exit_with_one_line
 from hf_linattn.training.arguments.help import help_if_asked
+from hf_linattn.training.checkpoints import last_complete_checkpoint
+from hf_linattn.training.corpus import installed_documentation
 from hf_linattn.training.data import PackedMaskingCollator, load_text_splits, tokenize_and_pack
+from hf_linattn.training.pretraining.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    build_model,
+    train_tokenizer,
+    wrap_tokenizer,
+)
+from hf_linattn.training.pretraining.items import Material
+from hf_linattn.training.pretraining.measures import measure_recall
+from hf_linattn.training.pretraining.mixture import Mixture, text_tokens
+from hf_linattn.training.same_run import difference, rows_digest, told_difference
 
 logger = logging.getLogger("pretrain")
 
-BLOCK_SIZE = 512
-VOCAB_SIZE = 2048
 MLM_PROBABILITY = 0.2  # of BERT's tokens
-POSITION_SCALE = 2 * math.sqrt(2)  # position tables start with twice the root mean square of the token embeddings
-END, PAD, CLS, SEP, MASK = SPECIAL_TOKENS = ["<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
-CAUSAL_TOKENS = {"bos_token": END, "eos_token": END, "pad_token": PAD}
-GROUPS = {"model": ["architecture"], "data": ["*_file"], "output": ["output_dir"], "training": ["*"]}  # of --help
-MASKED_TOKENS = {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK, "pad_token": PAD}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What sets one architecture apart: its classes, sizes and special tokens, how it starts and how it is trained.
-
-    Attributes:
-        query_module, key_module: the ends of the names of the modules that compute the queries and the keys.
-        query_of, key_of: the parts of their parameters that do.
-        position_table: the name of the learned position table, which starts as sinusoids; "" where there is none.
-        starts_local: queries start equal to keys, twice as large as usual, so that attention starts out preferring
-            near positions.
-        stages: block size and share of the training tokens of each stage.
-        train_tokens, learning_rate: the defaults of these options.
-    """
-
-    config_class: type
-    model_class: type
-    sizes: dict[str, Any]
-    special_tokens: dict[str, str]
-    query_module: str
-    key_module: str
-    query_of: Callable[[torch.Tensor], torch.Tensor] = lambda parameter: parameter
-    key_of: Callable[[torch.Tensor], torch.Tensor] = lambda parameter: parameter
-    position_table: str = ""
-    starts_local: bool = False
-    stages: tuple[tuple[int, float], ...] = ((BLOCK_SIZE, 1.0),)
-    train_tokens: int = 8_000_000
-    learning_rate: float = 3e-3
-
-
-ARCHITECTURES = {
-    "bert": Architecture(
-        config_class=BertConfig,
-        model_class=BertForMaskedLM,
-        sizes={
-            "hidden_size": 128,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "intermediate_size": 512,
-            "max_position_embeddings": BLOCK_SIZE,
-            "initializer_range": 0.05,
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-        },
-        special_tokens=MASKED_TOKENS,
-        query_module="attention.self.query",
-        key_module="attention.self.key",
-        position_table="bert.embeddings.position_embeddings.weight",
-        starts_local=True,
-        stages=((64, 0.7), (BLOCK_SIZE, 0.3)),  # short first, as BERT was trained itself (Devlin et al. 2019, A.2)
-        train_tokens=12_000_000,
-        learning_rate=2e-3,
-    ),
-    "gpt2": Architecture(
-        config_class=GPT2Config,
-        model_class=GPT2LMHeadModel,
-        sizes={
-            "n_embd": 128,
-            "n_layer": 4,
-            "n_head": 4,
-            "n_inner": 512,
-            "n_positions": BLOCK_SIZE,
-            "activation_function": "gelu_pytorch_tanh",  # gelu_new in one operation
-            "initializer_range": 0.05,
-            "embd_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-        },
-        special_tokens=CAUSAL_TOKENS,
-        query_module="attn.c_attn",
-        key_module="attn.c_attn",
-        position_table="transformer.wpe.weight",
-        starts_local=True,
-        query_of=lambda parameter: parameter.chunk(3, dim=-1)[0],
-        key_of=lambda parameter: parameter.chunk(3, dim=-1)[1],
-    ),
-    "llama": Architecture(
-        config_class=LlamaConfig,
-        model_class=LlamaForCausalLM,
-        sizes={
-            "hidden_size": 128,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 352,
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": True,
-            "initializer_range": 0.05,
-            "attention_dropout": 0.0,
-        },
-        special_tokens=CAUSAL_TOKENS,
-        query_module="self_attn.q_proj",
-        key_module="self_attn.k_proj",
-    ),
-}
+VALIDATION_BATCHES = 16  # of the mixture
+RUN = "run.json"  # of a checkpoint_dir: what the run was started with
+GROUPS = {
+    "model": ["architecture"],
+    "data": ["*_file"],
+    "output": ["output_dir", "checkpoint_dir", "save_steps"],
+    "training": ["*"],
+}  # of --help
 
 
 @dataclass
@@ -173,12 +93,21 @@ class PretrainArguments:
     validation_file: str | None = field(default=None, metadata={"help": "Default: cut from the training text."})
     test_file: str | None = field(default=None, metadata={"help": "Default: cut from the training text."})
     train_tokens: int | None = field(default=None, metadata={"help": "Over all epochs; default: the architecture's."})
-    batch_tokens: int = field(default=2048, metadata={"help": "Tokens per step."})
+    batch_tokens: int | None = field(
+        default=None, metadata={"help": "Tokens per step; default: the architecture's."}
+    )
     learning_rate: float | None = field(
         default=None, metadata={"help": "Peak; default: the architecture's. Cosine to a tenth."}
     )
     warmup_steps: int = field(default=200, metadata={"help": "Steps of linear warm-up."})
     weight_decay: float = field(default=0.1, metadata={"help": "AdamW's decoupled weight decay."})
+    recall_samples: int = field(
+        default=100, metadata={"help": "Prompts and rows of each kind on which a model with recall is measured."}
+    )
+    checkpoint_dir: str | None = field(
+        default=None, metadata={"help": "Keep checkpoints here, or go on from them; architectures with recall only."}
+    )
+    save_steps: int = field(default=200, metadata={"help": "Steps between these checkpoints."})
     evaluations: int = field(default=16, metadata={"help": "How often each stage measures the validation loss."})
     bf16: bool = field(default=True, metadata={"help": "Autocast to bfloat16; the weights stay float32."})
     threads: int = field(default=1, metadata={"help": "Threads that torch may use."})
@@ -187,60 +116,14 @@ class PretrainArguments:
     def __post_init__(self) -> None:
         architecture = ARCHITECTURES[self.architecture]
         self.train_tokens = self.train_tokens or architecture.train_tokens
+        self.batch_tokens = self.batch_tokens or architecture.batch_tokens
         self.learning_rate = self.learning_rate or architecture.learning_rate
-
-
-def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Train the byte-level BPE tokenizer that the three architectures share."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def wrap_tokenizer(tokenizer: Tokenizer, special_tokens: dict[str, str]) -> PreTrainedTokenizerFast:
-    """Give the shared tokenizer one architecture's special tokens; masked models get ``[CLS] text [SEP]``."""
-    tokenizer = Tokenizer.from_str(tokenizer.to_str())
-    if "cls_token" in special_tokens:
-        ids = [(token, tokenizer.token_to_id(token)) for token in (CLS, SEP)]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{CLS} $A {SEP}", pair=f"{CLS} $A {SEP} $B:1 {SEP}:1", special_tokens=ids
-        )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=BLOCK_SIZE, **special_tokens)
-
-
-def build_model(architecture: Architecture, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Return an untrained model of the architecture.
-
-    From random positions, models this small spend most of their training on finding the neighbouring token, and a
-    masked one stays at the frequencies of the tokens. So position tables start as sinusoids, and attention local.
-    """
-    ids = {f"{name}_id": getattr(tokenizer, f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
-    config = architecture.config_class(vocab_size=len(tokenizer), **architecture.sizes, **ids)
-    model = architecture.model_class(config)
-    if architecture.position_table:
-        table = model.get_parameter(architecture.position_table)
-        table.data.copy_(sinusoids(*table.shape) * POSITION_SCALE * config.initializer_range)
-    if architecture.starts_local:
-        for path, module in model.named_modules():
-            if path.endswith(architecture.query_module):
-                keys = model.get_submodule(path.removesuffix(architecture.query_module) + architecture.key_module)
-                key = architecture.key_of(keys.weight.data).mul_(2)
-                architecture.query_of(module.weight.data).copy_(key)
-    return model
-
-
-def sinusoids(positions: int, width: int) -> torch.Tensor:
-    """Return the position table [positions, width] of Vaswani et al. (2017), of root mean square 1 / sqrt(2)."""
-    angles = torch.arange(positions)[:, None] / 10_000 ** (torch.arange(0, width, 2) / width)
-    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+        if self.checkpoint_dir and not architecture.recall_share:
+            known = ", ".join(name for name, known in ARCHITECTURES.items() if known.recall_share)
+            raise OptionError(
+                f"checkpoint_dir={self.checkpoint_dir!r}: {self.architecture} is trained in one go; leave it out, or"
+                f" take an architecture that looks far back: {known}"
+            )
 
 
 @contextmanager
@@ -261,14 +144,11 @@ def queries_zeroed(model: PreTrainedModel, architecture: Architecture) -> Iterat
             query.copy_(values)
 
 
-def training_arguments(options: PretrainArguments, folder: Path, block_size: int, share: float) -> TrainingArguments:
-    """Translate the recipe's options for one stage into those of transformers.Trainer."""
-    steps = int(share * options.train_tokens) // options.batch_tokens
+def training_arguments(options: PretrainArguments, folder: Path, steps: int, **others: Any) -> TrainingArguments:
+    """Translate the recipe's options for that number of steps into those of transformers.Trainer."""
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
-        per_device_train_batch_size=options.batch_tokens // block_size,
-        per_device_eval_batch_size=options.batch_tokens // block_size,
         learning_rate=options.learning_rate,
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": 0.1},
@@ -281,10 +161,10 @@ def training_arguments(options: PretrainArguments, folder: Path, block_size: int
         logging_steps=max(1, steps // 50),
         eval_strategy="steps",
         eval_steps=max(1, steps // options.evaluations),
-        save_strategy="no",
         report_to="none",
         remove_unused_columns=False,
         seed=options.seed,
+        **others,
     )
 
 
@@ -294,24 +174,25 @@ def train(options: PretrainArguments, folder: Path) -> dict[str, Any]:
     corpus = load_text_splits(
         train_file=options.train_file, validation_file=options.validation_file, test_file=options.test_file
     )
-    tokenizer = wrap_tokenizer(train_tokenizer(corpus["train"]["text"]), architecture.special_tokens)
+    tokenizer = wrap_tokenizer(train_tokenizer(corpus["train"]["text"]), architecture)
+    if architecture.packages and options.train_file is None:
+        grown = installed_documentation(architecture.packages).select_columns(["text"])
+        corpus["train"] = concatenate_datasets([corpus["train"].select_columns(["text"]), grown])
     model = build_model(architecture, tokenizer)
     start = time.perf_counter()
-    history = [
-        entry
-        for stage in architecture.stages
-        for entry in train_stage(model, tokenizer, corpus, stage[0], training_arguments(options, folder, *stage))
-    ]
+    train_model = train_on_mixture if architecture.recall_share else train_on_text
+    history = train_model(model, tokenizer, corpus, options, folder)
     seconds = time.perf_counter() - start
-    model.save_pretrained(folder)
+    save(model, folder, architecture.saved_dtype)
     tokenizer.save_pretrained(folder)
-    model = architecture.model_class.from_pretrained(folder)  # as saved: the Trainer's still autocasts
-    test_perplexity = measure(model, tokenizer, corpus["test"]["text"])
+    model = architecture.model_class.from_pretrained(folder, dtype=torch.float32)  # as saved: the Trainer's autocasts
+    length = architecture.stages[-1].length
+    test_perplexity = measure(model, tokenizer, corpus["test"]["text"], length)
     with queries_zeroed(model, architecture):
-        queries_zeroed_perplexity = measure(model, tokenizer, corpus["test"]["text"])
+        queries_zeroed_perplexity = measure(model, tokenizer, corpus["test"]["text"], length)
     return {
-        "arguments": {name: value for name, value in asdict(options).items() if name != "output_dir"},
-        "stages": [{"block_size": block_size, "share": share} for block_size, share in architecture.stages],
+        "arguments": {name: value for name, value in asdict(options).items() if not name.endswith("_dir")},
+        "stages": [{"block_size": stage.length, "share": stage.share} for stage in architecture.stages],
         "versions": versions(),
         "parameters": model.num_parameters(),
         "characters": {split: sum(map(len, documents["text"])) for split, documents in corpus.items()},
@@ -319,34 +200,141 @@ def train(options: PretrainArguments, folder: Path) -> dict[str, Any]:
         "test_perplexity": test_perplexity,
         "test_perplexity_queries_zeroed": queries_zeroed_perplexity,
         "queries_zeroed_ratio": queries_zeroed_perplexity / test_perplexity,
+        "recall": recall_of(model, tokenizer, corpus, options),
         "history": history,
     }
 
 
-def train_stage(
+def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Write the weights in a type, with a config that has them loaded as float32."""
+    model.to(dtype).save_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.dtype = torch.float32
+    config.save_pretrained(folder)
+
+
+def train_on_text(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     corpus: DatasetDict,
-    block_size: int,
-    arguments: TrainingArguments,
+    options: PretrainArguments,
+    folder: Path,
 ) -> list[dict[str, float]]:
-    """Train on rows of one block size; return the losses on the way."""
+    """Train in stages, on rows of packed documents; return the losses on the way."""
     masked = tokenizer.mask_token is not None
-    rows = {split: tokenize_and_pack(corpus[split], tokenizer, block_size) for split in ("train", "validation")}
-    with packing_honoured(model, masked):
-        trainer = Trainer(
-            model=model,
-            args=arguments,
-            train_dataset=rows["train"],
-            eval_dataset=rows["validation"],
-            data_collator=PackedMaskingCollator(tokenizer, MLM_PROBABILITY) if masked else default_data_collator,
+    history: list[dict[str, float]] = []
+    for block_size, share in ARCHITECTURES[options.architecture].stages:
+        rows = {split: tokenize_and_pack(corpus[split], tokenizer, block_size) for split in ("train", "validation")}
+        count = options.batch_tokens // block_size
+        arguments = training_arguments(
+            options,
+            folder,
+            int(share * options.train_tokens) // options.batch_tokens,
+            per_device_train_batch_size=count,
+            per_device_eval_batch_size=count,
+            save_strategy="no",
         )
-        trainer.train()
+        with packing_honoured(model, masked):
+            trainer = Trainer(
+                model=model,
+                args=arguments,
+                train_dataset=rows["train"],
+                eval_dataset=rows["validation"],
+                data_collator=PackedMaskingCollator(tokenizer, MLM_PROBABILITY) if masked else default_data_collator,
+            )
+            trainer.train()
+        history += [{"block_size": block_size} | entry for entry in losses(trainer)]
+    return history
+
+
+def train_on_mixture(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    corpus: DatasetDict,
+    options: PretrainArguments,
+    folder: Path,
+) -> list[dict[str, float]]:
+    """Train on text and generated recall, from the last checkpoint on if there is one; return the losses."""
+    architecture = ARCHITECTURES[options.architecture]
+    steps, longest = options.train_tokens // options.batch_tokens, architecture.stages[-1]._replace(share=1.0)
+    rows = {
+        split: Mixture(
+            Material(tokenizer, text_tokens(corpus[split], tokenizer)),
+            split,
+            stages,
+            count,
+            options.batch_tokens,
+            architecture.recall_share,
+            options.seed,
+        )
+        for split, stages, count in (
+            ("train", architecture.stages, steps),
+            ("validation", (longest,), VALIDATION_BATCHES),
+        )
+    }
+    checkpoints = Path(options.checkpoint_dir) if options.checkpoint_dir else folder
+    arguments = training_arguments(
+        options,
+        checkpoints,
+        steps,
+        per_device_train_batch_size=1,  # a batch is an item
+        per_device_eval_batch_size=1,
+        train_sampling_strategy="sequential",
+        save_strategy="steps" if options.checkpoint_dir else "no",
+        save_steps=options.save_steps,
+        save_total_limit=2,
+    )
+    if options.checkpoint_dir:
+        same_run_or_new(options, checkpoints, corpus)
+    use_cache, model.config.use_cache = model.config.use_cache, False
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=rows["train"],
+        eval_dataset=rows["validation"],
+        data_collator=lambda batches: batches[0],
+    )
+    trainer.train(resume_from_checkpoint=last_complete_checkpoint(checkpoints))
+    model.config.use_cache = use_cache
+    return losses(trainer)
+
+
+def same_run_or_new(options: PretrainArguments, folder: Path, corpus: DatasetDict) -> None:
+    """Record what a run was started with, or refuse to go on with another's checkpoints."""
+    free = ("output_dir", "checkpoint_dir", "save_steps", "threads", "recall_samples")
+    now = {name: value for name, value in asdict(options).items() if name not in free}
+    now = json.loads(json.dumps(now | {"train_digest": rows_digest(corpus["train"])}))
+    file = folder / RUN
+    if not file.is_file():
+        write_text(file, json.dumps(now, indent=1) + "\n")
+        return
+    started = json.loads(file.read_text(encoding="utf-8"))
+    name = difference(started, now)
+    if name is not None:
+        raise OptionError(
+            f"checkpoint_dir={str(folder)!r} holds a run {told_difference(name, started, now)}; give another folder"
+        )
+
+
+def losses(trainer: Trainer) -> list[dict[str, float]]:
+    """Return the losses of a training, by step."""
     return [
-        {"block_size": block_size} | {name: entry[name] for name in ("step", "loss", "eval_loss") if name in entry}
+        {name: entry[name] for name in ("step", "loss", "eval_loss") if name in entry}
         for entry in trainer.state.log_history
         if {"loss", "eval_loss"} & set(entry)
     ]
+
+
+def recall_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, corpus: DatasetDict, options: PretrainArguments
+) -> dict[str, Any] | None:
+    """Measure what a model trained on recall finds in held-out rows and text."""
+    architecture = ARCHITECTURES[options.architecture]
+    if not architecture.recall_share:
+        return None
+    material = Material(tokenizer, text_tokens(corpus["test"], tokenizer))
+    length = architecture.stages[-1].length
+    return measure_recall(model.eval(), material, length, options.recall_samples, architecture.recall_share)
 
 
 @contextmanager
@@ -364,9 +352,9 @@ def packing_honoured(model: PreTrainedModel, masked: bool) -> Iterator[None]:
         model.config.use_cache = use_cache
 
 
-def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> float:
+def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: list[str], length: int) -> float:
     """Return the perplexity on whole documents, as the reports measure it."""
-    return perplexity(model, tokenizer, texts, max_length=BLOCK_SIZE)["perplexity"]
+    return perplexity(model, tokenizer, texts, max_length=length)["perplexity"]
 
 
 def versions() -> dict[str, str]:

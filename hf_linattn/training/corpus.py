@@ -9,18 +9,25 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import importlib.util
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
 from datasets import Dataset, DatasetDict
 
+from hf_linattn.errors import DataError
+
 SPLITS = {"train": 0.90, "validation": 0.05, "test": 0.05}
 TOPICS_PACKAGE = "pydoc_data"
+# what the library needs to train and to draw, or what these need: installed wherever a recipe runs
+DOCUMENTED_PACKAGES = (
+    "accelerate", "datasets", "huggingface_hub", "matplotlib", "networkx", "numpy", "pandas", "peft", "sympy", "torch",
+)  # fmt: skip
 _SPLIT_SEED = 9  # packages differ in size by three orders of magnitude; this one gives even, varied held-out splits
-_TEST_FOLDERS = {"test", "tests", "idle_test", "site-packages", "__pycache__"}
+_TEST_FOLDERS = {"test", "tests", "testing", "_vendor", "idle_test", "site-packages", "__pycache__"}
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -54,6 +61,32 @@ def standard_library_corpus(include_source: bool = False) -> DatasetDict:
         for name, text in sorted(topics.items())
     )
     return DatasetDict({split: Dataset.from_list(documents) for split, documents in rows.items()})
+
+
+def installed_documentation(packages: Sequence[str] = DOCUMENTED_PACKAGES) -> Dataset:
+    """Return the documentation of installed packages, one document per module, as the standard library's is written.
+
+    Columns: ``text`` and ``module``. Tests and vendored copies of other packages are left out. The text depends on the
+    versions installed. The packages of the default hold 25 million characters; reading them takes about a minute.
+
+    Raises:
+        DataError: a package is not installed, or is no package of Python files with documentation.
+
+    >>> installed_documentation(["hf_linattn"]).column_names
+    ['text', 'module']
+    """
+    rows: list[dict[str, str]] = []
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        roots = [Path(place) for place in (spec and spec.submodule_search_locations) or []]
+        files = [(root, path) for root in roots for path in sorted(root.rglob("*.py"))]
+        found = [(_dotted(root.parent, path), path) for root, path in files if not _is_test(path.relative_to(root))]
+        texts = [(name, module_documentation(name, path.read_text(encoding="utf-8"))) for name, path in found]
+        documented = [{"text": text, "module": name} for name, text in texts if text]
+        if not documented:
+            raise DataError(f"packages: {package!r} is not installed or documents nothing; install it or leave it out")
+        rows += documented
+    return Dataset.from_list(rows)
 
 
 @functools.cache  # five seconds of parsing
@@ -129,6 +162,15 @@ def _module_files() -> Iterator[tuple[str, Path]]:
         single = root / f"{package}.py"
         files = [single] if single.is_file() else sorted((root / package).rglob("*.py"))
         for path in files:
-            parts = path.relative_to(root).with_suffix("").parts
-            if not _TEST_FOLDERS.intersection(parts):
-                yield ".".join(parts).removesuffix(".__init__"), path
+            if not _is_test(path.relative_to(root)):
+                yield _dotted(root, path), path
+
+
+def _is_test(path: Path) -> bool:
+    """Whether a file below its root is a test, or a copy of somebody else's."""
+    return bool(_TEST_FOLDERS.intersection(path.with_suffix("").parts))
+
+
+def _dotted(root: Path, path: Path) -> str:
+    """Return the name by which a file below the root is imported."""
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")

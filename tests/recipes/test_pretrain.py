@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.result_files import ROOT
+from hf_linattn.training.pretraining.architectures import ARCHITECTURES
+from hf_linattn.training.pretraining.mixture import Stage
 from hf_linattn.training.task import load_model
 
 WORDS = [f"{first}{last}" for first in ("re", "un", "over", "out") for last in ("turn", "run", "look", "side", "work")]
 
 
-def write_splits(folder: Path, counts: dict[str, int]) -> dict[str, str]:
+MANY_WORDS = [f"{first}{word}" for first in ("", "mis", "pre", "sub") for word in WORDS]
+
+
+def write_splits(folder: Path, counts: dict[str, int], words: list[str] = WORDS) -> dict[str, str]:
     """Write documents of 600 words each, in another order per document; return the arguments that name the files."""
     files = {}
     for split, count in counts.items():
-        texts = [" ".join(WORDS[(i * (document + 3)) % 20] for i in range(600)) for document in range(count)]
+        texts = [" ".join(words[(i * (document + 3)) % len(words)] for i in range(600)) for document in range(count)]
         file = folder / f"{split}.jsonl"
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         files[f"{split}_file"] = str(file)
@@ -56,6 +65,47 @@ def test_a_model_of_ones_own_text(tmp_path, monkeypatch, architecture):
     assert not (out / "old").exists() and {path.name for path in tmp_path.iterdir()} == {
         "out", "train.jsonl", "validation.jsonl", "test.jsonl",
     }  # fmt: skip
+
+
+TINY = {
+    "llama-recall": {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 16, "intermediate_size": 64,
+    },
+    "gpt2-recall": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_inner": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", TINY)
+def test_a_model_that_looks_far_back_goes_on_where_it_was_stopped(tmp_path, monkeypatch, architecture):
+    known = ARCHITECTURES[architecture]
+    tiny = replace(known, sizes=known.sizes | TINY[architecture], stages=(Stage(32, 0.5), Stage(64, 0.5)))
+    monkeypatch.setitem(ARCHITECTURES, architecture, tiny)
+    options = {"architecture": architecture, "train_tokens": "5120", "batch_tokens": "256", "save_steps": "7"}
+    options |= {"evaluations": "2", "recall_samples": "2", "checkpoint_dir": str(tmp_path / "kept")}
+    options |= write_splits(tmp_path, {"train": 40, "validation": 1, "test": 1}, MANY_WORDS)
+    run(monkeypatch, output_dir=str(tmp_path / "whole"), **options)
+    kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    assert kept == ["checkpoint-14", "checkpoint-20", "run.json"]
+    shutil.rmtree(tmp_path / "kept" / "checkpoint-20")
+    begun = (tmp_path / "kept" / "checkpoint-14" / "trainer_state.json").stat().st_mtime_ns
+    run(monkeypatch, output_dir=str(tmp_path / "resumed"), **options)
+    assert (tmp_path / "kept" / "checkpoint-14" / "trainer_state.json").stat().st_mtime_ns == begun, "not from anew"
+    weights, again = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))
+    assert all(weight.equal(again[name]) for name, weight in weights.items())
+    assert {weight.dtype for weight in weights.values()} == {torch.float16}
+    assert AutoConfig.from_pretrained(tmp_path / "whole").dtype == torch.float32
+    logs = [json.loads((tmp_path / name / "training_log.json").read_text()) for name in ("whole", "resumed")]
+    assert logs[0]["recall"] == logs[1]["recall"] and logs[0]["history"] == logs[1]["history"]
+    with pytest.raises(SystemExit, match=r"^OptionError: checkpoint_dir=.* holds a run with seed=0, got 1;"):
+        run(monkeypatch, output_dir=str(tmp_path / "other"), seed="1", **options)
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_is_trained_in_one_go_takes_no_checkpoints(tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match=r"^OptionError: checkpoint_dir='kept': bert is trained in one go;"):
+        run(monkeypatch, architecture="bert", output_dir=str(tmp_path / "out"), checkpoint_dir="kept")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_was_there_stays_if_the_text_is_missing(tmp_path, monkeypatch):

@@ -1,0 +1,99 @@
+"""Batches of text and of generated recall, the same for the same seed, whichever of them are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from hf_linattn.errors import DataError, OptionError
+from hf_linattn.training.pretraining.items import Material
+from hf_linattn.training.pretraining.rows import recall_row
+
+_SPLITS = {"train": 0, "validation": 1, "test": 2}  # each with random numbers of its own
+_TOKENIZED_AT_ONCE = 64
+
+
+class Stage(NamedTuple):
+    """Tokens per row, and the share of the steps that have such rows."""
+
+    length: int
+    share: float
+
+
+class Mixture(torch.utils.data.Dataset):
+    """One batch per step: `input_ids` and `labels`, int64 [batch_tokens / length, length].
+
+    Of every batch the first rows are generated recall (:func:`~hf_linattn.training.pretraining.rows.recall_row`), as
+    many as `recall_share` says; the others are spans of the text, whose tokens are all predicted, with documents
+    one behind the other as GPT-2 was trained. A batch depends on the seed, the split and its number alone, so that a
+    training that was interrupted goes on with the same ones, and needs no rows on disk.
+
+    Args:
+        material: tokenizer and text. split: its name; other splits draw other rows.
+        stages: lengths of rows, in their order. steps: how many batches there are.
+
+    Raises:
+        OptionError: `batch_tokens` is not a multiple of every stage's length, or `recall_share` outside 0 to 1.
+    """
+
+    def __init__(
+        self,
+        material: Material,
+        split: str,
+        stages: Sequence[Stage],
+        steps: int,
+        batch_tokens: int,
+        recall_share: float,
+        seed: int = 0,
+    ):
+        for stage in stages:
+            if batch_tokens % stage.length:
+                raise OptionError(f"batch_tokens must be a multiple of {stage.length}, got {batch_tokens}")
+        if not 0 <= recall_share <= 1:
+            raise OptionError(f"recall_share must be from 0 to 1, got {recall_share}")
+        self.material, self.seed = material, (seed, _SPLITS[split])
+        self.batch_tokens, self.recall_share = batch_tokens, recall_share
+        ends = np.round(np.cumsum([stage.share for stage in stages]) * steps).astype(int)
+        self.lengths = [stage.length for stage in stages]
+        self.ends = [*ends[:-1].tolist(), steps]
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
+        length = self.length_at(step)
+        rows, rng = self.batch_tokens // length, np.random.default_rng((*self.seed, step))
+        # a share of a row is a row in as many of the batches
+        recalled = int(self.recall_share * rows * (step + 1)) - int(self.recall_share * rows * step)
+        batch = [recall_row(self.material, length, rng)[:2] for _ in range(recalled)]
+        texts = [np.array(self.material.span(rng, length)) for _ in range(rows - recalled)]
+        input_ids, labels = zip(*batch, *((text, text) for text in texts), strict=True)
+        return {"input_ids": torch.tensor(np.stack(input_ids)), "labels": torch.tensor(np.stack(labels))}
+
+    def length_at(self, step: int) -> int:
+        """Return the tokens per row of a step."""
+        if not 0 <= step < len(self):
+            raise IndexError(f"step {step} of {len(self)}")
+        return next(length for length, end in zip(self.lengths, self.ends, strict=True) if step < end)
+
+
+def text_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> np.ndarray:
+    """Return the tokens of all documents, int64 [T], in random order, each behind the token that begins a text.
+
+    Raises:
+        DataError: the documents have no token.
+    """
+    texts = [str(text) for text in dataset["text"]]
+    order = np.random.default_rng(seed).permutation(len(texts)).tolist()
+    documents: list[list[int]] = []
+    for first in range(0, len(order), _TOKENIZED_AT_ONCE):
+        batch = [texts[number] for number in order[first : first + _TOKENIZED_AT_ONCE]]
+        documents += tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+    if not any(documents):
+        raise DataError("the text has no tokens; give documents that are not empty")
+    return np.concatenate([np.array([tokenizer.bos_token_id, *document]) for document in documents])
