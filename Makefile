@@ -23,7 +23,7 @@ PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_exten
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-exhaustive test-kernels test-tools test-slow test-zero3 test-quantised test-all test-floor test-asan test-asan-short mutants lint bench paired long-inputs depth peers support zero-shot usable calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
+.PHONY: help install quickstart test test-fast test-exhaustive test-kernels test-tools test-slow test-zero3 test-quantised test-all test-floor test-asan test-asan-short mutants lint bench paired long-inputs heads depth peers support zero-shot usable calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -121,6 +121,10 @@ paired: install ## speed beside another checkout, in turns, row by row: make pai
 
 long-inputs: install ## memory of a training step, decoding and prompts of long inputs, and the tables: 15 minutes
 	$(BIN)/python -m benchmarks.studies.long_inputs
+
+heads: install ## time and bytes of a few exact heads beside windows: make heads MODEL=SmolLM2-135M-Instruct; 15 minutes
+	$(BIN)/python -m benchmarks.studies.heads $(MODEL)
+	$(BIN)/python -m benchmarks.studies.heads $(MODEL) --dtype bfloat16
 
 depth: install ## memory of a training step against the number of layers, its table and its plot: 5 minutes
 	$(BIN)/python -m benchmarks.studies.depth

@@ -100,12 +100,13 @@ def measure_step(stopwatch: Stopwatch, mechanisms: Sequence[Mechanism], length: 
         PLAN: plan,
     }
     seconds = {name: median(times) for name, times in stopwatch.compare(runs).items()}
-    held = {
+    sizes = {
         SOFTMAX: sum(x.nbytes for cache in caches for x in (cache.keys, cache.values)),
         PLAN: sum(held_bytes(x) for state in states for x in state),
     }
     ratios = {name: seconds[PLAN] / seconds[name] for name in (SOFTMAX, COPIED)}
-    return {"tokens": length, "seconds": seconds, "ratio": ratios, "bytes": held, "share": held[PLAN] / held[SOFTMAX]}
+    share = sizes[PLAN] / sizes[SOFTMAX]
+    return {"tokens": length, "seconds": seconds, "ratio": ratios, "bytes": sizes, "share": share}
 
 
 def measure_models(
@@ -122,10 +123,10 @@ def _measure_models(stopwatch: Stopwatch, models: dict[str, PreTrainedModel], le
         caches[name] = prefill(models[name], length)
 
     prompts = {name: stopwatch.once(partial(read, name)) for name in models}
-    held = {name: state_bytes(cache) for name, cache in caches.items()}
+    sizes = {name: state_bytes(cache) for name, cache in caches.items()}
     turns = {name: Turn(stopwatch, model, caches[name]) for name, model in models.items()}
     tokens = {name: median(times) / turns[name].tokens for name, times in stopwatch.compare(turns).items()}
-    return {"tokens": length, "prompt_seconds": prompts, "seconds_per_token": tokens, "bytes": held}
+    return {"tokens": length, "prompt_seconds": prompts, "seconds_per_token": tokens, "bytes": sizes}
 
 
 def main(

@@ -21,7 +21,7 @@ from tests.helpers import assert_close, generate
 
 WINDOW = {"block_size": 8, "window_size": 11, "num_sink_tokens": 3}
 DECODERS = (*sorted({*ARCHITECTURES} - {"bert"}), *MORE_ARCHITECTURES)
-# how many of so many key/value heads stay exact
+# key/value heads that stay exact, of all there are
 EXACT = {"none": lambda heads: 0, "one": lambda heads: 1, "all_but_one": lambda heads: heads - 1}
 # checkpointing and compiling, and what is counted, are the parts' own: `tests/invariants`
 SHARED = [x for x in INVARIANTS if x.split()[0] not in ("11", "12")]

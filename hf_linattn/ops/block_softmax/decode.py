@@ -86,8 +86,8 @@ def attend_window_step(call: BlockSoftmaxCall, state: KeptKeys) -> tuple[Tensor,
     output = fused_attention(*heads, scale=call.scaling, enable_gqa=True)[..., : value.shape[3]]
     length = state.length + 1
     position = torch.cat([state.position, length[:, None, None]], dim=2)
-    kept = (torch.cat([x[:, :, :first], x[:, :, first + 1 :]], dim=2) for x in (key, value, position))
-    return output, KeptKeys(*kept, length)
+    kept = [torch.cat([x[:, :, :first], x[:, :, first + 1 :]], dim=2) for x in (key, value, position)]
+    return output, KeptKeys(kept[0], kept[1], kept[2], length)
 
 
 def keep_keys(key: Tensor, value: Tensor, pattern: Pattern, lengths: Tensor | None = None) -> KeptKeys:
