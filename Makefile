@@ -23,7 +23,7 @@ PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_exten
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-exhaustive test-kernels test-tools test-slow test-zero3 test-quantised test-all test-floor test-asan test-asan-short mutants lint bench paired long-inputs depth peers support zero-shot usable calibration mqar choose-plan retrieval recall tables recovery board pretrain gpu pictures docs clean
+.PHONY: $(shell sed -nE 's/^([a-z][a-z0-9-]*):.*/\1/p' $(MAKEFILE_LIST))
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -122,6 +122,10 @@ paired: install ## speed beside another checkout, in turns, row by row: make pai
 long-inputs: install ## memory of a training step, decoding and prompts of long inputs, and the tables: 15 minutes
 	$(BIN)/python -m benchmarks.studies.long_inputs
 
+heads: install ## time and bytes of a few exact heads beside windows: make heads MODEL=SmolLM2-135M-Instruct; 15 minutes
+	$(BIN)/python -m benchmarks.studies.heads $(MODEL)
+	$(BIN)/python -m benchmarks.studies.heads $(MODEL) --dtype bfloat16
+
 depth: install ## memory of a training step against the number of layers, its table and its plot: 5 minutes
 	$(BIN)/python -m benchmarks.studies.depth
 
@@ -178,6 +182,9 @@ board: install ## run all rows of recipes/board.yaml with the bundled models, ba
 	  done; \
 	done
 	$(BIN)/python -m benchmarks.run --tables-only
+
+real-board: install ## what conversions keep of a pretrained model: make real-board MODEL=... BOOKS=... TASKS=...: 25 minutes a row
+	$(BIN)/python -m benchmarks.studies.real_board $(MODEL) $(BOOKS) --task-dir $(TASKS)
 
 pretrain: install ## train the three bundled models anew: hours
 	for model in bert gpt2 llama; do \

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 
 from .errors import UnsupportedModeError
 from .operands import check_rows
+from .ops.common.growing import held_bytes
 
 
 class StateLayer(CacheLayerMixin):
@@ -100,8 +101,8 @@ class StateLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Size of the state in bytes."""
-        return sum(t.numel() * t.element_size() for t in self.state) if self.state is not None else 0
+        """Size of the state in bytes, with the room it has for more."""
+        return sum(map(held_bytes, self.state)) if self.state is not None else 0
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove != 0:

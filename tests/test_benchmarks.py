@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 from benchmarks import render, run
 from benchmarks.measure import operations, paired, peers, prompts, stopwatch, targets
 from benchmarks.result_files import DEPTH_PLOT, Document
-from benchmarks.studies import depth, long_inputs, retrieval, wikitext
+from benchmarks.studies import depth, heads, long_inputs, retrieval, wikitext
 from benchmarks.tables import markdown, memory, quality, speed
 from hf_linattn import DataError, UnknownNameError
 from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.ops.common.growing import SPARE
 from hf_linattn.testing import MODES
 from tests.helpers import make_tokenizer
 from tests.models import make_model
@@ -101,6 +102,29 @@ def test_what_long_inputs_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert row["times_faster"] == pytest.approx(fewest[0] / seconds)
     assert all("`linear`" in part for part in memory.long_inputs_tables(results)[1:])
     assert "| no attention | " in render.prompts_section({"long": results})
+
+
+def test_what_a_plan_of_a_few_exact_heads_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are those of one head of four in all tokens, beside windows, and the room that heads have to grow."""
+    times = run.Plan((), (), (), budget=0.0, min_repeats=1, max_repeats=1)
+    for name, value in {
+        "EXACT": ((1, 0),), "WINDOW": {"window_size": 5, "num_sink_tokens": 2}, "TIMES": times,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(heads, name, value)
+    make_model("llama").save_pretrained(tmp_path / "model")
+    path, options = tmp_path / "heads.json", {"prompt": 20, "context": 700, "length": [40]}
+    for dtype in ("float32", "bfloat16", "float32"):  # the last run replaces the first
+        heads.main(str(tmp_path / "model"), path, dtype, **options)
+    newest, other = json.loads(path.read_text())["runs"]
+    assert [x["provenance"]["dtype"] for x in (newest, other)] == ["float32", "bfloat16"]
+    (windows, shared), token = newest["prompt"]["kinds"], newest["token"]
+    assert windows["layers"] == shared["layers"] == 1 and "plan" in shared["options"]
+    assert newest["prompt"]["seconds"]["plan"] == pytest.approx(windows["seconds"] + shared["seconds"])
+    copies = token["bytes"]["softmax"] / (2 * 2 * 2 * 8 * 4)  # layers, heads, key and value, numbers, bytes
+    assert 700 < copies < 710
+    assert 0.25 < token["share"] < 0.25 * (700 + SPARE + 60) / 700
+    assert set(token["ratio"]) == {"softmax", heads.COPIED}
+    assert newest["whole_model"][0]["bytes"]["softmax"] == 40 * 2 * 2 * 2 * 8 * 4
 
 
 def test_a_prompt_in_pieces_leaves_the_cache_it_leaves_at_once() -> None:

@@ -146,7 +146,8 @@ class ByHeadMechanism(CompositeMechanism):
         shared = self.heads_of_members(query, key, value)
         call = self.call_options(return_state, sink)
         outputs, after = self.ask(shared, key_padding_mask, sequence_ids, state, call, **exact)
-        return self._put_back(outputs), after
+        # in the order [B, N, H, Dv], in which models go on
+        return self._put_back([x.transpose(1, 2) for x in outputs], dim=2).transpose(1, 2), after
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         return self._put_back(self.weights_of_members(self.heads_of_members(query, key), allowed, call))
@@ -181,18 +182,20 @@ class ByHeadMechanism(CompositeMechanism):
         return [[self._share(x, runs) for x in heads] for runs in self._runs.values()]
 
     def _share(self, x: Tensor, runs: Sequence[range]) -> Tensor:
-        """Return a copy of the heads in `runs` of x [B, H or Hkv, ...]: a state of theirs is to hold no others."""
+        """Return the heads in `runs` of x [B, H or Hkv, ...], a view of them if they stand side by side."""
         size = x.shape[1] // self.layer.num_key_value_heads
-        return torch.cat([x.narrow(1, run.start * size, len(run) * size) for run in runs], dim=1)
+        parts = [x.narrow(1, run.start * size, len(run) * size) for run in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _put_back(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Return all heads in the layer's order, from those of each member [B, its query heads, ...]."""
+    def _put_back(self, outputs: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """Return all heads in the layer's order, from those of each member: its query heads in dimension `dim`."""
         size = self.layer.num_heads // self.layer.num_key_value_heads
         placed: dict[int, Tensor] = {}
         for output, runs in zip(outputs, self._runs.values(), strict=True):
-            parts = output.split([len(run) * size for run in runs], dim=1)
+            parts = output.split([len(run) * size for run in runs], dim)
             placed.update({run.start: part for run, part in zip(runs, parts, strict=True)})
-        return torch.cat([placed[first] for first in sorted(placed)], dim=1)
+        heads = [placed[first] for first in sorted(placed)]
+        return heads[0] if len(heads) == 1 else torch.cat(heads, dim)
 
 
 def _runs(heads: Sequence[int]) -> list[range]:

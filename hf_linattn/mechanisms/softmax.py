@@ -11,6 +11,7 @@ from torch import Tensor
 from ..operands import fitting
 from ..ops import reference
 from ..ops.common.exact_softmax import softmax_attention
+from ..ops.common.growing import grown
 from ..ops.common.precision import accum_dtype
 from .capabilities import ExactnessLimit
 from .inputs import PLAIN, CallOptions, Pairs
@@ -27,7 +28,7 @@ class SoftmaxState(NamedTuple):
     """All keys and values so far, in the dtype they came in.
 
     key: [B, Hkv, M, D]. value: [B, Hkv, M, Dv]. visible: [B, M], whether later queries see them: no pads, and of
-    packed sequences the last alone.
+    packed sequences the last alone; [B, 0] where they see all.
     """
 
     key: Tensor
@@ -70,30 +71,33 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
         """
         key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
         self.record_call()
-        real = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
-        ids = None if sequence_ids is None else sequence_ids.expand_as(real)
+        real, ids = key_padding_mask, sequence_ids
         if state is not None:
             if ids is not None:  # what is kept belongs to the first sequence
-                first = ids.gather(1, real.long().argmax(1, keepdim=True))
-                sequence_ids = ids = torch.cat([first.expand_as(state.visible), ids], dim=1)
-            key, value = (torch.cat(pair, dim=2) for pair in zip(state[:2], (key, value), strict=True))
-            key_padding_mask = real = torch.cat([state.visible, real], dim=1)
+                first = ids.gather(1, _all_real(key, real).long().argmax(1, keepdim=True))
+                ids = torch.cat([first.expand(-1, state.key.shape[2]), ids], dim=1)
+            real = _real_keys(state, key, real)
+            key, value = grown(state.key, key), grown(state.value, value)
         output = softmax_attention(
             query,
             key,
             value,
             scaling=self.layer.scaling,
             causal=self.layer.causal,
-            key_padding_mask=key_padding_mask,
-            sequence_ids=sequence_ids,
+            key_padding_mask=real,
+            sequence_ids=ids,
             sink=self.log_sink(query, sink, accum_dtype(query)),
             **options,
         )
         if not (self.layer.causal and return_state):
             return output, None
         if ids is not None:
+            real = _all_real(key, real)
             real = real & (ids == ids.gather(1, real.cumsum(1).argmax(1, keepdim=True)))
-        return output, SoftmaxState(key, value, real)
+        if state is None:  # a state is never a view of what it was made from
+            key, value = (x.clone(memory_format=torch.contiguous_format) for x in (key, value))
+        visible = key.new_empty(len(key), 0, dtype=torch.bool) if real is None else real
+        return output, SoftmaxState(key, value, visible)
 
     @property
     def has_scores(self) -> bool:
@@ -105,3 +109,16 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         return reference.softmax_matrix(query, key, self.layer.scaling, allowed, sink=self.log_sink(query, call.sink))
+
+
+def _all_real(key: Tensor, real: Tensor | None) -> Tensor:
+    """Return `real` [B, N], which says of keys [B, Hkv, N, D] that they are no pads; all true for None."""
+    return torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if real is None else real
+
+
+def _real_keys(state: SoftmaxState, key: Tensor, real: Tensor | None) -> Tensor | None:
+    """Return which keys are no pads, those kept and the new ones behind them [B, M + N]; None if all are."""
+    kept = state.visible if state.visible.shape[1] else None
+    if kept is None and real is None:
+        return None
+    return grown(_all_real(state.key, kept), _all_real(key, real), dim=1)

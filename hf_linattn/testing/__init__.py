@@ -16,7 +16,16 @@ from rich.table import Table
 from ..mechanisms import MECHANISMS, Mechanism
 from .cross import CROSS_INVARIANTS
 from .invariants import CAUSAL_ONLY, INVARIANTS, InvariantError
-from .models import ARCHITECTURES, CROSS_ARCHITECTURES, MODES, Case, random_tokens, tiny_model
+from .models import (
+    ARCHITECTURES,
+    CROSS_ARCHITECTURES,
+    MODES,
+    MORE_ARCHITECTURES,
+    Case,
+    modes_of,
+    random_tokens,
+    tiny_model,
+)
 
 __all__ = [
     "ARCHITECTURES",
@@ -24,6 +33,7 @@ __all__ = [
     "CROSS_INVARIANTS",
     "INVARIANTS",
     "MODES",
+    "MORE_ARCHITECTURES",
     "Case",
     "Check",
     "InvariantError",
@@ -84,7 +94,7 @@ def checks_of(
     return across + [
         Check(Case(mechanism, architecture, mode == "causal", options), name)
         for architecture in architectures
-        for mode in MODES
+        for mode in modes_of(architecture)
         if mode in modes and architecture not in CROSS_ARCHITECTURES
         for name in INVARIANTS
         if mode == "causal" or name not in CAUSAL_ONLY
@@ -101,7 +111,7 @@ def check_mechanism(
     Args:
         mechanism: a name of `list_mechanisms()` or a class decorated with `register_mechanism`.
         architectures: of "bert", "gpt2" and "llama" (grouped queries, rotary positions); "bart" and "whisper" for
-            the mechanisms that have a cross form.
+            the mechanisms that have a cross form; and the causal ones of `MORE_ARCHITECTURES`.
         **options: options of the mechanism.
     """
     name = mechanism if isinstance(mechanism, str) else mechanism.config_class.mechanism

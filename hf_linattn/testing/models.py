@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     BartConfig,
@@ -66,11 +67,35 @@ _RECIPES = {
     ),
     ("whisper", False): (WhisperForConditionalGeneration, lambda: WhisperConfig(**_CROSS, **_WHISPER)),
 }
+# what else decoders do with heads: norms of queries and keys, windows, soft caps, joint projections, scaled queries
+_WINDOWS = {"head_dim": HEAD_DIM, "sliding_window": 40}
+_MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", {**_LLAMA, "head_dim": HEAD_DIM}),
+    "mistral": ("Mistral", {**_LLAMA, **_WINDOWS}),
+    "gemma2": (
+        "Gemma2",
+        {**_LLAMA, **_WINDOWS, "query_pre_attn_scalar": HEAD_DIM, "attn_logit_softcapping": 5.0,
+         "final_logit_softcapping": 30.0},
+    ),
+    "phi3": ("Phi3", _LLAMA),
+    "opt": ("OPT", {**_SIZES, **_COMMON, "ffn_dim": 48, "word_embed_proj_dim": HEADS * HEAD_DIM, "dropout": 0.0}),
+    "gpt_neox": ("GPTNeoX", {**_SIZES, **_COMMON, "attention_dropout": 0.0, "hidden_dropout": 0.0}),
+}  # fmt: skip
 ARCHITECTURES = ("bert", "gpt2", "llama")
+MORE_ARCHITECTURES = tuple(_MORE)  # causal ones
+SUMMED_IN_FLOAT32 = {"gemma2": "norm"}  # parameters whose gradients are, in any model: rounding hides what they are
 CROSS_ARCHITECTURES = ("bart", "whisper")
 MODES = ("bidirectional", "causal")
+
+
+def modes_of(architecture: str) -> tuple[str, ...]:
+    """Return the modes in which the self-attention of a tiny model can be tried."""
+    return ("causal",) if architecture in _MORE else MODES
+
+
 # neither model that has cross-attention shares key/value heads: Whisper's bare mechanisms are given shared ones
 KEY_VALUE_HEADS = {"bert": HEADS, "gpt2": HEADS, "llama": 2, "bart": HEADS, "whisper": 2}
+KEY_VALUE_HEADS |= {name: options.get("num_key_value_heads", HEADS) for name, (_, options) in _MORE.items()}
 
 
 def tiny_model(architecture: str, causal: bool, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
@@ -83,9 +108,18 @@ def tiny_model(architecture: str, causal: bool, dtype: torch.dtype = torch.float
     return copy.deepcopy(_make_model(architecture, causal, dtype, seed))
 
 
+def _recipe(architecture: str, causal: bool) -> tuple[Any, Any]:
+    """Return a model class, and what makes its config; those of `_MORE` are imported here, as few need them."""
+    if architecture not in _MORE:
+        return _RECIPES[architecture, causal]
+    prefix, options = _MORE[architecture]
+    model_class, config = (getattr(transformers, prefix + name) for name in ("ForCausalLM", "Config"))
+    return model_class, functools.partial(config, **options)
+
+
 @functools.cache  # a copy takes a fifth of the time
 def _make_model(architecture: str, causal: bool, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    model_class, make = _RECIPES[architecture, causal]
+    model_class, make = _recipe(architecture, causal)
     with torch.random.fork_rng(devices=[]):
         model = model_class(make())
         generator = torch.Generator().manual_seed(seed)
@@ -93,6 +127,8 @@ def _make_model(architecture: str, causal: bool, dtype: torch.dtype, seed: int) 
             for parameter in model.parameters():
                 noise = torch.randn(parameter.shape, generator=generator) * 0.2
                 parameter.copy_(noise + (1.0 if parameter.dim() == 1 and parameter.mean() > 0.5 else 0.0))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(SUMMED_IN_FLOAT32.get(architecture, "/") not in name)
     if not causal and architecture in ("gpt2", "llama"):
         model.config.is_causal = False
         for module in model.modules():

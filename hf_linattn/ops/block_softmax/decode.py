@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..common.fused_attention import fused_attention
 from ..common.padding import first_of_block, take
 from ..common.precision import wide
+from ..common.sink_logit import with_sink_key
+from ..common.tracing import is_watched
 from .autograd import BlockSoftmax, attend_blocks
 from .patterns import Part, beside_sink, find_keys, grouped, make_parts
 from .types import BlockSoftmaxCall, KeptKeys, Pattern
@@ -64,6 +67,27 @@ def _find(state: KeptKeys, position: Tensor, length: int) -> Tensor:
     places = torch.arange(state.position.shape[2], device=position.device).expand(len(state.length), -1)
     known = torch.zeros(len(places), length + 1, dtype=torch.long, device=position.device)
     return known.scatter(1, state.position[:, 0], places)[:, position + 1]
+
+
+def has_full_window(call: BlockSoftmaxCall, state: KeptKeys) -> bool:
+    """Whether a call has one token, which sees all that the state keeps: first tokens, and a window of the last."""
+    pattern, room = call.pattern, state.position.shape[2]
+    if call.query.shape[2] > 1 or call.lengths is not None or pattern.window is None or is_watched():
+        return False
+    # on a GPU a number that is looked at is waited for, and no graph can be captured
+    return state.length.device.type == "cpu" and bool((state.length >= room).all())
+
+
+def attend_window_step(call: BlockSoftmaxCall, state: KeptKeys) -> tuple[Tensor, KeptKeys]:
+    """Attend to all that is kept and to the new token, which takes the place of the oldest in the window."""
+    query, first = call.query, call.pattern.num_global
+    key, value = torch.cat([state.key, call.key], dim=2), torch.cat([state.value, call.value], dim=2)
+    heads = (query, key, value) if call.sink is None else with_sink_key(query, key, value, call.sink, call.scaling)
+    output = fused_attention(*heads, scale=call.scaling, enable_gqa=True)[..., : value.shape[3]]
+    length = state.length + 1
+    position = torch.cat([state.position, length[:, None, None]], dim=2)
+    kept = [torch.cat([x[:, :, :first], x[:, :, first + 1 :]], dim=2) for x in (key, value, position)]
+    return output, KeptKeys(kept[0], kept[1], kept[2], length)
 
 
 def keep_keys(key: Tensor, value: Tensor, pattern: Pattern, lengths: Tensor | None = None) -> KeptKeys:

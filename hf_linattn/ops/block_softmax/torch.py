@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..common.grad_accumulator import Source
 from ..common.numerics import LOWEST, bounded
 from ..common.precision import widened
-from .decode import count_real, extend, forget
+from .decode import attend_window_step, count_real, extend, forget, has_full_window
 from .patterns import Part, add_log_weight, biased_attention, make_bias, parts_of, with_global_queries
 from .types import BlockSoftmaxCall, KeptKeys
 
@@ -87,6 +87,8 @@ def attend_block_by_block(call: BlockSoftmaxCall, state: KeptKeys) -> tuple[Tens
     """Read on after a state, a block at a time: every row stands at a place of its own."""
     pattern, outputs = call.pattern, []
     query, key, value = widened(call.query, call.key, call.value)
+    if has_full_window(call, state):
+        return attend_window_step(call._replace(query=query, key=key, value=value), state)
     if query.shape[2] > 1:  # a single token has none to come
         query, key = bounded(query), bounded(key)
     for start in range(0, query.shape[2], pattern.block_size):

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from ..reference import allowed_pairs
 from .fused_attention import fused_attention
 from .numerics import bounded
+from .precision import wide
 from .sink_logit import softmax_beside, with_sink_key
 from .tracing import is_open
 
@@ -123,13 +124,15 @@ def _softcapped(
     sink: Tensor | None,
 ) -> Tensor:
     """Exact attention with capped scores, which the fused kernels do not offer."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * scaling / softcap)
-    scores, lowest = scores.float(), torch.finfo(torch.float32).min
+    shared = key.shape[1], query.shape[1] // key.shape[1]
+    rows = query.unflatten(1, shared).flatten(2, 3)  # heads that share keys: more queries of these
+    products = (rows @ key.mT).view(*query.shape[:3], key.shape[2])
+    scores = wide(softcap * torch.tanh(products * scaling / softcap))
+    lowest = torch.finfo(scores.dtype).min
     if allowed.dtype != torch.bool:
         scores, allowed = scores + allowed, torch.ones_like(allowed, dtype=torch.bool)
     scores = scores.masked_fill(~allowed, lowest)
     beside = None if sink is None else sink.to(scores.dtype)[:, None, None]
     weights = F.dropout(softmax_beside(scores, beside) * allowed, dropout)
-    return weights.to(value.dtype) @ value
+    weights = weights.to(value.dtype).unflatten(1, shared).flatten(2, 3)
+    return (weights @ value).view(*query.shape[:3], value.shape[3])

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import DerivativeError
-from .tracing import is_recorded, is_watched
+from .tracing import is_open, is_recorded, is_watched
 
 NO_SECOND = (
     "create_graph=True asks for the derivative of a gradient, and PyTorch's fused scaled_dot_product_attention has"
@@ -21,9 +21,18 @@ NO_SECOND = (
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Return `scaled_dot_product_attention`, of the same arguments.
 
+    The query heads of a single token that share keys [B, Hkv, M, D] are handed over as so many queries of these, which
+    are then read once for all.
+
     Raises (the backward):
         DerivativeError: `create_graph=True` behind a fused kernel.
     """
+    if options.get("enable_gqa") and not is_open(query) and query.shape[2] == 1 and query.shape[1] > key.shape[1]:
+        mask, shared = options.get("attn_mask"), (key.shape[1], query.shape[1] // key.shape[1])
+        if mask is not None and mask.shape[1] > 1:
+            options["attn_mask"] = mask.unflatten(1, shared).squeeze(3)
+        rows = fused_attention(query.unflatten(1, shared).squeeze(3), key, value, **options)
+        return rows.flatten(1, 2)[:, :, None]
     if is_watched() and not is_recorded():  # of torch.func the fused kernels know less than it wants
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(query, key, value, **options)
