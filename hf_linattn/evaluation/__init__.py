@@ -1,4 +1,4 @@
-"""Measuring a model: perplexity, fidelity, retrieval, speed, memory; a patched model beside its original attention."""
+"""Measuring a model, a patched one beside its original: perplexity, fidelity, recall, retrieval, speed, memory."""
 
 from ..inference import evaluation_mode
 from .equal_bytes import constant_state_bytes, streaming_bytes, streaming_for, streaming_like
@@ -14,6 +14,7 @@ from .perplexity import (
     position_limit,
 )
 from .positions import LongLosses, PositionRow, RecurrenceRow, long_losses
+from .recall import RecallPrompt, RecallRow, answer_prompts, make_prompts, recall
 from .retrieval import Retrieval, embed, retrieval
 from .speed import SpeedRow, Spread, crossover_length, measure_speed
 
@@ -26,11 +27,14 @@ __all__ = [
     "Perplexity",
     "PerplexityResult",
     "PositionRow",
+    "RecallPrompt",
+    "RecallRow",
     "RecurrenceRow",
     "Retrieval",
     "SpeedRow",
     "Spread",
     "StateRow",
+    "answer_prompts",
     "check_generation",
     "constant_state_bytes",
     "crossover_length",
@@ -39,11 +43,13 @@ __all__ = [
     "fidelity",
     "is_masked_language_model",
     "long_losses",
+    "make_prompts",
     "measure_memory",
     "measure_speed",
     "peak_forward_bytes",
     "perplexity",
     "position_limit",
+    "recall",
     "retrieval",
     "state_bytes_by_length",
     "streaming_bytes",

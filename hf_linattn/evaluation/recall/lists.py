@@ -51,7 +51,8 @@ class CommonWords(RecallTask):
 
     The context's size is how many uncommon words it has, each of them once as long as the words last; common ones
     appear six times, or as often as makes them a third of the list. RULER has them 6 times against 1, and 30 against 3
-    from 4,096 tokens on, about a third as well. The words are the library's own.
+    from 4,096 tokens on, about a third as well. The words are the library's own; they are to be given in the order in
+    which they first appear.
     """
 
     def __call__(self, source: Source) -> Question:
@@ -59,17 +60,19 @@ class CommonWords(RecallTask):
         words = draws.shuffled(WORDS)
         common, others = words[:COMMON], words[COMMON:]
         example = draws.fork("example").sample(WORDS, COMMON + EXAMPLE_OTHERS)
-        listing = draws.fork("order of the example").shuffled(example[:COMMON] * EXAMPLE_REPEATS + example[COMMON:])
-        shown = " ".join((COUNT.format(context=numbered(listing)), COUNTED, numbered(example[:COMMON])))
+        shown = draws.fork("order of the example").shuffled(example[:COMMON] * EXAMPLE_REPEATS + example[COMMON:])
+        solved = numbered(sorted(example[:COMMON], key=shown.index))
+        example_text = " ".join((COUNT.format(context=numbered(shown)), COUNTED, solved))
         wrong = [numbered(others[i * COMMON : (i + 1) * COMMON]) for i in range(WRONG_ANSWERS)]
 
         def draft(size: int) -> Draft:
-            context = numbered(draws.fork("order").shuffled(_repeated(common, others, size)))
+            listing = draws.fork("order").shuffled(_repeated(common, others, size))
+            context, answers = numbered(listing), sorted(common, key=listing.index)
             return Draft(
-                body=f"{shown}\n\n{COUNT.format(context=context)}",
+                body=f"{example_text}\n\n{COUNT.format(context=context)}",
                 prefix=COUNTED,
-                answers=tuple(common),
-                right=numbered(common),
+                answers=tuple(answers),
+                right=numbered(answers),
                 wrong=tuple(wrong),
                 needles=(context,),
                 depth=EVERYWHERE,

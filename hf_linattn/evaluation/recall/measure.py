@@ -85,9 +85,10 @@ def recall(
         OptionError, DataError, UnknownNameError, UnsupportedModelError: as `make_prompts` and `answer_prompts`, or
             there are no tasks or lengths.
 
-    >>> rows = recall(model, tokenizer, ["single_noise"], [1024], num_samples=100)  # doctest: +SKIP
-    >>> rows[0]["found"], rows[0]["found_interval"]  # doctest: +SKIP
-    (0.98, (0.930, 0.995))
+    For example::
+
+        rows = recall(model, tokenizer, ["single_noise"], [1024], num_samples=100)
+        rows[0]["found"], rows[0]["found_interval"]
     """
     require("tasks", tasks, len(tasks) > 0 and not isinstance(tasks, str), "a list of names, at least one")
     require("lengths", lengths, len(lengths) > 0, "a list of numbers of tokens, at least one")
