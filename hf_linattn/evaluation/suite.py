@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config import require, require_count, require_known
 from ..errors import OptionError
+from ..mechanisms.base import Mechanism
 from ..mechanisms.composite import CompositeMechanism
 from ..patching import get_mechanisms, is_patched
 from .harness import TaskRun, load_task, run_task, task_names
@@ -151,17 +152,23 @@ def measure(
 def exact_window(model: nn.Module) -> int | None:
     """Return up to how many tokens a patched model computes what the original does, by its windows.
 
-    That is the largest `window_size` over the layers that have one. Layers and heads that keep softmax count for
-    nothing. None where a mechanism has no window, so that it differs from softmax on prompts of any length, and for a
-    model that is not patched.
+    That is the largest `window_size` over the layers, of mechanisms that equal softmax on inputs no longer than it.
+    Layers and heads that keep softmax count for nothing. None where another mechanism is among them, which differs
+    from softmax on prompts of any length, and for a model that is not patched.
     """
     if not is_patched(model):
         return None
     mechanisms = list(get_mechanisms(model).values())
     single = [part for x in mechanisms for part in (x.parts() if isinstance(x, CompositeMechanism) else [x])]
-    converted = [x.config for x in single if x.config.mechanism != "softmax"]
-    windows = [config.window_size for config in converted if hasattr(config, "window_size")]
+    converted = [x for x in single if x.config.mechanism != "softmax"]
+    windows = [size for size in map(_window, converted) if size is not None]
     return max(windows) if windows and len(windows) == len(converted) else None
+
+
+def _window(mechanism: Mechanism) -> int | None:
+    """Return `window_size` of a mechanism that equals softmax on inputs no longer than it; None of any other."""
+    size, equal = getattr(mechanism.config, "window_size", None), mechanism.limit.equal
+    return size if size is not None and equal is not None and equal(size) == {"window_size": size} else None
 
 
 def _task_measurements(run: TaskRun, long_prompts: bool) -> list[Measurement]:

@@ -156,7 +156,7 @@ def test_a_prompt_read_once_gives_what_the_harness_gives(mechanism, task_dir, to
     for name in ("arc_easy", "lambada_openai"):
         requests += harness._build(load_task(name, TASK_FILES, task_dir), None, 0, 0)
     shared, own = (
-        kind(pretrained=patched, tokenizer=tokenizer, backend="causal", batch_size=5).loglikelihood(requests)
+        kind(pretrained=patched, tokenizer=tokenizer, backend="causal", batch_size=32).loglikelihood(requests)
         for kind in (SharedPrompts, HFLM)
     )
     assert [greedy for _, greedy in shared] == [greedy for _, greedy in own] and shared[2][1]

@@ -91,6 +91,7 @@ def run(*arguments: object, code: int = 0) -> str:
         ({"hybrid": {"layers": "0-1", "window_size": 5}}, 5),
         ({"local": {"layers": "0-1", "heads": 0, "window_size": 6}}, 6),
         ({"local": {"layers": 0, "window_size": 9}, "linear": 1}, None),
+        ({"local": {"layers": 0, "window_size": 9}, "atrous": {"layers": 1, "window_size": 9}}, None),
         ("linear", None),
     ],
 )
