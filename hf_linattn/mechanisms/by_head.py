@@ -146,6 +146,8 @@ class ByHeadMechanism(CompositeMechanism):
         shared = self.heads_of_members(query, key, value)
         call = self.call_options(return_state, sink)
         outputs, after = self.ask(shared, key_padding_mask, sequence_ids, state, call, **exact)
+        if len(outputs) == 1:
+            return outputs[0], after
         # in the order [B, N, H, Dv], in which models go on
         return self._put_back([x.transpose(1, 2) for x in outputs], dim=2).transpose(1, 2), after
 
@@ -179,6 +181,8 @@ class ByHeadMechanism(CompositeMechanism):
         return self._put_back([sink[None, :, None] for sink in found]).flatten()
 
     def heads_of_members(self, *heads: Tensor) -> list[Sequence[Tensor]]:
+        if len(self._runs) == 1:
+            return [heads]
         return [[self._share(x, runs) for x in heads] for runs in self._runs.values()]
 
     def _share(self, x: Tensor, runs: Sequence[range]) -> Tensor:
