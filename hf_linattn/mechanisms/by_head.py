@@ -95,7 +95,8 @@ class ByHeadMechanism(CompositeMechanism):
     `plan={"performer": "0-5", "softmax": [6, 7]}`, or with options `{"performer": {"heads": "0-5", "num_features":
     128}}`. Heads are key/value heads: where several query heads share one, they go with it. In a model without grouped
     queries these are the heads themselves. What no mechanism is given keeps softmax, with the layer's own sliding
-    window, soft cap and dropout; its decoding state is all of its keys and values, in the model's dtype.
+    window, soft cap and dropout; its decoding state is all of its keys and values, in the model's dtype, with room for
+    256 tokens more, so that a token copies none of them. Query heads that share keys read these once for all of them.
 
     So a few heads that find things far away can stay exact and the others get cheap, as in DuoAttention (Xiao et al.
     2024), which is `{"streaming": ..., "softmax": retrieval heads}`. Each mechanism is made for a layer of its own
