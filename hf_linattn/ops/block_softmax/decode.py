@@ -80,14 +80,16 @@ def has_full_window(call: BlockSoftmaxCall, state: KeptKeys) -> bool:
 
 def attend_window_step(call: BlockSoftmaxCall, state: KeptKeys) -> tuple[Tensor, KeptKeys]:
     """Attend to all that is kept and to the new token, which takes the place of the oldest in the window."""
-    query, first = call.query, call.pattern.num_global
-    key, value = torch.cat([state.key, call.key], dim=2), torch.cat([state.value, call.value], dim=2)
+    query, first, length = call.query, call.pattern.num_global, state.length + 1
+
+    def behind(kept: Tensor, new: Tensor) -> Tensor:  # the oldest last: what is kept then is the beginning of all
+        return torch.cat([kept[:, :, :first], kept[:, :, first + 1 :], new, kept[:, :, first : first + 1]], dim=2)
+
+    key, value = behind(state.key, call.key), behind(state.value, call.value)
     heads = (query, key, value) if call.sink is None else with_sink_key(query, key, value, call.sink, call.scaling)
     output = fused_attention(*heads, scale=call.scaling, enable_gqa=True)[..., : value.shape[3]]
-    length = state.length + 1
-    position = torch.cat([state.position, length[:, None, None]], dim=2)
-    kept = [torch.cat([x[:, :, :first], x[:, :, first + 1 :]], dim=2) for x in (key, value, position)]
-    return output, KeptKeys(kept[0], kept[1], kept[2], length)
+    places, room = behind(state.position, length[:, None, None]), state.position.shape[2]
+    return output, KeptKeys(key[:, :, :room], value[:, :, :room], places[:, :, :room], length)
 
 
 def keep_keys(key: Tensor, value: Tensor, pattern: Pattern, lengths: Tensor | None = None) -> KeptKeys:
