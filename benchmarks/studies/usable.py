@@ -27,7 +27,7 @@ from benchmarks.studies.zero_shot import patched
 from hf_linattn import list_mechanisms
 from hf_linattn.atomic_io import write_text
 from hf_linattn.errors import DataError
-from hf_linattn.evaluation.fidelity import token_losses
+from hf_linattn.evaluation.next_token import token_losses
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.training.task import load_model
 

@@ -6,62 +6,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import architecture
 from ..attention_call import AttentionCall, intercept_attention
 from ..config import require
 from ..inference import accepted, evaluation_mode
 from ..mechanisms.hybrid import HybridMechanism
 from ..patching import get_mechanisms, is_patched
+from .generation import Continuations, compared, continuations
+from .next_token import device_of, token_losses, whole_windows
+from .positions import PositionRow, RecurrenceRow, accuracy_by_position, loss_by_recurrence
 
-AGREEMENT = 32  # first new tokens that are compared
-NGRAM = 4  # tokens that count as a repetition when they come again
-NEAR = 32  # tokens back that a window of softmax usually reaches
 BLOCK = 128  # queries whose weights are held at a time
-
-
-@dataclass(frozen=True)
-class PositionRow:
-    """Positions `first` to `last` of a window: share of tokens predicted right, mean nats per token."""
-
-    first: int
-    last: int
-    accuracy: float
-    loss: float
-
-
-@dataclass(frozen=True)
-class RecurrenceRow:
-    """Tokens that last followed the one before `first` to `last` places ago: how many, mean nats per token.
-
-    Both are 0 for those that never did in the window. Copying from afar is hard for attention of constant state.
-    """
-
-    first: int
-    last: int
-    count: int
-    loss: float
-
-
-@dataclass(frozen=True)
-class Continuations:
-    """What a model writes after the same prompts.
-
-    Attributes:
-        perplexity: of the original on it. repetition: share of its 4-grams that came before in the same text.
-        agreement: share of its first 32 tokens that are those of the original's greedy continuation.
-    """
-
-    perplexity: float
-    repetition: float
-    agreement: float
 
 
 @dataclass(frozen=True)
@@ -72,6 +32,7 @@ class Fidelity:
         positions, original_positions: accuracy by position in the context.
         greedy, sampled, original_greedy, original_sampled: continuations.
         recurrences, original_recurrences: loss by how far back the same two tokens stood together.
+        control_positions, control_recurrences: those of the control; empty where it was not read.
         linear_share: share of the attention weights that hybrid mechanisms give to keys beyond window and sinks, mean
             over queries, heads and layers; None without hybrid mechanisms.
         perplexity_without_linear: on the test split, with that share taken away (`without_far_keys`); None if not
@@ -88,6 +49,8 @@ class Fidelity:
     original_recurrences: tuple[RecurrenceRow, ...] = ()
     linear_share: float | None = None
     perplexity_without_linear: float | None = None
+    control_positions: tuple[PositionRow, ...] = ()
+    control_recurrences: tuple[RecurrenceRow, ...] = ()
 
 
 def fidelity(
@@ -102,6 +65,7 @@ def fidelity(
     prompt_length: int = 32,
     new_tokens: int = 64,
     seed: int = 0,
+    control: PreTrainedModel | None = None,
 ) -> Fidelity:
     """Compare a converted causal language model with its original.
 
@@ -109,6 +73,7 @@ def fidelity(
         texts: test documents; their first `num_windows` windows of `max_length` tokens are read, and the first
             `prompt_length` tokens of each are continued by `new_tokens`, greedily and sampled at temperature 1.
         num_positions: into how many parts the positions of a window are divided.
+        control: the original, fine-tuned: what recurs is read with it, too.
 
     Raises:
         OptionError: the texts hold no whole window, or a prompt and its continuation do not fit into one.
@@ -117,13 +82,14 @@ def fidelity(
     require("new_tokens", new_tokens, fits, f"at most max_length - prompt_length = {max_length - prompt_length}")
     windows = whole_windows(tokenizer, texts, max_length)[:num_windows]
     prompts = windows[:, :prompt_length]
-    reference = _continue(original, prompts, new_tokens, False, seed)
+    reference = continuations(original, prompts, new_tokens)
 
     def written(writer: PreTrainedModel, sampled: bool) -> Continuations:
-        text = _continue(writer, prompts, new_tokens, sampled, seed)
-        return _judge(original, text, reference, prompt_length)
+        text = continuations(writer, prompts, new_tokens, sampled=sampled, seed=seed)
+        return compared(original, prompts, text, reference)
 
     read, original_read = (token_losses(reader, windows) for reader in (model, original))
+    control_read = None if control is None else token_losses(control, windows)
     return Fidelity(
         accuracy_by_position(read, num_positions),
         accuracy_by_position(original_read, num_positions),
@@ -134,43 +100,9 @@ def fidelity(
         recurrences=loss_by_recurrence(read),
         original_recurrences=loss_by_recurrence(original_read),
         linear_share=linear_share(model, windows),
+        control_positions=() if control_read is None else accuracy_by_position(control_read, num_positions),
+        control_recurrences=() if control_read is None else loss_by_recurrence(control_read),
     )
-
-
-def accuracy_by_position(read: TokenLosses, parts: int = 4) -> tuple[PositionRow, ...]:
-    """Return accuracy and loss in each of `parts` equal parts of the windows; the first token has none."""
-    windows, losses, right = read
-    edges = [round(part * windows.shape[1] / parts) for part in range(parts + 1)]
-    spans = [(max(a, 1), b) for a, b in pairwise(edges)]
-    return tuple(
-        PositionRow(a, b - 1, float(right[:, a - 1 : b - 1].mean()), float(losses[:, a - 1 : b - 1].mean()))
-        for a, b in spans
-    )
-
-
-def loss_by_recurrence(read: TokenLosses, near: int = NEAR) -> tuple[RecurrenceRow, ...]:
-    """Return the loss of tokens whose pair with the one before is new, stood within `near` places, or further back.
-
-    A kind that does not occur in the windows is left out.
-    """
-    windows, losses, _ = read
-    distances, rows = _distances(windows), []
-    for first, last in ((0, 0), (1, near), (near + 1, windows.shape[1])):
-        chosen = (distances >= first) & (distances <= last)
-        if bool(chosen.any()):
-            rows.append(RecurrenceRow(first, last, int(chosen.sum()), float(losses[chosen].mean())))
-    return tuple(rows)
-
-
-def _distances(windows: Tensor) -> Tensor:
-    """Return how many places ago each later token last followed the token before it, 0 if it never did: [B, N - 1]."""
-    distances = torch.zeros(windows.shape[0], windows.shape[1] - 1, dtype=torch.long)
-    for row, tokens in enumerate(windows.tolist()):
-        places: dict[tuple[int, int], int] = {}
-        for place, pair in enumerate(pairwise(tokens)):
-            distances[row, place] = place - places.get(pair, place)
-            places[pair] = place
-    return distances
 
 
 def linear_share(model: nn.Module, windows: Tensor) -> float | None:
@@ -197,7 +129,7 @@ def linear_share(model: nn.Module, windows: Tensor) -> float | None:
     itself = {path: partial(AttentionCall.run, mechanism=mechanism) for path, mechanism in mechanisms.items()}
     with evaluation_mode(model), torch.no_grad(), intercept_attention(mechanisms, {**itself, **usable}):
         for batch in windows.split(8):
-            model(input_ids=batch.to(_device(model)), **accepted(model, use_cache=False))
+            model(input_ids=batch.to(device_of(model)), **accepted(model, use_cache=False))
     return float(torch.cat(shares).mean())
 
 
@@ -212,59 +144,3 @@ def without_far_keys(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         for hybrid in hybrids:
             hybrid.far_shut = False
-
-
-def whole_windows(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int) -> Tensor:
-    """Return the windows of `length` tokens that the texts hold, each of one text: [B, N]; `OptionError` if none."""
-    encoded = tokenizer(list(texts), verbose=False)["input_ids"]
-    rows = [ids[i : i + length] for ids in encoded for i in range(0, len(ids) - length + 1, length)]
-    require("texts", len(texts), bool(rows), f"documents with at least max_length={length} tokens")
-    return torch.tensor(rows, dtype=torch.long)
-
-
-class TokenLosses(NamedTuple):
-    """Windows [B, N], the negative log-likelihood of each later token [B, N - 1], and 1 where it was the likeliest."""
-
-    windows: Tensor
-    losses: Tensor
-    right: Tensor
-
-
-def token_losses(model: nn.Module, windows: Tensor) -> TokenLosses:
-    """Read windows of tokens with a model."""
-    losses, right = [], []
-    with evaluation_mode(model), torch.no_grad():
-        for batch in windows.to(_device(model)).split(8):
-            logits = model(input_ids=batch, **accepted(model, use_cache=False)).logits[:, :-1].float()
-            losses.append(F.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none").cpu())
-            right.append((logits.argmax(-1) == batch[:, 1:]).double().cpu())
-    return TokenLosses(windows, torch.cat(losses).double(), torch.cat(right))
-
-
-def _continue(model: PreTrainedModel, prompts: Tensor, count: int, sampled: bool, seed: int) -> Tensor:
-    """Return prompts and continuations [B, prompt + count]; the global random state is left alone."""
-    options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0} if sampled else {"do_sample": False}
-    device = _device(model)
-    with evaluation_mode(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        text = model.generate(  # type: ignore[operator]
-            prompts.to(device), attention_mask=torch.ones_like(prompts).to(device), min_new_tokens=count,
-            max_new_tokens=count, pad_token_id=0, **options,
-        )  # fmt: skip
-    return text.cpu()
-
-
-def _judge(original: nn.Module, text: Tensor, reference: Tensor, prompt: int) -> Continuations:
-    losses = token_losses(original, text).losses
-    grams = [[tuple(row[i : i + NGRAM]) for i in range(len(row) - NGRAM + 1)] for row in text[:, prompt:].tolist()]
-    repeated = [gram in row[:i] for row in grams for i, gram in enumerate(row)]
-    first = slice(prompt, prompt + AGREEMENT)
-    return Continuations(
-        perplexity=float(losses[:, prompt - 1 :].mean().exp()),
-        repetition=sum(repeated) / max(1, len(repeated)),
-        agreement=float((text[:, first] == reference[:, first]).double().mean()),
-    )
-
-
-def _device(model: nn.Module) -> Any:
-    return architecture.root_model(model).device

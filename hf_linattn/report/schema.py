@@ -29,7 +29,7 @@ import hf_linattn
 from ..atomic_io import write_text
 from ..config import require
 from ..errors import CheckpointError, did_you_mean
-from ..evaluation import Fidelity, MemoryRow, SpeedRow, crossover_length
+from ..evaluation import Fidelity, LongLosses, MemoryRow, SpeedRow, crossover_length
 
 FORMAT_VERSION = 1
 REPORT_FILE = "report.json"
@@ -132,6 +132,33 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class LongContext:
+    """Losses on the same long documents of the test split; control: None where it was not kept."""
+
+    recovered: LongLosses
+    original: LongLosses
+    control: LongLosses | None = None
+
+
+@dataclass(frozen=True)
+class WindowRow:
+    """A window and sink tokens in place of the mechanism, in the same layers: what its state has to be worth.
+
+    Attributes:
+        window_size, num_sink_tokens: see `streaming_for`.
+        state_bytes: of the decoding state of one sequence in these layers, in a bfloat16 model.
+        trained: whether on the text, as the control; else the weights are the original's.
+        perplexity: on the test split.
+    """
+
+    window_size: int
+    num_sink_tokens: int
+    state_bytes: int
+    trained: bool
+    perplexity: float
+
+
+@dataclass(frozen=True)
 class Provenance:
     """Where the numbers come from: versions, device, dtype, seed, commit (None outside a checkout), command, date."""
 
@@ -164,7 +191,11 @@ class Report:
         sensitivity: KL of the predictions, in nats per token, when one layer alone is converted, layer by layer; empty
             unless the layers were chosen by it.
         fidelity: generated text and accuracy by position beside the original's; None where it was not measured.
+        long_context: loss by position and by distance of recurrence; None where it was not measured.
         speed, memory: one row per length; empty where it was not measured.
+        constant_bytes: of the decoding state of one sequence in the converted layers, in a bfloat16 model; None where
+            it grows with the context, or there is none.
+        windows: what windows of as many bytes come to; empty where `constant_bytes` is None.
     """
 
     base_model: str
@@ -181,8 +212,11 @@ class Report:
     stages: tuple[Stage, ...] = ()
     sensitivity: tuple[float, ...] = ()
     fidelity: Fidelity | None = None
+    long_context: LongContext | None = None
     speed: tuple[SpeedRow, ...] = ()
     memory: tuple[MemoryRow, ...] = ()
+    constant_bytes: int | None = None
+    windows: tuple[WindowRow, ...] = ()
     format_version: int = FORMAT_VERSION
 
     @property

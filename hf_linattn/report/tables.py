@@ -11,9 +11,9 @@ from pathlib import Path
 from rich.table import Table
 
 from ..atomic_io import write_text
-from ..evaluation import Fidelity, SpeedRow, Spread
+from ..evaluation import Fidelity, PositionRow, RecurrenceRow, SpeedRow, Spread
 from .plots import PLOTS, save_plots
-from .schema import Report
+from .schema import LongContext, Report, WindowRow
 
 MARKDOWN_FILE = "report.md"
 STAGE_HEADS = ["stage", "training tokens", "seconds", "validation perplexity"]
@@ -23,6 +23,8 @@ MODELS = {
     "converted": "{mechanism}, before recovery",
     "recovered": "{mechanism}, fine-tuned",
 }
+CONVERTED = ("converted", "recovered")
+READERS = ("recovered", "original", "control")  # of one text
 
 
 def four_model_table(report: Report) -> Table:
@@ -58,9 +60,11 @@ def to_markdown(report: Report) -> str:
         _model_table(report),
         _how_measured(report),
         f"![perplexity]({PLOTS['perplexity']})",
+        *(_window_section(report) if report.windows else []),
         *(_stage_section(report) if report.stages else []),
         *(["## Layers", f"![layers]({PLOTS['layers']})"] if report.sensitivity else []),
         *(_fidelity_section(report.fidelity) if report.fidelity else []),
+        *(_long_section(report.long_context) if report.long_context else []),
         *(_speed_section(report) if report.speed else []),
         *(_memory_section(report) if report.memory else []),
         "## Training",
@@ -111,6 +115,21 @@ def _how_measured(report: Report) -> str:
     return f"{how.num_tokens:,} scored tokens of the test split, windows of {how.max_length:,}, {stride}."
 
 
+def _window_section(report: Report) -> list[str]:
+    best, own = report.perplexity.best, report.perplexity
+    compared = [(f"{report.mechanism}, {name}", report.constant_bytes, getattr(own, name)) for name in CONVERTED]
+    compared += [(_window_name(row), row.state_bytes, row.perplexity) for row in report.windows]
+    rows = [[name, f"{count:,}", f"{value:,.2f}", f"{value / best:,.3f}"] for name, count, value in compared]
+    heads = ["attention of the converted layers", "state bytes", "test perplexity", "/ best"]
+    note = "Decoding state of one sequence in these layers, in a bfloat16 model."
+    return ["## Beside windows of the same bytes", _markdown_table(heads, rows, "lrrr"), note]
+
+
+def _window_name(row: WindowRow) -> str:
+    trained = "fine-tuned" if row.trained else "untrained"
+    return f"window of {row.window_size:,} and {row.num_sink_tokens} sink tokens, {trained}"
+
+
 def _stage_section(report: Report) -> list[str]:
     return ["## Stages", _markdown_table(STAGE_HEADS, _stage_rows(report), "lrrr")]
 
@@ -123,10 +142,12 @@ def _stage_rows(report: Report) -> list[list[str]]:
 
 
 def _fidelity_section(fidelity: Fidelity) -> list[str]:
+    read = [rows for rows in (fidelity.positions, fidelity.original_positions, fidelity.control_positions) if rows]
     positions = [
-        [f"{row.first} to {row.last}", f"{row.accuracy:.1%}", f"{other.accuracy:.1%}"]
-        for row, other in zip(fidelity.positions, fidelity.original_positions, strict=True)
+        [f"{rows[0].first} to {rows[0].last}", *(f"{row.accuracy:.1%}" for row in rows)]
+        for rows in zip(*read, strict=True)
     ]
+    readers = READERS[: len(read)]
     written = [
         [name, f"{text.perplexity:.2f}", f"{text.repetition:.1%}", f"{text.agreement:.1%}"]
         for name, text in (
@@ -145,7 +166,7 @@ def _fidelity_section(fidelity: Fidelity) -> list[str]:
         ]
     return [
         "## Beside the original",
-        _markdown_table(["positions", "accuracy", "original"], positions, "lrr"),
+        _markdown_table(["positions: accuracy", *readers], positions, "l" + "r" * len(readers)),
         *(_recurrence_table(fidelity) if fidelity.recurrences else []),
         _markdown_table(heads, written, "lrrr"),
         *share,
@@ -153,12 +174,43 @@ def _fidelity_section(fidelity: Fidelity) -> list[str]:
 
 
 def _recurrence_table(fidelity: Fidelity) -> list[str]:
+    kinds = (fidelity.recurrences, fidelity.original_recurrences, fidelity.control_recurrences)
+    read = [rows for rows in kinds if rows]
+    heads = ["places since the same two tokens stood together: nats per token", "tokens", *READERS[: len(read)]]
+    return [_loss_table(heads, read)]
+
+
+def _long_section(context: LongContext) -> list[str]:
+    """Three tables of losses, one column a model."""
+    read = [model for model in (context.recovered, context.original, context.control) if model]
+    readers, own = READERS[: len(read)], context.recovered
+    tables = [_loss_table(["positions", *readers], [model.positions for model in read])]
+    for what, rows in (
+        ("places since the same token", [model.recurrences for model in read]),
+        ("places since the same two tokens", [model.pairs for model in read]),
+    ):
+        tables.append(_loss_table([what, "tokens", *readers], rows))
+    note = (
+        f"Nats per token on {own.windows:,} windows of {own.length:,} tokens, of {own.documents:,} documents of the"
+        " test split; in brackets the 95 % interval of a bootstrap over the documents."
+    )
+    return ["## Long documents", note, *tables]
+
+
+def _loss_table(heads: Sequence[str], read: Sequence[Sequence[PositionRow | RecurrenceRow]]) -> str:
     rows = [
-        [f"{row.first} to {row.last}" if row.last else "new", f"{row.count:,}", f"{row.loss:.3f}", f"{other.loss:.3f}"]
-        for row, other in zip(fidelity.recurrences, fidelity.original_recurrences, strict=True)
+        [_span(rows[0]), *([f"{rows[0].count:,}"] if isinstance(rows[0], RecurrenceRow) else []), *map(_loss, rows)]
+        for rows in zip(*read, strict=True)
     ]
-    heads = ["places since the same two tokens stood together", "tokens", "nats per token", "original"]
-    return [_markdown_table(heads, rows, "lrrr")]
+    return _markdown_table(heads, rows, "l" + "r" * (len(heads) - 1))
+
+
+def _loss(row: PositionRow | RecurrenceRow) -> str:
+    return f"{row.loss:.3f}" if row.low is None else f"{row.loss:.3f} ({row.low:.3f} to {row.high:.3f})"
+
+
+def _span(row: PositionRow | RecurrenceRow) -> str:
+    return f"{row.first:,} to {row.last:,}" if row.last else "new"
 
 
 def _speed_section(report: Report) -> list[str]:

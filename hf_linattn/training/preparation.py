@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -23,11 +24,13 @@ from hf_linattn.training.task import TextEncoder, load_model, task_of
 from hf_linattn.training.training_run import TrainingRun
 from hf_linattn.training.window_dropout import WindowDropout
 
+LONGER = 8  # times block_size are the windows of `long_windows`
+
 # options that say nothing about the control: it may come from a run with others, however its learning rate was found
 CONVERSION_OPTIONS = (
     "mechanism", "mechanism_options", "layers", "softmax_share", "plan", "learning_rates", "lr_search_tokens",
     "control_learning_rates", "control_dir", "kl_weight", "hidden_weight", "calibration_tokens", "speed_lengths",
-    "fidelity_windows", "seed", "data_seed",
+    "fidelity_windows", "long_windows", "seed", "data_seed",
 )  # fmt: skip
 
 
@@ -69,6 +72,7 @@ def prepare(arguments: Arguments, program: str = "", argv: Sequence[str] = ()) -
         splits=splits,
         data=data,
         long_data=long_data,
+        long_length=min(LONGER * data_options.block_size, limit or math.inf),  # type: ignore[arg-type]  # an int
         speed_lengths=timed or [limit or data_options.block_size],
         digests=digests | {f"{name}_digest": rows_digest(rows) for name, rows in read.items()},
     )
@@ -108,16 +112,18 @@ def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None)
 
 
 def check_windows(run: TrainingRun) -> None:
-    """Raise now what would otherwise come up after hours: too little text to compare generated text on."""
-    count = run.arguments.recipe.fidelity_windows
-    if not count:
-        return
-    try:
-        whole_windows(run.tokenizer, run.splits["test"]["text"], run.arguments.data.block_size)
-    except OptionError as error:
-        raise OptionError(
-            f"fidelity_windows={count}, windows of block_size in the test split: {error}"
-        ) from error
+    """Raise now what would otherwise come up after hours: too little text to compare models on."""
+    recipe, size = run.arguments.recipe, run.arguments.data.block_size
+    for name, count, length, what in (
+        ("fidelity_windows", recipe.fidelity_windows, size, "block_size"),
+        ("long_windows", recipe.long_windows, run.long_length, f"{run.long_length} tokens"),
+    ):
+        if not count:
+            continue
+        try:
+            whole_windows(run.tokenizer, run.splits["test"]["text"], length)
+        except OptionError as error:
+            raise OptionError(f"{name}={count}, windows of {what} in the test split: {error}") from error
 
 
 def shared_control(run: TrainingRun, program: str = "", argv: Sequence[str] = ()) -> dict[str, dict[str, Any]]:

@@ -32,6 +32,7 @@ class TrainingRun:
         command: how the run was started. directory: its output folder.
         tokenizer: of the model. task: what the model predicts. splits: the texts.
         data: rows of `block_size` tokens. long_data: longer ones for a last stage; None: there is no such stage.
+        long_length: tokens of the windows of `long_windows`.
         speed_lengths: the lengths to time that the model has positions for.
         digests: of the content of model and data. shared_control: results of stages of another run, by name.
         results: what each finished stage of this run recorded, by name.
@@ -45,6 +46,7 @@ class TrainingRun:
     splits: DatasetDict
     data: TrainingData
     long_data: TrainingData | None
+    long_length: int
     speed_lengths: list[int]
     digests: dict[str, str] = field(default_factory=dict)
     shared_control: dict[str, dict[str, Any]] = field(default_factory=dict)

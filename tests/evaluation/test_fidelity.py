@@ -9,14 +9,9 @@ import torch
 
 from hf_linattn import OptionError, get_mechanisms, patch_model
 from hf_linattn.attention_call import intercept_attention
-from hf_linattn.evaluation.fidelity import (
-    accuracy_by_position,
-    fidelity,
-    linear_share,
-    loss_by_recurrence,
-    token_losses,
-    without_far_keys,
-)
+from hf_linattn.evaluation.fidelity import fidelity, linear_share, without_far_keys
+from hf_linattn.evaluation.next_token import token_losses
+from hf_linattn.evaluation.positions import accuracy_by_position, loss_by_recurrence
 from tests.helpers import logits_of, make_tokenizer, make_tokens
 from tests.models import make_model
 

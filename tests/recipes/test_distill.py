@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -69,6 +70,8 @@ def test_a_run_from_end_to_end(material, whole):
         "window_dropout": 0.5,
     }  # fmt: skip
     assert report.perplexity.recovered < report.perplexity.converted
+    assert len(report.fidelity.control_recurrences) == len(report.fidelity.recurrences) > 1
+    assert report.fidelity.control_positions != report.fidelity.original_positions
     assert report.fidelity.perplexity_without_linear != report.perplexity.recovered
     assert 0 < report.fidelity.linear_share < 1 and len(report.fidelity.positions) == 4
     assert "without it the test perplexity is" in (whole / "report.md").read_text()
@@ -94,8 +97,16 @@ def test_each_stage_goes_on_from_the_one_before(material, whole):
     assert changed and all("attn.c_attn.weight" in name or "attn.c_proj.weight" in name for name in changed)
 
 
-def test_blocks_of_layers_are_transferred_together(material, tmp_path):
-    report = run(flags(material, tmp_path / "out", transfer_block_layers=2, fidelity_windows=0))
+def test_blocks_of_layers_are_transferred_together_and_long_documents_are_read(material, tmp_path):
+    texts = [" ".join(f"w{5 + (document + 3 * i) % 8}" for i in range(70)) for document in range(3)]
+    long = tmp_path / "test.jsonl"
+    long.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    changes = {"transfer_block_layers": 2, "fidelity_windows": 0, "long_windows": 2, "test_file": long}
+    report = run(flags(material, tmp_path / "out", **changes))
+    read = report.long_context  # 8 times block_size would be beyond the positions of the model
+    assert read.recovered.length == read.control.length == 64 and read.recovered.windows == 2
+    assert read.recovered.positions != read.original.positions != read.control.positions
+    assert Report.load(tmp_path / "out") == report and "## Long documents" in (tmp_path / "out/report.md").read_text()
     assert report.training.teaching["transfer_block_layers"] == 2
     history = recorded(tmp_path / "out", "transfer")["history"]
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
@@ -265,6 +276,7 @@ def test_layers_are_chosen_by_what_they_cost(material, tmp_path, monkeypatch):
         ({"long_tokens": 256, "long_block_size": 32}, "long_block_size must be above block_size=32, got 32"),
         ({"long_tokens": 256, "long_block_size": 99}, "long_block_size=99 is beyond the 64 positions"),
         ({"block_size": 56}, "texts must be documents with at least max_length=56 tokens"),
+        ({"long_windows": 1}, "long_windows=1, windows of 64 tokens in the test split: texts must be documents with"),
         ({"temperature": 0}, "temperature must be above 0, got 0"),
     ],
     ids=str,

@@ -91,6 +91,12 @@ def test_a_run_from_end_to_end(material, tmp_path, capsys):
         assert set(losses) == {1e-3, 3e-3}
         assert losses[getattr(report.training, f"{name}_learning_rate")] == min(losses.values())
         assert training["steps"] == 6
+    (window,) = report.windows  # of a model served in bfloat16, whatever it was trained in
+    assert not window.trained and window.perplexity > 1
+    original = AutoModelForCausalLM.from_pretrained(material["model_name_or_path"], dtype=torch.bfloat16)
+    fitting = hf_linattn.evaluation.streaming_for(original, bytes=report.constant_bytes)
+    assert fitting == {"streaming": {"window_size": window.window_size, "num_sink_tokens": window.num_sink_tokens}}
+    assert window.state_bytes <= report.constant_bytes
     assert [row.length for row in report.speed] == [8, 24], "lengths beyond the position table are left out"
     assert {"report.md", "perplexity.png", "time.png", "state.png"} <= {file.name for file in out.iterdir()}
     assert not list(out.rglob("checkpoint-*")), "checkpoints of finished trainings are removed"

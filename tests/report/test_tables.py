@@ -9,13 +9,15 @@ import json
 import pytest
 from rich.console import Console
 
-from hf_linattn.evaluation import MemoryRow, SpeedRow, Spread
+from hf_linattn.evaluation import LongLosses, MemoryRow, PositionRow, RecurrenceRow, SpeedRow, Spread
 from hf_linattn.report import (
     Evaluation,
+    LongContext,
     Perplexities,
     Report,
     Stage,
     Training,
+    WindowRow,
     collect_provenance,
     four_model_table,
     save_report,
@@ -41,6 +43,8 @@ def report():
             SpeedRow(512, 1, fast, slow, Spread(2.0, 1.0, 3.0), Spread(5.0, 4.0, 6.0)),
         ),
         memory=(MemoryRow(256, 1111, 2222, 10, 20), MemoryRow(512, 3333, 4444, 10, 40)),
+        constant_bytes=5_000,
+        windows=(WindowRow(77, 4, 4_990, False, 40.0), WindowRow(76, 4, 4_930, True, 9.6)),
     )
 
 
@@ -74,6 +78,30 @@ def test_markdown_has_the_four_models(report):
     assert cells(models, "control")[2:] == ["8.00", "1.000"]
     assert cells(models, "recovered")[2:] == ["10.00", "1.250"]
     assert "98,765 scored tokens of the test split, windows of 512, stride 256." in markdown
+
+
+def test_markdown_has_the_losses_on_long_documents(report):
+    def read(loss, low=None, high=None):
+        rows = (RecurrenceRow(0, 0, 1234, loss, low, high), RecurrenceRow(65, 128, 56, loss + 1, low, high))
+        return LongLosses(4096, 16, 9, (PositionRow(1, 63, 0.5, loss - 1, low, high),), rows, rows[:1])
+
+    context = LongContext(read(3.0, 2.5, 3.5), read(2.9), read(2.8))
+    markdown = to_markdown(dataclasses.replace(report, long_context=context)).split("## Long documents")[1]
+    assert "16 windows of 4,096 tokens, of 9 documents" in markdown
+    assert cells(markdown, "1 to 63")[1:] == ["2.000 (2.500 to 3.500)", "1.900", "1.800"]
+    assert cells(markdown, "65 to 128")[1:] == ["56", "4.000 (2.500 to 3.500)", "3.900", "3.800"]
+    assert markdown.count("| new | 1,234 |") == 2
+    two = to_markdown(dataclasses.replace(report, long_context=context.__class__(read(3.0), read(2.9))))
+    assert "| positions | recovered | original |\n" in two
+
+
+def test_markdown_has_the_windows_of_equal_bytes(report):
+    section = to_markdown(report).split("## Beside windows of the same bytes")[1].split("## ")[0]
+    assert cells(section, "performer, converted")[1:] == ["5,000", "1,234.50", "154.312"]
+    assert cells(section, "performer, recovered")[1:] == ["5,000", "10.00", "1.250"]
+    assert cells(section, "window of 77 and 4 sink tokens, untrained")[1:] == ["4,990", "40.00", "5.000"]
+    assert cells(section, "window of 76 and 4 sink tokens, fine-tuned")[1:] == ["4,930", "9.60", "1.200"]
+    assert "windows of the same bytes" not in to_markdown(dataclasses.replace(report, windows=()))
 
 
 def test_markdown_has_the_stages_in_perplexity(report):

@@ -49,6 +49,13 @@ class RecipeArguments:
         default=0,
         metadata={"help": "Test windows on which generated text and accuracy by position are compared; causal only."},
     )
+    long_windows: int = field(
+        default=0,
+        metadata={
+            "help": "Test windows of 8 times block_size, as far as there are positions, on which loss by position and"
+            " by distance of recurrence are compared; causal only."
+        },
+    )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Start anew in an output_dir that holds another run's results."}
     )
@@ -60,7 +67,7 @@ class RecipeArguments:
         for name in ("learning_rates", "control_learning_rates"):
             rates = getattr(self, name)
             require(name, rates, rates is None or all(rate > 0 for rate in rates), "positive numbers")
-        for name in ("kl_weight", "hidden_weight", "calibration_tokens", "fidelity_windows"):
+        for name in ("kl_weight", "hidden_weight", "calibration_tokens", "fidelity_windows", "long_windows"):
             require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         lengths = self.speed_lengths
         require("speed_lengths", lengths, bool(lengths) and min(lengths) > 0, "positive numbers of tokens")

@@ -17,6 +17,7 @@ from .recovery import ControlTraining, RecoveredTraining
 from .report import ReportStage
 from .training import TrainingStage
 from .transfer import TransferTraining
+from .window import WindowMeasurement
 
 __all__ = ["Stage", "TrainingStage", "stages_of"]
 
@@ -30,6 +31,7 @@ def stages_of(arguments: Arguments) -> list[Stage]:
         (Measurement("original", TrainingRun.load), True),
         (Measurement("converted", TrainingRun.convert, ("layers",)), True),
         (Measurement("converted_validation", TrainingRun.convert, ("layers",), validation), True),
+        (WindowMeasurement(), True),
         (ControlTraining(), not shared),
         (Measurement("control", _control, ("control_training",)), not shared),
         (SharedStage("control_training"), shared),

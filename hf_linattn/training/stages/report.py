@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_linattn import get_patch_config
-from hf_linattn.evaluation import Fidelity, fidelity, measure_memory, measure_speed, without_far_keys
+from hf_linattn import get_patch_config, unpatch_model
+from hf_linattn.evaluation import (
+    Fidelity,
+    LongLosses,
+    fidelity,
+    long_losses,
+    measure_memory,
+    measure_speed,
+    without_far_keys,
+)
 from hf_linattn.report import (
     Accuracies,
     Evaluation,
+    LongContext,
     Perplexities,
     Report,
     Stage,
     Training,
+    WindowRow,
     collect_provenance,
     save_card,
     save_report,
@@ -25,6 +36,8 @@ from hf_linattn.training.arguments import Arguments, tokens_per_step
 from hf_linattn.training.stages.base import OneProcessStage
 from hf_linattn.training.training_run import TrainingRun
 
+# the stages that measured windows of equal bytes, and whether these were trained
+WINDOWS = {"window": False}
 SCORED = ("original", "control", "converted", "recovered")
 # by the name in the report: the stage after which the converted model has this validation loss
 STAGES = {
@@ -40,7 +53,9 @@ class ReportStage(OneProcessStage):
     """Write the report and the model card beside the recovered model, and the tokenizer beside both models."""
 
     name = "report"
-    inputs: tuple[str, ...] = (*SCORED, "layers", "control_training", *STAGES.values(), "recovered_validation")
+    inputs: tuple[str, ...] = (
+        *SCORED, *WINDOWS, "layers", "control_training", *STAGES.values(), "recovered_validation",
+    )  # fmt: skip
 
     def run(self, context: TrainingRun) -> dict[str, Any]:
         folder = context.directory.path
@@ -96,9 +111,19 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
         sensitivity=tuple(results.get("layers", {}).get("sensitivity", {}).values()),
         provenance=collect_provenance(training.seed, context.command, device=model.device, dtype=model.dtype),
         fidelity=compare_with_original(context, model) if options.fidelity_windows else None,
+        long_context=read_long_documents(context, model) if options.long_windows else None,
         speed=tuple(measure_speed(model, context.speed_lengths)),
         memory=tuple(measure_memory(model, context.speed_lengths)),
+        constant_bytes=results["window"].get("constant_bytes"),
+        windows=tuple(window_row(results[stage], trained) for stage, trained in WINDOWS.items() if results.get(stage)),
     )
+
+
+def window_row(result: Mapping[str, Any], trained: bool) -> WindowRow:
+    """Return what a window came to."""
+    (options,) = result["plan"].values()
+    sizes = options["window_size"], options["num_sink_tokens"], result["bytes"]
+    return WindowRow(*sizes, trained, result["perplexity"])
 
 
 def tried(training: Mapping[str, Any]) -> tuple[float, ...]:
@@ -133,9 +158,26 @@ def compare_with_original(context: TrainingRun, model: PreTrainedModel) -> Fidel
     found = fidelity(
         model, context.load(), context.tokenizer, texts, max_length=size,
         num_windows=context.arguments.recipe.fidelity_windows, prompt_length=prompt,
-        new_tokens=min(64, size - prompt),
+        new_tokens=min(64, size - prompt), control=load_control(context),
     )  # fmt: skip
     if found.linear_share is None:
         return found
     with without_far_keys(model):
         return replace(found, perplexity_without_linear=context.score(model)["perplexity"])
+
+
+def read_long_documents(context: TrainingRun, model: PreTrainedModel) -> LongContext:
+    """Read long documents of the test split with the recovered model, the original and the control."""
+    texts, count = context.splits["test"]["text"], context.arguments.recipe.long_windows
+
+    def read(reader: PreTrainedModel) -> LongLosses:
+        return long_losses(reader, context.tokenizer, texts, length=context.long_length, num_windows=count)
+
+    control = load_control(context)
+    return LongContext(read(model), read(context.load()), None if control is None else read(control))
+
+
+def load_control(context: TrainingRun) -> PreTrainedModel | None:
+    """Load the control of this run, or the one it shares; None where it is not kept any more."""
+    folder = Path(context.arguments.recipe.control_dir or context.directory.path) / "control"
+    return unpatch_model(context.load(folder)) if folder.exists() else None

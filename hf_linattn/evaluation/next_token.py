@@ -1,0 +1,113 @@
+"""How well a causal language model predicts each token of whole windows, without all of the logits at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from .. import architecture
+from ..config import require
+from ..inference import accepted, evaluation_mode
+
+TOKENS = 16_384  # at most so many of a batch go through the layers together, one window at least
+ROWS = 8  # at most so many windows
+LOGITS = 1 << 24  # at most so many logits are made at a time
+
+
+class TokenLosses(NamedTuple):
+    """Windows [B, N], what a model made of each later token [B, N - 1], and the document of each window [B].
+
+    losses: the negative log-likelihoods, in nats, float64. right: 1 where the token was the likeliest, else 0.
+    """
+
+    windows: Tensor
+    losses: Tensor
+    right: Tensor
+    documents: Tensor
+
+
+def token_losses(
+    model: nn.Module, windows: Tensor, documents: Tensor | None = None, *, progress: bool = False
+) -> TokenLosses:
+    """Read windows of tokens with a model: int64 [B, N], each from its first token.
+
+    The layers run once on a window; their outputs then go through the head a few tokens at a time, so that of B N V
+    logits no more than 2^24 are there together.
+
+    Args:
+        documents: the number of the document that each window is from [B]; None: each is one of its own.
+        progress: show a progress bar.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+    >>> read = token_losses(LlamaForCausalLM(config), torch.arange(24).view(2, 12))
+    >>> read.losses.shape, read.losses.dtype, read.documents
+    (torch.Size([2, 11]), torch.float64, tensor([0, 1]))
+    """
+    read: list[tuple[Tensor, Tensor]] = []
+    batches = windows.split(max(1, min(ROWS, TOKENS // windows.shape[1])))
+    with evaluation_mode(model), torch.no_grad():
+        for batch in tqdm(batches, desc="reading", unit="batch", disable=not progress):
+            parts = [_judge(*part) for part in _logits_of_parts(model, batch.to(device_of(model)))]
+            read.append((torch.cat([losses for losses, _ in parts], 1), torch.cat([right for _, right in parts], 1)))
+    losses, right = (torch.cat(rows) for rows in zip(*read, strict=True))
+    return TokenLosses(windows.cpu(), losses, right, torch.arange(len(windows)) if documents is None else documents)
+
+
+def _judge(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return loss and rightness [B, C] of logits [B, C, V]."""
+    losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return losses.cpu().double(), (logits.argmax(-1) == targets).cpu().double()
+
+
+def device_of(model: nn.Module) -> Any:
+    """Return where a model takes its tokens."""
+    return architecture.root_model(model).device
+
+
+def whole_windows(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int) -> Tensor:
+    """Return the windows of `length` tokens that the texts hold, each of one text: [B, N]; `OptionError` if none."""
+    return windows_of_documents(tokenizer, texts, length)[0]
+
+
+def windows_of_documents(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int
+) -> tuple[Tensor, Tensor]:
+    """Return `whole_windows` [B, N] and the number of the text that each is from [B]."""
+    encoded = tokenizer(list(texts), verbose=False)["input_ids"]
+    places = [(text, i) for text, ids in enumerate(encoded) for i in range(0, len(ids) - length + 1, length)]
+    require("texts", len(texts), bool(places), f"documents with at least max_length={length} tokens")
+    rows = [encoded[text][i : i + length] for text, i in places]
+    return torch.tensor(rows, dtype=torch.long), torch.tensor([text for text, _ in places])
+
+
+def _logits_of_parts(model: nn.Module, input_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the logits [B, C, V] of some positions after the others, in float32, and the tokens [B, C] they are for.
+
+    Models scale or cap what their head gives, each in its own way: the model itself is asked, with a part of what its
+    layers came to in the place of what they make of one token.
+    """
+    root = architecture.root_model(model)
+    body: Any = root.base_model
+    options: Any = accepted(model, use_cache=False)
+    length = input_ids.shape[1] - 1
+    if body is root:  # layers and head are one
+        yield model(input_ids=input_ids, **options).logits[:, :-1].float(), input_ids[:, 1:]
+        return
+    output = body(input_ids=input_ids, **accepted(body, use_cache=False))
+    hidden = output.last_hidden_state
+    size = max(1, LOGITS // (len(input_ids) * root.config.get_text_config().vocab_size))
+    for first in range(0, length, size):
+        part = type(output)(**{**output, "last_hidden_state": hidden[:, first : min(first + size, length)]})
+        handle = body.register_forward_hook(lambda *_, part=part: part)
+        try:
+            logits = model(input_ids=input_ids[:, :1], **options).logits.float()
+        finally:
+            handle.remove()
+        yield logits, input_ids[:, 1 + first : 1 + first + logits.shape[1]]

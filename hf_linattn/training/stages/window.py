@@ -1,0 +1,46 @@
+"""The stages of the window of equal bytes: what a state of constant size has to be worth more than."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_linattn import patch_model
+from hf_linattn.evaluation import constant_state_bytes, streaming_bytes, streaming_like
+from hf_linattn.training.stages.base import OneProcessStage
+from hf_linattn.training.training_run import TrainingRun
+
+SERVED_IN = torch.bfloat16  # the dtype for which bytes are counted, whatever the model is trained in
+
+
+class WindowMeasurement(OneProcessStage):
+    """Measure the original with windows of as many bytes in the layers that are converted, nothing trained.
+
+    The result is empty where the converted model has no state of constant size.
+    """
+
+    name = "window"
+    inputs: tuple[str, ...] = ("layers",)
+
+    def compute(self, context: TrainingRun) -> dict[str, Any]:
+        found = describe_window(context)
+        return found and {**found, **context.score(window_model(context, found["plan"]))}
+
+
+def describe_window(context: TrainingRun) -> dict[str, Any]:
+    """Return the `plan` of equal bytes, its `bytes` and the `constant_bytes` it was made for; nothing without it."""
+    converted = context.convert().to(SERVED_IN)
+    plan = streaming_like(converted)
+    if plan is None:
+        return {}
+    (options,) = plan.values()
+    return {
+        "plan": plan, "bytes": streaming_bytes(converted, **options), "constant_bytes": constant_state_bytes(converted)
+    }  # fmt: skip
+
+
+def window_model(context: TrainingRun, plan: dict[str, Any]) -> PreTrainedModel:
+    """Load the original and give it windows."""
+    return patch_model(context.load(), plan, chunk_feed_forward=context.arguments.model.chunk_feed_forward)
