@@ -95,7 +95,8 @@ class ByHeadMechanism(CompositeMechanism):
     `plan={"performer": "0-5", "softmax": [6, 7]}`, or with options `{"performer": {"heads": "0-5", "num_features":
     128}}`. Heads are key/value heads: where several query heads share one, they go with it. In a model without grouped
     queries these are the heads themselves. What no mechanism is given keeps softmax, with the layer's own sliding
-    window, soft cap and dropout; its decoding state is all of its keys and values, in the model's dtype.
+    window, soft cap and dropout; its decoding state is all of its keys and values, in the model's dtype, with room for
+    256 tokens more, so that a token copies none of them. Query heads that share keys read these once for all of them.
 
     So a few heads that find things far away can stay exact and the others get cheap, as in DuoAttention (Xiao et al.
     2024), which is `{"streaming": ..., "softmax": retrieval heads}`. Each mechanism is made for a layer of its own
@@ -146,6 +147,8 @@ class ByHeadMechanism(CompositeMechanism):
         shared = self.heads_of_members(query, key, value)
         call = self.call_options(return_state, sink)
         outputs, after = self.ask(shared, key_padding_mask, sequence_ids, state, call, **exact)
+        if len(outputs) == 1:
+            return outputs[0], after
         # in the order [B, N, H, Dv], in which models go on
         return self._put_back([x.transpose(1, 2) for x in outputs], dim=2).transpose(1, 2), after
 
@@ -179,6 +182,8 @@ class ByHeadMechanism(CompositeMechanism):
         return self._put_back([sink[None, :, None] for sink in found]).flatten()
 
     def heads_of_members(self, *heads: Tensor) -> list[Sequence[Tensor]]:
+        if len(self._runs) == 1:
+            return [heads]
         return [[self._share(x, runs) for x in heads] for runs in self._runs.values()]
 
     def _share(self, x: Tensor, runs: Sequence[range]) -> Tensor:

@@ -173,8 +173,8 @@ def _extend(state: PastKeys | None, key: Tensor, value: Tensor, lengths: Tensor 
     """Put the new keys behind those each row has."""
     batch, _, count, _ = key.shape
     new = torch.full((batch,), count, device=key.device) if lengths is None else lengths
-    if state is None:
-        return PastKeys(key, value, new)
+    if state is None:  # a state is never a view of what it was made from
+        return PastKeys(key.clone(), value.clone(), new)
     length = state.length + new
     room = max(int(length.max()), 1)
     steps = torch.arange(count, device=key.device)

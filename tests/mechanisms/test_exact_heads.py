@@ -10,8 +10,9 @@ import torch
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from hf_linattn import patch_model
+from hf_linattn import list_mechanisms, patch_model
 from hf_linattn.cache import state_bytes
+from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.softmax import SoftmaxState
 from hf_linattn.ops.common.fused_attention import fused_attention
 from hf_linattn.ops.common.growing import SPARE, grown, held_bytes
@@ -96,8 +97,11 @@ def test_two_goes_on_from_one_state_do_not_see_each_other():
 
 def test_grown_keeps_gradients_dtypes_and_modes():
     kept, new = torch.ones(1, 1, 3, 2, requires_grad=True), torch.zeros(1, 1, 1, 2)
-    grown(kept, new).sum().backward()
-    assert torch.equal(kept.grad, torch.ones_like(kept))
+    longer = grown(kept, new)
+    squares = longer.square().sum()
+    grown(longer, new)  # writes nothing that the backward pass reads
+    squares.backward()
+    assert torch.equal(kept.grad, 2 * torch.ones_like(kept))
     with torch.inference_mode():
         longer = grown(grown(kept, new), new)
     with torch.no_grad():
@@ -161,3 +165,14 @@ def test_the_cache_holds_all_keys_of_the_exact_heads_alone():
         model(random_tokens(1, 1), past_key_values=cache, use_cache=True)
     room = (SPARE + 1) * 2 * 8 * 4
     assert exact + room < state_bytes(cache) < 1.2 * exact + room
+
+
+@pytest.mark.parametrize("mechanism", [x for x in list_mechanisms() if "causal" in MECHANISMS.get(x).modes])
+@torch.no_grad()
+def test_a_state_holds_nothing_of_the_heads_it_was_made_from(mechanism):
+    """Each member of by_head gets a view of all heads, of which its state must not keep the others."""
+    case = Case(mechanism, "llama", True)
+    heads = case.heads(37, dtype=torch.float32)
+    _, state = case.make(torch.float32)(*heads)
+    own = {x.untyped_storage().data_ptr() for x in heads}
+    assert not own & {x.untyped_storage().data_ptr() for x in state}

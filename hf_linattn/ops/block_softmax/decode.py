@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..common.fused_attention import fused_attention
 from ..common.padding import first_of_block, take
-from ..common.precision import wide
+from ..common.precision import accum_dtype
 from ..common.sink_logit import with_sink_key
 from ..common.tracing import is_watched
 from .autograd import BlockSoftmax, attend_blocks
@@ -47,7 +47,7 @@ def attend_after(blocks: BlockSoftmax, call: BlockSoftmaxCall, state: KeptKeys) 
     rows = grouped(F.pad(query, (0, 0, len(position), 0)), key)
     how: Any = {"block_size": size, "scaling": call.scaling, "causal": True}
     output, log = (x[:, :, :, len(position) :] for x in attend_blocks(blocks, rows, keys, values, seen, **how))
-    after, _ = extend(state, wide(key), wide(value), count_real(None, 0, key))
+    after, _ = extend(state, key, value, count_real(None, 0, key))
     return beside_sink(output, log, call.sink), forget(after, pattern)
 
 
@@ -80,25 +80,30 @@ def has_full_window(call: BlockSoftmaxCall, state: KeptKeys) -> bool:
 
 def attend_window_step(call: BlockSoftmaxCall, state: KeptKeys) -> tuple[Tensor, KeptKeys]:
     """Attend to all that is kept and to the new token, which takes the place of the oldest in the window."""
-    query, first = call.query, call.pattern.num_global
-    key, value = torch.cat([state.key, call.key], dim=2), torch.cat([state.value, call.value], dim=2)
-    heads = (query, key, value) if call.sink is None else with_sink_key(query, key, value, call.sink, call.scaling)
+    query, first, length = call.query, call.pattern.num_global, state.length + 1
+
+    def behind(kept: Tensor, new: Tensor) -> Tensor:  # the oldest last: what is kept then is the beginning of all
+        return torch.cat([kept[:, :, :first], kept[:, :, first + 1 :], new, kept[:, :, first : first + 1]], dim=2)
+
+    key, value = behind(state.key, call.key), behind(state.value, call.value)
+    heads = (query, key, value)
+    if any(x.dtype != query.dtype for x in heads):  # PyTorch's kernels sum up half precision in float32
+        heads = tuple(x.to(accum_dtype(query)) for x in heads)
+    if call.sink is not None:
+        heads = with_sink_key(*heads, call.sink, call.scaling)
     output = fused_attention(*heads, scale=call.scaling, enable_gqa=True)[..., : value.shape[3]]
-    length = state.length + 1
-    position = torch.cat([state.position, length[:, None, None]], dim=2)
-    kept = [torch.cat([x[:, :, :first], x[:, :, first + 1 :]], dim=2) for x in (key, value, position)]
-    return output, KeptKeys(kept[0], kept[1], kept[2], length)
+    places, room = behind(state.position, length[:, None, None]), state.position.shape[2]
+    return output, KeptKeys(key[:, :, :room], value[:, :, :room], places[:, :, :room], length)
 
 
 def keep_keys(key: Tensor, value: Tensor, pattern: Pattern, lengths: Tensor | None = None) -> KeptKeys:
-    """Return the state after rows that start at position 0."""
+    """Return the state after rows that start at position 0, in their dtype."""
     count = count_real(lengths, 0, key)
     steps = torch.arange(key.shape[2], device=key.device)
     position = torch.where(steps < count[:, None], steps + 1, 0)[:, None]
     if pattern.capacity is None:  # a state is never a view of what it was made from
         key, value = key.clone(), value.clone()
-    kept = forget(KeptKeys(key, value, position, count), pattern)
-    return kept._replace(key=wide(kept.key), value=wide(kept.value))
+    return forget(KeptKeys(key, value, position, count), pattern)
 
 
 def count_real(lengths: Tensor | None, start: int, key: Tensor) -> Tensor:
