@@ -13,7 +13,8 @@ LAUNCH := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(THREADS) $(BIN)/accelerate launch -
 # tests use one thread each, so as many run side by side as there are cores; every process collects all of them
 WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
 PARALLEL := -n $(WORKERS) --dist worksteal
-PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PARALLEL)
+# processes that tests start read what was compiled, whatever the environment says of writing it
+PYTEST := HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PARALLEL)
 # on a GPU's machine; without pytest-xdist, make gpu PYTEST_FLAGS=
 PYTEST_FLAGS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo "-q -n $$((cores < 16 ? cores : 15)) --dist worksteal")
 GPU_RESULTS ?= benchmarks/results/gpu.json

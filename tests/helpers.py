@@ -110,6 +110,21 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> N
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
+def take_steps(model: nn.Module, count: int) -> list[float]:
+    """Train as `Trainer` does, without what it sets up; return the loss before each step."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    ids, losses = make_tokens(8, 12), []
+    model.train()
+    for _ in range(count):
+        loss = model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    return losses
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

@@ -23,8 +23,8 @@ each_pair, each_causal_pair, each_encoder_pair = (
 def test_generation_with_a_cache_equals_generation_without(name, mechanism):
     model = make_patched(name, mechanism)
     ids = make_tokens(2, LENGTH)
-    tokens, logits = generate(model, ids, use_cache=True)
-    uncached_tokens, uncached_logits = generate(model, ids, use_cache=False)
+    tokens, logits = generate(model, ids, 3, use_cache=True)
+    uncached_tokens, uncached_logits = generate(model, ids, 3, use_cache=False)
     assert tokens.tolist() == uncached_tokens.tolist()
     assert_close(logits, uncached_logits)
 
@@ -34,9 +34,9 @@ def test_left_padded_generation_equals_unpadded(name, mechanism):
     model = make_patched(name, mechanism)
     rows = [make_tokens(1, length, seed=length)[0] for length in (LENGTH, 11, 1)]
     ids, mask = pad(rows, model.config.pad_token_id)
-    tokens, logits = generate(model, ids, attention_mask=mask)
+    tokens, logits = generate(model, ids, 3, attention_mask=mask)
     for index, row in enumerate(rows):
-        alone_tokens, alone_logits = generate(model, row[None], attention_mask=torch.ones_like(row[None]))
+        alone_tokens, alone_logits = generate(model, row[None], 3, attention_mask=torch.ones_like(row[None]))
         assert tokens[index].tolist() == alone_tokens[0].tolist()
         assert_close(logits[index], alone_logits[0])
 
@@ -103,7 +103,7 @@ def test_a_mixed_plan_generates_the_same_with_every_cache(name, order, cache):
     model = patch_model(make_model(name), plan)
     rows = [make_tokens(1, length, seed=length)[0] for length in (LENGTH, 12)]
     for ids, mask in ((rows[0][None], torch.ones(1, LENGTH, dtype=torch.int64)), pad(rows, 0)):
-        expected_tokens, expected_logits = generate(model, ids, attention_mask=mask, use_cache=False)
-        tokens, logits = generate(model, ids, attention_mask=mask, cache_implementation=cache)
+        expected_tokens, expected_logits = generate(model, ids, 3, attention_mask=mask, use_cache=False)
+        tokens, logits = generate(model, ids, 3, attention_mask=mask, cache_implementation=cache)
         assert tokens.tolist() == expected_tokens.tolist()
         assert_close(logits, expected_logits)

@@ -26,6 +26,7 @@ from tests.helpers import (
     make_tokenizer,
     make_tokens,
     pad,
+    take_steps,
 )
 from tests.models import ARCHITECTURES, SPINE, make_model
 
@@ -123,21 +124,6 @@ def make_trainer(model, directory, **options):
         disable_tqdm=True, save_strategy="no", logging_strategy="no", seed=1, **options,
     )  # fmt: skip
     return Trainer(model=model, args=arguments, train_dataset=make_dataset(), eval_dataset=make_dataset(4))
-
-
-def take_steps(model, count: int) -> list[float]:
-    """Train as `Trainer` does, without what it sets up; return the loss before each step."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    ids, losses = make_tokens(8, 12), []
-    model.train()
-    for _ in range(count):
-        loss = model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    model.eval()
-    return losses
 
 
 @pytest.mark.covering(1)

@@ -159,7 +159,7 @@ def test_no_other_engine_finds_a_model_of_its_own(tmp_path, name):
 
 # -- interrupted saves ------------------------------------------------------------------------------------------------
 
-SHARDS = {"one file": {}, "shards": {"max_shard_size": "30KB"}}
+SHARDS = {"one file": {}, "shards": {"max_shard_size": "60KB"}}
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 
 

@@ -110,7 +110,7 @@ def test_padded_rows_get_what_they_get_alone(inputs, causal):
 @pytest.mark.parametrize("lengths", [None, [20, 3]])
 @pytest.mark.parametrize("causal", [False, True])
 def test_chunks_are_read_one_at_a_time(inputs, monkeypatch, causal, lengths):
-    """Of rows that are so many whole chunks, padded and not."""
+    """Of rows of whole chunks, padded and not."""
     monkeypatch.setitem(linear_torch.AT_ONCE, "cpu", 1)
     *heads, mix = (x[:, :, :24] if x.dim() > 1 else x for x in inputs)
     lengths = None if lengths is None else torch.tensor(lengths)

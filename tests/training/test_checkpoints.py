@@ -49,6 +49,7 @@ def unbroken(request, tmp_path_factory):
     return folder, request.param, *train(folder, request.param)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("step", [STEPS, STEPS - 1, 2])
 def test_a_training_takes_exactly_the_steps_that_were_left(unbroken, tmp_path, step):
     folder, adapters, result, weights = unbroken
