@@ -13,7 +13,7 @@ initialization (Trockman and Kolter 2023, arXiv 2305.09828); which weights are s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def _link(layers: Sequence[Attention], content: Tensor) -> None:
     second.output.copy_(second.value.repeat_interleave(group, dim=0).permute(2, 0, 1) / group)
 
 
-def _llama_attention(layer: torch.nn.Module, size: int) -> Attention:
+def _llama_attention(layer: Any, size: int) -> Attention:
     """Return views of a Llama layer's weights."""
     attention = layer.self_attn
     query, key, value = (
@@ -117,7 +117,7 @@ def _llama_attention(layer: torch.nn.Module, size: int) -> Attention:
     return Attention(query, key, value, output, layer.mlp.down_proj.weight.data)
 
 
-def _gpt2_attention(block: torch.nn.Module, size: int) -> Attention:
+def _gpt2_attention(block: Any, size: int) -> Attention:
     """Return views of a GPT-2 block's weights, which lie transposed."""
     query, key, value = (
         part.T.unflatten(0, (-1, size)) for part in block.attn.c_attn.weight.data.chunk(3, dim=1)
