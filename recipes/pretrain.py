@@ -35,7 +35,7 @@ import datasets
 import tokenizers
 import torch
 import transformers
-from datasets import DatasetDict, concatenate_datasets
+from datasets import DatasetDict
 from transformers import (
     AutoConfig,
     HfArgumentParser,
@@ -48,13 +48,11 @@ from transformers import (
 )
 
 from hf_linattn import patch_model, unpatch_model
-from hf_linattn.atomic_io import write_text
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation import perplexity
 from hf_linattn.reading import exit_with_one_line
 from hf_linattn.training.arguments.help import help_if_asked
 from hf_linattn.training.checkpoints import last_complete_checkpoint
-from hf_linattn.training.corpus import installed_documentation
 from hf_linattn.training.data import PackedMaskingCollator, load_text_splits, tokenize_and_pack
 from hf_linattn.training.pretraining.architectures import (
     ARCHITECTURES,
@@ -64,15 +62,16 @@ from hf_linattn.training.pretraining.architectures import (
     wrap_tokenizer,
 )
 from hf_linattn.training.pretraining.items import Material
+from hf_linattn.training.pretraining.kept import same_run_or_new, text_with_documentation
 from hf_linattn.training.pretraining.measures import measure_recall
 from hf_linattn.training.pretraining.mixture import Mixture, text_tokens
-from hf_linattn.training.same_run import difference, rows_digest, told_difference
+from hf_linattn.training.same_run import rows_digest
 
 logger = logging.getLogger("pretrain")
 
 MLM_PROBABILITY = 0.2  # of BERT's tokens
 VALIDATION_BATCHES = 16  # of the mixture
-RUN = "run.json"  # of a checkpoint_dir: what the run was started with
+FREE = ("output_dir", "checkpoint_dir", "save_steps", "threads", "recall_samples")  # may differ in a run that goes on
 GROUPS = {
     "model": ["architecture"],
     "data": ["*_file"],
@@ -176,8 +175,9 @@ def train(options: PretrainArguments, folder: Path) -> dict[str, Any]:
     )
     tokenizer = wrap_tokenizer(train_tokenizer(corpus["train"]["text"]), architecture)
     if architecture.packages and options.train_file is None:
-        grown = installed_documentation(architecture.packages).select_columns(["text"])
-        corpus["train"] = concatenate_datasets([corpus["train"].select_columns(["text"]), grown])
+        corpus["train"] = text_with_documentation(
+            corpus["train"], architecture.packages, options.checkpoint_dir
+        )
     model = build_model(architecture, tokenizer)
     start = time.perf_counter()
     train_model = train_on_mixture if architecture.recall_share else train_on_text
@@ -285,7 +285,8 @@ def train_on_mixture(
         save_total_limit=2,
     )
     if options.checkpoint_dir:
-        same_run_or_new(options, checkpoints, corpus)
+        chosen = {name: value for name, value in asdict(options).items() if name not in FREE}
+        same_run_or_new(checkpoints, chosen | {"train_digest": rows_digest(corpus["train"])})
     use_cache, model.config.use_cache = model.config.use_cache, False
     trainer = Trainer(
         model=model,
@@ -297,23 +298,6 @@ def train_on_mixture(
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(checkpoints))
     model.config.use_cache = use_cache
     return losses(trainer)
-
-
-def same_run_or_new(options: PretrainArguments, folder: Path, corpus: DatasetDict) -> None:
-    """Record what a run was started with, or refuse to go on with another's checkpoints."""
-    free = ("output_dir", "checkpoint_dir", "save_steps", "threads", "recall_samples")
-    now = {name: value for name, value in asdict(options).items() if name not in free}
-    now = json.loads(json.dumps(now | {"train_digest": rows_digest(corpus["train"])}))
-    file = folder / RUN
-    if not file.is_file():
-        write_text(file, json.dumps(now, indent=1) + "\n")
-        return
-    started = json.loads(file.read_text(encoding="utf-8"))
-    name = difference(started, now)
-    if name is not None:
-        raise OptionError(
-            f"checkpoint_dir={str(folder)!r} holds a run {told_difference(name, started, now)}; give another folder"
-        )
 
 
 def losses(trainer: Trainer) -> list[dict[str, float]]:
