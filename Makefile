@@ -23,7 +23,7 @@ PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_exten
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-exhaustive test-kernels test-tools test-slow test-zero3 test-quantised test-all test-floor test-asan test-asan-short mutants lint bench paired long-inputs depth peers support zero-shot usable calibration mqar retrieval tables recovery board pretrain gpu pictures docs clean
+.PHONY: help install quickstart test test-fast test-exhaustive test-kernels test-tools test-slow test-zero3 test-quantised test-all test-floor test-asan test-asan-short mutants lint bench paired long-inputs depth peers support zero-shot usable calibration mqar retrieval tables recovery board pretrain pretrain-recall gpu pictures docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -176,6 +176,12 @@ board: install ## run all rows of recipes/board.yaml with the bundled models, ba
 pretrain: install ## train the three bundled models anew: hours
 	for model in bert gpt2 llama; do \
 	  $(BIN)/python recipes/pretrain.py --architecture $$model --output_dir recipes/pretrained/$$model || exit 1; \
+	done
+
+pretrain-recall: install ## train the two models that look back over 1,024 tokens, from their last checkpoints on: hours
+	for model in llama-recall gpt2-recall; do \
+	  $(BIN)/python recipes/pretrain.py --architecture $$model --threads $$(nproc) --checkpoint_dir runs/$$model \
+	    --output_dir recipes/pretrained/$$model || exit 1; \
 	done
 
 gpu: ## with the current python: the CUDA tests, then benchmarks/results/gpu.json

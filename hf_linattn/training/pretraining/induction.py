@@ -1,8 +1,8 @@
 """Start a causal model as a weak induction circuit: it already looks for what followed the same token before.
 
 An induction circuit (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"; Olsson et al. 2022,
-arXiv 2209.11895) has a head that tells each position of the token before it, and in a later layer a head whose
-queries, the present token, match what the first head told, and which copies what stands there. Each half is of no use
+arXiv 2209.11895) has a head that passes on to each position the token before it, and in a later layer a head whose
+queries, the present token, match what the first head passed on, and which copies what stands there. Each half is of no use
 without the other, which is why training finds them late: a Llama of two layers, trained on copies, answered none after
 1,270 steps, and 57 % after 118 when it started out with both halves, weak as they are. All of it is trained on.
 
@@ -22,7 +22,7 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM
 BACK = 8.0  # length of what a key and a query share per frequency, where the query is one position further
 SHARPNESS = 24.0  # queries that look for the same token, relative to their keys
 TOLD, LATER, FEED_FORWARD = 0.25, 0.2, 0.1  # scales of what is written: by the first attention, later ones, and MLPs
-POSITIONS = 3  # a position table starts in one part of so many of the width, and tokens are read in the others
+POSITIONS = 3  # a position table starts in the first of that many parts of the width, tokens are read in the others
 
 
 class Attention(NamedTuple):
@@ -86,7 +86,7 @@ def start_gpt2_with_induction(model: GPT2LMHeadModel) -> None:
 
 
 def _link(layers: Sequence[Attention], content: Tensor) -> None:
-    """Have the second layer look for positions that the first one told of a token like the present, and copy them.
+    """Have the second layer look for positions to which the first one passed on a token like the present, and copy them.
 
     Args:
         content: [width, width], the projection onto that part of the width where the tokens are.
@@ -100,8 +100,8 @@ def _link(layers: Sequence[Attention], content: Tensor) -> None:
     for weight in (first.value, second.key, second.value):
         weight.copy_(weight @ content)
     value = first.value.repeat_interleave(group, dim=0)
-    told = torch.einsum("ohs,hsi->oi", first.output, value)
-    looked_for = second.key.repeat_interleave(group, dim=0) @ told
+    passed_on = torch.einsum("ohs,hsi->oi", first.output, value)
+    looked_for = second.key.repeat_interleave(group, dim=0) @ passed_on
     second.query.copy_(looked_for * (SHARPNESS * second.key.std() / looked_for.std()))
     second.output.copy_(second.value.repeat_interleave(group, dim=0).permute(2, 0, 1) / group)
 
