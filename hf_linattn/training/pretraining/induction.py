@@ -2,9 +2,9 @@
 
 An induction circuit (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"; Olsson et al. 2022,
 arXiv 2209.11895) has a head that passes on to each position the token before it, and in a later layer a head whose
-queries, the present token, match what the first head passed on, and which copies what stands there. Each half is of no use
-without the other, which is why training finds them late: a Llama of two layers, trained on copies, answered none after
-1,270 steps, and 57 % after 118 when it started out with both halves, weak as they are. All of it is trained on.
+queries, the present token, match what the first head passed on, and which copies what stands there. Each half is of no
+use without the other, which is why training finds them late: a Llama of two layers, trained on copies, answered none
+after 1,270 steps, and 57 % after 118 when it started out with both halves, weak as they are. All of it is trained on.
 
 That a start near what attention has to become helps, and that recall is what it helps with, is known from mimetic
 initialization (Trockman and Kolter 2023, arXiv 2305.09828); which weights are set here is this library's own choice.
@@ -21,7 +21,7 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 BACK = 8.0  # length of what a key and a query share per frequency, where the query is one position further
 SHARPNESS = 24.0  # queries that look for the same token, relative to their keys
-TOLD, LATER, FEED_FORWARD = 0.25, 0.2, 0.1  # scales of what is written: by the first attention, later ones, and MLPs
+FIRST, LATER, FEED_FORWARD = 0.25, 0.2, 0.1  # scales of what is written: by the first attention, later ones, and MLPs
 POSITIONS = 3  # a position table starts in the first of that many parts of the width, tokens are read in the others
 
 
@@ -86,7 +86,7 @@ def start_gpt2_with_induction(model: GPT2LMHeadModel) -> None:
 
 
 def _link(layers: Sequence[Attention], content: Tensor) -> None:
-    """Have the second layer look for positions to which the first one passed on a token like the present, and copy them.
+    """Have the second layer look where the first one passed on a token like the present, and copy what stands there.
 
     Args:
         content: [width, width], the projection onto that part of the width where the tokens are.
@@ -96,7 +96,7 @@ def _link(layers: Sequence[Attention], content: Tensor) -> None:
         layer.feed_forward.mul_(FEED_FORWARD)
     first, second = layers[:2]
     group = len(second.query) // len(second.key)
-    first.output.mul_(TOLD / LATER)
+    first.output.mul_(FIRST / LATER)
     for weight in (first.value, second.key, second.value):
         weight.copy_(weight @ content)
     value = first.value.repeat_interleave(group, dim=0)
