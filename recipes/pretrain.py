@@ -117,8 +117,8 @@ class PretrainArguments:
         self.train_tokens = self.train_tokens or architecture.train_tokens
         self.batch_tokens = self.batch_tokens or architecture.batch_tokens
         self.learning_rate = self.learning_rate or architecture.learning_rate
-        if self.checkpoint_dir and not architecture.recall_share:
-            known = ", ".join(name for name, known in ARCHITECTURES.items() if known.recall_share)
+        if self.checkpoint_dir and not architecture.looks_far_back:
+            known = ", ".join(name for name, known in ARCHITECTURES.items() if known.looks_far_back)
             raise OptionError(
                 f"checkpoint_dir={self.checkpoint_dir!r}: {self.architecture} is trained in one go; leave it out, or"
                 f" take an architecture that looks far back: {known}"
@@ -180,7 +180,7 @@ def train(options: PretrainArguments, folder: Path) -> dict[str, Any]:
         )
     model = build_model(architecture, tokenizer)
     start = time.perf_counter()
-    train_model = train_on_mixture if architecture.recall_share else train_on_text
+    train_model = train_on_mixture if architecture.looks_far_back else train_on_text
     history = train_model(model, tokenizer, corpus, options, folder)
     seconds = time.perf_counter() - start
     save(model, folder, architecture.saved_dtype)
@@ -192,7 +192,7 @@ def train(options: PretrainArguments, folder: Path) -> dict[str, Any]:
         queries_zeroed_perplexity = measure(model, tokenizer, corpus["test"]["text"], length)
     return {
         "arguments": {name: value for name, value in asdict(options).items() if not name.endswith("_dir")},
-        "stages": [{"block_size": stage.length, "share": stage.share} for stage in architecture.stages],
+        "stages": [stage._asdict() for stage in architecture.stages],
         "versions": versions(),
         "parameters": model.num_parameters(),
         "characters": {split: sum(map(len, documents["text"])) for split, documents in corpus.items()},
@@ -223,7 +223,7 @@ def train_on_text(
     """Train in stages, on rows of packed documents; return the losses on the way."""
     masked = tokenizer.mask_token is not None
     history: list[dict[str, float]] = []
-    for block_size, share in ARCHITECTURES[options.architecture].stages:
+    for block_size, share, _ in ARCHITECTURES[options.architecture].stages:
         rows = {split: tokenize_and_pack(corpus[split], tokenizer, block_size) for split in ("train", "validation")}
         count = options.batch_tokens // block_size
         arguments = training_arguments(
@@ -264,7 +264,6 @@ def train_on_mixture(
             stages,
             count,
             options.batch_tokens,
-            architecture.recall_share,
             options.seed,
         )
         for split, stages, count in (
@@ -314,11 +313,11 @@ def recall_of(
 ) -> dict[str, Any] | None:
     """Measure what a model trained on recall finds in held-out rows and text."""
     architecture = ARCHITECTURES[options.architecture]
-    if not architecture.recall_share:
+    if not architecture.looks_far_back:
         return None
     material = Material(tokenizer, text_tokens(corpus["test"], tokenizer))
     length = architecture.stages[-1].length
-    return measure_recall(model.eval(), material, length, options.recall_samples, architecture.recall_share)
+    return measure_recall(model.eval(), material, length, options.recall_samples)
 
 
 @contextmanager

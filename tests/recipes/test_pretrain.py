@@ -79,7 +79,7 @@ TINY = {
 @pytest.mark.parametrize("architecture", TINY)
 def test_a_model_that_looks_far_back_goes_on_where_it_was_stopped(tmp_path, monkeypatch, architecture):
     known = ARCHITECTURES[architecture]
-    tiny = replace(known, sizes=known.sizes | TINY[architecture], stages=(Stage(32, 0.5), Stage(64, 0.5)))
+    tiny = replace(known, sizes=known.sizes | TINY[architecture], stages=(Stage(32, 0.5, 0.5), Stage(64, 0.5, 0.25)))
     monkeypatch.setitem(ARCHITECTURES, architecture, tiny)
     options = {"architecture": architecture, "train_tokens": "5120", "batch_tokens": "256", "save_steps": "7"}
     options |= {"evaluations": "2", "recall_samples": "2", "checkpoint_dir": str(tmp_path / "kept")}
