@@ -196,6 +196,12 @@ pretrain: install ## train the three bundled models anew: hours
 	  $(BIN)/python recipes/pretrain.py --architecture $$model --output_dir recipes/pretrained/$$model || exit 1; \
 	done
 
+pretrain-recall: install ## train the two models that look back over 1,024 tokens, from their last checkpoints on: hours
+	for model in llama-recall gpt2-recall; do \
+	  $(BIN)/python recipes/pretrain.py --architecture $$model --threads $$(nproc) --checkpoint_dir runs/$$model \
+	    --output_dir recipes/pretrained/$$model || exit 1; \
+	done
+
 gpu: ## with the current python: the CUDA tests, then benchmarks/results/gpu.json
 	@status=0; started=$$(date +%s); \
 	HF_HUB_OFFLINE=1 TRITON_INTERPRET=0 $(PYTHON) -m pytest $(PYTEST_FLAGS) -m gpu tests/gpu || status=$$?; \

@@ -35,7 +35,7 @@ import datasets
 import tokenizers
 import torch
 import transformers
-from datasets import DatasetDict, concatenate_datasets
+from datasets import DatasetDict
 from transformers import (
     AutoConfig,
     HfArgumentParser,
@@ -48,13 +48,11 @@ from transformers import (
 )
 
 from hf_linattn import patch_model, unpatch_model
-from hf_linattn.atomic_io import write_text
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation import perplexity
 from hf_linattn.reading import exit_with_one_line
 from hf_linattn.training.arguments.help import help_if_asked
 from hf_linattn.training.checkpoints import last_complete_checkpoint
-from hf_linattn.training.corpus import installed_documentation
 from hf_linattn.training.data import PackedMaskingCollator, load_text_splits, tokenize_and_pack
 from hf_linattn.training.pretraining.architectures import (
     ARCHITECTURES,
@@ -64,15 +62,16 @@ from hf_linattn.training.pretraining.architectures import (
     wrap_tokenizer,
 )
 from hf_linattn.training.pretraining.items import Material
+from hf_linattn.training.pretraining.kept import same_run_or_new, text_with_documentation
 from hf_linattn.training.pretraining.measures import measure_recall
 from hf_linattn.training.pretraining.mixture import Mixture, text_tokens
-from hf_linattn.training.same_run import difference, rows_digest, told_difference
+from hf_linattn.training.same_run import rows_digest
 
 logger = logging.getLogger("pretrain")
 
 MLM_PROBABILITY = 0.2  # of BERT's tokens
 VALIDATION_BATCHES = 16  # of the mixture
-RUN = "run.json"  # of a checkpoint_dir: what the run was started with
+FREE = ("output_dir", "checkpoint_dir", "save_steps", "threads", "recall_samples")  # may differ in a run that goes on
 GROUPS = {
     "model": ["architecture"],
     "data": ["*_file"],
@@ -118,8 +117,8 @@ class PretrainArguments:
         self.train_tokens = self.train_tokens or architecture.train_tokens
         self.batch_tokens = self.batch_tokens or architecture.batch_tokens
         self.learning_rate = self.learning_rate or architecture.learning_rate
-        if self.checkpoint_dir and not architecture.recall_share:
-            known = ", ".join(name for name, known in ARCHITECTURES.items() if known.recall_share)
+        if self.checkpoint_dir and not architecture.looks_far_back:
+            known = ", ".join(name for name, known in ARCHITECTURES.items() if known.looks_far_back)
             raise OptionError(
                 f"checkpoint_dir={self.checkpoint_dir!r}: {self.architecture} is trained in one go; leave it out, or"
                 f" take an architecture that looks far back: {known}"
@@ -176,11 +175,12 @@ def train(options: PretrainArguments, folder: Path) -> dict[str, Any]:
     )
     tokenizer = wrap_tokenizer(train_tokenizer(corpus["train"]["text"]), architecture)
     if architecture.packages and options.train_file is None:
-        grown = installed_documentation(architecture.packages).select_columns(["text"])
-        corpus["train"] = concatenate_datasets([corpus["train"].select_columns(["text"]), grown])
+        corpus["train"] = text_with_documentation(
+            corpus["train"], architecture.packages, options.checkpoint_dir
+        )
     model = build_model(architecture, tokenizer)
     start = time.perf_counter()
-    train_model = train_on_mixture if architecture.recall_share else train_on_text
+    train_model = train_on_mixture if architecture.looks_far_back else train_on_text
     history = train_model(model, tokenizer, corpus, options, folder)
     seconds = time.perf_counter() - start
     save(model, folder, architecture.saved_dtype)
@@ -192,7 +192,7 @@ def train(options: PretrainArguments, folder: Path) -> dict[str, Any]:
         queries_zeroed_perplexity = measure(model, tokenizer, corpus["test"]["text"], length)
     return {
         "arguments": {name: value for name, value in asdict(options).items() if not name.endswith("_dir")},
-        "stages": [{"block_size": stage.length, "share": stage.share} for stage in architecture.stages],
+        "stages": [stage._asdict() for stage in architecture.stages],
         "versions": versions(),
         "parameters": model.num_parameters(),
         "characters": {split: sum(map(len, documents["text"])) for split, documents in corpus.items()},
@@ -223,7 +223,7 @@ def train_on_text(
     """Train in stages, on rows of packed documents; return the losses on the way."""
     masked = tokenizer.mask_token is not None
     history: list[dict[str, float]] = []
-    for block_size, share in ARCHITECTURES[options.architecture].stages:
+    for block_size, share, _ in ARCHITECTURES[options.architecture].stages:
         rows = {split: tokenize_and_pack(corpus[split], tokenizer, block_size) for split in ("train", "validation")}
         count = options.batch_tokens // block_size
         arguments = training_arguments(
@@ -264,7 +264,6 @@ def train_on_mixture(
             stages,
             count,
             options.batch_tokens,
-            architecture.recall_share,
             options.seed,
         )
         for split, stages, count in (
@@ -285,7 +284,8 @@ def train_on_mixture(
         save_total_limit=2,
     )
     if options.checkpoint_dir:
-        same_run_or_new(options, checkpoints, corpus)
+        chosen = {name: value for name, value in asdict(options).items() if name not in FREE}
+        same_run_or_new(checkpoints, chosen | {"train_digest": rows_digest(corpus["train"])})
     use_cache, model.config.use_cache = model.config.use_cache, False
     trainer = Trainer(
         model=model,
@@ -297,23 +297,6 @@ def train_on_mixture(
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(checkpoints))
     model.config.use_cache = use_cache
     return losses(trainer)
-
-
-def same_run_or_new(options: PretrainArguments, folder: Path, corpus: DatasetDict) -> None:
-    """Record what a run was started with, or refuse to go on with another's checkpoints."""
-    free = ("output_dir", "checkpoint_dir", "save_steps", "threads", "recall_samples")
-    now = {name: value for name, value in asdict(options).items() if name not in free}
-    now = json.loads(json.dumps(now | {"train_digest": rows_digest(corpus["train"])}))
-    file = folder / RUN
-    if not file.is_file():
-        write_text(file, json.dumps(now, indent=1) + "\n")
-        return
-    started = json.loads(file.read_text(encoding="utf-8"))
-    name = difference(started, now)
-    if name is not None:
-        raise OptionError(
-            f"checkpoint_dir={str(folder)!r} holds a run {told_difference(name, started, now)}; give another folder"
-        )
 
 
 def losses(trainer: Trainer) -> list[dict[str, float]]:
@@ -330,11 +313,11 @@ def recall_of(
 ) -> dict[str, Any] | None:
     """Measure what a model trained on recall finds in held-out rows and text."""
     architecture = ARCHITECTURES[options.architecture]
-    if not architecture.recall_share:
+    if not architecture.looks_far_back:
         return None
     material = Material(tokenizer, text_tokens(corpus["test"], tokenizer))
     length = architecture.stages[-1].length
-    return measure_recall(model.eval(), material, length, options.recall_samples, architecture.recall_share)
+    return measure_recall(model.eval(), material, length, options.recall_samples)
 
 
 @contextmanager

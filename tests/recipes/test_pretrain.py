@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.result_files import ROOT
 from hf_linattn.training.pretraining.architectures import ARCHITECTURES
-from hf_linattn.training.pretraining.mixture import Stage
+from hf_linattn.training.pretraining.mixture import Mixture, Stage
 from hf_linattn.training.task import load_model
 
 WORDS = [f"{first}{last}" for first in ("re", "un", "over", "out") for last in ("turn", "run", "look", "side", "work")]
@@ -79,18 +79,26 @@ TINY = {
 @pytest.mark.parametrize("architecture", TINY)
 def test_a_model_that_looks_far_back_goes_on_where_it_was_stopped(tmp_path, monkeypatch, architecture):
     known = ARCHITECTURES[architecture]
-    tiny = replace(known, sizes=known.sizes | TINY[architecture], stages=(Stage(32, 0.5), Stage(64, 0.5)))
+    tiny = replace(known, sizes=known.sizes | TINY[architecture], stages=(Stage(32, 0.5, 0.5), Stage(64, 0.5, 0.25)))
     monkeypatch.setitem(ARCHITECTURES, architecture, tiny)
     options = {"architecture": architecture, "train_tokens": "5120", "batch_tokens": "256", "save_steps": "7"}
     options |= {"evaluations": "2", "recall_samples": "2", "checkpoint_dir": str(tmp_path / "kept")}
     options |= write_splits(tmp_path, {"train": 40, "validation": 1, "test": 1}, MANY_WORDS)
+    trained_on: list[int] = []
+    batch_of = Mixture.__getitem__
+
+    def noted(batches: Mixture, step: int):
+        if len(batches) == 20:
+            trained_on.append(step)
+        return batch_of(batches, step)
+
+    monkeypatch.setattr(Mixture, "__getitem__", noted)
     run(monkeypatch, output_dir=str(tmp_path / "whole"), **options)
     kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
     assert kept == ["checkpoint-14", "checkpoint-20", "run.json"]
     shutil.rmtree(tmp_path / "kept" / "checkpoint-20")
-    begun = (tmp_path / "kept" / "checkpoint-14" / "trainer_state.json").stat().st_mtime_ns
     run(monkeypatch, output_dir=str(tmp_path / "resumed"), **options)
-    assert (tmp_path / "kept" / "checkpoint-14" / "trainer_state.json").stat().st_mtime_ns == begun, "not from anew"
+    assert trained_on == [*range(20), *range(14, 20)]
     weights, again = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))
     assert all(weight.equal(again[name]) for name, weight in weights.items())
     assert {weight.dtype for weight in weights.values()} == {torch.float16}

@@ -8,7 +8,15 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from hf_linattn.training.corpus import SPLITS, _documents, module_documentation, split_of, standard_library_corpus
+from hf_linattn.errors import DataError
+from hf_linattn.training.corpus import (
+    SPLITS,
+    _documents,
+    installed_documentation,
+    module_documentation,
+    split_of,
+    standard_library_corpus,
+)
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +97,18 @@ async def fetch(url): "Fetch it."
         "fetch(url)\n    Fetch it.\n"
     )
     assert module_documentation("bare", "x = 1") == ""
+
+
+def test_the_documentation_of_an_installed_package_has_its_modules_and_no_tests(tmp_path, monkeypatch):
+    package = tmp_path / "shapes_of_test"
+    (package / "tests").mkdir(parents=True)
+    for name in ("__init__", "area", "tests/test_area"):
+        (package / f"{name}.py").write_text(f'"""What {name} is for."""\n')
+    (package / "bare.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    documents = installed_documentation(["shapes_of_test"])
+    assert documents["module"] == ["shapes_of_test", "shapes_of_test.area"]
+    assert documents["text"][1] == "Help on module shapes_of_test.area:\n\nWhat area is for.\n"
+    assert "shapes_of_test" not in sys.modules, "read, not imported"
+    with pytest.raises(DataError, match="packages: 'no_shapes' is not installed or documents nothing"):
+        installed_documentation(["shapes_of_test", "no_shapes"])

@@ -28,13 +28,19 @@ BLOCK_SIZE = 512
 VOCAB_SIZE = 2048
 RECALL_LENGTH = 1024
 RECALL: dict[str, Any] = {  # what the models that look far back have in common
-    "stages": (Stage(64, 0.05), Stage(128, 0.1), Stage(256, 0.15), Stage(512, 0.2), Stage(RECALL_LENGTH, 0.5)),
-    "recall_share": 0.25,
+    # a quarter of all tokens is recall, most of it on short rows, where softmax finds out what it is asked for
+    "stages": (
+        Stage(64, 0.05, 0.75),
+        Stage(128, 0.1, 0.45),
+        Stage(256, 0.15, 0.25),
+        Stage(512, 0.2, 0.2),
+        Stage(RECALL_LENGTH, 0.5, 0.18),
+    ),
     "packages": DOCUMENTED_PACKAGES,
     "saved_dtype": torch.float16,
     "train_tokens": 48_000_000,
     "batch_tokens": 4096,
-    "learning_rate": 2e-3,
+    "learning_rate": 3e-3,
 }
 POSITION_SCALE = 2 * math.sqrt(2)  # position tables start with twice the root mean square of the token embeddings
 END, PAD, CLS, SEP, MASK = SPECIAL_TOKENS = ["<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
@@ -53,8 +59,7 @@ class Architecture:
         starts_local: queries start equal to keys, twice as large as usual, so that attention starts out preferring
             near positions.
         start: what else sets the weights of an untrained model.
-        stages: block size and share of the training tokens of each stage.
-        recall_share: of the tokens, those of generated recall; above 0, text and recall are trained as one mixture.
+        stages: block size, share of the training tokens and share of generated recall of each stage.
         packages: installed packages whose documentation is trained on beside the standard library's.
         saved_dtype: of the weights in the checkpoint, which loads as float32 all the same.
         train_tokens, batch_tokens, learning_rate: the defaults of these options.
@@ -72,12 +77,16 @@ class Architecture:
     starts_local: bool = False
     start: Callable[[Any], None] | None = None
     stages: tuple[Stage, ...] = (Stage(BLOCK_SIZE, 1.0),)
-    recall_share: float = 0.0
     packages: tuple[str, ...] = ()
     saved_dtype: torch.dtype = torch.float32
     train_tokens: int = 8_000_000
     batch_tokens: int = 2048
     learning_rate: float = 3e-3
+
+    @property
+    def looks_far_back(self) -> bool:
+        """Whether text and generated recall are trained as one mixture."""
+        return any(stage.recall for stage in self.stages)
 
 
 ARCHITECTURES = {

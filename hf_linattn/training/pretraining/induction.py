@@ -1,10 +1,10 @@
 """Start a causal model as a weak induction circuit: it already looks for what followed the same token before.
 
 An induction circuit (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"; Olsson et al. 2022,
-arXiv 2209.11895) has a head that tells each position of the token before it, and in a later layer a head whose
-queries, the present token, match what the first head told, and which copies what stands there. Each half is of no use
-without the other, which is why training finds them late: a Llama of two layers, trained on copies, answered none after
-1,270 steps, and 57 % after 118 when it started out with both halves, weak as they are. All of it is trained on.
+arXiv 2209.11895) has a head that passes on to each position the token before it, and in a later layer a head whose
+queries, the present token, match what the first head passed on, and which copies what stands there. Each half is of no
+use without the other, which is why training finds them late: a Llama of two layers, trained on copies, answered none
+after 1,270 steps, and 57 % after 118 when it started out with both halves, weak as they are. All of it is trained on.
 
 That a start near what attention has to become helps, and that recall is what it helps with, is known from mimetic
 initialization (Trockman and Kolter 2023, arXiv 2305.09828); which weights are set here is this library's own choice.
@@ -13,7 +13,7 @@ initialization (Trockman and Kolter 2023, arXiv 2305.09828); which weights are s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 BACK = 8.0  # length of what a key and a query share per frequency, where the query is one position further
 SHARPNESS = 24.0  # queries that look for the same token, relative to their keys
-TOLD, LATER, FEED_FORWARD = 0.25, 0.2, 0.1  # scales of what is written: by the first attention, later ones, and MLPs
-POSITIONS = 3  # a position table starts in one part of so many of the width, and tokens are read in the others
+FIRST, LATER, FEED_FORWARD = 0.25, 0.2, 0.1  # scales of what is written: by the first attention, later ones, and MLPs
+POSITIONS = 3  # a position table starts in the first of that many parts of the width, tokens are read in the others
 
 
 class Attention(NamedTuple):
@@ -86,7 +86,7 @@ def start_gpt2_with_induction(model: GPT2LMHeadModel) -> None:
 
 
 def _link(layers: Sequence[Attention], content: Tensor) -> None:
-    """Have the second layer look for positions that the first one told of a token like the present, and copy them.
+    """Have the second layer look where the first one passed on a token like the present, and copy what stands there.
 
     Args:
         content: [width, width], the projection onto that part of the width where the tokens are.
@@ -96,17 +96,17 @@ def _link(layers: Sequence[Attention], content: Tensor) -> None:
         layer.feed_forward.mul_(FEED_FORWARD)
     first, second = layers[:2]
     group = len(second.query) // len(second.key)
-    first.output.mul_(TOLD / LATER)
+    first.output.mul_(FIRST / LATER)
     for weight in (first.value, second.key, second.value):
         weight.copy_(weight @ content)
     value = first.value.repeat_interleave(group, dim=0)
-    told = torch.einsum("ohs,hsi->oi", first.output, value)
-    looked_for = second.key.repeat_interleave(group, dim=0) @ told
+    passed_on = torch.einsum("ohs,hsi->oi", first.output, value)
+    looked_for = second.key.repeat_interleave(group, dim=0) @ passed_on
     second.query.copy_(looked_for * (SHARPNESS * second.key.std() / looked_for.std()))
     second.output.copy_(second.value.repeat_interleave(group, dim=0).permute(2, 0, 1) / group)
 
 
-def _llama_attention(layer: torch.nn.Module, size: int) -> Attention:
+def _llama_attention(layer: Any, size: int) -> Attention:
     """Return views of a Llama layer's weights."""
     attention = layer.self_attn
     query, key, value = (
@@ -117,7 +117,7 @@ def _llama_attention(layer: torch.nn.Module, size: int) -> Attention:
     return Attention(query, key, value, output, layer.mlp.down_proj.weight.data)
 
 
-def _gpt2_attention(block: torch.nn.Module, size: int) -> Attention:
+def _gpt2_attention(block: Any, size: int) -> Attention:
     """Return views of a GPT-2 block's weights, which lie transposed."""
     query, key, value = (
         part.T.unflatten(0, (-1, size)) for part in block.attn.c_attn.weight.data.chunk(3, dim=1)

@@ -177,8 +177,8 @@ def needles(material: Material, length: int, rng: np.random.Generator) -> Maker:
 def asked(kind: str, key: str) -> str:
     """Return RULER's question for one needle and the start of the answer.
 
-    >>> asked("number", "brave-otter")[-50:]
-    'r brave-otter mentioned in the provided text is'
+    >>> asked("uuid", "brave-otter").partition("? ")[2]
+    'The special magic uuid for brave-otter mentioned in the provided text is'
     """
     body, prefix = (text.format(kind=kind, query=key, context="\n") for text in ONE)
     return f"{body.rpartition(chr(10))[2]} {prefix}"

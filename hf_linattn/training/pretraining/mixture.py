@@ -19,17 +19,18 @@ _TOKENIZED_AT_ONCE = 64
 
 
 class Stage(NamedTuple):
-    """Tokens per row, and the share of the steps that have such rows."""
+    """Tokens per row, the share of the steps that have such rows, and the share of generated recall among these."""
 
     length: int
     share: float
+    recall: float = 0.0
 
 
 class Mixture(torch.utils.data.Dataset):
     """One batch per step: `input_ids` and `labels`, int64 [batch_tokens / length, length].
 
     Of every batch the first rows are generated recall (:func:`~hf_linattn.training.pretraining.rows.recall_row`), as
-    many as `recall_share` says; the others are spans of the text, whose tokens are all predicted, with documents
+    many as the stage's `recall` says; the others are spans of the text, whose tokens are all predicted, with documents
     one behind the other as GPT-2 was trained. A batch depends on the seed, the split and its number alone, so that a
     training that was interrupted goes on with the same ones, and needs no rows on disk.
 
@@ -38,7 +39,7 @@ class Mixture(torch.utils.data.Dataset):
         stages: lengths of rows, in their order. steps: how many batches there are.
 
     Raises:
-        OptionError: `batch_tokens` is not a multiple of every stage's length, or `recall_share` outside 0 to 1.
+        OptionError: `batch_tokens` is not a multiple of every stage's length, or a share of recall is not from 0 to 1.
     """
 
     def __init__(
@@ -48,38 +49,36 @@ class Mixture(torch.utils.data.Dataset):
         stages: Sequence[Stage],
         steps: int,
         batch_tokens: int,
-        recall_share: float,
         seed: int = 0,
     ):
         for stage in stages:
             if batch_tokens % stage.length:
                 raise OptionError(f"batch_tokens must be a multiple of {stage.length}, got {batch_tokens}")
-        if not 0 <= recall_share <= 1:
-            raise OptionError(f"recall_share must be from 0 to 1, got {recall_share}")
+            if not 0 <= stage.recall <= 1:
+                raise OptionError(f"a stage's share of recall must be from 0 to 1, got {stage.recall}")
         self.material, self.seed = material, (seed, _SPLITS[split])
-        self.batch_tokens, self.recall_share = batch_tokens, recall_share
+        self.batch_tokens, self.stages = batch_tokens, tuple(stages)
         ends = np.round(np.cumsum([stage.share for stage in stages]) * steps).astype(int)
-        self.lengths = [stage.length for stage in stages]
         self.ends = [*ends[:-1].tolist(), steps]
 
     def __len__(self) -> int:
         return self.ends[-1]
 
     def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
-        length = self.length_at(step)
+        length, _, recall = self.stage_at(step)
         rows, rng = self.batch_tokens // length, np.random.default_rng((*self.seed, step))
         # a share of a row is a row in as many of the batches
-        recalled = int(self.recall_share * rows * (step + 1)) - int(self.recall_share * rows * step)
+        recalled = int(recall * rows * (step + 1)) - int(recall * rows * step)
         batch = [recall_row(self.material, length, rng)[:2] for _ in range(recalled)]
         texts = [np.array(self.material.span(rng, length)) for _ in range(rows - recalled)]
         input_ids, labels = zip(*batch, *((text, text) for text in texts), strict=True)
         return {"input_ids": torch.tensor(np.stack(input_ids)), "labels": torch.tensor(np.stack(labels))}
 
-    def length_at(self, step: int) -> int:
-        """Return the tokens per row of a step."""
+    def stage_at(self, step: int) -> Stage:
+        """Return the stage of a step."""
         if not 0 <= step < len(self):
             raise IndexError(f"step {step} of {len(self)}")
-        return next(length for length, end in zip(self.lengths, self.ends, strict=True) if step < end)
+        return next(stage for stage, end in zip(self.stages, self.ends, strict=True) if step < end)
 
 
 def text_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> np.ndarray:

@@ -50,7 +50,7 @@ def test_who_sees_32_tokens_answers_only_what_is_near():
 
 
 def test_losses_are_those_of_the_position_in_nats():
-    rows = Mixture(material(), "test", [Stage(LENGTH, 1.0)], 8, 4 * LENGTH, 0.25)
+    rows = Mixture(material(), "test", [Stage(LENGTH, 1.0, 0.25)], 8, 4 * LENGTH)
     assert loss_by_position(ignorant, rows) == pytest.approx([math.log(len(material().tokenizer))] * 8)
 
     def knowing_the_second_half(input_ids, use_cache):
@@ -63,7 +63,7 @@ def test_losses_are_those_of_the_position_in_nats():
 
 
 def test_the_report_has_all_kinds():
-    measured = measure_recall(foreseeing, material(), LENGTH, samples=2, recall_share=0.25)
+    measured = measure_recall(foreseeing, material(), LENGTH, samples=2)
     assert measured["needles"] == dict.fromkeys(("single_noise", "single_text", "single_uuid"), 1.0)
     assert measured["positions"] == list(range(16, LENGTH + 1, 16))
     for name in ("mixture_loss", "recall_loss", "text_loss"):

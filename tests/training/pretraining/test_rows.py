@@ -15,7 +15,8 @@ from hf_linattn.training.pretraining.items import Material
 from hf_linattn.training.pretraining.mixture import Mixture, Stage
 from hf_linattn.training.pretraining.rows import KINDS, recall_row
 
-STAGES = (Stage(64, 0.5), Stage(128, 0.25), Stage(256, 0.25))
+LONG = Stage(64, 1.0)
+STAGES = ((64, 0.5), (128, 0.25), (256, 0.25))
 
 
 @cache
@@ -103,7 +104,7 @@ def test_shares_add_up_to_one():
 
 
 def mixture(split: str = "train", seed: int = 0, share: float = 0.25) -> Mixture:
-    return Mixture(material(), split, STAGES, 40, 512, share, seed)
+    return Mixture(material(), split, [Stage(*stage, share) for stage in STAGES], 40, 512, seed)
 
 
 def test_a_batch_depends_on_its_number_seed_and_split_alone():
@@ -132,8 +133,8 @@ def test_rows_grow_and_the_share_of_recall_holds_in_every_stage(share):
 @pytest.mark.parametrize(
     ("error", "message", "make"),
     [
-        (OptionError, "batch_tokens must be a multiple of 128", lambda: Mixture(material(), "test", STAGES, 4, 64, 0)),
-        (OptionError, "recall_share must be from 0 to 1", lambda: mixture(share=1.5)),
+        (OptionError, "batch_tokens must be a multiple of 64", lambda: Mixture(material(), "test", [LONG], 4, 96)),
+        (OptionError, "a stage's share of recall must be from 0 to 1", lambda: mixture(share=1.5)),
         (OptionError, "length must be at least 32", lambda: recall_row(material(), 16, np.random.default_rng(0))),
         (DataError, "give more text", lambda: Material(material().tokenizer, np.arange(50)).span(None, 64)),
     ],

@@ -1,0 +1,55 @@
+"""What a training keeps beside its checkpoints: its options and its text, so that it goes on as the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, concatenate_datasets, load_from_disk
+
+from hf_linattn.atomic_io import write_text
+from hf_linattn.errors import OptionError
+from hf_linattn.training.corpus import installed_documentation
+from hf_linattn.training.same_run import difference, told_difference
+
+RUN, TEXT = "run.json", "text"
+
+
+def text_with_documentation(dataset: Dataset, packages: Sequence[str], folder: str | None) -> Dataset:
+    """Return a text and the documentation of packages; a run that goes on takes both from its folder.
+
+    So it has the same text, whatever was installed or removed since.
+    """
+    kept = Path(folder or "") / TEXT
+    if folder and kept.is_dir():
+        return load_from_disk(str(kept))
+    added = installed_documentation(packages)
+    text = concatenate_datasets([part.select_columns(["text"]) for part in (dataset, added)])
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            text.save_to_disk(str(Path(scratch) / TEXT))
+            os.replace(Path(scratch) / TEXT, kept)
+    return text
+
+
+def same_run_or_new(folder: Path, options: Mapping[str, Any]) -> None:
+    """Record what a run is started with, or compare it with what the run of this folder was started with.
+
+    Raises:
+        OptionError: the folder holds a run with other options, or on other text.
+    """
+    file, now = folder / RUN, json.loads(json.dumps(options))
+    if not file.is_file():
+        write_text(file, json.dumps(now, indent=1) + "\n")
+        return
+    started = json.loads(file.read_text(encoding="utf-8"))
+    name = difference(started, now)
+    if name is not None:
+        raise OptionError(
+            f"checkpoint_dir={str(folder)!r} holds a run {told_difference(name, started, now)}; give another folder"
+        )
