@@ -21,10 +21,10 @@ from .budget import number_to_keep
 from .divergence_signal import DivergenceSignal
 from .gates import UNITS, Gates, gated
 from .one_at_a_time import one_at_a_time
-from .options import SearchOptions, Signal, mean_scores, unit_rows
+from .options import SearchOptions, Signal, mean_scores, row_lengths
 from .recall_signal import RecallSignal
 from .restore_one import restore_one
-from .slope import slopes
+from .slope import slope
 from .suite_prompts import prompts_for
 from .trained_gates import trained_gates
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 Search = Callable[[Gates, Signal, SearchOptions, int], Tensor]
 
 SEARCHES: dict[str, Search] = {
-    "slope": slopes, "one_at_a_time": one_at_a_time, "restore_one": restore_one, "gates": trained_gates,
+    "slope": slope, "one_at_a_time": one_at_a_time, "restore_one": restore_one, "gates": trained_gates,
 }  # fmt: skip
 SIGNALS: dict[str, tuple[str, ...]] = {
     "recall": ("recall",), "divergence": ("divergence",), "both": ("recall", "divergence"),
@@ -60,10 +60,12 @@ def choose_plan(
         o = g exact + (1 - g) replaced,
 
     and one backward pass of a signal per example, all gates shut, says what opening each would bring: its slope
-    d signal / d g at g = 0. The slopes of an example are scaled to length 1, and averaged over the examples of a kind,
-    then over kinds; prompts count that the original answers and the model with everything replaced does not. The
-    `keep` steepest heads stay exact. Nothing is trained; `patch_model(model, plan)` takes the result. That few heads
-    retrieve is from Wu et al. 2024 (arXiv 2404.15574) and DuoAttention (Xiao et al. 2024, arXiv 2410.10819).
+    d signal / d g at g = 0. The slopes of an example are divided by their length, and averaged over the examples of a
+    kind, then over kinds; prompts count that the original answers and the model with everything replaced does not.
+    The steepest third of the `keep` heads is opened, slopes are measured again and divided by the first ones' lengths,
+    so that an example counts as far as it still fails, and once more. These heads stay exact. Nothing is trained;
+    `patch_model(model, plan)` takes the result. That few heads retrieve is from Wu et al. 2024 (arXiv 2404.15574) and
+    DuoAttention (Xiao et al. 2024, arXiv 2410.10819).
 
     Args:
         model: a model that is not patched. Its weights, modes and gradients are as before, also after an error.
@@ -193,4 +195,5 @@ def _scores(
 ) -> Tensor:
     """Return [U]: the mean over signals of a search's scores, each scaled to length 1."""
     found = [mean_scores(search(gates, signal, options, keep), signal.groups) for signal in signals]
-    return unit_rows(torch.stack(found).double()).mean(0)
+    scores = torch.stack(found).double()
+    return (scores / row_lengths(scores)).mean(0)
