@@ -25,9 +25,9 @@ from hf_linattn.training.window_dropout import WindowDropout
 
 # options that say nothing about the control: it may come from a run with others, however its learning rate was found
 CONVERSION_OPTIONS = (
-    "mechanism", "mechanism_options", "layers", "softmax_share", "plan", "learning_rates", "lr_search_tokens",
-    "control_learning_rates", "control_dir", "kl_weight", "hidden_weight", "calibration_tokens", "speed_lengths",
-    "fidelity_windows", "seed", "data_seed",
+    "mechanism", "mechanism_options", "layers", "softmax_share", "layer_search", "layer_unit", "layer_signal", "plan",
+    "learning_rates", "lr_search_tokens", "control_learning_rates", "control_dir", "kl_weight", "hidden_weight",
+    "calibration_tokens", "speed_lengths", "fidelity_windows", "seed", "data_seed",
 )  # fmt: skip
 
 
