@@ -84,13 +84,13 @@ class ChosenPlan(list[dict[str, Any]]):
                 entries.append({**record.replace, "layers": layers, **named})
         return cls(entries, record)
 
-    def require_model(self, name: str, layers: Sequence[AttentionLayer]) -> None:
-        """Raise `PatchError` unless a model has the layers and the key/value heads that the plan was chosen for."""
+    def require_layers(self, layers: Sequence[AttentionLayer]) -> None:
+        """Raise `PatchError` unless these have the key/value heads that the plan was chosen for."""
         heads, wanted = [layer.num_key_value_heads for layer in layers], self.record.heads
         if heads != wanted:
             raise PatchError(
-                f"the plan was chosen for {self.record.model} with {_counts(wanted)}, and {name} has {_counts(heads)};"
-                " choose one for this model with choose_plan(model, tokenizer)"
+                f"the plan was chosen for {self.record.model} with {_counts(wanted)}, and this model has"
+                f" {_counts(heads)}; choose one for it with choose_plan(model, tokenizer)"
             )
 
     def to_json(self) -> str:

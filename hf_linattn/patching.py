@@ -149,10 +149,7 @@ def patch_model(
     """
     root = _unpatched_root(model)
     attention = architecture.self_attention_modules(root)
-    described = architecture.describe_layers(root, attention)
-    if isinstance(mechanism, ChosenPlan):
-        mechanism.require_model(type(root).__name__, list(described.values()))
-    config = _resolve(mechanism, len(attention), layers, options)
+    config = _resolve(mechanism, described := architecture.describe_layers(root, attention), layers, options)
     mechanisms = _build_all(config, described)
     if cross_attention is not None or config.cross is not None:
         config, crossing, across = _resolve_cross(root, config, cross_attention)
@@ -301,7 +298,12 @@ def _patch_of(root: PreTrainedModel) -> Patch:
     return patch
 
 
-def _resolve(mechanism: Any, num_layers: int, layers: LayerSpec, options: Mapping[str, Any]) -> PatchConfig:
+def _resolve(
+    mechanism: Any, described: Mapping[str, AttentionLayer], layers: LayerSpec, options: Mapping[str, Any]
+) -> PatchConfig:
+    num_layers = len(described)
+    if isinstance(mechanism, ChosenPlan):
+        mechanism.require_layers(list(described.values()))
     if not isinstance(mechanism, PatchConfig):
         return PatchConfig.from_plan(mechanism, num_layers, layers, options)
     if given := ["layers"] * (layers is not None) + list(options):
@@ -320,8 +322,8 @@ def _resolve_cross(
     if config.cross is not None and plan is not None:
         raise OptionError("a patch config names its cross-attention itself; remove the argument 'cross_attention'")
     crossing = architecture.cross_attention_modules(root)
-    cross = _resolve(plan if config.cross is None else config.cross, len(crossing), None, {})
     layers = architecture.describe_cross_layers(root, crossing)
+    cross = _resolve(plan if config.cross is None else config.cross, layers, None, {})
     return replace(config, cross=cross), crossing, _build_all(cross, layers)
 
 

@@ -33,6 +33,7 @@ from hf_linattn.atomic_io import write_text
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.evaluation.next_token import token_losses
 from hf_linattn.evaluation.recall import recall
+from hf_linattn.report import save_plan_picture
 
 WINDOW = {"window_size": 256, "num_sink_tokens": 4}
 KEEP, FEWER, SEEDS, EVERY = 9, 5, (0, 1, 2), 4
@@ -146,8 +147,8 @@ def other_plans(study: Study, record: PlanRecord) -> Iterator[tuple[str, Plan]]:
     every = [[layer, head] for layer, head in heads if layer % EVERY == 2]
     yield f"every {EVERY}th layer", of_heads(record, every)
     sinks = WINDOW["num_sink_tokens"] - 1
-    held = KEEP * LENGTH + (len(heads) - KEEP) * (WINDOW["window_size"] + sinks)  # keys, of all heads together
-    yield "windows of equal bytes", {"streaming": {**WINDOW, "window_size": held // len(heads) - sinks}}
+    keys = KEEP * LENGTH + (len(heads) - KEEP) * (WINDOW["window_size"] + sinks)  # of all heads
+    yield "windows of equal bytes", {"streaming": {**WINDOW, "window_size": keys // len(heads) - sinks}}
 
 
 def peak_bytes(model: str, dtype: str) -> int:
@@ -166,7 +167,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="of the weights")] = "bfloat16",
     output: Annotated[Path, typer.Option(help="the JSON file")] = RESULTS / CHOSEN_PLAN_FILE,
 ) -> None:
-    """Choose, measure, and write the JSON."""
+    """Choose, measure, and write the JSON, and the picture of the first plan beside it."""
     output.parent.mkdir(parents=True, exist_ok=True)
     study = Study(model, books, getattr(torch, dtype), output)
     first = study.choose("seed 0", seed=0)
@@ -183,7 +184,8 @@ def main(
         study.perplexity(name, plan, LENGTH, rows)
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         study.keep("memory", str(MEMORY_LENGTH), lambda: pool.submit(peak_bytes, model, dtype).result())
-    typer.echo(f"wrote {output}")
+    picture = save_plan_picture(first, output.with_suffix(".png"))
+    typer.echo(f"wrote {output} and {picture.name}")
 
 
 if __name__ == "__main__":

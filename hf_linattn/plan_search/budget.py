@@ -1,4 +1,4 @@
-"""How many heads or layers a plan may keep exact: a share of them, a number, or what so many bytes have room for."""
+"""How many heads or layers a plan may keep exact: a share of them, a number, or what fits into a number of bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,19 @@
-"""choose_plan: a score for every head of a model, and the plan that keeps the best of them exact."""
+"""choose_plan: a score for every head of a model, and the plan that keeps the best of them exact.
+
+A gate g per key/value head stands between its exact output and the one of what replaces it,
+
+    o = g exact + (1 - g) replaced,
+
+and one backward pass of a signal per example, all gates shut, says what opening each would bring: its slope
+d signal / d g at g = 0. The slopes of an example are divided by their length, and averaged over the examples of a
+kind, then over kinds. The steepest third of the heads to keep is opened, slopes are measured again and divided by the
+first ones' lengths, so that an example counts as far as it still fails, and once more. Of prompts those count that the
+original answers and the model with everything replaced does not: p >= 1/2 a token, in the geometric mean.
+
+That few heads retrieve is from Wu et al. 2024 (arXiv 2404.15574); that the others need a window and the first tokens
+alone from DuoAttention (Xiao et al. 2024, arXiv 2410.10819), which trains its gates. One backward pass for all gates
+is as in Michel et al. 2019 (arXiv 1905.10650), who prune heads.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +36,10 @@ from .budget import number_to_keep
 from .divergence_signal import DivergenceSignal
 from .gates import UNITS, Gates, gated
 from .one_at_a_time import one_at_a_time
-from .options import SearchOptions, Signal, mean_scores, unit_rows
+from .options import SearchOptions, Signal, mean_scores, row_lengths
 from .recall_signal import RecallSignal
 from .restore_one import restore_one
-from .slope import slopes
+from .slope import slope
 from .suite_prompts import prompts_for
 from .trained_gates import trained_gates
 
@@ -33,7 +48,7 @@ logger = logging.getLogger(__name__)
 Search = Callable[[Gates, Signal, SearchOptions, int], Tensor]
 
 SEARCHES: dict[str, Search] = {
-    "slope": slopes, "one_at_a_time": one_at_a_time, "restore_one": restore_one, "gates": trained_gates,
+    "slope": slope, "one_at_a_time": one_at_a_time, "restore_one": restore_one, "gates": trained_gates,
 }  # fmt: skip
 SIGNALS: dict[str, tuple[str, ...]] = {
     "recall": ("recall",), "divergence": ("divergence",), "both": ("recall", "divergence"),
@@ -53,53 +68,29 @@ def choose_plan(
     batches: Iterable[Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> ChosenPlan:
-    """Return the plan that keeps a few key/value heads exact, those that the model needs to find what is far back.
+    """Return the plan that keeps the few key/value heads exact by which a model finds what is far back.
 
-    A gate g per key/value head stands between its exact output and the one of what replaces it,
-
-        o = g exact + (1 - g) replaced,
-
-    and one backward pass of a signal per example, all gates shut, says what opening each would bring: its slope
-    d signal / d g at g = 0. The slopes of an example are scaled to length 1, and averaged over the examples of a kind,
-    then over kinds; prompts count that the original answers and the model with everything replaced does not. The
-    `keep` steepest heads stay exact. Nothing is trained; `patch_model(model, plan)` takes the result. That few heads
-    retrieve is from Wu et al. 2024 (arXiv 2404.15574) and DuoAttention (Xiao et al. 2024, arXiv 2410.10819).
+    Nothing is trained, and the model is as before, also after an error. The file's top has the method. Where recall
+    cannot choose, for an encoder or a model that knows fewer than three answers, divergence does; a warning says so.
 
     Args:
-        model: a model that is not patched. Its weights, modes and gradients are as before, also after an error.
-        tokenizer: of the model; None where nothing is to be tokenised (signal "divergence", or own `prompts`).
+        model: a model that is not patched. tokenizer: its own; None where there is nothing to tokenise.
         keep: a share of the key/value heads, as 0.1, or their number, as 9; of the layers where `unit` is "layer".
         unit: "head" or "layer", of which all heads have one gate.
         replace: what serves the others: a name, a mechanism config, or {"streaming": {"window_size": 128}}.
-        signal: "recall", the log-likelihood of the right answers of generated prompts; "divergence", minus the KL
-            divergence of the original's predictions on `batches`; "both", the mean of the two, each scaled.
-        search: "slope"; "gates", Adam on all gates from there; as references "restore_one" and "one_at_a_time",
-            which open, and shut, one gate alone.
-        batches: text as the model takes it, `{"input_ids": ..., "attention_mask": ...}`, for the divergence.
-        **options: of `SearchOptions`: tasks, lengths, num_prompts, seed, prompts, haystack, chat, state_bytes, length,
-            steps, learning_rate, progress.
-
-    An encoder, and a model that knows the answers to fewer than three prompts (p >= 1/2 a token, in the geometric
-    mean), cannot be chosen for by recall. Where there are `batches`, divergence is used and a warning says so.
+        signal: "recall", log p of the right answers of generated prompts; "divergence", minus the KL divergence from
+            the original's predictions on `batches`; "both", the mean of the two, each divided by its length.
+        search: "slope"; "gates", Adam on all gates from there; as references "restore_one" and "one_at_a_time", which
+            open, and shut, one gate alone.
+        batches: text as the model takes it, `{"input_ids": ..., "attention_mask": ...}`.
+        **options: the fields of `SearchOptions`, such as lengths, seed, state_bytes and progress.
 
     Raises:
-        OptionError: an option that does not exist or is out of range: nothing or everything kept, prompts longer than
-            the model's positions.
-        UnknownNameError: no such search, signal, unit or mechanism.
-        DataError: the tokenizer lacks what the prompts need, or recall cannot choose and there are no `batches`.
+        OptionError, UnknownNameError: an option that does not exist or is out of range, as nothing or everything kept.
+        DataError: the tokenizer lacks what prompts need, or recall cannot choose and there are no `batches`.
         PatchError, UnsupportedModelError, UnsupportedModeError: as for `patch_model`.
 
-    >>> import torch
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> from hf_linattn import choose_plan, patch_model
-    >>> sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=50, intermediate_size=32, **sizes))
-    >>> text = [{"input_ids": torch.randint(50, (1, 32))}]
-    >>> window = {"streaming": {"window_size": 8}}
-    >>> plan = choose_plan(model, None, 1, replace=window, signal="divergence", batches=text)
-    >>> plan.record.num_kept
-    1
-    >>> model = patch_model(model, plan)
+    The package's top has an example that runs.
     """
     start = time.perf_counter()
     for kind, name, known in (("unit", unit, UNITS), ("signal", signal, SIGNALS), ("search", search, SEARCHES)):
@@ -110,25 +101,32 @@ def choose_plan(
         count = number_to_keep(gates, keep, unit, settings)
         chosen, reason = _signals(gates, tokenizer, signal, texts, settings)
         scores = _scores(gates, SEARCHES[search], chosen, settings, count)
-        layers = [mechanism.layer for mechanism in gates.mechanisms.values()]
-        places = gates.places
-    kept = sorted(scores.topk(count).indices.tolist())
-    record = PlanRecord(
-        model=type(root_model(model)).__name__,
-        heads=[layer.num_key_value_heads for layer in layers],
-        unit=unit,
-        kept=[[places[i].layer, head] for i in kept for head in places[i].heads],
-        replace={"mechanism": config.mechanism, "options": config.to_options()},
-        scores=[[float(scores[i]) for i, p in enumerate(places) if p.layer == layer.index] for layer in layers],
-        search=search,
-        signal=signal if not reason else "divergence",
-        reason=reason,
-        seed=settings.seed,
-        seconds=time.perf_counter() - start,
-        examples=dict(Counter(group for one in chosen for group in one.groups)),
-        options={**settings.recorded(), "keep": keep},
-    )
+        record = PlanRecord(
+            **_places(gates, scores, count), unit=unit, replace=_as_data(config), search=search, reason=reason,
+            signal="divergence" if reason else signal, seed=settings.seed, seconds=time.perf_counter() - start,
+            examples=dict(Counter(group for one in chosen for group in one.groups)),
+            options={**settings.recorded(), "keep": keep},
+        )  # fmt: skip
     return ChosenPlan.of(record)
+
+
+def _places(gates: Gates, scores: Tensor, count: int) -> dict[str, Any]:
+    """Return what a record says of a model: its class and heads, their scores, and the `count` best."""
+    layers = [mechanism.layer for mechanism in gates.mechanisms.values()]
+    kept = sorted(scores.topk(count).indices.tolist())
+    return {
+        "model": type(root_model(gates.model)).__name__,
+        "heads": [layer.num_key_value_heads for layer in layers],
+        "kept": [[gates.places[i].layer, head] for i in kept for head in gates.places[i].heads],
+        "scores": [
+            [float(scores[i]) for i, place in enumerate(gates.places) if place.layer == layer.index]
+            for layer in layers
+        ],
+    }
+
+
+def _as_data(config: MechanismConfig) -> dict[str, Any]:
+    return {"mechanism": config.mechanism, "options": config.to_options()}
 
 
 def read_replacement(replace: str | MechanismConfig | Mapping[str, Any]) -> MechanismConfig:
@@ -193,4 +191,5 @@ def _scores(
 ) -> Tensor:
     """Return [U]: the mean over signals of a search's scores, each scaled to length 1."""
     found = [mean_scores(search(gates, signal, options, keep), signal.groups) for signal in signals]
-    return unit_rows(torch.stack(found).double()).mean(0)
+    scores = torch.stack(found).double()
+    return (scores / row_lengths(scores)).mean(0)

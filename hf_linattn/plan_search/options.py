@@ -40,6 +40,7 @@ class SearchOptions:
         prompts: prompts of your own, in place of these. haystack, chat: as for `make_prompts`.
         state_bytes, length: in place of `keep` as many heads as the decoding state of one sequence of `length` tokens
             may hold bytes.
+        rounds: of the search `slope`: how often slopes are measured, with the steepest of the rounds before open.
         steps, learning_rate: of the search `gates`. progress: show progress bars.
     """
 
@@ -52,12 +53,13 @@ class SearchOptions:
     chat: bool = False
     state_bytes: int | None = None
     length: int | None = None
+    rounds: int = 3
     steps: int = 100
     learning_rate: float = 0.05
     progress: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "steps"):
+        for name in ("num_prompts", "rounds", "steps"):
             require_count(name, getattr(self, name))
         whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
         require("seed", self.seed, whole and 0 <= self.seed <= LARGEST_SEED, f"an integer from 0 to {LARGEST_SEED}")
@@ -90,17 +92,17 @@ class SearchOptions:
         return {name: list(x) if isinstance(x, list | tuple) else x for name, x in found.items()}
 
 
-def unit_rows(scores: Tensor) -> Tensor:
-    """Return each row of [E, U] divided by its Euclidean length; a row of zeros stays one."""
-    return scores / scores.norm(dim=1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+def row_lengths(scores: Tensor) -> Tensor:
+    """Return the Euclidean length of each row of [E, U] as [E, 1], above zero."""
+    return scores.norm(dim=1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
-def mean_scores(scores: Tensor, groups: Sequence[str]) -> Tensor:
-    """Return [U] from [E, U]: each example's scaled to length 1, the mean of each group, and of these the mean.
+def mean_scores(scores: Tensor, groups: Sequence[str], lengths: Tensor | None = None) -> Tensor:
+    """Return [U] from [E, U]: each example's divided by its length [E, 1], the mean of each group, of these the mean.
 
     So no prompt counts more because its answer is longer or less likely, and no kind because it has more prompts.
     """
-    scaled = unit_rows(scores)
+    scaled = scores / (row_lengths(scores) if lengths is None else lengths)
     if len(groups) != len(scaled):
         return scaled.mean(0)  # a search that has made one row of all examples
     rows = {group: [i for i, other in enumerate(groups) if other == group] for group in groups}

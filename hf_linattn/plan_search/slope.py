@@ -7,19 +7,45 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .gates import Gates
-from .options import SearchOptions, Signal
+from .options import SearchOptions, Signal, mean_scores, row_lengths
 
 
-def slopes(gates: Gates, signal: Signal, options: SearchOptions, keep: int) -> Tensor:
-    """Return d signal / d g at g = 0, all gates shut, for each example: [E, U].
+def slope(gates: Gates, signal: Signal, options: SearchOptions, keep: int) -> Tensor:
+    """Return one row of scores [1, U]: mean slopes, all gates shut, then with those open that were steepest so far.
 
-    The exact outputs behind shut gates have no gradient but the gates' own, so the backward pass is that of the
-    model in which everything is replaced.
+    Each of `rounds` rounds opens as many of the `keep` gates as the others. Where nothing is exact the first few heads
+    hide what all others are for; with these open the slopes say it. All are divided by the length that the example's
+    had at first: one that is answered by now has small slopes and counts little. A head that was opened keeps the
+    slope that it was opened for, or that of what came later where this is more.
+    """
+    opened, scores = torch.zeros_like(gates.values), torch.zeros_like(gates.values)
+    order: list[int] = []
+    lengths: Tensor | None = None
+    rounds = min(options.rounds, keep)
+    for number in range(rounds):
+        raw, shut = slopes_at(gates, signal, opened, options), opened == 0
+        lengths = row_lengths(raw) if lengths is None else lengths
+        scores = torch.where(shut, mean_scores(raw, signal.groups, lengths), scores)
+        more = keep * (number + 1) // rounds - len(order)
+        best = scores.masked_fill(~shut, float("-inf")).topk(more).indices
+        opened[best] = 1
+        order += best.tolist()
+    least = scores[opened == 0].max()
+    for unit in reversed(order):
+        least = scores[unit] = torch.maximum(scores[unit], least)
+    return scores[None]
+
+
+def slopes_at(gates: Gates, signal: Signal, values: Tensor, options: SearchOptions) -> Tensor:
+    """Return d signal / d g at the gates `values` [U], for each example: [E, U].
+
+    The exact outputs behind shut gates have no gradient but the gates' own, so with all gates shut the backward pass
+    is that of the model in which everything is replaced.
     """
     rows = []
     for example in tqdm(signal.examples, desc=f"slopes of {signal.name}", disable=not options.progress):
-        shut = torch.zeros_like(gates.values, requires_grad=True)
+        given = values.clone().requires_grad_()
         with torch.enable_grad():
-            (slope,) = torch.autograd.grad(signal.value(gates, shut, example), shut)
-        rows.append(slope)
+            (row,) = torch.autograd.grad(signal.value(gates, given, example), given)
+        rows.append(row)
     return torch.stack(rows)

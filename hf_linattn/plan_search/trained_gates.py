@@ -10,8 +10,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .gates import Gates
-from .options import SearchOptions, Signal, mean_scores
-from .slope import slopes
+from .options import SearchOptions, Signal, mean_scores, row_lengths
+from .slope import slopes_at
 
 NOISE = 0.05  # gradients below that, in shares of the slopes' length, move no gate as those above it do
 
@@ -24,21 +24,21 @@ def trained_gates(gates: Gates, signal: Signal, options: SearchOptions, keep: in
 
     Deviation from DuoAttention: the price is found, not given, and the signal may be the answers' likelihood.
     """
-    found = slopes(gates, signal, options, keep)
-    lengths, slope = found.norm(dim=1), mean_scores(found, signal.groups)
-    at_margin = slope.topk(keep).values[-1].clamp(min=torch.finfo(slope.dtype).tiny)
-    trained = at_a_price((slope / at_margin).clamp(0, 1), keep).requires_grad_()
+    found = slopes_at(gates, signal, torch.zeros_like(gates.values), options)
+    lengths, steepness = row_lengths(found), mean_scores(found, signal.groups)
+    at_margin = steepness.topk(keep).values[-1].clamp(min=torch.finfo(steepness.dtype).tiny)
+    trained = at_a_price((steepness / at_margin).clamp(0, 1), keep).requires_grad_()
     optimizer = torch.optim.Adam([trained], lr=options.learning_rate, eps=NOISE)
     steps = tqdm(range(options.steps), desc=f"gates by {signal.name}", disable=not options.progress)
     for step in steps:
         number = step % len(signal.examples)
         with torch.enable_grad():
             (gradient,) = torch.autograd.grad(signal.value(gates, trained, signal.examples[number]), trained)
-        trained.grad = -gradient / lengths[number].clamp(min=torch.finfo(gradient.dtype).tiny)
+        trained.grad = -gradient / lengths[number]
         optimizer.step()
         with torch.no_grad():
             trained.copy_(at_a_price(trained, keep))
-    order = slope.argsort().argsort() / len(slope)  # in [0, 1)
+    order = steepness.argsort().argsort() / len(steepness)  # in [0, 1)
     return (trained.detach() + 1e-3 * order)[None]
 
 

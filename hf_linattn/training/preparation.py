@@ -28,9 +28,9 @@ LONGER = 8  # times block_size are the windows of `long_windows`
 
 # options that say nothing about the control: it may come from a run with others, however its learning rate was found
 CONVERSION_OPTIONS = (
-    "mechanism", "mechanism_options", "layers", "softmax_share", "plan", "learning_rates", "lr_search_tokens",
-    "control_learning_rates", "control", "control_dir", "kl_weight", "hidden_weight", "calibration_tokens",
-    "speed_lengths", "fidelity_windows", "long_windows", "seed", "data_seed",
+    "mechanism", "mechanism_options", "layers", "softmax_share", "layer_search", "layer_unit", "layer_signal", "plan",
+    "learning_rates", "lr_search_tokens", "control_learning_rates", "control", "control_dir", "kl_weight",
+    "hidden_weight", "calibration_tokens", "speed_lengths", "fidelity_windows", "long_windows", "seed", "data_seed",
 )  # fmt: skip
 
 

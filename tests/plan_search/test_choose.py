@@ -79,7 +79,7 @@ def test_a_plan_of_another_model_is_refused_and_names_both(plan):
     for options, count in (({"num_hidden_layers": 3}, "3 layers of 2"), ({"num_key_value_heads": 4}, "2 layers of 4")):
         other = make_model("llama", **options)
         before = Snapshot.of(other)
-        with pytest.raises(PatchError, match=rf"with 2 layers of 2 key/value heads, and .* has {count} key/value"):
+        with pytest.raises(PatchError, match=rf"with 2 layers of 2 key/value heads, and this model has {count} key"):
             patch_model(other, plan)
         before.assert_kept(other)
 
@@ -99,17 +99,17 @@ def test_nothing_everything_and_more_than_there_is_are_refused(keep):
         choose(make_retriever(), keep)
 
 
-def test_keep_in_bytes_is_what_the_cache_then_holds():
+def test_keep_in_bytes_is_what_the_cache_then_has():
     length = 32
 
-    def held(chosen) -> int:
+    def state_size(chosen) -> int:
         return state_bytes_by_length(patch_model(make_retriever(), chosen), [length])[0].patched
 
-    sizes = {n: held(choose(make_retriever(), n)) for n in (1, 2, 3)}
+    sizes = {n: state_size(choose(make_retriever(), n)) for n in (1, 2, 3)}
     assert sizes[1] < sizes[2] < sizes[3]
     for n, room in ((1, 2 * length), (1, sizes[2] - sizes[1] - 1), (2, 2 * length), (2, sizes[3] - sizes[2] - 1)):
         chosen = choose(make_retriever(), state_bytes=sizes[n] + room, length=length)
-        assert chosen.record.num_kept == n and held(chosen) <= sizes[n] + room
+        assert chosen.record.num_kept == n and state_size(chosen) <= sizes[n] + room
     for wrong in (10, 10**9):
         with pytest.raises(OptionError, match=r"state_bytes must be from .* at 32 tokens, for one head to all"):
             choose(make_retriever(), state_bytes=wrong, length=length)

@@ -16,7 +16,7 @@ from hf_linattn.plan_search.divergence_signal import DivergenceSignal
 from hf_linattn.plan_search.gates import gated
 from hf_linattn.plan_search.options import SearchOptions, mean_scores
 from hf_linattn.plan_search.recall_signal import RecallSignal
-from hf_linattn.plan_search.slope import slopes
+from hf_linattn.plan_search.slope import slope, slopes_at
 from tests.helpers import assert_close, logits_of, make_tokens, pad
 from tests.models import make_model
 from tests.plan_search.retriever import FOUND, WINDOW, make_prompts, make_retriever
@@ -59,7 +59,7 @@ def difference(gates, signal, example, at: torch.Tensor, step: float = 1e-5) -> 
 def test_slopes_of_recall_are_the_differences_of_gates(name, unit):
     model, signal = make_wide(name), RecallSignal(random_prompts())
     with gated(model, SHORT, unit) as gates:
-        found = slopes(gates, signal, OPTIONS, 1)
+        found = slopes_at(gates, signal, torch.zeros_like(gates.values), OPTIONS)
         for row, prompt in zip(found, signal.examples, strict=True):
             assert_close(row, difference(gates, signal, prompt, torch.zeros_like(gates.values)), 1e-6)
     assert found.abs().min() > 1e-4
@@ -69,12 +69,13 @@ def test_slopes_of_recall_are_the_differences_of_gates(name, unit):
 def test_slopes_of_divergence_are_the_differences_of_gates_and_pads_do_not_count(name):
     model, signal = make_wide(name), DivergenceSignal([text(14, 9), text(11)])
     with gated(model, SHORT, "head") as gates:
-        found = slopes(gates, signal, OPTIONS, 1)
+        shut = torch.zeros_like(gates.values)
+        found = slopes_at(gates, signal, shut, OPTIONS)
         for row, batch in zip(found, signal.examples, strict=True):
             assert_close(row, difference(gates, signal, batch, torch.zeros_like(gates.values)), 1e-6)
         filled = {**signal.examples[0], "input_ids": signal.examples[0]["input_ids"].clone()}
         filled["input_ids"][1, 9:] = 7
-        assert_close(slopes(gates, DivergenceSignal([filled]), OPTIONS, 1)[0], found[0], 1e-9)
+        assert_close(slopes_at(gates, DivergenceSignal([filled]), shut, OPTIONS)[0], found[0], 1e-9)
 
 
 def test_gradients_between_open_and_shut_are_the_differences_of_gates():
@@ -145,11 +146,29 @@ def test_restore_one_and_one_at_a_time_are_what_forwards_say():
         assert_close(found[name].flatten(), gain / gain.norm(), 1e-5)
 
 
+def test_rounds_measure_slopes_with_those_open_that_were_steepest():
+    model, signal = make_wide("llama"), RecallSignal(random_prompts())
+    with gated(model, SHORT, "head") as gates:
+        shut = torch.zeros_like(gates.values)
+        raw = slopes_at(gates, signal, shut, OPTIONS)
+        first, lengths = mean_scores(raw, signal.groups), raw.norm(dim=1, keepdim=True)
+        opened = shut.clone()
+        opened[first.argmax()] = 1
+        rest = slopes_at(gates, signal, opened, OPTIONS) / lengths  # one is "any 10", the other "any 14"
+        second = rest.mean(0).masked_fill(opened > 0, float("-inf"))
+        found = slope(gates, signal, SearchOptions(rounds=2), 2)[0]
+        assert found.topk(2).indices.tolist() == [int(first.argmax()), int(second.argmax())]
+        assert_close(found[second.argmax()], second.max(), 1e-9)
+        once = slope(gates, signal, SearchOptions(rounds=1), 2)[0]
+        assert_close(once, first, 1e-9)
+        assert not torch.allclose(once[second.argmax()], found[second.argmax()], rtol=0.5)
+
+
 def test_only_the_logits_of_the_answer_are_made():
     model, shapes = make_model("llama"), []
     model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape[:2])))
     with gated(model, SHORT, "head") as gates:
-        slopes(gates, RecallSignal(random_prompts()), OPTIONS, 1)
+        slopes_at(gates, RecallSignal(random_prompts()), torch.zeros_like(gates.values), OPTIONS)
     assert shapes == [(1, 3), (1, 3)]
 
 
@@ -166,7 +185,7 @@ def test_memory_of_a_backward_pass_is_that_of_one_layer():
     for layers in (2, 8):
         model, prompts = make_model("llama", num_hidden_layers=layers), random_prompts()[:1]
         with gated(model, SHORT, "head") as gates, LiveBytes() as count:
-            slopes(gates, RecallSignal(prompts), OPTIONS, 1)
+            slopes_at(gates, RecallSignal(prompts), torch.zeros_like(gates.values), OPTIONS)
         peaks.append(count.peak)
         hidden = 4 * model.config.hidden_size * 16
     assert peaks[1] - peaks[0] < 6 * 3 * hidden  # an input and its gradient for each layer more, not its activations

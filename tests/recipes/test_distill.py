@@ -270,11 +270,26 @@ def test_layers_are_chosen_by_what_they_cost(material, whole, tmp_path, monkeypa
     assert run(given) == report, "a rerun chooses nothing anew"
 
 
+def test_heads_are_chosen_by_a_search(material, tmp_path):
+    out = tmp_path / "out"
+    search = {"layer_search": "slope", "layer_unit": "head", "layer_signal": "divergence"}
+    report = run(flags(material, out, layers="auto", softmax_share=0.25, **search))
+    chosen = recorded(out, "plan")
+    assert (chosen["unit"], chosen["signal"], chosen["replace"]["mechanism"]) == ("head", "divergence", "hybrid")
+    assert report.options == {"plan": chosen["plan"]} and len(chosen["kept"]) == round(0.25 * sum(chosen["heads"]))
+    model = AutoModelForCausalLM.from_pretrained(out)
+    exact = [name for m in hf_linattn.get_mechanisms(model).values() for name in getattr(m, "members", {})]
+    assert "softmax" in exact and "hybrid" in exact
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"transfer_tokens": 1600}, r"max_train_tokens leaves -64 tokens \(1856 of the other stages are part"),
         ({"transfer_tokens": 60}, "transfer_tokens leaves 60 tokens, less than one step of 128"),
+        ({"layer_search": "slope"}, "layer_search must be one of .*, with layers 'auto', or absent, got 'slope'"),
+        ({"layers": "auto", "layer_search": "slop"}, "layer_search must be one of slope, .* got 'slop'"),
+        ({"layer_unit": "heads"}, "layer_unit must be one of head, layer, got 'heads'"),
         ({"lora_rank": 0}, "lora_rank must be an integer >= 1, or absent, got 0"),
         ({"lora_rank": None, "lora_alpha": 4}, "lora_alpha must be absent where lora_rank is, got 4.0"),
         ({"window_dropout": 1.5}, "window_dropout must be at least 0 and below 1, got 1.5"),

@@ -8,6 +8,7 @@ from typing import Any
 from hf_linattn.config import json_object, require, require_count
 from hf_linattn.errors import OptionError
 from hf_linattn.plan import read_plan
+from hf_linattn.plan_search import SEARCHES, SIGNALS, UNITS
 
 AUTO = "auto"  # value of `layers`
 DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -34,6 +35,20 @@ class ModelArguments:
     softmax_share: float = field(
         default=0.25, metadata={"help": "With `layers auto`, at most this share, those that matter most, stay."}
     )
+    layer_search: str | None = field(
+        default=None,
+        metadata={
+            "help": "With `layers auto`: choose_plan's `slope`, `gates`, `restore_one` or `one_at_a_time`; absent:"
+            " by what converting each layer alone costs."
+        },
+    )
+    layer_unit: str = field(
+        default="layer", metadata={"help": "With `layer_search`, what stays: a `layer`, or a key/value `head`."}
+    )
+    layer_signal: str = field(
+        default="recall",
+        metadata={"help": "With `layer_search`: `recall` of generated prompts, `divergence` on the text, or `both`."},
+    )
     plan: dict[str, Any] | str | list[dict[str, Any]] | None = field(
         default=None,
         metadata={
@@ -59,6 +74,11 @@ class ModelArguments:
             setattr(self, name, None if given is None else read(name, given))
         require_count("chunk_feed_forward", self.chunk_feed_forward, optional=True)
         require("softmax_share", self.softmax_share, 0 <= self.softmax_share < 1, "at least 0 and below 1")
+        searches = (None, *SEARCHES) if self.layers == AUTO else (None,)
+        expected = f"one of {', '.join(SEARCHES)}, with layers 'auto', or absent"
+        require("layer_search", self.layer_search, self.layer_search in searches, expected)
+        for name, known in {"layer_unit": UNITS, "layer_signal": SIGNALS}.items():
+            require(name, getattr(self, name), getattr(self, name) in known, f"one of {', '.join(known)}")
         if self.layers == AUTO:
             require("plan", self.plan, not self.plan, "absent where layers is 'auto'")
         if (self.mechanism is None) == (not self.plan):

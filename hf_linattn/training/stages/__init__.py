@@ -13,6 +13,7 @@ from .calibration import Calibration
 from .layers import LayerChoice
 from .long import LongTraining
 from .measurement import Measurement, SharedStage, validation
+from .plan import PlanChoice
 from .recovery import ControlTraining, RecoveredTraining
 from .report import ReportStage
 from .training import TrainingStage
@@ -28,7 +29,8 @@ def stages_of(arguments: Arguments) -> list[Stage]:
     window = arguments.recipe.control == WINDOW
     trained = ("recovered_training", "long_training")
     stages: list[tuple[Stage, object]] = [
-        (LayerChoice(), arguments.model.layers == AUTO),
+        (LayerChoice(), arguments.model.layers == AUTO and arguments.model.layer_search is None),
+        (PlanChoice(), arguments.model.layer_search is not None),
         (Measurement("original", TrainingRun.load), True),
         (Measurement("converted", TrainingRun.convert, ("layers",)), True),
         (Measurement("converted_validation", TrainingRun.convert, ("layers",), validation), True),
