@@ -81,10 +81,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Material:
-    """What every row is measured on."""
+    """What every row is measured on: batches to fit to, windows [B, N] and texts to score, the folder of tasks."""
 
     tokenizer: PreTrainedTokenizerBase
     fitted: list[dict[str, torch.Tensor]]
+    windows: torch.Tensor
     texts: list[str]
     task_dir: Path | None
     sizes: Sizes
@@ -106,9 +107,7 @@ def plan_of(row: str, num_layers: int) -> Plan:
 def measure(model: PreTrainedModel, material: Material, whole: bool) -> Document:
     """Return what a model comes to; of a model that was not fitted perplexity and the shortest needles alone."""
     sizes, tokenizer, start = material.sizes, material.tokenizer, time.perf_counter()
-    windows = whole_windows(tokenizer, material.texts, sizes.length)
-    windows = windows[[place * len(windows) // sizes.windows for place in range(sizes.windows)]]
-    losses = token_losses(model, windows).losses.mean(1)
+    losses = token_losses(model, material.windows).losses.mean(1)
     found: Document = {"perplexity": math.exp(float(losses.mean())), "window_losses": losses.tolist()}
     lengths = sizes.recall_lengths if whole else sizes.recall_lengths[:1]
     rows = recall(
@@ -132,7 +131,7 @@ def task_scores(model: PreTrainedModel, material: Material) -> list[Document]:
         task_dir=material.task_dir, limit=material.sizes.items, long_prompts=None, num_generated=0, progress=False,
     )  # fmt: skip
     return [
-        {"task": found.task, "metric": found.metric, "score": fmean(found.values), "chance": found.facts["chance"]}
+        {"task": found.name, "metric": found.metric, "score": fmean(found.values), "chance": found.facts["chance"]}
         for found in tasks(model, material.tokenizer, options)
         if found.facts.get("headline")
     ]
@@ -161,15 +160,19 @@ def run_row(model_path: str, row: str, material: Material) -> Document:
 
 def read_material(model_path: str, books: Path, task_dir: Path | None, sizes: Sizes) -> Material:
     """Read the texts; rows to fit to come from the training split, texts to score from the test split."""
-    files = {f"{split}_file": books / f"{split}.jsonl" for split in ("train", "validation", "test")}
-    splits, tokenizer = load_text_splits(**files), AutoTokenizer.from_pretrained(model_path)
+    train, validation, test = (books / f"{split}.jsonl" for split in ("train", "validation", "test"))
+    splits = load_text_splits(train_file=train, validation_file=validation, test_file=test)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
     rows = tokenize_and_pack(splits["train"].shuffle(seed=SEED), tokenizer, sizes.block_size, sizes.fitted)
     names = ("input_ids", "position_ids")
     batches = [
         {name: rows[first : first + sizes.batch_size][name] for name in names}
         for first in range(0, len(rows), sizes.batch_size)
     ]
-    return Material(tokenizer, batches, splits["test"]["text"], task_dir, sizes)
+    texts = splits["test"]["text"]
+    windows = whole_windows(tokenizer, texts, sizes.length)
+    windows = windows[[place * len(windows) // sizes.windows for place in range(sizes.windows)]]  # of all books
+    return Material(tokenizer, batches, windows, texts, task_dir, sizes)
 
 
 def main(
