@@ -1,7 +1,7 @@
 """What a recipe found out: a typed report as JSON, as tables and as plots."""
 
 from .card import CARD_FILE, model_card, save_card
-from .plots import save_plots
+from .plots import BytesPoint, bytes_figure, points_of, save_plots
 from .schema import (
     REPORT_FILE,
     Accuracies,
@@ -21,6 +21,7 @@ __all__ = [
     "CARD_FILE",
     "REPORT_FILE",
     "Accuracies",
+    "BytesPoint",
     "Evaluation",
     "LongContext",
     "Perplexities",
@@ -29,9 +30,11 @@ __all__ = [
     "Stage",
     "Training",
     "WindowRow",
+    "bytes_figure",
     "collect_provenance",
     "four_model_table",
     "model_card",
+    "points_of",
     "save_card",
     "save_plots",
     "save_report",
