@@ -2,7 +2,7 @@
 
 from .card import CARD_FILE, model_card, save_card
 from .plan_picture import save_plan_picture
-from .plots import save_plots
+from .plots import BytesPoint, bytes_figure, points_of, save_plots
 from .schema import (
     REPORT_FILE,
     Accuracies,
@@ -22,6 +22,7 @@ __all__ = [
     "CARD_FILE",
     "REPORT_FILE",
     "Accuracies",
+    "BytesPoint",
     "Evaluation",
     "LongContext",
     "Perplexities",
@@ -30,9 +31,11 @@ __all__ = [
     "Stage",
     "Training",
     "WindowRow",
+    "bytes_figure",
     "collect_provenance",
     "four_model_table",
     "model_card",
+    "points_of",
     "save_card",
     "save_plan_picture",
     "save_plots",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -15,10 +16,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ..atomic_io import write_whole
+from ..config import require
 from ..evaluation import Spread
 from .schema import Report
 
-PLOTS = {"perplexity": "perplexity.png", "time": "time.png", "state": "state.png", "layers": "layers.png"}
+PLOTS = {
+    "perplexity": "perplexity.png", "time": "time.png", "state": "state.png", "layers": "layers.png",
+    "bytes": "bytes.png",
+}  # fmt: skip
 DPI = 150
 
 # Okabe and Ito's palette, distinct in every kind of colour vision
@@ -33,8 +38,33 @@ MODEL_LABELS = {
 }
 
 
+CURVES = (PATCHED, ORIGINAL, "#009E73", "#CC79A7", "#E69F00", CONTROL, "#F0E442")
+
+
+@dataclass(frozen=True)
+class BytesPoint:
+    """What a state of `state_bytes` for one sequence comes to: test perplexity, share of recalled answers or None."""
+
+    label: str
+    state_bytes: int
+    perplexity: float
+    recall: float | None = None
+
+
+def points_of(report: Report) -> list[BytesPoint]:
+    """Return the converted layers' state of a report, before and after recovery, and those of its windows."""
+    own = [(f"{report.mechanism}, {name}", report.constant_bytes) for name in ("converted", "recovered")]
+    points = [
+        BytesPoint(label, count, getattr(report.perplexity, label.rpartition(", ")[2]))
+        for label, count in own
+        if count is not None
+    ]
+    names = {False: "window, untrained", True: "window, fine-tuned"}
+    return points + [BytesPoint(names[row.trained], row.state_bytes, row.perplexity) for row in report.windows]
+
+
 def save_plots(report: Report, directory: str | os.PathLike[str]) -> list[Path]:
-    """Write `perplexity.png`, `time.png`, `state.png` and `layers.png` into a directory and return their paths.
+    """Write the files of `PLOTS` into a directory and return their paths.
 
     A plot of something that was not measured, such as the decoding state of a masked model, is left out.
     """
@@ -43,6 +73,8 @@ def save_plots(report: Report, directory: str | os.PathLike[str]) -> list[Path]:
         figures["time"] = time_figure
     if report.has_state:
         figures["state"] = state_figure
+    if report.windows:
+        figures["bytes"] = lambda report: bytes_figure(points_of(report), _title(report, "The same bytes as a window"))
     if report.sensitivity:
         figures["layers"] = layers_figure
     return [save_figure(draw(report), Path(directory) / PLOTS[name]) for name, draw in figures.items()]
@@ -114,6 +146,44 @@ def state_figure(report: Report) -> Figure:
     return figure
 
 
+def bytes_figure(points: Sequence[BytesPoint], title: str) -> Figure:
+    """Draw perplexity and, where it was measured, recall against the bytes of decoding state, one curve a label.
+
+    Points of one label are joined in the order of their bytes, and a point of its own is marked alone. A label that
+    begins with `window` is drawn dashed and grey: what a state of that size has to be worth more than.
+
+    Raises:
+        OptionError: there is no point, or one has no bytes.
+
+    >>> points = [BytesPoint("window", 40_000, 34.2, 0.2), BytesPoint("gla", 50_000, 39.0, 0.3)]
+    >>> [axes.get_ylabel() for axes in bytes_figure(points, "SmolLM2").axes]
+    ['test perplexity', 'recall (share of answers)']
+    """
+    require("points", len(points), bool(points) and all(p.state_bytes > 0 for p in points), "some, each with bytes")
+    recalled = any(point.recall is not None for point in points)
+    figure, panels = blank_figure(title, panels=1 + recalled)
+    labels = list(dict.fromkeys(point.label for point in points))
+    drawn = [("perplexity", "test perplexity"), ("recall", "recall (share of answers)")]
+    for axes, (name, label) in zip(panels, drawn, strict=False):
+        for number, kind in enumerate(labels):
+            own = [p for p in points if p.label == kind and getattr(p, name) is not None]
+            own.sort(key=lambda point: point.state_bytes)
+            plain = kind.startswith("window")
+            axes.plot(
+                [point.state_bytes for point in own], [getattr(point, name) for point in own], label=kind,
+                color=INK if plain else CURVES[number % len(CURVES)], linestyle=DASHED if plain else "-",
+                marker="s" if plain else "o", markersize=5,
+            )  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+        axes.set_xlabel("state of one sequence (bytes)")
+        axes.set_ylabel(label)
+    panels[0].legend(frameon=False)
+    if recalled:
+        panels[1].set_ylim(-0.03, 1.03)
+    return figure
+
+
 def layers_figure(report: Report) -> Figure:
     """Draw what converting each layer alone costs, and which layers kept softmax for it."""
     figure, (axes,) = _figure(report, "What each layer costs", panels=1)
@@ -131,7 +201,11 @@ def layers_figure(report: Report) -> Figure:
 
 def _figure(report: Report, title: str, panels: int) -> tuple[Figure, Sequence[Axes]]:
     """Return a figure with a row of panels, titled with the model and its mechanism."""
-    return blank_figure(f"{title}: {_short(report.base_model)}, {report.mechanism}", panels)
+    return blank_figure(_title(report, title), panels)
+
+
+def _title(report: Report, what: str) -> str:
+    return f"{what}: {_short(report.base_model)}, {report.mechanism}"
 
 
 def blank_figure(title: str, panels: int) -> tuple[Figure, Sequence[Axes]]:

@@ -122,7 +122,8 @@ def _window_section(report: Report) -> list[str]:
     rows = [[name, f"{count:,}", f"{value:,.2f}", f"{value / best:,.3f}"] for name, count, value in compared]
     heads = ["attention of the converted layers", "state bytes", "test perplexity", "/ best"]
     note = "Decoding state of one sequence in these layers, in a bfloat16 model."
-    return ["## Beside windows of the same bytes", _markdown_table(heads, rows, "lrrr"), note]
+    table = _markdown_table(heads, rows, "lrrr")
+    return ["## Beside windows of the same bytes", table, note, f"![bytes]({PLOTS['bytes']})"]
 
 
 def _window_name(row: WindowRow) -> str:

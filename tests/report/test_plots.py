@@ -7,8 +7,20 @@ import dataclasses
 
 import pytest
 
+from hf_linattn.errors import OptionError
 from hf_linattn.evaluation import MemoryRow, SpeedRow, Spread
-from hf_linattn.report import Evaluation, Perplexities, Report, Training, collect_provenance, save_plots
+from hf_linattn.report import (
+    BytesPoint,
+    Evaluation,
+    Perplexities,
+    Report,
+    Training,
+    WindowRow,
+    bytes_figure,
+    collect_provenance,
+    points_of,
+    save_plots,
+)
 from hf_linattn.report.plots import perplexity_figure, state_figure, time_figure
 from tests.test_imports import ROOT, find_modules, imported
 
@@ -96,6 +108,32 @@ def test_state_curves(report):
         "patched": [(n, 1000) for n in LENGTHS],
         "original": [(n, 8 * n) for n in LENGTHS],
     }
+
+
+def test_perplexity_and_recall_against_bytes(report):
+    points = [
+        BytesPoint("gla", 4000, 12.0, 0.5), BytesPoint("window", 8000, 20.0, 0.25),
+        BytesPoint("gla", 1000, 15.0, 0.125), BytesPoint("hybrid", 6000, 11.0),
+    ]  # fmt: skip
+    left, right = bytes_figure(points, "a model").axes
+    curves = [(line.get_label(), [*line.get_xdata()], [*line.get_ydata()]) for line in left.get_lines()]
+    assert curves == [("gla", [1000, 4000], [15.0, 12.0]), ("window", [8000], [20.0]), ("hybrid", [6000], [11.0])]
+    assert [[*line.get_ydata()] for line in right.get_lines()] == [[0.125, 0.5], [0.25], []]
+    assert left.get_lines()[1].get_linestyle() == "--" and left.get_xscale() == "log"
+    assert len(bytes_figure(points[3:], "a model").axes) == 1, "recall is optional"
+    for wrong in ([], [BytesPoint("linear", 0, 9.0)]):
+        with pytest.raises(OptionError, match="points must be some, each with bytes"):
+            bytes_figure(wrong, "a model")
+
+
+def test_the_points_of_a_report(report):
+    assert points_of(report) == []
+    windows = (WindowRow(9, 4, 990, False, 40.0), WindowRow(9, 4, 980, True, 9.5))
+    shown = points_of(dataclasses.replace(report, constant_bytes=1000, windows=windows))
+    assert [(p.label, p.state_bytes, p.perplexity) for p in shown] == [
+        ("performer, converted", 1000, 30.0), ("performer, recovered", 1000, 10.0),
+        ("window, untrained", 990, 40.0), ("window, fine-tuned", 980, 9.5),
+    ]  # fmt: skip
 
 
 def test_every_figure_names_model_and_mechanism(report):

@@ -163,7 +163,7 @@ def test_a_pipe_in_a_value_does_not_break_the_table(report):
 
 def test_save_report_writes_everything(report, tmp_path):
     paths = save_report(report, tmp_path)
-    names = ["perplexity.png", "report.json", "report.md", "state.png", "time.png"]
+    names = ["bytes.png", "perplexity.png", "report.json", "report.md", "state.png", "time.png"]
     assert sorted(path.name for path in paths) == names == sorted(path.name for path in tmp_path.iterdir())
     assert (tmp_path / "report.md").read_text(encoding="utf-8") == to_markdown(report)
     assert json.loads((tmp_path / "report.json").read_text())["ratio"] == 1.25

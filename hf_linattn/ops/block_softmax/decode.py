@@ -139,8 +139,7 @@ def forget(state: KeptKeys, pattern: Pattern) -> KeptKeys:
     kept = wanted.gather(2, order)
 
     def choose(x: Tensor) -> Tensor:
-        chosen = x.gather(2, order[..., None].expand(-1, x.shape[1], -1, x.shape[3]))
-        return F.pad(chosen * kept[..., None], (0, 0, 0, missing))
+        return F.pad(take(x, order[:, 0]) * kept[..., None], (0, 0, 0, missing))
 
     kept_position = F.pad(state.position.gather(2, order) * kept, (0, missing))
     return KeptKeys(choose(state.key), choose(state.value), kept_position, state.length)

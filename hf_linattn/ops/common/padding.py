@@ -134,7 +134,15 @@ class Packed(NamedTuple):
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Return the positions index [B, M] of x [B, H, N, D]."""
+    """Return the positions index [B, M] of x [B, H, N, D].
+
+    Of a tensor that lies in order whole rows of D numbers are copied, several times as fast as number by number.
+    """
+    if x.is_contiguous():
+        batch, heads, length, width = x.shape
+        first = torch.arange(batch * heads, device=x.device).view(batch, heads, 1) * length
+        taken = x.view(-1, width).index_select(0, (first + index[:, None]).flatten())
+        return taken.view(batch, heads, index.shape[1], width)
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
