@@ -86,7 +86,7 @@ def attend_window_step(call: BlockSoftmaxCall, state: KeptKeys) -> tuple[Tensor,
         return torch.cat([kept[:, :, :first], kept[:, :, first + 1 :], new, kept[:, :, first : first + 1]], dim=2)
 
     key, value = behind(state.key, call.key), behind(state.value, call.value)
-    heads = (query, key, value)
+    heads: Any = (query, key, value)
     if any(x.dtype != query.dtype for x in heads):  # PyTorch's kernels sum up half precision in float32
         heads = tuple(x.to(accum_dtype(query)) for x in heads)
     if call.sink is not None:
