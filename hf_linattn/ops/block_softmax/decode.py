@@ -86,11 +86,11 @@ def attend_window_step(call: BlockSoftmaxCall, state: KeptKeys) -> tuple[Tensor,
         return torch.cat([kept[:, :, :first], kept[:, :, first + 1 :], new, kept[:, :, first : first + 1]], dim=2)
 
     key, value = behind(state.key, call.key), behind(state.value, call.value)
-    heads = (query, key, value)
+    heads: Any = (query, key, value)
     if any(x.dtype != query.dtype for x in heads):  # PyTorch's kernels sum up half precision in float32
         heads = tuple(x.to(accum_dtype(query)) for x in heads)
     if call.sink is not None:
-        heads = with_sink_key(*heads, call.sink, call.scaling)
+        heads = with_sink_key(heads[0], heads[1], heads[2], call.sink, call.scaling)
     output = fused_attention(*heads, scale=call.scaling, enable_gqa=True)[..., : value.shape[3]]
     places, room = behind(state.position, length[:, None, None]), state.position.shape[2]
     return output, KeptKeys(key[:, :, :room], value[:, :, :room], places[:, :, :room], length)
