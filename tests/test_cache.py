@@ -13,6 +13,9 @@ from hf_linattn import list_mechanisms, original_attention, patch_model, unpatch
 from hf_linattn.cache import StateLayer, state_bytes
 from hf_linattn.errors import UnsupportedModeError
 from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.mechanisms.composite import JoinedState
+from hf_linattn.ops.block_softmax.interface import KeptKeys
+from hf_linattn.ops.hybrid.interface import HybridState
 from tests.helpers import assert_close, each_of, generate, logits_of, make_patched, make_tokens
 from tests.models import NUM_HEADS, NUM_KEY_VALUE_HEADS, NUM_LAYERS, make_model
 
@@ -20,6 +23,14 @@ KEY_VALUE_HEADS = {"gpt2": NUM_HEADS, "llama": NUM_KEY_VALUE_HEADS}
 CONSTANT = [name for name in list_mechanisms() if MECHANISMS.get(name).constant_state]
 each_family = pytest.mark.parametrize("name", KEY_VALUE_HEADS)
 each_mechanism = pytest.mark.parametrize("mechanism", CONSTANT)
+# of a state, how many of the first tensors are tokens of a window, which lie in the dtype of the model
+TOKENS = {KeptKeys: 2, HybridState: 4}
+
+
+def dtypes_of(state, dtype: torch.dtype) -> list[torch.dtype]:
+    """Return what the dtypes of the tensors of a state have to be; those that count tokens apart."""
+    states = state.split() if isinstance(state, JoinedState) else [state]
+    return [dtype if i < TOKENS.get(type(x), 0) else torch.float32 for x in states for i in range(len(x))]
 
 
 def read(model, ids, **options):
@@ -34,18 +45,36 @@ def tensors_of(cache):
 @each_family
 @each_mechanism
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_state_is_float32_per_key_value_head_and_constant(name, mechanism, dtype):
+def test_state_is_per_key_value_head_and_constant_and_sums_are_float32(name, mechanism, dtype):
     model = make_patched(name, mechanism).to(dtype)
     short, long = (read(model, make_tokens(3, n)).past_key_values for n in (1, 60))
     assert [type(layer) for layer in long.layers] == [StateLayer] * NUM_LAYERS
-    for tensor in tensors_of(long):
+    expected = [kind for layer in long.layers for kind in dtypes_of(layer.state, dtype)]
+    for tensor, kind in zip(tensors_of(long), expected, strict=True):
         assert tensor.shape[0] == 3
         if tensor.is_floating_point():  # the others count tokens
-            assert tensor.dtype == torch.float32
+            assert tensor.dtype == kind
             assert tensor.shape[1] == KEY_VALUE_HEADS[name]
     assert [t.shape for t in tensors_of(short)] == [t.shape for t in tensors_of(long)]
     assert state_bytes(short) == state_bytes(long) == sum(t.nbytes for t in tensors_of(long))
     assert long.get_seq_length() == 60
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mechanism", ["local", "streaming", "longformer", "hybrid", "fusion"])
+def test_windows_in_half_precision_lose_nothing(mechanism, dtype):
+    """Tokens came in that precision: with a state that is widened before each call the logits are the same."""
+    model, ids = make_patched("llama", mechanism).to(dtype), make_tokens(2, 61)
+    results = []
+    for widen in (False, True):
+        cache, logits = DynamicCache(config=model.config), []
+        for part in ids.split([33, 17, 8, 1, 1, 1], dim=1):
+            for layer in cache.layers if widen and logits else ():
+                layer.state = type(layer.state)(*(x.float() if x.dtype == dtype else x for x in layer.state))
+            logits.append(read(model, part, past_key_values=cache).logits)
+        results.append(torch.cat(logits, dim=1))
+    assert torch.equal(*results)
 
 
 @each_family

@@ -67,9 +67,9 @@ def streaming_for(
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, dtype="bfloat16")
     >>> streaming_for(config, bytes=10_000)
-    {'streaming': {'window_size': 33, 'num_sink_tokens': 4}}
+    {'streaming': {'window_size': 66, 'num_sink_tokens': 4}}
     >>> streaming_for(config, bytes=10_000, layers="0")
-    {'streaming': {'window_size': 70, 'num_sink_tokens': 4, 'layers': [0]}}
+    {'streaming': {'window_size': 135, 'num_sink_tokens': 4, 'layers': [0]}}
     """
     chosen = _chosen(model_or_config, layers, dtype)
     least, two = (_window_bytes(chosen, window, num_sink_tokens) for window in (1, 2))
@@ -92,7 +92,7 @@ def streaming_bytes(
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, dtype="bfloat16")
     >>> streaming_bytes(config, **streaming_for(config, bytes=10_000)["streaming"])
-    9808
+    9952
     """
     return _window_bytes(_chosen(model_or_config, layers, dtype), window_size, num_sink_tokens)
 

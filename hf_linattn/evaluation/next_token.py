@@ -15,9 +15,9 @@ from .. import architecture
 from ..config import require
 from ..inference import accepted, evaluation_mode
 
-TOKENS = 16_384  # at most so many of a batch go through the layers together, one window at least
-ROWS = 8  # at most so many windows
-LOGITS = 1 << 24  # at most so many logits are made at a time
+TOKENS = 16_384  # that a batch has at most, beyond its first window
+ROWS = 8  # windows that it has at most
+LOGITS = 1 << 24  # that are made at a time at most
 
 
 class TokenLosses(NamedTuple):
@@ -91,7 +91,7 @@ def _logits_of_parts(model: nn.Module, input_ids: Tensor) -> Iterator[tuple[Tens
     """Yield the logits [B, C, V] of some positions after the others, in float32, and the tokens [B, C] they are for.
 
     Models scale or cap what their head gives, each in its own way: the model itself is asked, with a part of what its
-    layers came to in the place of what they make of one token.
+    layers came to for what they make of one token.
     """
     root = architecture.root_model(model)
     body: Any = root.base_model

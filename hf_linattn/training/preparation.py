@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_linattn import get_mechanisms, is_patched, patch_model
 from hf_linattn.calibration import own_parameters, what_is_fitted
 from hf_linattn.errors import OptionError
-from hf_linattn.evaluation import position_limit, whole_windows
+from hf_linattn.evaluation import position_limit, streaming_like, whole_windows
 from hf_linattn.reading import read_tokenizer
-from hf_linattn.training.arguments import Arguments, ModelArguments
+from hf_linattn.training.arguments import WINDOW, Arguments, ModelArguments
 from hf_linattn.training.arguments.board import CommandLine
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import model_digest, rows_digest
@@ -29,8 +29,8 @@ LONGER = 8  # times block_size are the windows of `long_windows`
 # options that say nothing about the control: it may come from a run with others, however its learning rate was found
 CONVERSION_OPTIONS = (
     "mechanism", "mechanism_options", "layers", "softmax_share", "plan", "learning_rates", "lr_search_tokens",
-    "control_learning_rates", "control_dir", "kl_weight", "hidden_weight", "calibration_tokens", "speed_lengths",
-    "fidelity_windows", "long_windows", "seed", "data_seed",
+    "control_learning_rates", "control", "control_dir", "kl_weight", "hidden_weight", "calibration_tokens",
+    "speed_lengths", "fidelity_windows", "long_windows", "seed", "data_seed",
 )  # fmt: skip
 
 
@@ -107,6 +107,11 @@ def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None)
                 f"{name}={tokens}: {model_options.mechanism!r} has no parameters of its own that could be fitted;"
                 " leave it out"
             )
+    if recipe_options.control == WINDOW and streaming_like(model) is None:
+        raise OptionError(
+            f"control={WINDOW!r}: {model_options.mechanism or 'the plan'} has no decoding state of constant size that"
+            " holds a few tokens, so there is no window of as many bytes; leave it out"
+        )
     if distillation.window_dropout:
         WindowDropout(model, distillation.window_dropout)
 
@@ -137,7 +142,8 @@ def shared_control(run: TrainingRun, program: str = "", argv: Sequence[str] = ()
     ignored = {*CONVERSION_OPTIONS, *asdict(run.arguments.distillation), "long_digest"}
     command = CommandLine(argv).command_for(folder, program, ignored)
     directory = RunDirectory(folder, training)
-    return directory.export_stages(("control_training", "control"), run.options, ignored, command)
+    windows = [name for name in ("window_trained",) if directory.finished(name)]
+    return directory.export_stages(("control_training", "control", *windows), run.options, ignored, command)
 
 
 def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_linattn.atomic_io import write_text
 from hf_linattn.errors import CheckpointError, OptionError
-from hf_linattn.training.arguments import FinetuningArguments
+from hf_linattn.training.arguments import WINDOW, FinetuningArguments
 from hf_linattn.training.same_run import DIGESTS, difference, told_difference
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class RunDirectory:
         """
         with self.training.main_process_first(local=False):
             if self.training.should_save and overwrite:
-                for folder in (STAGES, "control"):
+                for folder in (STAGES, "control", WINDOW):
                     shutil.rmtree(self.path / folder, ignore_errors=True)
             started = self.finished(RECIPE)
             if started is not None:

@@ -80,7 +80,7 @@ def test_a_plan_is_reported_as_it_was_given(material, tmp_path):
 
 def test_a_run_from_end_to_end(material, tmp_path, capsys):
     out = tmp_path / "out"
-    report = run(command(material, out))
+    report = run(command(material, out, control="window"))
     assert Report.load(out) == report
     perplexity = report.perplexity
     assert perplexity.control < 0.9 * perplexity.original and perplexity.recovered < 0.9 * perplexity.converted
@@ -91,8 +91,12 @@ def test_a_run_from_end_to_end(material, tmp_path, capsys):
         assert set(losses) == {1e-3, 3e-3}
         assert losses[getattr(report.training, f"{name}_learning_rate")] == min(losses.values())
         assert training["steps"] == 6
-    (window,) = report.windows  # of a model served in bfloat16, whatever it was trained in
-    assert not window.trained and window.perplexity > 1
+    window, trained = report.windows  # of a model served in bfloat16, whatever it was trained in
+    assert trained == dataclasses.replace(window, trained=True, perplexity=trained.perplexity) != window
+    assert not window.trained and trained.perplexity < 0.9 * window.perplexity
+    assert recorded(out, "window_training")["steps"] == recorded(out, "control_training")["steps"]
+    kept = hf_linattn.get_patch_config(AutoModelForCausalLM.from_pretrained(out / "window")).layers[0]
+    assert (kept.mechanism, kept.window_size) == ("streaming", window.window_size)
     original = AutoModelForCausalLM.from_pretrained(material["model_name_or_path"], dtype=torch.bfloat16)
     fitting = hf_linattn.evaluation.streaming_for(original, bytes=report.constant_bytes)
     assert fitting == {"streaming": {"window_size": window.window_size, "num_sink_tokens": window.num_sink_tokens}}
@@ -102,6 +106,11 @@ def test_a_run_from_end_to_end(material, tmp_path, capsys):
     assert not list(out.rglob("checkpoint-*")), "checkpoints of finished trainings are removed"
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("original", "control", "converted", "recovered", "bit-equal"))
+
+    changes = {"mechanism": "linear", "mechanism_options": None, "learning_rates": "1e-3", "control_dir": out}
+    other = run(command(material, tmp_path / "other", **changes))
+    assert other.windows[1:] == (trained,) and not (tmp_path / "other" / "window").exists()
+    assert other.windows[0].state_bytes <= other.constant_bytes < trained.state_bytes
 
     model = AutoModelForCausalLM.from_pretrained(out)
     assert {m.config.mechanism for m in hf_linattn.get_mechanisms(model).values()} == {"performer"}
@@ -201,6 +210,12 @@ def test_a_run_is_not_continued_on_other_content_of_the_same_files(material, tmp
         ({"mechanism_options": '{"features": 3}'}, OptionError, "no option 'features'"),
         ({"chunk_feed_forward": 0}, OptionError, "chunk_feed_forward must be None or an integer >= 1, got 0"),
         ({"layers": "0-2"}, OptionError, "layer 2, but the model has layers 0 to 1"),
+        ({"control": "softmax"}, OptionError, "control must be 'window', or absent, got 'softmax'"),
+        (
+            {"control": "window", "mechanism": "dynamic_sparse", "mechanism_options": None},
+            OptionError,
+            "control='window': dynamic_sparse has no decoding state of constant size",
+        ),
         ({"text_column": "words"}, DataError, "text_column='words'"),
         ({"resume_from_checkpoint": "out"}, CheckpointError, "no run of this recipe"),
     ],

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..common.padding import first_of_block, take
-from ..common.precision import wide
 from .autograd import BlockSoftmax, attend_blocks
 from .patterns import Part, beside_sink, find_keys, grouped, make_parts
 from .types import BlockSoftmaxCall, KeptKeys, Pattern
@@ -44,7 +43,7 @@ def attend_after(blocks: BlockSoftmax, call: BlockSoftmaxCall, state: KeptKeys) 
     rows = grouped(F.pad(query, (0, 0, len(position), 0)), key)
     how: Any = {"block_size": size, "scaling": call.scaling, "causal": True}
     output, log = (x[:, :, :, len(position) :] for x in attend_blocks(blocks, rows, keys, values, seen, **how))
-    after, _ = extend(state, wide(key), wide(value), count_real(None, 0, key))
+    after, _ = extend(state, key, value, count_real(None, 0, key))
     return beside_sink(output, log, call.sink), forget(after, pattern)
 
 
@@ -67,14 +66,13 @@ def _find(state: KeptKeys, position: Tensor, length: int) -> Tensor:
 
 
 def keep_keys(key: Tensor, value: Tensor, pattern: Pattern, lengths: Tensor | None = None) -> KeptKeys:
-    """Return the state after rows that start at position 0."""
+    """Return the state after rows that start at position 0, in their dtype."""
     count = count_real(lengths, 0, key)
     steps = torch.arange(key.shape[2], device=key.device)
     position = torch.where(steps < count[:, None], steps + 1, 0)[:, None]
     if pattern.capacity is None:  # a state is never a view of what it was made from
         key, value = key.clone(), value.clone()
-    kept = forget(KeptKeys(key, value, position, count), pattern)
-    return kept._replace(key=wide(kept.key), value=wide(kept.value))
+    return forget(KeptKeys(key, value, position, count), pattern)
 
 
 def count_real(lengths: Tensor | None, start: int, key: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..common.grad_accumulator import Source
 from ..common.numerics import LOWEST, bounded
-from ..common.precision import widened
+from ..common.precision import wide, widened
 from .decode import count_real, extend, forget
 from .patterns import Part, add_log_weight, biased_attention, make_bias, parts_of, with_global_queries
 from .types import BlockSoftmaxCall, KeptKeys
@@ -86,7 +86,7 @@ def _bring(source: Source, part: Part, num_heads: int) -> Tensor:
 def attend_block_by_block(call: BlockSoftmaxCall, state: KeptKeys) -> tuple[Tensor, KeptKeys]:
     """Read on after a state, a block at a time: every row stands at a place of its own."""
     pattern, outputs = call.pattern, []
-    query, key, value = widened(call.query, call.key, call.value)
+    query, key, value = wide(call.query), call.key, call.value
     if query.shape[2] > 1:  # a single token has none to come
         query, key = bounded(query), bounded(key)
     for start in range(0, query.shape[2], pattern.block_size):
@@ -100,6 +100,7 @@ def attend_block_by_block(call: BlockSoftmaxCall, state: KeptKeys) -> tuple[Tens
         allowed = allowed & (columns >= 0) & (columns <= rows)
         bias = torch.where(allowed, query.new_zeros(()), query.new_full((), LOWEST))
         bias = add_log_weight(bias, pattern.log_weight(rows, columns))
-        outputs.append(biased_attention(query[:, :, span], seen.key, seen.value, bias, call.scaling, True, call.sink))
+        keys, values = widened(seen.key, seen.value)
+        outputs.append(biased_attention(query[:, :, span], keys, values, bias, call.scaling, True, call.sink))
         state = forget(seen, pattern)
     return torch.cat(outputs, dim=2), state

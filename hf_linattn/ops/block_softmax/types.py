@@ -72,7 +72,7 @@ class Pattern(Protocol):
 
 
 class KeptKeys(NamedTuple):
-    """What decoding must remember: the keys and values that later queries may see.
+    """What decoding must remember: the keys and values that later queries may see, in the dtype in which they came.
 
     key: [B, Hkv, M, D]. value: [B, Hkv, M, Dv]. position: [B, 1, M], counted from 1, 0 where empty. length: [B],
     tokens read.

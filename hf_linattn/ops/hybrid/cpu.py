@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..block_softmax.autograd import continue_blocks
 from ..block_softmax.cpu import NATIVE_BLOCKS
 from ..common.numerics import LOWEST
-from ..common.precision import accum_dtype, wide, widened
+from ..common.precision import accum_dtype, widened
 from ..linear.cpu import SUMS, few_sequences, mapped_attention, strict_step
 from ..linear.types import LinearState, native_maps
 from ..runtime.cpu import KINDS, refusal
@@ -137,13 +137,18 @@ def continued_attention(
     Every row has read more than the sinks and a window before them: what it kept of these stands before its tokens, as
     if nothing had been between. Without gradients, as `causal_hybrid_attention`.
     """
-    one, sums = query.shape[2] == 1, LinearState(state.kv, state.log_max)
-    query, *new = widened(query, key, value) if one else (query, key, value)
+    count, sums, new = query.shape[2], LinearState(state.kv, state.log_max), [key, value]
+    moved = min(count, weights.reach)
+    rings = [torch.cat([x[:, :, moved:], y[:, :, -moved:]], dim=2) for x, y in zip(state[:2], new, strict=True)]
     old = (state.sink_key, state.ring_key), (state.sink_value, state.ring_value)
-    key, value = (torch.cat([*(x.to(y.dtype) for x in kept), y], dim=2) for kept, y in zip(old, new, strict=True))
-    output, sums = (_step if one else _go_on)(query, key, value, weights, sums)
-    rings = (wide(x[:, :, -weights.reach :]).clone() for x in (key, value))
-    return output, (*rings, state.sink_key, state.sink_value, *sums, state.length + query.shape[2])
+    if count == 1:
+        query, *new = widened(query, key, value)
+        key, value = (torch.cat([*kept, y], dim=2) for kept, y in zip(old, new, strict=True))  # widened by that
+        output, sums = _step(query, key, value, weights, sums)
+    else:
+        key, value = (torch.cat([*(x.to(y.dtype) for x in kept), y], dim=2) for kept, y in zip(old, new, strict=True))
+        output, sums = _go_on(query, key, value, weights, sums)
+    return output, (*rings, state.sink_key, state.sink_value, *sums, state.length + count)
 
 
 def _go_on(

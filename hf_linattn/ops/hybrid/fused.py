@@ -164,7 +164,7 @@ def remember(key: Tensor, value: Tensor, weights: HybridWeights, far_sums: Linea
     batch, _, length, _ = key.shape
     places = slice(length - weights.reach, length), slice(weights.num_sinks)
     # copies: views would keep all of a long prefill
-    tokens = [x[:, :, place].to(accum_dtype(key), copy=True) for place in places for x in (key, value)]
+    tokens = [x[:, :, place].clone() for place in places for x in (key, value)]
     return *tokens, *far_sums, torch.full((batch,), length, device=key.device)
 
 

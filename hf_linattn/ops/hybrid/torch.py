@@ -73,7 +73,7 @@ def _causal_attention(call: HybridCall) -> tuple[Tensor, HybridState]:
         near = _near(rows, weights, first, far.total.shape[2], band, (left, 0), causal=True)
         outputs.append(_in_order(_join([near, far], weights)))
     output = torch.cat(outputs, dim=3)[:, :, :, : query.shape[2]]
-    return output.flatten(1, 2), _remember(rows, weights, linear)
+    return output.flatten(1, 2), _remember(rows, weights, linear, call.key.dtype)
 
 
 def _two_way_attention(call: HybridCall) -> Tensor:
@@ -115,7 +115,7 @@ def _make_rows(query, key, value, weights: HybridWeights, lengths, state: Hybrid
         taken = wide(new.gather(2, index.expand(-1, -1, -1, new.shape[3])))
         return torch.where(present, taken, torch.zeros_like(taken) if old is None else old)
 
-    ring_key, ring_value, sink_key, sink_value = (None,) * 4 if state is None else state[:4]
+    ring_key, ring_value, sink_key, sink_value = (None,) * 4 if state is None else widened(*state[:4])
     sink_key, sink_value = fill(key, sink_key), fill(value, sink_value)
     return _Rows(
         Source(query.unflatten(1, (kv_heads, -1))), Source(key), Source(value),
@@ -123,20 +123,21 @@ def _make_rows(query, key, value, weights: HybridWeights, lengths, state: Hybrid
     )  # fmt: skip
 
 
-def _remember(rows: _Rows, weights: HybridWeights, linear: Any) -> HybridState:
-    """Return the state after the last real token of each row."""
+def _remember(rows: _Rows, weights: HybridWeights, linear: Any, dtype: torch.dtype) -> HybridState:
+    """Return the state after the last real token of each row, whose tokens came in `dtype`."""
     reach, length = weights.reach, rows.key.whole.shape[2]
 
     def newest(new: Source, ring: Tensor | None) -> Tensor:
         if not rows.padded:
-            return wide(_places(new, length - reach, length, 2, ring).clone())  # no view of a long prefill
+            return _places(new, length - reach, length, 2, ring).to(dtype, copy=True)  # no view of a long prefill
         known = _places(new, -reach, length, 2, ring)
         index = (rows.end[:, None] + torch.arange(reach, device=known.device))[:, None, :, None]
-        return known.gather(2, index.expand(-1, known.shape[1], -1, known.shape[3]))
+        return known.gather(2, index.expand(-1, known.shape[1], -1, known.shape[3])).to(dtype)
 
     ring_key, ring_value = newest(rows.key, rows.ring_key), newest(rows.value, rows.ring_value)
     total = (rows.start + rows.end).expand(rows.key.whole.shape[0]).clone()
-    return HybridState(ring_key, ring_value, rows.sink_key, rows.sink_value, linear.kv, linear.log_max, total)
+    sink_key, sink_value = rows.sink_key.to(dtype), rows.sink_value.to(dtype)
+    return HybridState(ring_key, ring_value, sink_key, sink_value, linear.kv, linear.log_max, total)
 
 
 def _band(like: Tensor, sinks: int, size: int, reach: int) -> Tensor:

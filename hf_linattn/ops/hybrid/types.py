@@ -55,7 +55,9 @@ class HybridWeights(NamedTuple):
 
 
 class HybridState(NamedTuple):
-    """All that is remembered; constant size, float32 (float64 for float64 inputs), per key/value head.
+    """All that is remembered; constant size, per key/value head.
+
+    Tokens are kept in the dtype in which they came, sums in float32 (float64 for float64 inputs).
 
     ring_key, ring_value: [B, Hkv, window_size - 1, D or Dv], the last tokens, the newest last; zero before the first.
     sink_key, sink_value: [B, Hkv, num_sinks, D or Dv]. kv [B, Hkv, F, Dv + 1] and log_max [B, Hkv]: the sums over keys

@@ -4,10 +4,10 @@ from .data import DataArguments
 from .distillation import DistillationArguments
 from .model import AUTO, ModelArguments
 from .parsing import DISTILLATION, FINETUNING, Arguments, parse_arguments, tokens_per_step
-from .recipe import RecipeArguments
+from .recipe import WINDOW, RecipeArguments
 from .trainer import FinetuningArguments
 
 __all__ = [
-    "AUTO", "DISTILLATION", "FINETUNING", "Arguments", "DataArguments", "DistillationArguments",
+    "AUTO", "DISTILLATION", "FINETUNING", "WINDOW", "Arguments", "DataArguments", "DistillationArguments",
     "FinetuningArguments", "ModelArguments", "RecipeArguments", "parse_arguments", "tokens_per_step",
 ]  # fmt: skip

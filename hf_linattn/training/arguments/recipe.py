@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from hf_linattn.config import require
 
+WINDOW = "window"  # value of `control`
+
 
 @dataclass
 class RecipeArguments:
@@ -23,6 +25,13 @@ class RecipeArguments:
     )
     control_learning_rates: list[float] | None = field(
         default=None, metadata={"help": "A grid of its own for the control."}
+    )
+    control: str | None = field(
+        default=None,
+        metadata={
+            "help": "`window`: windows with as many bytes of decoding state as the mechanism are trained as the"
+            " control is, too."
+        },
     )
     control_dir: str | None = field(
         default=None,
@@ -63,6 +72,7 @@ class RecipeArguments:
     def __post_init__(self) -> None:
         self.searches_a_share = not self.lr_search_tokens  # messages speak of what was given
         self.lr_search_tokens = self.lr_search_tokens or int(0.15 * self.max_train_tokens)
+        require("control", self.control, self.control in (None, WINDOW), f"{WINDOW!r}, or absent")
         self.control_dir = self.control_dir or None  # a flag that takes back what a file says
         for name in ("learning_rates", "control_learning_rates"):
             rates = getattr(self, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from hf_linattn import unpatch_model
-from hf_linattn.training.arguments import AUTO, Arguments
+from hf_linattn.training.arguments import AUTO, WINDOW, Arguments
 from hf_linattn.training.training_run import TrainingRun
 
 from .base import Stage
@@ -17,7 +17,7 @@ from .recovery import ControlTraining, RecoveredTraining
 from .report import ReportStage
 from .training import TrainingStage
 from .transfer import TransferTraining
-from .window import WindowMeasurement
+from .window import TrainedWindowMeasurement, WindowMeasurement, WindowTraining
 
 __all__ = ["Stage", "TrainingStage", "stages_of"]
 
@@ -25,6 +25,7 @@ __all__ = ["Stage", "TrainingStage", "stages_of"]
 def stages_of(arguments: Arguments) -> list[Stage]:
     """Return the stages of a run with these options, in their order."""
     options, shared = arguments.distillation, arguments.recipe.control_dir is not None
+    window = arguments.recipe.control == WINDOW
     trained = ("recovered_training", "long_training")
     stages: list[tuple[Stage, object]] = [
         (LayerChoice(), arguments.model.layers == AUTO),
@@ -36,6 +37,9 @@ def stages_of(arguments: Arguments) -> list[Stage]:
         (Measurement("control", _control, ("control_training",)), not shared),
         (SharedStage("control_training"), shared),
         (SharedStage("control"), shared),
+        (WindowTraining(), window),
+        (TrainedWindowMeasurement(), window),
+        (SharedStage("window_trained"), shared and not window),
         (Calibration(), arguments.recipe.calibration_tokens),
         (TransferTraining(), options.transfer_tokens),
         (RecoveredTraining(), True),

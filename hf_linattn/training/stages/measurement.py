@@ -32,9 +32,9 @@ class Measurement(OneProcessStage):
 
 @dataclass
 class SharedStage(OneProcessStage):
-    """What the stage of this name came to in another run, whose control serves here too."""
+    """What the stage of this name came to in another run, whose control serves here too; nothing if it had none."""
 
     name: str
 
     def compute(self, context: TrainingRun) -> dict[str, Any]:
-        return context.shared_control[self.name]
+        return context.shared_control.get(self.name, {})

@@ -32,12 +32,12 @@ from hf_linattn.report import (
     save_card,
     save_report,
 )
-from hf_linattn.training.arguments import Arguments, tokens_per_step
+from hf_linattn.training.arguments import WINDOW, Arguments, tokens_per_step
 from hf_linattn.training.stages.base import OneProcessStage
 from hf_linattn.training.training_run import TrainingRun
 
 # the stages that measured windows of equal bytes, and whether these were trained
-WINDOWS = {"window": False}
+WINDOWS = {"window": False, "window_trained": True}
 SCORED = ("original", "control", "converted", "recovered")
 # by the name in the report: the stage after which the converted model has this validation loss
 STAGES = {
@@ -61,8 +61,9 @@ class ReportStage(OneProcessStage):
         folder = context.directory.path
         if context.arguments.training.should_save:
             context.tokenizer.save_pretrained(folder)
-            if (folder / "control").exists():
-                context.tokenizer.save_pretrained(folder / "control")
+            for beside in (folder / name for name in ("control", WINDOW)):
+                if beside.exists():
+                    context.tokenizer.save_pretrained(beside)
         return super().run(context)
 
     def compute(self, context: TrainingRun) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from transformers import PreTrainedModel
 
 from hf_linattn import patch_model
 from hf_linattn.evaluation import constant_state_bytes, streaming_bytes, streaming_like
+from hf_linattn.training.arguments import WINDOW
 from hf_linattn.training.stages.base import OneProcessStage
+from hf_linattn.training.stages.recovery import ControlTraining
 from hf_linattn.training.training_run import TrainingRun
 
 SERVED_IN = torch.bfloat16  # the dtype for which bytes are counted, whatever the model is trained in
@@ -27,6 +30,30 @@ class WindowMeasurement(OneProcessStage):
     def compute(self, context: TrainingRun) -> dict[str, Any]:
         found = describe_window(context)
         return found and {**found, **context.score(window_model(context, found["plan"]))}
+
+
+class WindowTraining(ControlTraining):
+    """Fine-tune these windows on the text as the control is: on as many tokens, with the best of the same rates."""
+
+    name = "window_training"
+    inputs: tuple[str, ...] = ("window",)
+
+    def make_model(self, context: TrainingRun) -> PreTrainedModel:
+        return window_model(context, context.results["window"]["plan"])
+
+    def folder(self, context: TrainingRun) -> Path:
+        return context.directory.path / WINDOW
+
+
+class TrainedWindowMeasurement(OneProcessStage):
+    """Measure the trained windows; a run that shares the control takes the result over, with its plan and bytes."""
+
+    name = "window_trained"
+    inputs: tuple[str, ...] = ("window", "window_training")
+
+    def compute(self, context: TrainingRun) -> dict[str, Any]:
+        found = {name: context.results["window"][name] for name in ("plan", "bytes")}
+        return {**found, **context.score(context.load(WindowTraining().folder(context)))}
 
 
 def describe_window(context: TrainingRun) -> dict[str, Any]:

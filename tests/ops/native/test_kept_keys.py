@@ -68,7 +68,7 @@ def test_half_precision_goes_on_in_it(pieces, name, kind):
     state, outputs = None, []
     for start, end in itertools.pairwise(PIECES["inside blocks"]):
         output, state = mechanism(*(x[:, :, start:end] for x in heads), state=state)
-        assert output.dtype == kind and state.key.dtype == torch.float32
+        assert output.dtype == state.key.dtype == state.value.dtype == kind
         outputs.append(output)
     assert pieces
     mechanism.double().backend = "torch"
