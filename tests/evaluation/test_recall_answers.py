@@ -7,7 +7,16 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from hf_linattn import DataError, OptionError, UnknownNameError, UnsupportedModelError, patch_model
 from hf_linattn.evaluation.recall import (
@@ -23,6 +32,7 @@ from tests.helpers import make_tokenizer
 from tests.models import make_model
 
 LENGTH = 300
+EMPTY = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({}, [])))  # it knows no letter
 CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -175,6 +185,7 @@ def test_the_haystack_is_the_text_that_was_given():
         ({"chat": True}, DataError, "chat=True: the tokenizer has no chat_template"),
         ({"haystack": "one text"}, DataError, r"haystack must be a sequence of texts, got one string; pass \[text\]"),
         ({"haystack": ["few words"]}, DataError, "haystack has 2 words of at least 50"),
+        ({"tokenizer": EMPTY}, DataError, "the tokenizer writes a text in 0 tokens however long it is"),
         ({"tokenizer": make_tokenizer()}, DataError, "the tokenizer writes '[0-9]+' as '.*UNK.*'; take one"),
     ],
 )

@@ -15,6 +15,7 @@ from .haystacks import words_of
 from .tasks import RECALL_TASKS
 
 PROBE = "The grass is green."
+MOST_PIECES = 100  # pieces of context that one token is taken to write, at most
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ def _largest_size(question: Question, writer: _Writer, length: int, guess: int, 
     low_count, high, high_count, size = least, 0, 0, max(2, guess)  # high: the least that is too large, 0 for none
     while not high or high - low > 1:
         counted = writer.count(question(size))
+        if counted <= length and size > MOST_PIECES * length:
+            raise DataError(f"the tokenizer writes a text in {counted} tokens however long it is; take another one")
         if counted <= length:
             low, low_count = size, counted
         else:
