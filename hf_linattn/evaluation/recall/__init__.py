@@ -1,6 +1,19 @@
 """Recall: tasks made without data, which ask for what stands somewhere in a long prompt."""
 
+from .answers import RecallAnswer, answer_prompts, share_found
+from .measure import RecallRow, recall, recall_rows, wilson_interval
 from .prompts import RecallPrompt, make_prompts
 from .tasks import RECALL_TASKS
 
-__all__ = ["RECALL_TASKS", "RecallPrompt", "make_prompts"]
+__all__ = [
+    "RECALL_TASKS",
+    "RecallAnswer",
+    "RecallPrompt",
+    "RecallRow",
+    "answer_prompts",
+    "make_prompts",
+    "recall",
+    "recall_rows",
+    "share_found",
+    "wilson_interval",
+]

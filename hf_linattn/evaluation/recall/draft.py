@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import ClassVar
 
 from .draws import Draws
 
 WRONG_ANSWERS = 7  # beside the right one: a rank at random is the first in one of eight cases
+EVERYWHERE = 0.5  # the depth of tasks whose needle is the whole context
 
 
 @dataclass(frozen=True)
@@ -16,10 +20,12 @@ class Draft:
 
     Attributes:
         body: instructions, context and question: the turn of the user in a chat.
-        prefix: how the answer begins, given: behind the body, or the start of the assistant's turn.
+        prefix: how the answer begins, given: the start of the assistant's turn, or behind the body.
         answers: texts that a right answer contains.
         right: the right continuation. wrong: others of the same form.
-        needles: passages of the body that answer the question, each of them or together.
+        needles: passages of the prompt that answer the question, each of them or together.
+        depth: where a needle asked for lies in the context, 0 (start) to 1 (end).
+        joint: what stands between body and prefix outside a chat.
         choices: options of a multiple choice in the order of their letters.
     """
 
@@ -29,6 +35,8 @@ class Draft:
     right: str
     wrong: tuple[str, ...]
     needles: tuple[str, ...]
+    depth: float
+    joint: str = " "
     choices: tuple[str, ...] = ()
 
 
@@ -37,19 +45,29 @@ class Source:
     """What a question is drawn from.
 
     Attributes:
-        draws: random numbers of this prompt alone.
-        depth: where its needle lies, 0 (start) to 1 (end of the context).
-        number: of the prompt among those of its task.
+        draws: random numbers of this question alone.
+        depth: where its needle is to lie, 0 (start) to 1 (end of the context).
         words: of the haystack's text.
+        rotation: by how many places the options of a multiple choice are turned.
     """
 
     draws: Draws
     depth: float
-    number: int
     words: Sequence[str]
+    rotation: int = 0
 
 
 Question = Callable[[int], Draft]  # a context's size, in units of the task -> the prompt with a context of that size
+
+
+class RecallTask(ABC):
+    """Draws questions. `rotations` says how often each is asked, with its options in another order."""
+
+    rotations: ClassVar[int] = 1
+
+    @abstractmethod
+    def __call__(self, source: Source) -> Question:
+        """Return a question, whose context may have any size from 1 on."""
 
 
 def listed(items: Sequence[str]) -> str:
@@ -63,10 +81,33 @@ def listed(items: Sequence[str]) -> str:
     return f"{', '.join(items[:-1])}, and {items[-1]}"
 
 
+def unlike(draw: Callable[[], str], taken: Sequence[str] = ()) -> Iterator[str]:
+    """Yield drawn texts, all different from each other and from those taken."""
+    known = set(taken)
+    while True:
+        item = draw()
+        if item not in known:
+            known.add(item)
+            yield item
+
+
 def distinct(draw: Callable[[], str], count: int, taken: Sequence[str] = ()) -> list[str]:
     """Return `count` drawn texts, all different from each other and from those taken."""
-    found = dict.fromkeys(taken)
-    first = len(found)
-    while len(found) < first + count:
-        found[draw()] = None
-    return list(found)[first:]
+    return list(islice(unlike(draw, taken), count))
+
+
+class Growing:
+    """The first items of a stream, each drawn once."""
+
+    def __init__(self, items: Iterator[str]):
+        self._items, self._drawn = items, list[str]()
+
+    def first(self, count: int) -> list[str]:
+        """Return the first `count` items."""
+        self._drawn.extend(islice(self._items, max(0, count - len(self._drawn))))
+        return self._drawn[:count]
+
+
+def spread(depth: float, count: int) -> list[float]:
+    """Return the depths of needles at equal distances, from `depth` on and round the end."""
+    return [(depth + i / count) % 1 for i in range(count)]

@@ -15,6 +15,7 @@ from .haystacks import words_of
 from .tasks import RECALL_TASKS
 
 PROBE = "The grass is green."
+MOST_PIECES = 100  # pieces of context that one token is taken to write, at most
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class RecallPrompt:
 
     Attributes:
         task, seed: as given. length: as given, the most tokens that prompt and answer have together.
-        depth: where the needle lies in the context, 0 (start) to 1 (end).
+        depth: where the needle lies in the context, 0 (start) to 1 (end), one of them where several are asked for;
+            0.5 where the whole context is one.
         distance: tokens from the end of the last needle to the end of the prompt; a model that sees fewer has no
             needle before it. Exact but for a token that stands across that end.
         prompt_ids: token ids of the prompt, with the special tokens that the tokenizer puts before a text.
@@ -54,7 +56,7 @@ def make_prompts(
     haystack: Sequence[str] | None = None,
     chat: bool = False,
 ) -> list[RecallPrompt]:
-    """Return prompts of one task, whose needles lie at depths (i + 1/2) / count.
+    """Return prompts of one task, whose needles lie at depths (i + 1/2) / count, i = 0 to count - 1.
 
     The texts depend on task, length, seed, haystack and the number of a prompt, and on the tokenizer as far as it
     decides how much context fits; they are the same on every machine and with every version of Python.
@@ -62,7 +64,7 @@ def make_prompts(
     Args:
         task: a name in `RECALL_TASKS`.
         length: tokens of prompt and answer together, at most; as much context is written as that leaves room for.
-        count: how many questions.
+        count: how many questions; multiple choice has four prompts for each, its options turned by one place.
         seed: of all that is drawn.
         haystack: texts to hide needles in, for tasks that have a text; None takes the one that comes with the library,
             chapters of "Alice's Adventures in Wonderland".
@@ -81,10 +83,11 @@ def make_prompts(
         raise DataError("chat=True: the tokenizer has no chat_template; set one or leave chat out")
     words, writer, prompts, size = words_of(haystack), _Writer(tokenizer, chat), list[RecallPrompt](), 1
     for number in range(count):
-        draws, depth = Draws(task, length, seed, number), (number + 0.5) / count
-        question = RECALL_TASKS[task](Source(draws, depth, number, words))
-        size = _largest_size(question, writer, length, size, task)
-        prompts.append(writer.write(question(size), task=task, length=length, depth=depth, seed=seed))
+        for rotation in range(RECALL_TASKS[task].rotations):
+            source = Source(Draws(task, length, seed, number), (number + 0.5) / count, words, rotation)
+            question = RECALL_TASKS[task](source)
+            size = _largest_size(question, writer, length, size, task)
+            prompts.append(writer.write(question(size), task=task, length=length, seed=seed))
     return prompts
 
 
@@ -99,6 +102,8 @@ def _largest_size(question: Question, writer: _Writer, length: int, guess: int, 
     low_count, high, high_count, size = least, 0, 0, max(2, guess)  # high: the least that is too large, 0 for none
     while not high or high - low > 1:
         counted = writer.count(question(size))
+        if counted <= length and size > MOST_PIECES * length:
+            raise DataError(f"the tokenizer writes a text in {counted} tokens however long it is; take another one")
         if counted <= length:
             low, low_count = size, counted
         else:
@@ -123,7 +128,7 @@ class _Writer:
     def text(self, draft: Draft) -> str:
         """Return the whole prompt."""
         if not self.chat:
-            return f"{draft.body} {draft.prefix}"
+            return draft.body + draft.joint + draft.prefix
         turns = [{"role": "user", "content": draft.body}]
         return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) + draft.prefix
 
@@ -141,6 +146,7 @@ class _Writer:
             raise DataError(f"the tokenizer writes {draft.right!r} as {spelled!r}; take one that has all letters")
         return RecallPrompt(
             **fields,  # type: ignore[arg-type]
+            depth=draft.depth,
             distance=len(self._encode(text[max(text.rfind(needle) + len(needle) for needle in draft.needles) :])),
             prompt_ids=[*self.first_ids, *prompt_ids],
             answers=draft.answers,

@@ -1,0 +1,200 @@
+"""What a causal model answers: the text it writes, and how likely the right answer is among wrong ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from ... import architecture
+from ...config import require_count
+from ...errors import DataError, OptionError, UnsupportedModelError
+from ...inference import accepted, evaluation_mode
+from ..perplexity import is_masked_language_model, position_limit
+from .prompts import RecallPrompt
+
+MORE_TOKENS = 16  # than one and a half times the answer's, which a model may write around it
+GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+
+
+class RecallAnswer(TypedDict):
+    """What a model answers to one prompt.
+
+    Attributes:
+        task, length, depth: of the prompt.
+        answers: texts that a right answer contains. written: the model's greedy continuation.
+        found: share of the answers in it; of a multiple choice 1 or 0, whether its first word is the right letter.
+        log_likelihood: of the right continuation, in nats.
+        rank: of the right continuation's log-likelihood among those of the wrong ones, 1 is the greatest; a wrong one
+            as likely as the right one is before it.
+        candidates: how many there are, the right one among them.
+        letter: of a multiple choice: the likeliest letter, else None.
+    """
+
+    task: str
+    length: int
+    depth: float
+    answers: list[str]
+    written: str
+    found: float
+    log_likelihood: float
+    rank: int
+    candidates: int
+    letter: str | None
+
+
+def answer_prompts(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[RecallPrompt],
+    *,
+    batch_size: int = 4,
+    progress: bool = True,
+) -> list[RecallAnswer]:
+    """Return what a causal language model answers to each prompt, in their order.
+
+    A prompt is read once, into a cache, padded on the left where others of its batch are longer, and without logits
+    but those of its last token. Continuations are scored and written from there.
+
+    Args:
+        model: with a causal language-modelling head, patched or not.
+        batch_size: prompts per forward; it changes nothing but rounding.
+
+    Raises:
+        OptionError: `batch_size` is below 1, or a prompt with its answer is longer than the model's positions.
+        DataError: there are no prompts, or they have not all as many wrong answers: give those of one task at a time.
+        UnsupportedModelError: the model has no causal language-modelling head.
+    """
+    require_count("batch_size", batch_size)
+    root, limit = architecture.root_model(model), position_limit(model)
+    if is_masked_language_model(model):
+        raise UnsupportedModelError(f"{type(root).__name__} has no causal language-modelling head, which recall needs")
+    if not prompts:
+        raise DataError("prompts is empty; give at least one")
+    if len({len(prompt.wrong_ids) for prompt in prompts}) > 1:
+        raise DataError("prompts have unlike numbers of wrong answers; give those of one task at a time")
+    longest = max(prompts, key=_tokens)
+    if limit and _tokens(longest) > limit:
+        raise OptionError(
+            f"length={longest.length}: a prompt of {longest.task!r} has {_tokens(longest)} tokens with its answer, and"
+            f" the model {limit} positions; give a length of at most {limit}"
+        )
+    order = sorted(range(len(prompts)), key=lambda i: -_tokens(prompts[i]))
+    found: dict[int, RecallAnswer] = {}
+    with evaluation_mode(model), torch.no_grad(), tqdm(total=len(prompts), desc="recall", disable=not progress) as bar:
+        for start in range(0, len(order), batch_size):
+            numbers = order[start : start + batch_size]
+            batch = _Batch(root, tokenizer, [prompts[i] for i in numbers], limit)
+            found.update(zip(numbers, batch.answers(), strict=True))
+            bar.update(len(numbers))
+    return [found[i] for i in range(len(prompts))]
+
+
+def share_found(prompt: RecallPrompt, written: str) -> float:
+    """Return the share of a prompt's answers that a text contains, in upper or lower case, as RULER counts.
+
+    Of a multiple choice whether the first word is the right letter.
+    """
+    if prompt.choices:
+        first = "".join(c if c.isalnum() else " " for c in written).split()[:1]
+        return float(first == list(prompt.answers))
+    return sum(answer.lower() in written.lower() for answer in prompt.answers) / len(prompt.answers)
+
+
+def _tokens(prompt: RecallPrompt) -> int:
+    """Return the tokens of a prompt with its longest continuation."""
+    return len(prompt.prompt_ids) + max(map(len, (prompt.answer_ids, *prompt.wrong_ids)))
+
+
+class _Batch:
+    """Some prompts, read into one cache up to their last token."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[RecallPrompt],
+        limit: int | None,
+    ):
+        self.model, self.tokenizer, self.prompts, self.limit = model, tokenizer, prompts, limit
+        longest = max(len(prompt.prompt_ids) for prompt in prompts)
+        pads = [longest - len(prompt.prompt_ids) for prompt in prompts]
+        pad = tokenizer.pad_token_id or 0
+        rows = [[pad] * count + prompt.prompt_ids for count, prompt in zip(pads, prompts, strict=True)]
+        self.ids = torch.tensor(rows, device=model.device)
+        self.mask = (torch.arange(longest)[None] >= torch.tensor(pads)[:, None]).long().to(model.device)
+        self.cache: Cache = DynamicCache(config=model.config)
+        self._forward(self.ids[:, :-1], self.mask[:, :-1], self.cache, kept=1)
+
+    def answers(self) -> list[RecallAnswer]:
+        """Return what the model answers; afterwards the cache is used up."""
+        candidates = [(prompt.answer_ids, *prompt.wrong_ids) for prompt in self.prompts]
+        of_candidate = [self._score(continuations) for continuations in zip(*candidates, strict=True)]
+        scores = list(zip(*of_candidate, strict=True))
+        written = self._write()
+        return [
+            self._answer(prompt, text, own[0], own[1:])
+            for prompt, text, own in zip(self.prompts, written, scores, strict=True)
+        ]
+
+    def _answer(self, prompt: RecallPrompt, written: str, right: float, wrong: Sequence[float]) -> RecallAnswer:
+        letter = None
+        if prompt.choices:
+            spelled = [prompt.answer_ids, *prompt.wrong_ids]
+            likeliest = max(range(len(spelled)), key=[right, *wrong].__getitem__)
+            letter = self.tokenizer.decode(spelled[likeliest]).strip()
+        return {
+            "task": prompt.task,
+            "length": prompt.length,
+            "depth": prompt.depth,
+            "answers": list(prompt.answers),
+            "written": written,
+            "found": share_found(prompt, written),
+            "log_likelihood": right,
+            "rank": 1 + sum(score >= right for score in wrong),
+            "candidates": 1 + len(wrong),
+            "letter": letter,
+        }
+
+    def _score(self, continuations: Sequence[list[int]]) -> list[float]:
+        """Return the log-likelihood of a continuation of each prompt, in nats."""
+        longest = max(map(len, continuations))
+        rows = torch.tensor([ids + [0] * (longest - len(ids)) for ids in continuations], device=self.ids.device)
+        here = torch.tensor([[i < len(ids) for i in range(longest)] for ids in continuations], device=rows.device)
+        read = torch.cat([self.ids[:, -1:], rows[:, :-1]], dim=1)
+        mask = torch.cat([self.mask, here[:, :-1].long()], dim=1)
+        logits = self._forward(read, mask, copy.deepcopy(self.cache))
+        losses = nn.functional.cross_entropy(
+            logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
+            rows.flatten().to(logits.device),
+            reduction="none",
+        )
+        scores = -losses.view(rows.shape).cpu().double().masked_fill(~here.cpu(), 0.0).sum(1)
+        return scores.tolist()
+
+    def _write(self) -> list[str]:
+        """Return the greedy continuations, each with as many tokens as its own answer allows."""
+        room = [len(prompt.answer_ids) * 3 // 2 + MORE_TOKENS for prompt in self.prompts]
+        if self.limit:
+            room = [min(count, self.limit - len(p.prompt_ids)) for count, p in zip(room, self.prompts, strict=True)]
+        ids = self.model.generate(  # type: ignore[operator]
+            self.ids, attention_mask=self.mask, past_key_values=self.cache, max_new_tokens=max(room),
+            pad_token_id=self.tokenizer.pad_token_id or 0, **GREEDY,
+        )  # fmt: skip
+        new = ids[:, self.ids.shape[1] :].tolist()
+        return [
+            self.tokenizer.decode(row[:count], skip_special_tokens=True) for row, count in zip(new, room, strict=True)
+        ]
+
+    def _forward(self, ids: Tensor, mask: Tensor, cache: Cache, kept: int = 0) -> Tensor:
+        """Read tokens [B, n] behind what the cache has; return their logits [B, n, V], or the last `kept` ones."""
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        options = accepted(self.model, position_ids=positions, logits_to_keep=kept)
+        return self.model(
+            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options
+        ).logits

@@ -1,0 +1,214 @@
+"""The scores of recall against forwards of whole texts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from hf_linattn import DataError, OptionError, UnknownNameError, UnsupportedModelError, patch_model
+from hf_linattn.evaluation.recall import (
+    RecallPrompt,
+    answer_prompts,
+    make_prompts,
+    recall,
+    share_found,
+    wilson_interval,
+)
+from tests.evaluation.recall_reader import bundled_tokenizer, byte_tokenizer
+from tests.helpers import make_tokenizer
+from tests.models import make_model
+
+LENGTH = 300
+EMPTY = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({}, [])))  # it knows no letter
+CHAT = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[RecallPrompt]:
+    """Of unlike lengths."""
+    return [
+        prompt
+        for length in (LENGTH, LENGTH - 77, LENGTH - 130)
+        for prompt in make_prompts("single_text", bundled_tokenizer(), length, count=2)
+    ]
+
+
+@pytest.fixture(scope="module", params=["softmax", "positions", "linear", "local"])
+def model(request) -> PreTrainedModel:
+    """Of mechanisms with a cache, with a state and with both; `positions` has a table of learned ones."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(bundled_tokenizer()), "eos_token_id": None, "bos_token_id": None}
+    if request.param == "positions":
+        config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=512, initializer_range=0.3, **sizes)
+        return GPT2LMHeadModel(config).eval()
+    made = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            max_position_embeddings=512, initializer_range=0.3, **sizes,
+        )
+    ).eval()  # fmt: skip
+    options = {"window_size": 16, "block_size": 16} if request.param == "local" else {}
+    return made if request.param == "softmax" else patch_model(made, request.param, **options)
+
+
+@torch.no_grad()
+def log_likelihood(model: PreTrainedModel, prompt: list[int], continuation: list[int]) -> float:
+    """In a forward of the whole text alone, in float64."""
+    logits = model(input_ids=torch.tensor([prompt + continuation]), use_cache=False).logits[0].double()
+    table = logits.log_softmax(-1)
+    return sum(float(table[len(prompt) + i - 1, token]) for i, token in enumerate(continuation))
+
+
+def test_likelihoods_and_ranks_are_those_of_whole_texts(model, prompts):
+    answers = answer_prompts(model, bundled_tokenizer(), prompts, progress=False)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        right, *wrong = (log_likelihood(model, prompt.prompt_ids, x) for x in (prompt.answer_ids, *prompt.wrong_ids))
+        assert answer["log_likelihood"] == pytest.approx(right, abs=2e-3)
+        assert answer["rank"] == 1 + sum(other >= right for other in wrong)
+        assert answer["candidates"] == 8
+
+
+@torch.no_grad()
+def test_what_is_written_is_the_greedy_continuation(model, prompts):
+    tokenizer, some = bundled_tokenizer(), prompts[::2]
+    for prompt, answer in zip(some, answer_prompts(model, tokenizer, some, progress=False), strict=True):
+        ids = list(prompt.prompt_ids)
+        for _ in range(len(prompt.answer_ids) * 3 // 2 + 16):
+            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        assert answer["written"] == tokenizer.decode(ids[len(prompt.prompt_ids) :], skip_special_tokens=True)
+
+
+def test_batches_of_1_and_16_give_the_same(model, prompts):
+    one, many = (
+        answer_prompts(model, bundled_tokenizer(), prompts, batch_size=size, progress=False) for size in (1, 16)
+    )
+    for a, b in zip(one, many, strict=True):
+        assert a["log_likelihood"] == pytest.approx(b.pop("log_likelihood"), abs=2e-3)
+        assert {name: value for name, value in a.items() if name != "log_likelihood"} == b
+
+
+def test_a_prompt_makes_no_logits_but_those_of_continuations(model, prompts):
+    widths: list[int] = []
+    hook = model.lm_head.register_forward_hook(lambda module, inputs, output: widths.append(inputs[0].shape[1]))
+    try:
+        answer_prompts(model, bundled_tokenizer(), prompts[:2], progress=False)
+    finally:
+        hook.remove()
+    assert max(widths) <= max(len(ids) for prompt in prompts[:2] for ids in (prompt.answer_ids, *prompt.wrong_ids))
+
+
+def test_rows_count_what_a_loop_counts(model):
+    tokenizer = bundled_tokenizer()
+    rows = recall(model, tokenizer, ["multiple_choice", "single_noise"], [400], num_samples=4, progress=False)
+    assert json.loads(json.dumps(rows)) == [
+        {name: list(value) if isinstance(value, tuple) else value for name, value in row.items()} for row in rows
+    ]
+    choices = make_prompts("multiple_choice", tokenizer, 400, count=4)
+    answers = answer_prompts(model, tokenizer, choices, progress=False)
+    whole, *bins = (row for row in rows if row["task"] == "multiple_choice")
+    assert whole["num_samples"] == 16 and whole["chance"] == 0.25 and whole["depth"] is None
+    assert [row["depth"] for row in bins] == [(0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1)]
+    for row, some in zip([whole, *bins], [answers, *(answers[i : i + 4] for i in range(0, 16, 4))], strict=True):
+        assert row["first"] == np.mean([answer["rank"] == 1 for answer in some])
+        assert row["mean_rank"] == np.mean([answer["rank"] for answer in some])
+        assert row["log_likelihood"] == pytest.approx(np.mean([answer["log_likelihood"] for answer in some]), abs=2e-3)
+        assert row["letters"] == {letter: sum(answer["letter"] == letter for answer in some) for letter in "ABCD"}
+    assert all(row["letters"] is None for row in rows if row["task"] == "single_noise")
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 20), (0.3, 10), (0.98, 100), (1.0, 7)])
+def test_the_interval_solves_the_equation_of_wilson(share, count):
+    z = 1.959963984540054  # (share - p)^2 = z^2 p (1 - p) / count
+    roots = np.roots([1 + z**2 / count, -2 * share - z**2 / count, share**2])
+    assert wilson_interval(share, count) == pytest.approx(sorted(roots.real), abs=1e-7)
+
+
+def test_found_is_the_share_of_answers_that_are_contained():
+    (values,) = make_prompts("multi_value", bundled_tokenizer(), LENGTH, count=1)
+    assert share_found(values, f"they are {values.answers[2]}.") == 0.25
+    (variables,) = make_prompts("variable_tracking", bundled_tokenizer(), 700, count=1)
+    assert share_found(variables, " ".join(variables.answers).lower()) == 1
+    (choice, *_) = make_prompts("multiple_choice", bundled_tokenizer(), LENGTH, count=1)
+    letter = choice.answers[0]
+    written = {f" {letter}. 12": 1, letter: 1, f"Not {letter}": 0, f"{letter}x": 0, "": 0}
+    assert {text: share_found(choice, text) for text in written} == written
+
+
+def test_a_chat_has_the_question_in_the_turn_of_the_user_and_the_start_of_the_answer_in_the_other():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    (chat,) = make_prompts("single_noise", tokenizer, 1500, count=1, chat=True)
+    (plain,) = make_prompts("single_noise", tokenizer, 1500, count=1)
+    user, _, assistant = tokenizer.decode(chat.prompt_ids).partition("<|end|><|assistant|>")
+    assert user.startswith("<|user|>A special magic number") and user.endswith("mentioned in the provided text?")
+    assert assistant.startswith("The special magic number for") and assistant.endswith("in the provided text is")
+    assert tokenizer.decode(plain.prompt_ids).endswith(f"text? {assistant}")
+    assert chat.answers == plain.answers and 1440 < len(chat.prompt_ids) + len(chat.answer_ids) <= 1500
+
+
+def test_prompts_have_the_tokens_that_the_tokenizer_puts_before_a_text():
+    tokenizer = bundled_tokenizer()
+    (prompt,) = make_prompts("copying", tokenizer, 200, count=1)
+    whole = tokenizer(tokenizer.decode(prompt.prompt_ids + prompt.answer_ids, skip_special_tokens=True))["input_ids"]
+    assert prompt.prompt_ids + prompt.answer_ids == whole[: len(prompt.prompt_ids) + len(prompt.answer_ids)]
+
+
+def test_the_haystack_is_the_text_that_was_given():
+    texts = ["Sea and sand. " * 20, "Rock and rain! " * 20]
+    (prompt,) = make_prompts("single_uuid", bundled_tokenizer(), 600, count=1, haystack=texts)
+    text = bundled_tokenizer().decode(prompt.prompt_ids)
+    assert "Sea and sand. Sea" in text and "rain! Rock" in text and "Alice" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"task": "single_nois"}, UnknownNameError, "unknown recall task 'single_nois'; did you mean single_noise"),
+        ({"count": 0}, OptionError, "count must be an integer >= 1, got 0"),
+        ({"length": 60}, OptionError, r"length must be at least \d+ for the task 'single_noise' .*, got 60"),
+        ({"chat": True}, DataError, "chat=True: the tokenizer has no chat_template"),
+        ({"haystack": "one text"}, DataError, r"haystack must be a sequence of texts, got one string; pass \[text\]"),
+        ({"haystack": ["few words"]}, DataError, "haystack has 2 words of at least 50"),
+        ({"tokenizer": EMPTY}, DataError, "the tokenizer writes a text in 0 tokens however long it is"),
+        ({"tokenizer": make_tokenizer()}, DataError, "the tokenizer writes '[0-9]+' as '.*UNK.*'; take one"),
+    ],
+)
+def test_prompts_that_cannot_be_made_are_refused(options, error, message):
+    given = {"task": "single_noise", "tokenizer": bundled_tokenizer(), "length": LENGTH, "count": 1, **options}
+    with pytest.raises(error, match=message):
+        make_prompts(given.pop("task"), given.pop("tokenizer"), given.pop("length"), **given)
+
+
+def test_what_cannot_be_measured_is_refused(prompts):
+    tokenizer, causal = bundled_tokenizer(), make_model("gpt2")
+    with pytest.raises(UnsupportedModelError, match="BertForMaskedLM has no causal language-modelling head"):
+        answer_prompts(make_model("bert"), tokenizer, prompts)
+    with pytest.raises(OptionError, match=r"length=300: a prompt of 'single_text' has \d+ tokens .* the model 64 pos"):
+        answer_prompts(causal, tokenizer, prompts)
+    with pytest.raises(DataError, match="prompts is empty"):
+        answer_prompts(causal, tokenizer, [])
+    with pytest.raises(DataError, match="prompts have unlike numbers of wrong answers"):
+        answer_prompts(causal, tokenizer, [*prompts, *make_prompts("multiple_choice", tokenizer, LENGTH, count=1)])
+    with pytest.raises(OptionError, match="batch_size must be an integer >= 1, got 0"):
+        answer_prompts(causal, tokenizer, prompts, batch_size=0)
+    for name, value in {"tasks": [], "lengths": []}.items():
+        with pytest.raises(OptionError, match=f"{name} must be a list"):
+            recall(causal, tokenizer, **{name: value})
+    with pytest.raises(OptionError, match="tasks must be a list of names"):
+        recall(causal, tokenizer, "single_noise")
