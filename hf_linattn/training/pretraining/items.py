@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_linattn.errors import DataError
 from hf_linattn.evaluation.recall.draws import Draws
 from hf_linattn.evaluation.recall.haystacks import NOISE
-from hf_linattn.evaluation.recall.needles import ONE, VALUES, needle
+from hf_linattn.evaluation.recall.needles import ASK_ONE, ONE, VALUES, needle
 
 FEWEST_WORDS = 64
 CHAINED = 0.3  # of the variables, the share that is set to another variable
@@ -180,8 +180,8 @@ def asked(kind: str, key: str) -> str:
     >>> asked("uuid", "brave-otter").partition("? ")[2]
     'The special magic uuid for brave-otter mentioned in the provided text is'
     """
-    body, prefix = (text.format(kind=kind, query=key, context="\n") for text in ONE)
-    return f"{body.rpartition(chr(10))[2]} {prefix}"
+    _, _, question = ASK_ONE.rpartition("\n")
+    return f"{question} {ONE}".format(kind=kind, query=key)
 
 
 def variables(material: Material, length: int, rng: np.random.Generator) -> Maker:

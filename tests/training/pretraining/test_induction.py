@@ -41,3 +41,11 @@ def test_a_trained_checkpoint_has_at_most_six_megabytes_and_a_quarter_of_its_lay
     model = build_model(ARCHITECTURES[name], material().tokenizer)
     size = sum(weight.numel() for weight in model.parameters()) * ARCHITECTURES[name].saved_dtype.itemsize
     assert size < 6e6 and model.config.num_hidden_layers == 4
+
+
+@pytest.mark.parametrize("name", ["llama-recall", "gpt2-recall"])
+def test_a_quarter_of_the_tokens_is_recall_and_the_rows_end_at_1024(name):
+    stages = ARCHITECTURES[name].stages
+    assert sum(stage.share for stage in stages) == pytest.approx(1)
+    assert sum(stage.share * stage.recall for stage in stages) == pytest.approx(0.25)
+    assert stages[-1].length == 1024 and list(stages) == sorted(stages)
