@@ -12,6 +12,8 @@ from pathlib import Path
 
 from benchmarks.result_files import (
     CALIBRATION_FILE,
+    CHOSEN_PLAN_FILE,
+    HEADS_FILE,
     MQAR_FILE,
     RESULTS,
     SUPPORT_FILE,
@@ -21,6 +23,7 @@ from benchmarks.result_files import (
     read,
     recovery_reports,
 )
+from benchmarks.tables.heads import heads_recall_parts, heads_speed_parts
 from benchmarks.tables.markdown import replace_section, table
 from benchmarks.tables.quality import (
     MODEL_NAMES,
@@ -122,6 +125,16 @@ def recall() -> str:
     return f"{text}\n\n{recall_table(document)}"
 
 
+def heads_recall() -> str:
+    """Return what plans that keep a few heads recall."""
+    return "\n\n".join(heads_recall_parts(read(RESULTS / CHOSEN_PLAN_FILE)))
+
+
+def heads_speed() -> str:
+    """Return what they cost."""
+    return "\n\n".join(heads_speed_parts(read(RESULTS / HEADS_FILE)))
+
+
 def missing_forms() -> str:
     """Return which mechanisms lack a causal or bidirectional form, or a decoding state of constant size."""
     known = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
@@ -198,6 +211,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "missing-forms": missing_forms,
         "refusals": refusals,
     },
+    "heads.md": {"recall": heads_recall, "speed": heads_speed},
     "invariants.md": {"invariants": invariants, "cross": cross_invariants},
     "support.md": {"support": support},
 }
