@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_linattn.ops.block_softmax.autograd import Before, BlockSoftmax, Keys, attend_blocks
+from hf_linattn.ops.block_softmax.types import KeptKeys
 from hf_linattn.ops.common.grad_accumulator import Source
 from hf_linattn.ops.common.numerics import LOWEST
+from hf_linattn.ops.hybrid.types import HybridState
 from tests.helpers import assert_close
 from tests.ops.native.cases import HEADS, KV_HEADS, VALUE_DIM, make_heads
 
@@ -69,3 +71,12 @@ def check_what_was_read_before(
         results.append([attended, log, *torch.autograd.grad(loss, heads)])
     for got, want in zip(*results, strict=True):
         assert_close(got.double(), want, tolerance * (1 if kind == torch.float32 else float(want.abs().max())))
+
+
+def kept_numbers(state, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the numbers of a state after heads of a dtype: windows are kept in it, sums in float32 or wider."""
+    kept = {name: x for name, x in (state._asdict() if state else {}).items() if x.is_floating_point()}
+    has_window, wide = isinstance(state, KeptKeys | HybridState), torch.promote_types(dtype, torch.float32)
+    for name, x in kept.items():
+        assert x.dtype == (dtype if has_window and name.endswith(("key", "value")) else wide)
+    return list(kept.values())

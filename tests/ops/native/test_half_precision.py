@@ -11,7 +11,7 @@ from hf_linattn.mechanisms.composite import CompositeMechanism
 from hf_linattn.ops.block_softmax.cpu import NATIVE_BLOCKS
 from hf_linattn.ops.common.numerics import LOWEST
 from hf_linattn.ops.runtime import cpu as library
-from tests.ops.block_softmax import check_what_was_read_before
+from tests.ops.block_softmax import check_what_was_read_before, kept_numbers
 from tests.ops.native import cases
 from tests.ops.native.cases import make_heads, make_mask, make_mechanism
 
@@ -45,9 +45,7 @@ def results_of(mechanism, heads, backend: str, mask=None):
     assert output.dtype == dtype
     weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
     gradients = torch.autograd.grad((output * real * weight.to(dtype)).sum(), given)
-    kept = [x for x in state or () if x.is_floating_point()]
-    assert all(x.dtype == torch.promote_types(dtype, torch.float32) for x in kept)
-    return [output.detach() * real, *gradients, *kept]
+    return [output.detach() * real, *gradients, *kept_numbers(state, dtype)]
 
 
 def error_of(got: torch.Tensor, want: torch.Tensor) -> float:

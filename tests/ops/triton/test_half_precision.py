@@ -9,7 +9,7 @@ from hf_linattn.backends import use_backend
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops.block_softmax.triton import TRITON_BLOCKS
 from hf_linattn.ops.linear import triton as linear_triton
-from tests.ops.block_softmax import check_what_was_read_before
+from tests.ops.block_softmax import check_what_was_read_before, kept_numbers
 from tests.ops.triton.cases import each_form, each_map, make_mechanism
 from tests.ops.triton.test_block_softmax import BOTH, LENGTH, LENGTHS, calls, make_small  # noqa: F401 - calls is a fixture
 from tests.ops.triton.test_causal_sums import SUMS
@@ -35,9 +35,8 @@ def compare(make, padded: bool, kind: torch.dtype, tolerance: float, length: int
         assert output.dtype == dtype
         wanted = [*heads, *mechanism.parameters()]
         gradients = torch.autograd.grad((output * weight.to(dtype)).sum(), wanted, allow_unused=True)
-        kept = [x for x in state or () if x.is_floating_point()]
-        assert all(x.dtype == torch.promote_types(dtype, torch.float32) for x in kept)
-        results.append([output * mask[:, None, :, None], *kept, *(x for x in gradients if x is not None)])
+        found = [x for x in gradients if x is not None]
+        results.append([output * mask[:, None, :, None], *kept_numbers(state, dtype), *found])
     for want, got in zip(*results, strict=True):
         assert (got.double() - want).norm() < tolerance * want.norm().clamp(min=1.0)
 
