@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
-from hf_linattn import DataError, OptionError, PatchError, UnsupportedModelError, patch_model
-from hf_linattn.advice import Settings, Trial, advise, candidate_plans, recommend
+from hf_linattn import DataError, OptionError, PatchError, UnsupportedModelError, advice, patch_model
+from hf_linattn.advice import Advice, Settings, Trial, advise, candidate_plans, recommend
 from hf_linattn.advice.candidates import with_share_kept
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
+from hf_linattn.cli import app
 from hf_linattn.evaluation import Spread, state_bytes_by_length
 from hf_linattn.evaluation.speed import SpeedRow
 from hf_linattn.plan import PatchConfig
@@ -63,6 +65,20 @@ def make_trial(name: str, recall: float, increase: float, state: int) -> Trial:
 )
 def test_the_smallest_state_that_recalls_and_loses_little_is_recommended(rows, original, wanted):
     assert recommend([make_trial(*row) for row in rows], original, Settings(prompts=10)).name == wanted
+
+
+def test_the_command_prints_a_table_and_the_command_that_makes_the_plan(monkeypatch, tmp_path):
+    trials = (make_trial("a", 0.9, 0.0123, 50), make_trial("b", 1.0, 0.04, 20))
+    found = Advice(512, 3.0, 1.0, trials, "b", Settings(recovery_tokens=2048 * 3600))
+    monkeypatch.setattr(advice, "advise", lambda *_, **__: found)
+    (tmp_path / "text.txt").write_text("some text")
+    command = ["advise", LLAMA, "--text", str(tmp_path / "text.txt")]
+    printed = CliRunner().invoke(app, command, env={"COLUMNS": "120"}).stdout
+    for part in ("+0.012", "50.0%", "20.0%", "recommended: b", f"hf-linattn convert {LLAMA}"):
+        assert part in printed, part
+    document = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    assert document["recommended"] == "b" and document["command"] == found.command(LLAMA)
+    assert found.recovery_seconds(trials[1]) == 3600
 
 
 def test_candidates_resolve_and_leave_every_fourth_layer():

@@ -27,15 +27,15 @@ def candidate_plans(num_layers: int) -> dict[str, Plan]:
     """Return name -> plan of what is tried in a model with that many layers.
 
     >>> list(candidate_plans(12))
-    ['streaming', 'hybrid', 'deltanet', 'linear', 'streaming, softmax every 4th', 'deltanet, softmax every 4th']
-    >>> candidate_plans(6)["deltanet, softmax every 4th"]
+    ['streaming', 'hybrid', 'deltanet', 'linear', 'softmax every 4th + streaming', 'softmax every 4th + deltanet']
+    >>> candidate_plans(6)["softmax every 4th + deltanet"]
     [{'mechanism': 'deltanet', 'options': {'gate': True}, 'layers': [0, 1, 3, 4, 5]}]
     """
     plans: dict[str, Plan] = {name: [dict(entry)] for name, entry in IN_ALL_LAYERS.items()}
     converted = [index for index in range(num_layers) if index % EVERY != EVERY // 2]
     if 0 < len(converted) < num_layers:
         for name in IN_MOST_LAYERS:
-            plans[f"{name}, softmax every {EVERY}th"] = [{**IN_ALL_LAYERS[name], "layers": converted}]
+            plans[f"softmax every {EVERY}th + {name}"] = [{**IN_ALL_LAYERS[name], "layers": converted}]
     return plans
 
 
@@ -59,4 +59,4 @@ def chosen_plans(plan: ChosenPlan, shares: Sequence[float] = SHARES) -> dict[str
     """Return name -> plan for every share of the heads, each number of heads once."""
     plans = {with_share_kept(plan, share).record.num_kept: with_share_kept(plan, share) for share in shares}
     total = sum(plan.record.heads)
-    return {f"{count} of {total} heads exact, others streaming": list(chosen) for count, chosen in plans.items()}
+    return {f"{count} of {total} heads + streaming": list(chosen) for count, chosen in plans.items()}

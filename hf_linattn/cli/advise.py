@@ -34,17 +34,16 @@ def advise(
         settings = Settings(recovery_tokens=recovery_tokens, prompts=prompts)
         found = find(loaded, read_tokenizer("model", model), texts, length, settings=settings, progress=not as_json)
     table = Table(
-        "plan", "loss, nats more", "recall", "state bytes", "of softmax's", "prefill, times", "decode, times",
-        "recovery, hours", title=f"{model} at {length:,} tokens",
-        caption=f"softmax: loss {found.original_loss:.3f}, recall {found.original_recall:.2f}",
+        "plan", "loss", "recall", "state", "prompt", "token", "recovery", title=f"{model} at {length:,} tokens",
+        caption=f"loss: nats more than softmax's {found.original_loss:.3f}; recall: softmax has"
+        f" {found.original_recall:.2f}; state: of softmax's bytes; prompt, token: times as fast; recovery: hours",
     )  # fmt: skip
     for trial in found.trials:
         decode = trial.speed.decode_speedup
         table.add_row(
             trial.name, f"{trial.loss_increase:+.3f} ±{trial.loss_error:.3f}", f"{trial.recall:.2f}",
-            f"{trial.state_bytes:,}", f"{trial.state_bytes / trial.original_state_bytes:.1%}",
-            f"{trial.speed.prefill_speedup:.2f}", "-" if decode is None else f"{decode:.2f}",
-            f"{found.recovery_seconds(trial) / 3600:.1f}",
+            f"{trial.state_bytes / trial.original_state_bytes:.1%}", f"{trial.speed.prefill_speedup:.2f}",
+            "-" if decode is None else f"{decode:.2f}", f"{found.recovery_seconds(trial) / 3600:.1f}",
             style="green" if trial.name == found.recommended else None,
         )  # fmt: skip
     document = {"model": model, **found.document(), "command": found.command(model)}
