@@ -101,8 +101,13 @@ def long_losses(
         OptionError: no document is that long, `length` is beyond the positions of the model, or an option is out of
             range.
 
-    >>> long_losses(model, tokenizer, texts, length=8192).positions[-1]  # doctest: +SKIP
-    PositionRow(first=4096, last=8191, accuracy=0.47, loss=2.81, low=2.74, high=2.88)
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=300)
+    >>> tokenizer = lambda texts, **_: {"input_ids": [list(text.encode()) for text in texts]}
+    >>> read = long_losses(LlamaForCausalLM(config), tokenizer, ["abcd" * 64], length=256, progress=False)
+    >>> [(row.first, row.last) for row in read.positions]
+    [(1, 63), (64, 127), (128, 255)]
     """
     limit = position_limit(model)
     beyond = limit is not None and length > limit
