@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,14 @@ class ChosenPlan(list[dict[str, Any]]):
             if heads:
                 entries.append({**record.replace, "layers": layers, **named})
         return cls(entries, record)
+
+    def keeping(self, kept: Sequence[list[int]], **options: Any) -> ChosenPlan:
+        """Return the plan of the same choice in which other [layer, key/value head] stay exact.
+
+        options: of the search, that would have come to it.
+        """
+        options = {**self.record.options, **options}
+        return ChosenPlan.of(replace(self.record, kept=sorted(kept), options=options))
 
     def require_layers(self, layers: Sequence[AttentionLayer]) -> None:
         """Raise `PatchError` unless these have the key/value heads that the plan was chosen for."""

@@ -16,7 +16,6 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,15 +27,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.measure.provenance import collect_provenance
 from benchmarks.result_files import CHOSEN_PLAN_FILE, ORIGINAL, RESULTS, Document
-from hf_linattn import choose_plan, patch_model, unpatch_model
+from hf_linattn import choose_plan
+from hf_linattn.advice.candidates import EVERY, most_layers
+from hf_linattn.advice.trial import patched
 from hf_linattn.atomic_io import write_text
-from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
+from hf_linattn.chosen_plan import ChosenPlan
 from hf_linattn.evaluation.next_token import token_losses
 from hf_linattn.evaluation.recall import recall
 from hf_linattn.report import save_plan_picture
 
 WINDOW = {"window_size": 256, "num_sink_tokens": 4}
-KEEP, FEWER, SEEDS, EVERY = 9, 5, (0, 1, 2), 4
+KEEP, FEWER, SEEDS = 9, 5, (0, 1, 2)
 TASKS, LENGTHS, LENGTH = ("single_noise", "single_text", "single_uuid"), (1024, 2048, 4096), 2048
 CHOICE = {"lengths": (1024,)}  # of `choose_plan`
 PROMPTS_SEED = 2000  # of the prompts that count; the method was chosen on others
@@ -115,37 +116,21 @@ class Study:
         self.keep("perplexity", f"{name} | {length}", measure)
 
 
-@contextmanager
-def patched(model: PreTrainedModel, plan: Plan) -> Iterator[PreTrainedModel]:
-    """Give a model a plan for a while; None is the original."""
-    if plan is None:
-        yield model
-        return
-    patch_model(model, plan)
-    try:
-        yield model
-    finally:
-        unpatch_model(model)
-
-
-def of_heads(record: PlanRecord, kept: list[list[int]]) -> ChosenPlan:
-    """Return the plan that keeps other heads."""
-    return ChosenPlan.of(PlanRecord(**{**vars(record), "kept": kept}))
-
-
-def other_plans(study: Study, record: PlanRecord) -> Iterator[tuple[str, Plan]]:
+def other_plans(study: Study, first: ChosenPlan) -> Iterator[tuple[str, Plan]]:
     """Yield the plans beside the chosen one."""
+    record = first.record
     heads = [[layer, head] for layer, count in enumerate(record.heads) for head in range(count)]
     ranked = sorted(heads, key=lambda place: -record.scores[place[0]][place[1]])
-    yield f"{FEWER} heads", of_heads(record, sorted(ranked[:FEWER]))
+    yield f"{FEWER} heads", first.keeping(ranked[:FEWER])
     for seed in SEEDS[1:]:
         yield f"{KEEP} heads, seed {seed}", study.choose(f"seed {seed}", seed=seed)
     text = [{"input_ids": row} for row in study.rows("validation", TEXT_LENGTH, TEXT_ROWS)]
     yield f"{KEEP} heads by text", study.choose("text", signal="divergence", batches=text)
     for seed in SEEDS:
-        yield f"{KEEP} heads at random, seed {seed}", of_heads(record, sorted(random.Random(seed).sample(heads, KEEP)))
-    every = [[layer, head] for layer, head in heads if layer % EVERY == 2]
-    yield f"every {EVERY}th layer", of_heads(record, every)
+        yield f"{KEEP} heads at random, seed {seed}", first.keeping(random.Random(seed).sample(heads, KEEP))
+    converted = most_layers(len(record.heads))
+    every = [[layer, head] for layer, head in heads if layer not in converted]
+    yield f"every {EVERY}th layer", first.keeping(every)
     sinks = WINDOW["num_sink_tokens"] - 1
     keys = KEEP * LENGTH + (len(heads) - KEEP) * (WINDOW["window_size"] + sinks)  # of all heads
     yield "windows of equal bytes", {"streaming": {**WINDOW, "window_size": keys // len(heads) - sinks}}
@@ -178,7 +163,7 @@ def main(
                 study.recall(name, plan, task, length, samples)
     for name, plan in main_rows:
         study.perplexity(name, plan, LENGTH, rows)
-    for name, plan in other_plans(study, first.record):
+    for name, plan in other_plans(study, first):
         for task in TASKS:
             study.recall(name, plan, task, LENGTH, samples)
         study.perplexity(name, plan, LENGTH, rows)

@@ -26,10 +26,11 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks.measure.provenance import collect_provenance
 from benchmarks.result_files import ORIGINAL, REAL_BOARD, RESULTS, Document
 from hf_linattn import calibrate, get_mechanisms, patch_model
+from hf_linattn.advice.candidates import most_layers
 from hf_linattn.atomic_io import write_text
 from hf_linattn.calibration import what_is_fitted
 from hf_linattn.evaluation import long_losses, state_bytes_by_length, whole_windows
-from hf_linattn.evaluation.next_token import token_losses
+from hf_linattn.evaluation.next_token import evenly, token_losses
 from hf_linattn.evaluation.recall import recall
 from hf_linattn.evaluation.suite import SuiteOptions, tasks
 from hf_linattn.plan import Plan
@@ -51,8 +52,7 @@ MECHANISMS: Mapping[str, Mapping[str, Any]] = {
     "lsh": {},
     "hybrid": {},
 }
-EVERY = 4  # a row "+softmax" keeps the softmax of one layer of four
-KEPT = "+softmax"
+KEPT = "+softmax"  # behind the name of a row: every fourth layer keeps its own
 PATCHED, CALIBRATED = "patched", "calibrated"  # stages of a row
 SEED = 0
 
@@ -100,7 +100,7 @@ def plan_of(row: str, num_layers: int) -> Plan:
     name = row.removesuffix(KEPT)
     entry: dict[str, Any] = {"mechanism": name, "options": dict(MECHANISMS[name])}
     if name != row:
-        entry["layers"] = [index for index in range(num_layers) if index % EVERY != EVERY // 2]
+        entry["layers"] = most_layers(num_layers)
     return [entry]
 
 
@@ -170,8 +170,7 @@ def read_material(model_path: str, books: Path, task_dir: Path | None, sizes: Si
         for first in range(0, len(rows), sizes.batch_size)
     ]
     texts = splits["test"]["text"]
-    windows = whole_windows(tokenizer, texts, sizes.length)
-    windows = windows[[place * len(windows) // sizes.windows for place in range(sizes.windows)]]  # of all books
+    windows = evenly(whole_windows(tokenizer, texts, sizes.length), sizes.windows)  # of all books
     return Material(tokenizer, batches, windows, texts, task_dir, sizes)
 
 

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..architecture import self_attention_modules
 from ..config import require, require_count
 from ..errors import DataError, PatchError, UnsupportedModelError
-from ..evaluation.next_token import token_losses, whole_windows
+from ..evaluation.next_token import evenly, token_losses, whole_windows
 from ..evaluation.perplexity import is_masked_language_model, position_limit
 from ..patching import is_patched
 from ..plan import Plan
@@ -141,7 +140,7 @@ def read_material(
         ("calibration_tokens", fitted, settings.block_size, -(-settings.calibration_tokens // settings.block_size)),
         ("windows", scored, length, settings.windows),
     ):
-        found = spread(whole_windows(tokenizer, half, size), count)
+        found = evenly(whole_windows(tokenizer, half, size), count)
         if len(found) < count:
             raise DataError(
                 f"texts hold {len(found)} of the {count} windows of {size} tokens for {name} in one of their halves;"
@@ -151,13 +150,6 @@ def read_material(
     held_out = rows["windows"]
     losses = token_losses(model, held_out).losses.mean(1)
     return Material(tokenizer, rows["calibration_tokens"], held_out, losses, length, settings)
-
-
-def spread(rows: Tensor, count: int) -> Tensor:
-    """Return `count` of the rows, evenly over all of them, or all where there are fewer."""
-    if len(rows) <= count:
-        return rows
-    return rows[[place * len(rows) // count for place in range(count)]]
 
 
 def recommend(trials: Sequence[Trial], original_recall: float, settings: Settings) -> Trial:

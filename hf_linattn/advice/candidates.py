@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..chosen_plan import ChosenPlan
@@ -32,11 +31,20 @@ def candidate_plans(num_layers: int) -> dict[str, Plan]:
     [{'mechanism': 'deltanet', 'options': {'gate': True}, 'layers': [0, 1, 3, 4, 5]}]
     """
     plans: dict[str, Plan] = {name: [dict(entry)] for name, entry in IN_ALL_LAYERS.items()}
-    converted = [index for index in range(num_layers) if index % EVERY != EVERY // 2]
+    converted = most_layers(num_layers)
     if 0 < len(converted) < num_layers:
         for name in IN_MOST_LAYERS:
             plans[f"softmax every {EVERY}th + {name}"] = [{**IN_ALL_LAYERS[name], "layers": converted}]
     return plans
+
+
+def most_layers(num_layers: int) -> list[int]:
+    """Return the layers that are converted where every fourth keeps softmax.
+
+    >>> most_layers(8)
+    [0, 1, 3, 4, 5, 7]
+    """
+    return [index for index in range(num_layers) if index % EVERY != EVERY // 2]
 
 
 def with_share_kept(plan: ChosenPlan, share: float) -> ChosenPlan:
@@ -52,7 +60,7 @@ def with_share_kept(plan: ChosenPlan, share: float) -> ChosenPlan:
         key=lambda place: -record.scores[place[0]][place[1]],
     )
     count = min(max(1, round(share * len(ranked))), len(ranked) - 1)
-    return ChosenPlan.of(replace(record, kept=sorted(ranked[:count]), options={**record.options, "keep": share}))
+    return plan.keeping(ranked[:count], keep=share)
 
 
 def chosen_plans(plan: ChosenPlan, shares: Sequence[float] = SHARES) -> dict[str, Plan]:

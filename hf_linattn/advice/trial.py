@@ -166,8 +166,11 @@ class StepTimes(TrainerCallback):
 
 
 @contextmanager
-def patched(model: PreTrainedModel, plan: Plan) -> Iterator[PreTrainedModel]:
-    """Give a model the plan for a while."""
+def patched(model: PreTrainedModel, plan: Plan | None) -> Iterator[PreTrainedModel]:
+    """Give a model the plan for a while; None leaves it as it is."""
+    if plan is None:
+        yield model
+        return
     patch_model(model, plan)
     try:
         yield model

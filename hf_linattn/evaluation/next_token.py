@@ -76,6 +76,16 @@ def whole_windows(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], leng
     return windows_of_documents(tokenizer, texts, length)[0]
 
 
+def evenly(rows: Tensor, count: int) -> Tensor:
+    """Return `count` of the rows, evenly over all of them, or all where there are fewer.
+
+    >>> evenly(torch.arange(10), 3)
+    tensor([0, 3, 6])
+    """
+    count = min(count, len(rows))
+    return rows[[place * len(rows) // count for place in range(count)]]
+
+
 def windows_of_documents(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int
 ) -> tuple[Tensor, Tensor]:
