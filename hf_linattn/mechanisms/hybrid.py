@@ -92,8 +92,9 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     model is as good as its window whatever phi makes of its heads, and `calibrate` or training opens it. With
     `initial_share=1` c_h is 1 and there is no such parameter. Sinks follow Xiao et al. 2024 (arXiv 2309.17453).
 
-    Time is O(N (window_size + F) Dv). The decoding state has constant size, per key/value head: the last window_size - 1
-    keys and values and the sinks, in the model's dtype, and the sums over all that have left the window, in float32.
+    Time is O(N (window_size + F) Dv). The decoding state has constant size, per key/value head: the last
+    window_size - 1 keys and values and the sinks, in the model's dtype, and the sums over all that have left the
+    window, in float32.
 
     g_h starts where two zero vectors have the weight exp(0) = 1 that softmax gives them: 0 for performer, minus the
     log of the width for elu + 1; it stays 0 where the map of a zero vector is zero. The size of a query's features
