@@ -55,6 +55,15 @@ def test_a_head_that_reads_few_tokens_at_a_time_gives_the_models_own_losses(kind
     assert torch.equal(logits_of(model, windows)[:, :-1].double().log_softmax(-1), logs), "the model is as it was"
 
 
+def test_losses_over_many_tokens_are_those_of_float64():
+    config = LlamaConfig(**{**SIZES, "vocab_size": 50_000, "num_hidden_layers": 1})
+    model = fill(AutoModelForCausalLM.from_config(config), std=0.5)
+    windows = make_tokens(2, 40) * 7
+    logs = logits_of(model, windows)[:, :-1].double().log_softmax(-1)
+    expected = -logs.gather(2, windows[:, 1:, None])[..., 0]
+    torch.testing.assert_close(token_losses(model, windows).losses, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("mechanism", ["linear", "streaming"])
 def test_the_logits_of_a_document_are_never_all_there(mechanism, monkeypatch):
     config = LlamaConfig(**{**SIZES, "vocab_size": 4096, "num_hidden_layers": 1})

@@ -84,7 +84,9 @@ def loss_by_position(model: PreTrainedModel, batches: Mixture) -> list[float]:
     for step in range(len(batches)):
         labels = batches[step]["labels"][:, 1:]
         logits = model(input_ids=batches[step]["input_ids"], use_cache=False).logits[:, :-1].float()
-        loss = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none")
+        loss = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
+        ).view_as(labels)
         length = labels.shape[1] + 1
         bucket = torch.arange(1, length) * BUCKETS // length
         losses.index_add_(0, bucket, loss.sum(dim=0))
