@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -126,13 +126,14 @@ class GatedDeltanetMechanism(SequenceMechanism):
         super().__init__(config, layer)
         self._require(layer)
         heads, shared, width = layer.num_heads, layer.num_key_value_heads, layer.head_dim
-        gate_width = layer.hidden_size if config.gate_input == "hidden" else width
+        hidden: Any = layer.hidden_size
+        gate_width = hidden if config.gate_input == "hidden" else width
         count = shared * config.expand_value
         self.forget = HeadScores(gate_width, self._forget_bias(torch.full((shared,), INITIAL_DECAY, device="cpu")))
         self.write = HeadScores(gate_width, torch.full((count,), -math.log(3 * config.beta_range - 1), device="cpu"))
         self.output_scale = nn.Parameter(torch.ones(heads, device="cpu"))
         if config.output_gate:
-            self.gate = HeadScores(layer.hidden_size, torch.zeros(heads, device="cpu"))
+            self.gate = HeadScores(hidden, torch.zeros(heads, device="cpu"))
         if config.expand_value > 1:
             mix = torch.full((heads, config.expand_value), 1 / config.expand_value, device="cpu")
             self.memory_mix = nn.Parameter(mix)
@@ -158,9 +159,8 @@ class GatedDeltanetMechanism(SequenceMechanism):
                 f"{' and '.join(self.reads_hidden)} reads the input of layer {layer.index}, whose width neither its"
                 " projections nor its config say; leave it out"
             )
-        if not self.turned_back:
-            return
-        if obstacle := layer.rotation.obstacle(layer.head_dim, layer.device):
+        rotation = layer.rotation if self.turned_back else None
+        if rotation is not None and (obstacle := rotation.obstacle(layer.head_dim, layer.device)):
             raise UnsupportedModelError(
                 f"rotation='undone' turns keys and queries back, which layer {layer.index} does not allow: {obstacle};"
                 " use rotation='kept'"
@@ -231,7 +231,8 @@ class GatedDeltanetMechanism(SequenceMechanism):
 
     def _plain(self, heads: Tensor, position: Tensor) -> Tensor:
         """Return heads at `position` [B, N] with their rotary turn taken back, if that is wanted."""
-        return self.layer.rotation.back(bounded(heads), position) if self.turned_back else heads
+        rotation = self.layer.rotation if self.turned_back else None
+        return heads if rotation is None else rotation.back(bounded(heads), position)
 
     def _gates(self, key: Tensor, hidden: Tensor | None, real: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return log a and b [B, M, N], zero for pads; real: [B, 1, N], None if all are."""
@@ -254,7 +255,7 @@ class GatedDeltanetMechanism(SequenceMechanism):
             return None
         if directions is not None and self.config.expand_value > 1:
             directions = directions.repeat_interleave(self.config.expand_value, 0)
-        return partial(self._features, directions=directions)
+        return functools.partial(self._features, directions=directions)
 
     def _scaled(self, output: Tensor, hidden: Tensor | None) -> Tensor:
         """Return the layer's output [B, H, N, Dv] from what all memories say [B, M G, N, Dv]."""
@@ -318,7 +319,8 @@ def _convolved(x: Tensor, taps: Tensor | None, tail: Tensor, lengths: Tensor | N
         return (x, tail) if taps is None else (x * bounded(taps.to(x.dtype)), tail)
     longer, count = torch.cat([tail, x], dim=2), x.shape[2]
     weight = bounded(taps.to(x.dtype)).flip(1)
-    mixed = sum(longer[:, :, i : i + count] * weight[:, i, None] for i in range(weight.shape[1]))
+    parts = (longer[:, :, i : i + count] * weight[:, i, None] for i in range(weight.shape[1]))
+    mixed = functools.reduce(torch.add, parts)
     if lengths is None:
         return mixed, longer[:, :, count:]
     last = lengths[:, None] + torch.arange(tail.shape[2], device=x.device)

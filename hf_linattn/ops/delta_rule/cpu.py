@@ -42,8 +42,11 @@ def run(call: DeltaCall) -> tuple[Tensor, Tensor]:
     rows = itertools.repeat(None) if output is None else output.split(size, 3)
     for query, key, value, beta, log_gate, room in zip(queries, *rest, gates, rows, strict=False):
         query, key = _mapped(query, call.query_map), _mapped(key, call.key_map)
-        heads = *(dense_rows(x) for x in (query, key, value)), beta, log_gate, memory
-        part, memory = _forward(*heads, room, call.is_step) if room is not None else _DeltaRule.apply(*heads)
+        query, key, value = (dense_rows(x) for x in (query, key, value))
+        if room is None:
+            part, memory = _DeltaRule.apply(query, key, value, beta, log_gate, memory)
+        else:
+            part, memory = _forward(query, key, value, beta, log_gate, memory, room, call.is_step)
         outputs.append(part)
     if output is None:
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=3)
@@ -69,10 +72,12 @@ def _forward(
 
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *operands: Any) -> tuple[Tensor, Tensor]:
-        query, key, value, beta, log_gate, memory = operands
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, log_gate: Tensor | None, memory: Tensor
+    ) -> tuple[Tensor, Tensor]:
         checkpoints = memory.new_empty(segments(key.shape[2]), *memory.shape)
-        output = _forward(*operands, empty_output(query, value), checkpoints=checkpoints)
+        room = empty_output(query, value)
+        output = _forward(query, key, value, beta, log_gate, memory, room, checkpoints=checkpoints)
         ctx.save_for_backward(query, key, value, beta, log_gate, checkpoints)
         ctx.set_materialize_grads(False)
         return output
