@@ -31,16 +31,16 @@ RECALL: dict[str, Any] = {  # what the models that look far back have in common
     # a quarter of all tokens is recall. It comes first, without any text, and copies before all others: so the circuit
     # that the models start with becomes a strong one within a few hundred steps, and text then leaves it as it is
     "stages": (
-        Stage(128, 0.03, 1.0, "copies"),
+        Stage(128, 0.01, 1.0, "copies"),
         Stage(128, 0.05, 1.0),
-        Stage(256, 0.04, 1.0),
-        Stage(512, 0.03, 1.0),
-        Stage(512, 0.25, 0.16),
-        Stage(RECALL_LENGTH, 0.6, 0.1),
+        Stage(256, 0.06, 1.0),
+        Stage(512, 0.06, 1.0),
+        Stage(512, 0.32, 0.1),
+        Stage(RECALL_LENGTH, 0.5, 0.076),
     ),
     "packages": DOCUMENTED_PACKAGES,
     "saved_dtype": torch.float16,
-    "train_tokens": 12_000_000,
+    "train_tokens": 24_000_000,
     "batch_tokens": 2048,
     "learning_rate": 1e-3,
     "warmup_steps": 50,
