@@ -98,7 +98,9 @@ class PretrainArguments:
     learning_rate: float | None = field(
         default=None, metadata={"help": "Peak; default: the architecture's. Cosine to a tenth."}
     )
-    warmup_steps: int = field(default=200, metadata={"help": "Steps of linear warm-up."})
+    warmup_steps: int | None = field(
+        default=None, metadata={"help": "Steps of linear warm-up; default: the architecture's."}
+    )
     weight_decay: float = field(default=0.1, metadata={"help": "AdamW's decoupled weight decay."})
     recall_samples: int = field(
         default=100, metadata={"help": "Prompts and rows of each kind on which a model with recall is measured."}
@@ -117,6 +119,8 @@ class PretrainArguments:
         self.train_tokens = self.train_tokens or architecture.train_tokens
         self.batch_tokens = self.batch_tokens or architecture.batch_tokens
         self.learning_rate = self.learning_rate or architecture.learning_rate
+        if self.warmup_steps is None:
+            self.warmup_steps = architecture.warmup_steps
         if self.checkpoint_dir and not architecture.looks_far_back:
             known = ", ".join(name for name, known in ARCHITECTURES.items() if known.looks_far_back)
             raise OptionError(
@@ -223,7 +227,7 @@ def train_on_text(
     """Train in stages, on rows of packed documents; return the losses on the way."""
     masked = tokenizer.mask_token is not None
     history: list[dict[str, float]] = []
-    for block_size, share, _ in ARCHITECTURES[options.architecture].stages:
+    for block_size, share, *_ in ARCHITECTURES[options.architecture].stages:
         rows = {split: tokenize_and_pack(corpus[split], tokenizer, block_size) for split in ("train", "validation")}
         count = options.batch_tokens // block_size
         arguments = training_arguments(

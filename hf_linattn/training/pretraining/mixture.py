@@ -19,20 +19,27 @@ _TOKENIZED_AT_ONCE = 64
 
 
 class Stage(NamedTuple):
-    """Tokens per row, the share of the steps that have such rows, and the share of generated recall among these."""
+    """A part of a training.
+
+    Attributes:
+        length: tokens of a row. share: of the training's steps. recall: share of generated recall among the rows.
+        kind: the one kind that these rows have, a name in `KINDS`; None: all kinds by their shares.
+    """
 
     length: int
     share: float
     recall: float = 0.0
+    kind: str | None = None
 
 
 class Mixture(torch.utils.data.Dataset):
-    """One batch per step: `input_ids` and `labels`, int64 [batch_tokens / length, length].
+    """One batch per step: `input_ids`, `labels` and `position_ids`, int64 [batch_tokens / length, length].
 
     Of every batch the first rows are generated recall (:func:`~hf_linattn.training.pretraining.rows.recall_row`), as
     many as the stage's `recall` says; the others are spans of the text, whose tokens are all predicted, with documents
-    one behind the other as GPT-2 was trained. A batch depends on the seed, the split and its number alone, so that a
-    training that was interrupted goes on with the same ones, and needs no rows on disk.
+    one behind the other as GPT-2 was trained. A row begins at a random position of those that the longest row has, so
+    that short rows train the whole of a position table. A batch depends on the seed, the split and its number alone,
+    so that a training that was interrupted goes on with the same ones, and needs no rows on disk.
 
     Args:
         material: tokenizer and text. split: its name; other splits draw other rows.
@@ -65,14 +72,18 @@ class Mixture(torch.utils.data.Dataset):
         return self.ends[-1]
 
     def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
-        length, _, recall = self.stage_at(step)
+        length, _, recall, kind = self.stage_at(step)
         rows, rng = self.batch_tokens // length, np.random.default_rng((*self.seed, step))
         # a share of a row is a row in as many of the batches
         recalled = int(recall * rows * (step + 1)) - int(recall * rows * step)
-        batch = [recall_row(self.material, length, rng)[:2] for _ in range(recalled)]
+        batch = [recall_row(self.material, length, rng, kind)[:2] for _ in range(recalled)]
         texts = [np.array(self.material.span(rng, length)) for _ in range(rows - recalled)]
         input_ids, labels = zip(*batch, *((text, text) for text in texts), strict=True)
-        return {"input_ids": torch.tensor(np.stack(input_ids)), "labels": torch.tensor(np.stack(labels))}
+        first = rng.integers(max(stage.length for stage in self.stages) - length + 1, size=(rows, 1))
+        arrays = {
+            "input_ids": np.stack(input_ids), "labels": np.stack(labels), "position_ids": first + np.arange(length)
+        }  # fmt: skip
+        return {name: torch.tensor(array) for name, array in arrays.items()}
 
     def stage_at(self, step: int) -> Stage:
         """Return the stage of a step."""

@@ -57,11 +57,12 @@ class Kind(NamedTuple):
     filled: float
 
 
+# a row of pairs asks ten times as often as one of needles, so that these need more rows
 KINDS = {
-    "pairs": Kind(pairs, 0.35, 0.3),
-    "copies": Kind(copies, 0.2, 0.3),
+    "pairs": Kind(pairs, 0.3, 0.3),
+    "copies": Kind(copies, 0.1, 0.3),
     "passages": Kind(passages, 0.1, 0.5),
-    "needles": Kind(needles, 0.3, 0.8),
+    "needles": Kind(needles, 0.45, 0.6),
     "variables": Kind(variables, 0.05, 0.2),
 }
 

@@ -48,4 +48,6 @@ def test_a_quarter_of_the_tokens_is_recall_and_the_rows_end_at_1024(name):
     stages = ARCHITECTURES[name].stages
     assert sum(stage.share for stage in stages) == pytest.approx(1)
     assert sum(stage.share * stage.recall for stage in stages) == pytest.approx(0.25)
-    assert stages[-1].length == 1024 and list(stages) == sorted(stages)
+    lengths = [stage.length for stage in stages]
+    assert lengths[-1] == 1024 and lengths == sorted(lengths)
+    assert stages[0].kind == "copies" and stages[0].recall == 1, "the circuit that a model starts with, first"

@@ -130,6 +130,23 @@ def test_rows_grow_and_the_share_of_recall_holds_in_every_stage(share):
         batches[40]
 
 
+def test_short_rows_begin_anywhere_in_the_positions_of_the_longest():
+    batches = mixture()
+    positions = [batches[step]["position_ids"] for step in range(40)]
+    for rows_of_step in positions:
+        assert (rows_of_step.diff(dim=1) == 1).all()
+    seen = np.unique(np.concatenate([rows_of_step.flatten().numpy() for rows_of_step in positions[:20]]))
+    assert seen.tolist() == list(range(256)), "20 batches of 8 rows of 64 tokens leave no position out"
+    assert all((rows_of_step == np.arange(256)).all() for rows_of_step in positions[30:])
+
+
+def test_a_stage_may_have_one_kind_of_recall_alone():
+    only, _ = stages = Stage(64, 0.5, 1.0, "variables"), Stage(64, 0.5, 1.0)
+    batches, decode = Mixture(material(), "train", stages, 40, 512), material().tokenizer.decode
+    assigned = [["VAR" in decode(row) for row in batches[step]["input_ids"]] for step in range(40)]
+    assert only.kind == "variables" and np.mean(assigned[:20]) > 0.9 and np.mean(assigned[20:]) < 0.2
+
+
 @pytest.mark.parametrize(
     ("error", "message", "make"),
     [
