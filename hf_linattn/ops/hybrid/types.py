@@ -21,7 +21,8 @@ class HybridWeights(NamedTuple):
     are divided by their largest and multiplied by exp(window_log); None leaves them as they are. sink: [H], the score
     of one more exact weight, of no value (`ops.common.sink_logit`). far_gate: a [H], as it is stored, where c =
     sigmoid(`gate_logit`), the `gate`, says how much of the output is that of all weights, as against that of the exact
-    ones alone; None is all of it.
+    ones alone; None is all of it. num_hard_keys: M, see `hard_keys`. delta_rule: whether the state is one by the delta
+    rule; `memory.DeltaMemory` says what the maps then make. With either the window counts in `blocks`.
     """
 
     window_size: int
@@ -34,6 +35,18 @@ class HybridWeights(NamedTuple):
     window_log: Tensor | None = None
     sink: Tensor | None = None
     far_gate: Tensor | None = None
+    num_hard_keys: int = 0
+    delta_rule: bool = False
+
+    @property
+    def blocks(self) -> bool:
+        """Whether keys leave the window in blocks of `CHUNK_SIZE`, which `hard_keys` computes."""
+        return self.num_hard_keys > 0 or self.delta_rule
+
+    @property
+    def kept(self) -> int:
+        """How many of the last tokens are remembered."""
+        return self.window_size + CHUNK_SIZE - 1 if self.blocks else self.reach
 
     @property
     def gate(self) -> Tensor:
@@ -73,6 +86,26 @@ class HybridState(NamedTuple):
     length: Tensor
 
 
+class HardKeyState(NamedTuple):
+    """`HybridState` where the window counts in blocks of C, and the hard keys, each head's in the order of the row.
+
+    ring_key, ring_value: [B, Hkv, window_size + C - 1, D or Dv]. kv: by the delta rule [B, Hkv, F, Dv], log_max then
+    zero. hard_key, hard_value: [B, Hkv, M, D or Dv], in the dtype in which they came. hard_position: [B, Hkv, M], -1
+    where there is none, in front.
+    """
+
+    ring_key: Tensor
+    ring_value: Tensor
+    sink_key: Tensor
+    sink_value: Tensor
+    kv: Tensor
+    log_max: Tensor
+    length: Tensor
+    hard_key: Tensor
+    hard_value: Tensor
+    hard_position: Tensor
+
+
 class HybridCall(NamedTuple):
     """One call of hybrid attention, as `interface.causal_hybrid_attention` describes it.
 
@@ -84,10 +117,17 @@ class HybridCall(NamedTuple):
     value: Tensor
     weights: HybridWeights
     lengths: Tensor | None = None
-    state: HybridState | None = None
+    state: HybridState | HardKeyState | None = None
     causal: bool = True
     chunk_size: int = CHUNK_SIZE
     policy: Policy = PYTORCH
+
+
+def in_blocks(call: HybridCall) -> str | None:
+    """Return why only PyTorch's operations compute a call, None if others can."""
+    if call.weights.num_hard_keys:
+        return "hard keys"
+    return "a state by the delta rule" if call.weights.delta_rule else None
 
 
 def window_alone(call: HybridCall) -> str | None:

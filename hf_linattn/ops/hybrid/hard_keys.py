@@ -1,0 +1,288 @@
+"""Hybrid attention whose state keeps a few keys out: those that it recalls worst (LoLA, arXiv 2505.23666).
+
+Positions p = 0, 1, ... count a row's real tokens, of which the first S are sinks; W is the window, C = 64 the block,
+M the number of hard keys. Every key that a query at position i may see stands in one of four places, and which one
+depends on i and on the keys before it alone. With n(i) = floor((i - W + 1) / C), at least 0, the number of blocks of C
+positions that lie W or more tokens back as a whole:
+
+    sinks      p < S                                   exact
+    window     p >= S and p >= C n(i)                  exact: the last W tokens, and up to C - 1 of a block begun
+    hard keys  H_n(i), at most M of those before       exact
+    state      all others before C n(i)                the far part, in the order in which they entered it
+
+Block b = [C b, C (b + 1)) leaves the window when n first is b + 1. Its keys but the sinks, and those of H_b, are then
+ranked by |v - r| / |v|, where r is what the state before that block reads at key k: phi(k)^T S / phi(k)^T z, or by the
+delta rule S^T k. The M with the largest error make H_(b + 1), earlier ones first among equals; the others enter the
+state in the order of their positions. The choice has no gradient.
+
+So queries that stand between two blocks leaving see one state and one H: they are a chunk, whose far part is one
+product, and a prefill is a loop over the blocks that sorts keys and two products for several chunks at once. Steps,
+calls that go on after a state, padded and packed rows go through the same places, and so through the same choices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..common.grad_accumulator import Source
+from ..common.precision import widened
+from ..common.tracing import is_known
+from ..linear.torch import chunks_at_once
+from ..linear.types import CHUNK_SIZE
+from .memory import Memory, MemoryRule, memory_rule
+from .sums import Rows, chunked, exact_sums, in_order, make_rows, places, remember
+from .types import HardKeyState, HybridCall, HybridWeights
+
+
+class Tokens(NamedTuple):
+    """Keys of each head that are in no state: key [B, Hkv, K, D], position [B, Hkv, K], -1 where there is none.
+
+    parts: their `entries`, which end with the values. Those that are there stand in the order of their positions.
+    """
+
+    key: Tensor
+    position: Tensor
+    parts: tuple[Tensor, ...]
+
+
+class Store(NamedTuple):
+    """What a chunk of queries finds beyond the window."""
+
+    memory: Memory
+    hard: Tokens
+
+
+class _Aligned(NamedTuple):
+    """Rows by place. Chunk n has the queries of C places from C n + W - 1 on, and its window begins at place C n.
+
+    query [B, Hkv, G, ., D], key [B, Hkv, ., D], value [B, Hkv, ., Dv] begin at place `lead`. begin: [B or 1], position
+    of place 0. offset: [B or 1], place of the first query. last: [B or 1], chunk of the last real one. chunks: their
+    number. window: W.
+    """
+
+    query: Source
+    key: Source
+    value: Source
+    lead: int
+    begin: Tensor
+    offset: Tensor
+    last: Tensor
+    chunks: int
+    window: int
+
+
+class _Near(NamedTuple):
+    """Window of T chunks: key [B, Hkv, T, K, D], value [B, Hkv, T, K, Dv], their positions [B or 1, T, K].
+
+    own: [B or 1, T, C], positions of the queries. begin: [B or 1, T], where the window begins.
+    """
+
+    key: Tensor
+    value: Tensor
+    position: Tensor
+    own: Tensor
+    begin: Tensor
+
+
+def run(call: HybridCall) -> tuple[Tensor, HardKeyState]:
+    """Return the output [B, H, N, Dv] of a causal call and the state after the last real token of each row."""
+    weights, rule = call.weights, memory_rule(call.weights)
+    state = cast("HardKeyState | None", call.state)
+    query, key, value = widened(call.query, call.key, call.value)
+    rows = make_rows(query, key, value, weights, call.lengths, state)
+    store = _first_store(rows, weights, rule, state)
+    step = state is not None and call.lengths is None and key.shape[2] == 1
+    output, store = _step(rows, weights, rule, store) if step else _read(rows, weights, rule, store, state is None)
+    kept, hard = remember(rows, weights, store.memory, call.key.dtype), store.hard
+    hard_key, hard_value = (x.to(call.key.dtype) for x in (hard.key, rule.values(hard.parts)))
+    return output, HardKeyState(*kept, hard_key, hard_value, hard.position)
+
+
+def _first_store(rows: Rows, weights: HybridWeights, rule: MemoryRule, state: HardKeyState | None) -> Store:
+    """Return what there is before the first token of a call."""
+    if state is not None:
+        key, value = widened(state.hard_key, state.hard_value)
+        return Store(Memory(state.kv, state.log_max), Tokens(key, state.hard_position, rule.entries(key, value)))
+    key, value = (
+        x.whole.new_zeros(*x.whole.shape[:2], weights.num_hard_keys, x.whole.shape[3]) for x in (rows.key, rows.value)
+    )
+    hard = Tokens(key, torch.full(key.shape[:3], -1, device=key.device), rule.entries(key, value))
+    return Store(rule.empty(hard.parts), hard)
+
+
+def sort_block(rule: MemoryRule, store: Store, block: Tokens, begin: Tensor, due: Tensor | None) -> Store:
+    """Return what there is after a block has left the window.
+
+    begin: [B or 1], the first position still in the window. due: [B or 1], the rows whose block has left; others have
+    no real key in it. None for all.
+    """
+    memory, hard = store
+    most = hard.position.shape[2]
+    position = torch.cat([hard.position, block.position], dim=2)
+    parts = tuple(torch.cat(pair, dim=2) for pair in zip(hard.parts, block.parts, strict=True))
+    with torch.no_grad():
+        order = _ranked(rule, memory, parts, position, most)
+    kept, lost = order.split([most, CHUNK_SIZE], dim=2)
+    passed = CHUNK_SIZE if due is None else CHUNK_SIZE * due[:, None]
+    left = position.gather(2, lost)
+    memory = rule.write(memory, _pick(parts, lost), left >= 0, begin[:, None, None] - left, passed)
+    (key,) = _pick((torch.cat([hard.key, block.key], dim=2),), kept)
+    return Store(memory, Tokens(key, position.gather(2, kept), _pick(parts, kept)))
+
+
+def _ranked(rule: MemoryRule, memory: Memory, parts: tuple[Tensor, ...], position: Tensor, most: int) -> Tensor:
+    """Return the M keys that the state recalls worst and behind them the others, each in order: [B, Hkv, M + C]."""
+    value = rule.values(parts)
+    size = torch.linalg.vector_norm(value, dim=-1)
+    error = torch.linalg.vector_norm(value - rule.recall(parts, memory), dim=-1)
+    error = error / torch.where(size == 0, math.inf, size)
+    worst = error.masked_fill(position < 0, -math.inf).argsort(dim=-1, descending=True, stable=True)[..., :most]
+    return torch.ones_like(position).scatter(2, worst, 0).argsort(dim=-1, stable=True)
+
+
+def _pick(tensors: Sequence[Tensor], index: Tensor) -> tuple[Tensor, ...]:
+    """Return of each tensor [B, Hkv, K, D] the entries at index [B, Hkv, L]."""
+    return tuple(x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3])) for x in tensors)
+
+
+def _read(rows: Rows, weights: HybridWeights, rule: MemoryRule, store: Store, fresh: bool) -> tuple[Tensor, Store]:
+    """Return the output of the tokens of each row, which begins if `fresh`, and what there is after them."""
+    length, window = rows.key.whole.shape[2], weights.window_size
+    # nothing leaves a window of the whole length, wherever its blocks begin
+    aligned = _align_fresh(rows, min(window, length)) if fresh else _align(rows, window)
+    most = chunks_at_once(rows.query.whole.shape[:3].numel(), aligned.begin.device)
+    outputs = []
+    for start in range(0, aligned.chunks, most):
+        numbers, stores = range(start, min(start + most, aligned.chunks)), []
+        for number, block, due in _blocks_before(numbers, aligned, weights, rule, fresh and not rows.padded):
+            if block is not None:
+                store = sort_block(rule, store, block, aligned.begin + CHUNK_SIZE * number, due)
+            stores.append(store)
+        query, near = _window(aligned, start, len(stores))
+        outputs.append(in_order(_attend(query, near, rows, weights, rule, _stacked(stores))))
+    output = torch.cat(outputs, dim=3)
+    if fresh:
+        return output.narrow(3, aligned.lead - aligned.window + 1, length).flatten(1, 2), store
+    place = (aligned.offset - aligned.window + 1)[:, None] + torch.arange(length, device=output.device)
+    index = place[:, None, None, :, None].expand(*output.shape[:3], -1, output.shape[4])
+    return output.gather(3, index).flatten(1, 2), store
+
+
+def _align_fresh(rows: Rows, window: int) -> _Aligned:
+    """Rows from their start."""
+    lead = -(-window // CHUNK_SIZE) * CHUNK_SIZE
+    offset = torch.full_like(rows.start, lead)
+    last = (offset + rows.end - window) // CHUNK_SIZE
+    chunks = (lead + rows.key.whole.shape[2] - window) // CHUNK_SIZE + 1
+    return _Aligned(rows.query, rows.key, rows.value, lead, -offset, offset, last, chunks, window)
+
+
+def _align(rows: Rows, window: int) -> _Aligned:
+    """Rows that go on, each from a place of its own in a block."""
+    length, kept = rows.key.whole.shape[2], window + CHUNK_SIZE - 1
+    begin = (rows.start - window).div(CHUNK_SIZE, rounding_mode="floor") * CHUNK_SIZE
+    offset = rows.start - begin  # from `window` to `kept`
+    index = torch.arange(kept + length, device=begin.device) + kept - offset[:, None]  # in old and new, by place
+    index = index.clamp(0, kept + length - 1)
+
+    def by_place(x: Tensor) -> Source:
+        """x [B, Hkv, .., L, D], the old ones in front."""
+        chosen = index.view(len(index), *[1] * (x.dim() - 3), -1, 1)
+        return Source(x.gather(-2, chosen.expand(*x.shape)))
+
+    old = cast("tuple[Tensor, Tensor]", (rows.ring_key, rows.ring_value))
+    key, value = (by_place(torch.cat([x, y.whole], 2)) for x, y in zip(old, (rows.key, rows.value), strict=True))
+    query = by_place(F.pad(rows.query.whole, (0, 0, kept, 0)))
+    last = (offset + rows.end - window) // CHUNK_SIZE
+    return _Aligned(query, key, value, 0, begin, offset, last, (kept + length - window) // CHUNK_SIZE + 1, window)
+
+
+def _blocks_before(
+    numbers: range, aligned: _Aligned, weights: HybridWeights, rule: MemoryRule, everywhere: bool
+) -> Iterator[tuple[int, Tokens | None, Tensor | None]]:
+    """Yield each chunk's number, the block that leaves the window before it, if any, and the rows where it does.
+
+    everywhere: whether that is all of them, for which there is None.
+    """
+    # none before the first chunk, and none that lies before all rows
+    first = max(numbers.start, 1 + aligned.lead // CHUNK_SIZE)
+    for number in range(numbers.start, min(first, numbers.stop)):
+        yield number, None, None
+    if first >= numbers.stop:
+        return
+    span = (first - 1) * CHUNK_SIZE, (numbers.stop - 1) * CHUNK_SIZE
+    key, value = (places(x, span[0] - aligned.lead, span[1] - aligned.lead, 2) for x in (aligned.key, aligned.value))
+    position = aligned.begin[:, None] + torch.arange(*span, device=key.device)
+    position = position.masked_fill(position < weights.num_sinks, -1)
+    parts = zip(*(x.split(CHUNK_SIZE, 2) for x in rule.entries(key, value)), strict=True)
+    columns = zip(key.split(CHUNK_SIZE, 2), position.split(CHUNK_SIZE, 1), parts, strict=True)
+    for number, (own, at, entries) in zip(range(first, numbers.stop), columns, strict=True):
+        due = None if everywhere else aligned.last >= number
+        at = at if due is None else at.masked_fill(~due[:, None], -1)
+        yield number, Tokens(own, at[:, None].expand(own.shape[:3]), entries), due
+
+
+def _window(aligned: _Aligned, start: int, chunks: int) -> tuple[Tensor, _Near]:
+    """Return the queries [B, Hkv, T, G, C, D] and the window of T chunks from number `start` on."""
+    size, before = aligned.window + CHUNK_SIZE - 1, aligned.window - 1
+    first = start * CHUNK_SIZE - aligned.lead
+    last = first + before + chunks * CHUNK_SIZE
+    query = chunked(places(aligned.query, first + before, last, 3), chunks)
+    key, value = (places(x, first, last, 2).unfold(2, size, CHUNK_SIZE).mT for x in (aligned.key, aligned.value))
+    count = torch.arange(max(size, start + chunks), device=key.device)
+    begin = aligned.begin[:, None] + CHUNK_SIZE * count[start : start + chunks]
+    return query, _Near(key, value, begin[..., None] + count[:size], begin[..., None] + count[before:size], begin)
+
+
+def _step(rows: Rows, weights: HybridWeights, rule: MemoryRule, store: Store) -> tuple[Tensor, Store]:
+    """Return the output of one token of each row and what there is after it."""
+    start, ring = rows.start, cast("tuple[Tensor, Tensor]", (rows.ring_key, rows.ring_value))
+    begin = (start - weights.reach).div(CHUNK_SIZE, rounding_mode="floor") * CHUNK_SIZE
+    due = (begin > 0) & (begin == start - weights.reach)
+    # elsewhere than on a CPU a number that is looked at is waited for, and no graph can be captured
+    if due.device.type != "cpu" or not is_known(due) or bool(due.any()):
+        key, value = (x[:, :, :CHUNK_SIZE] for x in ring)
+        position = begin[:, None] + torch.arange(-CHUNK_SIZE, 0, device=begin.device)
+        position = position.masked_fill((position < weights.num_sinks) | ~due[:, None], -1)
+        block = Tokens(key, position[:, None].expand(key.shape[:3]), rule.entries(key, value))
+        store = sort_block(rule, store, block, begin, due)
+    new = rows.key.whole, rows.value.whole
+    key, value = (torch.cat(pair, dim=2)[:, :, None] for pair in zip(ring, new, strict=True))
+    position = start[:, None] + torch.arange(1 - key.shape[3], 1, device=start.device)
+    near = _Near(key, value, position[:, None], start[:, None, None], begin[:, None])
+    output = _attend(rows.query.whole[:, :, None], near, rows, weights, rule, _stacked([store]))
+    return in_order(output).flatten(1, 2), store
+
+
+def _stacked(stores: list[Store]) -> Store:
+    """Return what T chunks find, each tensor with T as its third dimension."""
+    memories, hard = zip(*stores, strict=True)
+    keys, positions, parts = zip(*hard, strict=True)
+    memory = Memory(*(torch.stack(x, dim=2) for x in zip(*memories, strict=True)))
+    entries = tuple(torch.stack(x, dim=2) for x in zip(*parts, strict=True))
+    return Store(memory, Tokens(torch.stack(keys, dim=2), torch.stack(positions, dim=2), entries))
+
+
+def _attend(query: Tensor, near: _Near, rows: Rows, weights: HybridWeights, rule: MemoryRule, store: Store) -> Tensor:
+    """Return the output of T chunks of queries: [B, Hkv, T, G, C, Dv]."""
+    chunks, own, hard = query.shape[2], near.own[..., None], store.hard
+    sinks = [x[:, :, None].expand(-1, -1, chunks, -1, -1) for x in (rows.sink_key, rows.sink_value)]
+    keys = torch.cat([sinks[0], hard.key, near.key], dim=3)
+    values = torch.cat([sinks[1], rule.values(hard.parts), near.value], dim=3)
+    to_come = torch.arange(weights.num_sinks, device=own.device) > own
+    position = near.position[:, :, None]
+    outside = (position < weights.num_sinks) | (position < near.begin[..., None, None]) | (position > own)
+    missing = (hard.position < 0)[:, :, :, None]  # [B, Hkv, T, 1, M]
+    masks = to_come[:, None], missing, outside[:, None]
+    shape = (max(len(missing), len(outside)), missing.shape[1], chunks, outside.shape[2], -1)
+    hidden = torch.cat([x.expand(shape) for x in masks], dim=-1)[:, :, :, None]
+    exact = exact_sums(query, keys, values, [hidden], weights)
+    distance = (near.own - near.begin[..., None])[:, None, :, None]
+    entered = near.begin[:, None] - weights.num_sinks > (hard.position >= 0).sum(-1)  # whether any key is in the state
+    return rule.join(exact, rule.read(query, store.memory, distance), weights, entered)
