@@ -19,11 +19,12 @@ def matrix_in_blocks(
     """Return the weights [B, H, N, N] of a `HybridMechanism` whose keys leave the window in blocks."""
     config = hybrid.config
     allowed = allowed.expand(len(key), -1, -1, -1)
+    position = reference.positions(allowed)[:, 0].clamp(min=0)
     if config.by_delta_rule:
-        recall, changes = _delta_rule(hybrid, key, value)
+        recall, changes = _delta_rule(hybrid, key, value, position)
     else:
         phi = hybrid.linear.maps[1].exact(key)
-        recall = kernel_recall(phi, value, hybrid.linear.decay_rate(key), reference.positions(allowed)[:, 0])
+        recall = kernel_recall(phi, value, hybrid.linear.decay_rate(key), position)
     entered = keys_in_state(value, allowed, config.window_size, config.num_sink_tokens, config.num_hard_keys, recall)
     far = torch.zeros(*key.shape[:2], *allowed.shape[2:], dtype=torch.bool, device=key.device)
     for place, keys in entered.items():
@@ -34,12 +35,12 @@ def matrix_in_blocks(
     near = hybrid.softmax_beside(exact & allowed, query, key, call)
     share = torch.sigmoid(gate_logit(hybrid.far_gate.to(key.dtype)))[:, None, None]
     share = share * far.any(-1, keepdim=True).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return torch.lerp(near, _delta_rows(hybrid, query, entered, changes, far), share)
+    return torch.lerp(near, _delta_rows(hybrid, query, position, entered, changes, far), share)
 
 
-def _delta_rule(hybrid: Any, key: Tensor, value: Tensor) -> tuple[Recall, Any]:
+def _delta_rule(hybrid: Any, key: Tensor, value: Tensor, position: Tensor) -> tuple[Recall, Any]:
     """Return the recall of the delta rule, and what gives the changes P of some keys of a row and head."""
-    features, beta, log_gate = hybrid.linear.key_entries(key)
+    features, beta, log_gate = hybrid.linear.key_entries(key, position[:, None])
     known: dict[Any, Tensor] = {}
 
     def changes(row: int, head: int, entered: list[int]) -> Tensor:
@@ -56,9 +57,9 @@ def _delta_rule(hybrid: Any, key: Tensor, value: Tensor) -> tuple[Recall, Any]:
     return recall, changes
 
 
-def _delta_rows(hybrid: Any, query: Tensor, entered: Entered, changes: Any, far: Tensor) -> Tensor:
+def _delta_rows(hybrid: Any, query: Tensor, position: Tensor, entered: Entered, changes: Any, far: Tensor) -> Tensor:
     """Return what each query reads of each key's value: [B, H, N, N]."""
-    queries = hybrid.linear.query_entries(query.unflatten(1, (far.shape[1], -1)))
+    queries = hybrid.linear.query_entries(query.unflatten(1, (far.shape[1], -1)), position)
     rows = {
         (row, head, i): queries[row, head, :, i] @ changes(row, head, keys).mT
         for (row, head, i), keys in entered.items()

@@ -117,13 +117,13 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     With `num_hard_keys` M (after McDermott et al. 2025, LoLA, arXiv 2505.23666), causal layers only, up to M keys per
     key/value head that have left the window stay exact, and count as near ones above: those that the state recalls
-    worst. Then the window counts in blocks of 64 tokens, from the row's first real one: it holds the last W =
-    `window_size` to W + 63 tokens, and loses a block when all of it lies W or more tokens back. The keys of the block,
-    sinks aside, and the hard keys there are, are ranked by |v - S k| / |v|, S k the normalised read-out at phi(k) of
-    the state before; the M with the largest errors are the hard keys from there on, the others enter the state, where
-    their distance is that of their positions. Queries between two such blocks see one state and one set of hard keys.
-    Prefill, steps, padding and packing make the same choices, which have no gradient; the definition in full is that
-    of `hf_linattn.ops.hybrid.hard_keys`. The state has the last W + 63 tokens, M keys, their values and positions.
+    worst. Then the window counts in blocks of 64 tokens, from the row's first real one: it is a query's own block and
+    the w = ceil((`window_size` - 1) / 64) before it. The keys of the block that leaves it, sinks aside, and the hard
+    keys there are, are ranked by |v - S k| / |v|, S k the normalised read-out at phi(k) of the state before. The M
+    with the largest errors are the hard keys from there on; the others enter the state, where their distance is that
+    of their positions. So the queries of a block see one state and one set of hard keys. Prefill, steps, padding and
+    packing make the same choices, which have no gradient; the definition in full is that of
+    `hf_linattn.ops.hybrid.hard_keys`. The state has the last 64 (w + 1) tokens, and M keys with values and positions.
 
     With `linear="deltanet"` the state is that of the delta rule, written in the order in which keys leave, in the same
     blocks, with or without hard keys. It has no weights and no g_h: o_i = (1 - c_h) n_i + c_h s_h S^T q_i, c_h zero as

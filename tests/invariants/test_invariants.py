@@ -80,14 +80,14 @@ VARIANTS = {
 }
 CAUSAL_VARIANTS = {
     "hybrid": [
-        {"num_hard_keys": 7, "window_size": 9, "num_sink_tokens": 2},
+        {"num_hard_keys": 7, "window_size": 1, "num_sink_tokens": 2},
         {
             "num_hard_keys": 5, "window_size": 20, "linear": "linear", "linear_options": {"decay": "learned"},
             "initial_share": 1, "sink_logit": "learned", "initial_sink": 0.5,
         },
         {"num_hard_keys": 5, "window_size": 6, "linear": "deltanet", "initial_share": 0.3},
         {
-            "linear": "deltanet", "linear_options": {"feature_map": "elu", "gate": True}, "window_size": 6,
+            "linear": "deltanet", "linear_options": {"feature_map": "elu", "gate": True}, "window_size": 1,
             "initial_share": 0.3,
         },
     ],

@@ -1,23 +1,22 @@
 """Hybrid attention whose state keeps a few keys out: those that it recalls worst (LoLA, arXiv 2505.23666).
 
-Positions p = 0, 1, ... count a row's real tokens, of which the first S are sinks; W is the window, C = 64 the block,
-M the number of hard keys. Every key that a query at position i may see stands in one of four places, and which one
-depends on i and on the keys before it alone. With n(i) = floor((i - W + 1) / C), at least 0, the number of blocks of C
-positions that lie W or more tokens back as a whole:
+Positions p = 0, 1, ... count a row's real tokens, of which the first S are sinks, and make blocks of C = 64. W is the
+window, M the number of hard keys. Every key that a query in block n may see stands in one of four places, and which
+depends on n and on the keys before it alone. With w = ceil((W - 1) / C):
 
     sinks      p < S                                   exact
-    window     p >= S and p >= C n(i)                  exact: the last W tokens, and up to C - 1 of a block begun
-    hard keys  H_n(i), at most M of those before       exact
-    state      all others before C n(i)                the far part, in the order in which they entered it
+    window     p >= S in the blocks n - w to n         exact: C w + 1 to C w + C tokens, W at the least
+    hard keys  H_n, at most M of those before          exact
+    state      all others before                       the far part, in the order in which they entered it
 
-Block b = [C b, C (b + 1)) leaves the window when n first is b + 1. Its keys but the sinks, and those of H_b, are then
+When the first query of block n + 1 comes, block n - w leaves the window. Its keys but the sinks, and those of H_n, are
 ranked by |v - r| / |v|, where r is what the state before that block reads at key k: phi(k)^T S / phi(k)^T z, or by the
-delta rule S^T k. The M with the largest error make H_(b + 1), earlier ones first among equals; the others enter the
+delta rule S^T k. The M with the largest error make H_(n + 1), earlier ones first among equals; the others enter the
 state in the order of their positions. The choice has no gradient.
 
-So queries that stand between two blocks leaving see one state and one H: they are a chunk, whose far part is one
-product, and a prefill is a loop over the blocks that sorts keys and two products for several chunks at once. Steps,
-calls that go on after a state, padded and packed rows go through the same places, and so through the same choices.
+So all queries of a block see one state and one H. Their far part is one product, and a prefill is a loop over the
+blocks that sorts keys, and a few products for several blocks at once. Steps, calls that go on after a state, padded
+and packed rows go through the same places, and so through the same choices.
 """
 
 from __future__ import annotations
@@ -59,22 +58,22 @@ class Store(NamedTuple):
 
 
 class _Aligned(NamedTuple):
-    """Rows by place. Chunk n has the queries of C places from C n + W - 1 on, and its window begins at place C n.
+    """Rows by place, of which block n has those from C n on.
 
-    query [B, Hkv, G, ., D], key [B, Hkv, ., D], value [B, Hkv, ., Dv] begin at place `lead`. begin: [B or 1], position
-    of place 0. offset: [B or 1], place of the first query. last: [B or 1], chunk of the last real one. chunks: their
-    number. window: W.
+    query [B, Hkv, G, ., D] begins at place 0, key [B, Hkv, ., D] and value [B, Hkv, ., Dv] `old` places before it.
+    begin: [B or 1], position of place 0. offset: [B or 1], place of the first query. last: [B or 1], block of the last
+    real one. blocks: their number. back: blocks before a query's own in its window.
     """
 
     query: Source
     key: Source
     value: Source
-    lead: int
+    old: int
     begin: Tensor
     offset: Tensor
     last: Tensor
-    chunks: int
-    window: int
+    blocks: int
+    back: int
 
 
 class _Near(NamedTuple):
@@ -108,11 +107,13 @@ def _first_store(rows: Rows, weights: HybridWeights, rule: MemoryRule, state: Ha
     """Return what there is before the first token of a call."""
     if state is not None:
         key, value = widened(state.hard_key, state.hard_value)
-        return Store(Memory(state.kv, state.log_max), Tokens(key, state.hard_position, rule.entries(key, value)))
+        entries = rule.entries(key, value, state.hard_position)
+        return Store(Memory(state.kv, state.log_max), Tokens(key, state.hard_position, entries))
     key, value = (
         x.whole.new_zeros(*x.whole.shape[:2], weights.num_hard_keys, x.whole.shape[3]) for x in (rows.key, rows.value)
     )
-    hard = Tokens(key, torch.full(key.shape[:3], -1, device=key.device), rule.entries(key, value))
+    nowhere = torch.full(key.shape[:3], -1, device=key.device)
+    hard = Tokens(key, nowhere, rule.entries(key, value, nowhere))
     return Store(rule.empty(hard.parts), hard)
 
 
@@ -153,114 +154,116 @@ def _pick(tensors: Sequence[Tensor], index: Tensor) -> tuple[Tensor, ...]:
 
 def _read(rows: Rows, weights: HybridWeights, rule: MemoryRule, store: Store, fresh: bool) -> tuple[Tensor, Store]:
     """Return the output of the tokens of each row, which begins if `fresh`, and what there is after them."""
-    length, window = rows.key.whole.shape[2], weights.window_size
-    # nothing leaves a window of the whole length, wherever its blocks begin
-    aligned = _align_fresh(rows, min(window, length)) if fresh else _align(rows, window)
+    length = rows.key.whole.shape[2]
+    aligned = _align_fresh(rows, weights) if fresh else _align(rows, weights)
     most = chunks_at_once(rows.query.whole.shape[:3].numel(), aligned.begin.device)
     outputs = []
-    for start in range(0, aligned.chunks, most):
-        numbers, stores = range(start, min(start + most, aligned.chunks)), []
-        for number, block, due in _blocks_before(numbers, aligned, weights, rule, fresh and not rows.padded):
+    for start in range(0, aligned.blocks, most):
+        numbers, stores = range(start, min(start + most, aligned.blocks)), []
+        for left, block, due in leaving_blocks(numbers, aligned, weights, rule, fresh and not rows.padded):
             if block is not None:
-                store = sort_block(rule, store, block, aligned.begin + CHUNK_SIZE * number, due)
+                store = sort_block(rule, store, block, aligned.begin + CHUNK_SIZE * left, due)
             stores.append(store)
         query, near = _window(aligned, start, len(stores))
-        outputs.append(in_order(_attend(query, near, rows, weights, rule, _stacked(stores))))
+        outputs.append(in_order(_attend(query, near, rows, weights, rule, stacked(stores))))
     output = torch.cat(outputs, dim=3)
     if fresh:
-        return output.narrow(3, aligned.lead - aligned.window + 1, length).flatten(1, 2), store
-    place = (aligned.offset - aligned.window + 1)[:, None] + torch.arange(length, device=output.device)
+        return output.narrow(3, 0, length).flatten(1, 2), store
+    place = aligned.offset[:, None] + torch.arange(length, device=output.device)
     index = place[:, None, None, :, None].expand(*output.shape[:3], -1, output.shape[4])
     return output.gather(3, index).flatten(1, 2), store
 
 
-def _align_fresh(rows: Rows, window: int) -> _Aligned:
+def _align_fresh(rows: Rows, weights: HybridWeights) -> _Aligned:
     """Rows from their start."""
-    lead = -(-window // CHUNK_SIZE) * CHUNK_SIZE
-    offset = torch.full_like(rows.start, lead)
-    last = (offset + rows.end - window) // CHUNK_SIZE
-    chunks = (lead + rows.key.whole.shape[2] - window) // CHUNK_SIZE + 1
-    return _Aligned(rows.query, rows.key, rows.value, lead, -offset, offset, last, chunks, window)
+    blocks = -(-rows.key.whole.shape[2] // CHUNK_SIZE)
+    nothing = torch.zeros_like(rows.start)
+    last = (rows.end - 1).div(CHUNK_SIZE, rounding_mode="floor")
+    back = min(weights.blocks_back, blocks)  # nothing leaves a window of all blocks
+    return _Aligned(rows.query, rows.key, rows.value, 0, nothing, nothing, last, blocks, back)
 
 
-def _align(rows: Rows, window: int) -> _Aligned:
-    """Rows that go on, each from a place of its own in a block."""
-    length, kept = rows.key.whole.shape[2], window + CHUNK_SIZE - 1
-    begin = (rows.start - window).div(CHUNK_SIZE, rounding_mode="floor") * CHUNK_SIZE
-    offset = rows.start - begin  # from `window` to `kept`
-    index = torch.arange(kept + length, device=begin.device) + kept - offset[:, None]  # in old and new, by place
-    index = index.clamp(0, kept + length - 1)
+def _align(rows: Rows, weights: HybridWeights) -> _Aligned:
+    """Rows that go on, each from a place of its own in the block of its last token, or in the next one."""
+    length, kept = rows.key.whole.shape[2], weights.kept
+    begin = (rows.start - 1).div(CHUNK_SIZE, rounding_mode="floor") * CHUNK_SIZE
+    offset = rows.start - begin  # from 1 to C
+    old = kept - CHUNK_SIZE
+    index = torch.arange(-old, CHUNK_SIZE + length, device=begin.device) + kept - offset[:, None]
+    index = index.clamp(0, kept + length - 1)  # in old and new ones, by place
 
-    def by_place(x: Tensor) -> Source:
-        """x [B, Hkv, .., L, D], the old ones in front."""
-        chosen = index.view(len(index), *[1] * (x.dim() - 3), -1, 1)
-        return Source(x.gather(-2, chosen.expand(*x.shape)))
+    def by_place(x: Tensor, first: int) -> Source:
+        """x [B, Hkv, .., L, D], the old ones in front, from place `first` on."""
+        chosen = index[:, first + old :].view(len(index), *[1] * (x.dim() - 3), -1, 1)
+        return Source(x.gather(-2, chosen.expand(*x.shape[:-2], -1, x.shape[-1])))
 
-    old = cast("tuple[Tensor, Tensor]", (rows.ring_key, rows.ring_value))
-    key, value = (by_place(torch.cat([x, y.whole], 2)) for x, y in zip(old, (rows.key, rows.value), strict=True))
-    query = by_place(F.pad(rows.query.whole, (0, 0, kept, 0)))
-    last = (offset + rows.end - window) // CHUNK_SIZE
-    return _Aligned(query, key, value, 0, begin, offset, last, (kept + length - window) // CHUNK_SIZE + 1, window)
+    rings = cast("tuple[Tensor, Tensor]", (rows.ring_key, rows.ring_value))
+    whole = (torch.cat([x, y.whole], dim=2) for x, y in zip(rings, (rows.key, rows.value), strict=True))
+    key, value = (by_place(x, -old) for x in whole)
+    query = by_place(F.pad(rows.query.whole, (0, 0, kept, 0)), 0)
+    last, blocks = (offset + rows.end - 1) // CHUNK_SIZE, 1 + -(-length // CHUNK_SIZE)
+    return _Aligned(query, key, value, old, begin, offset, last, blocks, weights.blocks_back)
 
 
-def _blocks_before(
+def leaving_blocks(
     numbers: range, aligned: _Aligned, weights: HybridWeights, rule: MemoryRule, everywhere: bool
 ) -> Iterator[tuple[int, Tokens | None, Tensor | None]]:
-    """Yield each chunk's number, the block that leaves the window before it, if any, and the rows where it does.
+    """Yield for each query block where its window begins, in blocks, what leaves it then, and the rows where it does.
 
     everywhere: whether that is all of them, for which there is None.
     """
-    # none before the first chunk, and none that lies before all rows
-    first = max(numbers.start, 1 + aligned.lead // CHUNK_SIZE)
+    back = aligned.back
+    # nothing before the first block of a call, nor before the row
+    first = max(numbers.start, 1, 0 if aligned.old else back + 1)
     for number in range(numbers.start, min(first, numbers.stop)):
-        yield number, None, None
+        yield number - back, None, None
     if first >= numbers.stop:
         return
-    span = (first - 1) * CHUNK_SIZE, (numbers.stop - 1) * CHUNK_SIZE
-    key, value = (places(x, span[0] - aligned.lead, span[1] - aligned.lead, 2) for x in (aligned.key, aligned.value))
+    span = CHUNK_SIZE * (first - back - 1), CHUNK_SIZE * (numbers.stop - back - 1)
+    key, value = (places(x, span[0] + aligned.old, span[1] + aligned.old, 2) for x in (aligned.key, aligned.value))
     position = aligned.begin[:, None] + torch.arange(*span, device=key.device)
     position = position.masked_fill(position < weights.num_sinks, -1)
-    parts = zip(*(x.split(CHUNK_SIZE, 2) for x in rule.entries(key, value)), strict=True)
+    parts = zip(*(x.split(CHUNK_SIZE, 2) for x in rule.entries(key, value, position[:, None])), strict=True)
     columns = zip(key.split(CHUNK_SIZE, 2), position.split(CHUNK_SIZE, 1), parts, strict=True)
     for number, (own, at, entries) in zip(range(first, numbers.stop), columns, strict=True):
         due = None if everywhere else aligned.last >= number
         at = at if due is None else at.masked_fill(~due[:, None], -1)
-        yield number, Tokens(own, at[:, None].expand(own.shape[:3]), entries), due
+        yield number - back, Tokens(own, at[:, None].expand(own.shape[:3]), entries), due
 
 
-def _window(aligned: _Aligned, start: int, chunks: int) -> tuple[Tensor, _Near]:
-    """Return the queries [B, Hkv, T, G, C, D] and the window of T chunks from number `start` on."""
-    size, before = aligned.window + CHUNK_SIZE - 1, aligned.window - 1
-    first = start * CHUNK_SIZE - aligned.lead
-    last = first + before + chunks * CHUNK_SIZE
-    query = chunked(places(aligned.query, first + before, last, 3), chunks)
-    key, value = (places(x, first, last, 2).unfold(2, size, CHUNK_SIZE).mT for x in (aligned.key, aligned.value))
-    count = torch.arange(max(size, start + chunks), device=key.device)
-    begin = aligned.begin[:, None] + CHUNK_SIZE * count[start : start + chunks]
-    return query, _Near(key, value, begin[..., None] + count[:size], begin[..., None] + count[before:size], begin)
+def _window(aligned: _Aligned, start: int, blocks: int) -> tuple[Tensor, _Near]:
+    """Return the queries [B, Hkv, T, G, C, D] and the window of T blocks from number `start` on."""
+    size, before = CHUNK_SIZE * (aligned.back + 1), CHUNK_SIZE * aligned.back
+    first, last = CHUNK_SIZE * start, CHUNK_SIZE * (start + blocks)
+    query = chunked(places(aligned.query, first, last, 3), blocks)
+    span = first - before + aligned.old, last + aligned.old
+    key, value = (places(x, *span, 2).unfold(2, size, CHUNK_SIZE).mT for x in (aligned.key, aligned.value))
+    begin = aligned.begin[:, None] + torch.arange(first - before, last - before, CHUNK_SIZE, device=key.device)
+    position = begin[..., None] + torch.arange(size, device=key.device)
+    return query, _Near(key, value, position, position[..., before:], begin)
 
 
 def _step(rows: Rows, weights: HybridWeights, rule: MemoryRule, store: Store) -> tuple[Tensor, Store]:
     """Return the output of one token of each row and what there is after it."""
     start, ring = rows.start, cast("tuple[Tensor, Tensor]", (rows.ring_key, rows.ring_value))
-    begin = (start - weights.reach).div(CHUNK_SIZE, rounding_mode="floor") * CHUNK_SIZE
-    due = (begin > 0) & (begin == start - weights.reach)
+    begin = start.div(CHUNK_SIZE, rounding_mode="floor") * CHUNK_SIZE - CHUNK_SIZE * weights.blocks_back
+    due = (begin > 0) & (start % CHUNK_SIZE == 0)
     # elsewhere than on a CPU a number that is looked at is waited for, and no graph can be captured
     if due.device.type != "cpu" or not is_known(due) or bool(due.any()):
         key, value = (x[:, :, :CHUNK_SIZE] for x in ring)
         position = begin[:, None] + torch.arange(-CHUNK_SIZE, 0, device=begin.device)
         position = position.masked_fill((position < weights.num_sinks) | ~due[:, None], -1)
-        block = Tokens(key, position[:, None].expand(key.shape[:3]), rule.entries(key, value))
+        block = Tokens(key, position[:, None].expand(key.shape[:3]), rule.entries(key, value, position[:, None]))
         store = sort_block(rule, store, block, begin, due)
     new = rows.key.whole, rows.value.whole
     key, value = (torch.cat(pair, dim=2)[:, :, None] for pair in zip(ring, new, strict=True))
     position = start[:, None] + torch.arange(1 - key.shape[3], 1, device=start.device)
     near = _Near(key, value, position[:, None], start[:, None, None], begin[:, None])
-    output = _attend(rows.query.whole[:, :, None], near, rows, weights, rule, _stacked([store]))
+    output = _attend(rows.query.whole[:, :, None], near, rows, weights, rule, stacked([store]))
     return in_order(output).flatten(1, 2), store
 
 
-def _stacked(stores: list[Store]) -> Store:
+def stacked(stores: list[Store]) -> Store:
     """Return what T chunks find, each tensor with T as its third dimension."""
     memories, hard = zip(*stores, strict=True)
     keys, positions, parts = zip(*hard, strict=True)
@@ -283,6 +286,5 @@ def _attend(query: Tensor, near: _Near, rows: Rows, weights: HybridWeights, rule
     shape = (max(len(missing), len(outside)), missing.shape[1], chunks, outside.shape[2], -1)
     hidden = torch.cat([x.expand(shape) for x in masks], dim=-1)[:, :, :, None]
     exact = exact_sums(query, keys, values, [hidden], weights)
-    distance = (near.own - near.begin[..., None])[:, None, :, None]
     entered = near.begin[:, None] - weights.num_sinks > (hard.position >= 0).sum(-1)  # whether any key is in the state
-    return rule.join(exact, rule.read(query, store.memory, distance), weights, entered)
+    return rule.join(exact, rule.read(query, store.memory, near.own, near.begin), weights, entered)

@@ -44,8 +44,11 @@ class KernelMemory(NamedTuple):
         kv = features.new_zeros(*features.shape[:2], features.shape[-1], value.shape[-1])
         return Memory(kv, kv.new_full(kv.shape[:2], LOWEST / 2 if scale else 0.0))
 
-    def entries(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Return what keys [B, Hkv, C, D] would enter: features, values beside a one, log scales if there are any."""
+    def entries(self, key: Tensor, value: Tensor, position: Tensor) -> tuple[Tensor, ...]:
+        """Return what keys [B, Hkv, C, D] would enter: features, values beside a one, log scales if there are any.
+
+        position: [B or 1, Hkv or 1, C], where they stand; anything where there is no key.
+        """
         features, log_scale = self.key_map(dense(key))
         if log_scale is None and self.rate is not None:
             log_scale = features.new_zeros(features.shape[:-1])
@@ -75,8 +78,11 @@ class KernelMemory(NamedTuple):
         value = value * fast_exp(log - top[..., None])[..., None]
         return Memory(memory.kv * fast_exp(left - top)[..., None, None] + features.mT @ value, top)
 
-    def read(self, query: Tensor, memory: Memory, distance: Tensor) -> Sums:
-        """Return the sums of queries [B, Hkv, T, G, C, D], `distance` behind p, over T states [B, Hkv, T, ..]."""
+    def read(self, query: Tensor, memory: Memory, position: Tensor, begin: Tensor) -> Sums:
+        """Return the sums of queries [B, Hkv, T, G, C, D] at `position` [B or 1, T, C] over T states [B, Hkv, T, ..].
+
+        begin: [B or 1, T], p of each state.
+        """
         features, query_log = self.query_map(dense(query.transpose(2, 3).flatten(3, 4)))
         features = features.unflatten(3, query.shape[2:5:2]).transpose(2, 3)
         total = (features.flatten(3, 4) @ memory.kv).unflatten(3, query.shape[3:5])
@@ -84,7 +90,7 @@ class KernelMemory(NamedTuple):
         if query_log is not None:
             log = log + query_log.unflatten(3, query.shape[2:5:2]).transpose(2, 3)
         if self.rate is not None:
-            log = log - self.rate.view(-1, 1, 1, 1) * distance
+            log = log - self.rate.view(-1, 1, 1, 1) * (position - begin[..., None])[:, None, :, None]
         return Sums(total[..., :-1], total[..., -1], log.expand(total.shape[:-1]))
 
     def join(self, exact: Sums, far: Sums, weights: HybridWeights, entered: Tensor) -> Tensor:
@@ -95,12 +101,13 @@ class KernelMemory(NamedTuple):
 class DeltaMemory(NamedTuple):
     """S by the delta rule over its keys, in the order in which they enter; `log_max` of the state is not used.
 
-    query_map: makes what queries [B, Hkv, G, N, D] read with. key_map: makes of keys [B, Hkv, C, D] what they write,
-    features of length 1, beta [B, Hkv, C], log g or None. log_mix: [H], the log of a factor of the state's share.
+    query_map: makes what queries [B, Hkv, G, N, D] at positions [B or 1, N] read with. key_map: makes of keys
+    [B, Hkv, C, D] at positions [B or 1, Hkv or 1, C] what they write, features of length 1, beta [B, Hkv, C], log g or
+    None. log_mix: [H], the log of a factor of the state's share.
     """
 
-    query_map: Callable[[Tensor], Tensor]
-    key_map: Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]
+    query_map: Callable[[Tensor, Tensor], Tensor]
+    key_map: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
     log_mix: Tensor
     rate: Tensor | None = None
 
@@ -109,8 +116,8 @@ class DeltaMemory(NamedTuple):
         kv = features.new_zeros(*features.shape[:2], features.shape[-1], value.shape[-1])
         return Memory(kv, kv.new_zeros(kv.shape[:2]))
 
-    def entries(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        features, beta, log_gate = self.key_map(key)
+    def entries(self, key: Tensor, value: Tensor, position: Tensor) -> tuple[Tensor, ...]:
+        features, beta, log_gate = self.key_map(key, position)
         return features, value, *(x[..., None] for x in (beta, log_gate) if x is not None)
 
     def values(self, parts: tuple[Tensor, ...]) -> Tensor:
@@ -126,8 +133,8 @@ class DeltaMemory(NamedTuple):
         _, kv = delta_rule(nobody, features, value, _same, _same, beta[..., 0], log_gate, memory.kv)
         return memory._replace(kv=kv)
 
-    def read(self, query: Tensor, memory: Memory, distance: Any) -> Sums:
-        features = self.query_map(dense(query.transpose(2, 3).flatten(3, 4)))
+    def read(self, query: Tensor, memory: Memory, position: Tensor, begin: Tensor) -> Sums:
+        features = self.query_map(dense(query.transpose(2, 3).flatten(3, 4)), position.flatten(1))
         features = features.unflatten(3, query.shape[2:5:2]).transpose(2, 3)
         total = (features.flatten(3, 4) @ memory.kv).unflatten(3, query.shape[3:5])
         share = self.log_mix.view(total.shape[1], 1, -1, 1).exp().expand(total.shape[:-1])

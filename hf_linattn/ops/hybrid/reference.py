@@ -5,6 +5,7 @@ For tests and diagnostics, in the precision of the inputs: one row, one head and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -29,7 +30,7 @@ def keys_in_state(value: Tensor, allowed: Tensor, window: int, sinks: int, most:
         seen = allowed[row % len(allowed), 0]
         for query in range(length):
             tokens = seen[query].nonzero()[:, 0].tolist()  # of the query's own sequence, up to itself
-            blocks = max(0, (len(tokens) - window) // CHUNK_SIZE)
+            blocks = max(0, (len(tokens) - 1) // CHUNK_SIZE - math.ceil((window - 1) / CHUNK_SIZE))
             for head in range(heads):
                 found[row, head, query] = _enter(value[row, head], row, head, tokens, blocks, sinks, most, recall)[1]
     return found

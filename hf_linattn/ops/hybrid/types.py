@@ -44,9 +44,14 @@ class HybridWeights(NamedTuple):
         return self.num_hard_keys > 0 or self.delta_rule
 
     @property
+    def blocks_back(self) -> int:
+        """How many blocks before a query's own its window has, if it counts in `blocks`."""
+        return -(-self.reach // CHUNK_SIZE)
+
+    @property
     def kept(self) -> int:
         """How many of the last tokens are remembered."""
-        return self.window_size + CHUNK_SIZE - 1 if self.blocks else self.reach
+        return CHUNK_SIZE * (self.blocks_back + 1) if self.blocks else self.reach
 
     @property
     def gate(self) -> Tensor:
@@ -89,7 +94,7 @@ class HybridState(NamedTuple):
 class HardKeyState(NamedTuple):
     """`HybridState` where the window counts in blocks of C, and the hard keys, each head's in the order of the row.
 
-    ring_key, ring_value: [B, Hkv, window_size + C - 1, D or Dv]. kv: by the delta rule [B, Hkv, F, Dv], log_max then
+    ring_key, ring_value: [B, Hkv, C (blocks_back + 1), D or Dv]. kv: by the delta rule [B, Hkv, F, Dv], log_max then
     zero. hard_key, hard_value: [B, Hkv, M, D or Dv], in the dtype in which they came. hard_position: [B, Hkv, M], -1
     where there is none, in front.
     """
