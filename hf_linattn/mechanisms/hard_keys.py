@@ -25,7 +25,7 @@ def matrix_in_blocks(
     else:
         phi = hybrid.linear.maps[1].exact(key)
         recall = kernel_recall(phi, value, hybrid.linear.decay_rate(key), position)
-    entered = keys_in_state(value, allowed, config.window_size, config.num_sink_tokens, config.num_hard_keys, recall)
+    entered = keys_in_state(value, allowed, hybrid.pair_weights(key, call), recall)
     far = torch.zeros(*key.shape[:2], *allowed.shape[2:], dtype=torch.bool, device=key.device)
     for place, keys in entered.items():
         far[(*place, keys)] = True

@@ -56,6 +56,9 @@ class HybridConfig(SoftmaxTypeConfig):
     num_hard_keys: int = field(
         default=0, metadata={"help": "keys beyond the window that stay exact: those that the state recalls worst"}
     )
+    recall_error: str = field(
+        default="relative", metadata={"help": "by which they are ranked: `relative` to the value's length, `absolute`"}
+    )
 
     formerly: ClassVar[dict[str, Any]] = {"initial_share": 1.0}
 
@@ -68,6 +71,8 @@ class HybridConfig(SoftmaxTypeConfig):
         require("linear_options", options, options is None or isinstance(options, dict), "None or a dict of options")
         self.require_counts("window_size")
         self.require_counts("num_sink_tokens", "num_hard_keys", least=0)
+        error = self.recall_error
+        require("recall_error", error, error in ("relative", "absolute"), "'relative' or 'absolute'")
         scale = self.window_scale
         require("window_scale", scale, scale in ("exact", "maximum"), "'exact' or 'maximum'")
         share = self.initial_share
@@ -119,7 +124,8 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     key/value head that have left the window stay exact, and count as near ones above: those that the state recalls
     worst. Then the window counts in blocks of 64 tokens, from the row's first real one: it is a query's own block and
     the w = ceil((`window_size` - 1) / 64) before it. The keys of the block that leaves it, sinks aside, and the hard
-    keys there are, are ranked by |v - S k| / |v|, S k the normalised read-out at phi(k) of the state before. The M
+    keys there are, are ranked by |v - S k| / |v|, S k the normalised read-out at phi(k) of the state before, or with
+    `recall_error="absolute"`, as in the paper, by |v - S k|, which keeps fewer keys of small values. The M
     with the largest errors are the hard keys from there on; the others enter the state, where their distance is that
     of their positions. So the queries of a block see one state and one set of hard keys. Prefill, steps, padding and
     packing make the same choices, which have no gradient; the definition in full is that of
@@ -138,7 +144,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     weights are sigmoid(s_h) exp(scaling q_i . k_j - m_i), m_i their largest exponent, s_h the trained parameter
     `window_share` [H], first -2.197 (a share of 0.1); the other weights have no g_h. The window slides token by token
     in prefill and decoding alike, where theirs is terraced in one and sliding in the other. State per key/value head,
-    not per query head.
+    not per query head. From LoLA: the window is the blocks themselves, and errors are relative unless it is said.
     """
 
     config_class = HybridConfig
@@ -212,7 +218,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         sink = (pairs.key_position < self.config.num_sink_tokens)[:, None, None]
         return (pairs.distance < self.config.window_size) | sink
 
-    def _pair_weights(self, like: Tensor, call: CallOptions) -> HybridWeights:
+    def pair_weights(self, like: Tensor, call: CallOptions) -> HybridWeights:
         config, layer = self.config, self.layer
         dtype = accum_dtype(like)
         log_mix, window_log = self._logs(dtype)
@@ -229,19 +235,20 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             self.far_gate,
             config.num_hard_keys,
             delta,
+            config.recall_error == "relative",
         )
 
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: HybridState | None,
         call: CallOptions = PLAIN,
     ) -> tuple[Tensor, HybridState]:
-        weights = self._pair_weights(key, call)
+        weights = self.pair_weights(key, call)
         return causal_hybrid_attention(query, key, value, weights, lengths, state, policy=self.policy)
 
     def bidirectional_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: CallOptions = PLAIN
     ) -> Tensor:
-        weights = self._pair_weights(key, call)
+        weights = self.pair_weights(key, call)
         return hybrid_attention(query, key, value, weights, lengths, policy=self.policy)
 
     @property

@@ -21,7 +21,8 @@ BLOCK = 64
 SIZES = {"window_size": 9, "num_sink_tokens": 3, "num_hard_keys": 6, "initial_share": 0.4}
 KERNEL = {"linear": "performer", "linear_options": {"num_features": 16, "decay": "learned"}, **SIZES}
 DELTA = {"linear": "deltanet", "linear_options": {"feature_map": "elu", "gate": True}, **SIZES}
-EACH = pytest.mark.parametrize("options", [KERNEL, DELTA], ids=["kernel", "delta rule"])
+ABSOLUTE = {**KERNEL, "recall_error": "absolute"}
+EACH = pytest.mark.parametrize("options", [KERNEL, ABSOLUTE, DELTA], ids=["kernel", "absolute", "delta rule"])
 Chosen = dict[tuple[int, int], list[list[int]]]  # by row and head, block by block
 
 
@@ -47,7 +48,7 @@ class Simulation:
         config = self.mechanism.config
         block = range(max(self.left, config.num_sink_tokens), self.left + BLOCK)
         candidates = [*self.hard, *block]
-        errors = {j: float((self.value[j] - self.recall(j)).norm() / self.value[j].norm()) for j in candidates}
+        errors = {j: float((self.value[j] - self.recall(j)).norm() / self.size(j)) for j in candidates}
         worst = sorted(sorted(candidates, key=lambda j: -errors[j])[: config.num_hard_keys])
         self.hard = worst if self.given is None else self.given[len(self.chosen)]
         self.chosen.append(self.hard)
@@ -59,6 +60,9 @@ class Simulation:
         if isinstance(self.mechanism.linear, DeltanetMechanism):
             return self.memory.T @ (phi / phi.norm())
         return self.memory.T @ phi / (phi @ self.total) if self.entered else torch.zeros_like(self.value[j])
+
+    def size(self, j: int) -> Tensor | float:
+        return 1.0 if self.mechanism.config.recall_error == "absolute" else self.value[j].norm()
 
     def write_sums(self) -> None:
         rate = self.mechanism.linear.log_decay_rate[self.head].exp()
@@ -256,6 +260,7 @@ def test_other_backends_say_why_they_do_not_compute_it():
     [
         ({"num_hard_keys": -1}, "num_hard_keys must be an integer >= 0, got -1"),
         ({"num_hard_keys": 2.0}, "num_hard_keys must be an integer >= 0, got 2.0"),
+        ({"recall_error": "squared"}, "recall_error must be 'relative' or 'absolute', got 'squared'"),
         ({"linear": "deltanet", "initial_share": 1}, "initial_share must be below 1 beside 'deltanet'.*got 1"),
         ({"linear": "deltanet", "window_scale": "maximum"}, "window_scale must be 'exact' beside 'deltanet', got"),
     ],

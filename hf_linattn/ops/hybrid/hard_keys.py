@@ -11,8 +11,8 @@ depends on n and on the keys before it alone. With w = ceil((W - 1) / C):
 
 When the first query of block n + 1 comes, block n - w leaves the window. Its keys but the sinks, and those of H_n, are
 ranked by |v - r| / |v|, where r is what the state before that block reads at key k: phi(k)^T S / phi(k)^T z, or by the
-delta rule S^T k. The M with the largest error make H_(n + 1), earlier ones first among equals; the others enter the
-state in the order of their positions. The choice has no gradient.
+delta rule S^T k; without `relative_error` by |v - r|. The M with the largest error make H_(n + 1), earlier ones first
+among equals; the others enter the state in the order of their positions. The choice has no gradient.
 
 So all queries of a block see one state and one H. Their far part is one product, and a prefill is a loop over the
 blocks that sorts keys, and a few products for several blocks at once. Steps, calls that go on after a state, padded
@@ -117,7 +117,9 @@ def _first_store(rows: Rows, weights: HybridWeights, rule: MemoryRule, state: Ha
     return Store(rule.empty(hard.parts), hard)
 
 
-def sort_block(rule: MemoryRule, store: Store, block: Tokens, begin: Tensor, due: Tensor | None) -> Store:
+def sort_block(
+    weights: HybridWeights, rule: MemoryRule, store: Store, block: Tokens, begin: Tensor, due: Tensor | None
+) -> Store:
     """Return what there is after a block has left the window.
 
     begin: [B or 1], the first position still in the window. due: [B or 1], the rows whose block has left; others have
@@ -128,7 +130,7 @@ def sort_block(rule: MemoryRule, store: Store, block: Tokens, begin: Tensor, due
     position = torch.cat([hard.position, block.position], dim=2)
     parts = tuple(torch.cat(pair, dim=2) for pair in zip(hard.parts, block.parts, strict=True))
     with torch.no_grad():
-        order = _ranked(rule, memory, parts, position, most)
+        order = _ranked(weights, rule, memory, parts, position)
     kept, lost = order.split([most, CHUNK_SIZE], dim=2)
     passed = CHUNK_SIZE if due is None else CHUNK_SIZE * due[:, None]
     left = position.gather(2, lost)
@@ -137,12 +139,16 @@ def sort_block(rule: MemoryRule, store: Store, block: Tokens, begin: Tensor, due
     return Store(memory, Tokens(key, position.gather(2, kept), _pick(parts, kept)))
 
 
-def _ranked(rule: MemoryRule, memory: Memory, parts: tuple[Tensor, ...], position: Tensor, most: int) -> Tensor:
+def _ranked(
+    weights: HybridWeights, rule: MemoryRule, memory: Memory, parts: tuple[Tensor, ...], position: Tensor
+) -> Tensor:
     """Return the M keys that the state recalls worst and behind them the others, each in order: [B, Hkv, M + C]."""
     value = rule.values(parts)
-    size = torch.linalg.vector_norm(value, dim=-1)
     error = torch.linalg.vector_norm(value - rule.recall(parts, memory), dim=-1)
-    error = error / torch.where(size == 0, math.inf, size)
+    if weights.relative_error:
+        size = torch.linalg.vector_norm(value, dim=-1)
+        error = error / torch.where(size == 0, math.inf, size)
+    most = weights.num_hard_keys
     worst = error.masked_fill(position < 0, -math.inf).argsort(dim=-1, descending=True, stable=True)[..., :most]
     return torch.ones_like(position).scatter(2, worst, 0).argsort(dim=-1, stable=True)
 
@@ -162,7 +168,7 @@ def _read(rows: Rows, weights: HybridWeights, rule: MemoryRule, store: Store, fr
         numbers, stores = range(start, min(start + most, aligned.blocks)), []
         for left, block, due in leaving_blocks(numbers, aligned, weights, rule, fresh and not rows.padded):
             if block is not None:
-                store = sort_block(rule, store, block, aligned.begin + CHUNK_SIZE * left, due)
+                store = sort_block(weights, rule, store, block, aligned.begin + CHUNK_SIZE * left, due)
             stores.append(store)
         query, near = _window(aligned, start, len(stores))
         outputs.append(in_order(_attend(query, near, rows, weights, rule, stacked(stores))))
@@ -254,7 +260,7 @@ def _step(rows: Rows, weights: HybridWeights, rule: MemoryRule, store: Store) ->
         position = begin[:, None] + torch.arange(-CHUNK_SIZE, 0, device=begin.device)
         position = position.masked_fill((position < weights.num_sinks) | ~due[:, None], -1)
         block = Tokens(key, position[:, None].expand(key.shape[:3]), rule.entries(key, value, position[:, None]))
-        store = sort_block(rule, store, block, begin, due)
+        store = sort_block(weights, rule, store, block, begin, due)
     new = rows.key.whole, rows.value.whole
     key, value = (torch.cat(pair, dim=2)[:, :, None] for pair in zip(ring, new, strict=True))
     position = start[:, None] + torch.arange(1 - key.shape[3], 1, device=start.device)

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from ..linear.types import CHUNK_SIZE
+from .types import HybridWeights
 
 Recall = Callable[[int, int, list[int], list[int]], Tensor]  # row, head, keys asked, keys in the state -> [K, Dv]
 Entered = dict[tuple[int, int, int], list[int]]  # row, key/value head, query -> the keys in the state, as they entered
 
 
 @torch.no_grad()
-def keys_in_state(value: Tensor, allowed: Tensor, window: int, sinks: int, most: int, recall: Recall) -> Entered:
+def keys_in_state(value: Tensor, allowed: Tensor, weights: HybridWeights, recall: Recall) -> Entered:
     """Return which keys each query finds in the state, in the order in which they entered it.
 
-    value: [B, Hkv, N, Dv]. allowed: [B or 1, 1, N, N], causal. most: M. recall: what the state of some keys says about
+    value: [B, Hkv, N, Dv]. allowed: [B or 1, 1, N, N], causal. recall: what the state of some keys says about
     others.
     """
     found: Entered = {}
@@ -30,24 +31,26 @@ def keys_in_state(value: Tensor, allowed: Tensor, window: int, sinks: int, most:
         seen = allowed[row % len(allowed), 0]
         for query in range(length):
             tokens = seen[query].nonzero()[:, 0].tolist()  # of the query's own sequence, up to itself
-            blocks = max(0, (len(tokens) - 1) // CHUNK_SIZE - math.ceil((window - 1) / CHUNK_SIZE))
+            blocks = max(0, (len(tokens) - 1) // CHUNK_SIZE - math.ceil((weights.window_size - 1) / CHUNK_SIZE))
             for head in range(heads):
-                found[row, head, query] = _enter(value[row, head], row, head, tokens, blocks, sinks, most, recall)[1]
+                found[row, head, query] = _enter(value[row, head], weights, row, head, tokens, blocks, recall)[1]
     return found
 
 
 def _enter(
-    value: Tensor, row: int, head: int, tokens: list[int], blocks: int, sinks: int, most: int, recall: Recall
+    value: Tensor, weights: HybridWeights, row: int, head: int, tokens: list[int], blocks: int, recall: Recall
 ) -> tuple[list[int], list[int]]:
     """Return the hard keys and those in the state after so many blocks have left the window."""
     hard: list[int] = []
     entered: list[int] = []
     for block in range(blocks):
-        candidates = hard + tokens[max(sinks, block * CHUNK_SIZE) : (block + 1) * CHUNK_SIZE]
+        candidates = hard + tokens[max(weights.num_sinks, block * CHUNK_SIZE) : (block + 1) * CHUNK_SIZE]
         said = recall(row, head, candidates, entered)
-        size = value[candidates].norm(dim=-1)
-        error = (value[candidates] - said).norm(dim=-1) / torch.where(size == 0, torch.inf, size)
-        worst = sorted(range(len(candidates)), key=lambda j: (-float(error[j]), j))[:most]
+        error = (value[candidates] - said).norm(dim=-1)
+        if weights.relative_error:
+            size = value[candidates].norm(dim=-1)
+            error = error / torch.where(size == 0, torch.inf, size)
+        worst = sorted(range(len(candidates)), key=lambda j: (-float(error[j]), j))[: weights.num_hard_keys]
         hard = [candidates[j] for j in sorted(worst)]
         entered = entered + [x for x in candidates if x not in hard]
     return hard, entered

@@ -23,6 +23,7 @@ class HybridWeights(NamedTuple):
     sigmoid(`gate_logit`), the `gate`, says how much of the output is that of all weights, as against that of the exact
     ones alone; None is all of it. num_hard_keys: M, see `hard_keys`. delta_rule: whether the state is one by the delta
     rule; `memory.DeltaMemory` says what the maps then make. With either the window counts in `blocks`.
+    relative_error: whether keys are ranked by |v - r| / |v|, and not by |v - r|.
     """
 
     window_size: int
@@ -37,6 +38,7 @@ class HybridWeights(NamedTuple):
     far_gate: Tensor | None = None
     num_hard_keys: int = 0
     delta_rule: bool = False
+    relative_error: bool = True
 
     @property
     def blocks(self) -> bool:
