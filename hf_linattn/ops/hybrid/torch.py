@@ -28,7 +28,7 @@ def unsupported(call: HybridCall) -> str | None:
     return None
 
 
-def run(call: HybridCall) -> tuple[Tensor, HybridState | None]:
+def run(call: HybridCall) -> tuple[Tensor, Any]:
     """Return the output [B, H, N, Dv], and the state after a causal call."""
     call = call._replace(weights=call.weights.beside(call.key))
     if call.weights.blocks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ class HybridCall(NamedTuple):
     value: Tensor
     weights: HybridWeights
     lengths: Tensor | None = None
-    state: HybridState | HardKeyState | None = None
+    state: Any = None  # a `HybridState`, or a `HardKeyState` where the window counts in blocks
     causal: bool = True
     chunk_size: int = CHUNK_SIZE
     policy: Policy = PYTORCH
