@@ -223,11 +223,13 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         dtype = accum_dtype(like)
         log_mix, window_log = self._logs(dtype)
         delta = config.by_delta_rule
+        maps: Any = (self.linear.query_entries, self.linear.key_entries) if delta else self._maps()
         return HybridWeights(
             1 if self.window_shut and self.training else config.window_size,
             config.num_sink_tokens,
             layer.scaling,
-            *((self.linear.query_entries, self.linear.key_entries) if delta else self._maps()),
+            maps[0],
+            maps[1],
             log_mix,
             None if delta else self.linear.decay_rate(like, wide=True),
             window_log,
