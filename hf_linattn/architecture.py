@@ -210,6 +210,7 @@ def describe_layer(
         rotation=rotation,
         value_dim=value_dim or getattr(module, "v_head_dim", None),
         has_sinks=getattr(module, "sinks", None) is not None,
+        hidden_size=_width(module, KEY_PROJECTIONS, "in_features", 1) or _first(config, config, ("hidden_size",)),
     )
 
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .mechanisms import Mechanism, Pairs
+from .mechanisms import CallOptions, Mechanism, Pairs
+from .operands import fitting_hidden
 from .ops.common.exact_softmax import softmax_attention
 from .ops.reference import allowed_pairs
 
@@ -26,6 +27,7 @@ class AttentionCall(NamedTuple):
     query [B, H, N, D], key [B, Hkv, N, D], value [B, Hkv, N, Dv], key_padding_mask [B, N] or None, sequence_ids [B, N]
     or None. exact: the sliding window, the soft cap, the dropout and the sink of the model's own attention. cross:
     whether the keys are an encoder's tokens, as many as they may be, and the mask says nothing of queries.
+    hidden_states: the layer's input [B, N, E], where its mechanism reads it.
     """
 
     query: Tensor
@@ -35,6 +37,7 @@ class AttentionCall(NamedTuple):
     sequence_ids: Tensor | None
     exact: dict[str, Any]
     cross: bool = False
+    hidden_states: Tensor | None = None
 
     @property
     def real(self) -> Tensor | None:
@@ -52,11 +55,21 @@ class AttentionCall(NamedTuple):
 
         mask, ids = take(self.key_padding_mask), take(self.sequence_ids)
         query, key, value = (x[chosen] for x in (self.query, self.key, self.value))
-        return AttentionCall(query, key, value, mask, ids, self.exact, self.cross)
+        hidden = None if self.hidden_states is None else self.hidden_states[chosen]
+        return AttentionCall(query, key, value, mask, ids, self.exact, self.cross, hidden)
+
+    def options(self, mechanism: Mechanism) -> dict[str, Any]:
+        """Return what the mechanism takes of the call beside its heads and masks."""
+        return mechanism.keywords({**self.exact, "hidden_states": self.hidden_states})
 
     def run(self, mechanism: Mechanism) -> Tensor:
         """Return the mechanism's answer [B, H, N, Dv]; no state is made."""
-        return mechanism(*self[:5], return_state=False, **mechanism.keywords(self.exact))[0]
+        return mechanism(*self[:5], return_state=False, **self.options(mechanism))[0]
+
+    def prepare(self, mechanism: Mechanism) -> None:
+        """Let the mechanism fit what gradients cannot, as `Mechanism.prepare` does."""
+        hidden = fitting_hidden(mechanism, self.query, self.key, self.hidden_states)
+        mechanism.run_hook(CallOptions(hidden_states=hidden), "prepare", *self[:4])
 
     def run_softmax(self, mechanism: Mechanism) -> Tensor:
         """Return the answer of the attention that the mechanism replaced [B, H, N, Dv]."""
@@ -143,11 +156,19 @@ class ModuleCall:
     """One call of an attention module: the cache layer that belongs to it, None without a cache.
 
     consumed: whether the new keys in it were attended to, by a mechanism that keeps a state of them.
+    hidden_states: the input of the module [B, N, E], where its mechanism reads it; None where it was called without.
     """
 
     def __init__(self, module: nn.Module):
         self.module, self.consumed = module, False
         self.layer: Any = None
+        self.hidden_states: Tensor | None = None
+
+    def keep_input(self, mechanism: Mechanism, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep what the module is called with for a mechanism that reads it."""
+        given = kwargs.get("hidden_states", args[0] if args else None)
+        if mechanism.reads_hidden and isinstance(given, Tensor):
+            self.hidden_states = given
 
 
 _RUNNING = threading.local()  # its list `calls`: the innermost last

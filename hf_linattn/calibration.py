@@ -129,7 +129,7 @@ class _Fit:
             )
         if (given := self.split.rows(call, held_back=False)) is not None:
             wanted = target if given is call else given.run_softmax(self.mechanism)
-            self.mechanism.prepare(*given[:4])
+            given.prepare(self.mechanism)
             if self.parameters:
                 self._lower(lambda: relative_error(given, self.mechanism, wanted))
         self.errors.append(error)

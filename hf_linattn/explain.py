@@ -151,9 +151,9 @@ def _explain_layer(path: str, mechanism: Mechanism, call: AttentionCall) -> tupl
 
 def _decode(mechanism: Mechanism, call: AttentionCall) -> tuple[Decision, ...]:
     """Return the choices made for one more token."""
-    options = mechanism.keywords(call.exact)
-    _, state = mechanism(*call[:5], **options)
+    _, state = mechanism(*call[:5], **call.options(mechanism))
     last: Sequence[Tensor] = [x[:, :, -1:] for x in call[:3]]
+    one = call._replace(hidden_states=None if call.hidden_states is None else call.hidden_states[:, -1:])
     with recording() as decisions:
-        mechanism(*last, None, None, state, **options)
+        mechanism(*last, None, None, state, **one.options(mechanism))
     return tuple(decisions)

@@ -56,6 +56,30 @@ def _check_sizes(
         _refuse("sequence_ids", sequence_ids, f"must be {list(rows[0])}: a row of the batch, a column for each key")
 
 
+def fitting_hidden(mechanism: Any, query: Tensor, key: Tensor, hidden_states: Tensor | None) -> Tensor | None:
+    """Return the layer's input for a mechanism that reads it, beside its heads and in their dtype; else None.
+
+    Raises:
+        UnsupportedModeError: nobody handed it over. OperandError: it is not [B, Nk, E].
+    """
+    if not mechanism.reads_hidden:
+        return None
+    options, layer = " and ".join(mechanism.reads_hidden), mechanism.layer
+    if hidden_states is None:
+        raise UnsupportedModeError(
+            f"mechanism {mechanism.config.mechanism!r} of layer {layer.index} has {options}, for which it reads the"
+            " layer's input, and this attention was called without it; leave these options out, or call the attention"
+            " module with its hidden_states"
+        )
+    want = (key.shape[0], key.shape[2], layer.hidden_size)
+    if tuple(hidden_states.shape) != want:
+        raise OperandError(
+            f"hidden_states {list(hidden_states.shape)} must be {list(want)} for {options}: a token of the layer's"
+            " input for every key; keys that came without it, as from a prefix, need these options left out"
+        )
+    return hidden_states.to(query.device, accum_dtype(query))
+
+
 def check_rows(state: Any, batch: int) -> None:
     """Raise `OperandError` where a decoding state, tensors with the batch first, is that of another number of rows."""
     for x in state:

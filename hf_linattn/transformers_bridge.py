@@ -124,6 +124,7 @@ def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     mechanism: Mechanism = mechanism_of(module)
     if get_implementation(module.config) != IMPLEMENTATION:
         return
+    call.keep_input(mechanism, args, kwargs)
     cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
     across = mechanism.layer.cross
     if cache is None or (cache := _side_of(cache, across)) is None:
@@ -283,14 +284,15 @@ def attention_forward(
     query = _scaled(query, scaling, mechanism)
     sequence_ids = _sequence_ids(position_ids, cu_seq_lens_q, key_padding_mask, query.shape[2], key.shape[2])
     stateful = layer is not None and keeps_states(mechanism)
-    call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact)
+    hidden = running.hidden_states if (running := current_call(module)) else None
+    call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact, hidden_states=hidden)
     if (interceptor := interceptor_of(mechanism)) is not None:
         mechanism.record_call()
         return interceptor(call).transpose(1, 2).contiguous(), None
     if layer is None or not stateful:  # without a cache, or it holds the keys
         output = call.run(mechanism)
     else:
-        output, layer.state = mechanism(*call[:5], layer.state, **mechanism.keywords(exact))
+        output, layer.state = mechanism(*call[:5], layer.state, **call.options(mechanism))
         layer.made_by = mechanism.config
     return output.transpose(1, 2).contiguous(), None
 
@@ -337,7 +339,7 @@ def _attend_across(
     elif not isinstance(layer, EncoderStateLayer):
         output = call.run(mechanism)
     else:
-        output, state = mechanism(*call[:5], layer.state, **mechanism.keywords(exact))
+        output, state = mechanism(*call[:5], layer.state, **call.options(mechanism))
         layer.keep(state, key, value)
         layer.made_by = mechanism.config
     return output.transpose(1, 2).contiguous()

@@ -100,7 +100,7 @@ def longer(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_every_operation_has_all_that_a_choice_needs():
-    assert set(OPERATIONS) == {"linear", "hybrid", "block_softmax", "slots", "lsh"}
+    assert set(OPERATIONS) == {"linear", "hybrid", "block_softmax", "slots", "lsh", "delta_rule"}
     for operation in OPERATIONS.values():
         assert set(operation.backends) <= {x for order in POLICIES.values() for x in order}
         for name in operation.backends:

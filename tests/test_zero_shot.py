@@ -27,8 +27,8 @@ def document_of(rows: list[tuple[str, float, float]]) -> Document:
 
 
 def served(mechanism: str) -> set[str]:
-    """The bundled models that a mechanism can serve: `deltanet` is causal only."""
-    return set(zero_shot.MODELS) - ({"bert"} if mechanism == "deltanet" else set())
+    """The bundled models that a mechanism can serve: the delta rule is causal only."""
+    return set(zero_shot.MODELS) - ({"bert"} if mechanism in ("deltanet", "gated_deltanet") else set())
 
 
 def test_the_committed_results_cover_every_mechanism():

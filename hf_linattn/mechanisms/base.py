@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..accelerate_hooks import loaded
 from ..config import MechanismConfig
 from ..errors import UnsupportedModeError
-from ..operands import admitted, fitting, require_recordable
+from ..operands import admitted, fitting, fitting_hidden, require_recordable
 from ..ops import reference
 from ..ops.dispatch import DEFAULT_BACKEND, Policy
 from ..registry import MECHANISMS
@@ -52,6 +52,7 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
         *,
         return_state: bool = True,
         sink: Tensor | None = None,
+        hidden_states: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """Return the output in the dtype of `value`, and the state after the last key (None if bidirectional).
 
@@ -63,11 +64,12 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
             state: what an earlier call returned, if this one continues it. `OperandError` where these do not fit.
             return_state: whether the state is of use; without it, what is returned in its place means nothing.
             sink: the layer's own learned sinks [H], where `takes_sink` says that these are read.
+            hidden_states: the layer's input [B, Nk, E], where `reads_hidden` names options that read it.
         """
         key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
         self.record_call()
         require_recordable(self, query, key_padding_mask, sequence_ids)
-        call = self.call_options(return_state, sink)
+        call = self.call_options(return_state, sink, fitting_hidden(self, query, key, hidden_states))
         with loaded(self), torch.autocast(query.device.type, enabled=False):
             query, key, wide_value = admitted(self.takes_half and not self.layer.cross, query, key, value)
             if self.layer.cross:
@@ -91,17 +93,20 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
         return hook(*operands, call=call) if name in self.reads_call else hook(*operands)
 
     def keywords(self, exact: dict[str, Any]) -> dict[str, Any]:
-        """Return what `forward` takes of the layer's sliding window, soft cap, dropout and sink."""
-        return {name: x for name, x in exact.items() if (self.takes_sink if name == "sink" else self.takes_exact)}
+        """Return what `forward` takes of the layer's sliding window, soft cap, dropout, sink and input."""
+        takes = {"sink": self.takes_sink, "hidden_states": bool(self.reads_hidden)}
+        return {name: x for name, x in exact.items() if takes.get(name, self.takes_exact)}
 
-    def call_options(self, return_state: bool, sink: Tensor | None) -> CallOptions:
+    def call_options(
+        self, return_state: bool, sink: Tensor | None, hidden_states: Tensor | None = None
+    ) -> CallOptions:
         """Return what the methods of a call get; `UnsupportedModeError` for a sink that would be left out."""
         if sink is not None and not self.takes_sink:
             raise UnsupportedModeError(
                 f"mechanism {self.config.mechanism!r} has no softmax denominator for a sink, got sink"
                 f" {tuple(sink.shape)}; leave it out"
             )
-        return CallOptions(return_state, sink)
+        return CallOptions(return_state, sink, hidden_states)
 
     def causal_attention(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None,
@@ -126,17 +131,17 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
 
     def attention_matrix(
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, sequence_ids: Tensor | None = None,
-        value: Tensor | None = None, *, sink: Tensor | None = None,
+        value: Tensor | None = None, *, sink: Tensor | None = None, hidden_states: Tensor | None = None,
     ) -> Tensor:
         """Return the N x N weights [B, H, N, N] this mechanism implies, in the inputs' precision: for short inputs.
 
         `value` [B, Hkv, N, Dv] need only be given where they depend on it, which the error without it says. With the
-        layer's own learned sinks, `sink` [H], rows sum up to less than one.
+        layer's own learned sinks, `sink` [H], rows sum up to less than one. `hidden_states` as in `forward`.
         """
         allowed = reference.allowed_pairs(
             query.shape[2], key.shape[2], self.layer.causal, key_padding_mask, sequence_ids, query.device
         )
-        call = self.call_options(True, sink)
+        call = self.call_options(True, sink, fitting_hidden(self, query, key, hidden_states))
         if value is None:
             return self.run_hook(call, "weights", query, key, allowed)
         return self.run_hook(call, "weights_given", query, key, value, allowed)
@@ -185,7 +190,10 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
         """Called once before every forward of the whole model, never between its layers; for scheduled changes."""
 
     def prepare(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> None:
-        """Called by `calibrate` for each batch before parameters are fitted to it: to fit what gradients cannot."""
+        """Called by `calibrate` for each batch before parameters are fitted to it: to fit what gradients cannot.
+
+        Who names one more argument `call` gets the `CallOptions`.
+        """
 
     def fitted_parameters(self) -> list[nn.Parameter]:
         """Return what `calibrate` fits: all parameters, unless some are to stay as the options say."""

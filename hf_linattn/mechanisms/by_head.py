@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config import require
 from ..errors import OptionError
-from ..operands import fitting
+from ..operands import fitting, fitting_hidden
 from ..plan import PlanEntry, heads_plan, parse_indices, read_entries
 from ..registry import MECHANISMS
 from .capabilities import ExactnessLimit
@@ -139,13 +139,14 @@ class ByHeadMechanism(CompositeMechanism):
         *,
         return_state: bool = True,
         sink: Tensor | None = None,
+        hidden_states: Tensor | None = None,
         **exact: Any,
     ) -> tuple[Tensor, Any]:
         """As the base, which each member does for itself; `exact` as for softmax, whose heads keep the given dtype."""
         key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
         self.record_call()
         shared = self.heads_of_members(query, key, value)
-        call = self.call_options(return_state, sink)
+        call = self.call_options(return_state, sink, fitting_hidden(self, query, key, hidden_states))
         outputs, after = self.ask(shared, key_padding_mask, sequence_ids, state, call, **exact)
         if len(outputs) == 1:
             return outputs[0], after

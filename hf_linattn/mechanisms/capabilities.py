@@ -39,6 +39,7 @@ class Capabilities:
     takes_exact: whether `forward` takes the layer's own sliding window, soft cap and dropout as keywords.
     takes_half: whether it takes heads in half precision as they come; else they come in float32.
     takes_sink: whether it takes the layer's own learned sinks.
+    reads_hidden: the options for which it reads the layer's input, as they are written; empty where it does not.
     splits: whether some of the heads alone get what they get among all, but for parameters of each head.
     backends: which of `hf_linattn.backends` can work through its causal form.
     limit: how it relates to softmax attention. citation: the paper it comes from.
@@ -57,6 +58,7 @@ class Capabilities:
     takes_exact: ClassVar[bool] = False
     takes_half: bool = False
     takes_sink: bool = False
+    reads_hidden: tuple[str, ...] = ()
     splits: ClassVar[bool] = False
     backends: ClassVar[tuple[str, ...]] = ("auto", "torch")
     limit: ExactnessLimit = ExactnessLimit("none stated")

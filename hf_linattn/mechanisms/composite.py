@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import MechanismConfig, make_config, require
 from ..registry import MECHANISMS
 from .base import Mechanism
-from .inputs import AttentionLayer, CallOptions
+from .inputs import PLAIN, AttentionLayer, CallOptions
 
 
 @dataclass
@@ -107,6 +107,7 @@ class CompositeMechanism(Mechanism):
         self.averages = all(member.averages for member in members)
         self.growth = max(member.growth for member in members)
         self.takes_sink = any(member.takes_sink for member in members)
+        self.reads_hidden = tuple({option: None for member in members for option in member.reads_hidden})
 
     def parts(self) -> list[Any]:
         """Return the members, which are all mechanisms."""
@@ -134,7 +135,7 @@ class CompositeMechanism(Mechanism):
         before = [None] * len(members) if state is None else state.split()
         sinks = self.sinks_of_members(call.sink)
         for member, own, earlier, sink in zip(members, heads, before, sinks, strict=True):
-            options = member.keywords({**exact, "sink": sink})
+            options = member.keywords({**exact, "sink": sink, "hidden_states": call.hidden_states})
             heard = (*own, key_padding_mask, sequence_ids, earlier)
             output, after = member(*heard, return_state=call.keep_state, **options)
             outputs.append(output)
@@ -170,9 +171,11 @@ class CompositeMechanism(Mechanism):
         for member in self.parts():
             member.join(found)
 
-    def prepare(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> None:
+    def prepare(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, call: CallOptions = PLAIN
+    ) -> None:
         for member, heads in zip(self.parts(), self.heads_of_members(query, key, value), strict=True):
-            member.prepare(*heads, key_padding_mask)
+            member.run_hook(call, "prepare", *heads, key_padding_mask)
 
     def before_forward(self) -> None:
         for member in self.parts():

@@ -11,14 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..ops.common.numerics import bounded
-from ..ops.delta_rule.torch import delta_rule
+from ..ops.delta_rule.interface import gated_delta_rule
 from ..ops.linear.torch import unit_length
 from .capabilities import ExactnessLimit
-from .gla import ForgetGate
+from .gla import INITIAL_DECAY, ForgetGate
+from .head_scores import inverse_softplus, look_back, matching_gain
 from .inputs import AttentionLayer
 from .linear import FeatureMapConfig, FeatureMapMechanism
 from .registration import register_mechanism
 from .sequence import SequenceMechanism
+
+GATE_BIAS = math.log(math.expm1(INITIAL_DECAY))  # of a gate as it is made
 
 
 class DeltaState(NamedTuple):
@@ -52,7 +55,10 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
     Every token is one step of gradient descent on |S^T k_i - v_i|^2. What is read at a query of length 1 is therefore
     of the size of the values, although nothing is divided by a sum of weights, and weights may be negative; the
     trained `output_scale` s [H] starts as 1. Causal only: the rule has an order. Time is O(N (F + C) Dv) in chunks of
-    C tokens, see `hf_linattn.ops.delta_rule.torch`.
+    C tokens, see `hf_linattn.ops.delta_rule.interface`.
+
+    `calibrate` first lets g halve the state over as many tokens as the head's softmax looks back on average, and s
+    make outputs as large as softmax's, where neither has been trained.
 
     Deviations: phi is one of the feature maps, by default a trained relu (`t2r`), where the paper has silu; beta and
     g come from the key, as there is no other input; no convolution before and no norm behind, which a pretrained
@@ -62,6 +68,7 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
     config_class = DeltanetConfig
     modes = frozenset({"causal"})
     averages = False
+    prepares = True
     limit = ExactnessLimit("the delta rule, computed token by token", kernel=True)
     citation = "Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule, arXiv 2406.06484"
 
@@ -74,18 +81,28 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
         if config.gate:
             self.gate = ForgetGate(heads, layer.head_dim)
 
+    @torch.no_grad()
+    def prepare(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> None:
+        """Let the gate and the gain that are as they were made begin as softmax attention looks and answers."""
+        if not bool((self.output_scale == 1).all()):
+            return
+        if self.config.gate:
+            bias = self.gate.bias
+            if not torch.allclose(bias, torch.full_like(bias, GATE_BIAS), rtol=1e-2):
+                return
+            bias.copy_(inverse_softplus(look_back(self, query, key, key_padding_mask)))
+        self.output_scale.copy_(matching_gain(self, (query, key, value), key_padding_mask))
+
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: DeltaState | None
     ) -> tuple[Tensor, DeltaState]:
         mask = None if lengths is None else torch.arange(key.shape[2], device=key.device) < lengths[:, None]
         query_map, key_map = self.maps
-        query, key = (bounded(x) if x.shape[2] > 1 else x for x in (query, key))  # no 0 * inf where a chunk is solved
         if state is None:
             state = DeltaState(value.new_zeros(*value.shape[:2], key_map.feature_dim, value.shape[3]))
-        output, memory = delta_rule(
-            query, key, value, lambda x: unit_length(query_map(x).values), lambda x: unit_length(key_map(x).values),
-            self._beta(key, mask), self.gate(key, mask) if self.config.gate else None, state.memory,
-        )  # fmt: skip
+        gates = self._beta(key, mask), self.gate(key, mask) if self.config.gate else None
+        maps = (lambda x: query_map(x).values), (lambda x: key_map(x).values)
+        output, memory = gated_delta_rule(query, key, value, *gates, state.memory, *maps, self.policy)
         return output * bounded(self.output_scale.to(output.dtype))[:, None, None], DeltaState(memory)
 
     def key_entries(self, key: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

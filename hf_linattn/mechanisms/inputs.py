@@ -23,6 +23,7 @@ class AttentionLayer:
         rotation: how its rotary positions are turned; None if it has none. value_dim: Dv; None if it is D.
         cross: whether its keys are an encoder's tokens; index then counts the cross-attention layers.
         has_sinks: whether it has learned sinks in its softmax, which it hands over with every call.
+        hidden_size: E, numbers of a token in its input; None if nothing says it.
     """
 
     index: int
@@ -37,6 +38,7 @@ class AttentionLayer:
     value_dim: int | None = None
     cross: bool = False
     has_sinks: bool = False
+    hidden_size: int | None = None
 
     @property
     def mode(self) -> str:
@@ -69,18 +71,19 @@ class CallOptions(NamedTuple):
     """The options of one call, beside its heads. They are not kept on the mechanism: calls may overlap.
 
     keep_state: whether the state after the call is needed. sink: the layer's own learned sinks [H], for mechanisms
-    with `takes_sink`.
+    with `takes_sink`. hidden_states: the layer's input [B, N, E], for those with options in `reads_hidden`.
     """
 
     keep_state: bool = True
     sink: Tensor | None = None
+    hidden_states: Tensor | None = None
 
 
 PLAIN = CallOptions()
 # methods of a mechanism that get the `CallOptions` if they name an argument `call`
 HOOKS = (
     "causal_attention", "bidirectional_attention", "cross_state", "cross_attention", "weights", "weights_given",
-    "causal_sequences", "bidirectional_sequences", "cross_sequences",
+    "causal_sequences", "bidirectional_sequences", "cross_sequences", "prepare",
 )  # fmt: skip
 
 

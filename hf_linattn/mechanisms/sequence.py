@@ -62,17 +62,19 @@ class SequenceMechanism(Mechanism):
                 return self.run_hook(call, "causal_sequences", query, key, value, None, state)
         output = value.new_zeros(*query.shape[:3], value.shape[3])
         states: list[tuple[Tensor, Any]] = []
+        hidden = call.hidden_states
         groups = find_sequences(batch, length, key_padding_mask, sequence_ids, query.device)
         for number, group in enumerate(groups):
             heads = [group.take(x) for x in (query, key, value)]
+            own = call if hidden is None else call._replace(hidden_states=group.take(hidden[:, None])[:, 0])
             if self.layer.causal:
                 # what stands behind a sequence cannot be seen in a causal output, and without a state nowhere
                 lengths = group.lengths if call.keep_state else None
-                rows, after = self.run_hook(call, "causal_sequences", *heads, lengths, None if number else state)
+                rows, after = self.run_hook(own, "causal_sequences", *heads, lengths, None if number else state)
                 if call.keep_state:
                     states.append((group.rows[group.last], select_rows(after, group.last)))
             else:
-                rows = self.run_hook(call, "bidirectional_sequences", *heads, group.lengths)
+                rows = self.run_hook(own, "bidirectional_sequences", *heads, group.lengths)
             output = group.put(rows.to(output.dtype), output)
         return output, merge_rows(states) if states else None
 

@@ -32,6 +32,10 @@ VARIANTS = {
         {"members": {"local": {"window_size": 9, "block_size": 8}, "lsh": {"num_buckets": 4, "bucket_size": 8}}},
         {"members": {"streaming": {"window_size": 7, "block_size": 8}, "hedgehog": {}, "linformer": {"num_slots": 7}}},
     ],
+    "gated_deltanet": [
+        {"expand_key": 3, "expand_value": 2, "conv_size": 4, "beta_range": 2},
+        {"rotation": "kept", "normalisation": "softmax", "output_norm": True},
+    ],
     "gla": [{"feature_map": "favor_softmax"}, {"self_weight": "learned"}],
     "hedgehog": [{"feature_dim": 6, "decay": "learned", "self_weight": "learned"}],
     "learned_sparse": [{"block_size": 8, "reach": 3}, {"block_size": 8, "reach": 4, "top_blocks": 2}],

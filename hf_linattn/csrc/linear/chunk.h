@@ -4,6 +4,7 @@
 
 #include "linear.h"
 #include "../common/matrix.h"
+#include "../common/products.h"
 
 #define CHUNK 64   /* tokens read at a time, at most */
 #define FEW 32     /* the same where products are of float32: few pairs, all of them in the first cache */
@@ -71,19 +72,7 @@ static inline int64_t workspace_init(struct workspace *s, const struct linear_ar
     return used;
 }
 
-/* out [rows, columns] = left right, more what is there if `adds`, rows and columns being whole numbers of tiles; a
- * function of its own, as its tiles need all registers */
-static __attribute__((noinline)) void
-gemm_f32(float *out, int64_t out_row, const float *left, int64_t left_row, int64_t left_step, const float *right,
-         int64_t right_step, int64_t rows, int64_t columns, int64_t steps, int adds)
-{
-    for (int64_t column = 0; column < columns; column += TILE_COLUMNS)
-        for (int64_t row = 0; row < rows; row += TILE_ROWS)
-            make_tile(out + row * out_row + column, out_row, left + row * left_row, left_row, left_step,
-                      right + column, right_step, steps, adds);
-}
-
-/* The same while memory is asked for what comes next, if anything does. */
+/* `gemm_f32` while memory is asked for what comes next, if anything does. */
 static inline void gemm_slabs(struct workspace *s, float *out, int64_t out_row, const float *left, int64_t left_row,
                               int64_t left_step, const float *right, int64_t right_step, int64_t rows,
                               int64_t columns, int64_t steps, int adds)

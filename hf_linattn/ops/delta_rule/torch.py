@@ -13,44 +13,40 @@ S + K^T U are products. With decays every pair (i, j) gets the factor g_{j+1} ..
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..linear.torch import CHUNK_SIZE, chunks_at_once
+from ..common.numerics import bounded
+from ..linear.torch import chunks_at_once, unit_length
+from .types import CHUNK_SIZE, DeltaCall, FeatureMap
 
 
-def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_map: Callable[[Tensor], Tensor],
-    key_map: Callable[[Tensor], Tensor],
-    beta: Tensor,
-    log_gate: Tensor | None,
-    memory: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return S_i^T q_i [B, H, N, Dv] and S after the last key.
+def unsupported(call: DeltaCall) -> None:
+    """PyTorch's operations can compute all calls."""
 
-    Args:
-        query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv.
-        query_map, key_map: make F features of queries [B, Hkv, G, N, D] and of keys; the keys' have a length up to 1.
-        beta: [B, Hkv, N], from 0 to 1; 0 for pads. log_gate: [B, Hkv, N], at most 0; 0 for pads.
-        memory: S [B, Hkv, F, Dv] before the first key.
-    """
-    grouped = query.unflatten(1, (key.shape[1], -1))
-    if key.shape[2] == 1:
-        return _single_token(query_map(grouped), key_map(key), value, beta, log_gate, memory)
+
+def run(call: DeltaCall) -> tuple[Tensor, Tensor]:
+    """Return the output [B, H, N, Dv] and the state after the last key."""
+    grouped, key, value, memory = call.grouped_query, call.key, call.value, call.memory
+    if call.is_step:
+        units = _units(grouped, call.query_map), _units(key, call.key_map)
+        return _single_token(*units, value, call.beta, call.log_gate, memory)
     size = chunks_at_once(grouped.shape[:3].numel(), key.device) * CHUNK_SIZE
-    gates = itertools.repeat(None) if log_gate is None else log_gate.split(size, 2)
-    parts = zip(grouped.split(size, 3), *(x.split(size, 2) for x in (key, value, beta)), gates, strict=False)
+    gates = itertools.repeat(None) if call.log_gate is None else call.log_gate.split(size, 2)
+    parts = zip(grouped.split(size, 3), *(x.split(size, 2) for x in (key, value, call.beta)), gates, strict=False)
     outputs = []
     for q, k, v, b, gate in parts:
-        part, memory = _read_chunks(query_map(q), key_map(k), v, b, gate, memory)
+        part, memory = _read_chunks(_units(q, call.query_map), _units(k, call.key_map), v, b, gate, memory)
         outputs.append(part)
     return torch.cat(outputs, dim=3).flatten(1, 2), memory
+
+
+def _units(x: Tensor, feature_map: FeatureMap | None) -> Tensor:
+    """Return features of length 1."""
+    x = bounded(x) if x.shape[-2] > 1 else x  # no 0 * inf where a chunk is solved
+    return unit_length(x if feature_map is None else feature_map(x))
 
 
 def _single_token(query, key, value, beta, log_gate, memory):
@@ -63,7 +59,7 @@ def _single_token(query, key, value, beta, log_gate, memory):
 def _read_chunks(
     query: Tensor, key: Tensor, value: Tensor, beta: Tensor, log_gate: Tensor | None, memory: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`delta_rule` of some chunks after the feature maps, its output [B, Hkv, G, N, Dv]."""
+    """`run` for some chunks after the feature maps, its output [B, Hkv, G, N, Dv]."""
     length, groups = key.shape[2], query.shape[2]
     size = min(length, CHUNK_SIZE)
     missing = -length % size

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..common.numerics import LOWEST, dense, fast_exp
-from ..delta_rule.torch import delta_rule
+from ..delta_rule.interface import gated_delta_rule
 from ..linear.torch import ratio, with_ones
 from ..linear.types import FeatureMap
 from .sums import Sums, join
@@ -129,8 +129,7 @@ class DeltaMemory(NamedTuple):
     def write(self, memory: Memory, parts: tuple[Tensor, ...], real: Tensor, age: Any, passed: Any) -> Memory:
         features, value, beta, *gate = (x.masked_fill(~real[..., None], 0.0) for x in parts)
         log_gate = gate[0][..., 0] if gate else None
-        nobody = features[:, :, :1].expand_as(features)  # the rule answers queries, too
-        _, kv = delta_rule(nobody, features, value, _same, _same, beta[..., 0], log_gate, memory.kv)
+        _, kv = gated_delta_rule(features, features, value, beta[..., 0], log_gate, memory.kv)  # answers are not read
         return memory._replace(kv=kv)
 
     def read(self, query: Tensor, memory: Memory, position: Tensor, begin: Tensor) -> Sums:
@@ -153,7 +152,3 @@ def memory_rule(weights: HybridWeights) -> MemoryRule:
     """Return what keys enter that have left the window and are no hard ones."""
     kind: Any = DeltaMemory if weights.delta_rule else KernelMemory
     return kind(weights.query_map, weights.key_map, weights.log_mix, weights.decay_rate)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,32 @@ def matching_decay_rate(
     >>> round(matching_decay_rate(key.roll(1, 2) * 99, key, 1.0, causal=True).item(), 1)
     0.7
     """
+    looked, decayed = _distances(query, key, scaling, causal, key_padding_mask, itself)
+    low, high = (torch.full_like(looked, bound).log() for bound in (SLOWEST, FASTEST))
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        farther = decayed(middle.exp()) > looked
+        low, high = torch.where(farther, middle, low), torch.where(farther, high, middle)
+    return middle.exp()
+
+
+@torch.no_grad()
+def mean_attention_distance(
+    query: Tensor, key: Tensor, scaling: float, causal: bool, key_padding_mask: Tensor | None = None
+) -> Tensor:
+    """Return how many tokens back softmax attention looks on average [Hkv]; arguments as in `matching_decay_rate`.
+
+    >>> key = torch.eye(64)[None, None]  # every query finds the key before it, the first one itself
+    >>> round(mean_attention_distance(key.roll(1, 2) * 99, key, 1.0, causal=True).item(), 2)
+    0.98
+    """
+    return _distances(query, key, scaling, causal, key_padding_mask, True)[0]
+
+
+def _distances(
+    query: Tensor, key: Tensor, scaling: float, causal: bool, key_padding_mask: Tensor | None, itself: bool
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return the mean distance of softmax attention [Hkv], and a function of r [Hkv] with that of exp(-r |i - j|)."""
     rows, length = min(key.shape[0], MOST_ROWS), key.shape[2]
     compute = torch.promote_types(key.dtype, torch.float32)  # half precision cannot count to 300
     query, key = query[:rows].to(compute), key[:rows].to(compute)
@@ -53,9 +81,4 @@ def matching_decay_rate(
 
     scores = query[:, :, chosen] @ reference.repeat_heads(key, query).mT * scaling
     looked = mean_distance(scores).unflatten(0, (key.shape[1], -1)).mean(1)
-    low, high = (torch.full_like(looked, bound).log() for bound in (SLOWEST, FASTEST))
-    for _ in range(STEPS):
-        middle = (low + high) / 2
-        farther = mean_distance(-middle.exp()[:, None, None] * distance) > looked
-        low, high = torch.where(farther, middle, low), torch.where(farther, high, middle)
-    return middle.exp()
+    return looked, lambda rate: mean_distance(-rate[:, None, None] * distance)

@@ -75,6 +75,11 @@ SEGMENTS = {
     "mean": "wide> rows B H T D", "row": "wide rows B H L+ D", "weight": "wide spread B H L+",
     "total": "wide> spread B H T",
 }  # fmt: skip
+DELTA = {
+    "query": "any rows B H G N D", "key": "any rows B H N D", "value": "any rows B H N V",
+    "beta": "wide spread B H N", "log_gate": "wide spread B H N",
+}  # fmt: skip
+DELTA_STEP = {"state": "wide dense B H D V", "state_after": "wide> dense B H D V", "out": "any> rows B H G N V"}
 FORMS: dict[str, dict[str, Form]] = {
     "causal_step": forms(
         **{name: line.replace("any", "wide") for name, line in HEADS.items()}, **SCALES, **STATES, **MAPS,
@@ -108,15 +113,22 @@ FORMS: dict[str, dict[str, Form]] = {
         **SEGMENTS, d_mean="wide rows B H T D", d_row="wide> rows B H L+ D", d_weight="wide> spread B H L+",
         d_total="wide spread B H T",
     ),
+    "delta_rule": forms(**DELTA, **DELTA_STEP, checkpoints="wide> dense X B H D V"),
+    "delta_rule_step": forms(**DELTA, **DELTA_STEP),
+    "delta_rule_backward": forms(
+        **DELTA, checkpoints="wide dense X B H D V", d_out="any rows B H G N V", d_query="any> rows B H G N D",
+        d_key="any> rows B H N D", d_value="any> rows B H N V", d_beta="wide> spread B H N",
+        d_log_gate="wide> spread B H N", d_state="wide dense B H D V", d_before="wide> dense B H D V",
+    ),
 }  # fmt: skip
 TOGETHER = (  # operands of which the C takes the first as a sign that the others are there
     ("state", "log_max"), ("query_weight", "key_weight"), ("before", "before_log"), ("factor", "top"),
-    ("before", "d_before"), ("before", "d_before_log"), ("gate", "d_gate"),
+    ("before", "d_before"), ("before", "d_before_log"), ("gate", "d_gate"), ("log_gate", "d_log_gate"),
 )  # fmt: skip
 OPTIONAL = frozenset((
     "log_scale", "log_decay", "row_scale", "state", "log_max", *MAPS, *PACKED, "before", "before_log", "gate", "bias",
     "d_log", "d_query_weight", "d_query_bias", "d_key_weight", "d_key_bias", "d_state", "d_before", "d_before_log",
-    "d_gate",
+    "d_gate", "log_gate", "d_log_gate",
 ))  # fmt: skip
 NEEDED = {"causal_step": {"state", "log_max"}}
 ABSENT = {"causal_step": {"factor", "top"}}  # what may be so there

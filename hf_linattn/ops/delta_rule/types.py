@@ -1,0 +1,38 @@
+"""What the delta rule is called with, whatever computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..dispatch import PYTORCH, Policy
+
+CHUNK_SIZE = 64  # tokens that PyTorch's operations read at a time
+
+FeatureMap = Callable[[Tensor], Tensor]
+
+
+class DeltaCall(NamedTuple):
+    """One call of the gated delta rule, as `interface.gated_delta_rule` describes it."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    beta: Tensor
+    log_gate: Tensor | None
+    memory: Tensor
+    query_map: FeatureMap | None = None
+    key_map: FeatureMap | None = None
+    policy: Policy = PYTORCH
+
+    @property
+    def is_step(self) -> bool:
+        """Whether this is one token of each row, as in decoding."""
+        return self.key.shape[2] == 1
+
+    @property
+    def grouped_query(self) -> Tensor:
+        """The queries [B, Hkv, G, N, D], beside the keys that they share."""
+        return self.query.unflatten(1, (self.key.shape[1], -1))
