@@ -21,6 +21,7 @@ from ..ops.hybrid.interface import HybridState, HybridWeights, causal_hybrid_att
 from ..registry import MECHANISMS
 from .capabilities import ExactnessLimit
 from .deltanet import DeltanetMechanism
+from .gated_deltanet import GatedDeltanetMechanism
 from .hard_keys import matrix_in_blocks
 from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
 from .linear import FeatureMapConfig, LinearMechanism
@@ -65,7 +66,7 @@ class HybridConfig(SoftmaxTypeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         kinds = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
-        linear = [n for n, kind in kinds.items() if _is_kernel(kind) or issubclass(kind, DeltanetMechanism)]
+        linear = [n for n, kind in kinds.items() if _is_kernel(kind) or _is_delta_rule(kind)]
         require("linear", self.linear, self.linear in linear, f"one of {', '.join(linear)}")
         options = self.linear_options
         require("linear_options", options, options is None or isinstance(options, dict), "None or a dict of options")
@@ -91,7 +92,7 @@ class HybridConfig(SoftmaxTypeConfig):
     @property
     def by_delta_rule(self) -> bool:
         """Whether what lies beyond the window is a state by the delta rule."""
-        return issubclass(MECHANISMS.get(self.linear), DeltanetMechanism)
+        return _is_delta_rule(MECHANISMS.get(self.linear))
 
     def linear_config(self) -> MechanismConfig:
         """Return the config of the mechanism beyond the window; its seed is this one's unless it names its own."""
@@ -101,6 +102,11 @@ class HybridConfig(SoftmaxTypeConfig):
 def _is_kernel(kind: type) -> bool:
     """Whether a mechanism has nothing but q, k and their distance in its weights."""
     return issubclass(kind, LinearMechanism) and kind.decays_by_distance
+
+
+def _is_delta_rule(kind: type) -> bool:
+    """Whether keys enter the state of a mechanism by the delta rule."""
+    return issubclass(kind, (DeltanetMechanism, GatedDeltanetMechanism))
 
 
 @register_mechanism("hybrid")
@@ -131,9 +137,9 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     packing make the same choices, which have no gradient; the definition in full is that of
     `hf_linattn.ops.hybrid.hard_keys`. The state has the last 64 (w + 1) tokens, and M keys with values and positions.
 
-    With `linear="deltanet"` the state is that of the delta rule, written in the order in which keys leave, in the same
-    blocks, with or without hard keys. It has no weights and no g_h: o_i = (1 - c_h) n_i + c_h s_h S^T q_i, c_h zero as
-    long as no key is in the state.
+    With `linear="deltanet"` or `"gated_deltanet"` the state is that of the delta rule, written in the order in which
+    keys leave, in the same blocks, with or without hard keys. It has no weights and no g_h: o_i = (1 - c_h) n_i +
+    c_h s_h S^T q_i, c_h zero as long as no key is in the state.
 
     g_h starts where two zero vectors have the weight exp(0) = 1 that softmax gives them: 0 for performer, minus the
     log of the width for elu + 1; it stays 0 where the map of a zero vector is zero. The size of a query's features
@@ -166,6 +172,11 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             if kind.learned:
                 linear = replace(linear, feature_dim=-(-layer.head_dim // kind.copies) * kind.copies)
         self.linear = MECHANISMS.get(config.linear)(linear, layer)
+        if obstacle := getattr(self.linear, "entries_obstacle", None):
+            raise UnsupportedModeError(
+                f"linear_options of hybrid has {obstacle}, with which {config.linear!r} does not take keys in one"
+                f" by one in layer {layer.index}; leave it out"
+            )
         if config.num_hard_keys and not layer.causal:
             raise UnsupportedModeError(
                 f"num_hard_keys={config.num_hard_keys} are chosen as a sequence goes on, which {layer.mode} layer"

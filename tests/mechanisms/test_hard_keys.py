@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from hf_linattn import OptionError, UnsupportedModeError
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms.deltanet import DeltanetMechanism
+from hf_linattn.ops import reference
 from hf_linattn.ops.dispatch import recording
 from hf_linattn.ops.hybrid.types import HardKeyState
 from hf_linattn.testing import Case
@@ -268,6 +269,21 @@ def test_other_backends_say_why_they_do_not_compute_it():
 def test_bad_options_are_named(options, message):
     with pytest.raises(OptionError, match=message):
         make_config("hybrid", options)
+
+
+def test_gated_deltanet_is_a_state_whose_keys_enter_by_their_positions():
+    options = {**SIZES, "linear": "gated_deltanet", "linear_options": {"expand_key": 2, "beta_range": 2}}
+    mechanism, case = trained(options)
+    query, key, value = case.heads(203)
+    with torch.no_grad():
+        want = reference.attend(mechanism.attention_matrix(query, key, value=value), value)
+        outputs, state = [], None
+        for parts in zip(*(x.split([130, 1, 1, 71], 2) for x in (query, key, value)), strict=True):
+            output, state = mechanism(*parts, state=state)
+            outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs, 2), want, rtol=1e-9, atol=1e-9)
+    with pytest.raises(UnsupportedModeError, match="has conv_size, with which 'gated_deltanet'"):
+        Case("hybrid", "llama", True, {"linear": "gated_deltanet", "linear_options": {"conv_size": 3}}).make()
 
 
 def test_forms_that_cannot_be_are_refused():
