@@ -101,7 +101,7 @@ MUTANTS = [
     # hybrid
     _ops("distance costs nothing", "hybrid/fused.py", "log - (rate * weights.window_size)", "log - 0 * (rate * weights.window_size)", "tests/ops/native/test_hybrid.py tests/ops/test_hybrid.py"),
     _ops("the far part begins a token early", "hybrid/fused.py", "start, sources = window + sinks, [", "start, sources = window + sinks - 1, [", "tests/ops/native/test_hybrid.py"),
-    _ops("thin features drown the window", "hybrid/torch.py", "part.log.detach() + part.weight", "part.log.detach() - part.weight", "tests/ops/test_hybrid.py"),
+    _ops("thin features drown the window", "hybrid/sums.py", "part.log.detach() + part.weight", "part.log.detach() - part.weight", "tests/ops/test_hybrid.py"),
     Mutant("a window is a token wider", "hf_linattn/mechanisms/hybrid.py", "(pairs.distance < self.config.window_size)", "(pairs.distance <= self.config.window_size)", "tests/training/test_transfer.py"),
     # the C
     _csrc("C: the next key is seen", "linear/chunk.h", "memset(own + i + 1, 0, (s->chunk - 1 - i)", "if (i + 2 < s->chunk) memset(own + i + 2, 0, (s->chunk - 2 - i)", NATIVE_LINEAR),
@@ -167,7 +167,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("hf_linattn/ops/block_softmax/cpu.py", 'parts = product_parts(operands["query"], exact=shared + width / size >= LEAST_KEYS)'): EXACT_PARTS,
     ("hf_linattn/ops/block_softmax/cpu.py", 'parts = product_parts(operands["query"], exact=shared - width * size >= LEAST_KEYS)'): EXACT_PARTS,
     ("hf_linattn/ops/block_softmax/decode.py", "parts = [_after(part, begun) for part in make_parts(query, key, pattern, size, end, True) if _end(part) >= begun]"): "a part that ends there has no row left",
-    ("hf_linattn/ops/hybrid/torch.py", "if stop >= length:"): "no zeros are put behind",
+    ("hf_linattn/ops/hybrid/sums.py", "if stop >= length:"): "no zeros are put behind",
     ("hf_linattn/ops/linear/torch.py", "cut = [None if x is None else x.split(sizes, dim) if x.shape[dim] >= largest else [x] for x, dim in operands]"): "one part is the whole",
     ("hf_linattn/ops/slots/vq.py", "steps = torch.arange(2 * block_size + 1 + length, device=key.device)"): "rows end with tokens that nothing reads",
 }  # fmt: skip

@@ -105,6 +105,17 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
         output, memory = gated_delta_rule(query, key, value, *gates, state.memory, *maps, self.policy)
         return output * bounded(self.output_scale.to(output.dtype))[:, None, None], DeltaState(memory)
 
+    def key_entries(self, key: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what keys [B, Hkv, N, D] write, anywhere: unit features, beta [B, Hkv, N], log g or None."""
+        key = bounded(key)
+        features = unit_length(self.maps[1](key).values)
+        return features, self._beta(key, None), self.gate(key) if self.config.gate else None
+
+    def query_entries(self, query: Tensor, position: Tensor) -> Tensor:
+        """Return what queries [B, Hkv, G, N, D] read the state with, anywhere: unit features times s."""
+        scale = bounded(self.output_scale.to(query.dtype)).view(query.shape[1], -1, 1, 1)
+        return unit_length(self.maps[0](bounded(query)).values) * scale
+
     def _beta(self, key: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Return beta [B, Hkv, N], zero where masked."""
         weight, bias = (bounded(x.to(key.dtype)) for x in (self.write_weight, self.write_bias))

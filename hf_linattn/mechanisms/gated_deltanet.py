@@ -221,6 +221,29 @@ class GatedDeltanetMechanism(SequenceMechanism):
         length = state.length + (count if lengths is None else lengths)
         return self._scaled(output, call.hidden_states), GatedDeltaState(memory, length, query_tail, key_tail)
 
+    @property
+    def entries_obstacle(self) -> str | None:
+        """Return the option for which keys do not enter the state one by one, each by itself; None if they do."""
+        config = self.config
+        found = {
+            "conv_size": config.conv_size is not None, "expand_value": config.expand_value > 1,
+            "output_norm": config.output_norm, **dict.fromkeys(self.reads_hidden, True),
+        }  # fmt: skip
+        return next((option for option, chosen in found.items() if chosen), None)
+
+    def key_entries(self, key: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what keys [B, Hkv, N, D] at positions [B or 1, Hkv or 1, N] write: unit features, b and log a."""
+        position = position.clamp(min=0).expand(key.shape[:3])
+        key = self._plain(key.flatten(0, 1)[:, None], position.flatten(0, 1)).view_as(key)
+        log_gate, beta = self._gates(key, None, None)
+        return unit_length(self._features(key, self.key_directions)), beta, log_gate
+
+    def query_entries(self, query: Tensor, position: Tensor) -> Tensor:
+        """Return what queries [B, Hkv, G, N, D] at positions [B or 1, N] read with: unit features times s."""
+        query = self._plain(query.flatten(1, 2), position.clamp(min=0)).view_as(query)
+        scale = self._factor(query, None).view(query.shape[1], -1, 1, 1)
+        return unit_length(self._features(query, self.query_directions)) * scale
+
     def _empty(self, query: Tensor, key: Tensor, value: Tensor) -> GatedDeltaState:
         """Return the state before the first token."""
         shared, batch = key.shape[1], key.shape[0]

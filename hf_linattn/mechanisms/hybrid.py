@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import MechanismConfig, make_config, require
+from ..errors import UnsupportedModeError
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import reference
 from ..ops.common.numerics import LOWEST
@@ -19,6 +20,9 @@ from ..ops.hybrid.gate import GATE_GAIN, gate_logit
 from ..ops.hybrid.interface import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
 from ..registry import MECHANISMS
 from .capabilities import ExactnessLimit
+from .deltanet import DeltanetMechanism
+from .gated_deltanet import GatedDeltanetMechanism
+from .hard_keys import matrix_in_blocks
 from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
 from .linear import FeatureMapConfig, LinearMechanism
 from .registration import register_mechanism
@@ -50,33 +54,59 @@ class HybridConfig(SoftmaxTypeConfig):
         default=1e-3,
         metadata={"help": "the most weight that keys beyond the window have at first, trained; 1: no limit, ever"},
     )
+    num_hard_keys: int = field(
+        default=0, metadata={"help": "keys beyond the window that stay exact: those that the state recalls worst"}
+    )
+    recall_error: str = field(
+        default="relative", metadata={"help": "by which they are ranked: `relative` to the value's length, `absolute`"}
+    )
 
     formerly: ClassVar[dict[str, Any]] = {"initial_share": 1.0}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         kinds = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
-        linear = [n for n, kind in kinds.items() if issubclass(kind, LinearMechanism) and kind.decays_by_distance]
+        linear = [n for n, kind in kinds.items() if _is_kernel(kind) or _is_delta_rule(kind)]
         require("linear", self.linear, self.linear in linear, f"one of {', '.join(linear)}")
         options = self.linear_options
         require("linear_options", options, options is None or isinstance(options, dict), "None or a dict of options")
         self.require_counts("window_size")
-        self.require_counts("num_sink_tokens", least=0)
+        self.require_counts("num_sink_tokens", "num_hard_keys", least=0)
+        error = self.recall_error
+        require("recall_error", error, error in ("relative", "absolute"), "'relative' or 'absolute'")
         scale = self.window_scale
         require("window_scale", scale, scale in ("exact", "maximum"), "'exact' or 'maximum'")
         share = self.initial_share
         number = isinstance(share, (int, float)) and not isinstance(share, bool)
         allowed = "a number from 1e-6 to 1 (a share of 0 would have no gradient)"
         require("initial_share", share, number and 1e-6 <= share <= 1, allowed)
+        if self.by_delta_rule:  # which has no weights that could share a denominator: its answer gets a share
+            require("window_scale", scale, scale == "exact", f"'exact' beside {self.linear!r}")
+            require("initial_share", share, share < 1, f"below 1 beside {self.linear!r}, which is all there is at 1")
         given = self.linear_config()
         for name in ("self_weight", "ridge"):  # neither has weights that could share a denominator
             require("linear_options", options, getattr(given, name, None) is None, f"options without {name}")
         fixed = getattr(given, "decay", None) != "measured"  # by attention that looks at what is near, too
         require("linear_options", options, fixed, "options without decay='measured': 'learned' is the one here")
 
+    @property
+    def by_delta_rule(self) -> bool:
+        """Whether what lies beyond the window is a state by the delta rule."""
+        return _is_delta_rule(MECHANISMS.get(self.linear))
+
     def linear_config(self) -> MechanismConfig:
         """Return the config of the mechanism beyond the window; its seed is this one's unless it names its own."""
         return make_config(self.linear, {"seed": self.seed, **(self.linear_options or {})})
+
+
+def _is_kernel(kind: type) -> bool:
+    """Whether a mechanism has nothing but q, k and their distance in its weights."""
+    return issubclass(kind, LinearMechanism) and kind.decays_by_distance
+
+
+def _is_delta_rule(kind: type) -> bool:
+    """Whether keys enter the state of a mechanism by the delta rule."""
+    return issubclass(kind, (DeltanetMechanism, GatedDeltanetMechanism))
 
 
 @register_mechanism("hybrid")
@@ -96,6 +126,21 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     window_size - 1 keys and values and the sinks, in the model's dtype, and the sums over all that have left the
     window, in float32.
 
+    With `num_hard_keys` M (after McDermott et al. 2025, LoLA, arXiv 2505.23666), causal layers only, up to M keys per
+    key/value head that have left the window stay exact, and count as near ones above: those that the state recalls
+    worst. Then the window counts in blocks of 64 tokens, from the row's first real one: it is a query's own block and
+    the w = ceil((`window_size` - 1) / 64) before it. The keys of the block that leaves it, sinks aside, and the hard
+    keys there are, are ranked by |v - S k| / |v|, S k the normalised read-out at phi(k) of the state before, or with
+    `recall_error="absolute"`, as in the paper, by |v - S k|, which keeps fewer keys of small values. The M
+    with the largest errors are the hard keys from there on; the others enter the state, where their distance is that
+    of their positions. So the queries of a block see one state and one set of hard keys. Prefill, steps, padding and
+    packing make the same choices, which have no gradient; the definition in full is that of
+    `hf_linattn.ops.hybrid.hard_keys`. The state has the last 64 (w + 1) tokens, and M keys with values and positions.
+
+    With `linear="deltanet"` or `"gated_deltanet"` the state is that of the delta rule, written in the order in which
+    keys leave, in the same blocks, with or without hard keys. It has no weights and no g_h: o_i = (1 - c_h) n_i +
+    c_h s_h S^T q_i, c_h zero as long as no key is in the state.
+
     g_h starts where two zero vectors have the weight exp(0) = 1 that softmax gives them: 0 for performer, minus the
     log of the width for elu + 1; it stays 0 where the map of a zero vector is zero. The size of a query's features
     and their log scales count here, as they do not cancel against the exact weights.
@@ -105,7 +150,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     weights are sigmoid(s_h) exp(scaling q_i . k_j - m_i), m_i their largest exponent, s_h the trained parameter
     `window_share` [H], first -2.197 (a share of 0.1); the other weights have no g_h. The window slides token by token
     in prefill and decoding alike, where theirs is terraced in one and sliding in the other. State per key/value head,
-    not per query head.
+    not per query head. From LoLA: the window is the blocks themselves, and errors are relative unless it is said.
     """
 
     config_class = HybridConfig
@@ -127,10 +172,24 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             if kind.learned:
                 linear = replace(linear, feature_dim=-(-layer.head_dim // kind.copies) * kind.copies)
         self.linear = MECHANISMS.get(config.linear)(linear, layer)
-        if config.window_scale == "exact":
-            self.log_mix = nn.Parameter(self._matching_mix())
-        else:
+        if obstacle := getattr(self.linear, "entries_obstacle", None):
+            raise UnsupportedModeError(
+                f"linear_options of hybrid has {obstacle}, with which {config.linear!r} does not take keys in one"
+                f" by one in layer {layer.index}; leave it out"
+            )
+        if config.num_hard_keys and not layer.causal:
+            raise UnsupportedModeError(
+                f"num_hard_keys={config.num_hard_keys} are chosen as a sequence goes on, which {layer.mode} layer"
+                f" {layer.index} does not do; leave it out"
+            )
+        self.in_blocks = config.num_hard_keys > 0 or config.by_delta_rule  # how keys leave the window
+        self.continuous = not config.num_hard_keys
+        self.averages = self.linear.averages
+        self.prepares = self.linear.prepares
+        if config.window_scale == "maximum":
             self.window_share = nn.Parameter(torch.full((layer.num_heads,), FIRST_SHARE, device="cpu"))
+        elif not config.by_delta_rule:
+            self.log_mix = nn.Parameter(self._matching_mix())
         self.far_gate = None
         if config.initial_share < 1:
             start = math.log(config.initial_share / (1 - config.initial_share)) / GATE_GAIN
@@ -156,7 +215,9 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     def _logs(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return g [H], as it is stored, and the log of the window's share [H] or None."""
         log_mix: Tensor
-        if self.config.window_scale == "exact":
+        if self.config.by_delta_rule:
+            log_mix, window_log = self.linear.output_scale.new_zeros(self.layer.num_heads), None
+        elif self.config.window_scale == "exact":
             log_mix, window_log = self.log_mix, None
         else:
             share = self.window_share.to(dtype)
@@ -168,38 +229,44 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         sink = (pairs.key_position < self.config.num_sink_tokens)[:, None, None]
         return (pairs.distance < self.config.window_size) | sink
 
-    def _pair_weights(self, like: Tensor, call: CallOptions) -> HybridWeights:
+    def pair_weights(self, like: Tensor, call: CallOptions) -> HybridWeights:
         config, layer = self.config, self.layer
         dtype = accum_dtype(like)
         log_mix, window_log = self._logs(dtype)
+        delta = config.by_delta_rule
+        maps: Any = (self.linear.query_entries, self.linear.key_entries) if delta else self._maps()
         return HybridWeights(
             1 if self.window_shut and self.training else config.window_size,
             config.num_sink_tokens,
             layer.scaling,
-            *self._maps(),
+            maps[0],
+            maps[1],
             log_mix,
-            self.linear.decay_rate(like, wide=True),
+            None if delta else self.linear.decay_rate(like, wide=True),
             window_log,
             self.log_sink(like, call.sink, dtype),
             self.far_gate,
+            config.num_hard_keys,
+            delta,
+            config.recall_error == "relative",
         )
 
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: HybridState | None,
         call: CallOptions = PLAIN,
     ) -> tuple[Tensor, HybridState]:
-        weights = self._pair_weights(key, call)
+        weights = self.pair_weights(key, call)
         return causal_hybrid_attention(query, key, value, weights, lengths, state, policy=self.policy)
 
     def bidirectional_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: CallOptions = PLAIN
     ) -> Tensor:
-        weights = self._pair_weights(key, call)
+        weights = self.pair_weights(key, call)
         return hybrid_attention(query, key, value, weights, lengths, policy=self.policy)
 
     @property
     def has_scores(self) -> bool:
-        return self.linear.has_scores
+        return self.linear.has_scores and not self.in_blocks
 
     def scores(self, pairs: Pairs) -> Tensor:
         """scaling q_i . k_j near and on sinks, g_h + log(phi(q_i) . phi(k_j)) - r |i - j| elsewhere.
@@ -217,6 +284,11 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             far = far + self._log_gate(near, far, exact, pairs.allowed)
         return torch.where(exact, near, far)
 
+    def softmax_beside(self, exact: Tensor, query: Tensor, key: Tensor, call: CallOptions) -> Tensor:
+        """Return the softmax over `exact` [B, H, N, N] pairs alone."""
+        scores = torch.einsum("bhid,bhjd->bhij", query, reference.repeat_heads(key, query)) * self.layer.scaling
+        return _softmax(scores, exact, self.log_sink(key, call.sink))
+
     def _log_gate(self, near: Tensor, far: Tensor, exact: Tensor, allowed: Tensor) -> Tensor:
         """Return what the gate takes from the scores of a query's far keys: [B, H, C, 1]."""
         if self.far_gate is None:
@@ -230,10 +302,30 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         return F.logsigmoid(logit) - F.softplus(F.logsigmoid(-logit) + others - own)
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
-        groups = query.shape[1] // key.shape[1]
+        if self.in_blocks:
+            raise UnsupportedModeError(
+                f"mechanism {self.config.mechanism!r} chooses its hard keys by their values, for which its attention"
+                " matrix needs these; pass value=... to attention_matrix"
+            )
         count = allowed.long().cumsum(-1)
         distance = (count.diagonal(dim1=-2, dim2=-1)[..., None] - count).abs()
         exact = (distance < self.config.window_size) | (count <= self.config.num_sink_tokens)
+        return self.weights_beside(exact, query, key, allowed, call)
+
+    def weights_given(
+        self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, call: CallOptions = PLAIN
+    ) -> Tensor:
+        if not self.in_blocks:
+            return self.weights(query, key, allowed, call)
+        return matrix_in_blocks(self, query, key, value, allowed, call)
+
+    def weights_beside(
+        self, exact: Tensor, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN
+    ) -> Tensor:
+        """Return the weights whose `exact` [B or 1, H or 1, N, N] pairs are those of softmax."""
+        groups = query.shape[1] // key.shape[1]
+        count = allowed.long().cumsum(-1)
+        distance = (count.diagonal(dim1=-2, dim2=-1)[..., None] - count).abs()
         scores = torch.einsum("bhid,bhjd->bhij", query, key.repeat_interleave(groups, dim=1)) * self.layer.scaling
 
         log_mix, window_log = self._logs(key.dtype)
@@ -262,6 +354,9 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             return joint
         gate = torch.sigmoid(gate_logit(self.far_gate.to(key.dtype)))[:, None, None]
         return torch.lerp(_softmax(scores, exact & allowed, sink), joint, gate)
+
+    def prepare(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> None:
+        self.linear.prepare(query, key, value, key_padding_mask)
 
     def before_forward(self) -> None:
         self.linear.before_forward()

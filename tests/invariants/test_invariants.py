@@ -82,7 +82,21 @@ VARIANTS = {
     "synthesizer": [{"form": "factorised", "initial_mix": 0.4, "max_length": 200}],
     "vq": [{"num_codes": 7, "block_size": 8}],
 }
-CAUSAL_VARIANTS = {"streaming": [{"block_size": 8, "window_size": 9, "num_sink_tokens": 2, "positions": "streaming"}]}
+CAUSAL_VARIANTS = {
+    "hybrid": [
+        {"num_hard_keys": 7, "window_size": 1, "num_sink_tokens": 2},
+        {
+            "num_hard_keys": 5, "window_size": 20, "linear": "linear", "linear_options": {"decay": "learned"},
+            "initial_share": 1, "sink_logit": "learned", "initial_sink": 0.5,
+        },
+        {"num_hard_keys": 5, "window_size": 6, "linear": "deltanet", "initial_share": 0.3},
+        {
+            "linear": "deltanet", "linear_options": {"feature_map": "elu", "gate": True}, "window_size": 1,
+            "initial_share": 0.3,
+        },
+    ],
+    "streaming": [{"block_size": 8, "window_size": 9, "num_sink_tokens": 2, "positions": "streaming"}],
+}
 BIDIRECTIONAL_VARIANTS = {
     "hedgehog": [{"feature_dim": 6, "decay": "measured", "ridge": "learned"}],
     "linear": [{"feature_map": "relu", "ridge": "learned"}],

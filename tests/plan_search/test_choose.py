@@ -26,7 +26,7 @@ from hf_linattn import (
 from hf_linattn.evaluation import state_bytes_by_length
 from tests.helpers import Snapshot, logits_of, make_tokenizer, make_tokens
 from tests.models import make_model
-from tests.plan_search.retriever import WINDOW, make_prompts, make_retriever
+from tests.plan_search.retriever import FOUND, WINDOW, make_prompt, make_prompts, make_retriever
 
 TEXT = [{"input_ids": make_tokens(2, 12)}]
 
@@ -220,3 +220,18 @@ def test_other_mechanisms_can_replace_heads(replace):
 def test_the_same_choice_comes_out_again(plan):
     again = choose(make_retriever(), 1, seed=3)
     assert again.record.scores == plan.record.scores and json.loads(plan.to_json())["plan"] == list(again)
+
+
+@pytest.mark.parametrize("linear", ["hedgehog", "deltanet"])
+def test_heads_beside_a_plan_get_hybrids_with_hard_keys(linear):
+    """The answer stands in a block that has left the window, and its key is none of the hard ones in all prompts."""
+    options = {"window_size": 1, "num_sink_tokens": 1, "num_hard_keys": 2, "linear": linear}
+    prompts, long = [make_prompt(seed, 140) for seed in range(4)], make_retriever()
+    long.config.max_position_embeddings = 160
+    chosen = choose(long, 1, replace={"hybrid": options}, prompts=prompts)
+    assert chosen.record.kept == [list(FOUND)] and chosen.record.reason == ""
+    assert {name: chosen.record.replace["options"][name] for name in options} == options
+    model = patch_model(make_retriever(), ChosenPlan.from_json(chosen.to_json()))
+    assert get_patch_config(model).layers[1].plan["hybrid"]["num_hard_keys"] == 2
+    ids = torch.tensor([prompt.prompt_ids for prompt in prompts])
+    assert logits_of(model, ids)[:, -1].argmax(-1).tolist() == [prompt.answer_ids[0] for prompt in prompts]

@@ -6,11 +6,13 @@ from torch import Tensor
 
 from ..runtime.slabs import read_slabs, too_short
 from . import torch as pytorch
-from .types import HybridCall, HybridState
+from .types import HybridCall, HybridState, in_blocks
 
 
 def unsupported(call: HybridCall) -> str | None:
     """Return why a call cannot be read slab by slab."""
+    if reason := in_blocks(call):
+        return reason
     if not call.causal:
         return "both directions"
     return "padded rows" if call.lengths is not None else too_short(call)

@@ -19,12 +19,12 @@ from ..runtime.cpu import KINDS, refusal
 from ..runtime.output_pool import empty_output
 from . import fused
 from .fused import BLOCK_SIZE, Parts, beside_sink, can_let_in, distant, far_decay, gated, near_parts, remember
-from .types import HybridCall, HybridState, HybridWeights, window_alone
+from .types import HybridCall, HybridState, HybridWeights, in_blocks, window_alone
 
 
 def unsupported(call: HybridCall) -> str | None:
     """Return why the C cannot compute a call."""
-    if reason := refusal(call.query, kinds=KINDS):
+    if reason := in_blocks(call) or refusal(call.query, kinds=KINDS):
         return reason
     if call.causal and call.lengths is not None:
         return "padded rows"

@@ -11,13 +11,15 @@ from ..runtime.triton import no_kernels
 from . import fused
 from .fused import Parts
 from .triton_decode import step_attention
-from .types import HybridCall, HybridState, window_alone
+from .types import HybridCall, HybridState, in_blocks, window_alone
 
 PARTS = Parts(TRITON_BLOCKS, SUMS, own_maps)
 
 
 def unsupported(call: HybridCall) -> str | None:
     """Return why there are no kernels for a call."""
+    if reason := in_blocks(call):
+        return reason
     if call.causal and call.lengths is not None:
         return "padded rows"
     if call.state is None:

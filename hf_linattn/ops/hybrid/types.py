@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ class HybridWeights(NamedTuple):
     are divided by their largest and multiplied by exp(window_log); None leaves them as they are. sink: [H], the score
     of one more exact weight, of no value (`ops.common.sink_logit`). far_gate: a [H], as it is stored, where c =
     sigmoid(`gate_logit`), the `gate`, says how much of the output is that of all weights, as against that of the exact
-    ones alone; None is all of it.
+    ones alone; None is all of it. num_hard_keys: M, see `hard_keys`. delta_rule: whether the state is one by the delta
+    rule; `memory.DeltaMemory` says what the maps then make. With either the window counts in `blocks`.
+    relative_error: whether keys are ranked by |v - r| / |v|, and not by |v - r|.
     """
 
     window_size: int
@@ -34,6 +36,24 @@ class HybridWeights(NamedTuple):
     window_log: Tensor | None = None
     sink: Tensor | None = None
     far_gate: Tensor | None = None
+    num_hard_keys: int = 0
+    delta_rule: bool = False
+    relative_error: bool = True
+
+    @property
+    def blocks(self) -> bool:
+        """Whether keys leave the window in blocks of `CHUNK_SIZE`, which `hard_keys` computes."""
+        return self.num_hard_keys > 0 or self.delta_rule
+
+    @property
+    def blocks_back(self) -> int:
+        """How many blocks before a query's own its window has, if it counts in `blocks`."""
+        return -(-self.reach // CHUNK_SIZE)
+
+    @property
+    def kept(self) -> int:
+        """How many of the last tokens are remembered."""
+        return CHUNK_SIZE * (self.blocks_back + 1) if self.blocks else self.reach
 
     @property
     def gate(self) -> Tensor:
@@ -73,6 +93,26 @@ class HybridState(NamedTuple):
     length: Tensor
 
 
+class HardKeyState(NamedTuple):
+    """`HybridState` where the window counts in blocks of C, and the hard keys, each head's in the order of the row.
+
+    ring_key, ring_value: [B, Hkv, C (blocks_back + 1), D or Dv]. kv: by the delta rule [B, Hkv, F, Dv], log_max then
+    zero. hard_key, hard_value: [B, Hkv, M, D or Dv], in the dtype in which they came. hard_position: [B, Hkv, M], -1
+    where there is none, in front.
+    """
+
+    ring_key: Tensor
+    ring_value: Tensor
+    sink_key: Tensor
+    sink_value: Tensor
+    kv: Tensor
+    log_max: Tensor
+    length: Tensor
+    hard_key: Tensor
+    hard_value: Tensor
+    hard_position: Tensor
+
+
 class HybridCall(NamedTuple):
     """One call of hybrid attention, as `interface.causal_hybrid_attention` describes it.
 
@@ -84,10 +124,17 @@ class HybridCall(NamedTuple):
     value: Tensor
     weights: HybridWeights
     lengths: Tensor | None = None
-    state: HybridState | None = None
+    state: Any = None  # a `HybridState`, or a `HardKeyState` where the window counts in blocks
     causal: bool = True
     chunk_size: int = CHUNK_SIZE
     policy: Policy = PYTORCH
+
+
+def in_blocks(call: HybridCall) -> str | None:
+    """Return why only PyTorch's operations compute a call, None if others can."""
+    if call.weights.num_hard_keys:
+        return "hard keys"
+    return "a state by the delta rule" if call.weights.delta_rule else None
 
 
 def window_alone(call: HybridCall) -> str | None:
