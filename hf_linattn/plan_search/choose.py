@@ -8,7 +8,8 @@ and one backward pass of a signal per example, all gates shut, says what opening
 d signal / d g at g = 0. The slopes of an example are divided by their length, and averaged over the examples of a
 kind, then over kinds. The steepest third of the heads to keep is opened, slopes are measured again and divided by the
 first ones' lengths, so that an example counts as far as it still fails, and once more. Of prompts those count that the
-original answers and the model with everything replaced does not: p >= 1/2 a token, in the geometric mean.
+original answers and the model with everything replaced does not: p >= 1/2 a token, in the geometric mean. The answers
+are in the original's own words, its greedy continuation up to where the answer is complete.
 
 That few heads retrieve is from Wu et al. 2024 (arXiv 2404.15574); that the others need a window and the first tokens
 alone from DuoAttention (Xiao et al. 2024, arXiv 2410.10819), which trains its gates. One backward pass for all gates
@@ -31,6 +32,7 @@ from ..architecture import root_model
 from ..chosen_plan import ChosenPlan, PlanRecord
 from ..config import MechanismConfig, make_config, require, require_known
 from ..errors import DataError, OptionError
+from ..patching import original_attention
 from ..plan import read_entries
 from .budget import number_to_keep
 from .divergence_signal import DivergenceSignal
@@ -40,7 +42,7 @@ from .options import SearchOptions, Signal, mean_scores, row_lengths
 from .recall_signal import RecallSignal
 from .restore_one import restore_one
 from .slope import slope
-from .suite_prompts import prompts_for
+from .suite_prompts import in_own_words, prompts_for
 from .trained_gates import trained_gates
 
 logger = logging.getLogger(__name__)
@@ -175,14 +177,18 @@ def _recall(
     root = root_model(gates.model)
     if root.config.is_encoder_decoder or not all(kind.layer.causal for kind in gates.mechanisms.values()):
         return RecallSignal([]), f"{type(root).__name__} does not continue a prompt from left to right"
-    asked = RecallSignal(prompts_for(root, tokenizer, options))
+    asked = prompts_for(root, tokenizer, options)
+    known = asked
+    if options.prompts is None and tokenizer is not None:
+        with original_attention(gates.model):
+            known = in_own_words(gates.model, tokenizer, asked, options.progress)
     whole, none = torch.ones_like(gates.values), torch.zeros_like(gates.values)
-    answered = RecallSignal(asked.answered(gates, whole, options.progress))
+    answered = RecallSignal(RecallSignal(known).answered(gates, whole, options.progress))
     still = answered.answered(gates, none, options.progress)
     lost = [prompt for prompt in answered.examples if prompt not in still]
-    least = min(LEAST_PROMPTS, len(asked.examples))
+    least = min(LEAST_PROMPTS, len(asked))
     count = len(answered.examples)
-    few = f"{type(root).__name__} itself answers {count} of {len(asked.examples)} prompts" if count < least else ""
+    few = f"{type(root).__name__} itself answers {count} of {len(asked)} prompts" if count < least else ""
     return RecallSignal(lost) if len(lost) >= least else answered, few
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import require
@@ -14,9 +16,7 @@ from .options import SearchOptions
 LENGTHS = (256, 512, 1024, 2048)  # tokens of a prompt; the two longest that a model has positions for
 
 
-def prompts_for(
-    root: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, options: SearchOptions
-) -> list[Any]:
+def prompts_for(root: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, options: SearchOptions) -> list[Any]:
     """Return the prompts, each checked.
 
     Raises:
@@ -53,6 +53,20 @@ def _suite(tokenizer: PreTrainedTokenizerBase | None, options: SearchOptions, li
     how = {"count": options.num_prompts, "seed": options.seed, "haystack": options.haystack, "chat": options.chat}
     tasks = list(RECALL_TASKS) if options.tasks is None else options.tasks
     return [p for length in lengths for task in tasks for p in make_prompts(task, tokenizer, length, **how)]
+
+
+def in_own_words(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: list[Any], progress: bool
+) -> list[Any]:
+    """Return the prompts that a model answers, with the answers as it writes them itself.
+
+    Where a model puts a colon first, the probability of an answer without one would speak of the colon.
+    """
+    from ..evaluation.recall import own_answers
+
+    answers = own_answers(model, tokenizer, prompts, progress=progress)
+    written = zip(prompts, answers, strict=True)
+    return [dataclasses.replace(prompt, answer_ids=ids) for prompt, ids in written if ids is not None]
 
 
 def _positions(root: PreTrainedModel) -> int | None:

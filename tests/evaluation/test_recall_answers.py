@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,10 +24,12 @@ from hf_linattn.evaluation.recall import (
     RecallPrompt,
     answer_prompts,
     make_prompts,
+    own_answers,
     recall,
     share_found,
     wilson_interval,
 )
+from hf_linattn.plan_search.suite_prompts import in_own_words
 from tests.evaluation.recall_reader import bundled_tokenizer, byte_tokenizer
 from tests.helpers import make_tokenizer
 from tests.models import make_model
@@ -92,6 +95,23 @@ def test_what_is_written_is_the_greedy_continuation(model, prompts):
         for _ in range(len(prompt.answer_ids) * 3 // 2 + 16):
             ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
         assert answer["written"] == tokenizer.decode(ids[len(prompt.prompt_ids) :], skip_special_tokens=True)
+
+
+def test_own_answers_are_the_shortest_continuations_that_hold_the_answer(model, prompts):
+    written = [answer["written"] for answer in answer_prompts(model, bundled_tokenizer(), prompts, progress=False)]
+    asked = [
+        replace(prompt, answers=(text[len(text) // 3 :][:2], text[:1]) if text.isascii() else ("no such answer",))
+        for prompt, text in zip(prompts, written, strict=True)
+    ]
+    own = own_answers(model, bundled_tokenizer(), asked, batch_size=3, progress=False)
+    for prompt, text, ids in zip(asked, written, own, strict=True):
+        found = [share_found(prompt, text[:end]) == 1 for end in range(len(text) + 1)]
+        assert (ids is None) == (not any(found))
+        if ids is not None:
+            said, before = (bundled_tokenizer().decode(part) for part in (ids, ids[:-1]))
+            assert text.startswith(said) and share_found(prompt, said) == 1 > share_found(prompt, before)
+    known = in_own_words(model, bundled_tokenizer(), asked, False)
+    assert [prompt.answer_ids for prompt in known] == [ids for ids in own if ids is not None]
 
 
 def test_batches_of_1_and_16_give_the_same(model, prompts):

@@ -1,6 +1,6 @@
 """Recall: tasks made without data, which ask for what stands somewhere in a long prompt."""
 
-from .answers import RecallAnswer, answer_prompts, share_found
+from .answers import RecallAnswer, answer_prompts, own_answers, share_found
 from .measure import RecallRow, recall, recall_rows, wilson_interval
 from .prompts import RecallPrompt, make_prompts
 from .tasks import RECALL_TASKS
@@ -12,6 +12,7 @@ __all__ = [
     "RecallRow",
     "answer_prompts",
     "make_prompts",
+    "own_answers",
     "recall",
     "recall_rows",
     "share_found",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypedDict
 
 import torch
@@ -70,14 +70,45 @@ def answer_prompts(
         DataError: there are no prompts, or they have not all as many wrong answers: give those of one task at a time.
         UnsupportedModelError: the model has no causal language-modelling head.
     """
-    require_count("batch_size", batch_size)
+    if len({len(prompt.wrong_ids) for prompt in prompts}) > 1:
+        raise DataError("prompts have unlike numbers of wrong answers; give those of one task at a time")
+    batches = _batches(model, tokenizer, prompts, batch_size, progress)
+    found = {
+        number: answer for numbers, batch in batches for number, answer in zip(numbers, batch.answers(), strict=True)
+    }
+    return [found[i] for i in range(len(prompts))]
+
+
+def own_answers(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[RecallPrompt],
+    *,
+    batch_size: int = 4,
+    progress: bool = True,
+) -> list[list[int] | None]:
+    """Return how a causal language model itself writes the answer of each prompt: token ids, None if it does not.
+
+    They are its greedy continuation up to where that contains all answers. Arguments and errors are those of
+    `answer_prompts`, but prompts of several tasks may be given at once.
+    """
+    batches = _batches(model, tokenizer, prompts, batch_size, progress)
+    found = {
+        number: ids for numbers, batch in batches for number, ids in zip(numbers, batch.own_answers(), strict=True)
+    }
+    return [found[i] for i in range(len(prompts))]
+
+
+def _batches(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[RecallPrompt], size: int, progress: bool
+) -> Iterator[tuple[list[int], _Batch]]:
+    """Yield numbers of prompts, the longest first, and these read; errors as `answer_prompts` says."""
+    require_count("batch_size", size)
     root, limit = architecture.root_model(model), position_limit(model)
     if is_masked_language_model(model):
         raise UnsupportedModelError(f"{type(root).__name__} has no causal language-modelling head, which recall needs")
     if not prompts:
         raise DataError("prompts is empty; give at least one")
-    if len({len(prompt.wrong_ids) for prompt in prompts}) > 1:
-        raise DataError("prompts have unlike numbers of wrong answers; give those of one task at a time")
     longest = max(prompts, key=_tokens)
     if limit and _tokens(longest) > limit:
         raise OptionError(
@@ -85,14 +116,11 @@ def answer_prompts(
             f" the model {limit} positions; give a length of at most {limit}"
         )
     order = sorted(range(len(prompts)), key=lambda i: -_tokens(prompts[i]))
-    found: dict[int, RecallAnswer] = {}
     with evaluation_mode(model), torch.no_grad(), tqdm(total=len(prompts), desc="recall", disable=not progress) as bar:
-        for start in range(0, len(order), batch_size):
-            numbers = order[start : start + batch_size]
-            batch = _Batch(root, tokenizer, [prompts[i] for i in numbers], limit)
-            found.update(zip(numbers, batch.answers(), strict=True))
+        for start in range(0, len(order), size):
+            numbers = order[start : start + size]
+            yield numbers, _Batch(root, tokenizer, [prompts[i] for i in numbers], limit)
             bar.update(len(numbers))
-    return [found[i] for i in range(len(prompts))]
 
 
 def share_found(prompt: RecallPrompt, written: str) -> float:
@@ -136,11 +164,20 @@ class _Batch:
         candidates = [(prompt.answer_ids, *prompt.wrong_ids) for prompt in self.prompts]
         of_candidate = [self._score(continuations) for continuations in zip(*candidates, strict=True)]
         scores = list(zip(*of_candidate, strict=True))
-        written = self._write()
+        written = [self._text(ids) for ids in self._write()]
         return [
             self._answer(prompt, text, own[0], own[1:])
             for prompt, text, own in zip(self.prompts, written, scores, strict=True)
         ]
+
+    def own_answers(self) -> list[list[int] | None]:
+        """Return what the model writes up to where all answers stand; afterwards the cache is used up."""
+        return [self._up_to_answer(prompt, ids) for prompt, ids in zip(self.prompts, self._write(), strict=True)]
+
+    def _up_to_answer(self, prompt: RecallPrompt, ids: list[int]) -> list[int] | None:
+        if share_found(prompt, self._text(ids)) < 1:
+            return None
+        return next(ids[:end] for end in range(1, len(ids) + 1) if share_found(prompt, self._text(ids[:end])) == 1)
 
     def _answer(self, prompt: RecallPrompt, written: str, right: float, wrong: Sequence[float]) -> RecallAnswer:
         letter = None
@@ -177,7 +214,7 @@ class _Batch:
         scores = -losses.view(rows.shape).cpu().double().masked_fill(~here.cpu(), 0.0).sum(1)
         return scores.tolist()
 
-    def _write(self) -> list[str]:
+    def _write(self) -> list[list[int]]:
         """Return the greedy continuations, each with as many tokens as its own answer allows."""
         room = [len(prompt.answer_ids) * 3 // 2 + MORE_TOKENS for prompt in self.prompts]
         if self.limit:
@@ -187,14 +224,13 @@ class _Batch:
             pad_token_id=self.tokenizer.pad_token_id or 0, **GREEDY,
         )  # fmt: skip
         new = ids[:, self.ids.shape[1] :].tolist()
-        return [
-            self.tokenizer.decode(row[:count], skip_special_tokens=True) for row, count in zip(new, room, strict=True)
-        ]
+        return [row[:count] for row, count in zip(new, room, strict=True)]
+
+    def _text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Cache, kept: int = 0) -> Tensor:
         """Read tokens [B, n] behind what the cache has; return their logits [B, n, V], or the last `kept` ones."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         options = accepted(self.model, position_ids=positions, logits_to_keep=kept)
-        return self.model(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options
-        ).logits
+        return self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options).logits
