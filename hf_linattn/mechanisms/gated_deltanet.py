@@ -33,8 +33,8 @@ LEAST_SQUARE = 1e-6  # added to the mean square that an output is divided by
 class GatedDeltaState(NamedTuple):
     """What is kept of the tokens read so far; float32 (float64 for float64 inputs), constant size.
 
-    memory: S^T [B, M, F, Dv]. length: [B], how many they are. query_tail [B, H, T - 1, D] and key_tail
-    [B, Hkv, T - 1, D]: the last of them, which a convolution of T taps still reads.
+    memory: S^T [B, M, F, Dv]. length: [B], how many they are. query_tail [B, Hkv, G, T - 1, D] and
+    key_tail [B, Hkv, T - 1, D]: the last of them, which a convolution of T taps still reads.
     """
 
     memory: Tensor
@@ -208,11 +208,12 @@ class GatedDeltanetMechanism(SequenceMechanism):
         if state is None:
             state = self._empty(query, key, value)
         query, key = (self._plain(x, state.length[:, None] + steps) for x in (query, key))
-        query, query_tail = _convolved(query, self.query_taps, state.query_tail, lengths)
+        query, query_tail = _convolved(query, self.query_taps, state.query_tail.flatten(1, 2), lengths)
         key, key_tail = _convolved(key, self.key_taps, state.key_tail, lengths)
         real = None if lengths is None else (steps < lengths[:, None])[:, None]
         log_gate, beta = self._gates(key, call.hidden_states, real)
         copies, groups = self.config.expand_value, query.shape[1] // key.shape[1]
+        query_tail = query_tail.unflatten(1, (-1, groups))
         if copies > 1:
             query = query.unflatten(1, (-1, groups)).repeat_interleave(copies, 1).flatten(1, 2)
             key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
@@ -249,7 +250,8 @@ class GatedDeltanetMechanism(SequenceMechanism):
         shared, batch = key.shape[1], key.shape[0]
         size = shared * self.config.expand_value, key.shape[3] * self.config.expand_key, value.shape[3]
         tail = (self.config.conv_size or 1) - 1
-        tails = (x.new_zeros(*x.shape[:2], tail, x.shape[3]) for x in (query, key))
+        grouped = query.unflatten(1, (shared, -1))
+        tails = (x.new_zeros(*x.shape[:-2], tail, x.shape[-1]) for x in (grouped, key))
         return GatedDeltaState(value.new_zeros(batch, *size), key.new_zeros(batch, dtype=torch.long), *tails)
 
     def _plain(self, heads: Tensor, position: Tensor) -> Tensor:

@@ -78,8 +78,8 @@ def pairs_accuracy(model: PreTrainedModel, material: Material, length: int, coun
 
 
 @torch.no_grad()
-def loss_by_position(model: PreTrainedModel, batches: Mixture) -> list[float]:
-    """Return the mean loss of the tokens that are predicted, in nats, by eighths of the row."""
+def loss_by_position(model: PreTrainedModel, batches: Mixture) -> list[float | None]:
+    """Return the mean loss of the tokens that are predicted, in nats, by eighths of the row; None where nothing is."""
     losses, counts = torch.zeros(BUCKETS), torch.zeros(BUCKETS)
     for step in range(len(batches)):
         labels = batches[step]["labels"][:, 1:]
@@ -91,7 +91,7 @@ def loss_by_position(model: PreTrainedModel, batches: Mixture) -> list[float]:
         bucket = torch.arange(1, length) * BUCKETS // length
         losses.index_add_(0, bucket, loss.sum(dim=0))
         counts.index_add_(0, bucket, (labels != IGNORED_LABEL).sum(dim=0).float())
-    return (losses / counts).tolist()
+    return [float(loss / count) if count else None for loss, count in zip(losses, counts, strict=True)]
 
 
 @torch.no_grad()

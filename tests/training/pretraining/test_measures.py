@@ -67,4 +67,6 @@ def test_the_report_has_all_kinds():
     assert measured["needles"] == dict.fromkeys(("single_noise", "single_text", "single_uuid"), 1.0)
     assert measured["positions"] == list(range(16, LENGTH + 1, 16))
     for name in ("mixture_loss", "recall_loss", "text_loss"):
-        assert measured[name] == pytest.approx([0] * 8)
+        found = [loss for loss in measured[name] if loss is not None]  # an eighth may ask for nothing
+        assert len(measured[name]) == 8 and found == pytest.approx([0] * len(found))
+    assert None not in measured["text_loss"]
