@@ -8,8 +8,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from ..ops import reference
 from ..ops.common.numerics import bounded
 from ..ops.delta_rule.interface import gated_delta_rule
 from ..ops.linear.torch import unit_length
@@ -128,11 +128,6 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
         queries = unit_length(query_map.exact(query.unflatten(1, (key.shape[1], -1))))
         keys = unit_length(key_map.exact(key))
         real = allowed[:, 0].diagonal(dim1=-2, dim2=-1)[:, None]
-        beta, kept = self._beta(key, real[:, 0]), self.gate(key, real[:, 0]).exp() if self.config.gate else None
-        changes, rows = keys[:, :, :0], []  # p_j of the keys so far
-        for i, k in enumerate(keys.unbind(2)):
-            written = (beta[:, :, i, None] * k)[:, :, None]
-            changes = changes - (changes @ k[..., None]) * written
-            changes = torch.cat([changes if kept is None else changes * kept[:, :, i, None, None], written], dim=2)
-            rows.append(F.pad((queries[:, :, :, i] @ changes.mT).flatten(1, 2), (0, key.shape[2] - i - 1)))
-        return torch.stack(rows, dim=2) * allowed * self.output_scale.to(key.dtype)[:, None, None]
+        gates = self._beta(key, real[:, 0]), self.gate(key, real[:, 0]) if self.config.gate else None
+        matrix = reference.delta_rule_matrix(queries, keys, *gates).flatten(1, 2)
+        return matrix * allowed * self.output_scale.to(key.dtype)[:, None, None]

@@ -321,17 +321,11 @@ class GatedDeltanetMechanism(SequenceMechanism):
         query, key = (_mixed(x, u, allowed) for x, u in ((query, self.query_taps), (key, self.key_taps)))
         real = allowed[:, 0].diagonal(dim1=-2, dim2=-1)[:, None]
         log_gate, beta = self._gates(key, hidden, real)
-        copies, size = self.config.expand_value, query.shape[2]
+        copies = self.config.expand_value
         queries = self._features(query.unflatten(1, (key.shape[1], -1)), self.query_directions)
         keys = self._features(key, self.key_directions)
         queries, keys = (unit_length(x).repeat_interleave(copies, 1) for x in (queries, keys))
-        changes, rows = keys[:, :, :0], []  # p_j of the keys so far
-        for i, k in enumerate(keys.unbind(2)):
-            written = (beta[:, :, i, None] * k)[:, :, None]
-            changes = (changes - (changes @ k[..., None]) * written) * log_gate[:, :, i, None, None].exp()
-            changes = torch.cat([changes, written], dim=2)
-            rows.append(F.pad(queries[:, :, :, i] @ changes.mT, (0, size - i - 1)))
-        said = torch.stack(rows, dim=3)  # [B, M, G, N, N]
+        said = reference.delta_rule_matrix(queries, keys, beta, log_gate)  # [B, M, G, N, N]
         if copies > 1:
             mix = self.memory_mix.to(said.dtype).unflatten(0, (key.shape[1], -1)).mT
             said = (said.unflatten(1, (-1, copies)) * mix[..., None, None]).sum(2)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..ops import reference
 from ..ops.hybrid.gate import gate_logit
-from ..ops.hybrid.reference import Entered, Recall, delta_changes, kernel_recall, keys_in_state
+from ..ops.hybrid.reference import Entered, Recall, kernel_recall, keys_in_state
 from .inputs import CallOptions
 
 
@@ -46,8 +46,9 @@ def _delta_rule(hybrid: Any, key: Tensor, value: Tensor, position: Tensor) -> tu
     def changes(row: int, head: int, entered: list[int]) -> Tensor:
         name = (torch.is_grad_enabled(), row, head, *entered)  # the choice of keys has no gradient
         if name not in known:
-            kept = None if log_gate is None else log_gate[row, head, entered].exp()
-            known[name] = delta_changes(features[row, head, entered], beta[row, head, entered], kept)
+            kept = None if log_gate is None else log_gate[row, head, entered]
+            written = features[row, head, entered], beta[row, head, entered], kept
+            known[name] = [features[row, head, :0], *reference.delta_rule_changes(*written)][-1]
         return known[name]
 
     def recall(row: int, head: int, asked: list[int], entered: list[int]) -> Tensor:

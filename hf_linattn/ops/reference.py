@@ -5,8 +5,11 @@ Every function works in the precision of its inputs; give float64 to get a refer
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def allowed_pairs(
@@ -83,6 +86,29 @@ def kernel_matrix(
         distance = (positions(allowed)[..., None] + 1 - count).abs()
         weights = weights * torch.exp(-repeat_heads(decay_rate[None, :, None, None], weights) * distance)
     return normalise(weights * allowed)
+
+
+def delta_rule_changes(key: Tensor, beta: Tensor, log_gate: Tensor | None) -> Iterator[Tensor]:
+    """Yield P [..., i + 1, F] after each key i: the state of the gated delta rule is S_i = P^T V [F, Dv].
+
+    S_i = g_i (I - b_i k_i k_i^T) S_{i-1} + b_i k_i v_i^T with key k [..., N, F], beta b [..., N] and log g [..., N] or
+    None: row j of P is b_j k_j, which lost g_l and b_l k_l (k_l . p_j) to every later key l.
+    """
+    changes = key[..., :0, :]
+    for i, k in enumerate(key.unbind(-2)):
+        written = (beta[..., i, None] * k)[..., None, :]
+        changes = changes - (changes @ k[..., None]) * written
+        changes = changes if log_gate is None else changes * log_gate[..., i, None, None].exp()
+        changes = torch.cat([changes, written], dim=-2)
+        yield changes
+
+
+def delta_rule_matrix(query: Tensor, key: Tensor, beta: Tensor, log_gate: Tensor | None) -> Tensor:
+    """Return A_ij = q_i . p_j [B, Hkv, G, N, N], p_j as in `delta_rule_changes`, of queries [B, Hkv, G, N, F]."""
+    size, rows = key.shape[2], []
+    for i, changes in enumerate(delta_rule_changes(key, beta, log_gate)):
+        rows.append(F.pad(query[:, :, :, i] @ changes.mT, (0, size - i - 1)))
+    return torch.stack(rows, dim=3)
 
 
 def attend(matrix: Tensor, value: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,8 @@ from hf_linattn import (
     patch_model,
 )
 from hf_linattn.evaluation import state_bytes_by_length
+from hf_linattn.plan_search.recall_signal import RecallSignal
+from tests.evaluation.recall_reader import bundled_tokenizer
 from tests.helpers import Snapshot, logits_of, make_tokenizer, make_tokens
 from tests.models import make_model
 from tests.plan_search.retriever import FOUND, WINDOW, make_prompt, make_prompts, make_retriever
@@ -220,6 +223,27 @@ def test_other_mechanisms_can_replace_heads(replace):
 def test_the_same_choice_comes_out_again(plan):
     again = choose(make_retriever(), 1, seed=3)
     assert again.record.scores == plan.record.scores and json.loads(plan.to_json())["plan"] == list(again)
+
+
+def test_answers_are_those_that_the_original_writes(monkeypatch):
+    tokenizer, ids, seen = bundled_tokenizer(), make_tokens(1, 60), []
+    model = make_model("llama", max_position_embeddings=1024, vocab_size=len(tokenizer))
+    expected = logits_of(model, ids)
+
+    def own_answers(asked, tokenizer, prompts, progress):
+        assert torch.equal(logits_of(asked, ids), expected)  # not those of what replaces heads
+        return [[7, 8] if number % 2 else None for number in range(len(prompts))]
+
+    def value(signal, gates, values, example):
+        seen.append(example.answer_ids)
+        return gates.run(values, {"input_ids": ids}).logits[0, -1, 7]
+
+    monkeypatch.setattr(import_module("hf_linattn.evaluation.recall"), "own_answers", own_answers)
+    monkeypatch.setattr(RecallSignal, "value", value)
+    monkeypatch.setattr(RecallSignal, "_mean", lambda *_: torch.zeros(()))
+    options = {"tasks": ["single_noise"], "lengths": [900], "num_prompts": 6}
+    record = choose_plan(model, tokenizer, 1, replace=WINDOW, **options).record
+    assert record.examples == {"single_noise 900": 3} and set(map(tuple, seen)) == {(7, 8)}
 
 
 @pytest.mark.parametrize("linear", ["hedgehog", "deltanet"])

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from ..common.numerics import bounded
 from ..linear.torch import chunks_at_once, unit_length
-from .types import CHUNK_SIZE, DeltaCall, FeatureMap
+from ..linear.types import CHUNK_SIZE
+from .types import DeltaCall, FeatureMap
 
 
 def unsupported(call: DeltaCall) -> None:

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ..dispatch import PYTORCH, Policy
 
-CHUNK_SIZE = 64  # tokens that PyTorch's operations read at a time
-
 FeatureMap = Callable[[Tensor], Tensor]
 
 

@@ -72,13 +72,3 @@ def kernel_recall(features: Tensor, value: Tensor, rate: Tensor | None, position
         return weights @ values[entered] / torch.where(total == 0, 1.0, total)
 
     return recall
-
-
-def delta_changes(features: Tensor, beta: Tensor, kept: Tensor | None) -> Tensor:
-    """Return P [n, F] with S = P^T V after keys by the delta rule: features [n, F], beta [n], kept g [n] or None."""
-    changes = features[:0]
-    for i, feature in enumerate(features):
-        written = beta[i] * feature
-        changes = changes - (changes @ feature)[:, None] * written
-        changes = torch.cat([changes if kept is None else changes * kept[i], written[None]])
-    return changes
