@@ -103,6 +103,15 @@ MUTANTS = [
     _ops("the far part begins a token early", "hybrid/fused.py", "start, sources = window + sinks, [", "start, sources = window + sinks - 1, [", "tests/ops/native/test_hybrid.py"),
     _ops("thin features drown the window", "hybrid/sums.py", "part.log.detach() + part.weight", "part.log.detach() - part.weight", "tests/ops/test_hybrid.py"),
     Mutant("a window is a token wider", "hf_linattn/mechanisms/hybrid.py", "(pairs.distance < self.config.window_size)", "(pairs.distance <= self.config.window_size)", "tests/training/test_transfer.py"),
+    # the delta rule and hard keys
+    _csrc("delta rule in C: a key corrects the next one alone", "delta_rule/delta_rule.h", "for (int64_t j = 0; j < i; j++)\n            factor[j]", "for (int64_t j = i > 0 ? i - 1 : 0; j < i; j++)\n            factor[j]", "tests/ops/native/test_delta_rule.py"),
+    _csrc("delta rule in C: a chunk forgets nothing", "delta_rule/delta_rule.h", "if (c->left != 1.0f)", "if (0)", "tests/ops/native/test_delta_rule.py"),
+    _csrc("delta rule in C: a step forgets nothing", "delta_rule/delta_rule_fwd.c", "after[place] = left * before[place]", "after[place] = before[place]", "tests/ops/native/test_delta_rule.py"),
+    _csrc("delta rule in C: the gradient of a key leaves out what it corrects", "delta_rule/delta_rule_bwd.c", "load(b->read + number) + load(b->written + number)", "load(b->written + number)", "tests/ops/native/test_delta_rule.py"),
+    _ops("hard keys: the best recalled are kept", "hybrid/hard_keys.py", "descending=True, stable=True)[..., :most]", "stable=True)[..., :most]", "tests/mechanisms/test_hard_keys.py"),
+    _ops("hard keys: they are in the state, too", "hybrid/hard_keys.py", "kept, lost = order.split([most, CHUNK_SIZE], dim=2)", "kept, lost = order[..., :most], order", "tests/mechanisms/test_hard_keys.py"),
+    Mutant("delta rule: gates of pads count", "hf_linattn/mechanisms/gated_deltanet.py", "else (log_gate * real, beta * real)", "else (log_gate, beta * real)", "tests/mechanisms/test_gated_deltanet.py"),
+    Mutant("delta rule: a tail ends with pads", "hf_linattn/mechanisms/gated_deltanet.py", "last = lengths[:, None] + torch", "last = count + 0 * lengths[:, None] + torch", "tests/mechanisms/test_gated_deltanet.py"),
     # the C
     _csrc("C: the next key is seen", "linear/chunk.h", "memset(own + i + 1, 0, (s->chunk - 1 - i)", "if (i + 2 < s->chunk) memset(own + i + 2, 0, (s->chunk - 2 - i)", NATIVE_LINEAR),
     _csrc("C: a stale left tile is read", "common/matrix.h", "m->a->owner = NULL;", ";", NATIVE_LINEAR),
