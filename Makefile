@@ -167,7 +167,7 @@ smollm2: install ## models/SmolLM2-135M-Instruct, a pretrained Llama in 4 bits, 
 recall: install ## what a model recalls of long prompts, row by row: make recall MODEL=models/SmolLM2-135M-Instruct
 	$(BIN)/python -m benchmarks.studies.recall $(MODEL)
 
-tables: install ## rewrite the tables of README.md and benchmarks/results from the result files
+tables: install ## rewrite the tables of docs/ and benchmarks/results from the result files
 	$(BIN)/python -m benchmarks.run --tables-only
 
 recovery: $(RECOVERY:%=recovery-%) tables ## fine-tune the bundled BERT with both mechanisms and keep their reports under benchmarks/results/recovery

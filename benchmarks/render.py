@@ -1,6 +1,6 @@
 """The one writer of tables: pages from the JSON files under `benchmarks/results`; no number is written by hand.
 
-`write_tables` rewrites `benchmarks/results/README.md` and the generated sections of the project's README, each between
+`write_tables` rewrites `benchmarks/results/README.md` and the generated sections of pages under `docs`, each between
 `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 """
 
@@ -14,10 +14,10 @@ from benchmarks.result_files import (
     GPU_FILES,
     LONG_INPUTS_FILES,
     PEERS_FILE,
-    README_FILES,
     RETRIEVAL_FILE,
     ROOT,
     SPEED_FILES,
+    SPEED_PAGE_FILES,
     Document,
     board_reports,
     read_all,
@@ -38,11 +38,17 @@ from benchmarks.tables.speed import (
 )
 from hf_linattn.atomic_io import write_text
 
+SECTIONS = {
+    "speed.md": ("benchmarks", "prompts"),
+    "results.md": ("board", "recovery", "retrieval"),
+    "memory.md": ("depth",),
+}  # of the pages under docs
+
 
 def speed_section(documents: dict[str, Document]) -> str:
-    """Return what the project's README says about speed: of the machine measured last, and of GPUs."""
+    """Return what docs/speed.md says: of the machine measured last, and of GPUs."""
     parts = []
-    for name in README_FILES:
+    for name in SPEED_PAGE_FILES:
         if name in documents:
             document = documents[name]
             parts += gpu_parts(document) if name in GPU_FILES else [describe(document), summary_table(document)]
@@ -50,7 +56,7 @@ def speed_section(documents: dict[str, Document]) -> str:
 
 
 def prompts_section(documents: dict[str, Document]) -> str:
-    """Return what the project's README says about long prompts, in every precision."""
+    """Return what docs/speed.md says about long prompts, in every precision."""
     parts = []
     for document in documents.values():
         source = document["provenance"]
@@ -89,7 +95,7 @@ def results_page(
 
 
 def write_tables(root: Path = ROOT) -> None:
-    """Rewrite the results page and the README's generated sections from whatever result files exist."""
+    """Rewrite the results page and the generated sections of other pages from whatever result files exist."""
     results = root / "benchmarks" / "results"
     documents, long_inputs = (read_all(results, *names) for names in (SPEED_FILES, LONG_INPUTS_FILES))
     single = read_all(results, PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE)
@@ -97,12 +103,18 @@ def write_tables(root: Path = ROOT) -> None:
     reports = recovery_reports(results)
     results.mkdir(parents=True, exist_ok=True)
     write_text(results / "README.md", results_page(documents, reports, long_inputs, peers, depth))
-    text = (root / "README.md").read_text(encoding="utf-8")
-    text = replace_section(text, "benchmarks", speed_section(documents))
-    text = replace_section(text, "prompts", prompts_section(long_inputs))
-    text = replace_section(text, "recovery", recovery_table(reports) if reports else "")
     board = board_reports(results)
-    text = replace_section(text, "board", board_table(board) if board else "")
-    text = replace_section(text, "retrieval", retrieval_table(retrieved) if retrieved else "")
-    text = replace_section(text, "depth", "\n\n".join(depth_parts(depth)) if depth else "")
-    write_text(root / "README.md", text)
+    bodies = {
+        "benchmarks": speed_section(documents),
+        "prompts": prompts_section(long_inputs),
+        "board": board_table(board) if board else "",
+        "recovery": recovery_table(reports) if reports else "",
+        "retrieval": retrieval_table(retrieved) if retrieved else "",
+        "depth": "\n\n".join(depth_parts(depth)) if depth else "",
+    }
+    for name, sections in SECTIONS.items():
+        page = root / "docs" / name
+        text = page.read_text(encoding="utf-8")
+        for section in sections:
+            text = replace_section(text, section, bodies[section])
+        write_text(page, text)

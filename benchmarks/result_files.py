@@ -16,7 +16,7 @@ MACHINES = (
 )  # fmt: skip
 SPEED_FILES = tuple(f"{machine}{kind}.json" for machine in MACHINES for kind in ("", "_torch", "_compiled", "_triton"))
 GPU_FILES = tuple(name for name in SPEED_FILES if name.startswith("gpu"))
-README_FILES = ("cpu_granite_rapids.json", "cpu_granite_rapids_bfloat16.json", "gpu.json")
+SPEED_PAGE_FILES = ("cpu_granite_rapids.json", "cpu_granite_rapids_bfloat16.json", "gpu.json")
 PAGES_FILE = "cpu_genoa.json"  # the newest complete result of a CPU: the one that mechanisms' pages show
 ZERO_SHOT_FILE = "zero_shot.json"
 USABLE_FILE = "usable.json"

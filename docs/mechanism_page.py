@@ -42,7 +42,7 @@ PICTURES = "../mechanisms.md#pictures"  # how to read what a page shows, as the 
 BEFORE, AFTER = "../mechanisms.md#before-any-training", "../mechanisms.md#after-calibration"
 USABLE = "../mechanisms.md#usable-untrained"
 RECALL = "../mechanisms.md#associative-recall"
-RECOVERED, SPEED = "../../README.md#recover-the-quality", "../../benchmarks/README.md"
+RECOVERED, SPEED = "../results.md", "../../benchmarks/README.md"
 ALL_SPEEDS = "../../benchmarks/results/README.md"
 ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from benchmarks import render
 from hf_linattn import patch_model
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
@@ -165,3 +167,13 @@ def _facts(module: nn.Module) -> dict[str, Any]:
         "class": type(module), "attributes": sorted(vars(module)), "hooks": hooks, "implementation": implementation,
         "children": list(module._modules), "buffers": list(module._buffers), "training": module.training,
     }  # fmt: skip
+
+
+def pages_with_markers(root: Path, body: str = "") -> Path:
+    """Write the pages that have tables of results, with `body` in every section; return their folder."""
+    docs = root / "docs"
+    docs.mkdir()
+    for name, sections in render.SECTIONS.items():
+        marked = [f"<!-- {section}:begin -->\n{body}\n<!-- {section}:end -->\n" for section in sections]
+        (docs / name).write_text("before\n" + "between\n".join(marked) + "after\n")
+    return docs

@@ -20,7 +20,7 @@ from hf_linattn import DataError, UnknownNameError
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops.common.growing import SPARE
 from hf_linattn.testing import MODES
-from tests.helpers import make_tokenizer
+from tests.helpers import make_tokenizer, pages_with_markers
 from tests.models import make_model
 
 pytestmark = pytest.mark.tools
@@ -240,19 +240,18 @@ def test_tables_are_written_between_the_markers_and_nowhere_else(document: Docum
     (results / "cpu_granite_rapids.json").write_text(json.dumps(document))
     perplexity = {"original": 10.0, "control": 8.0, "converted": 90.0, "recovered": 8.4}
     (results / "recovery" / "gpt2-linear.json").write_text(json.dumps({"perplexity": perplexity, "ratio": 1.05}))
-    sections = ("benchmarks", "prompts", "recovery", "board", "retrieval", "depth")
-    marked = [f"<!-- {name}:begin -->\nold\n<!-- {name}:end -->\n" for name in sections]
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n" + "between\n".join(marked) + "after\n")
+    docs = pages_with_markers(tmp_path, "old")
 
     render.write_tables(tmp_path)
-    first = readme.read_text()
+    first = {name: (docs / name).read_text() for name in render.SECTIONS}
     render.write_tables(tmp_path)
 
-    assert readme.read_text() == first and "old" not in first
-    assert first.startswith("before\n") and "\nbetween\n" in first and first.endswith("after\n")
-    assert "| gpt2 | linear | 10.00 | 8.00 | 90.00 | 8.40 | 1.050 |" in first
-    assert speed.summary_table(document) in first
+    assert {name: (docs / name).read_text() for name in render.SECTIONS} == first
+    for text in first.values():
+        assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "\nbetween\n" in first["results.md"]
+    assert "| gpt2 | linear | 10.00 | 8.00 | 90.00 | 8.40 | 1.050 |" in first["results.md"]
+    assert speed.summary_table(document) in first["speed.md"]
     page = (results / "README.md").read_text()
     for make in (speed.operations_table, speed.decoding_table, speed.milliseconds_table):
         assert make(document) in page

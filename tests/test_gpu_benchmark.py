@@ -20,6 +20,7 @@ from benchmarks.measure.stopwatch import FLASH, PLANS, SOFTMAX, Stopwatch
 from benchmarks.result_files import Document
 from benchmarks.tables import gpu, markdown
 from hf_linattn.ops import reference
+from tests.helpers import pages_with_markers
 
 pytestmark = pytest.mark.tools
 
@@ -251,15 +252,13 @@ def test_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
 
 
-def test_the_readme_says_what_was_measured_of_a_gpu(document: Document, tmp_path: Path) -> None:
+def test_the_page_of_speed_says_what_was_measured_of_a_gpu(document: Document, tmp_path: Path) -> None:
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     (results / "gpu.json").write_text(json.dumps({**document, "fla_version": None, "baselines": [SOFTMAX, FLASH]}))
-    sections = ("benchmarks", "prompts", "recovery", "board", "retrieval", "depth")
-    marked = [f"<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in sections]
-    (tmp_path / "README.md").write_text("".join(marked))
+    docs = pages_with_markers(tmp_path)
     render.write_tables(tmp_path)
-    text, page = (tmp_path / "README.md").read_text(), (results / "README.md").read_text()
+    text, page = (docs / "speed.md").read_text(), (results / "README.md").read_text()
     assert "batch 2, 2 heads, dimension 16" in text and "fla was not installed." in text
     assert "FlashAttention / | faster from" in text and "A decoding step after 96 tokens" in text
     assert "### Milliseconds" in page and "| forward+backward | 64 | linear |" in page

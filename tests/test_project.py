@@ -34,6 +34,7 @@ FOLDERS = ("hf_linattn", "recipes", "benchmarks", "docs", "tests")
 CODE = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
 TEXT = [*CODE, *PAGES, ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "constraints.txt", ROOT / ".ci" / "run"]
+PAGES_THAT_RUN = ("README.md", "docs/choose.md", "docs/memory.md", "docs/speed.md")  # in the order of a reader
 MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 8
 FEW_PARAMETERS = ("hf_linattn/training",)  # folders whose functions keep to MAX_PARAMETERS
 
@@ -161,13 +162,16 @@ def test_generated_pages_are_up_to_date(name: str) -> None:
     assert read(f"docs/{name}") == generate.pages()[name](), "run `make docs`"
 
 
-def test_readme_tables_are_what_the_results_say(tmp_path: Path) -> None:
-    results = tmp_path / "benchmarks" / "results"
+def test_tables_are_what_the_results_say(tmp_path: Path) -> None:
+    results, docs = tmp_path / "benchmarks" / "results", tmp_path / "docs"
     if RESULTS.exists():
         shutil.copytree(RESULTS, results)
-    (tmp_path / "README.md").write_text(read("README.md"), encoding="utf-8")
+    docs.mkdir()
+    for name in render.SECTIONS:
+        (docs / name).write_text(read(f"docs/{name}"), encoding="utf-8")
     render.write_tables(tmp_path)
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == read("README.md"), "run `make tables`"
+    for name in render.SECTIONS:
+        assert (docs / name).read_text(encoding="utf-8") == read(f"docs/{name}"), "run `make tables`"
 
 
 def test_the_example_of_contributing_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,13 +185,18 @@ def test_the_example_of_contributing_works(monkeypatch: pytest.MonkeyPatch) -> N
         check.run()
 
 
-def test_python_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its blocks, one after the other, on the bundled model that they name."""
+def test_python_of_the_pages_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their blocks, one after the other, on the bundled model that the README names."""
     namespace: dict[str, object] = {}
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
-    for block in code_blocks("README.md", "python"):
-        exec(compile(block, "README.md", "exec"), namespace)
+    for page in PAGES_THAT_RUN:
+        for block in code_blocks(page, "python"):
+            exec(compile(block, page, "exec"), namespace)
+
+
+def test_the_readme_fits_a_screen_or_two() -> None:
+    assert len(read("README.md").splitlines()) <= 150
 
 
 def test_versions_agree() -> None:

@@ -33,12 +33,13 @@ from hf_linattn.advice.trial import patched
 from hf_linattn.atomic_io import write_text
 from hf_linattn.chosen_plan import ChosenPlan
 from hf_linattn.evaluation.next_token import token_losses
-from hf_linattn.evaluation.recall import recall
+from hf_linattn.evaluation.recall import RECALL_TASKS, recall
 from hf_linattn.report import save_plan_picture
 
 WINDOW = {"window_size": 256, "num_sink_tokens": 4}
 KEEP, FEWER, SEEDS = 9, 5, (0, 1, 2)
 TASKS, LENGTHS, LENGTH = ("single_noise", "single_text", "single_uuid"), (1024, 2048, 4096), 2048
+LONG_LENGTH, FEWER_ROWS = 8192, 4  # of text: rows this many times as long, this many times fewer
 CHOICE = {"lengths": (1024,)}  # of `choose_plan`
 PROMPTS_SEED = 2000  # of the prompts that count; the method was chosen on others
 BATCH = 8  # prompts read at once
@@ -46,6 +47,7 @@ TEXT_LENGTH, TEXT_ROWS = 1024, 4  # of the validation books, for plans by text
 MEMORY_LENGTH = 4096
 
 Plan = Any
+FEWER_HEADS, EQUAL_BYTES = f"{FEWER} heads", "windows of equal bytes"
 WINDOWS_ALONE = ("windows alone", {"streaming": WINDOW})
 
 
@@ -121,7 +123,7 @@ def other_plans(study: Study, first: ChosenPlan) -> Iterator[tuple[str, Plan]]:
     record = first.record
     heads = [[layer, head] for layer, count in enumerate(record.heads) for head in range(count)]
     ranked = sorted(heads, key=lambda place: -record.scores[place[0]][place[1]])
-    yield f"{FEWER} heads", first.keeping(ranked[:FEWER])
+    yield FEWER_HEADS, first.keeping(ranked[:FEWER])
     for seed in SEEDS[1:]:
         yield f"{KEEP} heads, seed {seed}", study.choose(f"seed {seed}", seed=seed)
     text = [{"input_ids": row} for row in study.rows("validation", TEXT_LENGTH, TEXT_ROWS)]
@@ -133,7 +135,7 @@ def other_plans(study: Study, first: ChosenPlan) -> Iterator[tuple[str, Plan]]:
     yield f"every {EVERY}th layer", first.keeping(every)
     sinks = WINDOW["num_sink_tokens"] - 1
     keys = KEEP * LENGTH + (len(heads) - KEEP) * (WINDOW["window_size"] + sinks)  # of all heads
-    yield "windows of equal bytes", {"streaming": {**WINDOW, "window_size": keys // len(heads) - sinks}}
+    yield EQUAL_BYTES, {"streaming": {**WINDOW, "window_size": keys // len(heads) - sinks}}
 
 
 def peak_bytes(model: str, dtype: str) -> int:
@@ -163,10 +165,17 @@ def main(
                 study.recall(name, plan, task, length, samples)
     for name, plan in main_rows:
         study.perplexity(name, plan, LENGTH, rows)
-    for name, plan in other_plans(study, first):
+    others = dict(other_plans(study, first))
+    for name, plan in others.items():
         for task in TASKS:
             study.recall(name, plan, task, LENGTH, samples)
         study.perplexity(name, plan, LENGTH, rows)
+    long_rows = [*main_rows, *((name, others[name]) for name in (FEWER_HEADS, EQUAL_BYTES))]
+    for name, plan in long_rows:
+        study.perplexity(name, plan, LONG_LENGTH, rows // FEWER_ROWS)
+    for task in RECALL_TASKS:
+        for name, plan in long_rows:
+            study.recall(name, plan, task, LENGTH, samples)
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         study.keep("memory", str(MEMORY_LENGTH), lambda: pool.submit(peak_bytes, model, dtype).result())
     picture = save_plan_picture(first, output.with_suffix(".png"))

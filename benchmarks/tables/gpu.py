@@ -84,7 +84,7 @@ def fla_table(document: Document) -> str:
 
 
 def gpu_parts(document: Document) -> list[str]:
-    """Return what the project's README says of a GPU."""
+    """Return what docs/speed.md says of a GPU."""
     version, source = document.get("fla_version"), document["provenance"]
     parts = [
         f"{describe(document)} Commit {source['commit'] or 'unknown'}, `{source['command']}`.",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from benchmarks.result_files import ORIGINAL, Document
 from benchmarks.tables.markdown import count, number, table
 
+NEEDLES = ("single_noise", "single_text", "single_uuid")
+
 
 def heads_speed_parts(document: Document) -> list[str]:
     """Return time and bytes of a plan beside softmax, a row for each precision and number of threads."""
@@ -36,25 +38,51 @@ def heads_speed_parts(document: Document) -> list[str]:
 
 def heads_recall_parts(document: Document) -> list[str]:
     """Return what plans recall, with intervals, and their perplexity over the original's."""
-    found: dict[str, dict[str, Document]] = {}
+    found: dict[str, dict[str, dict[str, Document]]] = {}  # plan -> length -> task -> row
     for key, row in document["recall"].items():
         name, task, length = key.split(" | ")
-        found.setdefault(name, {})[f"{task} {length}"] = row
-    columns = list(dict.fromkeys(column for rows in found.values() for column in rows))
-    texts = {key.split(" | ")[0]: row for key, row in document.get("perplexity", {}).items()}
-    base = texts.get(ORIGINAL, {}).get("perplexity")
-    lines = []
-    for name, rows in found.items():
-        cells = [_share(rows[column]) if column in rows else "" for column in columns]
-        text = texts.get(name)
-        lines.append([name, *cells, number(text["perplexity"] / base) if text and base else ""])
-    samples = {row["num_samples"] for rows in found.values() for row in rows.values()}
+        found.setdefault(name, {}).setdefault(length, {})[task] = row
+    tasks = list(dict.fromkeys(task for lengths in found.values() for rows in lengths.values() for task in rows))
+    lines = [
+        [name, count(int(length)), *(_share(rows[task]) if task in rows else "" for task in NEEDLES)]
+        for name, lengths in found.items()
+        for length, rows in sorted(lengths.items(), key=lambda item: int(item[0]))
+    ]
+    samples = {row["num_samples"] for lengths in found.values() for rows in lengths.values() for row in rows.values()}
     what = (
         f"{document['model']}, nothing trained: the share of answers that are written, with its 95 % interval,"
         f" {' or '.join(map(str, sorted(samples)))} prompts in each cell, of another seed than the plans were chosen"
-        " by. Perplexity is on test books, over the original's."
+        " by."
     )
-    return [what, table(["plan", *columns, "perplexity"], lines)]
+    return [what, table(["plan", "tokens", *NEEDLES], lines), *_suite_and_text(document, found, tasks)]
+
+
+def _suite_and_text(
+    document: Document, found: dict[str, dict[str, dict[str, Document]]], tasks: list[str]
+) -> list[str]:
+    """Return the mean over the whole suite, where it was measured, and the perplexity at every length."""
+    texts: dict[str, dict[str, float]] = {}  # length -> plan -> perplexity
+    for key, row in document.get("perplexity", {}).items():
+        name, length = key.split(" | ")
+        texts.setdefault(length, {})[name] = row["perplexity"]
+    lengths = sorted((length for length in texts if ORIGINAL in texts[length]), key=int)
+    wholes = {
+        name: (length, sum(row["found"] for row in rows.values()) / len(tasks))
+        for name, by_length in found.items()
+        for length, rows in by_length.items()
+        if len(rows) == len(tasks) > len(NEEDLES)
+    }
+    suite = {f"{len(tasks)} tasks, {count(int(length))} tokens" for length, _ in wholes.values()}
+    lines = [
+        [
+            name, *([number(wholes[name][1]) if name in wholes else ""] if suite else []),
+            *(f"{by[name] / by[ORIGINAL]:.3f}" if name in by else "" for by in (texts[length] for length in lengths)),
+        ]
+        for name in found
+    ]  # fmt: skip
+    head = ["plan", *suite, *(f"perplexity, {count(int(length))} tokens" for length in lengths)]
+    what = "The mean over the tasks of the suite, and the perplexity of test books over the original's."
+    return [what, table(head, lines)] if lengths else []
 
 
 def _share(row: Document) -> str:
