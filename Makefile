@@ -217,6 +217,14 @@ pictures: install ## draw what every mechanism makes of softmax's weights, for i
 docs: install ## rewrite the generated tables and pages under docs/
 	$(BIN)/python -m docs.generate
 
+# a model's name, misspelt names in quoted errors
+SPELT := matC,perfomer,linaer
+docs-site: install ## the site under build/site, with every link checked, and the spelling of all pages: 1 minute
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[docs]"
+	$(BIN)/codespell -L $(SPELT) *.md docs/*.md docs/mechanisms recipes/*.md benchmarks/*.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
 clean: ## remove runs, build outputs and caches; environments and committed results stay
 	rm -rf runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)*' -prune -exec rm -rf {} +

@@ -58,7 +58,8 @@ def calibrate(
     Raises:
         PatchError: the model is not patched.
         OptionError: no batches, steps below 1, an error that is not finite.
-        After any of them, or another error, all parameters and buffers are as they were.
+
+    After any of them, or another error, all parameters and buffers are as they were.
 
     >>> import torch, hf_linattn
     >>> from transformers import GPT2Config, GPT2LMHeadModel

@@ -118,7 +118,8 @@ def patch_model(
     """Replace the attention of a transformers model, in place, and return it.
 
     Its attention modules project, rotate and cache as before and then call the mechanism in place of softmax.
-    Everything else stays ordinary transformers: forward, generate, Trainer, PEFT, saving.
+    Everything else stays ordinary transformers: forward, generate, Trainer, PEFT, saving. After an error the model is
+    as it was.
 
     Args:
         model: a model that uses transformers' attention interface; plain, PEFT-wrapped, compiled or device-mapped.
@@ -139,7 +140,6 @@ def patch_model(
         PatchError: the model is patched already, or a plan was chosen for another (`choose_plan`).
         UnsupportedModelError: its attention cannot be reached, its feed-forward or heads not be split; it says why.
         UnsupportedModeError: the mechanism lacks the causal, bidirectional or cross form the model needs.
-        After any of them the model is as it was.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50))
@@ -203,7 +203,8 @@ def chunk_feed_forward(model: nn.Module, chunk_size: int | None) -> None:
         OptionError: `chunk_size` is no integer of at least 1.
         UnsupportedModelError: the feed-forward of a layer cannot be split: it is no module of its own (OPT, BART), or
             chooses among experts (Mixtral).
-        After any of them the model is as it was.
+
+    After any of them the model is as it was.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from hf_linattn import chunk_feed_forward, patch_model

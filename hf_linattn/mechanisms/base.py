@@ -57,8 +57,10 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
         """Return the output in the dtype of `value`, and the state after the last key (None if bidirectional).
 
         Args:
-            query, key, value: as above, after position encoding. With Nk > Nq the queries are the last Nq positions,
-                except in cross-attention, where each sees all keys; with a state, which has these, they are not read.
+            query: as above, after position encoding. With Nk > Nq the queries are the last Nq positions, except in
+                cross-attention, where each sees all keys.
+            key: as above, after position encoding; in cross-attention not read with a state, which has them.
+            value: as `key`.
             key_padding_mask: [B, Nk], true for real keys; None if all are.
             sequence_ids: [B, Nk], equal inside a packed sequence; None if nothing is packed.
             state: what an earlier call returned, if this one continues it. `OperandError` where these do not fit.

@@ -76,7 +76,11 @@ def recall(
         tasks: names in `RECALL_TASKS`.
         lengths: tokens of prompt and answer, at most.
         num_samples: questions for each task and length; multiple choice has four prompts for each.
-        seed, haystack, chat: as in `make_prompts`. batch_size, progress: as in `answer_prompts`.
+        seed: as in `make_prompts`.
+        haystack: as in `make_prompts`.
+        chat: as in `make_prompts`.
+        batch_size: as in `answer_prompts`.
+        progress: as in `answer_prompts`.
 
     Returns:
         For each task and length one row of all depths, then one for each quarter of the depths that has samples.
