@@ -235,11 +235,9 @@ def attention_forward(
     if sliding_window is None and is_causal:
         sliding_window = masked_window(module)
     sliding_window = window_of(module.config, sliding_window, is_causal)
-    if isinstance(layer, StateLayer):
-        attention_mask = layer.own_mask(attention_mask, key.shape[2])
-    elif is_static_step(layer, query, attention_mask):
+    if is_static_step(layer, query, attention_mask):
         attention_mask, sliding_window = seen_columns(attention_mask, layer, sliding_window), None
-    elif layer is not None:
+    else:
         key, value, attention_mask = _read_so_far(module, layer, query.shape[2], key, value, attention_mask)
     masks = masks_of(attention_mask, query, key, is_causal, layer is not None, mechanism)
     key_padding_mask = masks.keys
@@ -256,15 +254,14 @@ def attention_forward(
     if mechanism.layer.cross:
         return _attend_across(mechanism, layer, query, key, value, key_padding_mask, scaling, exact), None
     query = _scaled(query, scaling, mechanism)
-    given = position_ids, cu_seq_lens_q, key_padding_mask, query.shape[2], key.shape[2]
-    sequence_ids = once(_sequence_ids, *given)
-    stateful = layer is not None and keeps_states(mechanism)
+    packing = position_ids, cu_seq_lens_q, key_padding_mask
+    sequence_ids = once(_sequence_ids, *packing, query.shape[2], key.shape[2])
     hidden = running.hidden_states if (running := current_call(module)) else None
     call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact, hidden_states=hidden)
     if (interceptor := interceptor_of(mechanism)) is not None:
         mechanism.record_call()
         output = interceptor(call)
-    elif layer is None or not stateful:  # without a cache, or it holds the keys
+    elif layer is None or not keeps_states(mechanism):  # without a cache, or it holds the keys
         output = call.run(mechanism)
     else:
         output, state = mechanism(*call[:5], layer.state, **call.options(mechanism))
@@ -276,6 +273,10 @@ def _read_so_far(
     module: nn.Module, layer: Any, count: int, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return keys, values and mask of the tokens read, the `count` new ones too: a static cache has room for more."""
+    if isinstance(layer, StateLayer):
+        return key, value, layer.own_mask(mask, key.shape[2])
+    if layer is None:
+        return key, value, mask
     before = running.read if (running := current_call(module)) else None
     seen = before + count if isinstance(before, int) else int(layer.get_seq_length())
     longer = mask is not None and mask.dim() == 2 and mask.shape[1] > seen
