@@ -96,13 +96,12 @@ def test_a_static_cache_is_read_on_in_pieces_and_stays_where_it_is(plan):
         start = end
     assert places.count(places[0]) == 6 and cache.get_seq_length() == 21
 
-    token = make_tokens(2, 1, seed=2)
-    real = torch.cat([mask, torch.tensor([[1], [0]])], dim=1)
-    position = torch.tensor([[21], [15]])
+    token, two = make_tokens(2, 1, seed=2), make_tokens(2, 2, seed=3)
+    real, position = torch.cat([mask, torch.tensor([[0], [1]])], dim=1), torch.tensor([[21], [15]])
     model(token, attention_mask=real, position_ids=position, past_key_values=cache)
-    real, position = torch.cat([real, torch.ones(2, 1, dtype=torch.long)], dim=1), position + torch.tensor([[1], [0]])
-    got = model(token, attention_mask=real, position_ids=position, past_key_values=cache).logits
-    assert_close(got[1:], logits_of(model, torch.cat([ids[1:, 6:], token[1:]], dim=1))[:, -1:])
+    real, position = torch.cat([real, torch.ones_like(two)], dim=1), torch.tensor([[21, 22], [16, 17]])
+    got = model(two, attention_mask=real, position_ids=position, past_key_values=cache).logits
+    assert_close(got[:1], logits_of(model, torch.cat([ids[:1], two[:1]], dim=1))[:, -2:])
 
 
 @each_plan
