@@ -127,6 +127,13 @@ REFUSALS: dict[str, Refusal] = {
         "softmax needs the keys, which the state no longer has",
         "a cache of its own",
     ),
+    "static cache": Refusal(
+        "`cache_implementation=\"static\"`, or a `StaticCache`, with a mechanism whose state grows (all but"
+        " `softmax`) or whose steps look at it",
+        UnsupportedModeError,
+        "its room and its one graph are made before the first token",
+        "the default cache, or a mechanism that the error names",
+    ),
     "unreadable keys": Refusal(
         "going on from a quantised cache that softmax filled",
         UnsupportedModeError,

@@ -155,6 +155,7 @@ def interceptor_of(mechanism: Mechanism) -> Interceptor | None:
 class ModuleCall:
     """One call of an attention module: the cache layer that belongs to it, None without a cache.
 
+    read: how many tokens it had read before, a tensor in a static cache that has begun.
     consumed: whether the new keys in it were attended to, by a mechanism that keeps a state of them.
     hidden_states: the input of the module [B, N, E], where its mechanism reads it; None where it was called without.
     """
@@ -162,6 +163,7 @@ class ModuleCall:
     def __init__(self, module: nn.Module):
         self.module, self.consumed = module, False
         self.layer: Any = None
+        self.read: Any = None
         self.hidden_states: Tensor | None = None
 
     def keep_input(self, mechanism: Mechanism, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer, StaticLayer
 
 from .errors import UnsupportedModeError
+from .masks import all_real
 from .operands import check_rows
 from .ops.common.growing import held_bytes
 
@@ -37,8 +38,12 @@ class StateLayer(CacheLayerMixin):
     @classmethod
     def adopt(cls, layer: CacheLayerMixin) -> StateLayer:
         """Return a state layer that continues what `layer` holds."""
-        recurrent = isinstance(layer, LinearAttentionLayer)
-        adopted = RecurrentStateLayer.beside(layer) if recurrent else cls()
+        if isinstance(layer, LinearAttentionLayer):
+            adopted: StateLayer = RecurrentStateLayer.beside(layer)
+        elif isinstance(layer, StaticLayer) and cls is StateLayer:
+            adopted = StaticStateLayer(layer.get_max_length(), layer.is_sliding)
+        else:
+            adopted = cls()
         seen = int(layer.get_seq_length())
         if seen:
             keys, values = layer.keys, layer.values
@@ -75,9 +80,9 @@ class StateLayer(CacheLayerMixin):
         for kept in (self.state, self.pending):
             if kept is not None:
                 check_rows(kept, key_states.shape[0])
-        self.is_initialized = True
         self._keep_none(key_states, value_states)
-        self.seq_length += key_states.shape[-2]
+        self._count(key_states)
+        self.is_initialized = True
         if self.pending is not None:
             key_states, value_states = (
                 torch.cat([old.to(new), new], dim=-2)
@@ -86,9 +91,21 @@ class StateLayer(CacheLayerMixin):
             self.pending = None
         return key_states, value_states
 
+    def hold(self, state: Any, mechanism: Any) -> None:
+        """Remember the state that a mechanism returned."""
+        self.state, self.made_by = state, mechanism.config
+
+    def _count(self, key_states: Tensor) -> None:
+        """Count new keys [B, Hkv, N, D]."""
+        self.seq_length += key_states.shape[-2]
+
     def _keep_none(self, *states: Tensor) -> None:
         # some models ask how many are kept; an empty slice would keep the memory of all the others
         self.keys, self.values = (x.new_empty((*x.shape[:-2], 0, x.shape[-1])) for x in states)
+
+    def own_mask(self, mask: Tensor | None, count: int) -> Tensor | None:
+        """Return what a key mask [B, N] says of the last `count` tokens: [B, at least count]; None if all are real."""
+        return None if mask is None or all_real(mask, count) else mask
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seq_length + query_length, 0
@@ -137,6 +154,85 @@ class StateLayer(CacheLayerMixin):
             self.pending = (function(self.pending[0]), function(self.pending[1]))
 
 
+class StaticStateLayer(StateLayer):
+    """The state layer of a static cache: what it remembers stays where it is, and how much it has read is a tensor.
+
+    So one compiled graph, or CUDA graph, serves all steps. The first call makes the state, as `Mechanism.fixed_state`
+    wants it; each later one writes into it.
+
+    room: how many keys the layer in whose place it stands would keep. is_sliding: whether these are a window, of which
+    other layers ask for the mask.
+    """
+
+    is_compileable = True
+
+    def __init__(self, room: int, is_sliding: bool = False) -> None:
+        self.room, self.is_sliding = room, is_sliding
+        self.read = torch.tensor(0)
+        super().__init__()
+
+    @property
+    def seq_length(self) -> Any:
+        """Tokens read so far: a tensor, whose value need not be waited for, or 0 before the first."""
+        return self.read if self.is_initialized else 0
+
+    @seq_length.setter
+    def seq_length(self, length: int) -> None:
+        self.read.fill_(length)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.read = self.read.to(key_states.device)
+        _stay(self.read)
+        super()._keep_none(key_states, value_states)
+        super().lazy_initialization(key_states, value_states)
+
+    def hold(self, state: Any, mechanism: Any) -> None:
+        """Write the state that a mechanism returned into the one there is, where it has not done so itself."""
+        state = mechanism.fixed_state(state, self.room)
+        kept = self.state
+        if kept is None or any(old.shape != new.shape for old, new in zip(kept, state, strict=True)):
+            self.state = type(state)(*(x.clone() for x in state))
+            _stay(*self.state)
+        else:
+            for old, new in zip(kept, state, strict=True):
+                if new is not old:
+                    old.copy_(new)
+        if self.made_by is not mechanism.config:
+            self.made_by = mechanism.config
+
+    def own_mask(self, mask: Tensor | None, count: int) -> Tensor | None:
+        mask = super().own_mask(mask, count)
+        if mask is None or mask.dim() != 2 or mask.shape[1] == count:
+            return mask
+        columns = torch.arange(-count, 0, device=mask.device) + self.read.clamp(max=mask.shape[1])
+        return mask.index_select(1, columns)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return max(self.room, query_length), 0
+
+    def get_max_length(self) -> int:
+        return self.room
+
+    def _count(self, key_states: Tensor) -> None:
+        self.read.add_(key_states.shape[-2])
+
+    def _keep_none(self, *states: Tensor) -> None:
+        if self.keys is None:
+            self.lazy_initialization(*states)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        super()._map(function)
+        if self.state is not None:
+            _stay(*self.state)
+
+
+def _stay(*tensors: Tensor) -> None:
+    """Tell compilers that these tensors stay where they are."""
+    if not torch.compiler.is_compiling():
+        for x in tensors:
+            torch._dynamo.mark_static_address(x)
+
+
 class EncoderStateLayer(StateLayer):
     """The cache layer of a cross-attention module: what its mechanism keeps of the encoder's tokens, made once.
 
@@ -149,6 +245,9 @@ class EncoderStateLayer(StateLayer):
         handed = super().update(key_states, value_states, *args, **kwargs)
         self.expected = True  # until the state is made of them
         return handed
+
+    def own_mask(self, mask: Tensor | None, count: int) -> Tensor | None:
+        return mask
 
     def keep(self, state: Any, key_states: Tensor, value_states: Tensor) -> None:
         """Remember what was made of the tokens, and no longer themselves."""

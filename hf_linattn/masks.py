@@ -21,10 +21,12 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from .errors import UnsupportedModeError
 from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
+from .ops.common.once import once
 from .ops.common.tracing import is_known, is_recorded
 
 ROWS = 512  # queries for which a rule is compared at a time
 RULE = "_hf_linattn_rule"  # the attribute of a mask of pairs that names the rule it was made of
+REAL = "_hf_linattn_real"  # that of a key mask: how many of its last columns are known to be true
 WINDOW = "_hf_linattn_window"  # that of one which is a sliding window: whether it is causal, and the key mask
 UNMASKED = "_hf_linattn_unmasked"  # that of a key mask which masks nothing, handed on for its length to be checked
 
@@ -56,6 +58,39 @@ def key_columns(mask: Tensor, sizes: MaskSizes) -> Tensor:
             f" {sizes.seen or sizes.keys} tokens a row, those in the cache counted; give it a column for each of them"
         )
     return mask[:, : sizes.seen][:, -sizes.keys :]
+
+
+def handed_on(columns: Tensor, sizes: MaskSizes) -> Tensor | None:
+    """Return the columns of the keys as layers get them, None if these are known to be true; after one look at them.
+
+    One token behind a static cache has a column for every place, as one compiled graph takes masks of one width; these
+    are looked at on a CPU alone, since elsewhere each look waits for the device.
+    """
+    step = sizes.queries == 1 and isinstance(sizes.query_offset, Tensor)
+    # without a cache, and not of the queries' length: whether that is the keys' shows where these are
+    unsure = sizes.seen is None and isinstance(sizes.query_offset, int) and sizes.queries > 1
+    last = 0
+    if is_known(columns) and (columns.device.type == "cpu" or not step):
+        own = columns[:, -sizes.queries :]
+        if step:
+            own = columns.index_select(1, sizes.query_offset.view(1).clamp(max=columns.shape[1] - 1))
+        whole, recent = torch.stack([columns.all(), own.all()]).tolist()
+        if whole and not unsure:
+            return None
+        if whole:
+            setattr(columns, UNMASKED, True)
+            return columns
+        last = sizes.queries if recent else 0
+    if step:
+        columns = torch.nn.functional.pad(columns, (0, sizes.keys - columns.shape[1]), value=1)
+    if last:
+        setattr(columns, REAL, last)
+    return columns
+
+
+def all_real(mask: Tensor, count: int) -> bool:
+    """Whether the last `count` columns of a key mask, or those of the last tokens, are known to be true."""
+    return not is_recorded() and getattr(mask, REAL, 0) >= count
 
 
 def require_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -211,7 +246,11 @@ def masks_of(
         if mechanism is not None and not softmax:
             _refuse_pairs(mask, mechanism)
         return Masks(pairs=mask[..., :num_keys])
-    return Masks() if unmasked else Masks(keys=mask[:, -num_keys:].bool().expand(batch, -1))
+    return Masks() if unmasked else Masks(keys=once(_key_mask, mask, num_keys, batch))
+
+
+def _key_mask(mask: Tensor, num_keys: int, batch: int) -> Tensor:
+    return mask[:, -num_keys:].bool().expand(batch, -1)
 
 
 def _is_softmax(mechanism: Mechanism | None) -> bool:

@@ -66,6 +66,7 @@ class Patch:
             self.owners.append(owner)
             self.handles.append(owner.register_forward_pre_hook(bridge.model_pre_hook, with_kwargs=True))
             self.handles.append(owner.register_forward_hook(bridge.model_post_hook, with_kwargs=True))
+            self.handles.append(owner.register_forward_hook(bridge.model_end_hook, with_kwargs=True, always_call=True))
         self.exact = pinning.keeping_softmax(model, self.attention)
         for module in self.exact:
             setattr(module, pinning.EXACT, True)

@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from . import architecture
 from .architecture import root_model
 from .attention_call import AttentionCall, begin_call, current_call, end_call, interceptor_of
 from .cache import EncoderStateLayer, StateLayer
+from .cache_layers import find_layer, has_begun, is_static_step, keeps_states, require_fitting, seen_columns
 from .errors import UnsupportedModeError, UnsupportedModelError
-from .masks import UNMASKED, MaskSizes, key_columns, mask_of_rule, masked_window, masks_of, require_batch, window_of
+from .masks import MaskSizes, handed_on, key_columns, mask_of_rule, masked_window, masks_of, require_batch, window_of
 from .mechanisms import Mechanism
-from .mechanisms.softmax import SoftmaxMechanism
 from .ops.common.exact_softmax import softmax_attention
+from .ops.common.once import begin_forward, end_forward, once
 from .ops.common.tracing import is_known
 from .pinning import CHOICE, IMPLEMENTATION, refuse_paging, require_left_out
 from .position_tables import check_length, position_tables
@@ -125,41 +126,8 @@ def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     if get_implementation(module.config) != IMPLEMENTATION:
         return
     call.keep_input(mechanism, args, kwargs)
-    cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
-    across = mechanism.layer.cross
-    if cache is None or (cache := _side_of(cache, across)) is None:
-        return
-    index: Any = module.layer_idx
-    while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
-        cache.layers.append(cache.layer_class_to_replicate())
-    if keeps_states(mechanism):
-        if not isinstance(cache.layers[index], StateLayer):
-            kind = EncoderStateLayer if across else StateLayer
-            cache.layers[index] = kind.adopt(cache.layers[index])
-        cache.layers[index].expected = True
-    call.layer = cache.layers[index]
-
-
-def _side_of(cache: Cache, across: bool) -> Cache | None:
-    """Return the cache of self-attention, or if `across` of cross-attention; None where the decoder alone has one."""
-    if isinstance(cache, EncoderDecoderCache):
-        return cache.cross_attention_cache if across else cache.self_attention_cache
-    return None if across else cache  # the encoder's tokens come with every call
-
-
-def _require_own_states(cache: Cache, patched: PatchedModel) -> None:
-    """Refuse a cache whose states other mechanisms made, before any layer has read on from it."""
-    for module in patched.attention.values():
-        mechanism: Mechanism = mechanism_of(module)
-        layers: Any = getattr(_side_of(cache, mechanism.layer.cross), "layers", ())
-        index: Any = getattr(module, "layer_idx", None)  # encoders have none
-        if index is not None and index < len(layers) and isinstance(layers[index], StateLayer):
-            layers[index].require_own(mechanism.config, mechanism.layer.index)
-
-
-def keeps_states(mechanism: Mechanism) -> bool:
-    """Whether the cache holds states for a mechanism; softmax and bidirectional layers need the keys themselves."""
-    return mechanism.layer.mode != "bidirectional" and not isinstance(mechanism, SoftmaxMechanism)
+    call.layer = find_layer(module, mechanism, (*kwargs.values(), *args))
+    call.read = None if call.layer is None else call.layer.get_seq_length()
 
 
 def attention_post_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -169,6 +137,7 @@ def attention_post_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 def model_pre_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse what no patched model can answer, before anything ran; then let mechanisms do scheduled changes."""
+    begin_forward()
     patched: PatchedModel = getattr(model, RECORD)
     if not patched.active:
         return
@@ -183,11 +152,20 @@ def model_pre_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
     if patched.position_tables:
         check_length(model, patched.position_tables, args, kwargs)
     cache = kwargs.get("past_key_values")
-    if isinstance(cache, Cache) and int(cache.get_seq_length()):
-        _require_own_states(cache, patched)
-        return  # a forward that continues another one changes nothing
+    if isinstance(cache, Cache):
+        if torch.compiler.is_compiling():
+            return  # a step of `generate`, whose prompt was read and checked before
+        modules = patched.attention.values()
+        require_fitting(cache, modules, map(mechanism_of, modules))
+        if has_begun(cache):
+            return  # a forward that continues another one changes nothing
     for mechanism in patched.mechanisms():
         mechanism.before_forward()
+
+
+def model_end_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forget what the forward found out, however it ended."""
+    end_forward()
 
 
 def model_post_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -226,14 +204,7 @@ def attention_mask(
         return pairs
     if attention_mask is None:
         return None
-    columns = key_columns(attention_mask, sizes)
-    # without a cache, and not of the queries' length: whether that is the keys' shows where these are
-    unsure = sizes.seen is None and isinstance(q_offset, int) and q_length > 1
-    if not is_known(columns) or not bool(columns.all()):
-        return columns
-    if unsure:
-        setattr(columns, UNMASKED, True)
-    return columns if unsure else None
+    return handed_on(key_columns(attention_mask, sizes), sizes)
 
 
 def attention_forward(
@@ -261,16 +232,17 @@ def attention_forward(
     mechanism: Mechanism | None = mechanism_of(module)
     is_causal = _is_causal(module, mechanism) if is_causal is None else is_causal
     layer = _cache_layer(module, mechanism)
-    if layer is not None and not isinstance(layer, StateLayer):
-        key, value = (x[:, :, : int(layer.get_seq_length())] for x in (key, value))  # a static cache is longer
-    masks = masks_of(attention_mask, query, key, is_causal, layer is not None, mechanism)
-    key_padding_mask = masks.keys
     if sliding_window is None and is_causal:
         sliding_window = masked_window(module)
     sliding_window = window_of(module.config, sliding_window, is_causal)
+    if is_static_step(layer, query, attention_mask):
+        attention_mask, sliding_window = seen_columns(attention_mask, layer, sliding_window), None
+    else:
+        key, value, attention_mask = _read_so_far(module, layer, query.shape[2], key, value, attention_mask)
+    masks = masks_of(attention_mask, query, key, is_causal, layer is not None, mechanism)
+    key_padding_mask = masks.keys
     exact: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "dropout": dropout, "sink": s_aux}
-    if masks.pairs is not None:
-        exact["pair_mask"] = masks.pairs
+    exact |= {} if masks.pairs is None else {"pair_mask": masks.pairs}
     if mechanism is None:
         require_left_out(module)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -282,19 +254,33 @@ def attention_forward(
     if mechanism.layer.cross:
         return _attend_across(mechanism, layer, query, key, value, key_padding_mask, scaling, exact), None
     query = _scaled(query, scaling, mechanism)
-    sequence_ids = _sequence_ids(position_ids, cu_seq_lens_q, key_padding_mask, query.shape[2], key.shape[2])
-    stateful = layer is not None and keeps_states(mechanism)
+    packing = position_ids, cu_seq_lens_q, key_padding_mask
+    sequence_ids = once(_sequence_ids, *packing, query.shape[2], key.shape[2])
     hidden = running.hidden_states if (running := current_call(module)) else None
     call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact, hidden_states=hidden)
     if (interceptor := interceptor_of(mechanism)) is not None:
         mechanism.record_call()
-        return interceptor(call).transpose(1, 2).contiguous(), None
-    if layer is None or not stateful:  # without a cache, or it holds the keys
+        output = interceptor(call)
+    elif layer is None or not keeps_states(mechanism):  # without a cache, or it holds the keys
         output = call.run(mechanism)
     else:
-        output, layer.state = mechanism(*call[:5], layer.state, **call.options(mechanism))
-        layer.made_by = mechanism.config
+        output, state = mechanism(*call[:5], layer.state, **call.options(mechanism))
+        layer.hold(state, mechanism)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _read_so_far(
+    module: nn.Module, layer: Any, count: int, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return keys, values and mask of the tokens read, the `count` new ones too: a static cache has room for more."""
+    if isinstance(layer, StateLayer):
+        return key, value, layer.own_mask(mask, key.shape[2])
+    if layer is None:
+        return key, value, mask
+    before = running.read if (running := current_call(module)) else None
+    seen = before + count if isinstance(before, int) else int(layer.get_seq_length())
+    longer = mask is not None and mask.dim() == 2 and mask.shape[1] > seen
+    return key[:, :, :seen], value[:, :, :seen], mask[:, :seen] if longer and mask is not None else mask
 
 
 def _require_as_patched(mechanism: Mechanism, query: Tensor, causal: bool) -> None:

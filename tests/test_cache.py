@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import QuantizedLayer
 
 from hf_linattn import list_mechanisms, original_attention, patch_model, unpatch_model
-from hf_linattn.cache import StateLayer, state_bytes
+from hf_linattn.cache import StateLayer, StaticStateLayer, state_bytes
 from hf_linattn.errors import UnsupportedModeError
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.composite import JoinedState
@@ -21,6 +21,7 @@ from tests.models import NUM_HEADS, NUM_KEY_VALUE_HEADS, NUM_LAYERS, make_model
 
 KEY_VALUE_HEADS = {"gpt2": NUM_HEADS, "llama": NUM_KEY_VALUE_HEADS}
 CONSTANT = [name for name in list_mechanisms() if MECHANISMS.get(name).constant_state]
+STATIC = [name for name in CONSTANT if MECHANISMS.get(name).static_steps]
 each_family = pytest.mark.parametrize("name", KEY_VALUE_HEADS)
 each_mechanism = pytest.mark.parametrize("mechanism", CONSTANT)
 # of a state, how many of the first tensors are tokens of a window, which lie in the dtype of the model
@@ -114,8 +115,7 @@ def test_rows_of_the_state_move_as_beams_do(name, mechanism):
 
 @pytest.mark.covering(2)
 @each_family
-@each_mechanism
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize(("mechanism", "kind"), [(x, "dynamic") for x in CONSTANT] + [(x, "static") for x in STATIC])
 def test_a_cache_of_the_original_model_is_continued(name, mechanism, kind):
     """With one layer the keys do not depend on the attention below, so the patched model alone must say the same."""
     one_layer = {"gpt2": {"n_layer": 1}, "llama": {"num_hidden_layers": 1}}[name]
@@ -128,7 +128,7 @@ def test_a_cache_of_the_original_model_is_continued(name, mechanism, kind):
     assert_close(read(model, ids[:, 9:12], past_key_values=cache).logits, expected[:, 9:12])
     assert_close(read(model, ids[:, 12:], past_key_values=cache).logits, expected[:, 12:])
     assert cache.get_seq_length() == 13
-    assert [type(layer) for layer in cache.layers] == [StateLayer]
+    assert [type(layer) for layer in cache.layers] == [{"dynamic": StateLayer, "static": StaticStateLayer}[kind]]
 
 
 @each_family

@@ -146,6 +146,7 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "unsplit feed-forward": lambda: patch_model(make_model("opt"), "linear", chunk_feed_forward=8),
     "crop": lambda: make_patched("gpt2")(TOKENS, use_cache=True).past_key_values.crop(2),
     "state to softmax": state_to_softmax,
+    "static cache": lambda: make_patched("llama", "lsh").generate(TOKENS, cache_implementation="static"),
     "unreadable keys": unreadable_keys,
 }
 

@@ -131,6 +131,14 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
         """Return the output of queries that follow those that `state` has answered, and the state after them."""
         raise NotImplementedError
 
+    def fixed_state(self, state: Any, room: int) -> Any:
+        """Return the state as a static cache keeps it: in its next steps no tensor of it has another size or place.
+
+        The methods above then may write into it and return it. state: any that they return, one of these, too. room:
+        most tokens that the cache was made for.
+        """
+        return state
+
     def attention_matrix(
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, sequence_ids: Tensor | None = None,
         value: Tensor | None = None, *, sink: Tensor | None = None, hidden_states: Tensor | None = None,

@@ -38,6 +38,7 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     takes_half = True
     splits = True
+    static_steps = True
     backends = ("auto", "torch", "triton")
     config: Any  # of the subclass's own config class
     config_class: ClassVar[type[SoftmaxTypeConfig]] = BlockSparseConfig

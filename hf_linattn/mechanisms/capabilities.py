@@ -36,6 +36,8 @@ class Capabilities:
     averages: whether outputs are weighted means of values (and of zero, with a sink), never beyond their range.
     growth: what 4,096 tokens cost, as a multiple of 2,048.
     position_limit: most tokens of a sequence, or None. any_length: see `operands.require_recordable`.
+    static_steps: whether a step of one token looks at no number on a device and leaves the sizes of the `fixed_state`
+    as they are, so that a static cache can hold it and one compiled graph serves all steps.
     takes_exact: whether `forward` takes the layer's own sliding window, soft cap and dropout as keywords.
     takes_half: whether it takes heads in half precision as they come; else they come in float32.
     takes_sink: whether it takes the layer's own learned sinks.
@@ -55,6 +57,7 @@ class Capabilities:
     growth: float = 2.0
     position_limit: int | None = None
     any_length: bool = False
+    static_steps: bool = False
     takes_exact: ClassVar[bool] = False
     takes_half: bool = False
     takes_sink: bool = False

@@ -79,6 +79,13 @@ def join_states(states: Sequence[Any]) -> JoinedState:
     return joined_kind(tuple(map(type, states)))(*chain.from_iterable(states))
 
 
+def joined_as(state: JoinedState | None, states: Sequence[Any]) -> JoinedState:
+    """Return states joined, of the very type of `state` if that fits: a compiled graph makes no types."""
+    if state is None or state.kinds != tuple(map(type, states)):
+        return join_states(states)
+    return type(state)(*chain.from_iterable(states))
+
+
 def _rejoin(kinds: tuple[Any, ...], *tensors: Tensor) -> JoinedState:
     return joined_kind(kinds)(*tensors)
 
@@ -101,6 +108,7 @@ class CompositeMechanism(Mechanism):
         )
         members = self.parts()
         self.constant_state = all(member.constant_state for member in members)
+        self.static_steps = all(member.static_steps for member in members)
         self.subquadratic = all(member.subquadratic for member in members)
         self.continuous = all(member.continuous for member in members)
         self.prepares = any(member.prepares for member in members)
@@ -141,7 +149,11 @@ class CompositeMechanism(Mechanism):
             outputs.append(output)
             states.append(after)
         kept = call.keep_state and self.layer.causal
-        return outputs, join_states(states) if kept else None
+        return outputs, joined_as(state, states) if kept else None
+
+    def fixed_state(self, state: Any, room: int) -> JoinedState:
+        own = zip(self.parts(), state.split(), strict=True)
+        return joined_as(state, [member.fixed_state(kept, room) for member, kept in own])
 
     def sinks_of_members(self, sink: Tensor | None) -> list[Tensor | None]:
         """Return what each member gets of the layer's own sinks [H]."""

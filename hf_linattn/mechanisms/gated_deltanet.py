@@ -112,6 +112,7 @@ class GatedDeltanetMechanism(SequenceMechanism):
     """
 
     config_class = GatedDeltanetConfig
+    static_steps = True
     modes = frozenset({"causal"})
     averages = False
     prepares = True

@@ -154,6 +154,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """
 
     config_class = HybridConfig
+    static_steps = True
     takes_half = True
     backends = ("auto", "torch", "compile", "triton")
     limit = ExactnessLimit(

@@ -49,6 +49,7 @@ class LearnedSparseMechanism(BlockSparseMechanism):
     """
 
     config_class = LearnedSparseConfig
+    static_steps = False
     limit = ExactnessLimit("block_size >= length", equal=lambda length: {"block_size": length})
     num_kept: Tensor
     citation = "Tay et al. 2020, Efficient Transformers: A Survey, arXiv 2009.06732 (learnable patterns)"

@@ -91,6 +91,7 @@ class LinearConfig(FeatureMapConfig):
 class FeatureMapMechanism(Mechanism):
     """Base of mechanisms with a feature map: `feature_map`, or `query_map` and `key_map` where it is learned."""
 
+    static_steps = True
     config: Any  # of the subclass's own config class
 
     def __init__(self, config: KernelConfig, layer: AttentionLayer):

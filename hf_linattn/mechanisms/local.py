@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..config import require
 from ..ops import reference
+from ..ops.block_softmax.interface import KeptKeys, in_ring
 from ..ops.window.cross_attention import EncoderTokens, moving_window_attention, window_centre
 from .block_sparse import BlockSparseConfig, BlockSparseMechanism, blocks_around
 from .capabilities import ExactnessLimit
@@ -53,6 +54,9 @@ class WindowMechanism(BlockSparseMechanism):
 
     def needed(self, key_position: Tensor, position: Tensor) -> Tensor:
         return position - key_position < self.config.window_size
+
+    def fixed_state(self, state: Any, room: int) -> KeptKeys:
+        return state if self.window is None else in_ring(state, self)
 
 
 @dataclass

@@ -36,7 +36,7 @@ class RandomBlocksMechanism(BlockSparseMechanism):
     shifts = False
     splits = False  # every head draws blocks of its own
     whole_blocks = True
-    constant_state = False
+    constant_state = static_steps = False
     limit = ExactnessLimit("one block", equal=lambda length: {"block_size": length})
     citation = "Zaheer et al. 2020, Big Bird: Transformers for Longer Sequences, arXiv 2007.14062"
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops.common.once import once
 from ..ops.common.padding import find_sequences, from_the_left
 from .base import Mechanism
 from .inputs import PLAIN
@@ -39,6 +40,10 @@ class SequenceMechanism(Mechanism):
     def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state, call=PLAIN):
         if key_padding_mask is None and sequence_ids is None:
             return self.run_hook(call, "causal_sequences", query, key, value, None, state)
+        if sequence_ids is None and state is not None and key.shape[2] == 1:  # a step, of which some rows are pads
+            real = key_padding_mask[:, 0]
+            output, state = self.run_hook(call, "causal_sequences", query, key, value, real.long(), state)
+            return output * real[:, None, None, None], state
         return self._each_sequence(query, key, value, key_padding_mask, sequence_ids, state, call)
 
     def bidirectional_attention(self, query, key, value, key_padding_mask, sequence_ids, call=PLAIN):
@@ -56,14 +61,14 @@ class SequenceMechanism(Mechanism):
     @torch.compiler.disable  # where the sequences lie is data: compiled graphs end here and begin again
     def _each_sequence(self, query, key, value, key_padding_mask, sequence_ids, state, call):
         batch, _, length, _ = query.shape
-        if sequence_ids is None and bool(key_padding_mask.all()):
-            key_padding_mask = None  # as in every step of a padded batch
+        if sequence_ids is None and once(_all_real, key_padding_mask):
+            key_padding_mask = None
             if self.layer.causal:
                 return self.run_hook(call, "causal_sequences", query, key, value, None, state)
         output = value.new_zeros(*query.shape[:3], value.shape[3])
         states: list[tuple[Tensor, Any]] = []
         hidden = call.hidden_states
-        groups = find_sequences(batch, length, key_padding_mask, sequence_ids, query.device)
+        groups = once(find_sequences, batch, length, key_padding_mask, sequence_ids, query.device)
         for number, group in enumerate(groups):
             heads = [group.take(x) for x in (query, key, value)]
             own = call if hidden is None else call._replace(hidden_states=group.take(hidden[:, None])[:, 0])
@@ -77,6 +82,10 @@ class SequenceMechanism(Mechanism):
                 rows = self.run_hook(own, "bidirectional_sequences", *heads, group.lengths)
             output = group.put(rows.to(output.dtype), output)
         return output, merge_rows(states) if states else None
+
+
+def _all_real(key_padding_mask: Tensor) -> bool:
+    return bool(key_padding_mask.all())
 
 
 def select_rows(state: Any, chosen: Tensor) -> Any:

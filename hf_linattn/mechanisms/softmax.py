@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedModeError
 from ..operands import fitting
 from ..ops import reference
 from ..ops.common.exact_softmax import softmax_attention
+from ..ops.common.fixed_keys import FixedKeys
 from ..ops.common.growing import grown
 from ..ops.common.precision import accum_dtype
 from .capabilities import ExactnessLimit
@@ -48,7 +50,7 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
     modes = frozenset({"causal", "bidirectional", "cross"})
     constant_state = False
     subquadratic = False
-    takes_exact = any_length = splits = True
+    takes_exact = any_length = splits = static_steps = True
     limit = ExactnessLimit("itself", equal=lambda length: {})
     citation = "Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762"
 
@@ -72,6 +74,10 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
         key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
         self.record_call()
         real, ids = key_padding_mask, sequence_ids
+        if isinstance(state, FixedKeys):
+            if key.shape[2] == 1 and ids is None:
+                return self._step(query, key, value, real, state, sink, **options), state
+            state = _growing(state)
         if state is not None:
             if ids is not None:  # what is kept belongs to the first sequence
                 first = ids.gather(1, _all_real(key, real).long().argmax(1, keepdim=True))
@@ -99,6 +105,30 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
         visible = key.new_empty(len(key), 0, dtype=torch.bool) if real is None else real
         return output, SoftmaxState(key, value, visible)
 
+    def _step(
+        self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, state: FixedKeys, sink: Tensor | None,
+        sliding_window: int | None = None, **options: Any,
+    ) -> Tensor:  # fmt: skip
+        """Return what one token of each row sees of the keys at fixed places, its own among them from now on."""
+        own = state.append(key, value, real)
+        visible = state.position > 0
+        if sliding_window is not None:
+            visible = visible & (state.position > own - sliding_window)
+        return softmax_attention(
+            query, state.key, state.value, scaling=self.layer.scaling, causal=False, key_padding_mask=visible[:, 0],
+            sink=self.log_sink(query, sink, accum_dtype(query)), **options,
+        )  # fmt: skip
+
+    def fixed_state(self, state: Any, room: int) -> FixedKeys:
+        if isinstance(state, FixedKeys):
+            return state
+        if (count := state.key.shape[2]) > room:
+            raise UnsupportedModeError(
+                f"past_key_values is a static cache with room for {room} tokens, and {count} were read; make it with a"
+                " larger max_cache_len"
+            )
+        return FixedKeys.of(state.key, state.value, state.visible if state.visible.shape[1] else None, room)
+
     @property
     def has_scores(self) -> bool:
         return True
@@ -109,6 +139,12 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         return reference.softmax_matrix(query, key, self.layer.scaling, allowed, sink=self.log_sink(query, call.sink))
+
+
+def _growing(state: FixedKeys) -> SoftmaxState:
+    """Return the state that grows instead, for more tokens than one."""
+    count = int(state.length[0])
+    return SoftmaxState(state.key[:, :, :count], state.value[:, :, :count], state.position[:, 0, :count] > 0)
 
 
 def _all_real(key: Tensor, real: Tensor | None) -> Tensor:

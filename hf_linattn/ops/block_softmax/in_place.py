@@ -8,6 +8,7 @@ from ..common.padding import read_in_turn
 from .autograd import BlockSoftmax
 from .decode import attend_after, first_in_place
 from .patterns import attend_in_place
+from .ring import is_ring_step
 from .torch import attend_block_by_block
 from .types import BlockSoftmaxCall, KeptKeys
 
@@ -16,6 +17,8 @@ def stuck(call: BlockSoftmaxCall) -> str | None:
     """Return why no kernels can go on after the state of a call, None if they can or there is none."""
     if call.state is None:
         return None
+    if is_ring_step(call, call.state):
+        return "a step in a static cache"
     if call.lengths is not None:
         return "padded rows after a state"
     whole = first_in_place(call, call.state) < call.query.shape[2]

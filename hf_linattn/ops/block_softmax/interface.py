@@ -8,9 +8,10 @@ from ..dispatch import PYTORCH, Operation, Policy
 from . import cpu
 from . import torch as pytorch
 from .decode import keep_keys
+from .ring import in_ring
 from .types import BlockSoftmaxCall, KeptKeys, Pattern
 
-__all__ = ["KeptKeys", "Pattern", "block_sparse_attention", "continued_attention", "keep_keys"]
+__all__ = ["KeptKeys", "Pattern", "block_sparse_attention", "continued_attention", "in_ring", "keep_keys"]
 
 BLOCK_SOFTMAX = Operation("block_softmax", triton=f"{__package__}.triton", cpu=cpu, torch=pytorch)
 

@@ -14,6 +14,7 @@ from ..common.numerics import LOWEST, bounded
 from ..common.precision import wide, widened
 from .decode import attend_window_step, count_real, extend, forget, has_full_window
 from .patterns import Part, add_log_weight, biased_attention, make_bias, parts_of, with_global_queries
+from .ring import attend_ring_step, is_ring_step
 from .types import BlockSoftmaxCall, KeptKeys
 
 
@@ -86,6 +87,8 @@ def _bring(source: Source, part: Part, num_heads: int) -> Tensor:
 def attend_block_by_block(call: BlockSoftmaxCall, state: KeptKeys) -> tuple[Tensor, KeptKeys]:
     """Read on after a state, a block at a time: every row stands at a place of its own."""
     pattern, outputs = call.pattern, []
+    if is_ring_step(call, state):
+        return attend_ring_step(call, state)
     if has_full_window(call, state):
         return attend_window_step(call, state)
     query, key, value = wide(call.query), call.key, call.value

@@ -84,6 +84,13 @@ class KeptKeys(NamedTuple):
     length: Tensor
 
 
+class RingKeys(KeptKeys):
+    """`KeptKeys` where the pattern is a window of W tokens, at places that steps write to, in place.
+
+    The first S = `num_global` tokens stand at their positions p, all others at S + (p - S) mod W; M is S + W.
+    """
+
+
 class BlockSoftmaxCall(NamedTuple):
     """One call of block-sparse attention, as `interface.block_sparse_attention` describes it.
 

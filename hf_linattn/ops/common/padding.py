@@ -23,13 +23,16 @@ class Sequences:
         index: [S, L], where each token stands in the batch flattened to B N tokens; 0 behind the end.
         lengths: [S], real tokens of each sequence.
         rows: [S], the row each sequence comes from.
-        last: [S], whether it is the last of its row, which the decoding state belongs to.
+        last: numbers of those that are the last of their rows, which the decoding state belongs to.
+        places: where the real tokens stand in the batch, one after another. slots: where in the S L tokens here.
     """
 
     index: Tensor
     lengths: Tensor
     rows: Tensor
     last: Tensor
+    places: Tensor
+    slots: Tensor
 
     @property
     def present(self) -> Tensor:
@@ -43,9 +46,8 @@ class Sequences:
 
     def put(self, rows: Tensor, into: Tensor) -> Tensor:
         """Return `into` [B, H, N, D] with these sequences' outputs [S, H, L, D] in their places."""
-        present = self.present
         flat = into.transpose(1, 2).flatten(0, 1)
-        flat = flat.index_put((self.index[present],), rows.transpose(1, 2)[present])
+        flat = flat.index_put((self.places,), rows.transpose(1, 2).flatten(0, 1)[self.slots])
         return flat.unflatten(0, (into.shape[0], into.shape[2])).transpose(1, 2)
 
 
@@ -56,10 +58,13 @@ def find_sequences(
 
     The first entry has one sequence for each row, empty where the row is. The others are grouped so that none is
     padded to more than twice its length: tokens and pads together stay below 2 B N however they are packed.
+
+    What masks and ids say is read once; a CPU then works out the numbers, for which nothing has to be waited.
     """
-    real = torch.ones(batch, length, dtype=torch.bool, device=device)
-    real = real if key_padding_mask is None else key_padding_mask.bool()
-    ids = torch.zeros_like(real, dtype=torch.long) if sequence_ids is None else sequence_ids.expand(batch, -1)
+    given = (key_padding_mask, sequence_ids)
+    read = torch.stack([x.expand(batch, -1).long() for x in given if x is not None]).cpu().unbind()
+    real = torch.ones(batch, length, dtype=torch.bool) if key_padding_mask is None else read[0].bool()
+    ids = torch.zeros_like(real, dtype=torch.long) if sequence_ids is None else read[-1]
     rows, columns = real.nonzero(as_tuple=True)
     begins = torch.ones_like(rows, dtype=torch.bool)
     begins[1:] = (rows[1:] != rows[:-1]) | (ids[rows[1:], columns[1:]] != ids[rows[:-1], columns[:-1]])
@@ -72,25 +77,29 @@ def find_sequences(
     tails[:-1] = heads[1:]
     places = rows * length + columns
 
-    first = torch.zeros(batch, 3, dtype=torch.long, device=device)  # start, size, whether last, of each row's first
+    first = torch.zeros(batch, 3, dtype=torch.long)  # start, size, whether last, of each row's first
     first[:, 2] = 1
     first[owner[heads]] = torch.stack([starts[heads], sizes[heads], tails[heads].long()], -1)
-    groups = [_gather(places, first[:, 0], first[:, 1], torch.arange(batch, device=device), first[:, 2].bool())]
+    groups = [_gather(places, first[:, 0], first[:, 1], torch.arange(batch), first[:, 2], device)]
     later = ~heads
     scale = torch.log2(sizes.float()).floor().long()
     for exponent in scale[later].unique().tolist():
         chosen = later & (scale == exponent)
-        groups.append(_gather(places, starts[chosen], sizes[chosen], owner[chosen], tails[chosen]))
+        groups.append(_gather(places, starts[chosen], sizes[chosen], owner[chosen], tails[chosen], device))
     return groups
 
 
-def _gather(places: Tensor, starts: Tensor, lengths: Tensor, rows: Tensor, last: Tensor) -> Sequences:
-    """Write down where the tokens of the chosen sequences stand."""
-    steps = torch.arange(max(int(lengths.max()), 1), device=places.device)
+def _gather(
+    places: Tensor, starts: Tensor, lengths: Tensor, rows: Tensor, last: Tensor, device: torch.device
+) -> Sequences:
+    """Write down where the tokens of the chosen sequences stand, given on a CPU."""
+    steps = torch.arange(max(int(lengths.max()), 1))
     inside = steps < lengths[:, None]
     order = torch.where(inside, starts[:, None] + steps, 0)
     index = places[order] if len(places) else torch.zeros_like(order)
-    return Sequences(torch.where(inside, index, 0), lengths, rows, last)
+    index, slots = torch.where(inside, index, 0), inside.flatten().nonzero()[:, 0]
+    found = (index, lengths, rows, last.nonzero()[:, 0], index.flatten()[slots], slots)
+    return Sequences(*(x.to(device) for x in found))
 
 
 class Packed(NamedTuple):

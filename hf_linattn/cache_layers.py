@@ -1,0 +1,105 @@
+"""Which layer of a cache an attention module has, what it must be able to hold, and what is seen of a static one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
+
+from .cache import EncoderStateLayer, StateLayer
+from .errors import UnsupportedModeError
+from .mechanisms import MECHANISMS, Mechanism
+from .mechanisms.composite import CompositeMechanism
+from .mechanisms.softmax import SoftmaxMechanism
+
+
+def keeps_states(mechanism: Mechanism) -> bool:
+    """Whether the cache holds states for a mechanism; softmax and bidirectional layers need the keys themselves."""
+    return mechanism.layer.mode != "bidirectional" and not isinstance(mechanism, SoftmaxMechanism)
+
+
+def find_layer(module: nn.Module, mechanism: Mechanism, given: Iterable[Any]) -> Any:
+    """Return the layer of the cache among a module's arguments, a state layer if a state is what it keeps; or None."""
+    cache = next((x for x in given if isinstance(x, Cache)), None)
+    across = mechanism.layer.cross
+    if cache is None or (cache := _side_of(cache, across)) is None:
+        return None
+    index: Any = module.layer_idx
+    while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    if keeps_states(mechanism):
+        if not isinstance(cache.layers[index], StateLayer):
+            kind = EncoderStateLayer if across else StateLayer
+            cache.layers[index] = kind.adopt(cache.layers[index])
+        cache.layers[index].expected = True
+    return cache.layers[index]
+
+
+def _side_of(cache: Cache, across: bool) -> Cache | None:
+    """Return the cache of self-attention, or if `across` of cross-attention; None where the decoder alone has one."""
+    if isinstance(cache, EncoderDecoderCache):
+        return cache.cross_attention_cache if across else cache.self_attention_cache
+    return None if across else cache  # the encoder's tokens come with every call
+
+
+def has_begun(cache: Cache) -> bool:
+    """Whether a cache holds tokens; the length of a static one is a number on a device, which is not waited for."""
+    length = cache.get_seq_length()
+    return isinstance(length, Tensor) or length > 0
+
+
+def require_fitting(cache: Cache, modules: Iterable[nn.Module], mechanisms: Iterable[Mechanism]) -> None:
+    """Refuse a cache whose states others made, or that cannot hold them, before any of its layers is read or written.
+
+    Raises:
+        UnsupportedModeError: another mechanism's states, or a static cache for a mechanism without `static_steps`.
+    """
+    for module, mechanism in zip(modules, mechanisms, strict=True):
+        layers: Any = getattr(_side_of(cache, mechanism.layer.cross), "layers", ())
+        index: Any = getattr(module, "layer_idx", None)  # encoders have none
+        if index is None or index >= len(layers):
+            continue
+        if isinstance(layers[index], StateLayer):
+            layers[index].require_own(mechanism.config, mechanism.layer.index)
+        elif isinstance(layers[index], StaticLayer) and mechanism.layer.causal and keeps_states(mechanism):
+            _require_static(mechanism, layers[index].is_sliding)
+
+
+def _require_static(mechanism: Mechanism, sliding: bool) -> None:
+    """Refuse a mechanism that a static layer cannot hold; one with a sliding window has room for that alone."""
+    parts = mechanism.parts() if isinstance(mechanism, CompositeMechanism) else [mechanism]
+    unable = next((x for x in parts if not x.static_steps or (sliding and not x.constant_state)), None)
+    if unable is None:
+        return
+    reason = "looks at numbers of its state in every step" if unable.constant_state else "keeps a state that grows"
+    able = sorted(name for name in MECHANISMS.names() if MECHANISMS.get(name).static_steps)
+    raise UnsupportedModeError(
+        f"past_key_values is a static cache, as of generate(cache_implementation='static'), and mechanism"
+        f" {unable.config.mechanism!r} of layer {mechanism.layer.index} {reason}; leave cache_implementation out, or"
+        f" patch the layer with one of {', '.join(able)}"
+    )
+
+
+def is_static_step(layer: Any, query: Tensor, mask: Tensor | None) -> bool:
+    """Whether one query gets all keys that a static layer has room for, those to come too."""
+    in_places = isinstance(layer, StaticLayer) and not layer.is_sliding
+    return in_places and query.shape[2] == 1 and (mask is None or mask.dim() == 2)
+
+
+def seen_columns(mask: Tensor | None, layer: Any, window: int | None) -> Tensor:
+    """Return which keys of a static layer the token sees that it has read last: [B or 1, M].
+
+    mask: [B, N], true for real keys; None if all are. window: how many tokens it sees, its own too; None: all.
+    """
+    read, room = layer.get_seq_length(), layer.get_max_length()
+    place = torch.arange(room, device=read.device)
+    seen = (place < read)[None]
+    if window is not None:
+        seen = seen & (place >= read - window)
+    if mask is None:
+        return seen
+    return seen & F.pad(mask[:, :room].bool(), (0, max(room - mask.shape[1], 0)), value=True)

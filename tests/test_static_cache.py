@@ -1,0 +1,147 @@
+"""Static caches: one compiled graph for all steps of decoding, and what they refuse. dynamo alone counts graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, StaticCache
+
+from hf_linattn import get_mechanisms, list_mechanisms, patch_model
+from hf_linattn.cache import StaticStateLayer
+from hf_linattn.errors import UnsupportedModeError
+from hf_linattn.mechanisms.composite import CompositeMechanism
+from tests.helpers import assert_close, generate, logits_of, make_patched, make_tokens, pad
+from tests.models import NUM_LAYERS, make_model
+
+WINDOW = {"window_size": 4, "block_size": 4}  # narrower than the prompt, so that steps leave it
+PLANS: dict[str, Any] = {
+    "linear": "linear",
+    "performer": {"performer": {"num_features": 24}},
+    "hedgehog": "hedgehog",
+    "gated_deltanet": "gated_deltanet",
+    "local": {"local": WINDOW},
+    "streaming": {"streaming": {**WINDOW, "num_sink_tokens": 2}},
+    "hybrid": {"hybrid": {"window_size": 4, "num_sink_tokens": 1}},
+    "by layer": {},  # linear and softmax in turn
+    "by head": {"linear": {"heads": "0"}, "softmax": {"heads": "1"}},
+}
+OWN_GRAPH = ("linear", "hybrid", "by head")  # whose single rows, too, are compiled in every run of the tests
+PADDED = pad([make_tokens(1, 9)[0], make_tokens(1, 4, seed=1)[0]], 0)
+SINGLE = PADDED[0][:1], PADDED[1][:1]
+each_plan = pytest.mark.parametrize("plan", PLANS)
+
+
+def make_planned(plan: str, name: str = "llama", **config: Any):
+    given = PLANS[plan]
+    if plan == "by layer" and (layers := config.get("num_hidden_layers", NUM_LAYERS)):
+        given = {"linear": list(range(0, layers, 2)), "softmax": list(range(1, layers, 2))}
+    if isinstance(given, dict) and len(given) == 1:
+        ((mechanism, options),) = given.items()
+        return patch_model(make_model(name, **config), mechanism, **options)
+    return patch_model(make_model(name, **config), given)
+
+
+def counting() -> tuple[CompileConfig, list[int]]:
+    """Return a backend that runs graphs as they are, and how many of the inputs of each that it gets are numbers."""
+    numbers: list[int] = []
+
+    def run(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        numbers.append(sum(not isinstance(x, torch.Tensor) for x in inputs))
+        return graph.forward
+
+    torch.compiler.reset()
+    counters.clear()
+    config = CompileConfig(backend=run, mode=None)
+    config._compile_all_devices = True
+    return config, numbers
+
+
+@pytest.mark.parametrize(
+    ("plan", "rows"),
+    [
+        pytest.param(plan, rows, marks=[] if rows == "padded" or plan in OWN_GRAPH else [pytest.mark.exhaustive])
+        for plan in PLANS
+        for rows in ("single", "padded")
+    ],
+)
+def test_all_steps_are_one_graph_without_numbers_and_say_the_same(plan, rows):
+    model, (ids, mask) = make_planned(plan), SINGLE if rows == "single" else PADDED
+    want = generate(model, ids, attention_mask=mask)
+    config, numbers = counting()
+    got = generate(model, ids, attention_mask=mask, cache_implementation="static", compile_config=config)
+    assert numbers == [0] and not counters["graph_break"]
+    assert torch.equal(got[0], want[0])
+    assert_close(got[1], want[1])
+
+
+@each_plan
+@torch.no_grad()
+def test_a_static_cache_is_read_on_in_pieces_and_stays_where_it_is(plan):
+    """In steps and in several tokens at once, from a padded prompt on; a pad in a step leaves no trace in its row."""
+    model, (ids, mask) = make_planned(plan), pad([make_tokens(1, 21)[0], make_tokens(1, 15, seed=1)[0]], 0)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    want = logits_of(model, ids, attention_mask=mask, position_ids=position)
+    cache, places, start = StaticCache(config=model.config, max_cache_len=32), [], 0
+    for length in (9, 1, 5, 1, 1, 4):
+        end = start + length
+        now = {"attention_mask": mask[:, :end], "position_ids": position[:, start:end]}
+        got = model(ids[:, start:end], past_key_values=cache, **now).logits
+        assert_close(got[0], want[0, start:end])
+        assert_close(got[1, max(6 - start, 0) :], want[1, max(start, 6) : end])
+        places.append([x.data_ptr() for layer in states_of(cache) for x in (*layer.state, layer.read)])
+        start = end
+    assert places.count(places[0]) == 6 and cache.get_seq_length() == 21
+
+    token, two = make_tokens(2, 1, seed=2), make_tokens(2, 2, seed=3)
+    real, position = torch.cat([mask, torch.tensor([[0], [1]])], dim=1), torch.tensor([[21], [15]])
+    model(token, attention_mask=real, position_ids=position, past_key_values=cache)
+    real, position = torch.cat([real, torch.ones_like(two)], dim=1), torch.tensor([[21, 22], [16, 17]])
+    got = model(two, attention_mask=real, position_ids=position, past_key_values=cache).logits
+    assert_close(got[:1], logits_of(model, torch.cat([ids[:1], two[:1]], dim=1))[:, -2:])
+
+
+@each_plan
+def test_beams_move_the_rows_of_a_static_cache(plan):
+    model, (ids, mask) = make_planned(plan), PADDED
+    options = {"attention_mask": mask, "num_beams": 3, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    got = model.generate(ids, cache_implementation="static", **options)
+    assert torch.equal(got, model.generate(ids, use_cache=False, **options))
+
+
+def states_of(cache):
+    return [layer for layer in cache.layers if isinstance(layer, StaticStateLayer)]
+
+
+@pytest.mark.parametrize("mechanism", list_mechanisms())
+def test_every_mechanism_is_served_or_refused_by_name_before_anything_is_read(mechanism):
+    model, (ids, mask) = make_patched("llama", mechanism), PADDED
+    want = generate(model, ids, attention_mask=mask, use_cache=False)
+    found = list(get_mechanisms(model).values())
+    if all(x.static_steps for x in found):
+        got = generate(model, ids, attention_mask=mask, cache_implementation="static")
+        assert torch.equal(got[0], want[0])
+        assert_close(got[1], want[1])
+        return
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    parts = found[0].parts() if isinstance(found[0], CompositeMechanism) else [found[0]]
+    named = next(x.config.mechanism for x in parts if not x.static_steps)
+    with pytest.raises(UnsupportedModeError, match=f"cache_implementation='static'.*'{named}' of layer 0.*one of"):
+        model(ids, attention_mask=mask, past_key_values=cache)
+    assert not any(layer.is_initialized for layer in cache.layers)
+    assert torch.equal(generate(model, ids, attention_mask=mask)[0], want[0])
+
+
+def test_exact_heads_have_no_room_where_a_window_slides():
+    model = make_planned("by head", "mistral")
+    with pytest.raises(UnsupportedModeError, match="'softmax' of layer 0 keeps a state that grows"):
+        generate(model, *SINGLE[:1], cache_implementation="static")
+
+
+def test_more_tokens_than_a_static_cache_has_room_for_are_refused():
+    model = make_planned("by head")
+    with pytest.raises(UnsupportedModeError, match=r"room for 8 tokens, and 9 were read.*max_cache_len"):
+        logits_of(model, SINGLE[0], past_key_values=StaticCache(config=model.config, max_cache_len=8))
