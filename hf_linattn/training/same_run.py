@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 
-from hf_linattn.training.arguments import FinetuningArguments
+from hf_linattn.training.arguments import FULL, FinetuningArguments
 
 ROWS = 1000  # of a data set that are read at a time
 
@@ -37,6 +37,8 @@ FREE = frozenset((
     "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
     "restore_callback_states_from_checkpoint",
 ))  # fmt: skip
+
+FORMER = {"control": FULL}  # what older runs did where they recorded nothing
 
 # what is recorded beside the options: of what it is the digest, and which options it comes from
 DIGESTS = {
@@ -63,6 +65,7 @@ def difference(started: Mapping[str, Any], now: Mapping[str, Any]) -> str | None
     A newer transformers has options that an older one had not.
     """
     defaults = {f.name: f.default for f in dataclasses.fields(FinetuningArguments)}
+    started, now = (FORMER | {name: x for name, x in given.items() if x is not None} for given in (started, now))
     for name in sorted(started.keys() | now.keys()):
         default = getattr(defaults.get(name), "value", defaults.get(name))
         if started.get(name, default) != now.get(name, default):

@@ -227,6 +227,27 @@ def test_another_runs_control_serves_if_it_saw_the_same(material, whole, tmp_pat
     assert not (tmp_path / "other").exists() and not (tmp_path / "third").exists()
 
 
+def test_the_control_is_trained_as_the_converted_model_or_in_full_or_not_at_all(material, whole, tmp_path):
+    def changed(folder: Path) -> set[str]:
+        original = AutoModelForCausalLM.from_pretrained(material["model_name_or_path"]).state_dict()
+        return {name for name, x in weights(folder).items() if not torch.equal(x, original[name])}
+
+    assert Report.load(whole).training.control == recorded(whole, "control_training")["trained"] == "lora"
+    assert all("attn.c_attn.weight" in name or "attn.c_proj.weight" in name for name in changed(whole / "control"))
+    short = {"calibration_tokens": 0, "transfer_tokens": 0, "max_train_tokens": 256}
+    full = run(flags(material, tmp_path / "full", control="full", **short))
+    assert full.training.control == "full" and any("mlp" in name for name in changed(tmp_path / "full" / "control"))
+    none = run(flags(material, tmp_path / "none", control="none", fidelity_windows=3, **short))
+    assert none.perplexity.control is None and none.training.control_learning_rate is None
+    assert none.perplexity.best == none.perplexity.original and none.training.control == "none"
+    assert none.perplexity.recovered == full.perplexity.recovered, "the control changes nothing else"
+    assert none.fidelity.control_positions == () and Report.load(tmp_path / "none") == none
+    assert not (tmp_path / "none" / "control").exists()
+    assert "| control |" not in (tmp_path / "none" / "report.md").read_text()
+    with pytest.raises(CheckpointError, match="has not finished its stage control_training"):
+        run(flags(material, tmp_path / "other", control_dir=tmp_path / "none", **short))
+
+
 def test_a_last_stage_goes_on_with_longer_rows(material, whole, tmp_path, monkeypatch):
     seen = []
     real = finetuning.RecoveryTrainer.compute_loss

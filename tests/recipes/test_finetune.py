@@ -210,7 +210,9 @@ def test_a_run_is_not_continued_on_other_content_of_the_same_files(material, tmp
         ({"mechanism_options": '{"features": 3}'}, OptionError, "no option 'features'"),
         ({"chunk_feed_forward": 0}, OptionError, "chunk_feed_forward must be None or an integer >= 1, got 0"),
         ({"layers": "0-2"}, OptionError, "layer 2, but the model has layers 0 to 1"),
-        ({"control": "softmax"}, OptionError, "control must be 'window', or absent, got 'softmax'"),
+        ({"control": "lora"}, OptionError, "control must be 'full' where lora_rank is absent, got 'lora'"),
+        ({"control": "none", "control_dir": "other"}, OptionError, "control_dir must be absent where control is"),
+        ({"control": "softmax"}, OptionError, "control must be one of none, .* window, or absent, got"),
         (
             {"control": "window", "mechanism": "dynamic_sparse", "mechanism_options": None},
             OptionError,

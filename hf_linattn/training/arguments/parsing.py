@@ -15,7 +15,7 @@ from hf_linattn.training.arguments.data import DataArguments
 from hf_linattn.training.arguments.distillation import DistillationArguments
 from hf_linattn.training.arguments.flags import flags_of, refusing, unknown_option
 from hf_linattn.training.arguments.model import ModelArguments
-from hf_linattn.training.arguments.recipe import RecipeArguments
+from hf_linattn.training.arguments.recipe import FULL, LORA, RecipeArguments
 from hf_linattn.training.arguments.refused import check_stages
 from hf_linattn.training.arguments.trainer import FinetuningArguments
 
@@ -79,6 +79,9 @@ def _check_together(arguments: Arguments) -> None:
     if not recipe.learning_rates:
         recipe.learning_rates = [training.learning_rate] if training.learning_rate else DEFAULT_LEARNING_RATES
     recipe.control_learning_rates = recipe.control_learning_rates or recipe.learning_rates
+    adapters = distillation.lora_rank is not None
+    require("control", recipe.control, adapters or recipe.control != LORA, f"{FULL!r} where lora_rank is absent")
+    recipe.control = recipe.control or (LORA if adapters else FULL)
     if training.max_steps > 0:
         raise OptionError(f"max_steps={training.max_steps}: the length of a run is given by max_train_tokens instead")
     step = tokens_per_step(data, training)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hf_linattn.config import require
 
-WINDOW = "window"  # value of `control`
+NONE, LORA, FULL, WINDOW = "none", "lora", "full", "window"  # values of `control`
 
 
 @dataclass
@@ -29,8 +29,9 @@ class RecipeArguments:
     control: str | None = field(
         default=None,
         metadata={
-            "help": "`window`: windows with as many bytes of decoding state as the mechanism are trained as the"
-            " control is, too."
+            "help": "What of the original is trained on as many tokens, for comparison: `lora` adapters, `full`: all"
+            " weights, `none`, or `window`: as by default, and windows with as many bytes of decoding state as the"
+            " mechanism too. Default: as the converted model, so `lora` with lora_rank."
         },
     )
     control_dir: str | None = field(
@@ -72,8 +73,11 @@ class RecipeArguments:
     def __post_init__(self) -> None:
         self.searches_a_share = not self.lr_search_tokens  # messages speak of what was given
         self.lr_search_tokens = self.lr_search_tokens or int(0.15 * self.max_train_tokens)
-        require("control", self.control, self.control in (None, WINDOW), f"{WINDOW!r}, or absent")
+        kinds = (NONE, LORA, FULL, WINDOW)
+        require("control", self.control, self.control in (None, *kinds), f"one of {', '.join(kinds)}, or absent")
         self.control_dir = self.control_dir or None  # a flag that takes back what a file says
+        shared = self.control_dir is None or self.control != NONE
+        require("control_dir", self.control_dir, shared, f"absent where control is {NONE!r}")
         for name in ("learning_rates", "control_learning_rates"):
             rates = getattr(self, name)
             require(name, rates, rates is None or all(rate > 0 for rate in rates), "positive numbers")

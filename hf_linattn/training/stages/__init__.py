@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from hf_linattn import unpatch_model
-from hf_linattn.training.arguments import AUTO, WINDOW, Arguments
+from hf_linattn.training.arguments import AUTO, NONE, WINDOW, Arguments
 from hf_linattn.training.training_run import TrainingRun
 
 from .base import Stage
@@ -27,6 +27,7 @@ def stages_of(arguments: Arguments) -> list[Stage]:
     """Return the stages of a run with these options, in their order."""
     options, shared = arguments.distillation, arguments.recipe.control_dir is not None
     window = arguments.recipe.control == WINDOW
+    trains = arguments.recipe.control != NONE and not shared
     trained = ("recovered_training", "long_training")
     stages: list[tuple[Stage, object]] = [
         (LayerChoice(), arguments.model.layers == AUTO and arguments.model.layer_search is None),
@@ -35,8 +36,8 @@ def stages_of(arguments: Arguments) -> list[Stage]:
         (Measurement("converted", TrainingRun.convert, ("layers",)), True),
         (Measurement("converted_validation", TrainingRun.convert, ("layers",), validation), True),
         (WindowMeasurement(), True),
-        (ControlTraining(), not shared),
-        (Measurement("control", _control, ("control_training",)), not shared),
+        (ControlTraining(), trains),
+        (Measurement("control", _control, ("control_training",)), trains),
         (SharedStage("control_training"), shared),
         (SharedStage("control"), shared),
         (WindowTraining(), window),

@@ -17,6 +17,7 @@ from hf_linattn import chunk_feed_forward, is_patched
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.inference import evaluation_mode
 from hf_linattn.training.adapters import add_adapters
+from hf_linattn.training.arguments import FULL, LORA
 from hf_linattn.training.finetuning import Trained, fine_tune, without_checkpoints
 from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.stages.training import TrainingPlan, TrainingStage
@@ -65,6 +66,7 @@ class ModelTraining(TrainingStage):
             raise OptionError(
                 f"learning_rate={learning_rate:g}: training of {self.name} diverged; give lower learning_rates"
             )
+        result["trained"] = LORA if isinstance(model, PeftModel) else FULL
         result["search"] = [{"learning_rate": rate, "eval_loss": loss} for rate, loss in losses.items()]
         training = context.arguments.training
         with training.main_process_first(local=False):  # the others go on when the model is there
@@ -101,7 +103,7 @@ class ModelTraining(TrainingStage):
 
 
 class ControlTraining(ModelTraining):
-    """The original on as many tokens: what the text alone does."""
+    """The original on as many tokens: what the text alone does, to all weights or to adapters."""
 
     name = "control_training"
 
@@ -115,8 +117,12 @@ class ControlTraining(ModelTraining):
             context.steps(options.lr_search_tokens or 0),
         )
 
-    def make_model(self, context: TrainingRun) -> PreTrainedModel:
-        return context.softmax_baseline()
+    def make_model(self, context: TrainingRun) -> nn.Module:
+        return self.with_adapters(context, context.softmax_baseline())
+
+    def with_adapters(self, context: TrainingRun, model: PreTrainedModel) -> nn.Module:
+        """Return a model to compare with, with adapters if these are to be trained alone."""
+        return model if context.arguments.recipe.control == FULL else adapted(context, model)
 
     def folder(self, context: TrainingRun) -> Path:
         return context.directory.path / "control"
