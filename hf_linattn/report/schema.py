@@ -99,6 +99,7 @@ class Training:
         learning_rate_grid, control_learning_rate_grid: the learning rates that were tried for each.
         search_tokens: training tokens of each trial of the search.
         teaching: the options of calibration, transfer and distillation that were set; their tokens count in `tokens`.
+        saved_dtype: of the weights in the folder, as in the checkpoint that was converted; None in older reports.
         control: what of the control was trained: `full`, all weights, or `lora`, adapters; `none`: there is none.
     """
 
@@ -110,6 +111,7 @@ class Training:
     search_tokens: int
     teaching: dict[str, Any] = field(default_factory=dict)
     control: str = "full"
+    saved_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name, grid in (

@@ -17,10 +17,11 @@ from hf_linattn.evaluation import position_limit, streaming_like, whole_windows
 from hf_linattn.reading import read_tokenizer
 from hf_linattn.training.arguments import WINDOW, Arguments, ModelArguments
 from hf_linattn.training.arguments.board import CommandLine
+from hf_linattn.training.recall_rows import with_recall
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import model_digest, rows_digest
 from hf_linattn.training.stages import TrainingStage, stages_of
-from hf_linattn.training.task import TextEncoder, load_model, task_of
+from hf_linattn.training.task import CAUSAL, TextEncoder, load_model, task_of
 from hf_linattn.training.training_run import TrainingRun
 from hf_linattn.training.window_dropout import WindowDropout
 
@@ -60,6 +61,9 @@ def prepare(arguments: Arguments, program: str = "", argv: Sequence[str] = ()) -
         if distillation.long_block_size:
             long_options = replace(data_options, block_size=distillation.long_block_size, stride=None)
             long_data = task.rows(splits, TextEncoder(tokenizer, long_options), model, distillation.long_tokens)
+            if distillation.recall_share:
+                texts, seed = splits["train"]["text"], training.seed
+                long_data = with_recall(long_data, tokenizer, distillation.recall_share, texts, seed)
     timed = [n for n in sorted(set(recipe_options.speed_lengths)) if limit is None or n <= limit]
     read = {"train": data.train, "validation": data.validation, "test": splits["test"]}
     read |= {} if long_data is None else {"long": long_data.train}
@@ -98,6 +102,10 @@ def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None)
                 f"{name}={length} is beyond the {limit} positions of {model_options.model_name_or_path!r} with its"
                 f" mechanism; give at most {limit}"
             )
+    if distillation.recall_share and task_of(model) is not CAUSAL:
+        raise OptionError(
+            f"recall_share={distillation.recall_share}: recall is asked of a causal language model; leave it out"
+        )
     for name, tokens, found in (
         ("calibration_tokens", recipe_options.calibration_tokens, what_is_fitted),
         ("transfer_tokens", distillation.transfer_tokens, own_parameters),

@@ -28,6 +28,7 @@ from hf_linattn.inference import without_labels
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.losses.chunks import chunk_rows, replaced_head, same, separate_head, sum_by_chunks
 from hf_linattn.training.losses.distillation import Teacher, distillation_loss, hidden_error
+from hf_linattn.training.parameter_groups import group_parameters
 from hf_linattn.training.task import CLASSIFICATION, task_of
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,14 @@ class RecoveryTrainer(Trainer):
             teacher.model.to(args.device).eval().requires_grad_(False)
             teacher.model.config.use_cache = False  # with a cache, packed documents would see each other
         self._head = self._head_of_chunks()
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Make the optimizer, in whose groups mechanisms and attention have the rates of their own."""
+        made = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if made:
+            group_parameters(optimizer, self.model, self.args)
+        return optimizer
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Take the steps of an epoch; none, where a training that had ended is resumed, which else takes one more."""

@@ -51,7 +51,7 @@ def command(material, output_dir, **changes) -> list[str]:
     options = {
         **material, "mechanism": "performer", "mechanism_options": '{"num_features": 16}', "block_size": 32,
         "max_train_tokens": 768, "lr_search_tokens": 256, "learning_rates": "1e-3 3e-3", "speed_lengths": "8 24 4096",
-        "per_device_train_batch_size": 4, "eval_steps": 0.5, "save_steps": 0.5, "disable_tqdm": True,
+        "per_device_train_batch_size": 4, "eval_steps": 0.5, "save_steps": 0.5, "disable_tqdm": True, "plan_steps": 0,
         "output_dir": str(output_dir), **changes,
     }  # fmt: skip
     split = {"learning_rates", "speed_lengths"}

@@ -66,6 +66,14 @@ class RecipeArguments:
             " by distance of recurrence are compared; causal only."
         },
     )
+    plan_steps: int = field(
+        default=3,
+        metadata={
+            "help": "Real steps of each training that are timed, on a copy, for the plan that is printed before a run;"
+            " 0: no plan."
+        },
+    )
+    dry_run: bool = field(default=False, metadata={"help": "Print the plan alone, and write nothing."})
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Start anew in an output_dir that holds another run's results."}
     )
@@ -83,5 +91,7 @@ class RecipeArguments:
             require(name, rates, rates is None or all(rate > 0 for rate in rates), "positive numbers")
         for name in ("kl_weight", "hidden_weight", "calibration_tokens", "fidelity_windows", "long_windows"):
             require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
+        timed = self.plan_steps >= 2 or (self.plan_steps == 0 and not self.dry_run)
+        require("plan_steps", self.plan_steps, timed, "at least 2, or 0 without dry_run")
         lengths = self.speed_lengths
         require("speed_lengths", lengths, bool(lengths) and min(lengths) > 0, "positive numbers of tokens")

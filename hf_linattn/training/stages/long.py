@@ -37,11 +37,17 @@ class LongTraining(RecoveredTraining):
     def make_model(self, context: TrainingRun) -> nn.Module:
         return adapted(context, context.load(RecoveredTraining().folder(context)))
 
+    def fresh(self, context: TrainingRun) -> nn.Module:
+        return adapted(context, context.convert())
+
     def trained_part(self, context: TrainingRun, model: PreTrainedModel) -> nn.Module:
         return model  # which has its adapters from the rehearsal of the stage before
 
     def folder(self, context: TrainingRun) -> Path:
         return context.directory.path
+
+    def is_last(self, context: TrainingRun) -> bool:
+        return True
 
     def teacher(self, context: TrainingRun) -> Teacher | None:
         return make_teacher(context, own_model=True)

@@ -43,9 +43,9 @@ class ModelTraining(TrainingStage):
         """Return where the trained model goes."""
         raise NotImplementedError
 
-    def teacher(self, context: TrainingRun) -> Teacher | None:
-        """Return who teaches the model; None: the text alone."""
-        return None
+    def is_last(self, context: TrainingRun) -> bool:
+        """Return whether no stage goes on with the model, which then gets the dtype of the original's checkpoint."""
+        return True
 
     def callbacks(self, context: TrainingRun, model: nn.Module) -> Sequence[TrainerCallback]:
         """Return what else happens while the model trains."""
@@ -98,6 +98,8 @@ class ModelTraining(TrainingStage):
         if isinstance(model, PeftModel):
             model = model.merge_and_unload()  # type: ignore[operator]
         folder = self.folder(context)
+        if self.is_last(context):
+            model.to(context.saved_dtype)
         model.save_pretrained(folder)
         verify_saved(model, folder, torch.as_tensor(plan.data.validation[0]["input_ids"])[None])
 
@@ -159,6 +161,9 @@ class RecoveredTraining(ModelTraining):
     def teacher(self, context: TrainingRun) -> Teacher | None:
         # the weights under a student's adapters are still the original's
         return make_teacher(context, own_model=context.arguments.distillation.lora_rank is None)
+
+    def is_last(self, context: TrainingRun) -> bool:
+        return context.long_data is None
 
     def callbacks(self, context: TrainingRun, model: nn.Module) -> Sequence[TrainerCallback]:
         probability, seed = context.arguments.distillation.window_dropout, context.arguments.training.seed

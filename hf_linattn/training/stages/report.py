@@ -107,6 +107,7 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
             control_learning_rate_grid=tried(control) if control else (),
             search_tokens=context.steps(options.lr_search_tokens or 0) * step if searched else 0,
             teaching=teaching_options(context.arguments),
+            saved_dtype=str(context.saved_dtype or model.dtype).removeprefix("torch."),
             control=control.get("trained", FULL) if control else NONE,
         ),
         stages=stages(results, step),

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.data import TrainingData
 from hf_linattn.training.finetuning import rehearse
+from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.training_run import TrainingRun
 
 
@@ -42,6 +43,7 @@ class TrainingStage:
 
     name: str
     inputs: tuple[str, ...] = ()
+    keeps_model = True  # whether a model is left in a folder
 
     def plan(self, context: TrainingRun) -> TrainingPlan:
         """Return what is trained on, and for how long."""
@@ -50,6 +52,14 @@ class TrainingStage:
     def make_model(self, context: TrainingRun) -> nn.Module:
         """Return what is trained."""
         raise NotImplementedError
+
+    def fresh(self, context: TrainingRun) -> nn.Module:
+        """Return what is trained before any stage is done, to see what a step takes."""
+        return self.make_model(context)
+
+    def teacher(self, context: TrainingRun) -> Teacher | None:
+        """Return who teaches the model; None: the text alone."""
+        return None
 
     def trained_part(self, context: TrainingRun, model: PreTrainedModel) -> nn.Module:
         """Return what a stage trains of a converted model."""

@@ -42,6 +42,9 @@ class WindowTraining(ControlTraining):
     def make_model(self, context: TrainingRun) -> nn.Module:
         return self.with_adapters(context, window_model(context, context.results["window"]["plan"]))
 
+    def fresh(self, context: TrainingRun) -> nn.Module:
+        return self.with_adapters(context, window_model(context, describe_window(context)["plan"]))
+
     def folder(self, context: TrainingRun) -> Path:
         return context.directory.path / WINDOW
 
