@@ -47,6 +47,12 @@ class TrainingData:
     collator: Callable[..., Any] = default_data_collator
     evaluation_collator: Callable[..., Any] = default_data_collator
 
+    @property
+    def row_tokens(self) -> float:
+        """The mean tokens of a row, from the first ones: packed rows are all of one length."""
+        lengths = [len(row) for row in self.train[:64]["input_ids"]]
+        return sum(lengths) / len(lengths)
+
 
 def load_text_splits(
     dataset_name: str | None = None,

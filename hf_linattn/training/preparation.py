@@ -21,6 +21,7 @@ from hf_linattn.training.recall_rows import with_recall
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import model_digest, rows_digest
 from hf_linattn.training.stages import TrainingStage, stages_of
+from hf_linattn.training.stages.positions import checked_length
 from hf_linattn.training.task import CAUSAL, TextEncoder, load_model, task_of
 from hf_linattn.training.training_run import TrainingRun
 from hf_linattn.training.window_dropout import WindowDropout
@@ -80,7 +81,7 @@ def prepare(arguments: Arguments, program: str = "", argv: Sequence[str] = ()) -
         speed_lengths=timed or [limit or data_options.block_size],
         digests=digests | {f"{name}_digest": rows_digest(rows) for name, rows in read.items()},
     )
-    check_windows(run)
+    check_windows(run, limit)
     run.shared_control = shared_control(run, program, argv)
     for stage in stages_of(arguments):
         if isinstance(stage, TrainingStage):
@@ -124,19 +125,21 @@ def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None)
         WindowDropout(model, distillation.window_dropout)
 
 
-def check_windows(run: TrainingRun) -> None:
+def check_windows(run: TrainingRun, limit: int | None) -> None:
     """Raise now what would otherwise come up after hours: too little text to compare models on."""
     recipe, size = run.arguments.recipe, run.arguments.data.block_size
-    for name, count, length, what in (
-        ("fidelity_windows", recipe.fidelity_windows, size, "block_size"),
-        ("long_windows", recipe.long_windows, run.long_length, f"{run.long_length} tokens"),
+    checked = checked_length(run.arguments, limit, run.long_data is not None)
+    for name, count, length, what, split in (
+        ("fidelity_windows", recipe.fidelity_windows, size, "block_size", "test"),
+        ("long_windows", recipe.long_windows, run.long_length, f"{run.long_length} tokens", "test"),
+        ("position_windows", recipe.position_windows, checked, f"{checked} tokens", "validation"),
     ):
         if not count:
             continue
         try:
-            whole_windows(run.tokenizer, run.splits["test"]["text"], length)
+            whole_windows(run.tokenizer, run.splits[split]["text"], length)
         except OptionError as error:
-            raise OptionError(f"{name}={count}, windows of {what} in the test split: {error}") from error
+            raise OptionError(f"{name}={count}, windows of {what} in the {split} split: {error}") from error
 
 
 def shared_control(run: TrainingRun, program: str = "", argv: Sequence[str] = ()) -> dict[str, dict[str, Any]]:

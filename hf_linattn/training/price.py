@@ -168,7 +168,7 @@ def price_of_stage(run: TrainingRun, stage: TrainingStage, place: int) -> StageP
             f" give {_what_helps(run.arguments)}"
         ) from error
     searched = len(plan.candidates) * plan.search_steps
-    training, rows = plan.training, len(plan.data.train[0]["input_ids"])
+    training, rows = plan.training, round(plan.data.row_tokens)
     batch = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     adapters = trained < parameters(model)
     saved = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapters) + 2 * state // 3

@@ -133,6 +133,7 @@ class MaskedLanguageModeling(LanguageModeling):
     def check(self, model: PreTrainedModel, data: DataArguments, recipe: RecipeArguments) -> None:
         _refuse("stride", data.stride, "windows of a masked model do not overlap")
         _refuse("fidelity_windows", recipe.fidelity_windows, "a masked model generates no text")
+        _refuse("position_windows", recipe.position_windows, "a masked model predicts no next token")
         _refuse("long_windows", recipe.long_windows, "a masked model predicts no next token")
 
     def collate(self, encoder: TextEncoder) -> dict[str, Any]:
@@ -155,6 +156,7 @@ class SequenceClassification(Task):
     def check(self, model: PreTrainedModel, data: DataArguments, recipe: RecipeArguments) -> None:
         _refuse("stride", data.stride, "a text is one window")
         _refuse("fidelity_windows", recipe.fidelity_windows, "a classifier generates no text")
+        _refuse("position_windows", recipe.position_windows, "a classifier predicts no next token")
         _refuse("long_windows", recipe.long_windows, "a classifier predicts no next token")
         check_classes(model.name_or_path, model.config)
 

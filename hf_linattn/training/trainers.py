@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ class RecoveryTrainer(Trainer):
             train_dataset=data.train,
             eval_dataset=data.validation,
             data_collator=data.collator,
-            callbacks=[StopAtDivergence(), *callbacks],
+            callbacks=[StopAtDivergence(), Progress(data.row_tokens), *callbacks],
         )
         self.data_collator: Callable[..., Any]
         self.remove_callback(PrinterCallback)  # prints with a bare print where progress bars are off
@@ -206,6 +207,36 @@ class RecoveryTrainer(Trainer):
         if counted is None:
             return total / (wanted != IGNORED_LABEL).sum()
         return total / counted * self._processes
+
+
+class Progress(TrainerCallback):
+    """Say in the log how far a training is: tokens per second, losses and the time that is left.
+
+    Args:
+        row_tokens: tokens of a row.
+    """
+
+    def __init__(self, row_tokens: float):
+        self.row_tokens = row_tokens
+        self.start, self.first, self.held_back = 0.0, 0, math.nan
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.start, self.first = time.perf_counter(), state.global_step
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
+    ) -> None:
+        given, done = logs or {}, state.global_step - self.first
+        self.held_back = given.get("eval_loss", self.held_back)
+        if "loss" not in given or not done or not state.is_world_process_zero:
+            return
+        each = (time.perf_counter() - self.start) / done  # evaluations and checkpoints are part of it
+        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        logger.info(
+            "step %d of %d: %s tokens/s, loss %.4f, held-back loss %.4f, %.1f minutes left", state.global_step,
+            state.max_steps, f"{rows * self.row_tokens / each:,.0f}", given["loss"], self.held_back,
+            each * (state.max_steps - state.global_step) / 60,
+        )  # fmt: skip
 
 
 class StopAtDivergence(TrainerCallback):

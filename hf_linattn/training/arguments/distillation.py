@@ -53,6 +53,9 @@ class DistillationArguments:
         default=0, metadata={"help": "Training tokens of a last stage on longer rows, without a search."}
     )
     long_block_size: int | None = field(default=None, metadata={"help": "Tokens per row of that stage."})
+    long_learning_rate: float | None = field(
+        default=None, metadata={"help": "Its peak learning rate; default: that of the stage before."}
+    )
     recall_share: float = field(
         default=0.0,
         metadata={
@@ -72,6 +75,9 @@ class DistillationArguments:
             require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         for name in ("transfer_learning_rate", "temperature"):
             require(name, getattr(self, name), getattr(self, name) > 0, "above 0")
+        rate = self.long_learning_rate
+        fits = rate is None or (rate > 0 and self.long_block_size is not None)
+        require("long_learning_rate", rate, fits, "above 0, and absent where long_block_size is")
         for name in ("lora_rank", "top_k", "transfer_block_layers"):
             given = getattr(self, name)
             require(name, given, given is None or given >= 1, "an integer >= 1, or absent")

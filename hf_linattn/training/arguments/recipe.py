@@ -66,6 +66,13 @@ class RecipeArguments:
             " by distance of recurrence are compared; causal only."
         },
     )
+    position_windows: int = field(
+        default=0,
+        metadata={
+            "help": "Held-back windows of 4 times the rows of a stage, as far as there are positions, on which loss by"
+            " position is compared before and after it; one that makes a bucket worse is refused. Causal only."
+        },
+    )
     plan_steps: int = field(
         default=3,
         metadata={
@@ -89,7 +96,9 @@ class RecipeArguments:
         for name in ("learning_rates", "control_learning_rates"):
             rates = getattr(self, name)
             require(name, rates, rates is None or all(rate > 0 for rate in rates), "positive numbers")
-        for name in ("kl_weight", "hidden_weight", "calibration_tokens", "fidelity_windows", "long_windows"):
+        for name in (
+            "kl_weight", "hidden_weight", "calibration_tokens", "fidelity_windows", "long_windows", "position_windows",
+        ):  # fmt: skip
             require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         timed = self.plan_steps >= 2 or (self.plan_steps == 0 and not self.dry_run)
         require("plan_steps", self.plan_steps, timed, "at least 2, or 0 without dry_run")

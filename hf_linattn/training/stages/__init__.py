@@ -14,6 +14,7 @@ from .layers import LayerChoice
 from .long import LongTraining
 from .measurement import Measurement, SharedStage, validation
 from .plan import PlanChoice
+from .positions import position_checks
 from .recovery import ControlTraining, RecoveredTraining
 from .report import ReportStage
 from .training import TrainingStage
@@ -51,7 +52,11 @@ def stages_of(arguments: Arguments) -> list[Stage]:
         (Measurement("recovered_validation", _recovered, trained, validation), True),
         (ReportStage(), True),
     ]
-    return [stage for stage, wanted in stages if wanted]
+    chosen = [stage for stage, wanted in stages if wanted]
+    if not arguments.recipe.position_windows:
+        return chosen
+    checks: dict[str, Stage] = dict(position_checks(arguments))
+    return [each for stage in chosen for each in (stage, checks.get(stage.name)) if each is not None]
 
 
 def _control(context: TrainingRun) -> PreTrainedModel:

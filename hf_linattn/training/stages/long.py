@@ -30,7 +30,8 @@ class LongTraining(RecoveredTraining):
         }
         rates = options.learning_rates or []
         recovered = context.results.get(RecoveredTraining.name)
-        rate = rates[0] if recovered is None else recovered["learning_rate"]  # a rehearsal comes before the results
+        before = rates[0] if recovered is None else recovered["learning_rate"]  # a rehearsal comes before the results
+        rate = distillation.long_learning_rate or before
         steps = context.steps(distillation.long_tokens)
         return TrainingPlan(data, replace(training, **rows), [rate], steps)  # type: ignore[arg-type]  # there is data
 
