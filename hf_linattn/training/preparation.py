@@ -56,7 +56,7 @@ def prepare(arguments: Arguments, program: str = "", argv: Sequence[str] = ()) -
     check_model(model, arguments, limit)
     tokenizer = load_tokenizer(model_options)
     with training.main_process_first(local=False):
-        splits = task.load(data_options)
+        splits = task.written(task.load(data_options), TextEncoder(tokenizer, data_options))
         data = task.rows(splits, TextEncoder(tokenizer, data_options), model, recipe_options.max_train_tokens)
         long_data = None
         if distillation.long_block_size:
