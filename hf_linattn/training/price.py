@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import torch
+from rich import box
 from rich.table import Table
 from torch import nn
 from transformers import TrainerCallback
@@ -31,7 +32,7 @@ from hf_linattn.training.stages.training import TrainingPlan
 from hf_linattn.training.trainers import RecoveryTrainer
 from hf_linattn.training.training_run import TrainingRun
 
-HEADS = ("stage", "tokens", "rows", "steps", "trained parameters", "seconds a step", "hours", "peak memory")
+HEADS = ("stage", "tokens", "rows", "steps", "trained", "s/step", "hours", "GB")
 
 
 @dataclass(frozen=True)
@@ -100,17 +101,18 @@ class RunPrice:
         later = "" if self.chosen else ", of which those that stay softmax are chosen first"
         table = Table(
             title=f"{self.model}: {self.parameters:,} parameters in {self.dtype}; layers: {layers}{later}",
-            caption=f"{self.hours:.2f} hours without evaluations; disk {gigabytes(self.disk_bytes)} of"
-            f" {gigabytes(self.free_bytes)} free",
-        )
+            box=box.SIMPLE, pad_edge=False,
+            caption=f"trained: parameters; GB: peak memory of a step. {self.hours:.2f} hours without evaluations; disk"
+            f" {gigabytes(self.disk_bytes)} of {gigabytes(self.free_bytes)} free",
+        )  # fmt: skip
         for number, head in enumerate(HEADS):
-            table.add_column(head, justify="right" if number else "left")
+            table.add_column(head, justify="right" if number else "left", no_wrap=not number)
         for stage in self.stages:
             row, count = stage.rows
             table.add_row(
-                f"{stage.name} ({stage.place} of {self.places})", f"{stage.tokens:,}", f"{count} x {row:,}",
+                f"{stage.place}/{self.places} {stage.name}", f"{stage.tokens:,}", f"{count}x{row}",
                 f"{stage.steps:,}", f"{stage.trained:,}", f"{stage.seconds:.3g}", f"{stage.hours:.2f}",
-                gigabytes(stage.peak_bytes),
+                f"{stage.peak_bytes / 1e9:.2f}",
             )  # fmt: skip
         return table
 
@@ -174,7 +176,7 @@ def price_of_stage(run: TrainingRun, stage: TrainingStage, place: int) -> StageP
     saved = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapters) + 2 * state // 3
     steps = plan.max_steps + searched
     price = StagePrice(
-        stage.name, place, steps * batch * rows, steps, (rows, batch), trained, watch.seconds,
+        stage.name, place, steps * plan.step_tokens, steps, (rows, batch), trained, watch.seconds,
         weights + watch.peak, saved * checkpoints_at_once(training), size(model) if stage.keeps_model else 0,
     )  # fmt: skip
     del model, teacher, other

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 
-from hf_linattn.training.arguments import FULL, FinetuningArguments
+from hf_linattn.training.arguments import DISTILLATION, FULL, FinetuningArguments
 
 ROWS = 1000  # of a data set that are read at a time
 
@@ -62,9 +62,9 @@ def training_options(training: FinetuningArguments) -> dict[str, Any]:
 def difference(started: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Return the first name, by the alphabet, whose values differ; an option that is not recorded had its default.
 
-    A newer transformers has options that an older one had not.
+    A newer transformers, or a newer version of this library, has options that an older one had not.
     """
-    defaults = {f.name: f.default for f in dataclasses.fields(FinetuningArguments)}
+    defaults = {f.name: f.default for kind in DISTILLATION for f in dataclasses.fields(kind)}
     started, now = (FORMER | {name: x for name, x in given.items() if x is not None} for given in (started, now))
     for name in sorted(started.keys() | now.keys()):
         default = getattr(defaults.get(name), "value", defaults.get(name))

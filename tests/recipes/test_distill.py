@@ -262,7 +262,7 @@ def test_a_last_stage_goes_on_with_longer_rows(material, whole, tmp_path, monkey
     changes = {"long_tokens": 384, "long_block_size": 48, "transfer_tokens": 384, "control_dir": whole}
     report = run(flags(material, out, **changes))
     assert [(stage.name, stage.tokens) for stage in report.stages][-2:] == [("recovered", 768), ("long", 384)]
-    assert [shape for shape, _ in seen if shape[1] == 48] == [(2, 48)] * 3 and seen[-1] == ((2, 48), True)
+    assert [shape for shape, _ in seen if shape[1] == 48] == [(2, 48)] * 4 and seen[-1] == ((2, 48), True)
     short, long = weights(out / "stages" / "recovered_training_model"), weights(out)
     assert short.keys() == long.keys() and any(not torch.equal(short[name], long[name]) for name in long)
     assert report.training.tokens == sum(stage.tokens for stage in report.stages)
@@ -317,6 +317,13 @@ def test_heads_are_chosen_by_a_search(material, tmp_path):
         ({"mechanism": "performer", "mechanism_options": None}, "'performer' has no parameters of its own"),
         ({"mechanism": "hedgehog", "mechanism_options": None}, "window_dropout=0.5: the model has no hybrid"),
         ({"long_tokens": 256}, "long_block_size must be given with long_tokens, and only so, got None"),
+        ({"long_tokens": 64, "long_block_size": 48}, "long_tokens=64 is less than one step of 96 tokens"),
+        ({"long_tokens": 256, "recall_share": 0.1}, "long_block_size must be given with long_tokens, and only so"),
+        ({"recall_share": 0.1}, "recall_share must be 0 without long_block_size, got 0.1"),
+        ({"long_learning_rate": 0.1}, "long_learning_rate must be above 0, and absent where long_block_size is"),
+        ({"dry_run": True}, "plan_steps must be at least 2, or 0 without dry_run, got 0"),
+        ({"mechanism_rate": -1}, "mechanism_rate must be at least 0, got -1"),
+        ({"position_windows": -1}, "position_windows must be at least 0, got -1"),
         ({"long_tokens": 256, "long_block_size": 32}, "long_block_size must be above block_size=32, got 32"),
         ({"long_tokens": 256, "long_block_size": 99}, "long_block_size=99 is beyond the 64 positions"),
         ({"block_size": 56, "fidelity_windows": 3}, "texts must be documents with at least max_length=56 tokens"),

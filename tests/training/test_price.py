@@ -45,10 +45,10 @@ def test_a_dry_run_prints_the_stages_and_writes_nothing(dry):
     # of 128 tokens: 1792 of the run and two trials of 256; what transfer, calibration and long rows leave
     assert steps == {
         "control_training": ((14 + 4) * 128, 18), "transfer": (384, 3), "recovered_training": ((6 + 4) * 128, 10),
-        "long_training": (3 * 96, 3),
+        "long_training": (4 * 96, 4),
     }  # fmt: skip
     for stage in dry.price.stages:
-        assert f"{stage.name} ({stage.place} of {dry.price.places})" in dry.text and f"{stage.trained:,}" in dry.text
+        assert f"{stage.place}/{dry.price.places} {stage.name}" in dry.text and f"{stage.trained:,}" in dry.text
         assert stage.seconds > 0 and stage.hours == pytest.approx(stage.steps * stage.seconds / 3600)
     assert "layers: 2 hybrid" in dry.text and f"{dry.price.hours:.2f} hours" in dry.text
 

@@ -66,6 +66,7 @@ class ModelTraining(TrainingStage):
             raise OptionError(
                 f"learning_rate={learning_rate:g}: training of {self.name} diverged; give lower learning_rates"
             )
+        result["tokens"] = result["steps"] * plan.step_tokens
         result["trained"] = LORA if isinstance(model, PeftModel) else FULL
         result["search"] = [{"learning_rate": rate, "eval_loss": loss} for rate, loss in losses.items()]
         training = context.arguments.training

@@ -33,6 +33,12 @@ class TrainingPlan:
     search_steps: int = 0
 
     @property
+    def step_tokens(self) -> int:
+        """The tokens of a step, over all processes."""
+        rows = self.training.train_batch_size * self.training.gradient_accumulation_steps * self.training.world_size
+        return rows * round(self.data.row_tokens)
+
+    @property
     def candidates(self) -> Sequence[float]:
         """The learning rates that are tried."""
         return self.learning_rates if len(self.learning_rates) > 1 else ()
