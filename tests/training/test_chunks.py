@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from hf_linattn import patch_model
 from hf_linattn.training.adapters import add_adapters
@@ -112,15 +113,10 @@ def test_a_head_is_separate_only_where_nothing_follows_it():
     model = make_model("llama", std=0.3)
     assert separate_head(model) is model.lm_head
     head = model.lm_head
-
-    class Capped(type(model)):
-        def forward(self, *args, **kwargs):
-            output = super().forward(*args, **kwargs)
-            output.logits = output.logits.tanh()
-            return output
-
-    model.__class__ = Capped
-    assert separate_head(model) is None
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
+    for scaling, follows in ((1.0, False), (3.0, True)):
+        scaled = GraniteForCausalLM(GraniteConfig(**sizes, num_key_value_heads=2, logits_scaling=scaling))
+        assert (separate_head(scaled) is None) == follows
     with pytest.raises(ZeroDivisionError), replaced_head(model, lambda states: 1 / 0):
         model(torch.tensor([[1, 2]]))
     assert "forward" not in head.__dict__
