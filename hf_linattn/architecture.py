@@ -299,7 +299,7 @@ def output_projection(model: PreTrainedModel, path: str) -> tuple[str, nn.Module
                 module = model.get_submodule(f"{owner}.{name}")
             except AttributeError:
                 continue
-            if isinstance(module, (nn.Linear, Conv1D)):
+            if isinstance(getattr(module, "base_layer", module), (nn.Linear, Conv1D)):  # PEFT wraps it in an adapter
                 return f"{owner}.{name}", module
     raise UnsupportedModelError(
         f"{type(model).__name__}: the output projection of {path} is not one of {', '.join(OUTPUT_PROJECTIONS)}; name"

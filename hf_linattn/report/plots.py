@@ -86,8 +86,10 @@ def perplexity_figure(report: Report) -> Figure:
     Where they differ by more than ten times the axis is logarithmic from 1, so that a bar is as long as the loss.
     """
     figure, (axes,) = _figure(report, "Test perplexity", panels=1)
-    values = {name: getattr(report.perplexity, name) for name in MODEL_COLOURS}
-    bars = axes.bar([MODEL_LABELS[n] for n in values], list(values.values()), 0.62, color=list(MODEL_COLOURS.values()))
+    found = {name: getattr(report.perplexity, name) for name in MODEL_COLOURS}
+    values = {name: value for name, value in found.items() if value is not None}
+    colours = [MODEL_COLOURS[name] for name in values]
+    bars = axes.bar([MODEL_LABELS[name] for name in values], list(values.values()), 0.62, color=colours)
     axes.bar_label(bars, [f"{value:,.2f}" for value in values.values()], padding=3, color=INK)
     logarithmic = max(values.values()) > 10 * min(values.values())
     if logarithmic:

@@ -41,25 +41,28 @@ class Perplexities:
 
     Attributes:
         original: the pretrained model as it came.
-        control: the pretrained model, its own attention, fine-tuned on the tokens that recovered the converted one.
+        control: the pretrained model, its own attention, fine-tuned on the tokens that recovered the converted one;
+            None: there is none.
         converted: the patched model before any training.
         recovered: the patched model after it.
     """
 
     original: float
-    control: float
+    control: float | None
     converted: float
     recovered: float
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
+            if value is None and f.name == "control":
+                continue
             require(f"perplexity.{f.name}", value, math.isfinite(value) and value >= 1, "finite and at least 1")
 
     @property
     def best(self) -> float:
         """The better of original and control: what the recovered model is measured against."""
-        return min(self.original, self.control)
+        return self.original if self.control is None else min(self.original, self.control)
 
     @property
     def ratio(self) -> float:
@@ -72,7 +75,7 @@ class Accuracies:
     """Shares of the test texts that the four classifiers put into the right class; the models are those above."""
 
     original: float
-    control: float
+    control: float | None
     converted: float
     recovered: float
 
@@ -96,20 +99,24 @@ class Training:
         learning_rate_grid, control_learning_rate_grid: the learning rates that were tried for each.
         search_tokens: training tokens of each trial of the search.
         teaching: the options of calibration, transfer and distillation that were set; their tokens count in `tokens`.
+        saved_dtype: of the weights in the folder, as in the checkpoint that was converted; None in older reports.
+        control: what of the control was trained: `full`, all weights, or `lora`, adapters; `none`: there is none.
     """
 
     tokens: int
     recovered_learning_rate: float
-    control_learning_rate: float
+    control_learning_rate: float | None
     learning_rate_grid: tuple[float, ...]
     control_learning_rate_grid: tuple[float, ...]
     search_tokens: int
     teaching: dict[str, Any] = field(default_factory=dict)
+    control: str = "full"
+    saved_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name, grid in (
             ("recovered_learning_rate", self.learning_rate_grid),
-            ("control_learning_rate", self.control_learning_rate_grid),
+            ("control_learning_rate", self.control_learning_rate_grid or (None,)),
         ):
             rate = getattr(self, name)
             require(f"training.{name}", rate, rate in grid, f"one of {grid}")

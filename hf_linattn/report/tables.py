@@ -24,6 +24,7 @@ MODELS = {
     "recovered": "{mechanism}, fine-tuned",
 }
 CONVERTED = ("converted", "recovered")
+RECALL_NOTE = "generated recall was trained on: tests of the same kinds are no longer untouched"
 READERS = ("recovered", "original", "control")  # of one text
 
 
@@ -87,7 +88,7 @@ def save_report(report: Report, directory: str | os.PathLike[str]) -> list[Path]
 
 
 def _verdict(report: Report) -> str:
-    better = "original" if report.perplexity.original <= report.perplexity.control else "control"
+    better = "original" if report.perplexity.original == report.perplexity.best else "control"
     return f"recovered / best ({better}) = {report.ratio:.3f}"
 
 
@@ -95,6 +96,8 @@ def _model_rows(report: Report) -> list[list[str]]:
     rows = []
     for name, description in MODELS.items():
         value = getattr(report.perplexity, name)
+        if value is None:
+            continue
         what = description.format(mechanism=report.mechanism)
         rows.append([name, what, f"{value:,.2f}", f"{value / report.perplexity.best:,.3f}"])
         if report.accuracy:
@@ -263,11 +266,14 @@ def _training_rows(report: Report) -> list[list[str]]:
         ["data", report.data],
         ["options", ", ".join(f"{k}={v}" for k, v in report.options.items()) or "defaults"],
         ["training tokens, of recovered and control each", f"{training.tokens:,}"],
+        ["what is trained of the control", training.control],
+        ["dtype of the saved weights", training.saved_dtype or "as trained"],
         ["learning rate of recovered", f"{training.recovered_learning_rate:g}"],
-        ["learning rate of control", f"{training.control_learning_rate:g}"],
+        ["learning rate of control", _listed(r for r in [training.control_learning_rate] if r is not None)],
         ["learning rates tried for recovered", _listed(training.learning_rate_grid)],
         ["learning rates tried for control", _listed(training.control_learning_rate_grid)],
         ["training tokens of each trial", f"{training.search_tokens:,}"],
+        *([["recall", RECALL_NOTE]] if training.teaching.get("recall_share") else []),
         ["how the original taught it", ", ".join(f"{k}={v}" for k, v in training.teaching.items()) or "not at all"],
     ]
 

@@ -23,6 +23,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 
 from hf_linattn.errors import DataError, did_you_mean
 from hf_linattn.reading import one_line, reading
+from hf_linattn.training.conversations import ANSWERS
 from hf_linattn.training.corpus import standard_library_corpus
 
 FILE_BUILDERS = {
@@ -47,6 +48,12 @@ class TrainingData:
     collator: Callable[..., Any] = default_data_collator
     evaluation_collator: Callable[..., Any] = default_data_collator
 
+    @property
+    def row_tokens(self) -> float:
+        """The mean tokens of a row, from the first ones: packed rows are all of one length."""
+        lengths = [len(row) for row in self.train[:64]["input_ids"]]
+        return sum(lengths) / len(lengths)
+
 
 def load_text_splits(
     dataset_name: str | None = None,
@@ -56,17 +63,19 @@ def load_text_splits(
     test_file: str | Path | None = None,
     text_column: str = "text",
     label_column: str | None = None,
-    seed: int = 0,
+    conversations: bool = False,
 ) -> DatasetDict:
     """Return ``DatasetDict(train, validation, test)`` whose column ``text`` holds one document per row.
 
     With a ``label_column`` there is a second column, ``label``, the document's class.
 
+    With ``conversations`` a document is a list of turns, mappings with ``role`` and ``content``.
+
     The text comes from a dataset of the Hub, or from local files (``.txt`` and ``.md``: the whole file is one
     document, since a language model gains from every word of context; ``.json``, ``.jsonl``, ``.csv``, ``.parquet``:
     one document per row), or, when nothing is given, from :func:`~hf_linattn.training.corpus.standard_library_corpus`.
 
-    A held-out split that the source lacks is cut from the training split: 5 % of its documents, drawn with ``seed``,
+    A held-out split that the source lacks is cut from the training split: 5 % of its documents, drawn alike each time,
     so no document is ever in two splits. A training split of fewer than 3 documents cannot be divided.
 
     Raises:
@@ -93,9 +102,10 @@ def load_text_splits(
     if "train" not in splits:
         raise DataError(f"no training split: got {sorted(splits)}; give train_file or a dataset with a train split")
     kept = {split: splits[split] for split in ("train", "validation", "test") if split in splits}
-    texts = {split: _text_of(split, dataset, text_column, label_column) for split, dataset in kept.items()}
+    columns = text_column, label_column, conversations
+    texts = {split: _text_of(split, dataset, *columns) for split, dataset in kept.items()}
     for missing in [split for split in ("validation", "test") if split not in texts]:
-        texts["train"], texts[missing] = _hold_out(texts["train"], missing, seed)
+        texts["train"], texts[missing] = _hold_out(texts["train"], missing)
     return DatasetDict(texts)
 
 
@@ -112,7 +122,10 @@ def tokenize_and_pack(
     Documents follow each other without padding; a document that does not fit goes on in the next row as a segment of
     its own. ``position_ids`` restart at 0 at every segment. ``labels`` equal ``input_ids`` except for the first token
     of a segment, which is -100: it would otherwise be predicted from another document. The last, incomplete row is
-    dropped. There is no ``attention_mask``: giving one would switch off transformers' detection of packed rows.
+    dropped. Where the dataset says where ``answers`` stand in its texts, labels are -100 outside them too, and rows
+    without any are left out; texts then are as the chat template wrote them, and get no tokens more.
+
+    There is no ``attention_mask``: giving one would switch off transformers' detection of packed rows.
 
     Args:
         max_tokens: stop after this many tokens (rounded down to whole rows); None takes all.
@@ -126,7 +139,8 @@ def tokenize_and_pack(
         raise DataError(f"block_size={block_size}: a row needs at least 2 tokens to predict one")
     if max_tokens is not None and max_tokens < block_size:
         raise DataError(f"max_tokens={max_tokens} is less than one row of block_size={block_size}; raise max_tokens")
-    documents = _tokenize(dataset, tokenizer, text_column, add_bos_eos, max_tokens)
+    answered = ANSWERS in dataset.column_names
+    documents, learnt = _tokenize(dataset, tokenizer, text_column, add_bos_eos and not answered, max_tokens)
     lengths = np.array([len(document) for document in documents])
     available = int(lengths.sum())
     total = min(available, max_tokens or available) // block_size * block_size
@@ -136,9 +150,12 @@ def tokenize_and_pack(
     index = np.arange(total)
     document_start = np.repeat(np.cumsum(lengths) - lengths, lengths)[:total]
     position_ids = index - np.maximum(document_start, index // block_size * block_size)
-    labels = np.where(position_ids == 0, IGNORED_LABEL, input_ids)
+    labels = np.where((position_ids == 0) | ~np.concatenate(learnt)[:total], IGNORED_LABEL, input_ids)
     columns = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
-    rows = {name: list(values.reshape(-1, block_size)) for name, values in columns.items()}
+    kept = (labels != IGNORED_LABEL).reshape(-1, block_size).any(1) | (not answered)
+    if not kept.any():
+        raise DataError(f"block_size={block_size}: no row holds a part of an answer; raise it or give other text")
+    rows = {name: list(values.reshape(-1, block_size)[kept]) for name, values in columns.items()}
     return Dataset.from_dict(rows).with_format("torch")
 
 
@@ -202,14 +219,17 @@ def _load_file(split: str, path: Path) -> Dataset:
         raise DataError(f"{split}_file={str(path)!r} is not valid {builder}: {reason}; repair the file") from error
 
 
-def _text_of(split: str, dataset: Dataset, text_column: str, label_column: str | None) -> Dataset:
+def _text_of(
+    split: str, dataset: Dataset, text_column: str, label_column: str | None, conversations: bool
+) -> Dataset:
     """Keep the columns of texts and labels alone, as ``text`` and ``label``, and only the rows that hold text."""
-    columns = {"text": _column(split, dataset, "text_column", text_column, ("string", "large_string"))}
+    kinds = ("a list",) if conversations else ("string", "large_string")
+    columns = {"text": _column(split, dataset, "text_column", text_column, kinds)}
     if label_column is not None:
         columns["label"] = _column(split, dataset, "label_column", label_column, ("string", "large_string", "int"))
     dataset = dataset.select_columns(list(columns.values()))
     dataset = dataset.rename_columns({column: name for name, column in columns.items() if column != name})
-    dataset = dataset.filter(lambda text: bool(text and text.strip()), input_columns="text")
+    dataset = dataset.filter(lambda text: bool(text and (conversations or text.strip())), input_columns="text")
     if not len(dataset):
         raise DataError(f"the {split} split holds no text in column {text_column!r}")
     return dataset
@@ -222,34 +242,51 @@ def _column(split: str, dataset: Dataset, option: str, column: str, kinds: tuple
         raise DataError(f"{option}={column!r} is not a column of the {split} split{hint}")
     kind = getattr(dataset.features[column], "dtype", "a list")
     if not kind.startswith(kinds):
-        wanted = "strings" if len(kinds) == 2 else "integers or strings"
+        wanted = {1: "conversations, lists of turns", 2: "strings", 3: "integers or strings"}[len(kinds)]
         raise DataError(f"{option}={column!r} of the {split} split holds {kind}; name a column of {wanted}")
     return column
 
 
-def _hold_out(train: Dataset, split: str, seed: int) -> tuple[Dataset, Dataset]:
+def _hold_out(train: Dataset, split: str) -> tuple[Dataset, Dataset]:
     """Cut a held-out split from the training split."""
     if len(train) < 3:
         raise DataError(f"{split}_file=None and {len(train)} training document(s) to cut it from; give {split}_file")
-    parts = train.train_test_split(test_size=max(1, round(len(train) * HELD_OUT_SHARE)), seed=seed)
+    parts = train.train_test_split(test_size=max(1, round(len(train) * HELD_OUT_SHARE)), seed=0)
     return parts["train"], parts["test"]
 
 
 def _tokenize(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, text_column: str, add_bos_eos: bool, max_tokens: int | None
-) -> list[np.ndarray]:
-    """Token ids of the documents in order, stopping once there are ``max_tokens``."""
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Token ids of the documents in order, and which are learnt, stopping once there are ``max_tokens``."""
     first = tokenizer.cls_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     last = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     head, tail = ([token] if add_bos_eos and token is not None else [] for token in (first, last))
     documents: list[np.ndarray] = []
-    count = 0
+    learnt: list[np.ndarray] = []
+    answered, count = ANSWERS in dataset.column_names, 0
     with tqdm(total=len(dataset), desc="tokenizing", unit="document", leave=False) as progress:
         for batch in dataset.iter(_TOKENIZED_AT_ONCE):
-            encoded = tokenizer(batch[text_column], add_special_tokens=False, verbose=False)["input_ids"]
+            found = tokenizer(
+                batch[text_column], add_special_tokens=False, verbose=False, return_offsets_mapping=answered
+            )
+            encoded = found["input_ids"]
             documents.extend(np.array([*head, *ids, *tail], dtype=np.int64) for ids in encoded)
+            if answered:
+                places = zip(found["offset_mapping"], batch[ANSWERS], strict=True)
+                learnt.extend(_inside(np.array(tokens).reshape(-1, 2), answers) for tokens, answers in places)
+            else:
+                learnt.extend(np.ones(len(document), dtype=bool) for document in documents[len(learnt) :])
             count += sum(map(len, documents[-len(encoded) :]))
             progress.update(len(encoded))
             if max_tokens is not None and count >= max_tokens:
                 break
-    return documents
+    return documents, learnt
+
+
+def _inside(tokens: np.ndarray, answers: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return which tokens begin in an answer; both are places [first character, one past the last] of a text."""
+    begins = tokens[:, :1]
+    first, end = np.array(answers).reshape(-1, 2).T
+    inside = (begins >= first) & (begins < end) & (tokens[:, 1:] > begins)
+    return np.asarray(inside.any(axis=1))

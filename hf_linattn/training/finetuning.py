@@ -8,7 +8,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from hf_linattn.training.checkpoints import has_ended, last_complete_checkpoint,
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.losses.loss_module import LossModule
+from hf_linattn.training.parameter_groups import float32_masters
 from hf_linattn.training.task import task_of
 from hf_linattn.training.trainers import RecoveryTrainer
 
@@ -71,7 +72,7 @@ def fine_tune(
         not finite), `steps`, `seconds` (of this call) and `history` (the Trainer's log). state: the whole weights, on
         the main process, if training sharded the model (FSDP, ZeRO-3), which then is of no more use; else None.
     """
-    arguments = _stage_arguments(model, training, folder, learning_rate=learning_rate, max_steps=max_steps)
+    arguments = stage_arguments(model, training, folder, learning_rate=learning_rate, max_steps=max_steps)
     config: Any = getattr(model, "config", None)
     use_cache = getattr(config, "use_cache", None)
     checkpoint = last_complete_checkpoint(folder, training.world_size)
@@ -82,10 +83,11 @@ def fine_tune(
         trainer.add_callback(early_stopping(training.early_stopping_patience, saved))
     with own_forward(model):
         start = time.perf_counter()
-        trainer.train(resume_from_checkpoint=checkpoint)
+        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        with nullcontext() if sharded else float32_masters(model):
+            trainer.train(resume_from_checkpoint=checkpoint)
         seconds = time.perf_counter() - start
         loss = trainer.state.best_metric if arguments.load_best_model_at_end else trainer.evaluate()["eval_loss"]
-        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
     if use_cache is not None:
         config.use_cache = use_cache  # the Trainer switched it off, and it would be saved so
@@ -159,7 +161,7 @@ def rehearse(
                 if not steps:
                     continue
                 options = without_checkpoints(training) if searches else training
-                arguments = _stage_arguments(
+                arguments = stage_arguments(
                     model, options, Path(folder), learning_rate=learning_rate, max_steps=steps, report_to="none"
                 )
                 trainer = RecoveryTrainer(model, arguments, data)
@@ -196,7 +198,7 @@ def check_model(model: nn.Module, arguments: FinetuningArguments) -> None:
             raise OptionError(f"{name}=True: {type(root).__name__} cannot compute activations anew; leave it out")
 
 
-def _stage_arguments(
+def stage_arguments(
     model: nn.Module, training: FinetuningArguments, folder: Path, **changes: Any
 ) -> FinetuningArguments:
     """Return the options of the run as one Trainer of it needs them; raises what transformers says of them."""

@@ -11,13 +11,19 @@ from hf_linattn.report import Report, four_model_table, stage_table
 from hf_linattn.training.arguments import parse_arguments
 from hf_linattn.training.arguments.help import help_if_asked
 from hf_linattn.training.preparation import prepare
+from hf_linattn.training.price import price_of
 from hf_linattn.training.stages import stages_of
 from hf_linattn.training.training_run import TrainingRun
+
+logger = logging.getLogger(__name__)
 
 
 def run_recipe(run: TrainingRun) -> Report:
     """Run the stages, each only if its result is not recorded yet, and return the report."""
-    for stage in stages_of(run.arguments):
+    stages = stages_of(run.arguments)
+    for place, stage in enumerate(stages, start=1):
+        done = run.directory.finished(stage.name) is not None
+        logger.info("stage %d of %d: %s%s", place, len(stages), stage.name, ", done before" if done else "")
         run.results[stage.name] = stage.run(run)
     return Report.load(run.directory.path)
 
@@ -30,13 +36,19 @@ def main(argv: Sequence[str], kinds: Sequence[type], program: str, console: Cons
         console: takes the tables; None: standard output.
 
     Raises:
-        SystemExit: with code 0, when the help that was asked for is printed.
+        SystemExit: with code 0, when the help, or with `dry_run` the plan, is printed.
     """
     help_if_asked(argv, program, kinds, console=console)
     arguments = parse_arguments(argv, kinds)
     training = arguments.training
     logging.basicConfig(level=logging.INFO if training.should_log else logging.WARNING, format="%(message)s")
     run = prepare(arguments, program, argv)
+    if arguments.recipe.plan_steps:
+        price = price_of(run)
+        if training.should_log:
+            (console or Console()).print(price.table())
+    if arguments.recipe.dry_run:
+        raise SystemExit(0)
     resume = training.resume_from_checkpoint is not None
     run.directory.open(run.options, arguments.recipe.overwrite_output_dir, resume)
     report = run_recipe(run)

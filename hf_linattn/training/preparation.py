@@ -17,10 +17,12 @@ from hf_linattn.evaluation import position_limit, streaming_like, whole_windows
 from hf_linattn.reading import read_tokenizer
 from hf_linattn.training.arguments import WINDOW, Arguments, ModelArguments
 from hf_linattn.training.arguments.board import CommandLine
+from hf_linattn.training.recall_rows import with_recall
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import model_digest, rows_digest
 from hf_linattn.training.stages import TrainingStage, stages_of
-from hf_linattn.training.task import TextEncoder, load_model, task_of
+from hf_linattn.training.stages.positions import checked_length
+from hf_linattn.training.task import CAUSAL, TextEncoder, load_model, task_of
 from hf_linattn.training.training_run import TrainingRun
 from hf_linattn.training.window_dropout import WindowDropout
 
@@ -31,6 +33,7 @@ CONVERSION_OPTIONS = (
     "mechanism", "mechanism_options", "layers", "softmax_share", "layer_search", "layer_unit", "layer_signal", "plan",
     "learning_rates", "lr_search_tokens", "control_learning_rates", "control", "control_dir", "kl_weight",
     "hidden_weight", "calibration_tokens", "speed_lengths", "fidelity_windows", "long_windows", "seed", "data_seed",
+    "mechanism_rate", "mechanism_weight_decay",
 )  # fmt: skip
 
 
@@ -54,12 +57,15 @@ def prepare(arguments: Arguments, program: str = "", argv: Sequence[str] = ()) -
     check_model(model, arguments, limit)
     tokenizer = load_tokenizer(model_options)
     with training.main_process_first(local=False):
-        splits = task.load(data_options)
+        splits = task.written(task.load(data_options), TextEncoder(tokenizer, data_options))
         data = task.rows(splits, TextEncoder(tokenizer, data_options), model, recipe_options.max_train_tokens)
         long_data = None
         if distillation.long_block_size:
             long_options = replace(data_options, block_size=distillation.long_block_size, stride=None)
             long_data = task.rows(splits, TextEncoder(tokenizer, long_options), model, distillation.long_tokens)
+            if distillation.recall_share:
+                texts, seed = splits["train"]["text"], training.seed
+                long_data = with_recall(long_data, tokenizer, distillation.recall_share, texts, seed)
     timed = [n for n in sorted(set(recipe_options.speed_lengths)) if limit is None or n <= limit]
     read = {"train": data.train, "validation": data.validation, "test": splits["test"]}
     read |= {} if long_data is None else {"long": long_data.train}
@@ -76,7 +82,7 @@ def prepare(arguments: Arguments, program: str = "", argv: Sequence[str] = ()) -
         speed_lengths=timed or [limit or data_options.block_size],
         digests=digests | {f"{name}_digest": rows_digest(rows) for name, rows in read.items()},
     )
-    check_windows(run)
+    check_windows(run, limit)
     run.shared_control = shared_control(run, program, argv)
     for stage in stages_of(arguments):
         if isinstance(stage, TrainingStage):
@@ -98,6 +104,10 @@ def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None)
                 f"{name}={length} is beyond the {limit} positions of {model_options.model_name_or_path!r} with its"
                 f" mechanism; give at most {limit}"
             )
+    if distillation.recall_share and task_of(model) is not CAUSAL:
+        raise OptionError(
+            f"recall_share={distillation.recall_share}: recall is asked of a causal language model; leave it out"
+        )
     for name, tokens, found in (
         ("calibration_tokens", recipe_options.calibration_tokens, what_is_fitted),
         ("transfer_tokens", distillation.transfer_tokens, own_parameters),
@@ -116,19 +126,21 @@ def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None)
         WindowDropout(model, distillation.window_dropout)
 
 
-def check_windows(run: TrainingRun) -> None:
+def check_windows(run: TrainingRun, limit: int | None) -> None:
     """Raise now what would otherwise come up after hours: too little text to compare models on."""
     recipe, size = run.arguments.recipe, run.arguments.data.block_size
-    for name, count, length, what in (
-        ("fidelity_windows", recipe.fidelity_windows, size, "block_size"),
-        ("long_windows", recipe.long_windows, run.long_length, f"{run.long_length} tokens"),
+    checked = checked_length(run.arguments, limit, run.long_data is not None)
+    for name, count, length, what, split in (
+        ("fidelity_windows", recipe.fidelity_windows, size, "block_size", "test"),
+        ("long_windows", recipe.long_windows, run.long_length, f"{run.long_length} tokens", "test"),
+        ("position_windows", recipe.position_windows, checked, f"{checked} tokens", "validation"),
     ):
         if not count:
             continue
         try:
-            whole_windows(run.tokenizer, run.splits["test"]["text"], length)
+            whole_windows(run.tokenizer, run.splits[split]["text"], length)
         except OptionError as error:
-            raise OptionError(f"{name}={count}, windows of {what} in the test split: {error}") from error
+            raise OptionError(f"{name}={count}, windows of {what} in the {split} split: {error}") from error
 
 
 def shared_control(run: TrainingRun, program: str = "", argv: Sequence[str] = ()) -> dict[str, dict[str, Any]]:

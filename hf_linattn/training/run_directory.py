@@ -75,7 +75,6 @@ class RunDirectory:
         with self.training.main_process_first(local=False):
             result = self.finished(name)
             if result is None:
-                logger.info("stage %s", name)
                 self.record(name, compute())
                 result = self.finished(name) or {}
         return result

@@ -13,14 +13,14 @@ import torch
 from datasets import Dataset
 from torch import nn
 
-from hf_linattn.training.arguments import FinetuningArguments
+from hf_linattn.training.arguments import DISTILLATION, FULL, FinetuningArguments
 
 ROWS = 1000  # of a data set that are read at a time
 
 # options that change no number in the result; a run continues with others of these, and of these alone
 FREE = frozenset((
     # of the recipe; what a row says is compared option by option
-    "overwrite_output_dir", "chunk_feed_forward", "row", "board",
+    "overwrite_output_dir", "plan_steps", "dry_run", "position_windows", "chunk_feed_forward", "row", "board",
     # where results go, and whether they are continued
     "output_dir", "resume_from_checkpoint", "save_total_limit", "save_on_each_node",
     # what is said meanwhile
@@ -37,6 +37,8 @@ FREE = frozenset((
     "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
     "restore_callback_states_from_checkpoint",
 ))  # fmt: skip
+
+FORMER = {"control": FULL}  # what older runs did where they recorded nothing
 
 # what is recorded beside the options: of what it is the digest, and which options it comes from
 DIGESTS = {
@@ -60,9 +62,10 @@ def training_options(training: FinetuningArguments) -> dict[str, Any]:
 def difference(started: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Return the first name, by the alphabet, whose values differ; an option that is not recorded had its default.
 
-    A newer transformers has options that an older one had not.
+    A newer transformers, or a newer version of this library, has options that an older one had not.
     """
-    defaults = {f.name: f.default for f in dataclasses.fields(FinetuningArguments)}
+    defaults = {f.name: f.default for kind in DISTILLATION for f in dataclasses.fields(kind)}
+    started, now = (FORMER | {name: x for name, x in given.items() if x is not None} for given in (started, now))
     for name in sorted(started.keys() | now.keys()):
         default = getattr(defaults.get(name), "value", defaults.get(name))
         if started.get(name, default) != now.get(name, default):

@@ -31,6 +31,7 @@ from hf_linattn.inference import evaluation_mode
 from hf_linattn.position_tables import position_tables
 from hf_linattn.reading import reading
 from hf_linattn.training.arguments import DataArguments, RecipeArguments
+from hf_linattn.training.conversations import render_conversations
 from hf_linattn.training.data import PackedMaskingCollator, TrainingData, load_text_splits, tokenize_and_pack
 from hf_linattn.training.heads import check_classes, trained_head
 
@@ -55,7 +56,14 @@ class Task:
     def load(self, data: DataArguments) -> DatasetDict:
         """Load the three splits."""
         files = data.train_file, data.validation_file, data.test_file
-        return load_text_splits(data.dataset_name, data.dataset_config_name, *files, data.text_column)
+        column, answers = data.text_column, data.completion_only
+        return load_text_splits(
+            data.dataset_name, data.dataset_config_name, *files, column, conversations=answers
+        )
+
+    def written(self, splits: DatasetDict, encoder: TextEncoder) -> DatasetDict:
+        """Return the splits as text, where they are conversations; `DataError` if these cannot be written so."""
+        return render_conversations(splits, encoder.tokenizer) if encoder.options.completion_only else splits
 
     def rows(self, splits: DatasetDict, encoder: TextEncoder, model: PreTrainedModel, max_tokens: int) -> TrainingData:
         """Turn the training (up to `max_tokens`) and validation splits into rows; `DataError` if one fills none."""
@@ -131,8 +139,10 @@ class MaskedLanguageModeling(LanguageModeling):
     auto_class = AutoModelForMaskedLM
 
     def check(self, model: PreTrainedModel, data: DataArguments, recipe: RecipeArguments) -> None:
+        _refuse("completion_only", data.completion_only, "a masked model answers nothing")
         _refuse("stride", data.stride, "windows of a masked model do not overlap")
         _refuse("fidelity_windows", recipe.fidelity_windows, "a masked model generates no text")
+        _refuse("position_windows", recipe.position_windows, "a masked model predicts no next token")
         _refuse("long_windows", recipe.long_windows, "a masked model predicts no next token")
 
     def collate(self, encoder: TextEncoder) -> dict[str, Any]:
@@ -153,8 +163,10 @@ class SequenceClassification(Task):
     auto_class = AutoModelForSequenceClassification
 
     def check(self, model: PreTrainedModel, data: DataArguments, recipe: RecipeArguments) -> None:
+        _refuse("completion_only", data.completion_only, "a classifier answers nothing")
         _refuse("stride", data.stride, "a text is one window")
         _refuse("fidelity_windows", recipe.fidelity_windows, "a classifier generates no text")
+        _refuse("position_windows", recipe.position_windows, "a classifier predicts no next token")
         _refuse("long_windows", recipe.long_windows, "a classifier predicts no next token")
         check_classes(model.name_or_path, model.config)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,8 +24,12 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 
 from hf_linattn import architecture
+from hf_linattn.architecture import root_model
+from hf_linattn.inference import without_labels
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
-from hf_linattn.training.losses.distillation import Teacher, distillation_loss
+from hf_linattn.training.losses.chunks import chunk_rows, replaced_head, same, separate_head, sum_by_chunks
+from hf_linattn.training.losses.distillation import Teacher, distillation_loss, hidden_error
+from hf_linattn.training.parameter_groups import group_parameters
 from hf_linattn.training.task import CLASSIFICATION, task_of
 
 logger = logging.getLogger(__name__)
@@ -52,7 +57,7 @@ class RecoveryTrainer(Trainer):
             train_dataset=data.train,
             eval_dataset=data.validation,
             data_collator=data.collator,
-            callbacks=[StopAtDivergence(), *callbacks],
+            callbacks=[StopAtDivergence(), Progress(data.row_tokens), *callbacks],
         )
         self.data_collator: Callable[..., Any]
         self.remove_callback(PrinterCallback)  # prints with a bare print where progress bars are off
@@ -71,6 +76,15 @@ class RecoveryTrainer(Trainer):
         if teacher is not None and teacher.model is not None:
             teacher.model.to(args.device).eval().requires_grad_(False)
             teacher.model.config.use_cache = False  # with a cache, packed documents would see each other
+        self._head = self._head_of_chunks()
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Make the optimizer, in whose groups mechanisms and attention have the rates of their own."""
+        made = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if made:
+            group_parameters(optimizer, self.model, self.args)
+        return optimizer
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Take the steps of an epoch; none, where a training that had ended is resumed, which else takes one more."""
@@ -98,6 +112,8 @@ class RecoveryTrainer(Trainer):
             loss, output = super().compute_loss(model, inputs, True, num_items_in_batch)
             loss = self._weighted(loss, output, model, labels, counted)
             return (loss, output) if return_outputs else loss
+        if self._head is not None:
+            return self._taught_by_chunks(self._head, self.teacher, model, inputs, counted)
         inputs = {**inputs, "output_hidden_states": bool(self.teacher.hidden_weight)}
         # first: switching adapters off and on disturbs gradients
         teacher_outputs = self.teacher.outputs(model, inputs)
@@ -114,6 +130,54 @@ class RecoveryTrainer(Trainer):
         schedule = self.teacher.schedule(self.state.global_step, self.state.max_steps)
         loss = self.teacher.ce_weight * loss + schedule * (divergence + hidden)
         return (loss, output) if return_outputs else loss
+
+    def _taught_by_chunks(
+        self, head: nn.Module, teacher: Teacher, model: nn.Module, inputs: dict[str, Any], counted: Tensor | int | None
+    ) -> Tensor:
+        """Return the loss of a step, its logits and the teacher's made and compared some positions at a time."""
+        task = task_of(model)
+        schedule = teacher.schedule(self.state.global_step, self.state.max_steps)
+        wanted = task.predicted(inputs["labels"])
+        chosen = wanted != IGNORED_LABEL
+        given = {**without_labels(inputs), "output_hidden_states": bool(teacher.hidden_weight)}
+        with replaced_head(teacher.model or model, same):  # first, as in compute_loss
+            example = teacher.outputs(model, given)
+        project = head.forward
+        project_other = teacher.model.get_output_embeddings().forward if teacher.model else project
+
+        def loss_of(states: Tensor, others: Tensor, labels: Tensor) -> Tensor:
+            logits = project(states)
+            exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            loss = teacher.ce_weight * cross_entropy(exact, labels, reduction="sum", label_smoothing=self.smoothing)
+            if not teacher.kl_weight:
+                return loss
+            with torch.no_grad():
+                other = project_other(others)
+            return loss + schedule * teacher.kl_weight * teacher.divergence(logits, other)
+
+        def losses(states: Tensor) -> Tensor:
+            rows, others = (task.predicting(x)[chosen] for x in (states, example.logits))
+            size = chunk_rows(root_model(model).config.get_text_config().vocab_size)
+            parameters = [p for p in head.parameters() if p.requires_grad]
+            return sum_by_chunks(loss_of, size, rows, others, wanted[chosen], parameters=parameters)
+
+        with replaced_head(model, losses):
+            output = model(**given)
+        predicted = output.logits
+        loss = predicted / chosen.sum().clamp(min=1) if counted is None else predicted / counted * self._processes
+        if teacher.hidden_weight:
+            hidden = hidden_error(output.hidden_states, example.hidden_states, inputs.get("attention_mask"))
+            shares = 1 if counted is None else self.args.gradient_accumulation_steps
+            loss = loss + schedule * teacher.hidden_weight * hidden / shares
+        return loss
+
+    def _head_of_chunks(self) -> nn.Module | None:
+        """Return the projection whose logits are made some positions at a time; None: the model makes them all."""
+        other = self.args.torch_compile or self.args.n_gpu > 1 or self.args.fp16  # small gradients need its scaling
+        if self.teacher is None or other or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return None
+        head = None if task_of(self.model) is CLASSIFICATION else separate_head(self.model)
+        return head if head is None or type(head) is nn.Linear else None  # with adapters it would not be the teacher's
 
     @property
     def _processes(self) -> int:
@@ -143,6 +207,36 @@ class RecoveryTrainer(Trainer):
         if counted is None:
             return total / (wanted != IGNORED_LABEL).sum()
         return total / counted * self._processes
+
+
+class Progress(TrainerCallback):
+    """Say in the log how far a training is: tokens per second, losses and the time that is left.
+
+    Args:
+        row_tokens: tokens of a row.
+    """
+
+    def __init__(self, row_tokens: float):
+        self.row_tokens = row_tokens
+        self.start, self.first, self.held_back = 0.0, 0, math.nan
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.start, self.first = time.perf_counter(), state.global_step
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
+    ) -> None:
+        given, done = logs or {}, state.global_step - self.first
+        self.held_back = given.get("eval_loss", self.held_back)
+        if "loss" not in given or not done or not state.is_world_process_zero:
+            return
+        each = (time.perf_counter() - self.start) / done  # evaluations and checkpoints are part of it
+        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        logger.info(
+            "step %d of %d: %s tokens/s, loss %.4f, held-back loss %.4f, %.1f minutes left", state.global_step,
+            state.max_steps, f"{rows * self.row_tokens / each:,.0f}", given["loss"], self.held_back,
+            each * (state.max_steps - state.global_step) / 60,
+        )  # fmt: skip
 
 
 class StopAtDivergence(TrainerCallback):

@@ -8,10 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import DatasetDict
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn import chunk_feed_forward, is_patched, patch_model
 from hf_linattn.errors import CheckpointError
@@ -59,6 +60,11 @@ class TrainingRun:
         named = asdict(model) | asdict(data) | asdict(recipe) | asdict(distillation)
         named = {name: value for name, value in named.items() if name not in FREE}
         return named | training_options(training) | self.digests
+
+    @cached_property
+    def saved_dtype(self) -> torch.dtype | None:
+        """The dtype of the checkpoint that is converted, which its results have too; None: it does not say."""
+        return AutoConfig.from_pretrained(self.arguments.model.model_name_or_path).dtype
 
     def steps(self, tokens: int) -> int:
         """Return how many whole optimizer steps `tokens` are."""

@@ -227,6 +227,27 @@ def test_another_runs_control_serves_if_it_saw_the_same(material, whole, tmp_pat
     assert not (tmp_path / "other").exists() and not (tmp_path / "third").exists()
 
 
+def test_the_control_is_trained_as_the_converted_model_or_in_full_or_not_at_all(material, whole, tmp_path):
+    def changed(folder: Path) -> set[str]:
+        original = AutoModelForCausalLM.from_pretrained(material["model_name_or_path"]).state_dict()
+        return {name for name, x in weights(folder).items() if not torch.equal(x, original[name])}
+
+    assert Report.load(whole).training.control == recorded(whole, "control_training")["trained"] == "lora"
+    assert all("attn.c_attn.weight" in name or "attn.c_proj.weight" in name for name in changed(whole / "control"))
+    short = {"calibration_tokens": 0, "transfer_tokens": 0, "max_train_tokens": 256}
+    full = run(flags(material, tmp_path / "full", control="full", **short))
+    assert full.training.control == "full" and any("mlp" in name for name in changed(tmp_path / "full" / "control"))
+    none = run(flags(material, tmp_path / "none", control="none", fidelity_windows=3, **short))
+    assert none.perplexity.control is None and none.training.control_learning_rate is None
+    assert none.perplexity.best == none.perplexity.original and none.training.control == "none"
+    assert none.perplexity.recovered == full.perplexity.recovered, "the control changes nothing else"
+    assert none.fidelity.control_positions == () and Report.load(tmp_path / "none") == none
+    assert not (tmp_path / "none" / "control").exists()
+    assert "| control |" not in (tmp_path / "none" / "report.md").read_text()
+    with pytest.raises(CheckpointError, match="has not finished its stage control_training"):
+        run(flags(material, tmp_path / "other", control_dir=tmp_path / "none", **short))
+
+
 def test_a_last_stage_goes_on_with_longer_rows(material, whole, tmp_path, monkeypatch):
     seen = []
     real = finetuning.RecoveryTrainer.compute_loss
@@ -241,7 +262,7 @@ def test_a_last_stage_goes_on_with_longer_rows(material, whole, tmp_path, monkey
     changes = {"long_tokens": 384, "long_block_size": 48, "transfer_tokens": 384, "control_dir": whole}
     report = run(flags(material, out, **changes))
     assert [(stage.name, stage.tokens) for stage in report.stages][-2:] == [("recovered", 768), ("long", 384)]
-    assert [shape for shape, _ in seen if shape[1] == 48] == [(2, 48)] * 3 and seen[-1] == ((2, 48), True)
+    assert [shape for shape, _ in seen if shape[1] == 48] == [(2, 48)] * 4 and seen[-1] == ((2, 48), True)
     short, long = weights(out / "stages" / "recovered_training_model"), weights(out)
     assert short.keys() == long.keys() and any(not torch.equal(short[name], long[name]) for name in long)
     assert report.training.tokens == sum(stage.tokens for stage in report.stages)
@@ -296,6 +317,13 @@ def test_heads_are_chosen_by_a_search(material, tmp_path):
         ({"mechanism": "performer", "mechanism_options": None}, "'performer' has no parameters of its own"),
         ({"mechanism": "hedgehog", "mechanism_options": None}, "window_dropout=0.5: the model has no hybrid"),
         ({"long_tokens": 256}, "long_block_size must be given with long_tokens, and only so, got None"),
+        ({"long_tokens": 64, "long_block_size": 48}, "long_tokens=64 is less than one step of 96 tokens"),
+        ({"long_tokens": 256, "recall_share": 0.1}, "long_block_size must be given with long_tokens, and only so"),
+        ({"recall_share": 0.1}, "recall_share must be 0 without long_block_size, got 0.1"),
+        ({"long_learning_rate": 0.1}, "long_learning_rate must be above 0, and absent where long_block_size is"),
+        ({"dry_run": True}, "plan_steps must be at least 2, or 0 without dry_run, got 0"),
+        ({"mechanism_rate": -1}, "mechanism_rate must be at least 0, got -1"),
+        ({"position_windows": -1}, "position_windows must be at least 0, got -1"),
         ({"long_tokens": 256, "long_block_size": 32}, "long_block_size must be above block_size=32, got 32"),
         ({"long_tokens": 256, "long_block_size": 99}, "long_block_size=99 is beyond the 64 positions"),
         ({"block_size": 56, "fidelity_windows": 3}, "texts must be documents with at least max_length=56 tokens"),

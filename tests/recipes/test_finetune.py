@@ -51,7 +51,7 @@ def command(material, output_dir, **changes) -> list[str]:
     options = {
         **material, "mechanism": "performer", "mechanism_options": '{"num_features": 16}', "block_size": 32,
         "max_train_tokens": 768, "lr_search_tokens": 256, "learning_rates": "1e-3 3e-3", "speed_lengths": "8 24 4096",
-        "per_device_train_batch_size": 4, "eval_steps": 0.5, "save_steps": 0.5, "disable_tqdm": True,
+        "per_device_train_batch_size": 4, "eval_steps": 0.5, "save_steps": 0.5, "disable_tqdm": True, "plan_steps": 0,
         "output_dir": str(output_dir), **changes,
     }  # fmt: skip
     split = {"learning_rates", "speed_lengths"}
@@ -210,7 +210,9 @@ def test_a_run_is_not_continued_on_other_content_of_the_same_files(material, tmp
         ({"mechanism_options": '{"features": 3}'}, OptionError, "no option 'features'"),
         ({"chunk_feed_forward": 0}, OptionError, "chunk_feed_forward must be None or an integer >= 1, got 0"),
         ({"layers": "0-2"}, OptionError, "layer 2, but the model has layers 0 to 1"),
-        ({"control": "softmax"}, OptionError, "control must be 'window', or absent, got 'softmax'"),
+        ({"control": "lora"}, OptionError, "control must be 'full' where lora_rank is absent, got 'lora'"),
+        ({"control": "none", "control_dir": "other"}, OptionError, "control_dir must be absent where control is"),
+        ({"control": "softmax"}, OptionError, "control must be one of none, .* window, or absent, got"),
         (
             {"control": "window", "mechanism": "dynamic_sparse", "mechanism_options": None},
             OptionError,

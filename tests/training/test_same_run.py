@@ -56,6 +56,15 @@ def test_an_option_that_a_newer_version_added_counts_as_its_default(tmp_path):
     assert difference(started, now | {"label_smoothing_factor": 0.1}) == "label_smoothing_factor"
 
 
+def test_options_of_this_library_that_an_older_run_did_not_record_had_their_defaults():
+    now = {"control": "full", "completion_only": False, "recall_share": 0.0, "long_learning_rate": None, "seed": 1}
+    older = {"control": None, "seed": 1}
+    assert difference(older, now) is None and difference({"seed": 1}, now) is None
+    assert difference(older, {**now, "recall_share": 0.1}) == "recall_share"
+    # what older runs trained beside LoRA was all weights: to go on, --control full says so
+    assert difference(older, {**now, "control": "lora"}) == "control"
+
+
 @pytest.mark.parametrize(
     ("digest", "options", "message"),
     [

@@ -3,11 +3,12 @@
 from .data import DataArguments
 from .distillation import DistillationArguments
 from .model import AUTO, ModelArguments
-from .parsing import DISTILLATION, FINETUNING, Arguments, parse_arguments, tokens_per_step
-from .recipe import WINDOW, RecipeArguments
+from .parsing import DISTILLATION, FINETUNING, Arguments, long_step, parse_arguments, tokens_per_step
+from .recipe import FULL, LORA, NONE, WINDOW, RecipeArguments
 from .trainer import FinetuningArguments
 
 __all__ = [
-    "AUTO", "DISTILLATION", "FINETUNING", "WINDOW", "Arguments", "DataArguments", "DistillationArguments",
-    "FinetuningArguments", "ModelArguments", "RecipeArguments", "parse_arguments", "tokens_per_step",
+    "AUTO", "DISTILLATION", "FINETUNING", "FULL", "LORA", "NONE", "WINDOW", "Arguments", "DataArguments",
+    "DistillationArguments", "FinetuningArguments", "ModelArguments", "RecipeArguments", "long_step",
+    "parse_arguments", "tokens_per_step",
 ]  # fmt: skip

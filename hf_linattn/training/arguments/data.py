@@ -41,6 +41,14 @@ class DataArguments:
         default=None, metadata={"help": "Test windows of a causal model start this many tokens apart; default: half."}
     )
 
+    completion_only: bool = field(
+        default=False,
+        metadata={
+            "help": "Learn the assistant's answers alone: text_column holds lists of turns with `role` and `content`,"
+            " written with the tokenizer's chat template. Causal only."
+        },
+    )
+
     def __post_init__(self) -> None:
         require("block_size", self.block_size, self.block_size >= 2, "at least 2")
         for name in ("mlm_probability", "eval_mlm_probability"):

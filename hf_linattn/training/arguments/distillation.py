@@ -53,6 +53,16 @@ class DistillationArguments:
         default=0, metadata={"help": "Training tokens of a last stage on longer rows, without a search."}
     )
     long_block_size: int | None = field(default=None, metadata={"help": "Tokens per row of that stage."})
+    long_learning_rate: float | None = field(
+        default=None, metadata={"help": "Its peak learning rate; default: that of the stage before."}
+    )
+    recall_share: float = field(
+        default=0.0,
+        metadata={
+            "help": "Share of these longer rows that are generated recall, the tasks of `hf-linattn eval` in turn;"
+            " tests of the same kinds then measure what was trained."
+        },
+    )
     window_dropout: float = field(
         default=0.0,
         metadata={"help": "Probability, falling to 0, that a hybrid layer's window is shut for a training step."},
@@ -65,15 +75,20 @@ class DistillationArguments:
             require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         for name in ("transfer_learning_rate", "temperature"):
             require(name, getattr(self, name), getattr(self, name) > 0, "above 0")
+        rate = self.long_learning_rate
+        fits = rate is None or (rate > 0 and self.long_block_size is not None)
+        require("long_learning_rate", rate, fits, "above 0, and absent where long_block_size is")
         for name in ("lora_rank", "top_k", "transfer_block_layers"):
             given = getattr(self, name)
             require(name, given, given is None or given >= 1, "an integer >= 1, or absent")
-        for name in ("lora_dropout", "window_dropout"):
+        for name in ("lora_dropout", "window_dropout", "recall_share"):
             require(name, getattr(self, name), 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         some = bool(self.transfer_output_weight or self.transfer_weights_weight)
         require("transfer_output_weight", self.transfer_output_weight, some, "above 0 if transfer_weights_weight is 0")
         given, both = self.long_block_size, (self.long_block_size is None) == (not self.long_tokens)
         require("long_block_size", given, both, "given with long_tokens, and only so")
+        longer = self.long_block_size is not None
+        require("recall_share", self.recall_share, longer or not self.recall_share, "0 without long_block_size")
         if self.transfer_block_layers is not None:
             for f in (f for f in dataclasses.fields(self) if f.name in OF_SINGLE_LAYERS):
                 given = getattr(self, f.name)

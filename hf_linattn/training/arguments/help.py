@@ -22,7 +22,7 @@ NOT_TAKEN = "options of transformers.TrainingArguments that no recipe takes"
 GROUPS: dict[str, tuple[str, ...]] = {
     NOT_TAKEN: ("max_steps", *REFUSED),
     "report: what is measured, logged and said": (
-        "speed_lengths", "fidelity_windows", "long_windows",
+        "plan_steps", "dry_run", "position_windows", "speed_lengths", "fidelity_windows", "long_windows",
         "report_to", "run_name", "project", "trackio_*", "logging_*", "log_*",
         "disable_tqdm", "skip_memory_metrics", "include_*", "debug",
     ),

@@ -23,7 +23,8 @@ class ModelArguments:
     )
     tokenizer_name: str | None = field(default=None, metadata={"help": "Its tokenizer, where it lies elsewhere."})
     dtype: str = field(
-        default="float32", metadata={"help": "Of the weights while training and in the result; `auto`: as saved."}
+        default="float32",
+        metadata={"help": "Of the weights while training; `auto`: as saved. The result has that of the checkpoint."},
     )
     mechanism: str | None = field(default=None, metadata={"help": "Name of the mechanism; `performer`, `linear`, ..."})
     mechanism_options: dict[str, Any] | str | None = field(

@@ -15,7 +15,7 @@ from hf_linattn.training.arguments.data import DataArguments
 from hf_linattn.training.arguments.distillation import DistillationArguments
 from hf_linattn.training.arguments.flags import flags_of, refusing, unknown_option
 from hf_linattn.training.arguments.model import ModelArguments
-from hf_linattn.training.arguments.recipe import RecipeArguments
+from hf_linattn.training.arguments.recipe import FULL, LORA, RecipeArguments
 from hf_linattn.training.arguments.refused import check_stages
 from hf_linattn.training.arguments.trainer import FinetuningArguments
 
@@ -79,6 +79,9 @@ def _check_together(arguments: Arguments) -> None:
     if not recipe.learning_rates:
         recipe.learning_rates = [training.learning_rate] if training.learning_rate else DEFAULT_LEARNING_RATES
     recipe.control_learning_rates = recipe.control_learning_rates or recipe.learning_rates
+    adapters = distillation.lora_rank is not None
+    require("control", recipe.control, adapters or recipe.control != LORA, f"{FULL!r} where lora_rank is absent")
+    recipe.control = recipe.control or (LORA if adapters else FULL)
     if training.max_steps > 0:
         raise OptionError(f"max_steps={training.max_steps}: the length of a run is given by max_train_tokens instead")
     step = tokens_per_step(data, training)
@@ -95,7 +98,13 @@ def _check_together(arguments: Arguments) -> None:
         "transfer_tokens": distillation.transfer_tokens or None,
         "long_tokens": distillation.long_tokens or None,
     }
+    least = {"long_tokens": long_step(arguments)[1] if longer else step}
     for name, tokens in wanted.items():
+        if tokens is not None and tokens < least.get(name, step) and name == "long_tokens":
+            raise OptionError(
+                f"long_tokens={tokens} is less than one step of {least[name]} tokens, rows of"
+                f" long_block_size={longer}; raise it, or lower long_block_size or gradient_accumulation_steps"
+            )
         if tokens is not None and tokens < step:
             shared = f" ({before} of the other stages are part of it)" if name == "max_train_tokens" and before else ""
             raise OptionError(
@@ -103,6 +112,15 @@ def _check_together(arguments: Arguments) -> None:
                 f" (block_size={data.block_size} x global batch of {step // data.block_size}); raise it or lower"
                 " block_size or per_device_train_batch_size"
             )
+
+
+def long_step(arguments: Arguments) -> tuple[int, int]:
+    """Return how many longer rows a device takes at a time, as many tokens as else or one row, and a step's tokens."""
+    _, data, _, training, distillation = arguments
+    length = distillation.long_block_size or data.block_size
+    batch = max(1, training.per_device_train_batch_size * data.block_size // length)
+    devices = training.world_size * training.train_batch_size // training.per_device_train_batch_size
+    return batch, batch * length * training.gradient_accumulation_steps * devices
 
 
 def tokens_per_step(data: DataArguments, training: TrainingArguments) -> int:

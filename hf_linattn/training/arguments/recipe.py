@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hf_linattn.config import require
 
-WINDOW = "window"  # value of `control`
+NONE, LORA, FULL, WINDOW = "none", "lora", "full", "window"  # values of `control`
 
 
 @dataclass
@@ -29,8 +29,9 @@ class RecipeArguments:
     control: str | None = field(
         default=None,
         metadata={
-            "help": "`window`: windows with as many bytes of decoding state as the mechanism are trained as the"
-            " control is, too."
+            "help": "What of the original is trained on as many tokens, for comparison: `lora` adapters, `full`: all"
+            " weights, `none`, or `window`: as by default, and windows with as many bytes of decoding state as the"
+            " mechanism too. Default: as the converted model, so `lora` with lora_rank."
         },
     )
     control_dir: str | None = field(
@@ -65,6 +66,21 @@ class RecipeArguments:
             " by distance of recurrence are compared; causal only."
         },
     )
+    position_windows: int = field(
+        default=0,
+        metadata={
+            "help": "Held-back windows of 4 times the rows of a stage, as far as there are positions, on which loss by"
+            " position is compared before and after it; one that makes a bucket worse is refused. Causal only."
+        },
+    )
+    plan_steps: int = field(
+        default=3,
+        metadata={
+            "help": "Real steps of each training that are timed, on a copy, for the plan that is printed before a run;"
+            " 0: no plan."
+        },
+    )
+    dry_run: bool = field(default=False, metadata={"help": "Print the plan alone, and write nothing."})
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Start anew in an output_dir that holds another run's results."}
     )
@@ -72,12 +88,19 @@ class RecipeArguments:
     def __post_init__(self) -> None:
         self.searches_a_share = not self.lr_search_tokens  # messages speak of what was given
         self.lr_search_tokens = self.lr_search_tokens or int(0.15 * self.max_train_tokens)
-        require("control", self.control, self.control in (None, WINDOW), f"{WINDOW!r}, or absent")
+        kinds = (NONE, LORA, FULL, WINDOW)
+        require("control", self.control, self.control in (None, *kinds), f"one of {', '.join(kinds)}, or absent")
         self.control_dir = self.control_dir or None  # a flag that takes back what a file says
+        shared = self.control_dir is None or self.control != NONE
+        require("control_dir", self.control_dir, shared, f"absent where control is {NONE!r}")
         for name in ("learning_rates", "control_learning_rates"):
             rates = getattr(self, name)
             require(name, rates, rates is None or all(rate > 0 for rate in rates), "positive numbers")
-        for name in ("kl_weight", "hidden_weight", "calibration_tokens", "fidelity_windows", "long_windows"):
+        for name in (
+            "kl_weight", "hidden_weight", "calibration_tokens", "fidelity_windows", "long_windows", "position_windows",
+        ):  # fmt: skip
             require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
+        timed = self.plan_steps >= 2 or (self.plan_steps == 0 and not self.dry_run)
+        require("plan_steps", self.plan_steps, timed, "at least 2, or 0 without dry_run")
         lengths = self.speed_lengths
         require("speed_lengths", lengths, bool(lengths) and min(lengths) > 0, "positive numbers of tokens")

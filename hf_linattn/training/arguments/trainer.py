@@ -43,6 +43,18 @@ class FinetuningArguments(TrainingArguments):
         default="loss", metadata={"help": "What the best checkpoint is best in."}
     )
     greater_is_better: bool | None = field(default=False, metadata={"help": "Whether more of it is better."})
+    mechanism_rate: float = field(
+        default=1.0, metadata={"help": "The mechanisms' learning rate (maps, gates, decays), times that of the rest."}
+    )
+    attention_rate: float = field(
+        default=1.0, metadata={"help": "That of the projections around attention, or of adapters, times the rest's."}
+    )
+    mechanism_weight_decay: float | None = field(
+        default=None, metadata={"help": "Weight decay of the mechanisms; default: weight_decay."}
+    )
+    attention_weight_decay: float | None = field(
+        default=None, metadata={"help": "Weight decay of the projections around attention; default: weight_decay."}
+    )
     early_stopping_patience: int | None = field(
         default=None, metadata={"help": "End a run after that many evaluations without a lower validation loss."}
     )

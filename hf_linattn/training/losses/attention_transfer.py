@@ -68,7 +68,7 @@ class Transfer(LossModule):
         with torch.no_grad():
             found = self.compare(inputs, gradients)
         if learning:
-            found["loss"] = _Prepared.apply(found["loss"], list(gradients.values()), *gradients)
+            found["loss"] = Prepared.apply(found["loss"], list(gradients.values()), *gradients)
         return found
 
     def compare(self, inputs: dict[str, Tensor], gradients: dict[nn.Parameter, Tensor]) -> dict[str, Tensor]:
@@ -171,7 +171,7 @@ def add_gradients(loss: Tensor, gradients: dict[nn.Parameter, Tensor]) -> None:
             gradients[parameter] += gradient
 
 
-class _Prepared(torch.autograd.Function):
+class Prepared(torch.autograd.Function):
     """A loss whose gradient is known already."""
 
     @staticmethod

@@ -17,6 +17,7 @@ from hf_linattn.attention_call import intercept_attention
 from hf_linattn.errors import OptionError
 from hf_linattn.inference import evaluation_mode, without_labels
 from hf_linattn.training.data import IGNORED_LABEL
+from hf_linattn.training.losses.chunks import chunk_rows, sum_by_chunks
 from hf_linattn.training.losses.loss_module import LossModule
 from hf_linattn.training.task import Task
 
@@ -49,6 +50,12 @@ class Teacher:
     def schedule(self, step: int, max_steps: int) -> float:
         """Return by what `kl_weight` and `hidden_weight` are multiplied in a step."""
         return 1 - step / max_steps if self.fading else 1.0
+
+    def divergence(self, got: Tensor, want: Tensor) -> Tensor:
+        """Return temperature^2 KL, summed, for logits [T, V] of the student and of the teacher."""
+        got, want = (x.to(torch.promote_types(x.dtype, torch.float32)) / self.temperature for x in (got, want))
+        got, want = _likeliest(got.log_softmax(-1), want.log_softmax(-1), self.top_k)
+        return self.temperature**2 * (want.exp() * (want - got)).sum()
 
     @torch.no_grad()
     def outputs(self, student: nn.Module, inputs: dict[str, Any]) -> Any:
@@ -88,18 +95,16 @@ def distillation_loss(
     chosen = task.predicted(labels) != IGNORED_LABEL
     divergence = hidden = student.logits.new_zeros((), dtype=torch.float32)
     if teacher.kl_weight and bool(chosen.any()):
-        logits = (task.predicting(x.logits)[chosen] for x in (student, teacher_outputs))
-        got, want = (x.float() / teacher.temperature for x in logits)
-        got, want = _likeliest(got.log_softmax(-1), want.log_softmax(-1), teacher.top_k)
-        total = (want.exp() * (want - got)).sum()
-        divergence = teacher.kl_weight * teacher.temperature**2 * total / (len(want) if count is None else count)
+        got, want = (task.predicting(x.logits)[chosen] for x in (student, teacher_outputs))
+        total = sum_by_chunks(teacher.divergence, chunk_rows(got.shape[-1]), got, want)
+        divergence = teacher.kl_weight * total / (len(want) if count is None else count)
     if teacher.hidden_weight:
         states = student.hidden_states, teacher_outputs.hidden_states
-        hidden = teacher.hidden_weight * _hidden_error(*states, attention_mask)
+        hidden = teacher.hidden_weight * hidden_error(*states, attention_mask)
     return divergence, hidden
 
 
-def _hidden_error(found: Sequence[Tensor], wanted: Sequence[Tensor], attention_mask: Tensor | None) -> Tensor:
+def hidden_error(found: Sequence[Tensor], wanted: Sequence[Tensor], attention_mask: Tensor | None) -> Tensor:
     """Return the mean over layers and real tokens of |h - h'|^2 / |h'|^2, the inputs left out."""
     errors = []
     for got, want in zip(found[1:], wanted[1:], strict=True):
@@ -132,7 +137,7 @@ class HiddenStates(LossModule):
         with torch.no_grad():
             target = self._teacher[0](**wanted).hidden_states
         found = self.student(**wanted).hidden_states
-        return {"loss": _hidden_error(found, target, inputs.get("attention_mask"))}
+        return {"loss": hidden_error(found, target, inputs.get("attention_mask"))}
 
 
 def _likeliest(got: Tensor, want: Tensor, count: int | None) -> tuple[Tensor, Tensor]:

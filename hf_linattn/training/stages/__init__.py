@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from hf_linattn import unpatch_model
-from hf_linattn.training.arguments import AUTO, WINDOW, Arguments
+from hf_linattn.training.arguments import AUTO, NONE, WINDOW, Arguments
 from hf_linattn.training.training_run import TrainingRun
 
 from .base import Stage
@@ -14,6 +14,7 @@ from .layers import LayerChoice
 from .long import LongTraining
 from .measurement import Measurement, SharedStage, validation
 from .plan import PlanChoice
+from .positions import position_checks
 from .recovery import ControlTraining, RecoveredTraining
 from .report import ReportStage
 from .training import TrainingStage
@@ -27,6 +28,7 @@ def stages_of(arguments: Arguments) -> list[Stage]:
     """Return the stages of a run with these options, in their order."""
     options, shared = arguments.distillation, arguments.recipe.control_dir is not None
     window = arguments.recipe.control == WINDOW
+    trains = arguments.recipe.control != NONE and not shared
     trained = ("recovered_training", "long_training")
     stages: list[tuple[Stage, object]] = [
         (LayerChoice(), arguments.model.layers == AUTO and arguments.model.layer_search is None),
@@ -35,8 +37,8 @@ def stages_of(arguments: Arguments) -> list[Stage]:
         (Measurement("converted", TrainingRun.convert, ("layers",)), True),
         (Measurement("converted_validation", TrainingRun.convert, ("layers",), validation), True),
         (WindowMeasurement(), True),
-        (ControlTraining(), not shared),
-        (Measurement("control", _control, ("control_training",)), not shared),
+        (ControlTraining(), trains),
+        (Measurement("control", _control, ("control_training",)), trains),
         (SharedStage("control_training"), shared),
         (SharedStage("control"), shared),
         (WindowTraining(), window),
@@ -50,7 +52,11 @@ def stages_of(arguments: Arguments) -> list[Stage]:
         (Measurement("recovered_validation", _recovered, trained, validation), True),
         (ReportStage(), True),
     ]
-    return [stage for stage, wanted in stages if wanted]
+    chosen = [stage for stage, wanted in stages if wanted]
+    if not arguments.recipe.position_windows:
+        return chosen
+    checks: dict[str, Stage] = dict(position_checks(arguments))
+    return [each for stage in chosen for each in (stage, checks.get(stage.name)) if each is not None]
 
 
 def _control(context: TrainingRun) -> PreTrainedModel:

@@ -17,6 +17,7 @@ from hf_linattn import chunk_feed_forward, is_patched
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.inference import evaluation_mode
 from hf_linattn.training.adapters import add_adapters
+from hf_linattn.training.arguments import FULL, LORA
 from hf_linattn.training.finetuning import Trained, fine_tune, without_checkpoints
 from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.stages.training import TrainingPlan, TrainingStage
@@ -42,9 +43,9 @@ class ModelTraining(TrainingStage):
         """Return where the trained model goes."""
         raise NotImplementedError
 
-    def teacher(self, context: TrainingRun) -> Teacher | None:
-        """Return who teaches the model; None: the text alone."""
-        return None
+    def is_last(self, context: TrainingRun) -> bool:
+        """Return whether no stage goes on with the model, which then gets the dtype of the original's checkpoint."""
+        return True
 
     def callbacks(self, context: TrainingRun, model: nn.Module) -> Sequence[TrainerCallback]:
         """Return what else happens while the model trains."""
@@ -65,6 +66,8 @@ class ModelTraining(TrainingStage):
             raise OptionError(
                 f"learning_rate={learning_rate:g}: training of {self.name} diverged; give lower learning_rates"
             )
+        result["tokens"] = result["steps"] * plan.step_tokens
+        result["trained"] = LORA if isinstance(model, PeftModel) else FULL
         result["search"] = [{"learning_rate": rate, "eval_loss": loss} for rate, loss in losses.items()]
         training = context.arguments.training
         with training.main_process_first(local=False):  # the others go on when the model is there
@@ -96,12 +99,14 @@ class ModelTraining(TrainingStage):
         if isinstance(model, PeftModel):
             model = model.merge_and_unload()  # type: ignore[operator]
         folder = self.folder(context)
+        if self.is_last(context):
+            model.to(context.saved_dtype)
         model.save_pretrained(folder)
         verify_saved(model, folder, torch.as_tensor(plan.data.validation[0]["input_ids"])[None])
 
 
 class ControlTraining(ModelTraining):
-    """The original on as many tokens: what the text alone does."""
+    """The original on as many tokens: what the text alone does, to all weights or to adapters."""
 
     name = "control_training"
 
@@ -115,8 +120,12 @@ class ControlTraining(ModelTraining):
             context.steps(options.lr_search_tokens or 0),
         )
 
-    def make_model(self, context: TrainingRun) -> PreTrainedModel:
-        return context.softmax_baseline()
+    def make_model(self, context: TrainingRun) -> nn.Module:
+        return self.with_adapters(context, context.softmax_baseline())
+
+    def with_adapters(self, context: TrainingRun, model: PreTrainedModel) -> nn.Module:
+        """Return a model to compare with, with adapters if these are to be trained alone."""
+        return model if context.arguments.recipe.control == FULL else adapted(context, model)
 
     def folder(self, context: TrainingRun) -> Path:
         return context.directory.path / "control"
@@ -153,6 +162,9 @@ class RecoveredTraining(ModelTraining):
     def teacher(self, context: TrainingRun) -> Teacher | None:
         # the weights under a student's adapters are still the original's
         return make_teacher(context, own_model=context.arguments.distillation.lora_rank is None)
+
+    def is_last(self, context: TrainingRun) -> bool:
+        return context.long_data is None
 
     def callbacks(self, context: TrainingRun, model: nn.Module) -> Sequence[TrainerCallback]:
         probability, seed = context.arguments.distillation.window_dropout, context.arguments.training.seed

@@ -32,7 +32,7 @@ from hf_linattn.report import (
     save_card,
     save_report,
 )
-from hf_linattn.training.arguments import WINDOW, Arguments, tokens_per_step
+from hf_linattn.training.arguments import FULL, NONE, WINDOW, Arguments, tokens_per_step
 from hf_linattn.training.stages.base import OneProcessStage
 from hf_linattn.training.training_run import TrainingRun
 
@@ -76,8 +76,8 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
     """Measure speed and memory of the recovered model beside its original attention, and put everything together."""
     model_options, data_options, options, training, _ = context.arguments
     results = context.results
-    scores = {name: results[name] for name in SCORED}
-    control, recovered = results["control_training"], results["recovered_training"]
+    scores: dict[str, Any] = {name: results.get(name, {}) for name in SCORED}
+    control, recovered = results.get("control_training", {}), results["recovered_training"]
     step = tokens_per_step(data_options, training)
     mechanisms = {config.mechanism for config in get_patch_config(model).layers.values()}
     given: Any = model_options.plan or model_options.mechanism_options or {}  # a dict by now, or a list of them
@@ -94,19 +94,21 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
         data=", ".join(filter(None, sources)) or "documentation of Python's standard library",
         dataset_name=data_options.dataset_name,
         dataset_config_name=data_options.dataset_config_name,
-        perplexity=Perplexities(**{name: score["perplexity"] for name, score in scores.items()}),
-        accuracy=Accuracies(**{name: score["accuracy"] for name, score in scores.items()}) if classified else None,
+        perplexity=Perplexities(**{name: score.get("perplexity") for name, score in scores.items()}),
+        accuracy=Accuracies(**{name: score.get("accuracy") for name, score in scores.items()}) if classified else None,
         evaluation=Evaluation(
             data_options.block_size, scores["recovered"]["num_tokens"], context.task.stride(data_options)
         ),
         training=Training(
             tokens=context.steps(options.max_train_tokens) * step,
             recovered_learning_rate=recovered["learning_rate"],
-            control_learning_rate=control["learning_rate"],
+            control_learning_rate=control.get("learning_rate"),
             learning_rate_grid=tried(recovered),
-            control_learning_rate_grid=tried(control),
+            control_learning_rate_grid=tried(control) if control else (),
             search_tokens=context.steps(options.lr_search_tokens or 0) * step if searched else 0,
             teaching=teaching_options(context.arguments),
+            saved_dtype=str(context.saved_dtype or model.dtype).removeprefix("torch."),
+            control=control.get("trained", FULL) if control else NONE,
         ),
         stages=stages(results, step),
         sensitivity=tuple(results.get("layers", {}).get("sensitivity", {}).values()),

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.data import TrainingData
 from hf_linattn.training.finetuning import rehearse
+from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.training_run import TrainingRun
 
 
@@ -32,6 +33,12 @@ class TrainingPlan:
     search_steps: int = 0
 
     @property
+    def step_tokens(self) -> int:
+        """The tokens of a step, over all processes."""
+        rows = self.training.train_batch_size * self.training.gradient_accumulation_steps * self.training.world_size
+        return rows * round(self.data.row_tokens)
+
+    @property
     def candidates(self) -> Sequence[float]:
         """The learning rates that are tried."""
         return self.learning_rates if len(self.learning_rates) > 1 else ()
@@ -42,6 +49,7 @@ class TrainingStage:
 
     name: str
     inputs: tuple[str, ...] = ()
+    keeps_model = True  # whether a model is left in a folder
 
     def plan(self, context: TrainingRun) -> TrainingPlan:
         """Return what is trained on, and for how long."""
@@ -50,6 +58,14 @@ class TrainingStage:
     def make_model(self, context: TrainingRun) -> nn.Module:
         """Return what is trained."""
         raise NotImplementedError
+
+    def fresh(self, context: TrainingRun) -> nn.Module:
+        """Return what is trained before any stage is done, to see what a step takes."""
+        return self.make_model(context)
+
+    def teacher(self, context: TrainingRun) -> Teacher | None:
+        """Return who teaches the model; None: the text alone."""
+        return None
 
     def trained_part(self, context: TrainingRun, model: PreTrainedModel) -> nn.Module:
         """Return what a stage trains of a converted model."""

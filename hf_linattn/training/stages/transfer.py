@@ -25,6 +25,7 @@ class TransferTraining(TrainingStage):
 
     name = "transfer"
     inputs: tuple[str, ...] = ("calibration",)
+    keeps_model = False
 
     def plan(self, context: TrainingRun) -> TrainingPlan:
         options, training = context.arguments.distillation, context.arguments.training

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_linattn import patch_model
@@ -38,8 +39,11 @@ class WindowTraining(ControlTraining):
     name = "window_training"
     inputs: tuple[str, ...] = ("window",)
 
-    def make_model(self, context: TrainingRun) -> PreTrainedModel:
-        return window_model(context, context.results["window"]["plan"])
+    def make_model(self, context: TrainingRun) -> nn.Module:
+        return self.with_adapters(context, window_model(context, context.results["window"]["plan"]))
+
+    def fresh(self, context: TrainingRun) -> nn.Module:
+        return self.with_adapters(context, window_model(context, describe_window(context)["plan"]))
 
     def folder(self, context: TrainingRun) -> Path:
         return context.directory.path / WINDOW

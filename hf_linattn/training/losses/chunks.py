@@ -1,0 +1,111 @@
+"""Losses of predictions, some positions at a time: the logits of all positions never lie side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from hf_linattn.architecture import root_model
+from hf_linattn.inference import accepted, evaluation_mode
+from hf_linattn.training.losses.attention_transfer import Prepared
+from hf_linattn.training.task import task_of
+
+ELEMENTS = 2**24  # of the logits of one chunk: 64 MiB in float32
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """Return how many positions' logits are held at a time.
+
+    >>> chunk_rows(49_152)
+    341
+    """
+    return max(1, ELEMENTS // vocabulary)
+
+
+def sum_by_chunks(
+    function: Callable[..., Tensor], size: int, rows: Tensor, *aligned: Tensor, parameters: Sequence[nn.Parameter] = ()
+) -> Tensor:
+    """Return the sum of `function` over chunks of `size` rows, with the exact gradient.
+
+    The gradient of a chunk is taken as soon as its loss is known, so that what `function` makes of the rows is held
+    for one chunk alone, and is computed once. It is that of `rows` and `parameters`, and of nothing else.
+
+    Args:
+        function: takes the rows [C, ...] of a chunk and those of `aligned`, and returns a scalar.
+        rows: [T, ...]. aligned: tensors [T, ...] that are cut alike. parameters: what else `function` looks at.
+
+    >>> rows = torch.arange(5.0, requires_grad=True)
+    >>> total = sum_by_chunks(lambda chunk: chunk.square().sum(), 2, rows)
+    >>> float(total), torch.autograd.grad(total, rows)[0].tolist()
+    (30.0, [0.0, 2.0, 4.0, 6.0, 8.0])
+    """
+    chunks = list(zip(*(x.split(size) for x in (rows, *aligned)), strict=True))
+    own = [p for p in (rows, *parameters) if p.requires_grad] if torch.is_grad_enabled() else []
+    exact = [torch.promote_types(p.dtype, torch.float32) if p is not rows else p.dtype for p in own]
+    gradients = [torch.zeros_like(p, dtype=dtype) for p, dtype in zip(own, exact, strict=True)]
+    total = rows.new_zeros((), dtype=torch.promote_types(rows.dtype, torch.float32))
+    first = 0
+    for chunk, *others in chunks:
+        with torch.set_grad_enabled(bool(own)):
+            chunk = chunk.detach().requires_grad_(bool(own) and rows.requires_grad)
+            part = function(chunk, *others)
+            if part.requires_grad:
+                found = torch.autograd.grad(part, [chunk if p is rows else p for p in own], allow_unused=True)
+                for p, gradient, new in zip(own, gradients, found, strict=True):
+                    if new is not None:
+                        (gradient[first : first + len(chunk)] if p is rows else gradient).add_(new)
+        total = total + part.detach()
+        first += len(chunk)
+    return Prepared.apply(total, gradients, *own) if own else total
+
+
+@contextmanager
+def replaced_head(model: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Have `function` in place of a model's output projection for a while: it gets the states [B, N, d] in front."""
+    head: nn.Module = root_model(model).get_output_embeddings()  # type: ignore[assignment]  # it has one
+    before = head.__dict__.get("forward")
+    head.forward = function
+    try:
+        yield
+    finally:
+        if before is None:
+            del head.forward
+        else:
+            head.forward = before
+
+
+def same(states: Tensor) -> Tensor:
+    """Return the states: in place of a projection, the model then returns what would have been projected."""
+    return states
+
+
+def separate_head(model: nn.Module) -> nn.Module | None:
+    """Return the projection of a language model that is the last thing it does; None if something follows it.
+
+    Logits are then the projection of the states in front of it, and the loss is their cross-entropy: both are tried
+    out on two tokens. Models that scale or cap logits, add losses of routers, or have no projection, are not so.
+    """
+    root = root_model(model)
+    head = root.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        return None
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=root.device)
+    options = accepted(root, use_cache=False)
+    with evaluation_mode(model), torch.no_grad():
+        whole = root(input_ids=ids, labels=ids, **options)
+        with replaced_head(model, same):
+            states = root(input_ids=ids, **options).logits
+        if states.shape[:-1] != whole.logits.shape[:-1] or not torch.equal(head(states), whole.logits):
+            return None
+        return head if torch.allclose(whole.loss.float(), _loss(root, whole.logits, ids), rtol=1e-3) else None
+
+
+def _loss(root: PreTrainedModel, logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy of what a model predicts."""
+    task = task_of(root)
+    return cross_entropy(task.predicting(logits).flatten(0, -2).float(), task.predicted(labels).flatten())

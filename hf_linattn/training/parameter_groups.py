@@ -1,0 +1,133 @@
+"""What is trained at which rate and in which dtype: groups of an optimizer, and float32 copies of small parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from hf_linattn import get_mechanisms
+from hf_linattn.architecture import attention_projections, root_model
+from hf_linattn.errors import OptionError
+from hf_linattn.training.losses.loss_module import LossModule
+from hf_linattn.transformers_bridge import MECHANISM
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some parameters of a patched model.
+
+    Attributes:
+        rate, weight_decay: names of the options that say how they are trained.
+        holds: whether a parameter is of the group, by its name and the names of the modules around attention.
+    """
+
+    rate: str
+    weight_decay: str
+    holds: Callable[[str, list[str]], bool]
+
+
+# the first that holds a parameter has it; what none holds, feed-forwards, norms and embeddings, is the rest
+GROUPS = (
+    Group("mechanism_rate", "mechanism_weight_decay", lambda name, _: f".{MECHANISM}." in name),
+    Group("attention_rate", "attention_weight_decay", lambda name, paths: any(f".{path}." in name for path in paths)),
+)
+
+
+def group_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, options: Any) -> None:
+    """Give the parameters of mechanisms and of attention their own learning rate and weight decay.
+
+    Args:
+        optimizer: of the parameters of `model`, a patched one; its groups are divided.
+        options: has `mechanism_rate` and `attention_rate`, which multiply the learning rate, and
+            `mechanism_weight_decay` and `attention_weight_decay`, None: as for the rest. Parameters that are not to
+            decay, such as biases, do not with any of these.
+
+    Raises:
+        OptionError: the optimizer holds other tensors than the model's parameters, as where training shards it.
+    """
+    if not others_than_one(options) or isinstance(model, LossModule):
+        return
+    root = root_model(model)
+    mechanisms = get_mechanisms(model)
+    paths = [*mechanisms, *(name for path in mechanisms for name in attention_projections(root, path))]
+    names = {id(parameter): f".{name}" for name, parameter in model.named_parameters()}
+    divided = []
+    for given in optimizer.param_groups:
+        parts: dict[Group | None, list[nn.Parameter]] = {}
+        for parameter in given["params"]:
+            name = names.get(id(parameter))
+            if name is None:
+                raise OptionError(
+                    "mechanism_rate and attention_rate need the optimizer to hold the model's own parameters, which it"
+                    " does not where training shards them; leave them at 1"
+                )
+            group = next((group for group in GROUPS if group.holds(name, paths)), None)
+            parts.setdefault(group, []).append(parameter)
+        for group, own in parts.items():
+            divided.append({**given, "params": own, **({} if group is None else _changed(given, group, options))})
+    optimizer.param_groups[:] = divided
+
+
+def others_than_one(options: Any) -> bool:
+    """Whether some group has a rate or a decay of its own."""
+    return any(
+        getattr(options, group.rate) != 1 or getattr(options, group.weight_decay) is not None for group in GROUPS
+    )
+
+
+def _changed(given: dict[str, Any], group: Group, options: Any) -> dict[str, Any]:
+    """Return what is different in a group."""
+    decay = getattr(options, group.weight_decay)
+    own = decay is not None and given["weight_decay"] != 0
+    return {
+        "lr": given["lr"] * getattr(options, group.rate),
+        "weight_decay": decay if own else given["weight_decay"],
+    }
+
+
+class _Rounded(nn.Module):
+    """The value of a parameter in the dtype of its model."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, exact: Tensor) -> Tensor:
+        return exact.to(self.dtype)
+
+    def right_inverse(self, rounded: Tensor) -> tuple[Tensor]:
+        return (rounded.float(),)  # PyTorch refuses a tensor of another dtype unless it is one of several
+
+
+@contextmanager
+def float32_masters(model: nn.Module) -> Iterator[None]:
+    """Train the small parameters of a model in bfloat16 or float16 in float32 for a while.
+
+    A step of 1e-4 moves no bfloat16 of 1: its neighbours are 4e-3 apart. Vectors, such as the weights of norms and
+    biases, and all parameters of mechanisms, are kept in float32 and rounded to the dtype of the model where it uses
+    them, so an optimizer adds up what is smaller than a rounding; checkpoints meanwhile hold them in float32. Matrices
+    are left as they are: for float32 copies of these, load the model in float32 and train it with `bf16`.
+    """
+    chosen = [
+        (module, name)
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad
+        and parameter.dtype in HALVES
+        and (parameter.ndim <= 1 or f".{MECHANISM}." in f".{path}.")
+    ]
+    for module, name in chosen:
+        parametrize.register_parametrization(module, name, _Rounded(getattr(module, name).dtype), unsafe=True)
+    try:
+        yield
+    finally:
+        for module, name in chosen:
+            parametrize.remove_parametrizations(module, name, leave_parametrized=True)

@@ -1,0 +1,286 @@
+"""What a run will take: its stages with tokens, steps, time, memory and disk, from a few real steps of each."""
+
+from __future__ import annotations
+
+import gc
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich import box
+from rich.table import Table
+from torch import nn
+from transformers import TrainerCallback
+
+from hf_linattn import get_mechanisms
+from hf_linattn.errors import OptionError
+from hf_linattn.evaluation.memory import LiveBytes
+from hf_linattn.reading import one_line
+from hf_linattn.training.arguments import FULL, NONE, Arguments
+from hf_linattn.training.finetuning import own_forward, stage_arguments, without_checkpoints
+from hf_linattn.training.stages import TrainingStage, stages_of
+from hf_linattn.training.stages.training import TrainingPlan
+from hf_linattn.training.trainers import RecoveryTrainer
+from hf_linattn.training.training_run import TrainingRun
+
+HEADS = ("stage", "tokens", "rows", "steps", "trained", "s/step", "hours", "GB")
+
+
+@dataclass(frozen=True)
+class StagePrice:
+    """What one training stage takes.
+
+    Attributes:
+        name: of the stage. place: its number among all stages of the run.
+        tokens, steps: of all its trainings, those that search for a learning rate too.
+        rows: tokens of a row, by rows of a step. trained: parameters.
+        seconds: of one step, the median of those timed. peak_bytes: of weights, teacher, optimizer and the step.
+        checkpoint_bytes: of all its checkpoints that lie on disk at once. kept_bytes: of the model it leaves.
+    """
+
+    name: str
+    place: int
+    tokens: int
+    steps: int
+    rows: tuple[int, int]
+    trained: int
+    seconds: float
+    peak_bytes: int
+    checkpoint_bytes: int
+    kept_bytes: int
+
+    @property
+    def hours(self) -> float:
+        """Hours of all its steps, without evaluations."""
+        return self.steps * self.seconds / 3600
+
+
+@dataclass(frozen=True)
+class RunPrice:
+    """What a run takes.
+
+    Attributes:
+        model: its name. parameters: how many it has, converted. dtype: of the weights while training.
+        layers: how many layers each mechanism has. chosen: whether these are the run's, and not still to be chosen.
+        stages: those that train and are not done yet. places: how many stages the run has, of all kinds.
+        free_bytes: on the disk of the output folder.
+    """
+
+    model: str
+    parameters: int
+    dtype: str
+    layers: dict[str, int]
+    chosen: bool
+    places: int
+    stages: tuple[StagePrice, ...]
+    free_bytes: int
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all models that are left and of the checkpoints of the stage that has most of them."""
+        checkpoints = max((stage.checkpoint_bytes for stage in self.stages), default=0)
+        return checkpoints + sum(stage.kept_bytes for stage in self.stages)
+
+    @property
+    def hours(self) -> float:
+        """Hours of all steps, without evaluations and measurements."""
+        return sum(stage.hours for stage in self.stages)
+
+    def table(self) -> Table:
+        """Return the plan for `rich.print`."""
+        layers = ", ".join(f"{count} {name}" for name, count in self.layers.items())
+        later = "" if self.chosen else ", of which those that stay softmax are chosen first"
+        table = Table(
+            title=f"{self.model}: {self.parameters:,} parameters in {self.dtype}; layers: {layers}{later}",
+            box=box.SIMPLE, pad_edge=False,
+            caption=f"trained: parameters; GB: peak memory of a step. {self.hours:.2f} hours without evaluations; disk"
+            f" {gigabytes(self.disk_bytes)} of {gigabytes(self.free_bytes)} free",
+        )  # fmt: skip
+        for number, head in enumerate(HEADS):
+            table.add_column(head, justify="right" if number else "left", no_wrap=not number)
+        for stage in self.stages:
+            row, count = stage.rows
+            table.add_row(
+                f"{stage.place}/{self.places} {stage.name}", f"{stage.tokens:,}", f"{count}x{row}",
+                f"{stage.steps:,}", f"{stage.trained:,}", f"{stage.seconds:.3g}", f"{stage.hours:.2f}",
+                f"{stage.peak_bytes / 1e9:.2f}",
+            )  # fmt: skip
+        return table
+
+
+def price_of(run: TrainingRun) -> RunPrice:
+    """Take a few real steps of each training stage that is not done yet, on models of their own, and add them up.
+
+    Raises:
+        OptionError: weights, teacher and optimizer do not fit into the memory that is left, a step runs out of it, or
+            models and checkpoints do not fit on the disk; nothing is written.
+    """
+    converted, stages = run.convert(), stages_of(run.arguments)
+    layers = Counter(mechanism.config.mechanism for mechanism in get_mechanisms(converted).values())
+    count, dtype = parameters(converted), str(converted.dtype).removeprefix("torch.")
+    del converted
+    todo = [
+        (place, stage)
+        for place, stage in enumerate(stages, start=1)
+        if isinstance(stage, TrainingStage) and run.directory.finished(stage.name) is None
+    ]
+    options = run.arguments.model
+    price = RunPrice(
+        model=str(options.model_name_or_path), parameters=count, dtype=dtype, layers=dict(layers),
+        chosen=options.layers != "auto", places=len(stages),
+        stages=tuple(price_of_stage(run, stage, place) for place, stage in todo),
+        free_bytes=shutil.disk_usage(nearest_folder(run.directory.path)).free,
+    )  # fmt: skip
+    if price.disk_bytes > price.free_bytes:
+        raise OptionError(
+            f"output_dir={str(run.directory.path)!r}: models and checkpoints need {gigabytes(price.disk_bytes)},"
+            f" {gigabytes(price.free_bytes)} are free; give {_what_helps(run.arguments, disk=True)}"
+        )
+    return price
+
+
+def price_of_stage(run: TrainingRun, stage: TrainingStage, place: int) -> StagePrice:
+    """Take a few real steps of a stage on a model of its own; see `price_of`."""
+    plan, model, teacher = stage.plan(run), stage.fresh(run), stage.teacher(run)
+    other = None if teacher is None else teacher.model
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weights = size(model) + sum(map(size, filter(None, (other, *getattr(model, "_model", ())))))
+    state = sum(3 * p.nbytes for p in model.parameters() if p.requires_grad)  # gradients and two moments
+    left = free_memory(run.arguments.training.device)
+    if state > left:
+        raise OptionError(
+            f"the stage {stage.name} needs {gigabytes(state)} for gradients and optimizer beside"
+            f" {gigabytes(weights)} of weights, {gigabytes(left)} are left; give {_what_helps(run.arguments)}"
+        )
+    watch = _Watch(run.arguments.training.device)
+    try:
+        _take_steps(run, plan, model, teacher, watch)
+    except torch.OutOfMemoryError as error:
+        raise OptionError(
+            f"the stage {stage.name} runs out of memory in a step ({one_line(error)});"
+            f" give {_what_helps(run.arguments)}"
+        ) from error
+    searched = len(plan.candidates) * plan.search_steps
+    training, rows = plan.training, round(plan.data.row_tokens)
+    batch = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+    adapters = trained < parameters(model)
+    saved = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapters) + 2 * state // 3
+    steps = plan.max_steps + searched
+    price = StagePrice(
+        stage.name, place, steps * plan.step_tokens, steps, (rows, batch), trained, watch.seconds,
+        weights + watch.peak, saved * checkpoints_at_once(training), size(model) if stage.keeps_model else 0,
+    )  # fmt: skip
+    del model, teacher, other
+    gc.collect()
+    return price
+
+
+def _take_steps(run: TrainingRun, plan: TrainingPlan, model: nn.Module, teacher: Any, watch: _Watch) -> None:
+    """Train a model for `plan_steps` steps, in a folder that is gone afterwards."""
+    silent: Mapping[str, Any] = {"logging_strategy": "no", "disable_tqdm": True}
+    training = replace(without_checkpoints(plan.training), **silent)
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), own_forward(model):
+        arguments = stage_arguments(
+            model, training, Path(folder), learning_rate=plan.learning_rates[0],
+            max_steps=run.arguments.recipe.plan_steps or 1, report_to="none",
+        )  # fmt: skip
+        RecoveryTrainer(model, arguments, plan.data, teacher, [watch]).train()
+
+
+@dataclass
+class _Watch(TrainerCallback):
+    """Counts what the first step holds at once beside the weights, and times the others."""
+
+    device: torch.device
+    peak: int = 0
+    times: list[float] = field(default_factory=list)
+    counting: LiveBytes | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The median of the steps, but for the first where there are others."""
+        return statistics.median(self.times[1:] or self.times)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            if not self.times:
+                torch.cuda.reset_peak_memory_stats(self.device)
+                self.before = torch.cuda.memory_allocated(self.device)
+        elif not self.times:
+            self.counting = LiveBytes()
+            self.counting.__enter__()
+        self.start = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.peak = torch.cuda.max_memory_allocated(self.device) - self.before
+        if self.counting is not None:
+            self.counting.__exit__(None, None, None)
+            self.peak, self.counting = self.counting.peak, None
+        self.times.append(time.perf_counter() - self.start)
+
+
+def checkpoints_at_once(training: Any) -> int:
+    """Return how many checkpoints of a training lie on disk at the worst moment: kept ones, the best, the next."""
+    if getattr(training.save_strategy, "value", training.save_strategy) == "no":
+        return 0
+    saves = math.ceil(1 / training.save_steps) if 0 < training.save_steps < 1 else math.inf
+    return int(min(saves, (training.save_total_limit or 1) + 2))
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of memory that are left on a device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def nearest_folder(path: Path) -> Path:
+    """Return the first folder above a path, or itself, that exists."""
+    return path if path.is_dir() else nearest_folder(path.parent)
+
+
+def parameters(model: nn.Module) -> int:
+    """Return how many parameters a model has."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def size(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters and buffers."""
+    return sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+
+
+def gigabytes(count: float) -> str:
+    """Return a number of bytes in GB, which are 10^9.
+
+    >>> gigabytes(1_234_000_000)
+    '1.23 GB'
+    """
+    return f"{count / 1e9:.2f} GB"
+
+
+def _what_helps(arguments: Arguments, disk: bool = False) -> str:
+    """Name the options that make a run smaller and are not set yet."""
+    model, data, recipe, training, distillation = arguments
+    checkpointing = any(getattr(training, n, False) for n in ("gradient_checkpointing", "activation_checkpointing"))
+    some: dict[str, bool] = {
+        "lora_rank, as 8": distillation.lora_rank is None,
+        "control 'none'": recipe.control != NONE and recipe.control == FULL,
+        "another output_dir": disk,
+        "save_total_limit 1": disk and training.save_total_limit != 1,
+        "dtype 'bfloat16'": not disk and model.dtype == "float32",
+        "gradient_checkpointing": not disk and not checkpointing,
+        f"a per_device_train_batch_size below {training.per_device_train_batch_size}": not disk
+        and training.per_device_train_batch_size > 1,
+        f"a block_size below {data.block_size}": not disk,
+    }
+    return ", or ".join(name for name, helps in some.items() if helps)

@@ -1,0 +1,116 @@
+"""The stages that see whether a training made any position worse than it was, also beyond the rows it had."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_linattn.errors import OptionError
+from hf_linattn.evaluation import PositionRow, position_limit
+from hf_linattn.evaluation.next_token import TokenLosses, token_losses, windows_of_documents
+from hf_linattn.evaluation.positions import in_turn, loss_by_position
+from hf_linattn.training.arguments import Arguments
+from hf_linattn.training.stages.base import OneProcessStage
+from hf_linattn.training.stages.recovery import RecoveredTraining
+from hf_linattn.training.training_run import TrainingRun
+
+logger = logging.getLogger(__name__)
+
+BEYOND = 4  # times as long as the rows of a training are the windows on which it is checked
+
+
+@dataclass
+class PositionCheck(OneProcessStage):
+    """Compare a model before and after a stage on held-back windows, bucket by bucket of positions.
+
+    A bucket is worse where the mean difference of its losses is above zero, and with several documents the lower end
+    of its 95 % interval too, a bootstrap over the documents.
+
+    Attributes:
+        stage: that is checked. before, after: load the model. long: whether the rows are those of the long stage.
+
+    Raises:
+        OptionError: a bucket is worse; what the stage left is kept.
+    """
+
+    stage: str
+    before: Callable[[TrainingRun], PreTrainedModel]
+    after: Callable[[TrainingRun], PreTrainedModel]
+    long: bool = False
+
+    def __post_init__(self) -> None:
+        self.name = f"{self.stage}_positions"
+
+    def compute(self, context: TrainingRun) -> dict[str, Any]:
+        model = self.before(context)
+        windows, documents = held_back(context, checked_length(context.arguments, position_limit(model), self.long))
+        first = token_losses(model, windows, documents)
+        second = token_losses(self.after(context), windows, documents)
+        old, rows = loss_by_position(first), changes(first, second)
+        for was, row in zip(old, rows, strict=True):
+            said = self.stage, row.first, row.last, was.loss + row.loss, row.loss
+            logger.info("%s, positions %d to %d: loss %.3f, %+.3f", *said)
+        worse = [row for row in rows if is_worse(row)]
+        if worse:
+            raise OptionError(self._refusal(context, max(worse, key=lambda row: row.loss)))
+        return {"windows": len(windows), "before": list(map(asdict, old)), "change": list(map(asdict, rows))}
+
+    def _refusal(self, context: TrainingRun, row: PositionRow) -> str:
+        interval = "" if row.low is None else f" (95 % interval {row.low:.3f} to {row.high:.3f})"
+        data, distillation = context.arguments.data, context.arguments.distillation
+        sizes = ("block_size", data.block_size), ("long_block_size", distillation.long_block_size)
+        name, size = sizes[self.long]
+        return (
+            f"{name}={size}: the stage {self.stage} made positions {row.first} to {row.last} worse by"
+            f" {row.loss:.3f} nats{interval}; give longer rows or a lower learning rate, as {name} {2 * (size or 0)}"
+            " in another output_dir, or go on here with position_windows 0"
+        )
+
+
+def position_checks(arguments: Arguments) -> dict[str, PositionCheck]:
+    """Return the checks of the stages that change the converted model, by the name of the stage."""
+    options = arguments.distillation
+    models: dict[str, Callable[[TrainingRun], PreTrainedModel]] = {
+        "converted": lambda run: run.convert(),
+        "calibration": lambda run: run.convert(("calibration",)),
+        "transfer": lambda run: run.convert(("transfer",)),
+        "recovered_training": lambda run: run.load(RecoveredTraining().folder(run)),
+        "long_training": lambda run: run.load(run.directory.path),
+    }
+    absent = {"calibration": not arguments.recipe.calibration_tokens, "transfer": not options.transfer_tokens,
+              "long_training": options.long_block_size is None}  # fmt: skip
+    stages = [name for name in models if not absent.get(name)]
+    return {
+        after: PositionCheck(after, models[before], models[after], after == "long_training")
+        for before, after in pairwise(stages)
+    }
+
+
+def checked_length(arguments: Arguments, limit: int | None, long: bool) -> int:
+    """Return the tokens of the windows on which a stage is checked, as far as there are positions."""
+    size = arguments.distillation.long_block_size if long else arguments.data.block_size
+    length = BEYOND * (size or 0)
+    return length if limit is None else min(length, limit)
+
+
+def held_back(context: TrainingRun, length: int) -> tuple[Tensor, Tensor]:
+    """Return windows [B, N] of the validation split and the document of each, documents in turn."""
+    windows, documents = windows_of_documents(context.tokenizer, context.splits["validation"]["text"], length)
+    chosen = in_turn(documents)[: context.arguments.recipe.position_windows]
+    return windows[chosen], documents[chosen]
+
+
+def changes(before: TokenLosses, after: TokenLosses) -> tuple[PositionRow, ...]:
+    """Return by how much the losses of the same windows changed, with intervals, bucket by bucket."""
+    return loss_by_position(after._replace(losses=after.losses - before.losses))
+
+
+def is_worse(row: PositionRow) -> bool:
+    """Whether a change is one to the worse, and not one by chance."""
+    return row.loss > 0 and (row.low is None or row.low > 0)

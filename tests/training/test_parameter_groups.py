@@ -1,0 +1,79 @@
+"""Rates and decays by group, and float32 masters of what is small in a model of 16 bits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_linattn import patch_model
+from hf_linattn.errors import OptionError
+from hf_linattn.training.adapters import add_adapters
+from hf_linattn.training.finetuning import fine_tune
+from hf_linattn.training.parameter_groups import float32_masters, group_parameters
+from hf_linattn.training.trainers import RecoveryTrainer
+from tests.models import make_model
+from tests.training.test_finetuning import make_data, make_training
+
+RATES = {"mechanism_rate": 10.0, "attention_rate": 3.0, "mechanism_weight_decay": 0.0, "attention_weight_decay": 0.5}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama"])
+def test_every_parameter_is_in_one_group_with_the_rate_of_its_place(tmp_path, architecture, lora):
+    model = patch_model(make_model(architecture), "hedgehog")
+    data = make_data(model)
+    model = add_adapters(model, rank=2) if lora else model
+    training = make_training(tmp_path, learning_rate=0.1, weight_decay=0.2, **RATES)
+    optimizer = RecoveryTrainer(model, training, data).create_optimizer()
+    found = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(found) == len(trained) == sum(len(group["params"]) for group in optimizer.param_groups)
+    around = {"bert": "attention", "gpt2": ".attn.c_", "llama": "self_attn"}[architecture]
+    for name, parameter in trained.items():
+        rate, decay = found[id(parameter)]
+        if "hf_linattn" in name:
+            assert (rate, decay) == (pytest.approx(1.0), 0.0), name
+        elif around in name and "LayerNorm" not in name:
+            assert rate == pytest.approx(0.3) and decay == (0.0 if "bias" in name else 0.5), name
+        else:
+            assert rate == 0.1 and decay in (0.0, 0.2) and not lora, name
+
+
+def test_an_optimizer_of_other_tensors_is_refused():
+    model, options = patch_model(make_model("gpt2"), "hedgehog"), SimpleNamespace(**RATES)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
+    with pytest.raises(OptionError, match="need the optimizer to hold the model's own parameters"):
+        group_parameters(other, model, options)
+    group_parameters(other, model, SimpleNamespace(**{**RATES, **dict.fromkeys(RATES, None), "mechanism_rate": 1,
+                                                      "attention_rate": 1}))  # fmt: skip
+
+
+def test_steps_smaller_than_a_rounding_add_up(tmp_path):
+    """Norms of 1 move by 1e-4 a step, in bfloat16 none of which would arrive; what is left is bfloat16 again."""
+    model = patch_model(make_model("llama", std=0.3).bfloat16(), "hedgehog")
+    data = make_data(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    options = {"save_strategy": "no", "eval_strategy": "no", "weight_decay": 0.0, "warmup_steps": 0}
+    training = make_training(tmp_path, lr_scheduler_type="constant", **options)
+    fine_tune(model, data, training, tmp_path / "x", learning_rate=1e-4, max_steps=60)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys() and all(p.dtype == torch.bfloat16 for p in after.values())
+    norms = [name for name in after if "norm" in name]
+    assert norms and any(not torch.equal(after[name], before[name]) for name in norms)
+
+
+def test_masters_are_vectors_and_mechanisms_and_are_gone_afterwards_also_after_an_error():
+    model = patch_model(make_model("gpt2").bfloat16(), "hedgehog")
+    names = list(model.state_dict())
+    with pytest.raises(ZeroDivisionError), float32_masters(model):
+        exact = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
+        assert all(name.endswith(".original0") for name in exact)
+        halves = [p for p in model.parameters() if p.dtype == torch.bfloat16]
+        assert exact and halves and all(p.ndim > 1 for p in halves)
+        model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+        assert model.get_parameter("transformer.ln_f.parametrizations.weight.original0").grad.dtype == torch.float32
+        1 / 0  # noqa: B018
+    assert list(model.state_dict()) == names or sorted(model.state_dict()) == sorted(names)
+    assert all(p.dtype == torch.bfloat16 and p.requires_grad for p in model.parameters())

@@ -1,0 +1,92 @@
+"""Whether a stage made any position worse than it found it: the numbers, the refusal, and where checks are made."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_linattn.errors import OptionError
+from hf_linattn.evaluation import PositionRow
+from hf_linattn.evaluation.next_token import TokenLosses
+from hf_linattn.training.arguments import parse_arguments
+from hf_linattn.training.arguments.parsing import DISTILLATION
+from hf_linattn.training.stages import positions, stages_of
+from hf_linattn.training.stages.positions import PositionCheck, changes, checked_length, is_worse
+from tests.recipes.test_distill import flags, run
+from tests.recipes.test_finetune import material, recorded
+
+__all__ = ["material"]
+
+
+def made(losses: torch.Tensor) -> TokenLosses:
+    return TokenLosses(torch.zeros(len(losses), 256), losses, torch.zeros_like(losses), torch.arange(len(losses)))
+
+
+def test_a_bucket_is_worse_where_its_mean_change_is_above_zero_beyond_chance():
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(6, 255, generator=generator, dtype=torch.float64)
+    change = torch.zeros(6, 255, dtype=torch.float64)
+    change[:, 63:127], change[:, 127:] = -0.5, 0.25  # positions 64 to 127, and 128 to 255
+    change[0, :63], change[1, :63] = 1.0, -0.9  # above zero on the mean, by one document alone
+    rows = changes(made(before), made(before + change))
+    assert [(row.first, row.last) for row in rows] == [(1, 63), (64, 127), (128, 255)]
+    assert [row.loss for row in rows] == pytest.approx([0.1 / 6, -0.5, 0.25])
+    assert [is_worse(row) for row in rows] == [False, False, True]
+    assert is_worse(PositionRow(1, 63, 0.0, 0.1)) and not is_worse(PositionRow(1, 63, 0.0, -0.1)), "one document"
+
+
+def test_windows_are_four_rows_long_as_far_as_there_are_positions():
+    arguments = SimpleNamespace(
+        data=SimpleNamespace(block_size=32), distillation=SimpleNamespace(long_block_size=48)
+    )
+    lengths = [checked_length(arguments, *rest) for rest in ((None, False), (None, True), (64, False), (150, True))]
+    assert lengths == [128, 192, 64, 150]
+
+
+def long_text(folder, documents: int = 3) -> str:
+    texts = [" ".join(f"w{5 + (document + 3 * i) % 8}" for i in range(70)) for document in range(documents)]
+    file = folder / "validation.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(file)
+
+
+def test_every_stage_is_checked_and_one_that_does_harm_is_refused_and_kept(material, tmp_path, monkeypatch):
+    out, file = tmp_path / "out", long_text(tmp_path)
+    options = {"control": "none", "validation_file": file, "max_train_tokens": 1280, "transfer_tokens": 384}
+    given = flags(material, out, position_windows=3, **options)
+    names = [stage.name for stage in stages_of(parse_arguments(given, DISTILLATION))]
+    checked = ["calibration", "transfer", "recovered_training"]
+    assert [names[names.index(name) + 1] for name in checked] == [f"{name}_positions" for name in checked]
+    # no stage is asked whether it learns in so few steps: what is compared here is where the answer goes
+    real = positions.changes
+    monkeypatch.setattr(positions, "is_worse", lambda row: False)
+    seen = []
+
+    def watch(before, after):
+        seen.append((before.losses, after.losses))
+        return real(before, after)
+
+    monkeypatch.setattr(positions, "changes", watch)
+    run(given)
+    assert all(before.shape == (3, 63) for before, _ in seen), "64 positions, not 4 times 32"
+    for (_, after), (before, _) in pairwise(seen):
+        assert torch.equal(after, before), "each stage starts where the one before ended"
+    done = recorded(out, "recovered_training_positions")
+    assert [row["first"] for row in done["change"]] == [1]
+    (out / "stages" / "recovered_training_positions.json").unlink()
+    monkeypatch.setattr(positions, "is_worse", lambda row: True)
+    with pytest.raises(OptionError, match=r"block_size=32: the stage recovered_training made positions 1 to 63 worse"):
+        run(given)
+    assert (out / "model.safetensors").exists() and recorded(out, "recovered_training")
+    run(flags(material, out, position_windows=0, **options))  # goes on
+
+
+def test_held_back_text_that_is_too_short_is_refused_before_anything(material, tmp_path):
+    with pytest.raises(OptionError, match="position_windows=2, windows of 64 tokens in the validation split"):
+        run(flags(material, tmp_path / "out", position_windows=2))
+    assert not (tmp_path / "out").exists()
+    assert PositionCheck("x", None, None).name == "x_positions"

@@ -1,0 +1,97 @@
+"""What a run will take is said before it starts: counted by hand, timed on copies, refused where it does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from hf_linattn.errors import OptionError
+from hf_linattn.training import price
+from hf_linattn.training.arguments import DISTILLATION, parse_arguments
+from hf_linattn.training.pipeline import main
+from hf_linattn.training.preparation import prepare
+from hf_linattn.training.price import checkpoints_at_once, price_of
+from tests.recipes.test_distill import flags
+from tests.recipes.test_finetune import material
+
+__all__ = ["material"]
+
+
+@pytest.fixture(scope="module")
+def dry(material, tmp_path_factory) -> SimpleNamespace:
+    """A plan that was printed alone."""
+    out = tmp_path_factory.mktemp("dry") / "out"
+    changes = {"long_tokens": 384, "long_block_size": 48, "transfer_tokens": 384, "learning_rates": "1e-3 3e-3"}
+    given = flags(material, out, plan_steps=3, lr_search_tokens=256, control="full", **changes)
+    found, real = [], price.price_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_linattn.training.pipeline.price_of", lambda run: found.append(real(run)) or found[0])
+        console = Console(record=True, width=200)
+        before = torch.random.get_rng_state()
+        with pytest.raises(SystemExit) as end:
+            main([*given, "--dry_run", "true"], DISTILLATION, "recipe", console=console)
+    same = torch.equal(before, torch.random.get_rng_state())
+    return SimpleNamespace(price=found[0], text=console.export_text(), code=end.value.code, out=out, same_state=same)
+
+
+def test_a_dry_run_prints_the_stages_and_writes_nothing(dry):
+    assert dry.code == 0 and not dry.out.exists() and dry.same_state
+    steps = {stage.name: (stage.tokens, stage.steps) for stage in dry.price.stages}
+    # of 128 tokens: 1792 of the run and two trials of 256; what transfer, calibration and long rows leave
+    assert steps == {
+        "control_training": ((14 + 4) * 128, 18), "transfer": (384, 3), "recovered_training": ((6 + 4) * 128, 10),
+        "long_training": (4 * 96, 4),
+    }  # fmt: skip
+    for stage in dry.price.stages:
+        assert f"{stage.place}/{dry.price.places} {stage.name}" in dry.text and f"{stage.trained:,}" in dry.text
+        assert stage.seconds > 0 and stage.hours == pytest.approx(stage.steps * stage.seconds / 3600)
+    assert "layers: 2 hybrid" in dry.text and f"{dry.price.hours:.2f} hours" in dry.text
+
+
+def test_parameters_memory_and_disk_are_those_counted_by_hand(material, dry):
+    stages = {stage.name: stage for stage in dry.price.stages}
+    model = AutoModelForCausalLM.from_pretrained(material["model_name_or_path"])
+    count = sum(p.numel() for p in model.parameters())
+    control, recovered = stages["control_training"], stages["recovered_training"]
+    assert control.trained == count and recovered.trained < count / 2
+    # weights, gradients and the two moments of AdamW, and a step
+    assert 16 * count < control.peak_bytes < 16 * count + 4e6
+    assert recovered.peak_bytes > 4 * (count + 3 * recovered.trained)
+    assert control.kept_bytes >= 4 * count and stages["transfer"].kept_bytes == 0
+    assert control.checkpoint_bytes == 2 * 12 * count, "save_steps 0.5: two checkpoints of weights and moments"
+    assert dry.price.disk_bytes == control.checkpoint_bytes + sum(stage.kept_bytes for stage in stages.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [(("no", 0.1, 1), 0), (("steps", 0.5, 1), 2), (("steps", 0.1, 1), 3), (("steps", 7, 4), 6)],
+)
+def test_checkpoints_at_once(options, expected):
+    names = ("save_strategy", "save_steps", "save_total_limit")
+    assert checkpoints_at_once(SimpleNamespace(**dict(zip(names, options, strict=True)))) == expected
+
+
+def test_what_does_not_fit_is_refused_with_what_helps_before_anything_is_written(material, tmp_path, monkeypatch):
+    arguments = parse_arguments(flags(material, tmp_path / "out", plan_steps=2, lora_rank=None), DISTILLATION)
+    run = prepare(arguments)
+    monkeypatch.setattr(price.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(OptionError, match=r"models and checkpoints need .* GB, 0\.00 GB are free; give lora_rank"):
+        price_of(run)
+    monkeypatch.setattr(price, "free_memory", lambda device: 1000)
+    expected = "the stage control_training needs .* for gradients and optimizer .*; give lora_rank, .* control 'none'"
+    with pytest.raises(OptionError, match=expected):
+        price_of(run)
+    monkeypatch.undo()
+
+    def fail(*arguments, **options):
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    monkeypatch.setattr(price.RecoveryTrainer, "compute_loss", fail)
+    with pytest.raises(OptionError, match=r"control_training runs out of memory in a step .*3 GiB.* gradient_checkp"):
+        price_of(run)
+    assert not Path(tmp_path / "out").exists()
