@@ -26,6 +26,7 @@ from .errors import (
     UnsupportedModelError,
 )
 from .explain import explain_backend
+from .longer_positions import extend_positions
 from .mechanisms import AttentionLayer, Mechanism, list_mechanisms, register_mechanism
 from .patching import (
     chunk_feed_forward,
@@ -64,6 +65,7 @@ __all__ = [
     "choose_plan",
     "chunk_feed_forward",
     "explain_backend",
+    "extend_positions",
     "get_mechanisms",
     "get_patch_config",
     "is_patched",

@@ -9,7 +9,7 @@ import typer
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from .. import ChosenPlan, get_patch_config, is_patched, patch_model
+from .. import ChosenPlan, extend_positions, get_patch_config, is_patched, patch_model
 from ..config import json_object
 from ..errors import OptionError
 from ..plan import name_or_plan
@@ -39,6 +39,10 @@ def convert(
     cross_attention: Annotated[
         str | None, typer.Option(help='mechanism of the layers across, or {"its name": {options}}; default: softmax')
     ] = None,
+    max_positions: Annotated[
+        int | None,
+        typer.Option("--max_positions", "--max-positions", help="tokens of the longest input; see extend_positions"),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="of the weights; auto: as saved")] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="largest file of weights")] = "5GB",
     as_json: Json = False,
@@ -55,9 +59,7 @@ def convert(
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise OptionError(f"output={str(output)!r} is not an empty folder; give another path")
         _check_ways(mechanism, keep, plan, layers)
-        loaded = load(model, dtype=dtype)
-        if is_patched(loaded):
-            raise OptionError(f"model={model!r} is converted already; give the original")
+        loaded = _original(model, dtype, max_positions)
         across = None if cross_attention is None else name_or_plan("cross_attention", cross_attention)
         chosen = None if plan is None else ChosenPlan.load(plan)
         if keep is not None:
@@ -70,7 +72,7 @@ def convert(
             patch_model(loaded, name_or_plan("mechanism", mechanism or ""), layers, cross_attention=across, **given)
         else:
             patch_model(loaded, chosen, cross_attention=across)
-        beside = processors(model)  # before anything is written
+        beside = processors(model, max_positions)  # before anything is written
         loaded.save_pretrained(output, max_shard_size=max_shard_size)
         for processor in beside.values():
             processor.save_pretrained(output)
@@ -86,6 +88,14 @@ def _check_ways(mechanism: str | None, keep: str | None, plan: Path | None, laye
         raise OptionError("mechanism is not given; name one, or have a plan chosen by keep, as --keep 0.1")
     if layers is not None and (keep is not None or plan is not None):
         raise OptionError(f"layers={layers!r} is for a mechanism alone; leave it out where keep or plan says them")
+
+
+def _original(model: str, dtype: str, max_positions: int | None) -> PreTrainedModel:
+    """Load a model that is not converted, with its positions extended if asked for."""
+    loaded = load(model, dtype=dtype)
+    if is_patched(loaded):
+        raise OptionError(f"model={model!r} is converted already; give the original")
+    return loaded if max_positions is None else extend_positions(loaded, max_positions)
 
 
 def _document(model: PreTrainedModel, output: Path) -> dict[str, Any]:
@@ -106,10 +116,17 @@ def _words(model: PreTrainedModel, output: Path, chosen: ChosenPlan | None) -> l
     return [done] if chosen is None else [in_words(chosen), done]
 
 
-def processors(model: str) -> dict[str, Any]:
-    """Return what lies beside a model to make its inputs; the Auto classes invent a tokenizer where there is none."""
-    return {
+def processors(model: str, max_length: int | None = None) -> dict[str, Any]:
+    """Return what lies beside a model to make its inputs; the Auto classes invent a tokenizer where there is none.
+
+    max_length: tokens of the longest input; None: as the tokenizer says.
+    """
+    found = {
         file: auto_class.from_pretrained(model)
         for file, auto_class in PROCESSORS.items()
         if cached_file(model, file, _raise_exceptions_for_missing_entries=False) is not None
     }
+    for tokenizer in (getattr(processor, "tokenizer", processor) for processor in found.values()):
+        if max_length is not None and hasattr(tokenizer, "model_max_length"):
+            tokenizer.model_max_length = max_length
+    return found
