@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
-from transformers.utils.hub import cached_file
 
-from .. import ChosenPlan, extend_positions, get_patch_config, is_patched, patch_model
 from ..config import json_object
 from ..errors import OptionError
 from ..plan import name_or_plan
 from .choosing import choose, in_words, save_beside
 from .common import Json, Model, exit_on_error, load, show
 
-PROCESSORS: dict[str, Any] = {"tokenizer_config.json": AutoTokenizer, "preprocessor_config.json": AutoProcessor}
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .. import ChosenPlan
+
+PROCESSORS = {"tokenizer_config.json": "AutoTokenizer", "preprocessor_config.json": "AutoProcessor"}
 
 
 def convert(
@@ -56,8 +58,9 @@ def convert(
     Weights are read file by file into the one model in memory and written in shards.
     """
     with exit_on_error():
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise OptionError(f"output={str(output)!r} is not an empty folder; give another path")
+        from .. import ChosenPlan, patch_model
+
+        _check_empty(output)
         _check_ways(mechanism, keep, plan, layers)
         loaded = _original(model, dtype, max_positions)
         across = None if cross_attention is None else name_or_plan("cross_attention", cross_attention)
@@ -80,6 +83,11 @@ def convert(
     show({**_document(loaded, output), "processors": list(beside), **said}, as_json, *_words(loaded, output, chosen))
 
 
+def _check_empty(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise OptionError(f"output={str(output)!r} is not an empty folder; give another path")
+
+
 def _check_ways(mechanism: str | None, keep: str | None, plan: Path | None, layers: str | None) -> None:
     """Raise `OptionError` unless there is one way to a plan."""
     if plan is not None and (mechanism is not None or keep is not None):
@@ -92,6 +100,8 @@ def _check_ways(mechanism: str | None, keep: str | None, plan: Path | None, laye
 
 def _original(model: str, dtype: str, max_positions: int | None) -> PreTrainedModel:
     """Load a model that is not converted, with its positions extended if asked for."""
+    from .. import extend_positions, is_patched
+
     loaded = load(model, dtype=dtype)
     if is_patched(loaded):
         raise OptionError(f"model={model!r} is converted already; give the original")
@@ -99,6 +109,8 @@ def _original(model: str, dtype: str, max_positions: int | None) -> PreTrainedMo
 
 
 def _document(model: PreTrainedModel, output: Path) -> dict[str, Any]:
+    from .. import get_patch_config
+
     config = get_patch_config(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     document = {
@@ -111,6 +123,8 @@ def _document(model: PreTrainedModel, output: Path) -> dict[str, Any]:
 
 
 def _words(model: PreTrainedModel, output: Path, chosen: ChosenPlan | None) -> list[str]:
+    from .. import get_patch_config
+
     config = get_patch_config(model)
     done = f"{len(config.layers)} of {config.num_layers} attention layers converted, saved to {output}"
     return [done] if chosen is None else [in_words(chosen), done]
@@ -121,8 +135,11 @@ def processors(model: str, max_length: int | None = None) -> dict[str, Any]:
 
     max_length: tokens of the longest input; None: as the tokenizer says.
     """
+    import transformers
+    from transformers.utils.hub import cached_file
+
     found = {
-        file: auto_class.from_pretrained(model)
+        file: getattr(transformers, auto_class).from_pretrained(model)
         for file, auto_class in PROCESSORS.items()
         if cached_file(model, file, _raise_exceptions_for_missing_entries=False) is not None
     }

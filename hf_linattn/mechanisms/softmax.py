@@ -51,6 +51,7 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
     takes_exact = any_length = splits = True
     limit = ExactnessLimit("itself", equal=lambda length: {})
     citation = "Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762"
+    family = "exact"
 
     def forward(
         self,
