@@ -37,6 +37,7 @@ from docs import mechanism_page
 from docs.mechanism_page import escape, modes, state
 from docs.pictures import DOCUMENT, HEADS, LAYER, LENGTH, MODEL, OWN_OPTIONS
 from docs.refusals import REFUSALS
+from hf_linattn import mechanism_table
 from hf_linattn.atomic_io import write_text
 from hf_linattn.feature_maps import FEATURE_MAPS
 from hf_linattn.mechanisms import MECHANISMS
@@ -219,7 +220,8 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
 
 def pages() -> Mapping[str, Callable[[], str]]:
     """Return the path of every generated page below this folder -> what makes its text."""
-    found = {name: partial(with_sections, name) for name in SECTIONS}
+    found: dict[str, Callable[[], str]] = {name: partial(with_sections, name) for name in SECTIONS}
+    found[f"../hf_linattn/{mechanism_table.FILE.name}"] = mechanism_table.make_table
     return found | {f"{MECHANISM_PAGES}/{name}.md": partial(mechanism_page.page, name) for name in MECHANISMS.names()}
 
 

@@ -107,7 +107,13 @@ REFUSALS: dict[str, Refusal] = {
         "an input that reaches beyond a learned position table",
         UnsupportedModeError,
         "attention is not the limit, the table is",
-        "a shorter input, or a model with a longer table",
+        "a shorter input, or `extend_positions` before the model is patched",
+    ),
+    "nothing to extend": Refusal(
+        "`extend_positions` of a model without a table: relative biases (T5), ALiBi (Bloom), a grid of patches (ViT)",
+        UnsupportedModelError,
+        "no part of it ends at a length, or it is an image's",
+        "nothing is needed, but images: `interpolate_pos_encoding=True`",
     ),
     "unsplit feed-forward": Refusal(
         "`chunk_feed_forward` of a feed-forward that is no module of its own (OPT, BART) or chooses experts (Mixtral)",

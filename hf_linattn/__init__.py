@@ -4,41 +4,48 @@
 >>> model = patch_model(model, "hybrid")  # doctest: +SKIP
 >>> errors = calibrate(model, batches)  # doctest: +SKIP
 
-Importing this package also teaches the Auto classes of transformers to load converted checkpoints.
+Importing this package also teaches the Auto classes of transformers to load converted checkpoints. It imports neither
+PyTorch nor transformers by itself: what a name needs is imported when the name is first used.
 """
 
-from . import hub  # noqa: F401  the Auto classes load converted checkpoints from now on
-from .backends import set_backend
-from .calibration import calibrate
-from .chosen_plan import ChosenPlan
-from .config import MechanismConfig
-from .errors import (
-    BuildError,
-    CheckpointError,
-    DataError,
-    DerivativeError,
-    HfLinattnError,
-    OperandError,
-    OptionError,
-    PatchError,
-    UnknownNameError,
-    UnsupportedModeError,
-    UnsupportedModelError,
-)
-from .explain import explain_backend
-from .mechanisms import AttentionLayer, Mechanism, list_mechanisms, register_mechanism
-from .patching import (
-    chunk_feed_forward,
-    get_mechanisms,
-    get_patch_config,
-    is_patched,
-    original_attention,
-    patch_model,
-    unpatch_model,
-)
-from .plan import PatchConfig
-from .plan_search import choose_plan
-from .sensitivity import choose_layers, layer_sensitivity
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .auto_config import register_with_auto_config
+
+if TYPE_CHECKING:
+    from .backends import set_backend
+    from .calibration import calibrate
+    from .chosen_plan import ChosenPlan
+    from .config import MechanismConfig
+    from .errors import (
+        BuildError,
+        CheckpointError,
+        DataError,
+        DerivativeError,
+        HfLinattnError,
+        OperandError,
+        OptionError,
+        PatchError,
+        UnknownNameError,
+        UnsupportedModeError,
+        UnsupportedModelError,
+    )
+    from .explain import explain_backend
+    from .longer_positions import extend_positions
+    from .mechanisms import AttentionLayer, Mechanism, list_mechanisms, register_mechanism
+    from .patching import (
+        chunk_feed_forward,
+        get_mechanisms,
+        get_patch_config,
+        is_patched,
+        original_attention,
+        patch_model,
+        unpatch_model,
+    )
+    from .plan import PatchConfig
+    from .plan_search import choose_plan
+    from .sensitivity import choose_layers, layer_sensitivity
 
 __version__ = "0.1.0"
 
@@ -64,6 +71,7 @@ __all__ = [
     "choose_plan",
     "chunk_feed_forward",
     "explain_backend",
+    "extend_positions",
     "get_mechanisms",
     "get_patch_config",
     "is_patched",
@@ -75,3 +83,41 @@ __all__ = [
     "set_backend",
     "unpatch_model",
 ]
+
+# module -> the public names that it has; the imports above say the same to type checkers
+_HOMES = {
+    "backends": ("set_backend",),
+    "calibration": ("calibrate",),
+    "chosen_plan": ("ChosenPlan",),
+    "config": ("MechanismConfig",),
+    "errors": (
+        "BuildError", "CheckpointError", "DataError", "DerivativeError", "HfLinattnError", "OperandError",
+        "OptionError", "PatchError", "UnknownNameError", "UnsupportedModeError",
+        "UnsupportedModelError",
+    ),
+    "explain": ("explain_backend",),
+    "longer_positions": ("extend_positions",),
+    "mechanisms": ("AttentionLayer", "Mechanism", "list_mechanisms", "register_mechanism"),
+    "patching": (
+        "chunk_feed_forward", "get_mechanisms", "get_patch_config", "is_patched", "original_attention", "patch_model",
+        "unpatch_model",
+    ),
+    "plan": ("PatchConfig",),
+    "plan_search": ("choose_plan",),
+    "sensitivity": ("choose_layers", "layer_sensitivity"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_with_auto_config()

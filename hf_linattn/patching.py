@@ -19,6 +19,7 @@ from .chosen_plan import ChosenPlan
 from .chunked_mlp import FeedForward, find_feed_forwards
 from .config import MechanismConfig, make_config, require_count
 from .errors import OptionError, PatchError
+from .longer_positions import extend_positions, undo_last_extension
 from .mechanisms import MECHANISMS, AttentionLayer, Mechanism
 from .plan import LayerSpec, PatchConfig, Plan
 from .tensor_parallel import require_heads_apart
@@ -43,6 +44,7 @@ class Patch:
     exact: list[nn.Module] = field(default_factory=list)
     names: list[tuple[Any, str, str]] = field(default_factory=list)
     pageable: list[nn.Module] = field(default_factory=list)
+    extended: bool = False
 
     @classmethod
     def of(cls, config: PatchConfig, attention: dict[str, nn.Module], model: PreTrainedModel) -> Patch:
@@ -105,6 +107,8 @@ class Patch:
         for module in self.attention.values():
             if hasattr(module, bridge.MECHANISM):
                 delattr(module, bridge.MECHANISM)
+        if self.extended:
+            undo_last_extension(model)
 
 
 def patch_model(
@@ -114,6 +118,7 @@ def patch_model(
     *,
     cross_attention: Plan | None = None,
     chunk_feed_forward: int | None = None,
+    max_positions: int | None = None,
     **options: Any,
 ) -> ModelT:
     """Replace the attention of a transformers model, in place, and return it.
@@ -133,6 +138,8 @@ def patch_model(
             counted by themselves; what is needed of these is computed once and cached. None keeps softmax.
         chunk_feed_forward: at most how many tokens the feed-forward of every layer takes at a time, see
             `hf_linattn.chunk_feed_forward`; None is all at once. It is not saved with the model.
+        max_positions: tokens of the longest input, for a model whose positions end before: `extend_positions` with its
+            default method. None leaves them alone.
         **options: options of the named mechanism.
 
     Raises:
@@ -149,6 +156,28 @@ def patch_model(
     torch.Size([32, 8])
     """
     root = _unpatched_root(model)
+    with ExitStack() as undo:
+        if max_positions is not None:
+            extend_positions(model, max_positions)
+            undo.callback(undo_last_extension, root)
+        patch, mechanisms = _attached(model, root, mechanism, layers, options, cross_attention)
+        undo.callback(patch.detach, root)
+        patch.chunk(_feed_forwards(root, patch.attention, chunk_feed_forward), chunk_feed_forward or 0)
+        undo.pop_all()
+    patch.extended = max_positions is not None
+    setattr(root, PATCH, patch)
+    _forget_compiled(model)
+    _warn_of_sinks(mechanisms, type(root).__name__)
+    count, layers_of = patch.config.count, len(patch.attention)
+    logger.info("patched %d of %d attention layers of %s", count, layers_of, type(root).__name__)
+    return model
+
+
+def _attached(
+    model: nn.Module, root: PreTrainedModel, mechanism: Any, layers: LayerSpec, options: Mapping[str, Any],
+    cross_attention: Any,
+) -> tuple[Patch, dict[str, Mechanism]]:  # fmt: skip
+    """Build the mechanisms of a plan and attach them; after an error none is."""
     attention = architecture.self_attention_modules(root)
     config = _resolve(mechanism, described := architecture.describe_layers(root, attention), layers, options)
     mechanisms = _build_all(config, described)
@@ -160,24 +189,22 @@ def patch_model(
     with ExitStack() as undo:
         undo.callback(patch.detach, root)
         patch.attach(mechanisms, root)
-        patch.chunk(_feed_forwards(root, attention, chunk_feed_forward), chunk_feed_forward or 0)
         undo.pop_all()
-    setattr(root, PATCH, patch)
-    _forget_compiled(model)
-    _warn_of_sinks(mechanisms, type(root).__name__)
-    logger.info("patched %d of %d attention layers of %s", config.count, len(attention), type(root).__name__)
-    return model
+    return patch, mechanisms
 
 
 def unpatch_model(model: ModelT) -> ModelT:
     """Undo `patch_model`: the model computes bit for bit what it computed before, with the weights it has now.
 
-    Where parts of it were patched, and not the whole, all of them are undone.
+    Where parts of it were patched, and not the whole, all of them are undone. A model that is not patched, and whose
+    positions were extended, gets those back that it had before the last `extend_positions`.
 
     Raises:
         PatchError: the model is not patched, or is part of one that is patched as a whole.
     """
-    for part, patch in _patches_of(architecture.root_model(model)).values():
+    root = architecture.root_model(model)
+    extended = not is_patched(root) and undo_last_extension(root)
+    for part, patch in () if extended else _patches_of(root).values():
         patch.detach(part)
         delattr(part, PATCH)
     _forget_compiled(model)

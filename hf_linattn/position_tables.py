@@ -24,7 +24,7 @@ def position_tables(model: PreTrainedModel, of_parts: bool = False) -> dict[str,
     parts = [] if of_parts else parts
     others = tuple(f"{path}." for path in parts)
     return {
-        path: _served_positions(table)
+        path: served_positions(table)
         for path, table in model.named_modules()
         if path.rsplit(".", 1)[-1] in POSITION_TABLES
         and isinstance(table, nn.Embedding)
@@ -32,8 +32,11 @@ def position_tables(model: PreTrainedModel, of_parts: bool = False) -> dict[str,
     }
 
 
-def _served_positions(table: nn.Embedding) -> tuple[int, int]:
-    """RoBERTa's positions start behind its padding index; OPT's at 0, and its table adds an offset itself."""
+def served_positions(table: nn.Embedding) -> tuple[int, int]:
+    """Return the first position that a table serves and the one after the last.
+
+    RoBERTa's positions start behind its padding index; OPT's at 0, and its table adds an offset itself.
+    """
     if (offset := getattr(table, "offset", None)) is not None:
         return 0, table.num_embeddings - offset
     return 0 if table.padding_idx is None else table.padding_idx + 1, table.num_embeddings
@@ -56,7 +59,8 @@ def check_length(
         if length > end - first:
             raise UnsupportedModeError(
                 f"the input reaches position {length}, but {type(model).__name__}.{path} holds {end - first}; shorten"
-                " the input or use a model with a longer table (attention is not the limit)"
+                f" the input, or call extend_positions(model, {length}) before the model is patched (attention is not"
+                " the limit)"
             )
 
 

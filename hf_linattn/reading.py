@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import AutoTokenizer
-from transformers.utils.hub import cached_file
 
 from .errors import CheckpointError, HfLinattnError
 
@@ -43,6 +41,9 @@ def read_tokenizer(option: str, name: str) -> Any:
     Raises:
         CheckpointError: there is none, or it cannot be read; the message names `option`.
     """
+    from transformers import AutoTokenizer
+    from transformers.utils.hub import cached_file
+
     remedy = "it needs a tokenizer that was saved there; save one beside the model, or give another tokenizer_name"
     with reading(option, name, remedy):
         tokenizer = AutoTokenizer.from_pretrained(name)

@@ -22,6 +22,7 @@ a model is loaded by its name with `trust_remote_code=True`.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import json
 import os
@@ -29,17 +30,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from .atomic_io import write_text
+from .checkpoint_config import MODEL_TYPE, HfLinattnConfig
 from .errors import CheckpointError
 from .pinning import PinnedConfigMixin, base_class, unpin_config
 from .plan import PatchConfig
 
-MODEL_TYPE = "hf_linattn"
 HOW_TO_LOAD = "this is an hf_linattn checkpoint: `import hf_linattn` and load it through an Auto class of transformers"
 PREFIX = "HfLinattn"  # of the names in `architectures`
 PARTS = "parts"  # the field of `hf_linattn` that says which parts of a model are patched
@@ -111,35 +112,29 @@ def unfinished(config: Any) -> dict[str, Any]:
     }
 
 
-class HfLinattnConfig(PreTrainedConfig):
-    """What `AutoConfig` finds under the model type `hf_linattn`; reading it gives the linearised base config."""
-
-    model_type = MODEL_TYPE
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the base config described by `base_config`, marked with the patch; `CheckpointError` if malformed."""
-        if "unfinished" in config_dict:
-            raise CheckpointError(f"config.json says {config_dict['unfinished']!r}")
-        for name in ("base_config", MODEL_TYPE):
-            if not isinstance(config_dict.get(name), dict):
-                raise CheckpointError(
-                    f"config.json has no field {name!r} (got {config_dict.get(name)!r}); save the model again with"
-                    " save_pretrained of a patched model"
-                )
-        described = config_dict[MODEL_TYPE]
-        read_patches(described)
-        model_type = config_dict.get("base_model_type")
-        if model_type == MODEL_TYPE or model_type not in CONFIG_MAPPING:
+def read_config(config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    """Return the base config described by `base_config`, marked with the patch; `CheckpointError` if malformed."""
+    if "unfinished" in config_dict:
+        raise CheckpointError(f"config.json says {config_dict['unfinished']!r}")
+    for name in ("base_config", MODEL_TYPE):
+        if not isinstance(config_dict.get(name), dict):
             raise CheckpointError(
-                f"config.json has base_model_type {model_type!r}, which is no model type that this version of"
-                " transformers knows; try a newer one, or save the model again"
+                f"config.json has no field {name!r} (got {config_dict.get(name)!r}); save the model again with"
+                " save_pretrained of a patched model"
             )
-        architectures = config_dict.get("architectures", config_dict["base_config"].get("architectures"))
-        base = {**config_dict["base_config"], "architectures": architectures}
-        result = CONFIG_MAPPING[model_type].from_dict(base, **kwargs)
-        mark_config(result[0] if isinstance(result, tuple) else result, described)
-        return result
+    described = config_dict[MODEL_TYPE]
+    read_patches(described)
+    model_type = config_dict.get("base_model_type")
+    if model_type == MODEL_TYPE or model_type not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"config.json has base_model_type {model_type!r}, which is no model type that this version of"
+            " transformers knows; try a newer one, or save the model again"
+        )
+    architectures = config_dict.get("architectures", config_dict["base_config"].get("architectures"))
+    base = {**config_dict["base_config"], "architectures": architectures}
+    result = CONFIG_MAPPING[model_type].from_dict(base, **kwargs)
+    mark_config(result[0] if isinstance(result, tuple) else result, described)
+    return result
 
 
 def read_patches(described: Mapping[str, Any]) -> dict[str, PatchConfig]:
@@ -187,6 +182,7 @@ def _new_config(base: Any) -> PreTrainedConfig:
     return made.__new__(made)
 
 
+REGISTERING = "hf_linattn.hub"  # what has something to register; it imports this module
 _REGISTERS: list[Callable[[Any, Any], object]] = []
 RegisterT = TypeVar("RegisterT", bound=Callable[[Any, Any], object])
 
@@ -208,6 +204,7 @@ def linearized_config_class(base: Any) -> Any:
     """
     if issubclass(base, LinearizedConfigMixin):
         return base
+    importlib.import_module(REGISTERING)
     made = type(base.__name__, (LinearizedConfigMixin, base), {"__module__": __name__, "__doc__": base.__doc__})
     for register in _REGISTERS:
         register(base, made)
@@ -222,5 +219,3 @@ def auto_classes(config_class: Any) -> Iterator[tuple[Any, type[PreTrainedModel]
             if mapping is not None and config_class in mapping and isinstance(mapping[config_class], type):
                 yield auto_class, mapping[config_class]
 
-
-AutoConfig.register(MODEL_TYPE, HfLinattnConfig, exist_ok=True)

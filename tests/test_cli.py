@@ -125,6 +125,15 @@ def test_convert_saves_what_patch_model_makes(converted):
     assert AutoTokenizer.from_pretrained(converted).pad_token == "[PAD]"
 
 
+def test_convert_makes_the_position_table_longer(converted, tmp_path):
+    places = (converted.parent / "original", tmp_path / "longer")
+    answer("convert", *places, "--mechanism", "linear", "--max_positions", 100)
+    model = AutoModelForCausalLM.from_pretrained(places[1])
+    assert model.config.n_positions == len(model.transformer.wpe.weight) == 100
+    assert AutoTokenizer.from_pretrained(places[1]).model_max_length == 100
+    assert model(torch.ones(1, 100, dtype=torch.long)).logits.isfinite().all()
+
+
 def test_convert_takes_any_architecture_and_needs_no_tokenizer(tmp_path):
     make_model("bert", "Model").save_pretrained(tmp_path / "original")
     places = tmp_path / "original", tmp_path / "out"

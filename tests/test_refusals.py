@@ -22,7 +22,14 @@ from transformers.models.llama import modeling_llama
 
 from docs.generate import missing_forms
 from docs.refusals import REFUSALS
-from hf_linattn import MechanismConfig, get_mechanisms, original_attention, patch_model, register_mechanism
+from hf_linattn import (
+    MechanismConfig,
+    extend_positions,
+    get_mechanisms,
+    original_attention,
+    patch_model,
+    register_mechanism,
+)
 from hf_linattn.architecture import self_attention_modules
 from hf_linattn.mechanisms import Mechanism
 from tests.helpers import logits_of, make_patched, make_tokens
@@ -143,6 +150,7 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "pages": lambda: make_patched("gpt2").generate_batch([[7, 8]]),
     "no matrix": no_matrix,
     "too long": lambda: make_patched("gpt2")(make_tokens(1, 65)),
+    "nothing to extend": lambda: extend_positions(BloomForCausalLM(BloomConfig(**TINY, n_layer=1, n_head=4)), 100),
     "unsplit feed-forward": lambda: patch_model(make_model("opt"), "linear", chunk_feed_forward=8),
     "crop": lambda: make_patched("gpt2")(TOKENS, use_cache=True).past_key_values.crop(2),
     "state to softmax": state_to_softmax,

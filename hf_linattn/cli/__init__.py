@@ -1,13 +1,15 @@
 """The command line: `hf-linattn --help`. Each command has a file.
 
-Every command takes `--json`, which prints one JSON document and nothing else on standard output. Exit codes: 0, 1 for
-one of the library's own errors, 2 for a command line that cannot be read.
+Every command takes `--json`, which prints one JSON document and nothing else on standard output.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from .. import __version__
 from .advise import advise
 from .bench import bench
 from .convert import convert
@@ -22,9 +24,26 @@ from .report import report
 from .support import support
 
 app = typer.Typer(
-    name="hf-linattn", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    help="Subquadratic attention for pretrained Hugging Face models: convert, recover, measure, publish.",
+    name="hf-linattn", no_args_is_help=True, pretty_exceptions_enable=False,
+    epilog="Exit codes: 0 it is done; 1 an error, said in one line; 2 a command line that cannot be read.",
 )  # fmt: skip
+
+
+def show_version(asked: bool) -> None:
+    """Print the version and end."""
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Subquadratic attention for pretrained Hugging Face models: convert, recover, measure, publish."""
+
 
 # in the order of the help
 app.command("list")(list_command)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
-
-from .. import ChosenPlan, choose_plan
 from ..config import json_object, require
 from ..errors import DataError, OptionError
 from ..plan import name_or_plan
 from ..reading import read_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .. import ChosenPlan
 
 PLAN_FILE, PICTURE_FILE = "plan.json", "plan.png"
 TEXT_LENGTH, TEXT_ROWS = 1024, 8  # of the texts that divergence is measured on
@@ -35,6 +37,8 @@ def choose(
     **search: Any,
 ) -> ChosenPlan:  # fmt: skip
     """Choose a plan for a model that was loaded from `name`; `mechanism` with `options` is what replaces its heads."""
+    from .. import choose_plan
+
     wanted = read_keep(keep)
     replace = name_or_plan("mechanism", mechanism or "streaming")
     require("mechanism", mechanism, isinstance(replace, str), "the name of one mechanism where keep chooses the plan")

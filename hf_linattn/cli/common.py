@@ -1,4 +1,7 @@
-"""What the commands share: options, errors in one line, output as text or JSON, and the model."""
+"""What the commands share: options, errors in one line, output as text or JSON, and the model.
+
+No file of the command line imports PyTorch or transformers before a command that needs them runs.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,15 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-import transformers
 import typer
 from rich.console import Console
-from transformers import PreTrainedModel
 
-from ..hub import load_checkpoint
 from ..reading import exit_with_one_line, reading
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 Model = Annotated[str, typer.Argument(help="a folder, or the name of a model on the Hub")]
@@ -37,6 +39,8 @@ def exit_on_error() -> Iterator[None]:
 @contextmanager
 def quiet_logging() -> Iterator[None]:
     """Keep what hundreds of small models would log off the screen for a while."""
+    import transformers
+
     own, theirs = logging.getLogger("hf_linattn"), transformers.logging.get_verbosity()
     level = own.level
     own.setLevel(logging.ERROR)
@@ -60,10 +64,14 @@ def show(document: Any, as_json: bool, *shown: Any) -> None:
 
 def load(model: str, *, option: str = "model", **options: Any) -> PreTrainedModel:
     """Load the model that this option names; `CheckpointError` if it cannot be read."""
+    from ..hub import load_checkpoint
+
     with reading(option, model, "give a folder with a saved model, or the name of one on the Hub and a connection"):
         return load_checkpoint(model, **options)
 
 
 def to_default_device(model: PreTrainedModel) -> PreTrainedModel:
     """Move a model to the GPU where there is one."""
+    import torch
+
     return model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
-from transformers.utils.hub import cached_file
 
-from .. import ChosenPlan, get_patch_config, is_patched, patch_model
 from ..config import json_object
 from ..errors import OptionError
 from ..plan import name_or_plan
 from .choosing import choose, in_words, save_beside
 from .common import Json, Model, exit_on_error, load, show
 
-PROCESSORS: dict[str, Any] = {"tokenizer_config.json": AutoTokenizer, "preprocessor_config.json": AutoProcessor}
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .. import ChosenPlan
+
+PROCESSORS = {"tokenizer_config.json": "AutoTokenizer", "preprocessor_config.json": "AutoProcessor"}
 
 
 def convert(
@@ -39,6 +41,10 @@ def convert(
     cross_attention: Annotated[
         str | None, typer.Option(help='mechanism of the layers across, or {"its name": {options}}; default: softmax')
     ] = None,
+    max_positions: Annotated[
+        int | None,
+        typer.Option("--max_positions", "--max-positions", help="tokens of the longest input; see extend_positions"),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="of the weights; auto: as saved")] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="largest file of weights")] = "5GB",
     as_json: Json = False,
@@ -52,12 +58,11 @@ def convert(
     Weights are read file by file into the one model in memory and written in shards.
     """
     with exit_on_error():
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise OptionError(f"output={str(output)!r} is not an empty folder; give another path")
+        from .. import ChosenPlan, patch_model
+
+        _check_empty(output)
         _check_ways(mechanism, keep, plan, layers)
-        loaded = load(model, dtype=dtype)
-        if is_patched(loaded):
-            raise OptionError(f"model={model!r} is converted already; give the original")
+        loaded = _original(model, dtype, max_positions)
         across = None if cross_attention is None else name_or_plan("cross_attention", cross_attention)
         chosen = None if plan is None else ChosenPlan.load(plan)
         if keep is not None:
@@ -70,12 +75,17 @@ def convert(
             patch_model(loaded, name_or_plan("mechanism", mechanism or ""), layers, cross_attention=across, **given)
         else:
             patch_model(loaded, chosen, cross_attention=across)
-        beside = processors(model)  # before anything is written
+        beside = processors(model, max_positions)  # before anything is written
         loaded.save_pretrained(output, max_shard_size=max_shard_size)
         for processor in beside.values():
             processor.save_pretrained(output)
         said = {} if chosen is None else save_beside(chosen, output)
     show({**_document(loaded, output), "processors": list(beside), **said}, as_json, *_words(loaded, output, chosen))
+
+
+def _check_empty(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise OptionError(f"output={str(output)!r} is not an empty folder; give another path")
 
 
 def _check_ways(mechanism: str | None, keep: str | None, plan: Path | None, layers: str | None) -> None:
@@ -88,7 +98,19 @@ def _check_ways(mechanism: str | None, keep: str | None, plan: Path | None, laye
         raise OptionError(f"layers={layers!r} is for a mechanism alone; leave it out where keep or plan says them")
 
 
+def _original(model: str, dtype: str, max_positions: int | None) -> PreTrainedModel:
+    """Load a model that is not converted, with its positions extended if asked for."""
+    from .. import extend_positions, is_patched
+
+    loaded = load(model, dtype=dtype)
+    if is_patched(loaded):
+        raise OptionError(f"model={model!r} is converted already; give the original")
+    return loaded if max_positions is None else extend_positions(loaded, max_positions)
+
+
 def _document(model: PreTrainedModel, output: Path) -> dict[str, Any]:
+    from .. import get_patch_config
+
     config = get_patch_config(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     document = {
@@ -101,15 +123,27 @@ def _document(model: PreTrainedModel, output: Path) -> dict[str, Any]:
 
 
 def _words(model: PreTrainedModel, output: Path, chosen: ChosenPlan | None) -> list[str]:
+    from .. import get_patch_config
+
     config = get_patch_config(model)
     done = f"{len(config.layers)} of {config.num_layers} attention layers converted, saved to {output}"
     return [done] if chosen is None else [in_words(chosen), done]
 
 
-def processors(model: str) -> dict[str, Any]:
-    """Return what lies beside a model to make its inputs; the Auto classes invent a tokenizer where there is none."""
-    return {
-        file: auto_class.from_pretrained(model)
+def processors(model: str, max_length: int | None = None) -> dict[str, Any]:
+    """Return what lies beside a model to make its inputs; the Auto classes invent a tokenizer where there is none.
+
+    max_length: tokens of the longest input; None: as the tokenizer says.
+    """
+    import transformers
+    from transformers.utils.hub import cached_file
+
+    found = {
+        file: getattr(transformers, auto_class).from_pretrained(model)
         for file, auto_class in PROCESSORS.items()
         if cached_file(model, file, _raise_exceptions_for_missing_entries=False) is not None
     }
+    for tokenizer in (getattr(processor, "tokenizer", processor) for processor in found.values()):
+        if max_length is not None and hasattr(tokenizer, "model_max_length"):
+            tokenizer.model_max_length = max_length
+    return found

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.table import Table
 
 from .. import __version__
-from ..explain import BackendReport, explain_backend
-from ..ops.dispatch import DEFAULT_BACKEND
-from ..ops.runtime import cpu as library
 from .common import Json, load, show, to_default_device
+
+if TYPE_CHECKING:
+    from ..explain import BackendReport
 
 PACKAGES = (
     "torch", "transformers", "huggingface_hub", "safetensors", "accelerate", "datasets", "peft", "evaluate",
@@ -31,6 +30,11 @@ Explained = Annotated[
 
 def env(model: Explained = None, as_json: Json = False) -> None:
     """Show versions and devices, for a bug report, and which backends the layers of a model take here."""
+    import torch
+
+    from ..ops.dispatch import DEFAULT_BACKEND
+    from ..ops.runtime import cpu as library
+
     report = None if model is None else explain(model)
     found: dict[str, Any] = {"hf_linattn": __version__, "python": platform.python_version()}
     for package in PACKAGES:
@@ -54,6 +58,10 @@ def env(model: Explained = None, as_json: Json = False) -> None:
 
 def explain(name: str) -> BackendReport:
     """Load a patched model and return which backends it takes for a row of `LENGTH` tokens, or for fewer."""
+    import torch
+
+    from ..explain import explain_backend
+
     model = to_default_device(load(name))
     length = min(LENGTH, getattr(model.config, "max_position_embeddings", LENGTH))
     inputs = {"input_ids": torch.ones(1, length, dtype=torch.long, device=model.device)}

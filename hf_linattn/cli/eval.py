@@ -10,9 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..atomic_io import write_text
 from ..config import require_known
@@ -22,9 +20,11 @@ from .bench import numbers
 from .common import Json, Model, exit_on_error, load, show, to_default_device
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from ..evaluation.suite import SuiteOptions
 
-DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
+DTYPES = ("bfloat16", "float16", "float32")
 SAMPLE = "The tokens of 2 models, naïve or not:\n\tare they the same?"
 LONG_PROMPTS = 1000
 OUTPUT = Path("evaluation.json")
@@ -142,7 +142,7 @@ def read_model(option: str, name: str, dtype: str | None) -> PreTrainedModel:
     if dtype is None:
         return to_default_device(load(name, option=option))
     require_known("dtype", dtype, DTYPES)
-    return to_default_device(load(name, option=option, dtype=DTYPES[dtype]))
+    return to_default_device(load(name, option=option, dtype=dtype))
 
 
 def check_tokenizer(role: str, paths: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import CheckpointError
-from ..hub import MODEL_TYPE
 from .common import Json, exit_on_error, show
 
 
@@ -55,6 +54,8 @@ def name_card(folder: Path, repository: str) -> None:
 
 def check_converted(folder: Path) -> None:
     """Raise `CheckpointError` unless a folder holds a converted model."""
+    from ..checkpoint_config import MODEL_TYPE
+
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointError(f"folder={str(folder)!r} has no config.json; give the folder of a converted model")

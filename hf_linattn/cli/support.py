@@ -8,8 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import torch
-import transformers
 import typer
 from rich.console import Console
 from rich.progress import track
@@ -24,6 +22,9 @@ def support(
     as_json: Json = False,
 ) -> None:
     """Patch a small random model of each architecture of transformers and say what holds."""
+    import torch
+    import transformers
+
     from ..support import architectures, check_architecture, support_table
 
     with exit_on_error(), quiet_logging():

@@ -41,6 +41,7 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     static_steps = True
     backends = ("auto", "torch", "triton")
     config: Any  # of the subclass's own config class
+    family = "sparse"
     config_class: ClassVar[type[SoftmaxTypeConfig]] = BlockSparseConfig
     whole_blocks: bool = False  # whether `sees` is what the table says, so that it need not be asked
     shifts: bool = True  # whether a pair, both moved by a block, is seen as before: its mask is made once for many

@@ -114,6 +114,7 @@ class ByHeadMechanism(CompositeMechanism):
     takes_exact = True
     limit = ExactnessLimit("softmax attention where all heads keep it", equal=lambda length: {"plan": {KEPT: None}})
     citation = "Xiao et al. 2024, DuoAttention: Retrieval and Streaming Heads, arXiv 2410.10819"
+    family = "composite"
 
     config: ByHeadConfig
 

@@ -45,6 +45,7 @@ class Capabilities:
     splits: whether some of the heads alone get what they get among all, but for parameters of each head.
     backends: which of `hf_linattn.backends` can work through its causal form.
     limit: how it relates to softmax attention. citation: the paper it comes from.
+    family: with which others `hf-linattn list` shows it.
     """
 
     config_class: ClassVar[type[MechanismConfig]] = MechanismConfig
@@ -66,6 +67,7 @@ class Capabilities:
     backends: ClassVar[tuple[str, ...]] = ("auto", "torch")
     limit: ExactnessLimit = ExactnessLimit("none stated")
     citation: ClassVar[str] = ""
+    family: ClassVar[str] = "other"
 
     config: MechanismConfig
 

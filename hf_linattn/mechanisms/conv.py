@@ -61,6 +61,7 @@ class ConvMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     config_class: ClassVar[type[SoftmaxTypeConfig]] = ConvConfig
     limit = ExactnessLimit("window_size >= length, taps untrained", equal=lambda length: {"window_size": length})
     citation = "Golovneva et al. 2025, Multi-Token Attention, arXiv 2504.00927"
+    family = "sparse"
 
     config: ConvConfig
 

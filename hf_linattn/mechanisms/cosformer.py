@@ -68,6 +68,7 @@ class CosformerMechanism(SequenceMechanism):
     continuous = False  # where the last weight of a query vanishes it goes from the value to zero
     limit = ExactnessLimit("attention with the kernel relu(q) . relu(k) cos(pi / 2 (i - j) / M)", kernel=True)
     citation = "Qin et al. 2022, cosFormer: Rethinking Softmax in Attention, arXiv 2202.08791"
+    family = "linear"
 
     config: CosformerConfig
 

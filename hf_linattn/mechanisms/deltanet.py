@@ -71,6 +71,7 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
     prepares = True
     limit = ExactnessLimit("the delta rule, computed token by token", kernel=True)
     citation = "Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule, arXiv 2406.06484"
+    family = "linear"
 
     def __init__(self, config: DeltanetConfig, layer: AttentionLayer):
         super().__init__(config, layer)

@@ -61,6 +61,7 @@ class DynamicSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     growth = 3.7  # with blocks of 8 tokens the gates, N^2 / 8, cost most; with the default 64, 2.1
     limit = ExactnessLimit("num_blocks * block_size >= length", equal=lambda length: {"num_blocks": length})
     citation = "Lu et al. 2025, MoBA: Mixture of Block Attention for Long-Context LLMs, arXiv 2502.13189"
+    family = "sparse"
 
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: PastKeys | None,

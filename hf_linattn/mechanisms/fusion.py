@@ -80,6 +80,7 @@ class FusionMechanism(CompositeMechanism):
         equal=lambda length: {"members": {"local": {"window_size": length}}, "shares": None},
     )
     citation = "Xiao et al. 2017, Attentional Factorization Machines, arXiv 1708.04617 (the pooling)"
+    family = "composite"
 
     config: FusionConfig
 

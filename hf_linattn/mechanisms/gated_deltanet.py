@@ -120,6 +120,7 @@ class GatedDeltanetMechanism(SequenceMechanism):
         "the gated delta rule, computed token by token; orthonormal keys with a = b = 1 recall exactly", kernel=True
     )
     citation = "Yang et al. 2024, Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv 2412.06464"
+    family = "linear"
 
     config: Any  # `GatedDeltanetConfig`
 

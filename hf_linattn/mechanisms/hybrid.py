@@ -161,6 +161,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         "softmax attention if window_size is at least the length", equal=lambda length: {"window_size": length}
     )
     citation = "Zhang et al. 2024, LoLCATs: On Low-Rank Linearizing of Large Language Models, arXiv 2410.10254"
+    family = "window and linear"
 
     config: HybridConfig
     linear: Any  # a LinearMechanism

@@ -158,6 +158,7 @@ class LinearMechanism(FeatureMapMechanism):
     backends = ("auto", "torch", "compile", "triton")
     limit = ExactnessLimit("attention with the kernel phi(q) . phi(k), computed naively", kernel=True)
     citation = "Katharopoulos et al. 2020, Transformers are RNNs, arXiv 2006.16236"
+    family = "linear"
     takes_half = any_length = splits = True
     decays_by_distance: ClassVar[bool] = True  # or not at all: nothing but q, k and |i - j| makes a weight
 

@@ -102,6 +102,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     backends = ("auto", "torch", "triton")
     limit = ExactnessLimit("softmax attention with num_slots >= n", equal=lambda length: {"num_slots": length})
     citation = "Wang et al. 2020, Linformer, arXiv 2006.04768; causal: Peng et al. 2021, ABC, arXiv 2110.02488"
+    family = "compressed"
 
     config: LinformerConfig
 

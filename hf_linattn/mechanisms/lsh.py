@@ -95,6 +95,7 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         equal=lambda length: {"num_buckets": 1, "bucket_size": length},
     )
     citation = "Kitaev et al. 2020, Reformer: The Efficient Transformer, arXiv 2001.04451"
+    family = "sparse"
 
     config: Any
 

@@ -79,6 +79,7 @@ class MixedChunkMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         "softmax attention if block_size is at least the length", equal=lambda length: {"block_size": length}
     )
     citation = "Hua et al. 2022, Transformer Quality in Linear Time, arXiv 2202.10447"
+    family = "window and linear"
 
     config: MixedChunkConfig
     linear: Any  # a LinearMechanism

@@ -77,6 +77,7 @@ class NystromMechanism(SequenceMechanism):
     averages = False  # what is solved for may have negative weights
     limit = ExactnessLimit("softmax attention with num_landmarks >= n", equal=lambda length: {"num_landmarks": length})
     citation = "Xiong et al. 2021, Nystromformer, arXiv 2102.03902"
+    family = "compressed"
 
     config: NystromConfig
 

@@ -53,6 +53,7 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
     takes_exact = any_length = splits = static_steps = True
     limit = ExactnessLimit("itself", equal=lambda length: {})
     citation = "Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762"
+    family = "exact"
 
     def forward(
         self,

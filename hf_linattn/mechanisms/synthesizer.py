@@ -215,6 +215,7 @@ class SynthesizerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         equal=lambda length: {"initial_mix": 0.0},
     )
     citation = "Tay et al. 2021, Synthesizer: Rethinking Self-Attention for Transformer Models, arXiv 2005.00743"
+    family = "compressed"
 
     config: Any
 

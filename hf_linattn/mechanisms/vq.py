@@ -84,6 +84,7 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         equal=lambda length: {"block_size": -(-length // 2)},
     )
     citation = "Lingle 2023, Transformer-VQ: Linear-Time Transformers via Vector Quantization, arXiv 2309.16354"
+    family = "compressed"
 
     config: VqConfig
 

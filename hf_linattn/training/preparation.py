@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linattn import get_mechanisms, is_patched, patch_model
+from hf_linattn import extend_positions, get_mechanisms, is_patched, patch_model
 from hf_linattn.calibration import own_parameters, what_is_fitted
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation import position_limit, streaming_like, whole_windows
@@ -50,6 +50,8 @@ def prepare(arguments: Arguments, program: str = "", argv: Sequence[str] = ()) -
             f"model_name_or_path={model_options.model_name_or_path!r} is converted already; give the original"
         )
     digests = {"model_digest": model_digest(model)}
+    if model_options.max_positions is not None:
+        extend_positions(model, model_options.max_positions)
     task = task_of(model)
     task.check(model, data_options, recipe_options)
     patch_model(model, **model_options.patch_arguments())
@@ -102,7 +104,7 @@ def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None)
         if limit is not None and length > limit:
             raise OptionError(
                 f"{name}={length} is beyond the {limit} positions of {model_options.model_name_or_path!r} with its"
-                f" mechanism; give at most {limit}"
+                f" mechanism; give at most {limit}, or max_positions={length} where its position table is what ends"
             )
     if distillation.recall_share and task_of(model) is not CAUSAL:
         raise OptionError(
@@ -161,4 +163,7 @@ def shared_control(run: TrainingRun, program: str = "", argv: Sequence[str] = ()
 def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a run; `CheckpointError`, which names the option, if it cannot be read."""
     option = "tokenizer_name" if options.tokenizer_name else "model_name_or_path"
-    return read_tokenizer(option, getattr(options, option))
+    tokenizer = read_tokenizer(option, getattr(options, option))
+    if options.max_positions is not None:
+        tokenizer.model_max_length = options.max_positions
+    return tokenizer

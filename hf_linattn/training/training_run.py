@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linattn import chunk_feed_forward, is_patched, patch_model
+from hf_linattn import chunk_feed_forward, extend_positions, is_patched, patch_model
 from hf_linattn.errors import CheckpointError
 from hf_linattn.training.arguments import Arguments, tokens_per_step
 from hf_linattn.training.data import TrainingData
@@ -80,6 +80,8 @@ class TrainingRun:
         """Load the original, or a model this run saved, onto the device of the run."""
         options = self.arguments.model
         model = load_model(str(path or options.model_name_or_path), options.dtype)
+        if path is None and options.max_positions is not None:
+            extend_positions(model, options.max_positions)
         if is_patched(model):
             chunk_feed_forward(model, options.chunk_feed_forward)
         return model.to(self.arguments.training.device)

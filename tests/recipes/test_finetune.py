@@ -209,6 +209,7 @@ def test_a_run_is_not_continued_on_other_content_of_the_same_files(material, tmp
         ({"mechanism": "perfomer"}, UnknownNameError, "did you mean performer"),
         ({"mechanism_options": '{"features": 3}'}, OptionError, "no option 'features'"),
         ({"chunk_feed_forward": 0}, OptionError, "chunk_feed_forward must be None or an integer >= 1, got 0"),
+        ({"max_positions": 64}, OptionError, "max_length must be above 64, the positions that GPT2LMHeadModel has"),
         ({"layers": "0-2"}, OptionError, "layer 2, but the model has layers 0 to 1"),
         ({"control": "lora"}, OptionError, "control must be 'full' where lora_rank is absent, got 'lora'"),
         ({"control": "none", "control_dir": "other"}, OptionError, "control_dir must be absent where control is"),
@@ -247,6 +248,16 @@ def test_control_and_recovered_train_with_chunks(material, tmp_path, monkeypatch
     seen[True].clear()
     run(command(material, tmp_path / "out", learning_rates="1e-3", chunk_feed_forward=32))
     assert seen[True] == {32}
+
+
+def test_rows_beyond_the_position_table_train_with_max_positions(material, tmp_path):
+    """The original that stands beside it, the control and the recovered model all have the longer table."""
+    long = {"block_size": 96, "max_positions": 96, "max_train_tokens": 384, "lr_search_tokens": None}
+    report = run(command(material, tmp_path / "out", learning_rates="1e-3", **long))
+    assert report.perplexity.original > 1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.n_positions == len(model.transformer.wpe.weight) == 96
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 96
 
 
 def test_an_output_folder_in_use_is_refused_and_left_alone(material, tmp_path):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ from ...errors import BuildError, OperandError
 from ..common.tracing import is_watched
 from .operands import check_operands
 
+logger = logging.getLogger(__name__)
+
+CHECKOUT = Path(__file__).resolve().parents[3]  # of an installed package, what it was installed into
 VARIANTS = {"AVX512": "_avx512", "AVX2": "_avx2"}  # PyTorch's names of what the CPU can do
 KINDS = (torch.float32, torch.bfloat16, torch.float16)  # `enum kind` of tensor.h
 BAD_NUMBERS = 2  # as in simd.h
@@ -53,9 +58,18 @@ class Operand(ctypes.Structure):
 
 @functools.cache
 def load_variant(name: str) -> Any:
-    """Return one build, None where there is none."""
-    spec = importlib.util.find_spec(f"{__package__}.{VARIANTS[name]}") if name in VARIANTS else None
-    return None if spec is None or spec.origin is None else ctypes.CDLL(spec.origin)
+    """Return one build, None where there is none; of a checkout, which has the sources, a log line says so, once."""
+    if name not in VARIANTS:
+        return None
+    spec = importlib.util.find_spec(f"{__package__}.{VARIANTS[name]}")
+    if spec is not None and spec.origin is not None:
+        return ctypes.CDLL(spec.origin)
+    if (CHECKOUT / "setup.py").is_file():
+        logger.warning(
+            "the C of %s is not compiled, and PyTorch's slower operations do its work; run"
+            " `python setup.py build_ext --inplace` there, or `make install`", CHECKOUT,
+        )  # fmt: skip
+    return None
 
 
 def layout_of(problem: type[ctypes.Structure]) -> tuple[int, int]:

@@ -61,6 +61,10 @@ class ModelArguments:
         default=None,
         metadata={"help": "Feed-forwards take that many tokens at a time, with less memory; default: all of a batch."},
     )
+    max_positions: int | None = field(
+        default=None,
+        metadata={"help": "Tokens of the longest input, if positions end before; see `extend_positions`."},
+    )
     row: str | None = field(
         default=None,
         metadata={"help": "Row of the board: its options override the file's, its name is put behind output_dir."},
@@ -74,6 +78,7 @@ class ModelArguments:
             given = getattr(self, name)
             setattr(self, name, None if given is None else read(name, given))
         require_count("chunk_feed_forward", self.chunk_feed_forward, optional=True)
+        require_count("max_positions", self.max_positions, optional=True)
         require("softmax_share", self.softmax_share, 0 <= self.softmax_share < 1, "at least 0 and below 1")
         searches = (None, *SEARCHES) if self.layers == AUTO else (None,)
         expected = f"one of {', '.join(SEARCHES)}, with layers 'auto', or absent"

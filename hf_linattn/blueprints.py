@@ -1,0 +1,70 @@
+"""What transformers makes of a config: a model without memory, what its modules keep, and its initial tensors."""
+
+from __future__ import annotations
+
+import math
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+PLAIN = (int, float, str, dict, types.FunctionType)  # of these types is what modules keep of their config
+
+
+def blueprint(root: PreTrainedModel, config: Any) -> PreTrainedModel:
+    """Make the model of a config without any memory for its weights."""
+    with torch.device("meta"):
+        return type(root)(config)
+
+
+def grown_modules(before: PreTrainedModel, after: PreTrainedModel) -> dict[str, bool]:
+    """Return path -> whether it is an embedding, of the modules with tensors of another shape."""
+    return {
+        path: isinstance(module, nn.Embedding)
+        for (path, module), other in zip(before.named_modules(), after.modules(), strict=True)
+        if shapes(module) != shapes(other)
+    }
+
+
+def shapes(module: nn.Module) -> dict[str, Any]:
+    """Return name -> shape of what a module itself has of parameters and buffers."""
+    tensors = {**module._parameters, **module._buffers}
+    return {name: tensor.shape for name, tensor in tensors.items() if tensor is not None}
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the plain values that a module keeps, as `num_embeddings`; flags, as `training`, are none of a config."""
+    return {name: value for name, value in vars(module).items() if name[0] != "_" and type(value) in PLAIN}
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a module itself has."""
+    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+
+
+def initialised(model: PreTrainedModel, path: str) -> dict[str, Tensor]:
+    """Return the tensors of one module as transformers initialises them, NaN or -1 where it leaves them alone."""
+    module, parent = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
+    for name, weight in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(_unset(weight), requires_grad=False))
+    for name, buffer in buffers_of(module).items():
+        setattr(module, name, _unset(buffer))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for part in (module, parent):
+            model._init_weights(part)
+    return dict(module.named_parameters(recurse=False)) | buffers_of(module)
+
+
+def _unset(tensor: Tensor) -> Tensor:
+    value = math.nan if tensor.is_floating_point() else -1
+    return torch.full(tensor.shape, value, dtype=tensor.dtype, device="cpu")
+
+
+def is_made(own: Tensor, made: Tensor) -> bool:
+    """Whether a tensor is what its initialisation makes it, rounded to its dtype."""
+    if own.shape != made.shape or own.device.type == "meta":
+        return False
+    near = 1e-2 if own.dtype.itemsize == 2 else 1e-5
+    return torch.allclose(own.detach().cpu().double(), made.double(), rtol=near, atol=near)

@@ -1,0 +1,400 @@
+"""extend_positions: a model whose positions end at 512 takes longer inputs; its config, buffers and tokenizer agree.
+
+Nothing here knows an architecture. The class of the model is made twice on the meta device, of its config as it is and
+of the longer one, and what differs between the two is what has to change:
+
+- An embedding with more rows is a position table. Where transformers' own initialisation computes its rows
+  (sinusoids), the new ones are computed as well; otherwise they are learned, and `method` makes them of the old rows.
+- A buffer of another shape or content (position ids, token types, causal masks, inverse frequencies) is what
+  transformers' initialisation makes it.
+- A number or a name kept on a module (`num_embeddings`, `rope_type`, `attention_scaling`) is that of the longer one.
+
+Rotary positions have no table: their config gets transformers' own rope parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from . import architecture
+from . import transformers_bridge as bridge
+from .blueprints import blueprint, buffers_of, grown_modules, initialised, is_made, plain_attributes, shapes
+from .config import require_count
+from .errors import OptionError, PatchError, UnsupportedModelError
+from .position_tables import served_positions
+
+logger = logging.getLogger(__name__)
+
+EXTENSIONS = "_hf_linattn_positions"  # the attribute of a transformers model that holds what was done, in order
+# the fields of configs that say how many positions there are; those of sound and images are of inputs of one size
+FIELDS = (
+    "max_position_embeddings", "max_target_positions", "max_encoder_position_embeddings",
+    "max_decoder_position_embeddings",
+)  # fmt: skip
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def _copied(rows: Tensor, count: int) -> Tensor:
+    return rows[torch.arange(count, device=rows.device) % len(rows)]
+
+
+def _mirrored(rows: Tensor, count: int) -> Tensor:
+    return _copied(torch.cat([rows, rows.flip(0)]), count)
+
+
+def _interpolated(rows: Tensor, count: int) -> Tensor:
+    stretched = F.interpolate(rows.T[None].float(), size=count, mode="linear", align_corners=True)
+    return stretched[0].T.to(rows.dtype)
+
+
+def _linear(length: int, factor: float) -> dict[str, Any]:
+    return {"rope_type": "linear", "factor": factor}
+
+
+def _dynamic(length: int, factor: float) -> dict[str, Any]:
+    return {"rope_type": "dynamic", "factor": factor}
+
+
+def _yarn(length: int, factor: float) -> dict[str, Any]:
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
+
+
+# rows [n, D] and their new number -> rows [m, D]; the first method is the default
+TABLE_METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "copy": _copied, "interpolate": _interpolated, "mirror": _mirrored,
+}  # fmt: skip
+# old length and how many times longer -> rope parameters
+ROPE_METHODS: dict[str, Callable[[int, float], dict[str, Any]]] = {
+    "yarn": _yarn, "linear": _linear, "dynamic": _dynamic,
+}  # fmt: skip
+KEEPING = ("copy", "mirror")  # the old rows are the first of the new ones
+OWN_LENGTH = ("dynamic",)  # transformers' formula reads the old length from max_position_embeddings
+UNSCALED = "sliding_attention"  # layers that see no further than their window, whatever the length
+
+
+@dataclass
+class ModuleChange:
+    """What one module gets, and after `apply` what it had."""
+
+    module: nn.Module
+    attributes: dict[str, Any]
+    buffers: dict[str, Tensor]
+    weight: nn.Parameter | None = None
+    kept: bool = False  # whether the old rows are the first of the new weight
+    old_attributes: dict[str, Any] = field(default_factory=dict)
+    old_buffers: dict[str, Tensor] = field(default_factory=dict)
+    old_weight: nn.Parameter | None = None
+
+    def apply(self) -> None:
+        """Put the new values in place; of the old ones all are kept, as `dynamic` changes more while it runs."""
+        self.old_attributes, self.old_buffers = plain_attributes(self.module), buffers_of(self.module)
+        vars(self.module).update(self.attributes)
+        self.module._buffers.update(self.buffers)
+        if self.weight is not None:
+            self.old_weight, self.module.weight = self.module.weight, self.weight  # type: ignore[assignment]
+
+    def undo(self) -> None:
+        """Put the old values back, where the module is now; of a table that was copied, with the weights of now."""
+        vars(self.module).update(self.old_attributes)
+        for name, old in self.old_buffers.items():
+            now: Any = self.module._buffers[name]
+            self.module._buffers[name] = old.to(now.device, now.dtype)
+        if self.old_weight is not None:
+            weight: Any = self.module.weight
+            rows = weight.detach()[: len(self.old_weight)].clone() if self.kept else self.old_weight.data.to(weight)
+            self.old_weight.data = rows
+            self.module.weight = self.old_weight.requires_grad_(weight.requires_grad)
+
+
+@dataclass
+class Extension:
+    """What was done to a model, its configs and its tokenizer."""
+
+    changes: list[ModuleChange]
+    fields: list[tuple[int, str, Any]]  # which of `_configs`, name, value before: `patch_model` copies configs
+    tokenizer: tuple[Any, Any]  # and its model_max_length before
+
+    @classmethod
+    def of(
+        cls, root: PreTrainedModel, changes: list[ModuleChange], fields: list[tuple[int, str]], tokenizer: Any
+    ) -> Extension:
+        """Remember what configs and tokenizer say now."""
+        configs = _configs(root.config)
+        before = [(index, name, getattr(configs[index], name)) for index, name in fields]
+        return cls(changes, before, (tokenizer, getattr(tokenizer, "model_max_length", None)))
+
+    def apply(self, root: PreTrainedModel, longer: Any, max_length: int) -> None:
+        """Put the changes in place, and what the longer config says."""
+        for change in self.changes:
+            change.apply()
+        configs, new = _configs(root.config), _configs(longer)
+        for index, name, _ in self.fields:
+            setattr(configs[index], name, getattr(new[index], name))
+        if self.tokenizer[0] is not None:
+            self.tokenizer[0].model_max_length = max_length
+
+    def undo(self, root: PreTrainedModel) -> None:
+        """Put everything back."""
+        for change in self.changes:
+            change.undo()
+        configs, (tokenizer, length) = _configs(root.config), self.tokenizer
+        for index, name, value in self.fields:
+            setattr(configs[index], name, value)
+        if tokenizer is not None:
+            tokenizer.model_max_length = length
+
+
+def extend_positions(model: ModelT, max_length: int, method: str | None = None, *, tokenizer: Any = None) -> ModelT:
+    """Let a model take inputs of up to `max_length` tokens, in place, and return it.
+
+    A learned position table, whose old rows are p_0 to p_{n-1}, gets m = `max_length` rows q_i:
+
+        copy         q_i = p_{i mod n}: as before within n tokens, bit for bit (Longformer, Beltagy et al. 2020)
+        mirror       q_i = p_0 ... p_{n-1}, p_{n-1} ... p_0, p_0 ...: the same, and without a step at multiples of n
+        interpolate  q_i = p at the place i (n - 1) / (m - 1), between its two neighbours
+
+    Rows that serve no position, as RoBERTa's padding row and OPT's first two, stay as they are. Rotary positions get
+    transformers' rope parameters, with the factor m / n: `yarn` (Peng et al. 2023), `linear` (Chen et al. 2023), or
+    `dynamic` (NTK), which turns inputs within n tokens as before, bit for bit, and under which
+    `config.max_position_embeddings` stays n, from which transformers' formula starts. Sinusoids are computed.
+
+    The config, the buffers and the tokenizer's `model_max_length` agree with the new length, and so does what
+    `save_pretrained` writes: a checkpoint that loads without this library. Train it, or `calibrate` the converted
+    model, on long inputs: the new rows were never trained there. Call it before an optimizer, PEFT or torch.compile
+    take the model. `unpatch_model` of a model that is not patched undoes it, the last one first, with the weights of
+    then; `patch_model(..., max_positions=...)` is a shortcut with the default method, undone with the patch.
+
+    Args:
+        model: a transformers model, or a wrapper around one; not patched.
+        max_length: tokens of the longest input.
+        method: copy (default), mirror or interpolate for learned tables; yarn (default), linear or dynamic for rotary
+            positions; None alone for sinusoids.
+        tokenizer: its `model_max_length` is set, if given.
+
+    Raises:
+        OptionError: `max_length` is not above what the model has, or `method` is none of this model's.
+        UnsupportedModelError: there is nothing to extend (no positions, relative biases, ALiBi, a grid of patches), or
+            it cannot be done (weights on the meta device, another rope type already); the message says which.
+        PatchError: the model is patched; extend it before.
+        After any of them model and tokenizer are as they were.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    >>> model = BertModel(BertConfig(**sizes, vocab_size=50, max_position_embeddings=32)).eval()
+    >>> model = extend_positions(model, 100)
+    >>> model(torch.ones(1, 100, dtype=torch.long)).last_hidden_state.shape, model.config.max_position_embeddings
+    (torch.Size([1, 100, 16]), 100)
+    """
+    root = architecture.root_model(model)
+    if any(bridge.MECHANISM in module._modules for module in root.modules()):
+        raise PatchError(
+            f"{type(root).__name__} is patched, and its mechanisms were made for the positions that it has; call"
+            " unpatch_model(model) first, extend it and patch it again, or patch with max_positions=..."
+        )
+    require_count("max_length", max_length)
+    longer, rotary = copy.deepcopy(root.config), _is_rotary(root.config)
+    fields = _scale_rotation(root, longer, max_length, method) if rotary else _lengthen(root, longer, max_length)
+    changes = _changes(root, blueprint(root, longer), max_length, method, rotary)
+    bridge.own_config(model)
+    extension = Extension.of(root, changes, fields, tokenizer)
+    extension.apply(root, longer, max_length)
+    vars(root).setdefault(EXTENSIONS, []).append(extension)
+    logger.info("%s takes inputs of up to %d tokens", type(root).__name__, max_length)
+    return model
+
+
+def undo_last_extension(root: PreTrainedModel) -> bool:
+    """Undo the last `extend_positions` of a model; return whether there was one."""
+    extensions: list[Extension] = vars(root).get(EXTENSIONS, [])
+    if not extensions:
+        return False
+    extensions.pop().undo(root)
+    return True
+
+
+# -- what the config says ---------------------------------------------------------------------------------------------
+
+
+def _configs(config: Any) -> list[Any]:
+    """Return the config of a model and, where it has one, that of its text model."""
+    text = config.get_text_config()
+    return [config] if text is config else [config, text]
+
+
+def _is_rotary(config: Any) -> bool:
+    return not getattr(config, "alibi", False) and any(getattr(x, "rope_parameters", None) for x in _configs(config))
+
+
+def _scale_rotation(
+    root: PreTrainedModel, longer: Any, max_length: int, method: str | None
+) -> list[tuple[int, str]]:
+    """Write rope parameters into each config that has some; return which fields of which were written."""
+    method = _known(root, "whose positions are rotary", method, ROPE_METHODS)
+    written = []
+    for index, part in enumerate(_configs(longer)):
+        if not getattr(part, "rope_parameters", None):
+            continue
+        length = getattr(part, "max_position_embeddings", None)
+        if not isinstance(length, int):
+            raise _nothing(root, f"its config says no max_position_embeddings ({length!r}), the length to start from")
+        _require_longer(root, max_length, length)
+        parameters = copy.deepcopy(part.rope_parameters)
+        scaled = [parameters] if "rope_type" in parameters else [v for k, v in parameters.items() if k != UNSCALED]
+        for rotation in filter(None, scaled):
+            if (kind := rotation.get("rope_type", "default")) != "default":
+                raise _nothing(root, f"its rope type is {kind!r} already; set config.rope_parameters yourself")
+            rotation |= ROPE_METHODS[method](length, max_length / length)
+        part.rope_parameters = parameters
+        written.append((index, "rope_parameters"))
+        if method not in OWN_LENGTH:
+            part.max_position_embeddings = max_length
+            written.append((index, "max_position_embeddings"))
+    return written
+
+
+def _lengthen(root: PreTrainedModel, longer: Any, max_length: int) -> list[tuple[int, str]]:
+    """Write the new length into each field of a config by which something of the model grows; return which."""
+    before = blueprint(root, copy.deepcopy(longer))
+    lengths: dict[tuple[int, str], int] = {}
+    for index, part in enumerate(_configs(longer)):
+        for name in (name for name in FIELDS if isinstance(getattr(part, name, None), int)):
+            probe = copy.deepcopy(longer)
+            setattr(_configs(probe)[index], name, getattr(part, name) + 1)
+            grown = grown_modules(before, blueprint(root, probe))
+            if grown:
+                tables = [before.get_submodule(path) for path, table in grown.items() if table]
+                served = [end - first for first, end in map(served_positions, tables)]  # type: ignore[arg-type]
+                lengths[index, name] = min([getattr(part, name), *served])
+    if not lengths:
+        raise _nothing(root, next(reason for reason, holds in REASONS.items() if holds(root)))
+    _require_longer(root, max_length, min(lengths.values()))
+    written = []
+    for (index, name), length in lengths.items():
+        if length < max_length:
+            part = _configs(longer)[index]
+            setattr(part, name, getattr(part, name) + max_length - length)
+            written.append((index, name))
+    return written
+
+
+def _require_longer(root: PreTrainedModel, max_length: int, length: int) -> None:
+    if max_length <= length:
+        raise OptionError(
+            f"max_length must be above {length}, the positions that {type(root).__name__} has already, got"
+            f" {max_length}"
+        )
+
+
+def _known(root: PreTrainedModel, kind: str, method: str | None, known: Iterable[str]) -> str:
+    """Return the method, the first of those known where none is named."""
+    names = list(known)
+    if method is None and names:
+        return names[0]
+    if method not in names:
+        expected = f"one of {', '.join(names)}" if names else "left out"
+        raise OptionError(f"method must be {expected} for {type(root).__name__}, {kind}, got {method!r}")
+    return method
+
+
+def _nothing(root: PreTrainedModel, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{type(root).__name__} has no positions that can be extended: {reason}")
+
+
+def _has(part: str) -> Callable[[PreTrainedModel], bool]:
+    """Return whether a model has a module, a method or a config field whose name has this part."""
+
+    def has(root: PreTrainedModel) -> bool:
+        classes = {type(module) for module in root.modules() if isinstance(module, PreTrainedModel)}
+        names = [path.rsplit(".", 1)[-1] for path, _ in root.named_modules()]
+        return any(part in name for name in (*names, *chain(*map(dir, classes)), *root.config.to_dict()))
+
+    return has
+
+
+# why nothing of a model grows, the first that holds
+REASONS: dict[str, Callable[[PreTrainedModel], bool]] = {
+    "ALiBi lowers scores by their distance, which any length has; leave extend_positions out": _has("alibi"),
+    "its biases are of relative distances, which any length has; leave extend_positions out": _has("relative"),
+    "its positions are a grid of image patches; give images of another size with interpolate_pos_encoding=True": (
+        _has("patch_size")
+    ),
+    "no table and no buffer is as long as its config says; leave extend_positions out": lambda root: True,
+}
+
+
+# -- what the longer config makes of the modules ----------------------------------------------------------------------
+
+
+def _changes(
+    root: PreTrainedModel, after: PreTrainedModel, max_length: int, method: str | None, rotary: bool
+) -> list[ModuleChange]:
+    """Return what has to change in each module for the model to be what the longer config makes."""
+    before = blueprint(root, copy.deepcopy(root.config))
+    changes, learned = [], False
+    for (path, old), new in zip(before.named_modules(), after.modules(), strict=True):
+        kept = plain_attributes(old)
+        attributes = {name: x for name, x in plain_attributes(new).items() if kept.get(name, old) != x}
+        grown = shapes(old) != shapes(new)
+        if not attributes and not grown:
+            continue
+        module = _own_module(root, path)
+        made, remade = initialised(before, path), initialised(after, path)
+        change = ModuleChange(module, attributes, _new_buffers(root, path, module, made, remade))
+        if grown and new._parameters:
+            own, first, trains = _table(root, path, module, new, max_length)
+            if computed := is_made(own, made["weight"]):
+                weight = torch.cat([own, remade["weight"][len(own) :].to(own)])
+            else:
+                chosen = "copy" if rotary else _known(root, "whose positions are learned", method, TABLE_METHODS)
+                learned = True
+                weight = torch.cat([own[:first], TABLE_METHODS[chosen](own[first:], max_length)])
+            change.weight = nn.Parameter(weight, requires_grad=trains)
+            change.kept = computed or chosen in KEEPING
+        changes.append(change)
+    if method is not None and not learned and not rotary:
+        _known(root, "whose positions are computed", method, ())
+    return changes
+
+
+def _own_module(root: PreTrainedModel, path: str) -> nn.Module:
+    try:
+        return root.get_submodule(path)
+    except AttributeError as error:
+        raise _nothing(root, f"{path} is not where its class puts it; extend it before PEFT takes it") from error
+
+
+def _new_buffers(
+    root: PreTrainedModel, path: str, module: nn.Module, made: dict[str, Tensor], remade: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the buffers of a module that the longer config changes."""
+    new = {}
+    for name, own in buffers_of(module).items():
+        if not is_made(own, made.get(name, own.new_empty(0))):
+            raise _nothing(root, f"the buffer {path}.{name} is not what its class makes it, and cannot be made longer")
+        if made[name].shape != remade[name].shape or not torch.equal(made[name], remade[name]):
+            new[name] = remade[name].to(own.device, own.dtype)
+    return new
+
+
+def _table(
+    root: PreTrainedModel, path: str, module: nn.Module, new: nn.Module, max_length: int
+) -> tuple[Tensor, int, bool]:
+    """Return the rows of a position table that grows, the first that serves a position, and whether they train."""
+    weight: Any = getattr(module, "weight", None)
+    first = new.num_embeddings - max_length if isinstance(new, nn.Embedding) else -1
+    if not isinstance(module, nn.Embedding) or not 0 <= first < len(weight) or len(new._parameters) != 1:
+        raise _nothing(root, f"{path} ({type(new).__name__}) grows with them, and is no table of a row per position")
+    if weight.device.type == "meta":
+        raise _nothing(root, f"the weights of {path} are on the meta device; load them first")
+    return weight.detach(), first, weight.requires_grad

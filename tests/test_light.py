@@ -1,0 +1,103 @@
+"""What starts without PyTorch and transformers: the package, the help, the list of mechanisms."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import hf_linattn
+from hf_linattn import mechanism_table
+from hf_linattn.cli import app
+from hf_linattn.ops.runtime import cpu as library
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = ("torch", "transformers", "numpy")
+
+
+def in_a_new_process(code: str) -> dict:
+    """Run code that prints a JSON document, in a process that has imported nothing."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_help_version_and_list_import_neither_torch_nor_transformers():
+    commands = ["--help", "--version", "list", "list hybrid --json", "list hybird", "convert --help"]
+    found = in_a_new_process(f"""
+import json, sys
+from typer.testing import CliRunner
+from hf_linattn.cli import app
+codes = [CliRunner().invoke(app, command.split()).exit_code for command in {commands}]
+print(json.dumps([codes, [name for name in {HEAVY} if name in sys.modules]]))
+""")
+    assert found == [[0, 0, 0, 0, 1, 0], []]
+
+
+@pytest.mark.parametrize("first", ["hf_linattn", "transformers"])
+def test_auto_config_knows_our_checkpoints_and_nothing_of_modeling_is_imported(first):
+    second = {"hf_linattn": "transformers", "transformers": "hf_linattn"}[first]
+    found = in_a_new_process(f"""
+import json, sys
+import {first}
+light = [name for name in {HEAVY} if name in sys.modules]
+if {first == "transformers"}:
+    from transformers import AutoConfig
+import {second}
+from transformers import AutoConfig
+config = AutoConfig.for_model("hf_linattn")
+ours = sorted(name for name in sys.modules if name.startswith("hf_linattn"))
+waiting = [type(finder).__module__ for finder in sys.meta_path]
+print(json.dumps([light, type(config).__name__, ours, "transformers.modeling_utils" in sys.modules, waiting]))
+""")
+    light, config, ours, modeling, waiting = found
+    assert config == "HfLinattnConfig" and not modeling
+    assert ours == ["hf_linattn", "hf_linattn.auto_config", "hf_linattn.checkpoint_config"]
+    assert first == "transformers" or light == []
+    assert "hf_linattn.auto_config" not in waiting
+
+
+def test_every_public_name_is_found_where_the_package_says():
+    homes = [name for names in hf_linattn._HOMES.values() for name in names]
+    assert sorted(homes) == sorted(hf_linattn.__all__) and set(hf_linattn.__all__) <= set(dir(hf_linattn))
+    for name in hf_linattn.__all__:
+        assert getattr(hf_linattn, name).__module__.startswith("hf_linattn.")
+    with pytest.raises(AttributeError, match="has no attribute 'patch_modle'"):
+        hf_linattn.patch_modle  # noqa: B018
+
+
+def test_a_mechanism_whose_file_is_not_in_the_table_is_listed(monkeypatch):
+    table = mechanism_table.rows()
+    monkeypatch.setattr(mechanism_table, "files", lambda: ["new"])
+    assert mechanism_table.rows() == json.loads(json.dumps(table))
+    assert {row["family"] for row in table} == {
+        "composite", "compressed", "exact", "linear", "sparse", "window and linear",
+    }  # fmt: skip
+
+
+def test_list_shows_a_line_for_each_mechanism_and_the_options_of_one():
+    shown = CliRunner().invoke(app, ["list"], env={"COLUMNS": "60"}).stdout.splitlines()
+    assert len(shown) == 1 + len(mechanism_table.rows()) + 6  # the head, and the families
+    one = CliRunner().invoke(app, ["list", "performer"], env={"COLUMNS": "120"}).stdout
+    assert all(word in one for word in ("num_features", "redraw_interval", " 256 ", "of constant size"))
+
+
+def test_a_checkout_without_its_c_says_so_once(monkeypatch, caplog, tmp_path):
+    name = next(iter(library.VARIANTS))
+    monkeypatch.setitem(library.VARIANTS, name, "_none")
+    for folder, lines in ((ROOT, 1), (tmp_path, 0)):
+        monkeypatch.setattr(library, "CHECKOUT", folder)
+        library.load_variant.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="hf_linattn"):
+            assert library.load_variant(name) is None and library.load_variant(name) is None
+        assert len(caplog.messages) == lines
+        assert all("setup.py build_ext --inplace" in message and str(ROOT) in message for message in caplog.messages)
+    library.load_variant.cache_clear()
