@@ -37,6 +37,8 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("retention", {}),
     ("gla", {}),
     ("deltanet", {}),
+    ("gated_deltanet", {}),
+    ("gated_deltanet", {"expand_key": 2}),
     ("mixed_chunk", {}),
     ("fusion", {"members": {"local": {"window_size": 64}, "linear": {}}}),
     ("linformer", {"num_slots": 64, "block_size": 32}),

@@ -44,6 +44,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "evo": [{"window_size": 64, "kernel_radius": 4}],
     "fixed_pattern": [{"block_size": 16, "group_size": 64, "num_summary": 16, "num_groups": 4}],
     "fusion": [{"members": {"local": {"window_size": 64}, "linear": {}}}],
+    "gated_deltanet": [{}, {"expand_key": 2}],
     "hybrid": [{"window_size": 64, "num_sink_tokens": 4}],
     "learned_sparse": [{"block_size": 16, "reach": 4}],
     "linear": [{}, {"decay": "learned"}],

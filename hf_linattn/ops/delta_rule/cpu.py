@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ..common.derivatives import first_order
 from ..common.numerics import bounded
-from ..linear.cpu import NATIVE_SIZE, few_sequences
+from ..linear.cpu import few_sequences
 from ..runtime.cpu import dense_rows, refusal
 from ..runtime.output_pool import empty_like, empty_output
 from .cpu_kernels import delta_rule, delta_rule_backward, delta_rule_step, segments
 from .types import DeltaCall, FeatureMap
+
+MAPPED_SIZE = 512  # tokens whose features are made at a time, so that they stay in the cache until the C reads them
 
 
 def unsupported(call: DeltaCall) -> str | None:
@@ -33,7 +35,7 @@ def unsupported(call: DeltaCall) -> str | None:
 def run(call: DeltaCall) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, N, Dv] and the state after the last key."""
     length, mapped = call.key.shape[2], call.query_map is not None or call.key_map is not None
-    size = NATIVE_SIZE if mapped else max(length, 1)
+    size = MAPPED_SIZE if mapped else max(length, 1)
     whole = call.grouped_query, call.key, call.value, call.beta
     queries, *rest = whole[0].split(size, 3), *(x.split(size, 2) for x in whole[1:])
     gates = itertools.repeat(None) if call.log_gate is None else call.log_gate.split(size, 2)
