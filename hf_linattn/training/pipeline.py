@@ -51,7 +51,7 @@ def carry_out(run: TrainingRun, console: Console | None = None) -> Report:
     console = console or Console()
     if recipe.plan_steps:
         price = price_of(run)
-        if training.should_log:
+        if training.should_log and (price.stages or recipe.dry_run):
             console.print(price.table())
     if recipe.dry_run:
         raise SystemExit(0)
