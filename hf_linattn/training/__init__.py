@@ -1,1 +1,19 @@
-"""Training: options (`arguments`), stages of a recipe (`stages`), losses (`losses`), text and packed rows (`data`)."""
+"""Training: options (`arguments`), stages of a recipe (`stages`), losses (`losses`), text and packed rows (`data`).
+
+`Distillation` with its stages `Calibrate`, `Align`, `Distill` and `Lengthen` is the recipe from Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Align", "Calibrate", "Distill", "Distillation", "Lengthen"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the recipe when it is asked for: data sets and adapters take seconds to import."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hf_linattn.training import api
+
+    return getattr(api, name)

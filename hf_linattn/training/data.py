@@ -99,6 +99,16 @@ def load_text_splits(
         splits = DatasetDict({split: _load_file(split, path) for split, path in files.items()})
     else:
         splits = standard_library_corpus()
+    return text_splits(splits, text_column, label_column, conversations)
+
+
+def text_splits(
+    splits: Mapping[str, Dataset],
+    text_column: str = "text",
+    label_column: str | None = None,
+    conversations: bool = False,
+) -> DatasetDict:
+    """Return training, validation and test split of a data set in memory, as :func:`load_text_splits` does."""
     if "train" not in splits:
         raise DataError(f"no training split: got {sorted(splits)}; give train_file or a dataset with a train split")
     kept = {split: splits[split] for split in ("train", "validation", "test") if split in splits}

@@ -42,18 +42,23 @@ def main(argv: Sequence[str], kinds: Sequence[type], program: str, console: Cons
     arguments = parse_arguments(argv, kinds)
     training = arguments.training
     logging.basicConfig(level=logging.INFO if training.should_log else logging.WARNING, format="%(message)s")
-    run = prepare(arguments, program, argv)
-    if arguments.recipe.plan_steps:
+    return carry_out(prepare(arguments, program, argv), console)
+
+
+def carry_out(run: TrainingRun, console: Console | None = None) -> Report:
+    """Print the plan of a run, run it, print its tables and return the report; see `main`."""
+    training, recipe = run.arguments.training, run.arguments.recipe
+    console = console or Console()
+    if recipe.plan_steps:
         price = price_of(run)
-        if training.should_log:
-            (console or Console()).print(price.table())
-    if arguments.recipe.dry_run:
+        if training.should_log and (price.stages or recipe.dry_run):
+            console.print(price.table())
+    if recipe.dry_run:
         raise SystemExit(0)
     resume = training.resume_from_checkpoint is not None
-    run.directory.open(run.options, arguments.recipe.overwrite_output_dir, resume)
+    run.directory.open(run.options, recipe.overwrite_output_dir, resume)
     report = run_recipe(run)
     if training.should_log:
-        console = console or Console()
         console.print(four_model_table(report))
         console.print(stage_table(report))
         folder = run.directory.path

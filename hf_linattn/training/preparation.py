@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from datasets import DatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn import extend_positions, get_mechanisms, is_patched, patch_model
@@ -37,10 +38,13 @@ CONVERSION_OPTIONS = (
 )  # fmt: skip
 
 
-def prepare(arguments: Arguments, program: str = "", argv: Sequence[str] = ()) -> TrainingRun:
+def prepare(
+    arguments: Arguments, program: str = "", argv: Sequence[str] = (), datasets: DatasetDict | None = None
+) -> TrainingRun:
     """Load model, tokenizer and text, and raise the library's errors for whatever does not fit together.
 
     Args:
+        datasets: splits in memory, in place of those that the options name.
         program, argv: how the run was started, for the report and for the command of a control that is missing.
     """
     model_options, data_options, recipe_options, training, distillation = arguments
@@ -59,7 +63,8 @@ def prepare(arguments: Arguments, program: str = "", argv: Sequence[str] = ()) -
     check_model(model, arguments, limit)
     tokenizer = load_tokenizer(model_options)
     with training.main_process_first(local=False):
-        splits = task.written(task.load(data_options), TextEncoder(tokenizer, data_options))
+        loaded = task.load(data_options) if datasets is None else task.select(datasets, data_options)
+        splits = task.written(loaded, TextEncoder(tokenizer, data_options))
         data = task.rows(splits, TextEncoder(tokenizer, data_options), model, recipe_options.max_train_tokens)
         long_data = None
         if distillation.long_block_size:

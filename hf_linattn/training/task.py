@@ -32,7 +32,13 @@ from hf_linattn.position_tables import position_tables
 from hf_linattn.reading import reading
 from hf_linattn.training.arguments import DataArguments, RecipeArguments
 from hf_linattn.training.conversations import render_conversations
-from hf_linattn.training.data import PackedMaskingCollator, TrainingData, load_text_splits, tokenize_and_pack
+from hf_linattn.training.data import (
+    PackedMaskingCollator,
+    TrainingData,
+    load_text_splits,
+    text_splits,
+    tokenize_and_pack,
+)
 from hf_linattn.training.heads import check_classes, trained_head
 
 CLASSIFIERS = frozenset(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
@@ -60,6 +66,10 @@ class Task:
         return load_text_splits(
             data.dataset_name, data.dataset_config_name, *files, column, conversations=answers
         )
+
+    def select(self, splits: DatasetDict, data: DataArguments) -> DatasetDict:
+        """Return the three splits of a data set in memory."""
+        return text_splits(splits, data.text_column, conversations=data.completion_only)
 
     def written(self, splits: DatasetDict, encoder: TextEncoder) -> DatasetDict:
         """Return the splits as text, where they are conversations; `DataError` if these cannot be written so."""
@@ -174,6 +184,9 @@ class SequenceClassification(Task):
         files = data.train_file, data.validation_file, data.test_file
         columns = data.text_column, data.label_column
         return load_text_splits(data.dataset_name, data.dataset_config_name, *files, *columns)
+
+    def select(self, splits: DatasetDict, data: DataArguments) -> DatasetDict:
+        return text_splits(splits, data.text_column, data.label_column)
 
     def rows(self, splits: DatasetDict, encoder: TextEncoder, model: PreTrainedModel, max_tokens: int) -> TrainingData:
         config: Any = model.config

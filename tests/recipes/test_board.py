@@ -92,7 +92,7 @@ def mine(material, tmp_path):
     given = {**material, "output_dir": str(tmp_path / "run"), "block_size": 32, "max_train_tokens": 768}
     given |= {"learning_rates": [1e-3], "eval_steps": 0.5, "save_steps": 0.5, "disable_tqdm": True}
     given |= {"per_device_train_batch_size": 4, "kl_weight": 0.5, "control_dir": str(tmp_path / "run-first")}
-    given |= {"board": str(tmp_path / "board.yaml"), "speed_lengths": [8]}
+    given |= {"board": str(tmp_path / "board.yaml"), "speed_lengths": [8], "plan_steps": 0}
     rows = {
         "_shared": {"seed": 5},
         "first": {"mechanism": "linear", "control_dir": None, "kl_weight": None},

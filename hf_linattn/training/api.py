@@ -1,0 +1,184 @@
+"""The recipe of distillation from Python: a model, a plan, a data set and stages in place of a YAML file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from datasets import Dataset, DatasetDict
+
+from hf_linattn.config import require_count
+from hf_linattn.errors import OptionError
+from hf_linattn.report import Report
+from hf_linattn.training.arguments import DISTILLATION, parse_arguments
+from hf_linattn.training.arguments.flags import flags_of
+from hf_linattn.training.pipeline import carry_out
+from hf_linattn.training.preparation import prepare
+from hf_linattn.training.price import RunPrice, price_of
+from hf_linattn.training.training_run import TrainingRun
+
+PROGRAM = "hf_linattn.training.Distillation"
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """A stage: its tokens, and options of the recipe by shorter names; None: the recipe's default.
+
+    Attributes:
+        tokens: of training.
+    """
+
+    tokens: int
+    names: ClassVar[Mapping[str, str]] = {}  # of the recipe, by those here
+
+    def __post_init__(self) -> None:
+        require_count("tokens", self.tokens)
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the recipe that are set."""
+        given = {self.names.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Calibrate(StageOptions):
+    """Fit the mechanisms to the original's attention, in closed form where there is one."""
+
+    names = {"tokens": "calibration_tokens"}
+
+
+@dataclass(frozen=True)
+class Align(StageOptions):
+    """Train the mechanisms on the original's inputs of each layer, all layers in one forward (attention transfer).
+
+    Attributes:
+        learning_rate: its peak. block_layers: compare what comes out of blocks of that many layers.
+        weights_weight: of the divergence from softmax's attention weights.
+    """
+
+    learning_rate: float = 1e-3
+    block_layers: int | None = None
+    weights_weight: float | None = None
+    names = {
+        "tokens": "transfer_tokens", "learning_rate": "transfer_learning_rate",
+        "block_layers": "transfer_block_layers", "weights_weight": "transfer_weights_weight",
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Distill(StageOptions):
+    """Train the model on what the original predicts.
+
+    Attributes:
+        learning_rate: its peak. block_size: tokens of a row. lora_rank: of adapters; None: all weights.
+        kl_weight, ce_weight: of the divergence from the original, and of the text's cross-entropy.
+    """
+
+    learning_rate: float = 1e-3
+    block_size: int = 512
+    lora_rank: int | None = None
+    kl_weight: float = 1.0
+    ce_weight: float = 0.0
+
+    def options(self) -> dict[str, Any]:
+        return {name: value for name, value in super().options().items() if name != "tokens"}
+
+
+@dataclass(frozen=True)
+class Lengthen(StageOptions):
+    """Go on with longer rows.
+
+    Attributes:
+        block_size: tokens of a row. learning_rate: its peak; None: as before. recall_share: of generated recall.
+    """
+
+    block_size: int = 4096
+    learning_rate: float | None = None
+    recall_share: float = 0.0
+    names = {"tokens": "long_tokens", "block_size": "long_block_size", "learning_rate": "long_learning_rate"}
+
+
+ORDER = (Calibrate, Align, Distill, Lengthen)
+
+
+class Distillation:
+    """Convert a pretrained model and have the original teach it, stage by stage.
+
+    It is the recipe `recipes/distill.py` with its options as arguments; a run that was interrupted goes on when it is
+    started again with the same ones.
+
+    Args:
+        model: folder or name of the original. plan: name of a mechanism, or a plan as `patch_model` takes it.
+        train_dataset: documents in the column `text_column`; what is missing of the next two is cut from it.
+        stages: some of `Calibrate`, `Align`, `Distill` and `Lengthen`, in this order, with `Distill`.
+        output_dir: takes the model, the report and the checkpoints.
+        eval_dataset, test_dataset: choose the weights that are kept, and give the reported perplexities.
+        options: any other option of the recipe, such as `per_device_train_batch_size`.
+
+    Raises:
+        OptionError: stages that are out of order, or an option that is unknown or does not fit; as `run` does.
+
+        stages = [Align(100_000), Distill(800_000, lora_rank=8), Lengthen(100_000, block_size=4096)]
+        report = Distillation("HuggingFaceTB/SmolLM2-135M-Instruct", "hybrid", documents, stages, "out").run()
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        plan: str | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        train_dataset: Dataset,
+        stages: Sequence[StageOptions],
+        output_dir: str | os.PathLike[str],
+        eval_dataset: Dataset | None = None,
+        test_dataset: Dataset | None = None,
+        **options: Any,
+    ):
+        check_order(stages)
+        converted = {"mechanism": plan} if isinstance(plan, str) else {"plan": _plain(plan)}
+        named: dict[str, Any] = {"model_name_or_path": os.fspath(model), "output_dir": os.fspath(output_dir)}
+        named |= converted | {"max_train_tokens": sum(stage.tokens for stage in stages)}
+        for stage in stages:
+            named |= stage.options()
+        rates = [stage.learning_rate for stage in stages if isinstance(stage, Distill)]
+        named |= {"learning_rates": rates} | options
+        named.pop("learning_rate", None)
+        known = {f.name for kind in DISTILLATION for f in fields(kind) if f.init}
+        self._flags = flags_of(named, known)
+        self.arguments = parse_arguments(self._flags, DISTILLATION)
+        given = {"train": train_dataset, "validation": eval_dataset, "test": test_dataset}
+        self._datasets = DatasetDict({name: split for name, split in given.items() if split is not None})
+
+    def price(self) -> RunPrice:
+        """Return what the run will take, from a few real steps of each stage; nothing is written."""
+        return price_of(self._prepared())
+
+    def run(self) -> Report:
+        """Run the stages that are not done yet, and return the report.
+
+        Raises:
+            HfLinattnError: whatever does not fit together, before anything is written.
+        """
+        return carry_out(self._prepared())
+
+    def _prepared(self) -> TrainingRun:
+        arguments = parse_arguments(self._flags, DISTILLATION)  # a run settles those that were left open
+        return prepare(arguments, PROGRAM, self._flags, self._datasets)
+
+
+def check_order(stages: Sequence[StageOptions]) -> None:
+    """Raise `OptionError` unless stages are of the known kinds, in their order, each once, with `Distill`."""
+    kinds = [type(stage) for stage in stages]
+    known = all(kind in ORDER for kind in kinds)
+    places = [ORDER.index(kind) for kind in kinds] if known else []
+    if not known or places != sorted(set(places)) or Distill not in kinds:
+        raise OptionError(
+            f"stages={[kind.__name__ for kind in kinds]}: give {', '.join(kind.__name__ for kind in ORDER)} in this"
+            " order, each at most once, and Distill"
+        )
+
+
+def _plain(plan: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Any:
+    """Return a plan as an option of a recipe."""
+    return dict(plan) if isinstance(plan, Mapping) else [dict(rule) for rule in plan]

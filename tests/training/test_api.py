@@ -1,0 +1,58 @@
+"""The recipe from Python: the same run as from the command line, and stages that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+from datasets import load_dataset
+
+import hf_linattn
+from hf_linattn.errors import OptionError
+from hf_linattn.training import Align, Calibrate, Distill, Distillation, Lengthen
+from tests.recipes.test_distill import flags, run, weights
+from tests.recipes.test_finetune import material
+
+__all__ = ["material"]
+SAME = {
+    "control": "none", "plan_steps": 0, "speed_lengths": [8, 24], "per_device_train_batch_size": 4, "eval_steps": 0.5,
+    "save_steps": 0.5, "disable_tqdm": True, "window_dropout": 0.5,
+}  # fmt: skip
+
+
+def test_the_api_does_what_the_command_line_does(material, tmp_path):
+    given = {name: load_dataset("json", data_files=material[f"{name}_file"])["train"]
+             for name in ("train", "validation", "test")}  # fmt: skip
+    stages = [Calibrate(256), Align(384), Distill(512, block_size=32, lora_rank=2, ce_weight=0.5)]
+    distillation = Distillation(
+        material["model_name_or_path"], {"hybrid": {"window_size": 4}}, given["train"], stages, tmp_path / "api",
+        given["validation"], given["test"], **SAME,
+    )  # fmt: skip
+    report = distillation.run()
+    changes = {"control": "none", "max_train_tokens": 1152, "transfer_tokens": 384, "transfer_learning_rate": 1e-3}
+    expected = run(flags(material, tmp_path / "cli", **changes))
+    assert report.perplexity == expected.perplexity and report.training.teaching == expected.training.teaching
+    api, cli = weights(tmp_path / "api"), weights(tmp_path / "cli")
+    assert api.keys() == cli.keys() and all((api[name] == cli[name]).all() for name in api)
+    assert distillation.run() == report, "done already"
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [[], [Align(8)], [Distill(8), Align(8)], [Distill(8), Distill(8)], [Lengthen(8), Distill(8)], [Distill(8), "x"]],
+)
+def test_stages_in_an_impossible_order_are_refused(tmp_path, stages):
+    with pytest.raises(OptionError, match="give Calibrate, Align, Distill, Lengthen in this order, each at most once"):
+        Distillation("gpt2", "linear", None, stages, tmp_path)
+
+
+def test_options_are_those_of_the_recipe_and_checked(tmp_path):
+    with pytest.raises(OptionError, match="unknown option 'learning_rte'; did you mean"):
+        Distillation("gpt2", "linear", None, [Distill(8192)], tmp_path, learning_rte=1)
+    with pytest.raises(OptionError, match="tokens must be"):
+        Distill(0)
+    with pytest.raises(OptionError, match="max_train_tokens leaves 8 tokens"):
+        Distillation("gpt2", "linear", None, [Distill(8)], tmp_path)
+    arguments = Distillation("gpt2", "linear", None, [Distill(8192), Lengthen(8192, block_size=1024)], tmp_path,
+                             per_device_train_batch_size=1).arguments  # fmt: skip
+    assert arguments.recipe.learning_rates == [1e-3] and arguments.distillation.long_block_size == 1024
+    with pytest.raises(AttributeError):
+        hf_linattn.training.nothing  # noqa: B018
