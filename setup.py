@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
 CSRC = Path("hf_linattn/csrc")
+RECIPES, LEFT_OUT = Path("recipes"), ("pretrained", "__pycache__")
 PACKAGE = "hf_linattn.ops.runtime"  # which loads them, see its cpu.py
 FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-mfma", "-mf16c"]
 VARIANTS = {"_avx512": ["-mavx512f", "-mavx512dq"], "_avx2": ["-mavx2"]}
@@ -24,5 +27,20 @@ def extensions() -> list[Extension]:
     ]  # fmt: skip
 
 
+class BuildWithRecipes(build_py):
+    """Puts the files of recipes/ into the package; a checkout reads them where they lie, once."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib, "hf_linattn", "recipes")
+            shutil.copytree(RECIPES, target, dirs_exist_ok=True, ignore=only_yaml)
+
+
+def only_yaml(folder: str, names: list[str]) -> list[str]:
+    """Return what is not copied: all files but the YAML ones, and the bundled models."""
+    return [name for name in names if not (name.endswith(".yaml") or Path(folder, name).is_dir()) or name in LEFT_OUT]
+
+
 if __name__ == "__main__":
-    setup(ext_modules=extensions())
+    setup(ext_modules=extensions(), cmdclass={"build_py": BuildWithRecipes})

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,42 @@ def test_list_shows_a_line_for_each_mechanism_and_the_options_of_one():
     assert len(shown) == 1 + len(mechanism_table.rows()) + 6  # the head, and the families
     one = CliRunner().invoke(app, ["list", "performer"], env={"COLUMNS": "120"}).stdout
     assert all(word in one for word in ("num_features", "redraw_interval", " 256 ", "of constant size"))
+
+
+def test_recipes_are_listed_shown_and_copied(tmp_path):
+    run = partial(CliRunner().invoke, app)
+    names = [row["name"] for row in json.loads(run(["recipes", "list", "--json"]).stdout)]
+    assert {path.stem for path in (ROOT / "recipes" / "models").glob("*.yaml")} <= set(names)
+    text = (ROOT / "recipes" / "models" / "smollm2-135m.yaml").read_text()
+    assert run(["recipes", "show", "smollm2-135m"]).stdout == text
+    assert run(["recipes", "copy", "accelerate/cpu", str(tmp_path / "new")]).exit_code == 0
+    copied = tmp_path / "new" / "cpu.yaml"
+    assert copied.read_text() == (ROOT / "recipes" / "accelerate" / "cpu.yaml").read_text()
+    copied.write_text("mine")
+    again = run(["recipes", "copy", "accelerate/cpu", str(tmp_path / "new")])
+    assert again.exit_code == 1 and "has a cpu.yaml already" in again.output and copied.read_text() == "mine"
+    assert "did you mean smollm2-135m" in run(["recipes", "show", "smollm2"]).output
+
+
+def test_what_is_built_has_the_recipes_and_finds_them_outside_a_checkout(tmp_path):
+    """The package is built without its C, into a folder of its own, and asked from another."""
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "built")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    package = tmp_path / "built" / "hf_linattn"
+    assert (package / "py.typed").exists() and not (package / "recipes" / "pretrained").exists()
+    own = [path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*.yaml")]
+    assert all((package / path).read_text() == (ROOT / path).read_text() for path in own)
+    code = """
+import json
+from hf_linattn.training.arguments import DISTILLATION, parse_arguments
+model = parse_arguments(["recipe:smollm2-135m", "--row", "hybrid", "--bf16", "False"], DISTILLATION).model
+print(json.dumps([model.model_name_or_path, model.mechanism]))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "built"), "HF_HUB_OFFLINE": "1"}
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert asked.returncode == 0, asked.stderr
+    assert json.loads(asked.stdout.splitlines()[-1]) == ["HuggingFaceTB/SmolLM2-135M-Instruct", "hybrid"]
 
 
 def test_a_checkout_without_its_c_says_so_once(monkeypatch, caplog, tmp_path):

@@ -20,6 +20,7 @@ from .finetune import finetune
 from .list import list_command
 from .push import push
 from .recipe import PASS_ON
+from .recipes import recipes
 from .report import report
 from .support import support
 
@@ -53,6 +54,7 @@ app.command("advise")(advise)
 app.command("convert")(convert)
 app.command("finetune", context_settings=PASS_ON)(finetune)
 app.command("distill", context_settings=PASS_ON)(distill)
+app.add_typer(recipes, name="recipes")
 app.command("eval")(evaluate)
 app.command("bench")(bench)
 app.command("report")(report)

@@ -9,5 +9,5 @@ from .recipe import run_recipe
 
 
 def distill(context: typer.Context, as_json: Json = False) -> None:
-    """Convert a model and have the original teach it: options or a YAML file, as for recipes/distill.py."""
+    """Convert a model and have the original teach it: options, a YAML file or recipe:NAME."""
     run_recipe("distill", context.args, as_json)

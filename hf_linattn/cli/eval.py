@@ -16,6 +16,7 @@ from ..atomic_io import write_text
 from ..config import require_known
 from ..errors import DataError, OptionError
 from ..reading import read_tokenizer
+from ..recipe_files import locate
 from .bench import numbers
 from .common import Json, Model, exit_on_error, load, show, to_default_device
 
@@ -73,7 +74,7 @@ def evaluate(
             options = SuiteOptions(
                 texts=tuple(texts), length=max_length or 1024, num_windows=num_windows or None,
                 recall_tasks=names(recall), lengths=tuple(numbers("lengths", lengths)), num_samples=samples,
-                tasks=names(tasks), task_files=task_files, task_dir=task_dir,
+                tasks=names(tasks), task_files=locate(task_files), task_dir=task_dir,
                 limit=limit or None, long_prompts=long_prompts or None, num_generated=generated,
                 batch_size=batch_size, seed=seed, progress=not as_json,
             )  # fmt: skip

@@ -9,5 +9,5 @@ from .recipe import run_recipe
 
 
 def finetune(context: typer.Context, as_json: Json = False) -> None:
-    """Convert a model, fine-tune it on text and report: options or a YAML file, as for recipes/finetune.py."""
+    """Convert a model, fine-tune it on text and report: options, a YAML file or recipe:NAME."""
     run_recipe("finetune", context.args, as_json)

@@ -6,11 +6,11 @@ import argparse
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from hf_linattn.config import require, require_known
 from hf_linattn.errors import OptionError
+from hf_linattn.recipe_files import PREFIX, locate
 from hf_linattn.training.arguments.flags import read_mapping
 
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -24,12 +24,12 @@ class CommandLine:
     """`[config.yaml] [--flag value ...]`, whose file may be that of a model on a board: `--row` then chooses a row.
 
     Args:
-        argv: the arguments. `row` and `board` may be among the flags or in the file.
+        argv: the arguments; `recipe:NAME` is a file, too. `row` and `board` may be among the flags or in the file.
     """
 
     def __init__(self, argv: Sequence[str]):
-        given = bool(argv) and argv[0].endswith(YAML_SUFFIXES) and not argv[0].startswith("--")
-        self.file = Path(argv[0]) if given else None
+        given = bool(argv) and (argv[0].startswith(PREFIX) or argv[0].endswith(YAML_SUFFIXES)) and argv[0][:2] != "--"
+        self.file = locate(argv[0]) if given else None
         self.flags = list(argv[given:])
         self.shared = {} if self.file is None else read_mapping(self.file)
         parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
@@ -42,7 +42,7 @@ class CommandLine:
     @cached_property
     def rows(self) -> dict[str, dict[str, Any]]:
         """The rows of the board, by name; none without a board."""
-        content = {} if self.board is None else read_mapping(Path(self.board))
+        content = {} if self.board is None else read_mapping(locate(self.board))
         for name, row in content.items():
             require(f"{name} of {self.board}", row, isinstance(row, Mapping), "a mapping of option names to values")
         return {name: row for name, row in content.items() if not name.startswith(PRIVATE)}
