@@ -41,7 +41,7 @@ class StateLayer(CacheLayerMixin):
         if isinstance(layer, LinearAttentionLayer):
             adopted: StateLayer = RecurrentStateLayer.beside(layer)
         elif isinstance(layer, StaticLayer) and cls is StateLayer:
-            adopted = StaticStateLayer(layer.get_max_length(), layer.is_sliding)
+            adopted = StaticStateLayer(layer.max_cache_len, layer.is_sliding)
         else:
             adopted = cls()
         seen = int(layer.get_seq_length())

@@ -95,8 +95,8 @@ def seen_columns(mask: Tensor | None, layer: Any, window: int | None) -> Tensor:
 
     mask: [B, N], true for real keys; None if all are. window: how many tokens it sees, its own too; None: all.
     """
-    read, room = layer.get_seq_length(), layer.get_max_length()
-    place = torch.arange(room, device=read.device)
+    read, room = layer.get_seq_length(), layer.max_cache_len
+    place = torch.arange(room, device=layer.keys.device)
     seen = (place < read)[None]
     if window is not None:
         seen = seen & (place >= read - window)

@@ -74,13 +74,13 @@ def handed_on(columns: Tensor, sizes: MaskSizes) -> Tensor | None:
         own = columns[:, -sizes.queries :]
         if step:
             own = columns.index_select(1, sizes.query_offset.view(1).clamp(max=columns.shape[1] - 1))
-        whole, recent = torch.stack([columns.all(), own.all()]).tolist()
-        if whole and not unsure:
-            return None
-        if whole:
+        real = int(2 * columns.all() + own.all())
+        if real == 3 and unsure:
             setattr(columns, UNMASKED, True)
             return columns
-        last = sizes.queries if recent else 0
+        if real == 3:
+            return None
+        last = sizes.queries if real == 1 else 0
     if step:
         columns = torch.nn.functional.pad(columns, (0, sizes.keys - columns.shape[1]), value=1)
     if last:
