@@ -15,14 +15,14 @@ from hf_linattn.inference import accepted, evaluation_mode
 from hf_linattn.training.losses.attention_transfer import Prepared
 from hf_linattn.training.task import task_of
 
-ELEMENTS = 2**24  # of the logits of one chunk: 64 MiB in float32
+ELEMENTS = 2**22  # of the logits of one chunk: 16 MiB in float32
 
 
 def chunk_rows(vocabulary: int) -> int:
     """Return how many positions' logits are held at a time.
 
     >>> chunk_rows(49_152)
-    341
+    85
     """
     return max(1, ELEMENTS // vocabulary)
 
