@@ -61,8 +61,8 @@ def find_sequences(
 
     What masks and ids say is read once; a CPU then works out the numbers, for which nothing has to be waited.
     """
-    given = (key_padding_mask, sequence_ids)
-    read = torch.stack([x.expand(batch, -1).long() for x in given if x is not None]).cpu().unbind()
+    given = [x.expand(batch, -1).long() for x in (key_padding_mask, sequence_ids) if x is not None]
+    read = torch.stack(given).cpu().unbind() if given else ()
     real = torch.ones(batch, length, dtype=torch.bool) if key_padding_mask is None else read[0].bool()
     ids = torch.zeros_like(real, dtype=torch.long) if sequence_ids is None else read[-1]
     rows, columns = real.nonzero(as_tuple=True)
