@@ -93,8 +93,9 @@ class GatedDeltanetMechanism(SequenceMechanism):
       hold w [M, width] and c [M]; w starts as zero, c where 2^(-1/177) of the state is left and b_t is 1/3.
     * `expand_key=n` makes F = n D features relu(x W) of a key before it is normalised (with "softmax" e^(x W)), W
       trained per head, [I, -I, R, -R, ...] at first, R random rotations. Weights are then not negative at first, as
-      softmax's are not, and a pretrained model keeps more. `expand_value=n` gives a head n memories with gates of
-      their own, the next one forgetting 4 times more slowly; `memory_mix` [H, n] weighs what they say.
+      softmax's are not, and a pretrained model keeps more: take 2 where the state may be twice as large.
+      `expand_value=n` gives a head n memories with gates of their own, the next one forgetting 4 times more slowly;
+      `memory_mix` [H, n] weighs what they say.
     * `conv_size=T`: q_t and k_t become sum_i u_i q_{t-i} over the last T tokens, u [H or Hkv, T, D] trained, first
       the token itself alone. Its last T - 1 tokens are part of the state.
     * `output_norm`: o_t is divided by its root mean square. `output_scale` s [H] starts as 1. `output_gate`: o_t is
