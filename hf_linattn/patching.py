@@ -123,9 +123,8 @@ def patch_model(
 ) -> ModelT:
     """Replace the attention of a transformers model, in place, and return it.
 
-    Its attention modules project, rotate and cache as before and then call the mechanism in place of softmax.
-    Everything else stays ordinary transformers: forward, generate, Trainer, PEFT, saving. After an error the model is
-    as it was.
+    Its attention modules project, rotate and cache as before, and call the mechanism in place of softmax. All else is
+    ordinary transformers: forward, generate, Trainer, PEFT, saving. After an error the model is as it was.
 
     Args:
         model: a model that uses transformers' attention interface; plain, PEFT-wrapped, compiled or device-mapped.
@@ -224,15 +223,14 @@ def chunk_feed_forward(model: nn.Module, chunk_size: int | None) -> None:
     rounding, and so do, everywhere, the gradients of weights, which are sums over chunks. Dropout draws other numbers
     than for all tokens at once, from the same distribution; those that a chunk is made again with are the same.
 
-    It is a choice for this process: it is not saved with the model, and `unpatch_model` undoes it.
+    It is a choice for this process: it is not saved with the model, and `unpatch_model` undoes it. After an error the
+    model is as it was.
 
     Raises:
         PatchError: the model is not patched.
         OptionError: `chunk_size` is no integer of at least 1.
         UnsupportedModelError: the feed-forward of a layer cannot be split: it is no module of its own (OPT, BART), or
             chooses among experts (Mixtral).
-
-    After any of them the model is as it was.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from hf_linattn import chunk_feed_forward, patch_model

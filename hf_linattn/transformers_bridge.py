@@ -277,7 +277,9 @@ def _read_so_far(
         return key, value, layer.own_mask(mask, key.shape[2])
     if layer is None:
         return key, value, mask
-    before = running.read if (running := current_call(module)) else None
+    mechanism: Mechanism | None = mechanism_of(module)
+    across = mechanism is not None and mechanism.layer.cross  # no new token is among its keys
+    before = running.read if (running := current_call(module)) and not across else None
     seen = before + count if isinstance(before, int) else int(layer.get_seq_length())
     longer = mask is not None and mask.dim() == 2 and mask.shape[1] > seen
     return key[:, :, :seen], value[:, :, :seen], mask[:, :seen] if longer and mask is not None else mask

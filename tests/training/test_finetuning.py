@@ -137,7 +137,8 @@ def test_a_stage_searches_by_validation_loss(tmp_path, monkeypatch):
 
     def fake(model, data, training, folder, *, learning_rate, max_steps, **options):
         runs.append((learning_rate, max_steps, training.save_strategy != "no"))
-        return finetuning.Trained({"learning_rate": learning_rate, "eval_loss": losses[learning_rate]})
+        loss = losses[learning_rate]
+        return finetuning.Trained({"learning_rate": learning_rate, "eval_loss": loss, "steps": max_steps})
 
     class Training(recovery.ModelTraining):
         name = "recovered"
@@ -156,7 +157,7 @@ def test_a_stage_searches_by_validation_loss(tmp_path, monkeypatch):
     make = lambda: patch_model(make_model("gpt2"), "linear")  # noqa: E731
     data = make_data(make())
     context = Mock(directory=RunDirectory(tmp_path, training))
-    context.arguments.training = training
+    context.arguments.training, context.saved_dtype = training, torch.float32
     result = Training().run(context)
     assert runs == [(1e-4, 3, False), (1e-3, 3, False), (1e-2, 3, False), (1e-3, 9, True)]
     assert result["learning_rate"] == 1e-3

@@ -119,7 +119,7 @@ def test_calls_of_any_size_and_steps_go_on_from_the_state(decay):
 
 def test_feature_maps_are_divided_by_their_length(monkeypatch):
     """Made for a few tokens at a time, of queries and of keys, in both passes."""
-    monkeypatch.setattr(cpu, "NATIVE_SIZE", 40)
+    monkeypatch.setattr(cpu, "MAPPED_SIZE", 40)
     problem = make((2, 4, 2, 75, 24, 20), True, False)
     weight = torch.randn(2, 24, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
