@@ -156,7 +156,7 @@ class Extension:
 
 
 def extend_positions(model: ModelT, max_length: int, method: str | None = None, *, tokenizer: Any = None) -> ModelT:
-    """Let a model take inputs of up to `max_length` tokens, in place, and return it.
+    """Let a model take inputs of up to `max_length` tokens, in place, and return it; after an error it is as it was.
 
     A learned position table, whose old rows are p_0 to p_{n-1}, gets m = `max_length` rows q_i:
 
@@ -187,7 +187,6 @@ def extend_positions(model: ModelT, max_length: int, method: str | None = None, 
         UnsupportedModelError: there is nothing to extend (no positions, relative biases, ALiBi, a grid of patches), or
             it cannot be done (weights on the meta device, another rope type already); the message says which.
         PatchError: the model is patched; extend it before.
-        After any of them model and tokenizer are as they were.
 
     >>> from transformers import BertConfig, BertModel
     >>> sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

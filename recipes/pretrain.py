@@ -113,7 +113,8 @@ class PretrainArguments:
     evaluations: int = field(default=16, metadata={"help": "How often each stage measures the validation loss."})
     bf16: bool = field(default=True, metadata={"help": "Autocast to bfloat16; the weights stay float32."})
     compile: bool = field(
-        default=False, metadata={"help": "Compile the model: minutes at first, a fifth faster on a CPU after that."}
+        default=False,
+        metadata={"help": "Compile the model: minutes at first, then steps take 10 to 15 % less time on a CPU."},
     )
     threads: int = field(default=1, metadata={"help": "Threads that torch may use."})
     seed: int = field(default=0, metadata={"help": "Of the weights, the order of the rows and the masks."})

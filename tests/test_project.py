@@ -126,6 +126,8 @@ def test_relative_links_lead_somewhere() -> None:
 def test_public_names_are_documented(name: str) -> None:
     assert inspect.getdoc(getattr(hf_linattn, name))
     assert f"`{name}" in read("docs/index.md")
+    home = getattr(hf_linattn, name).__module__  # errors are in the reference as one module
+    assert f"::: {home}{'' if home == errors.__name__ else f'.{name}'}" in read("docs/api.md").splitlines()
 
 
 def test_every_error_has_its_place_in_the_documents() -> None:

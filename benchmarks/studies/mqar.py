@@ -76,6 +76,8 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("deltanet", {"feature_dim": 16}),
     ("deltanet", {"feature_dim": 64}),
     ("deltanet", {"feature_dim": 64, "gate": True}),
+    ("gated_deltanet", {}),
+    ("gated_deltanet", {"expand_key": 2}),
     ("hybrid", {"window_size": 16, "num_sink_tokens": 1, "linear": "learned_exp", "initial_share": 1}),
     ("mixed_chunk", {"block_size": 16}),
     ("fusion", {"members": {"local": {"window_size": 16}, "deltanet": {"feature_dim": 64}}}),

@@ -60,29 +60,26 @@ def heads_recall_parts(document: Document) -> list[str]:
 def _suite_and_text(
     document: Document, found: dict[str, dict[str, dict[str, Document]]], tasks: list[str]
 ) -> list[str]:
-    """Return the mean over the whole suite, where it was measured, and the perplexity at every length."""
+    """Return the perplexity at every length and, of plans that were asked every task, the mean over these."""
     texts: dict[str, dict[str, float]] = {}  # length -> plan -> perplexity
     for key, row in document.get("perplexity", {}).items():
         name, length = key.split(" | ")
         texts.setdefault(length, {})[name] = row["perplexity"]
-    lengths = sorted((length for length in texts if ORIGINAL in texts[length]), key=int)
-    wholes = {
-        name: (length, sum(row["found"] for row in rows.values()) / len(tasks))
-        for name, by_length in found.items()
-        for length, rows in by_length.items()
-        if len(rows) == len(tasks) > len(NEEDLES)
+    columns = {
+        f"perplexity, {count(int(length))} tokens": {name: f"{x / of[ORIGINAL]:.3f}" for name, x in of.items()}
+        for length, of in sorted(texts.items(), key=lambda item: int(item[0]))
+        if ORIGINAL in of
     }
-    suite = {f"{len(tasks)} tasks, {count(int(length))} tokens" for length, _ in wholes.values()}
-    lines = [
-        [
-            name, *([number(wholes[name][1]) if name in wholes else ""] if suite else []),
-            *(f"{by[name] / by[ORIGINAL]:.3f}" if name in by else "" for by in (texts[length] for length in lengths)),
-        ]
-        for name in found
-    ]  # fmt: skip
-    head = ["plan", *suite, *(f"perplexity, {count(int(length))} tokens" for length in lengths)]
-    what = "The mean over the tasks of the suite, and the perplexity of test books over the original's."
-    return [what, table(head, lines)] if lengths else []
+    if not columns:
+        return []
+    what = "The perplexity of test books over the original's."
+    for name, lengths in found.items():
+        for length, rows in lengths.items():
+            if len(rows) == len(tasks) > len(NEEDLES):
+                mean = sum(row["found"] for row in rows.values()) / len(tasks)
+                columns.setdefault(f"mean of {len(tasks)} tasks, {count(int(length))} tokens", {})[name] = number(mean)
+                what = "The perplexity of test books over the original's, and the mean over the recall suite."
+    return [what, table(["plan", *columns], [[name, *(c.get(name, "") for c in columns.values())] for name in found])]
 
 
 def _share(row: Document) -> str:

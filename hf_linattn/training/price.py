@@ -25,7 +25,7 @@ from hf_linattn import get_mechanisms
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation.memory import LiveBytes
 from hf_linattn.reading import one_line
-from hf_linattn.training.arguments import FULL, NONE, Arguments
+from hf_linattn.training.arguments import FULL, Arguments
 from hf_linattn.training.finetuning import own_forward, stage_arguments, without_checkpoints
 from hf_linattn.training.stages import TrainingStage, stages_of
 from hf_linattn.training.stages.training import TrainingPlan
@@ -274,7 +274,7 @@ def _what_helps(arguments: Arguments, disk: bool = False) -> str:
     checkpointing = any(getattr(training, n, False) for n in ("gradient_checkpointing", "activation_checkpointing"))
     some: dict[str, bool] = {
         "lora_rank, as 8": distillation.lora_rank is None,
-        "control 'none'": recipe.control != NONE and recipe.control == FULL,
+        "control 'none'": recipe.control == FULL,
         "another output_dir": disk,
         "save_total_limit 1": disk and training.save_total_limit != 1,
         "dtype 'bfloat16'": not disk and model.dtype == "float32",
