@@ -1,7 +1,7 @@
 """What rows of generated recall state and ask for: pairs, copies, passages, needles, variables.
 
-- ``pairs``: keys and values of one or two tokens (multi-query associative recall; Arora et al. 2024, Zoology,
-  arXiv 2312.04927).
+- ``pairs``: keys and values of one or two tokens, no word both in a row (multi-query associative recall; Arora et al.
+  2024, Zoology, arXiv 2312.04927).
 - ``copies``: spans of random tokens that come again (induction; Olsson et al. 2022, arXiv 2209.11895).
 - ``passages``: the same with spans of the given text.
 - ``needles``: sentences that name a number or a UUID (RULER; Hsieh et al. 2024, arXiv 2404.06654), several to a row.
@@ -27,6 +27,7 @@ from hf_linattn.evaluation.recall.needles import ASK_ONE, ONE, VALUES, needle
 
 FEWEST_WORDS = 64
 CHAINED = 0.3  # of the variables, the share that is set to another variable
+BARE = 0.3  # of the rows of pairs, the share without marks and ends, as in Zoology
 MARKS = ("", ":", " =", " ->", " is")  # between a key and its value
 ENDS = ("", "\n", ",", ";", ".")
 # how a needle is written and asked for; RULER's way is chosen as often as all others together
@@ -117,13 +118,16 @@ Maker = Callable[[list[Item]], Item]  # the items so far -> the next one
 def pairs(material: Material, length: int, rng: np.random.Generator) -> Maker:
     """Keys, all different in their first token while there are any left, and values."""
     key_width, value_width = (int(width) for width in rng.integers(1, 3, size=2))
-    first_tokens = rng.permutation(material.words).tolist()
-    mark, end = (material.encode(str(rng.choice(choices))) for choices in (MARKS, ENDS))
+    # a word that is a key here and a value there would have two successors
+    keys, values = np.array_split(rng.permutation(material.words), 2)
+    first_tokens = keys.tolist()
+    bare = rng.random() < BARE
+    mark, end = (material.encode("" if bare else str(rng.choice(choices))) for choices in (MARKS, ENDS))
 
     def make(before: list[Item]) -> Item:
-        rest = material.drawn(rng, material.words, key_width - 1)
+        rest = material.drawn(rng, keys, key_width - 1)
         question = [first_tokens[len(before) % len(first_tokens)], *rest, *mark]
-        value = material.drawn(rng, material.words, value_width)
+        value = material.drawn(rng, values, value_width)
         return Item([*question, *value, *end], question, slice(len(question), len(question) + value_width), end)
 
     return make

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.training.data import IGNORED_LABEL
-from hf_linattn.training.pretraining.items import Material
+from hf_linattn.training.pretraining.items import Material, pairs
 from hf_linattn.training.pretraining.mixture import Mixture, Stage
 from hf_linattn.training.pretraining.rows import KINDS, recall_row
 
@@ -63,6 +63,16 @@ def test_a_copier_answers_without_a_mistake(kind):
         for place in np.flatnonzero(row.labels != IGNORED_LABEL)
     ]
     assert len(right) > 200 and np.mean(right) > 0.98  # two keys of two tokens may share the last one
+
+
+def test_no_word_is_a_key_and_a_value_in_one_row_of_pairs():
+    for seed in range(20):
+        make, items = pairs(material(), 1024, np.random.default_rng(seed)), []
+        items += (make(items) for _ in range(60))
+        marks = set(items[0].question).intersection(*(item.question for item in items))
+        keys = {token for item in items for token in item.question} - marks
+        values = {token for item in items for token in item.statement[item.answer]}
+        assert len(keys) > 50 and not keys & values
 
 
 def test_the_value_of_a_needle_is_asked_for_by_its_key():
