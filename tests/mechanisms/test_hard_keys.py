@@ -252,8 +252,8 @@ def test_other_backends_say_why_they_do_not_compute_it():
             with recording() as decisions:
                 mechanism(*case.heads(80, dtype=torch.float32))
             (decision,) = [x for x in decisions if x.operation == "hybrid"]
-            assert decision.backend == "torch" and set(decision.passed_over.values()) <= {reason, "heads on 'cpu'"}
-            assert reason in decision.passed_over.values()
+            said = [x for x in decision.passed_over.values() if x != "heads on 'cpu'"]
+            assert decision.backend == "torch" and said and all(x.startswith(reason) for x in said)
 
 
 @pytest.mark.parametrize(

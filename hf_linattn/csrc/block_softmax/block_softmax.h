@@ -107,16 +107,3 @@ static inline int64_t name_of(const tensor_view *key, int64_t batch, int64_t hea
 {
     return (int64_t)row_ptr(key, batch, head, 0, keys->at) + keys->shared;
 }
-
-/* Rows of a head's keys or values, zero up to `padded` numbers and PIECE rows: where they lie if tiles can be made of
- * that, or copied to `spare`. */
-static inline struct rows rows_for_tiles(const struct block_softmax_args *p, const tensor_view *x, int64_t batch,
-                                         int64_t head,
-                                         const struct keys *keys, int64_t size, int64_t padded, float *spare)
-{
-    const int readable = x->kind == FLOAT32 || (x->kind == BFLOAT16 && p->parts == 1);
-    if (readable && keys->count == PIECE && size == padded)
-        return (struct rows){row_ptr(x, batch, head, 0, keys->at), x->token, x->kind};
-    pack(spare, PIECE, x, batch, head, 0, keys->at, keys->count, size, padded);
-    return (struct rows){spare, padded, FLOAT32};
-}

@@ -47,7 +47,7 @@ static void begin(struct workspace *s, const struct block_softmax_args *p, int64
     begin_queries(s, p->scaling);
 }
 
-/* Take in some keys; they and their values are read where they lie if that will do. */
+/* Take in some keys. */
 static void read_keys(void *work, const struct keys *read)
 {
     struct work *w = work;
@@ -60,25 +60,8 @@ static void read_keys(void *work, const struct keys *read)
     const struct beginning begun = begin_scores(p, s->bias, read, w->rows);
     if (begun.seen.start >= begun.seen.end)
         return;
-    if (p->parts) {
-        struct piece piece;
-        if (!find_piece(&s->pieces, name_of(key, w->batch, w->head, read), &piece))
-            put_piece(s, &piece, rows_for_tiles(p, key, w->batch, w->head, read, p->key_size, s->keys, s->rows),
-                      rows_for_tiles(p, value, w->batch, w->head, read, p->value_size, s->values, s->value));
-        read_tiles(s, &begun.seen, &piece, begun.shown, begun.bias);
-        return;
-    }
-    struct rows keys = {s->rows, s->keys, FLOAT32}, values = {s->value, s->values, FLOAT32};
-    if (read->count == PIECE && key->kind == FLOAT32)
-        keys = (struct rows){row_ptr(key, w->batch, w->head, 0, read->at), key->token, FLOAT32};
-    else
-        pack(s->rows, PIECE, key, w->batch, w->head, 0, read->at, read->count, p->key_size, s->keys);
-    /* rows that are far apart displace each other */
-    if (p->value_size == s->values && value->kind == FLOAT32 && value->token == s->values)
-        values = (struct rows){row_ptr(value, w->batch, w->head, 0, read->at), value->token, FLOAT32};
-    else
-        pack(s->value, read->count, value, w->batch, w->head, 0, read->at, read->count, p->value_size, s->values);
-    read_piece(s, &begun.seen, keys, values, read->count, begun.shown);
+    const struct span of = {w->batch, w->head, read->at, read->count};
+    read_span(s, &begun.seen, key, value, &of, name_of(key, w->batch, w->head, read), begun.shown, begun.bias);
 }
 
 /* Let in what stands before a query, as far as the gate is open, beside the attention to its keys, which is a row of

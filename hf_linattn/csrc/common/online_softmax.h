@@ -16,7 +16,7 @@ struct workspace {
         PIECE]; rows: where a piece is no whole one */
     float *bias;                                /* of the scores: what `show` made of a piece */
     float top[PIECE], weight[PIECE];            /* the weights e^(score - top) are summed up */
-    int64_t key_size, keys, values;             /* keys, values: sizes, padded */
+    int64_t key_size, value_size, keys, values; /* keys, values: padded */
     struct pack_buffers buffers;                /* left: of the queries; right: of the weights */
     struct tiles queries;
     float *turned_out; /* [values, PIECE]: what products of tiles add to */
@@ -28,6 +28,7 @@ static inline int64_t workspace_init(struct workspace *s, int64_t key_size, int6
                                      float *memory)
 {
     s->key_size = key_size;
+    s->value_size = value_size;
     s->keys = round_up(key_size, TILE_COLUMNS);
     s->values = round_up(value_size, TILE_COLUMNS);
     s->next.count = 0;
@@ -312,4 +313,31 @@ static void read_tiles(struct workspace *s, const struct seen *seen, const struc
     const struct tiles weights = put_weights(s, scores, keys, bias);
     multiply(s->turned_out, PIECE, tiles_from(piece->turned, 0, first), weights, s->values, PIECE, keys, 1,
              &s->next, FETCHED);
+}
+
+/* Take in keys of a head and their values, of which `seen` ones are met with the bias that `show` left, all with the
+ * same one beside; they are read where they lie if that will do. Those of one name, unless it is zero, are the same. */
+static inline void read_span(struct workspace *s, const struct seen *seen, const tensor_view *key,
+                             const tensor_view *value, const struct span *of, int64_t name, enum shown shown,
+                             float bias)
+{
+    if (s->buffers.parts) {
+        struct piece piece;
+        if (!find_piece(&s->pieces, name, &piece))
+            put_piece(s, &piece, rows_for_tiles(&s->pieces, key, of, s->key_size, s->keys, s->rows),
+                      rows_for_tiles(&s->pieces, value, of, s->value_size, s->values, s->value));
+        read_tiles(s, seen, &piece, shown, bias);
+        return;
+    }
+    struct rows keys = {s->rows, s->keys, FLOAT32}, values = {s->value, s->values, FLOAT32};
+    if (of->count == PIECE && key->kind == FLOAT32)
+        keys = (struct rows){row_ptr(key, of->batch, of->head, 0, of->at), key->token, FLOAT32};
+    else
+        pack(s->rows, PIECE, key, of->batch, of->head, 0, of->at, of->count, s->key_size, s->keys);
+    /* rows that are far apart displace each other */
+    if (s->value_size == s->values && value->kind == FLOAT32 && value->token == s->values)
+        values = (struct rows){row_ptr(value, of->batch, of->head, 0, of->at), value->token, FLOAT32};
+    else
+        pack(s->value, of->count, value, of->batch, of->head, 0, of->at, of->count, s->value_size, s->values);
+    read_piece(s, seen, keys, values, of->count, shown);
 }

@@ -40,6 +40,23 @@ static inline int64_t arrange_pieces(struct pieces *p, int64_t key_size, int64_t
     return used;
 }
 
+/* Up to PIECE rows of a head, from a place on. */
+struct span {
+    int64_t batch, head, at, count;
+};
+
+/* Rows of a head's keys or values, zero up to `padded` numbers and PIECE rows: where they lie if tiles can be made of
+ * that, or copied to `spare`. */
+static inline struct rows rows_for_tiles(const struct pieces *p, const tensor_view *x, const struct span *of,
+                                         int64_t size, int64_t padded, float *spare)
+{
+    const int readable = x->kind == FLOAT32 || (x->kind == BFLOAT16 && p->parts == 1);
+    if (readable && of->count == PIECE && size == padded)
+        return (struct rows){row_ptr(x, of->batch, of->head, 0, of->at), x->token, x->kind};
+    pack(spare, PIECE, x, of->batch, of->head, 0, of->at, of->count, size, padded);
+    return (struct rows){spare, padded, FLOAT32};
+}
+
 /* Find the piece of that name; returns whether it is there, or has yet to be put into its tiles. What has no name, but
  * zero, is never found again. */
 static inline int find_piece(struct pieces *p, int64_t name, struct piece *found)

@@ -1,6 +1,7 @@
 """Hybrid attention in C where no gradients are needed, the far output and the window on top of it in one memory.
 
-What both read is that of `fused`. One token behind a full window takes a step.
+What both read is that of `fused`. One token behind a full window takes a step. A window that counts in blocks is that
+of `cpu_hard_keys`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from ..linear.cpu import SUMS, few_sequences, mapped_attention, strict_step
 from ..linear.types import LinearState, native_maps
 from ..runtime.cpu import KINDS, refusal
 from ..runtime.output_pool import empty_output
-from . import fused
+from . import cpu_hard_keys, fused
 from .fused import BLOCK_SIZE, Parts, beside_sink, can_let_in, distant, far_decay, gated, near_parts, remember
-from .types import HybridCall, HybridState, HybridWeights, in_blocks, window_alone
+from .types import HardKeyState, HybridCall, HybridState, HybridWeights, window_alone
 
 
 def unsupported(call: HybridCall) -> str | None:
     """Return why the C cannot compute a call."""
-    if reason := in_blocks(call) or refusal(call.query, kinds=KINDS):
+    if call.weights.blocks:
+        return cpu_hard_keys.unsupported(call)
+    if reason := refusal(call.query, kinds=KINDS):
         return reason
     if call.causal and call.lengths is not None:
         return "padded rows"
@@ -49,8 +52,10 @@ def _stuck(call: HybridCall, state: HybridState) -> str | None:
     return None if full else "tokens after a state whose window is not full yet"
 
 
-def run(call: HybridCall) -> tuple[Tensor, HybridState | None]:
+def run(call: HybridCall) -> tuple[Tensor, HybridState | HardKeyState | None]:
     """Return the output [B, H, N, Dv], and the state after a causal call."""
+    if call.weights.blocks:
+        return cpu_hard_keys.run(call)
     heads, weights = (call.query, call.key, call.value), call.weights.beside(call.key)
     if call.state is not None:
         output, after = continued_attention(*heads, weights, call.state)

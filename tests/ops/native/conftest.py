@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_linattn.ops.block_softmax import cpu as block_softmax
+from hf_linattn.ops.hybrid import cpu_kernels as hard_keys
 from hf_linattn.ops.linear import cpu_kernels as causal_sums
 from hf_linattn.ops.runtime import cpu as library
 
@@ -37,4 +38,5 @@ def products(request, monkeypatch):
     if request.param == "by vectors":
         monkeypatch.setattr(library, "has_matrix_unit", lambda: False)
     monkeypatch.setattr(block_softmax, "LEAST_KEYS", 0)
+    monkeypatch.setattr(hard_keys, "LEAST_KEYS", 0)
     monkeypatch.setattr(causal_sums, "LEAST_FEATURES", 0)

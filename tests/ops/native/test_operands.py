@@ -27,8 +27,9 @@ CALLS = int(os.environ.get("FUZZ_CALLS", "300"))
 MISFITS_OF_A_CALL = 4
 NAMES = (
     "linear", "performer", "hedgehog", "t2r", "learned_exp", "retention", "gla", "hybrid", "local", "bigbird",
-    "linformer", "lsh", "streaming",
+    "linformer", "lsh", "streaming", "hard keys",
 )  # fmt: skip
+OPTIONS = {"hard keys": ("hybrid", {"window_size": 9, "num_hard_keys": 70})}  # of what is no name of a mechanism
 
 sizes = st.tuples(
     st.integers(1, 3), st.sampled_from([(1, 1), (4, 2), (3, 3), (6, 1)]), st.sampled_from([1, 2, 7, 33, 65, 130, 600]),
@@ -78,12 +79,13 @@ def try_misfits(generator: torch.Generator, found: set[str]):
 def run(name: str, scenario: tuple[Any, ...], masked: bool, packed: bool, causal: bool, seed: int, mode) -> None:
     """A forward and a backward pass, then a step, of a small mechanism."""
     batch, (heads, shared), length, dim, value_dim = scenario
+    name, options = OPTIONS.get(name, (name, {}))
     if (mode_name := "causal" if causal else "bidirectional") not in MECHANISMS.get(name).modes:
         raise AssertionError(mode_name)
     layer = AttentionLayer(0, heads, shared, dim, causal, dim**-0.5, torch.device("cpu"), torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        mechanism = MECHANISMS.get(name)(make_config(name, {}), layer)
+        mechanism = MECHANISMS.get(name)(make_config(name, options), layer)
         shapes = ((heads, dim), (shared, dim), (shared, value_dim))
         call = [torch.randn(batch, length, count, width).transpose(1, 2).requires_grad_() for count, width in shapes]
         mask = torch.rand(batch, length) > 0.3 if masked else None
@@ -110,7 +112,7 @@ def test_calls_stay_inside_their_operands():
     )
     @given(st.sampled_from(NAMES), sizes, st.booleans(), st.booleans(), st.booleans(), st.integers(0, 2**30))
     def search(name, scenario, masked, packed, causal, seed):
-        causal = causal or "bidirectional" not in MECHANISMS.get(name).modes
+        causal = causal or name in OPTIONS or "bidirectional" not in MECHANISMS.get(name).modes
         if counted[0] >= CALLS:
             return
         mode.before = try_misfits(torch.Generator().manual_seed(seed), found)

@@ -1,0 +1,122 @@
+"""The operation of csrc/hybrid: what it is called with, and what it costs."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ..linear.cpu_kernels import COLUMNS, MAP_WEIGHTS, PAIR, MapOperands
+from ..linear.types import CHUNK_SIZE, LEAST_WEIGHT
+from ..runtime.cpu import Operand, call, operation, product_parts
+from ..runtime.operands import require, size_of
+
+OPERANDS = (
+    "query", "key", "value", "out", "ring_key", "ring_value", "sink_key", "sink_value", "hard_key", "hard_value",
+    "hard_key_after", "hard_value_after",
+)  # fmt: skip
+GROUPED = {"query", "out"}
+PLACES = (
+    "hard_position", "hard_position_after", "start", "end", "state", "log_max", "state_after", "log_max_after",
+    "log_mix", "gate", "sink", "rate",
+)  # fmt: skip
+SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "features")
+SETTINGS = ("sinks", "most", "back", "relative", "activation", "threads", "parts")
+LEAST_KEYS = 192  # of a query block: with fewer of them products in exact parts do not pay
+
+
+class HardKeysArgs(ctypes.Structure):
+    """`struct hard_keys_args` of hard_keys.h."""
+
+    _fields_ = (
+        *((name, Operand) for name in OPERANDS),
+        *((name, ctypes.c_void_p) for name in PLACES),
+        ("query_map", MapOperands),
+        ("key_map", MapOperands),
+        *((name, ctypes.c_int64) for name in (*SIZES, *SETTINGS)),
+        *((name, ctypes.c_float) for name in ("scaling", "quadratic", "offset", "least_weight")),
+    )
+
+
+def _describe(
+    operands: dict[str, Any], back: int, relative: bool, scaling: float, activation: int, quadratic: float,
+    offset: float,
+) -> HardKeysArgs:  # fmt: skip
+    query, sinks, most = operands["query"], operands["sink_key"].shape[2], operands["hard_key_after"].shape[2]
+    parts = product_parts(query, exact=sinks + most + CHUNK_SIZE * (back + 1) >= LEAST_KEYS)
+    sizes = *query.shape, operands["value"].shape[3], operands["state_after"].shape[2]
+    settings = sinks, most, back, relative, activation, torch.get_num_threads(), parts
+    weights = [operands[name] for name in MAP_WEIGHTS]
+    return HardKeysArgs(
+        **{name: Operand.of(operands[name], name in GROUPED, False) for name in OPERANDS},
+        **{name: None if operands[name] is None else operands[name].data_ptr() for name in PLACES},
+        query_map=MapOperands.of(*weights[:2]),
+        key_map=MapOperands.of(*weights[2:]),
+        **dict(zip(SIZES + SETTINGS, sizes + settings, strict=True)),
+        scaling=scaling,
+        quadratic=quadratic,
+        offset=offset,
+        least_weight=LEAST_WEIGHT[torch.float32],
+    )
+
+
+@operation("out", "state_after", "log_max_after", "hard_key_after", "hard_value_after", "hard_position_after")
+def hard_keys(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, start: Tensor, end: Tensor, ring_key: Tensor | None,
+    ring_value: Tensor | None, sink_key: Tensor, sink_value: Tensor, hard_key: Tensor | None,
+    hard_value: Tensor | None, hard_position: Tensor | None, state: Tensor | None, log_max: Tensor | None,
+    state_after: Tensor, log_max_after: Tensor, hard_key_after: Tensor, hard_value_after: Tensor,
+    hard_position_after: Tensor, log_mix: Tensor, gate: Tensor | None, sink: Tensor | None, rate: Tensor | None,
+    back: int, relative: bool, scaling: float, query_weight: Tensor | None, query_bias: Tensor | None,
+    key_weight: Tensor | None, key_bias: Tensor | None, activation: int, quadratic: float, offset: float,
+) -> None:  # fmt: skip
+    """Work through one call of hard_keys.c; without gradients.
+
+    Args:
+        query: [B, Hkv, G, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]. out: [B, Hkv, G, N, Dv], of which rows
+            behind the last real token are not written.
+        start, end: int64 [B], position of the first token, and how many are real.
+        ring_key ... log_max: what is in a `HardKeyState`, the sinks with those of the call; None: nothing was read
+            before, and sinks alone are there.
+        state_after ... hard_position_after: what will be in the next one.
+        log_mix, gate, sink: [Hkv, G], rate: [Hkv]: those of `HybridWeights`.
+        back: blocks before a query's own in its window. relative: how errors are ranked.
+        query_weight ... offset: `NativeMap.operands` of the two maps, and what else is in a `NativeMap`.
+    """
+    operands = {
+        "query": query, "key": key, "value": value, "out": out, "start": start, "end": end, "ring_key": ring_key,
+        "ring_value": ring_value, "sink_key": sink_key, "sink_value": sink_value, "hard_key": hard_key,
+        "hard_value": hard_value, "hard_position": hard_position, "state": state, "log_max": log_max,
+        "state_after": state_after, "log_max_after": log_max_after, "hard_key_after": hard_key_after,
+        "hard_value_after": hard_value_after, "hard_position_after": hard_position_after, "log_mix": log_mix,
+        "gate": gate, "sink": sink, "rate": rate, "query_weight": query_weight, "query_bias": query_bias,
+        "key_weight": key_weight, "key_bias": key_bias,
+    }  # fmt: skip
+    require("hard_keys", "back", back, 0)
+    features = size_of(state_after, 2)
+    columns = features // 2 if activation == PAIR else features
+    sizes = [
+        ("K", 2 * columns if activation == PAIR else features), ("W", size_of(value, 3) + 1), ("M", columns),
+        ("P", -(-columns // COLUMNS) * COLUMNS), ("E", CHUNK_SIZE * (back + 1)),
+    ]  # fmt: skip
+    if query_weight is None:
+        sizes.append(("D", columns))
+    how = back, relative, scaling, activation, quadratic, offset
+    call("hard_keys", operands, sizes, lambda: _describe(operands, *how))
+
+
+@register_flop_formula(torch.ops.hf_linattn.hard_keys)
+def _flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
+    """Exact keys that have a place, seen or not; reading the state for each query, recalling hard keys and those of a
+    block by it, adding the latter to it; the maps."""
+    (batch, heads, groups, length, input_size), value_size, features = query, value[-1], rest[12][2]
+    sinks, most, back = rest[5][2], rest[14][2], rest[21]
+    exact = groups * (sinks + most + CHUNK_SIZE * (back + 1)) * (input_size + value_size)
+    recalled = 2 * CHUNK_SIZE + most if length > CHUNK_SIZE * (back + 1) else 0
+    state = (groups + recalled / CHUNK_SIZE) * features * value_size
+    weights = zip(rest[24:28:2], (groups, 1), strict=True)
+    maps = sum(input_size * weight[-1] * number for weight, number in weights if weight)
+    return int(2 * batch * heads * length * (exact + state + maps))
