@@ -30,6 +30,7 @@ PEERS_FILE = "cpu_peers.json"
 DEPTH_FILE, DEPTH_PLOT = "depth.json", "depth.png"
 REAL_BOARD = "real_board"  # a folder, with a file for each row
 HEADS_FILE = "heads_speed.json"
+HARD_KEYS_FILE = "hard_keys_speed.json"
 MQAR_FILE, MQAR_PLOT = "mqar.json", "mqar.png"
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
 
