@@ -70,9 +70,9 @@ def _of_kernel(rows: Rows, weights: HybridWeights, state: Any) -> tuple[Any, Any
 def _of_delta_rule(rows: Rows, weights: HybridWeights, state: HardKeyState | None) -> tuple[Any, Any, Any]:
     """Return that no maps are described, what queries read and keys write, and how large the state is."""
     query, key, value = (x.whole for x in rows[:3])
-    query_map, key_map = weights.query_map, weights.key_map
+    maps: Any = weights.query_map, weights.key_map  # of tokens at positions, see `memory.DeltaMemory`
     position = rows.start[:, None] + torch.arange(key.shape[2], device=key.device)
-    features = dense_rows(query_map(wide(query), position))
+    features = dense_rows(maps[0](wide(query), position))
     entries: list[Tensor | None] = [features, None, None, None]
     if _any_leaves(rows, weights):
         position = position[:, None]
@@ -81,7 +81,7 @@ def _of_delta_rule(rows: Rows, weights: HybridWeights, state: HardKeyState | Non
             old = state.hard_position, *(x.expand(*key.shape[:2], -1) for x in (ring[:, None], position))
             position = torch.cat(old, dim=2)
             key = torch.cat([wide(x) for x in (state.hard_key, state.ring_key, key)], dim=2)
-        written, beta, log_gate = key_map(wide(key), position)
+        written, beta, log_gate = maps[1](wide(key), position)
         entries[1:] = dense_rows(written), beta, log_gate
     none = (*(None,) * 4, 0, 0.0, 0.0)
     return none, entries, (features.shape[-1], value.shape[3])
