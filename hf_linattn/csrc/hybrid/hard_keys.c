@@ -120,11 +120,17 @@ static void enter_in_turn(struct store *s, const float *log_gate, const float *b
     for (int64_t j = 0; j < lost; j++) {
         const float *key = s->lost_mapped + j * s->mapped, left = exp_of_one(log_gate[j]);
         float *written = s->lost_value + j * s->values;
-        for (int64_t column = 0; column < s->values; column += LANES) {
-            vec known = {0};
-            for (int64_t row = 0; row < s->mapped; row++)
-                known += key[row] * load(s->state + row * s->values + column);
-            store(written + column, beta[j] * (load(written + column) - left * known));
+        for (int64_t column = 0; column < s->values; column += TILE_COLUMNS) {
+            vec known[4] = {0}; /* sums that need not wait for each other */
+            for (int64_t row = 0; row < s->mapped; row += 2)
+#pragma GCC unroll 4
+                for (int64_t part = 0; part < 4; part++)
+                    known[part] += key[row + part / 2]
+                                   * load(s->state + (row + part / 2) * s->values + column + part % 2 * LANES);
+            for (int64_t part = 0; part < 2; part++) {
+                float *at = written + column + part * LANES;
+                store(at, beta[j] * (load(at) - left * (known[part] + known[part + 2])));
+            }
         }
         for (int64_t row = 0; row < s->mapped; row++)
             for (int64_t column = 0; column < s->values; column += LANES) {
