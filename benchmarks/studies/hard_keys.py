@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.studies.hard_keys       # benchmarks/results/hard_keys_speed.json
 
-Of attention alone, causal, batch 1 and 8 heads of size 64, random numbers; by the processor's time of one thread, which
-a busy machine disturbs little. `share` is the time without hard keys over that with them.
+Of attention alone, causal, batch 1 and 8 heads of size 64, random numbers; by the processor's time of one thread,
+which a busy machine disturbs little. `share` is the time without hard keys over that with them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-/* Causal hybrid attention with hard keys, block by block: softmax over sinks, the window and the hard keys, and kernel
- * attention to all that the state holds, under one denominator; ops/hybrid/hard_keys.py has the definition.
+/* Causal hybrid attention with hard keys, block by block: softmax over sinks, the window and the hard keys, and what the
+ * state holds of all others; ops/hybrid/hard_keys.py has the definition.
  *
  * Before the queries of a block are read, the block that leaves their window is sorted: its keys, and the hard keys
  * there are, are ranked by how badly the state recalls their values, and all but the worst enter it. With N_i and A_i
  * the sums of the exact weights and of those of the state, and c the gate of the head,
  *
  *     out_i = (1 - s_i) (exact weights' mean)_i + s_i (state's mean)_i,   s_i = c A_i / (A_i + N_i).
+ *
+ * The state of the delta rule has no weights, and s_i is c times what mixes it, or zero as long as it holds no key.
  *
  * Tokens count by their positions, so that a call may go on anywhere: those before it lie in the ring.
  */
@@ -63,7 +65,7 @@ static void find_errors(struct store *s, const struct hard_keys_args *p)
     gemm_f32(c->recall, s->values, c->mapped, s->mapped, 1, s->state, s->values, round_up(c->count, TILE_ROWS),
              s->values, s->mapped, 0);
     for (int64_t j = 0; j < c->count; j++) {
-        const float total = dot(c->mapped + j * s->mapped, s->weights, s->mapped);
+        const float total = by_delta_rule(p) ? 1.0f : dot(c->mapped + j * s->mapped, s->weights, s->mapped);
         c->error[j] = error_of(p, c->value + j * s->values, c->recall + j * s->values, total, s->values);
     }
     for (int64_t j = c->count; j < round_up(c->count, LANES); j++)
@@ -112,31 +114,62 @@ static void enter(struct store *s, const struct hard_keys_args *p, const float *
             store(s->weights + key, load(s->weights + key) + load(s->lost_mapped + j * s->mapped + key));
 }
 
+/* S = g_j S + beta_j phi(k_j) (v_j - g_j S^T phi(k_j))^T, one after the other, of the `lost` rows that were put aside */
+static void enter_in_turn(struct store *s, const float *log_gate, const float *beta, int64_t lost)
+{
+    for (int64_t j = 0; j < lost; j++) {
+        const float *key = s->lost_mapped + j * s->mapped, left = exp_of_one(log_gate[j]);
+        float *written = s->lost_value + j * s->values;
+        for (int64_t column = 0; column < s->values; column += TILE_COLUMNS) {
+            vec known[4] = {0}; /* sums that need not wait for each other */
+            for (int64_t row = 0; row < s->mapped; row += 2)
+#pragma GCC unroll 4
+                for (int64_t part = 0; part < 4; part++)
+                    known[part] += key[row + part / 2]
+                                   * load(s->state + (row + part / 2) * s->values + column + part % 2 * LANES);
+            for (int64_t part = 0; part < 2; part++) {
+                float *at = written + column + part * LANES;
+                store(at, beta[j] * (load(at) - left * (known[part] + known[part + 2])));
+            }
+        }
+        for (int64_t row = 0; row < s->mapped; row++)
+            for (int64_t column = 0; column < s->values; column += LANES) {
+                float *at = s->state + row * s->values + column;
+                store(at, left * load(at) + key[row] * load(written + column));
+            }
+    }
+}
+
 /* Keep the candidates with the largest errors, in order; the others enter the state, whose window begins at `begin`. */
 static void keep_worst(struct store *s, const struct hard_keys_args *p, int64_t head, int64_t begin)
 {
     struct candidates *c = &s->hard;
     const float rate = p->rate ? p->rate[head] : 0.0f;
-    float scale[CHUNK];
+    float scale[CHUNK], beta[CHUNK];
     int64_t kept = 0, lost = 0;
-    if (c->count > p->most)
+    if (p->most && c->count > p->most)
         find_errors(s, p);
     for (int64_t j = 0; j < c->count; j++) {
         const float *mapped = c->mapped + j * s->mapped, *value = c->value + j * s->values;
-        if (c->count > p->most && rank_of(c, j) >= p->most) {
+        if (!p->most || (c->count > p->most && rank_of(c, j) >= p->most)) {
             memcpy(s->lost_mapped + lost * s->mapped, mapped, s->mapped * sizeof(float));
             memcpy(s->lost_value + lost * s->values, value, s->values * sizeof(float));
+            beta[lost] = c->beta[j];
             scale[lost++] = c->scale[j] - rate * (begin - c->position[j]);
         } else if (kept++ < j) {
             memcpy(c->mapped + (kept - 1) * s->mapped, mapped, s->mapped * sizeof(float));
             memcpy(c->value + (kept - 1) * s->values, value, s->values * sizeof(float));
             memcpy(c->key + (kept - 1) * s->keys, c->key + j * s->keys, s->keys * sizeof(float));
             c->scale[kept - 1] = c->scale[j];
+            c->beta[kept - 1] = c->beta[j];
             c->position[kept - 1] = c->position[j];
         }
     }
     c->count = c->known = kept;
-    enter(s, p, scale, lost, rate);
+    if (by_delta_rule(p))
+        enter_in_turn(s, scale, beta, lost);
+    else
+        enter(s, p, scale, lost, rate);
 }
 
 /* A block leaves the window. */
@@ -154,20 +187,33 @@ static void sort_block(struct store *s, const struct hard_keys_args *p, int64_t 
     for (int64_t j = 0; j < count; j++)
         c->position[c->count + j] = first + j;
     c->count += count;
-    map_rows(c->mapped + c->known * s->mapped, c->scale + c->known, s, p, &p->key_map, c->key + c->known * s->keys,
-             head, 0, c->count - c->known);
+    const int64_t ahead = p->ring_key.data ? p->most + CHUNK * (p->back + 1) : 0; /* entries of what was before */
+    if (by_delta_rule(p))
+        take_entries(s, p, batch, head, ahead + first - p->start[batch], count);
+    else
+        map_rows(c->mapped + c->known * s->mapped, c->scale + c->known, s, p, &p->key_map, c->key + c->known * s->keys,
+                 head, 0, c->count - c->known);
     keep_worst(s, p, head, CHUNK * (block + 1));
 }
 
 /* What `count` queries, packed in rows, the first at a position, read of the state: sums, their weight and its log. */
-static void read_state(struct store *s, const struct hard_keys_args *p, const float *rows, int64_t head,
-                       int64_t group, int64_t position, int64_t count, int64_t begin)
+static void read_state(struct store *s, const struct hard_keys_args *p, const float *rows, int64_t batch,
+                       int64_t head, int64_t group, int64_t position, int64_t count, int64_t begin)
 {
     const float mix = p->log_mix[head * p->groups + group], rate = p->rate ? p->rate[head] : 0.0f;
-    map_rows(s->query, s->far_log, s, p, &p->query_map, rows, head, group, count);
+    if (by_delta_rule(p))
+        pack(s->query, count, &p->query_features, batch, head, group, position - p->start[batch], count, p->features,
+             s->mapped);
+    else
+        map_rows(s->query, s->far_log, s, p, &p->query_map, rows, head, group, count);
     gemm_f32(s->far, s->values, s->query, s->mapped, 1, s->state, s->values, round_up(count, TILE_ROWS), s->values,
              s->mapped, 0);
-    for (int64_t i = 0; i < count; i++) {
+    const float share = begin - p->sinks > s->hard.count ? exp_of_one(mix) : 0.0f; /* zero if no key is there */
+    for (int64_t i = 0; i < count && by_delta_rule(p); i++) {
+        s->far_weight[i] = 1.0f;
+        s->far_log[i] = share;
+    }
+    for (int64_t i = 0; i < count && !by_delta_rule(p); i++) {
         const float weight = dot(s->query + i * s->mapped, s->weights, s->mapped);
         const int there = !(weight < p->least_weight);
         s->far_weight[i] = there ? weight : 1.0f;
@@ -182,7 +228,8 @@ static void write_joint(const struct store *s, const struct hard_keys_args *p, f
 {
     const float most = p->gate ? p->gate[head * p->groups + group] : 1.0f;
     const float ahead = s->far_log[row] - (top + logf(total)), less = expf(-fabsf(ahead));
-    const float share = most * (ahead > 0.0f ? 1.0f : less) / (1.0f + less);
+    const float joint = by_delta_rule(p) ? s->far_log[row] : (ahead > 0.0f ? 1.0f : less) / (1.0f + less);
+    const float share = most * joint;
     const float *far = s->far + row * s->values, near_factor = (1.0f - share) / total;
     const float far_factor = share / s->far_weight[row];
     for (int64_t column = 0; column < s->values; column += LANES)
@@ -289,7 +336,7 @@ static void read_block(struct work *w)
     const int large = is_large(p->batches * p->heads * p->groups * p->length * p->value_size);
     const float *sink = p->sink ? p->sink + w->head * p->groups + w->group : NULL;
     pack(exact->rows, one ? 1 : PIECE, &p->query, w->batch, w->head, w->group, at, w->rows, p->key_size, s->keys);
-    read_state(s, p, exact->rows, w->head, w->group, w->position, w->rows, CHUNK * (w->block - p->back));
+    read_state(s, p, exact->rows, w->batch, w->head, w->group, w->position, w->rows, CHUNK * (w->block - p->back));
     memset(exact->out, 0, (one ? 1 : PIECE) * s->values * sizeof(float));
     for (int64_t i = 0; i < PIECE; i++) {
         exact->weight[i] = sink ? 1.0f : 0.0f;
@@ -334,12 +381,20 @@ static void read_head(const void *args, float *memory, int64_t task)
     save_store(&s, p, batch, head);
 }
 
+/* Whether a block of a row leaves the window in a call. */
+static int leaves(const struct hard_keys_args *p, int64_t row)
+{
+    const int64_t start = p->start[row], before = start ? (start - 1) / CHUNK : 0;
+    return p->end[row] && (start + p->end[row] - 1) / CHUNK > max_i64(before, p->back);
+}
+
 /* Whether positions and numbers of tokens are such as there can be. */
 static int fits_call(const struct hard_keys_args *p)
 {
     for (int64_t row = 0; row < p->batches; row++)
         if (p->start[row] < 0 || p->start[row] >= INT32_MAX || p->end[row] < 0 || p->end[row] > p->length
-            || (p->start[row] && !p->ring_key.data))
+            || (p->start[row] && !p->ring_key.data)
+            || (by_delta_rule(p) && !p->key_features.data && leaves(p, row)))
             return 0;
     for (int64_t place = 0; p->hard_key.data && place < p->batches * p->heads * p->most; place++)
         if (p->hard_position[place] >= p->start[place / (p->heads * p->most)])
@@ -356,4 +411,4 @@ int hard_keys(const struct hard_keys_args *p)
     return run_tasks(read_head, p, p->batches * p->heads, p->threads, store_init(&s, p, NULL));
 }
 
-LAYOUT(hard_keys, struct hard_keys_args, 0x55cc36f2)
+LAYOUT(hard_keys, struct hard_keys_args, 0x184bad78)

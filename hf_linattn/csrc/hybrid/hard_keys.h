@@ -26,15 +26,20 @@ struct hard_keys_args {
     const float *log_mix, *gate, *sink;  /* [Hkv, G]; no gate is one that is open */
     const float *rate;                   /* [Hkv], of decay */
     feature_map query_map, key_map;
+    tensor_view query_features;          /* [B, Hkv, G, N, F], where the state is that of the delta rule */
+    tensor_view key_features;            /* [B, Hkv, M + R + N, F], of hard keys, ring and call; without a ring of the
+        last alone; without data, no block leaves */
+    tensor_view key_beta, key_gate;      /* [B, Hkv, M + R + N]; key_gate: the log, nothing is forgotten without data */
     int64_t batches, heads, groups, length, key_size, value_size, features;
     int64_t sinks, most, back, relative, activation, threads, parts;
     float scaling, quadratic, offset, least_weight;
 };
 
 /* Keys that stay exact, and behind them those of a block that leaves the window: rows of `keys`, `values` and `mapped`
- * numbers. scale: the logs of what features were divided by. The first `known` have features. */
+ * numbers. scale: the logs of what features were divided by, or by the delta rule of gates. The first `known` have
+ * features. */
 struct candidates {
-    float *key, *value, *mapped, *scale, *error, *recall; /* recall: rows of values */
+    float *key, *value, *mapped, *scale, *beta, *error, *recall; /* recall: rows of values */
     int64_t *position;
     int64_t count, known;
 };
@@ -50,7 +55,7 @@ struct store {
     float *block_key, *block_value;       /* CHUNK rows that lie partly before the call */
     int64_t keys, values, mapped;         /* sizes, padded */
     int64_t serial;                       /* of the hard keys that the queries of a block meet, in pieces */
-    float far_log[CHUNK], far_weight[CHUNK];
+    float far_log[CHUNK], far_weight[CHUNK]; /* by the delta rule 1, and far_log the share itself */
 };
 
 static inline int64_t store_init(struct store *s, const struct hard_keys_args *p, float *memory)
@@ -66,6 +71,7 @@ static inline int64_t store_init(struct store *s, const struct hard_keys_args *p
     c->mapped = arena_alloc(memory, &used, room * s->mapped);
     c->recall = arena_alloc(memory, &used, room * s->values);
     c->scale = arena_alloc(memory, &used, room);
+    c->beta = arena_alloc(memory, &used, room);
     c->error = arena_alloc(memory, &used, room);
     c->position = arena_alloc(memory, &used, 2 * room);
     s->state = arena_alloc(memory, &used, s->mapped * s->values);
@@ -83,23 +89,43 @@ static inline int64_t store_init(struct store *s, const struct hard_keys_args *p
 /* Whether keys weigh more than their features say. */
 static inline int is_scaled(const struct hard_keys_args *p) { return p->rate || p->activation == EXPONENTIAL; }
 
+/* Whether the state is that of the delta rule. */
+static inline int by_delta_rule(const struct hard_keys_args *p) { return p->query_features.data != NULL; }
+
+/* How many columns a state has: the last one is that of the weights, which the delta rule has not. */
+static inline int64_t width_of(const struct hard_keys_args *p) { return p->value_size + (by_delta_rule(p) ? 0 : 1); }
+
 /* Rows of memory that are the same for all heads. */
 static inline tensor_view view_of(float *data, int64_t row)
 {
     return (tensor_view){.data = data, .token = row, .kind = FLOAT32};
 }
 
+/* Take what keys of a head write by the delta rule, from a place of the operands on, behind those that are known. */
+static inline void take_entries(struct store *s, const struct hard_keys_args *p, int64_t batch, int64_t head,
+                                int64_t place, int64_t count)
+{
+    struct candidates *c = &s->hard;
+    pack(c->mapped + c->known * s->mapped, count, &p->key_features, batch, head, 0, place, count, p->features,
+         s->mapped);
+    for (int64_t j = 0; j < count; j++) {
+        c->beta[c->known + j] = *row_f32(&p->key_beta, batch, head, 0, place + j);
+        c->scale[c->known + j] = p->key_gate.data ? *row_f32(&p->key_gate, batch, head, 0, place + j) : 0.0f;
+    }
+    c->known += count;
+}
+
 /* What there is before the call. */
 static inline void load_store(struct store *s, const struct hard_keys_args *p, int64_t batch, int64_t head)
 {
-    const int64_t task = batch * p->heads + head, width = p->value_size + 1;
+    const int64_t task = batch * p->heads + head, width = width_of(p);
     memset(s->state, 0, s->mapped * s->values * sizeof(float));
     memset(s->weights, 0, s->mapped * sizeof(float));
     s->log_max = p->state ? p->log_max[task] : is_scaled(p) ? LOWEST / 2 : 0.0f;
     for (int64_t key = 0; p->state && key < p->features; key++) {
         const float *row = p->state + (task * p->features + key) * width;
         memcpy(s->state + key * s->values, row, p->value_size * sizeof(float));
-        s->weights[key] = row[p->value_size];
+        s->weights[key] = by_delta_rule(p) ? 0.0f : row[p->value_size];
     }
     struct candidates *c = &s->hard;
     c->count = c->known = 0;
@@ -110,18 +136,21 @@ static inline void load_store(struct store *s, const struct hard_keys_args *p, i
         pack(c->key + c->count * s->keys, 1, &p->hard_key, batch, head, 0, place, 1, p->key_size, s->keys);
         pack(c->value + c->count * s->values, 1, &p->hard_value, batch, head, 0, place, 1, p->value_size, s->values);
         c->position[c->count++] = position;
+        if (p->key_features.data)
+            take_entries(s, p, batch, head, place, 1);
     }
 }
 
 /* What there is after it; places without a key come first, and are zero. */
 static inline void save_store(struct store *s, const struct hard_keys_args *p, int64_t batch, int64_t head)
 {
-    const int64_t task = batch * p->heads + head, width = p->value_size + 1;
+    const int64_t task = batch * p->heads + head, width = width_of(p);
     p->log_max_after[task] = s->log_max;
     for (int64_t key = 0; key < p->features; key++) {
         float *row = p->state_after + (task * p->features + key) * width;
         memcpy(row, s->state + key * s->values, p->value_size * sizeof(float));
-        row[p->value_size] = s->weights[key];
+        if (!by_delta_rule(p))
+            row[p->value_size] = s->weights[key];
     }
     const struct candidates *c = &s->hard;
     memset(s->block_key, 0, s->keys * sizeof(float));

@@ -18,12 +18,13 @@ OPERANDS = (
     "query", "key", "value", "out", "ring_key", "ring_value", "sink_key", "sink_value", "hard_key", "hard_value",
     "hard_key_after", "hard_value_after",
 )  # fmt: skip
-GROUPED = {"query", "out"}
+GROUPED = {"query", "out", "query_features"}
 PLACES = (
     "hard_position", "hard_position_after", "start", "end", "state", "log_max", "state_after", "log_max_after",
     "log_mix", "gate", "sink", "rate",
 )  # fmt: skip
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "features")
+ENTRIES = ("query_features", "key_features", "key_beta", "key_gate")
 SETTINGS = ("sinks", "most", "back", "relative", "activation", "threads", "parts")
 LEAST_KEYS = 192  # of a query block: with fewer of them products in exact parts do not pay
 
@@ -36,6 +37,7 @@ class HardKeysArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in PLACES),
         ("query_map", MapOperands),
         ("key_map", MapOperands),
+        *((name, Operand) for name in ENTRIES),
         *((name, ctypes.c_int64) for name in (*SIZES, *SETTINGS)),
         *((name, ctypes.c_float) for name in ("scaling", "quadratic", "offset", "least_weight")),
     )
@@ -51,7 +53,7 @@ def _describe(
     settings = sinks, most, back, relative, activation, torch.get_num_threads(), parts
     weights = [operands[name] for name in MAP_WEIGHTS]
     return HardKeysArgs(
-        **{name: Operand.of(operands[name], name in GROUPED, False) for name in OPERANDS},
+        **{name: Operand.of(operands[name], name in GROUPED, False) for name in OPERANDS + ENTRIES},
         **{name: None if operands[name] is None else operands[name].data_ptr() for name in PLACES},
         query_map=MapOperands.of(*weights[:2]),
         key_map=MapOperands.of(*weights[2:]),
@@ -72,6 +74,8 @@ def hard_keys(
     hard_position_after: Tensor, log_mix: Tensor, gate: Tensor | None, sink: Tensor | None, rate: Tensor | None,
     back: int, relative: bool, scaling: float, query_weight: Tensor | None, query_bias: Tensor | None,
     key_weight: Tensor | None, key_bias: Tensor | None, activation: int, quadratic: float, offset: float,
+    query_features: Tensor | None = None, key_features: Tensor | None = None, key_beta: Tensor | None = None,
+    key_gate: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Work through one call of hard_keys.c; without gradients.
 
@@ -84,7 +88,12 @@ def hard_keys(
         state_after ... hard_position_after: what will be in the next one.
         log_mix, gate, sink: [Hkv, G], rate: [Hkv]: those of `HybridWeights`.
         back: blocks before a query's own in its window. relative: how errors are ranked.
-        query_weight ... offset: `NativeMap.operands` of the two maps, and what else is in a `NativeMap`.
+        query_weight ... offset: `NativeMap.operands` of the two maps, and what else is in a `NativeMap`; unless the
+            state is that of the delta rule.
+        query_features: [B, Hkv, G, N, F], what queries read such a state with.
+        key_features [B, Hkv, X, F], key_beta, key_gate [B, Hkv, X]: what keys write; those of the hard keys, the ring
+            and the call, one behind the other, or of the call alone if nothing was read before. Without them no block
+            may leave.
     """
     operands = {
         "query": query, "key": key, "value": value, "out": out, "start": start, "end": end, "ring_key": ring_key,
@@ -93,16 +102,18 @@ def hard_keys(
         "state_after": state_after, "log_max_after": log_max_after, "hard_key_after": hard_key_after,
         "hard_value_after": hard_value_after, "hard_position_after": hard_position_after, "log_mix": log_mix,
         "gate": gate, "sink": sink, "rate": rate, "query_weight": query_weight, "query_bias": query_bias,
-        "key_weight": key_weight, "key_bias": key_bias,
+        "key_weight": key_weight, "key_bias": key_bias, "query_features": query_features,
+        "key_features": key_features, "key_beta": key_beta, "key_gate": key_gate,
     }  # fmt: skip
     require("hard_keys", "back", back, 0)
-    features = size_of(state_after, 2)
+    features, ring, delta = size_of(state_after, 2), CHUNK_SIZE * (back + 1), query_features is not None
     columns = features // 2 if activation == PAIR else features
+    before = 0 if ring_key is None else size_of(hard_key_after, 2) + ring
     sizes = [
-        ("K", 2 * columns if activation == PAIR else features), ("W", size_of(value, 3) + 1), ("M", columns),
-        ("P", -(-columns // COLUMNS) * COLUMNS), ("E", CHUNK_SIZE * (back + 1)),
+        ("K", 2 * columns if activation == PAIR else features), ("W", size_of(value, 3) + (not delta)), ("M", columns),
+        ("P", -(-columns // COLUMNS) * COLUMNS), ("E", ring), ("X", before + size_of(key, 2)),
     ]  # fmt: skip
-    if query_weight is None:
+    if query_weight is None and not delta:
         sizes.append(("D", columns))
     how = back, relative, scaling, activation, quadratic, offset
     call("hard_keys", operands, sizes, lambda: _describe(operands, *how))

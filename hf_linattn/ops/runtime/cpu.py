@@ -32,7 +32,7 @@ PLACES = {  # what the C says no to by BAD_NUMBERS
     **dict.fromkeys(("causal_sums", "causal_sums_backward"), "'packed' names tokens that its rows do not have"),
     **dict.fromkeys(("bucket_softmax", "bucket_softmax_backward"), "'of_query' or 'of_key' names a bucket too many"),
     **dict.fromkeys(("block_softmax", "block_softmax_backward"), "'table' has numbers that are no 32-bit ones"),
-    "hard_keys": "'start', 'end' or 'hard_position' names tokens that its rows do not have",
+    "hard_keys": "'start', 'end' or 'hard_position' names tokens that are not there, or 'key_features' is missing",
 }
 OPERATIONS = torch.library.Library("hf_linattn", "FRAGMENT")
 

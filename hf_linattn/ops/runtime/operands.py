@@ -127,20 +127,21 @@ FORMS: dict[str, dict[str, Form]] = {
         hard_position="int64 dense B H J", state="wide dense B H K W", log_max="wide dense B H",
         state_after="wide> dense B H K W", log_max_after="wide> dense B H", hard_key_after="any> rows B H J D",
         hard_value_after="any> rows B H J V", hard_position_after="int64> dense B H J", log_mix="wide dense H G",
-        gate="wide dense H G", sink="wide dense H G", rate="wide dense H",
+        gate="wide dense H G", sink="wide dense H G", rate="wide dense H", query_features="wide rows B H G N K",
+        key_features="wide rows B H X K", key_beta="wide spread B H X", key_gate="wide spread B H X",
     ),
 }  # fmt: skip
 TOGETHER = (  # operands of which the C takes the first as a sign that the others are there
     ("state", "log_max"), ("query_weight", "key_weight"), ("before", "before_log"), ("factor", "top"),
     ("before", "d_before"), ("before", "d_before_log"), ("gate", "d_gate"), ("log_gate", "d_log_gate"),
     ("ring_key", "ring_value"), ("ring_key", "hard_key"), ("ring_key", "hard_value"), ("ring_key", "hard_position"),
-    ("ring_key", "state"),
+    ("ring_key", "state"), ("key_features", "key_beta"),
 )  # fmt: skip
 OPTIONAL = frozenset((
     "log_scale", "log_decay", "row_scale", "state", "log_max", *MAPS, *PACKED, "before", "before_log", "gate", "bias",
     "d_log", "d_query_weight", "d_query_bias", "d_key_weight", "d_key_bias", "d_state", "d_before", "d_before_log",
     "d_gate", "log_gate", "d_log_gate", "ring_key", "ring_value", "hard_key", "hard_value", "hard_position", "sink",
-    "rate",
+    "rate", "query_features", "key_features", "key_beta", "key_gate",
 ))  # fmt: skip
 NEEDED = {"causal_step": {"state", "log_max"}}
 ABSENT = {"causal_step": {"factor", "top"}}  # what may be so there

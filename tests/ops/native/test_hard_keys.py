@@ -25,6 +25,7 @@ MAPS: dict[str, dict[str, Any]] = {  # each activation, with and without a weigh
     "hedgehog": {}, "linear": {"decay": "learned"}, "performer": {"num_features": 10, "decay": "learned"},
     "learned_exp": {}, "t2r": {},
 }  # fmt: skip
+DELTA: dict[str, dict[str, Any]] = {"deltanet": {"gate": True}, "gated_deltanet": {"expand_key": 2, "beta_range": 2}}
 SIZES = [  # of the window, the sinks and the hard keys: the block that leaves is in part one of sinks; several pieces
     (100, 3, 7), (1, 70, 64), (65, 0, 130),
 ]  # fmt: skip
@@ -34,7 +35,7 @@ EACH_MAP, EACH_SIZE = pytest.mark.parametrize("linear", MAPS), pytest.mark.param
 def make_hard(linear: str, sizes: tuple[int, int, int] = SIZES[0], **options: Any) -> Any:
     names = ("window_size", "num_sink_tokens", "num_hard_keys")
     given = {"initial_share": 0.5, **dict(zip(names, sizes, strict=True)), **options}
-    return make_mechanism("hybrid", True, linear=linear, linear_options=MAPS[linear], **given)
+    return make_mechanism("hybrid", True, linear=linear, linear_options={**MAPS, **DELTA}[linear], **given)
 
 
 def read(mechanism: Any, heads: list[Tensor], ends: list[int], backend: str) -> tuple[Tensor, HardKeyState]:
@@ -43,7 +44,7 @@ def read(mechanism: Any, heads: list[Tensor], ends: list[int], backend: str) -> 
     for part in itertools.pairwise((0, *ends)):
         with recording() as decisions:
             output, state = mechanism(*(x[:, :, slice(*part)] for x in heads), state=state)
-        assert [x.backend for x in decisions] == [backend], decisions
+        assert {x.backend for x in decisions} == {backend}, decisions
         outputs.append(output)
     return torch.cat(outputs, 2), state
 
@@ -83,10 +84,31 @@ def test_pieces_and_steps_make_the_same_state_to_the_last_bit(variant, products,
 
 
 @torch.no_grad()
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("linear", DELTA)
+@pytest.mark.parametrize("sizes", [*SIZES, (65, 3, 0)], ids=str)
+def test_a_state_by_the_delta_rule(variant, products, linear, sizes):
+    """What it is read and written with comes from PyTorch, whose last bits depend on how many tokens there are."""
+    mechanism, heads = make_hard(linear, sizes), make_heads(2, 331)
+    results = [
+        read(mechanism, heads, ends, "cpu")
+        for ends in ([331], [1, 71, 72, 128, 129, 200, 331], [190, *range(191, 261), 331])
+    ]
+    mechanism.double().backend = "torch"
+    want, exact = read(mechanism, [x.double() for x in heads], [331], "torch")
+    for got, state in results:
+        assert_close(got.double(), want, 5e-5)
+        assert torch.equal(state.hard_position, exact.hard_position)
+        for name in ("ring_key", "sink_value", "hard_key", "hard_value", "kv", "log_max"):
+            assert_close(getattr(state, name).double(), getattr(exact, name).double(), 5e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_rows_are_read_as_alone(variant, side):
+@pytest.mark.parametrize("linear", ["performer", "gated_deltanet"])
+def test_padded_rows_are_read_as_alone(variant, linear, side):
     """Then in a piece and in steps, in which a block of one row leaves and none of the other."""
-    mechanism, heads, pads = make_hard("performer"), make_heads(2, 310), 37
+    mechanism, heads, pads = make_hard(linear), make_heads(2, 310), 37
     mask = torch.ones(2, 230, dtype=torch.bool)
     mask[1, slice(0, pads) if side == "left" else slice(230 - pads, 230)] = False
     outputs, state = [], None
@@ -98,7 +120,9 @@ def test_padded_rows_are_read_as_alone(variant, side):
         real = torch.cat([mask[row], torch.ones(80, dtype=torch.bool)])
         want, alone = read(mechanism, [x[row : row + 1, :, real] for x in heads], [int(real.sum())], "cpu")
         assert_close(torch.cat(outputs, 2)[row : row + 1, :, real], want, 1e-5)
-        assert all(torch.equal(x[row], y[0]) for x, y in zip(state, alone, strict=True))
+        assert torch.equal(state.hard_position[row], alone.hard_position[0])
+        for x, y in zip(state, alone, strict=True):
+            assert torch.equal(x[row], y[0]) if linear in MAPS else torch.allclose(x[row], y[0], atol=1e-5)
 
 
 @torch.no_grad()
@@ -135,7 +159,7 @@ def test_the_first_of_equals_are_kept_and_what_has_no_value_is_none(variant):
 
 def test_training_and_other_maps_are_pytorchs_and_say_why():
     heads = make_heads(1, 200)
-    for linear, reason in (("hedgehog", "hard keys with gradients or in training"), ("taylor", "a feature map")):
+    for linear, reason in (("hedgehog", "a window in blocks with gradients"), ("taylor", "a feature map")):
         mechanism = make_mechanism("hybrid", True, linear=linear, num_hard_keys=3)
         with torch.set_grad_enabled(linear == "hedgehog"), recording() as decisions:
             mechanism(*heads)
@@ -145,16 +169,18 @@ def test_training_and_other_maps_are_pytorchs_and_say_why():
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [("start", -1), ("end", 131), ("hard_position", 130), ("start", 2**31)],
+    [("start", -1), ("end", 2), ("hard_position", 130), ("start", 2**31), ("start", 192)],
 )
 def test_numbers_that_no_row_has_are_refused(monkeypatch, name, wrong):
-    mechanism, heads, calls = make_hard("hedgehog"), make_heads(2, 131), []
+    """Nor is a block let go whose keys have no features."""
+    mechanism, heads, calls = make_hard("gated_deltanet", (1, 0, 7)), make_heads(2, 131), []
     kept = library.call
     monkeypatch.setattr(cpu_kernels, "call", lambda *args: (calls.append(args), kept(*args)))
     read(mechanism, heads, [130, 131], "cpu")
     function, operands, sizes, describe = calls[-1]
+    assert operands["key_features"] is None
     operands[name].view(-1)[-1] = wrong
-    with pytest.raises(OperandError, match=f"hard_keys: .*'{name}'.*nothing was computed"):
+    with pytest.raises(OperandError, match=r"hard_keys: .*'hard_position'.*'key_features' is missing; nothing was"):
         kept(function, operands, sizes, describe)
 
 
