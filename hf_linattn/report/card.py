@@ -65,7 +65,7 @@ def save_card(report: Report, directory: str | os.PathLike[str], name: str = "pa
 
 def task_of_report(report: Report) -> str:
     """Return the Hub's name of what the model does."""
-    if report.accuracy is not None:
+    if report.accuracy is not None or report.metrics:
         return "text-classification"
     return "fill-mask" if report.evaluation.stride is None else "text-generation"
 
@@ -79,7 +79,8 @@ def base_model(report: Report) -> str | None:
 def scores_of(report: Report) -> dict[str, float]:
     """Return what the recovered model scores on the test split."""
     accuracy = {} if report.accuracy is None else {"accuracy": report.accuracy.recovered}
-    return {"perplexity": report.perplexity.recovered, **accuracy}
+    metrics = {row.metric: row.recovered for row in report.metrics}
+    return {"perplexity": report.perplexity.recovered, **accuracy, **metrics}
 
 
 def eval_results(report: Report, task: str) -> list[EvalResult]:

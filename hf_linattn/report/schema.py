@@ -81,12 +81,44 @@ class Accuracies:
 
 
 @dataclass(frozen=True)
+class MetricRow:
+    """A metric of four classifiers on the test texts; the models are those above."""
+
+    metric: str
+    original: float
+    control: float | None
+    converted: float
+    recovered: float
+
+
+@dataclass(frozen=True)
+class ReadingRow:
+    """The original with the positions it came with, on documents that are longer.
+
+    Attributes:
+        reading: `cut`, to its first window, or `windows`, overlapping, the logits pooled by their tokens.
+        max_length: tokens of a window. stride: by how many windows advance; None where there is one.
+        perplexity: as above. metrics: by name.
+    """
+
+    reading: str
+    max_length: int
+    stride: int | None
+    perplexity: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Evaluation:
-    """How the perplexities were measured: tokens per window, stride (None: no overlap), scored tokens or texts."""
+    """How the perplexities were measured: tokens per window, stride (None: no overlap), scored tokens or texts.
+
+    problem: of a classifier, by transformers' name for it.
+    """
 
     max_length: int
     num_tokens: int
     stride: int | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -194,6 +226,7 @@ class Report:
         data: the data set, or the files, that it was trained and tested on.
         dataset_name, dataset_config_name: the names of the data set and its configuration on the Hub; None for files.
         accuracy: of classifiers, whose perplexity is that of the right class; None for language models.
+        metrics: of classifiers, those that were chosen. readings: the original on documents longer than its table.
         stages: the way from converted to recovered.
         sensitivity: KL of the predictions, in nats per token, when one layer alone is converted, layer by layer; empty
             unless the layers were chosen by it.
@@ -216,6 +249,8 @@ class Report:
     dataset_name: str | None = None
     dataset_config_name: str | None = None
     accuracy: Accuracies | None = None
+    metrics: tuple[MetricRow, ...] = ()
+    readings: tuple[ReadingRow, ...] = ()
     stages: tuple[Stage, ...] = ()
     sensitivity: tuple[float, ...] = ()
     fidelity: Fidelity | None = None

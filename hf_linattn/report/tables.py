@@ -23,6 +23,15 @@ MODELS = {
     "converted": "{mechanism}, before recovery",
     "recovered": "{mechanism}, fine-tuned",
 }
+READINGS = {
+    "cut": "pretrained, its own positions: the first {length:,} tokens",
+    "windows": "pretrained, its own positions: windows of {length:,} tokens every {stride:,}, logits pooled by tokens",
+}
+PERPLEXITIES = {  # by the problem of a classifier: what stands under that name
+    "regression": " The perplexity is exp of the mean squared error.",
+    "multi_label_classification": " The perplexity is that of one label, yes or no.",
+}
+SHARES = ("accuracy", "macro_f1", "micro_f1")  # metrics that are shown in percent
 CONVERTED = ("converted", "recovered")
 RECALL_NOTE = "generated recall was trained on: tests of the same kinds are no longer untouched"
 READERS = ("recovered", "original", "control")  # of one text
@@ -35,8 +44,8 @@ def four_model_table(report: Report) -> Table:
     table.add_column("what it is")
     table.add_column("test perplexity", justify="right")
     table.add_column("/ best", justify="right")
-    if report.accuracy:
-        table.add_column("accuracy", justify="right")
+    for head in _metric_heads(report):
+        table.add_column(head, justify="right")
     for row in _model_rows(report):
         table.add_row(*row, style="green" if row[0] == "recovered" else None)
     return table
@@ -100,20 +109,37 @@ def _model_rows(report: Report) -> list[list[str]]:
             continue
         what = description.format(mechanism=report.mechanism)
         rows.append([name, what, f"{value:,.2f}", f"{value / report.perplexity.best:,.3f}"])
-        if report.accuracy:
+        if report.accuracy and not report.metrics:  # of an older report
             rows[-1].append(f"{getattr(report.accuracy, name):.1%}")
+        rows[-1] += [_score(row.metric, getattr(row, name)) for row in report.metrics]
+    for read in report.readings:
+        what = READINGS[read.reading].format(length=read.max_length, stride=read.stride or 0)
+        ratio = f"{read.perplexity / report.perplexity.best:,.3f}"
+        scores = [_score(row.metric, read.metrics.get(row.metric)) for row in report.metrics]
+        rows.append([f"original, {read.reading}", what, f"{read.perplexity:,.2f}", ratio, *scores])
     return rows
 
 
+def _metric_heads(report: Report) -> list[str]:
+    """The metrics of a classifier; older reports have the accuracy alone."""
+    return [row.metric.replace("_", " ") for row in report.metrics] or ["accuracy"] * (report.accuracy is not None)
+
+
+def _score(metric: str, value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}" if metric in SHARES else f"{value:.3f}"
+
+
 def _model_table(report: Report) -> str:
-    heads = ["model", "what it is", "test perplexity", "/ best", *(["accuracy"] if report.accuracy else [])]
+    heads = ["model", "what it is", "test perplexity", "/ best", *_metric_heads(report)]
     return _markdown_table(heads, _model_rows(report), "ll" + "r" * (len(heads) - 2))
 
 
 def _how_measured(report: Report) -> str:
     how = report.evaluation
-    if report.accuracy:
-        return f"{how.num_tokens:,} texts of the test split, cut to {how.max_length:,} tokens; one prediction each."
+    if report.accuracy or report.metrics:
+        note = PERPLEXITIES.get(how.problem or "", "")
+        read = f"{how.num_tokens:,} texts of the test split, cut to {how.max_length:,} tokens; one prediction each."
+        return read + note
     stride = "masked tokens" if how.stride is None else f"stride {how.stride:,}"
     return f"{how.num_tokens:,} scored tokens of the test split, windows of {how.max_length:,}, {stride}."
 
