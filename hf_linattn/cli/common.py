@@ -9,11 +9,13 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from ..errors import DataError
 from ..reading import exit_with_one_line, reading
 
 if TYPE_CHECKING:
@@ -60,6 +62,20 @@ def show(document: Any, as_json: bool, *shown: Any) -> None:
     console = Console()
     for part in shown:
         console.print(part, soft_wrap=isinstance(part, str))
+
+
+def note(text: str) -> None:
+    """Say on standard error what goes on; results alone go to standard output."""
+    typer.echo(text, err=True)
+
+
+def read_text(file: Path, option: str = "files") -> str:
+    """Read a document; `DataError`, which names the option, if it cannot be read as text."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"{option}: {str(file)!r} cannot be read as text: {error}; give a text file in UTF-8"
+        raise DataError(message) from error
 
 
 def load(model: str, *, option: str = "model", **options: Any) -> PreTrainedModel:

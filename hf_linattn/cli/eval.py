@@ -18,7 +18,7 @@ from ..errors import DataError, OptionError
 from ..reading import read_tokenizer
 from ..recipe_files import locate
 from .bench import numbers
-from .common import Json, Model, exit_on_error, load, show, to_default_device
+from .common import Json, Model, exit_on_error, load, read_text, show, to_default_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -156,11 +156,3 @@ def check_tokenizer(role: str, paths: dict[str, str], tokenizer: PreTrainedToken
             f"{role}={paths[role]!r} has another tokenizer than model={paths['converted']!r}; give the model that it"
             " was converted from"
         )
-
-
-def read_text(file: Path) -> str:
-    """Read a document; `DataError` if it cannot be read as text."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"files: {str(file)!r} cannot be read as text: {error}") from error

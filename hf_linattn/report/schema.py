@@ -79,6 +79,11 @@ class Accuracies:
     converted: float
     recovered: float
 
+    @property
+    def best(self) -> float:
+        """The better of original and control: what the recovered classifier is measured against."""
+        return self.original if self.control is None else max(self.original, self.control)
+
 
 @dataclass(frozen=True)
 class Evaluation:
