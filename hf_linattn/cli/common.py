@@ -15,11 +15,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from ..config import require_count, require_known
 from ..errors import DataError
 from ..reading import exit_with_one_line, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+DTYPES = ("bfloat16", "float16", "float32")
+STOPPED = 3
+EXIT_CODES = {
+    0: "it is done",
+    1: "an error, said in one line on standard error",
+    2: "a command line that cannot be read",
+    STOPPED: "a time limit ended a measurement, and what was measured by then is shown",
+    130: "Ctrl-C",
+}
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 Model = Annotated[str, typer.Argument(help="a folder, or the name of a model on the Hub")]
@@ -84,6 +95,23 @@ def load(model: str, *, option: str = "model", **options: Any) -> PreTrainedMode
 
     with reading(option, model, "give a folder with a saved model, or the name of one on the Hub and a connection"):
         return load_checkpoint(model, **options)
+
+
+def read_model(option: str, name: str, dtype: str | None) -> PreTrainedModel:
+    """Load a model onto the default device, in another dtype than it was saved in if one is named."""
+    if dtype is None:
+        return to_default_device(load(name, option=option))
+    require_known("dtype", dtype, DTYPES)
+    return to_default_device(load(name, option=option, dtype=dtype))
+
+
+def set_threads(threads: int | None) -> None:
+    """Have PyTorch and the library's C use that many threads of the CPU; None: as many as they do by themselves."""
+    import torch
+
+    require_count("threads", threads, optional=True)
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def to_default_device(model: PreTrainedModel) -> PreTrainedModel:

@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..atomic_io import write_text
-from ..config import require_known
 from ..errors import DataError, OptionError
 from ..reading import read_tokenizer
 from ..recipe_files import locate
 from .bench import numbers
-from .common import Json, Model, exit_on_error, load, read_text, show, to_default_device
+from .common import Json, Model, exit_on_error, read_model, read_text, show
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from ..evaluation.suite import SuiteOptions
 
-DTYPES = ("bfloat16", "float16", "float32")
 SAMPLE = "The tokens of 2 models, naïve or not:\n\tare they the same?"
 LONG_PROMPTS = 1000
 OUTPUT = Path("evaluation.json")
@@ -136,14 +134,6 @@ def run_suite(suite: str, paths: dict[str, str], options: SuiteOptions, dtype: s
         "provenance": dataclasses.asdict(provenance),
     }
     return document, suite_table(report), *([means_table(report.means)] if report.means else [])
-
-
-def read_model(option: str, name: str, dtype: str | None) -> PreTrainedModel:
-    """Load a model, in another dtype than it was saved in if one is named."""
-    if dtype is None:
-        return to_default_device(load(name, option=option))
-    require_known("dtype", dtype, DTYPES)
-    return to_default_device(load(name, option=option, dtype=dtype))
 
 
 def check_tokenizer(role: str, paths: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
