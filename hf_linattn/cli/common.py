@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from ..config import require_count, require_known
-from ..errors import DataError
+from ..errors import DataError, UnsupportedModelError
 from ..reading import exit_with_one_line, reading
 
 if TYPE_CHECKING:
@@ -103,6 +103,21 @@ def read_model(option: str, name: str, dtype: str | None) -> PreTrainedModel:
         return to_default_device(load(name, option=option))
     require_known("dtype", dtype, DTYPES)
     return to_default_device(load(name, option=option, dtype=dtype))
+
+
+def read_language_model(option: str, name: str, dtype: str | None) -> PreTrainedModel:
+    """As `read_model`; `UnsupportedModelError` unless it predicts tokens, and so has a perplexity."""
+    from ..evaluation import is_masked_language_model
+
+    loaded = read_model(option, name, dtype)
+    try:
+        is_masked_language_model(loaded)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"{option}={name!r} was saved as {type(loaded).__name__}, which predicts no tokens and has no perplexity;"
+            " what a recipe measured of a classifier is shown by `hf-linattn report FOLDER`"
+        ) from error
+    return loaded
 
 
 def set_threads(threads: int | None) -> None:

@@ -17,7 +17,7 @@ from ..plan import Plan, name_or_plan
 from ..reading import read_tokenizer
 from .bench import numbers
 from .choosing import read_plan_file
-from .common import STOPPED, Json, exit_on_error, note, read_model, read_text, set_threads, show
+from .common import STOPPED, Json, exit_on_error, note, read_language_model, read_text, set_threads, show
 from .completion import mechanism_names
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def run(
     from ..report import collect_provenance
 
     def load() -> Any:
-        return read_model("model", model, dtype)
+        return read_language_model("model", model, dtype)
 
     loaded, tokenizer = load(), read_tokenizer("model", model)
     note("reading the text with softmax")

@@ -17,7 +17,7 @@ from ..errors import DataError, OptionError
 from ..reading import read_tokenizer
 from ..recipe_files import locate
 from .bench import numbers
-from .common import Json, Model, exit_on_error, read_model, read_text, show
+from .common import Json, Model, exit_on_error, read_language_model, read_text, show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,7 +96,7 @@ def text_perplexity(
 
     if not texts:
         raise DataError("files is empty; give at least one text file, or a suite")
-    loaded = read_model("model", model, dtype)
+    loaded = read_language_model("model", model, dtype)
     found = perplexity(
         loaded, read_tokenizer("model", model), texts, max_length=max_length, stride=stride,
         batch_size=batch_size, progress=progress,
@@ -118,7 +118,7 @@ def run_suite(suite: str, paths: dict[str, str], options: SuiteOptions, dtype: s
         check_tokenizer(role, paths, tokenizer)
     measured, window = {}, None
     for role, path in paths.items():  # the converted one is the last
-        loaded = read_model("model" if role == "converted" else role, path, dtype)
+        loaded = read_language_model("model" if role == "converted" else role, path, dtype)
         measured[role] = suites.measure(loaded, tokenizer, chosen, options)
         window = suites.exact_window(loaded)
     rows = side_by_side.compare(measured, window)

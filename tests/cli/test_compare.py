@@ -42,6 +42,7 @@ def place(tmp_path_factory) -> Path:
     for name in ("gpt2", "bert"):
         make_model(name, std=0.3).save_pretrained(folder / name)
         make_tokenizer().save_pretrained(folder / name)
+    make_model("bert", "ForSequenceClassification").save_pretrained(folder / "classifier")
     for name, step in (("test", 7), ("fit", 11)):
         words = " ".join(f"w{5 + (i * i + i // step) % 90}" for i in range(5 * ROW))
         (folder / f"{name}.txt").write_text(words, encoding="utf-8")
@@ -162,6 +163,7 @@ REFUSED = {
     ("linear", "--dtype", "float8"): "unknown dtype 'float8'",
     ("linear", "--threads", "0"): "threads must be None or an integer >= 1, got 0",
     ("linear", "--calibrate", "test.txt"): "is given as text, too",
+    ("linear", "--model", "classifier"): "was saved as BertForSequenceClassification, which predicts no tokens",
     ("deltanet", "--model", "bert"): "mechanism 'deltanet' has no bidirectional form",
 }
 
