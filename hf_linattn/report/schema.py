@@ -30,6 +30,7 @@ from ..atomic_io import write_text
 from ..config import require
 from ..errors import CheckpointError, did_you_mean
 from ..evaluation import Fidelity, LongLosses, MemoryRow, SpeedRow, crossover_length
+from .classifiers import MetricRow, ReadingRow
 
 FORMAT_VERSION = 1
 REPORT_FILE = "report.json"
@@ -79,33 +80,10 @@ class Accuracies:
     converted: float
     recovered: float
 
-
-@dataclass(frozen=True)
-class MetricRow:
-    """A metric of four classifiers on the test texts; the models are those above."""
-
-    metric: str
-    original: float
-    control: float | None
-    converted: float
-    recovered: float
-
-
-@dataclass(frozen=True)
-class ReadingRow:
-    """The original with the positions it came with, on documents that are longer.
-
-    Attributes:
-        reading: `cut`, to its first window, or `windows`, overlapping, the logits pooled by their tokens.
-        max_length: tokens of a window. stride: by how many windows advance; None where there is one.
-        perplexity: as above. metrics: by name.
-    """
-
-    reading: str
-    max_length: int
-    stride: int | None
-    perplexity: float
-    metrics: dict[str, float]
+    @property
+    def best(self) -> float:
+        """The better of original and control: what the recovered classifier is measured against."""
+        return self.original if self.control is None else max(self.original, self.control)
 
 
 @dataclass(frozen=True)
