@@ -18,6 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..config import require, require_count
 
+TOKENS_AT_ONCE = 16_384
+
 
 @dataclass(frozen=True)
 class DocumentWindows:
@@ -70,14 +72,12 @@ class DocumentWindows:
     def pooled_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the pooled logits [B, K] for `input_ids` and `attention_mask` [B, N], padded on the right.
 
-        At most as many tokens are read at a time as the batch has, or one window.
-
-        A document without a token of its own counts as one of one token.
+        At most `TOKENS_AT_ONCE` tokens are read at a time, or one window. A document without a token of its own counts as one of one token.
         """
         ids, mask = batch["input_ids"], batch["attention_mask"].bool()
         rows = [self.split(row[real].tolist()) for row, real in zip(ids, mask, strict=True)]
         windows = [torch.tensor(window, device=ids.device) for row in rows for window, _ in row]
-        at_once = max(1, ids.numel() // self.length)
+        at_once = max(1, TOKENS_AT_ONCE // self.length)
         logits = torch.cat([self._read(model, windows[i : i + at_once]) for i in range(0, len(windows), at_once)])
         counts = torch.tensor([float(max(1, count)) for row in rows for _, count in row], device=logits.device)
         owner = torch.tensor([number for number, row in enumerate(rows) for _ in row], device=logits.device)
