@@ -41,7 +41,7 @@ CONVERSION_OPTIONS = (
     "mechanism", "mechanism_options", "layers", "softmax_share", "layer_search", "layer_unit", "layer_signal", "plan",
     "learning_rates", "lr_search_tokens", "control_learning_rates", "control", "control_dir", "kl_weight",
     "hidden_weight", "calibration_tokens", "speed_lengths", "fidelity_windows", "long_windows", "seed", "data_seed",
-    "mechanism_rate", "mechanism_weight_decay",
+    "mechanism_rate", "mechanism_weight_decay", "document_window", "document_stride", "metrics",
 )  # fmt: skip
 
 
