@@ -72,8 +72,8 @@ class DocumentWindows:
     def pooled_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the pooled logits [B, K] for `input_ids` and `attention_mask` [B, N], padded on the right.
 
-        At most `TOKENS_AT_ONCE` tokens are read at a time, or one window. A document without a token of its own counts as
-        one of one token.
+        At most `TOKENS_AT_ONCE` tokens are read at a time, or one window. A document without a token of its own counts
+        as one of one token.
         """
         ids, mask = batch["input_ids"], batch["attention_mask"].bool()
         rows = [self.split(row[real].tolist()) for row, real in zip(ids, mask, strict=True)]
