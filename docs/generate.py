@@ -33,7 +33,7 @@ from benchmarks.tables.quality import (
     usable_table,
     zero_shot_table,
 )
-from docs import mechanism_page
+from docs import command_line, mechanism_page
 from docs.mechanism_page import escape, modes, state
 from docs.pictures import DOCUMENT, HEADS, LAYER, LENGTH, MODEL, OWN_OPTIONS
 from docs.refusals import REFUSALS
@@ -215,6 +215,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "heads.md": {"recall": heads_recall, "speed": heads_speed},
     "invariants.md": {"invariants": invariants, "cross": cross_invariants},
     "support.md": {"support": support},
+    "command-line.md": {"exit-codes": command_line.exit_codes, "commands": command_line.commands},
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from .architecture import root_model
 from .attention_call import AttentionCall, intercept_attention
@@ -26,7 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 def calibrate(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, steps: int = 20, progress: bool = False
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]] | Sequence[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    steps: int = 20,
+    progress: bool = False,
 ) -> Calibration:
     """Fit each mechanism's own parameters to the softmax attention of its layer, and nothing else in the model.
 
@@ -46,7 +52,9 @@ def calibrate(
     Args:
         model: a patched model.
         batches: what the model takes, such as `{"input_ids": ..., "attention_mask": ...}`; labels are ignored. A dozen
-            batches of a few thousand tokens, of the text that the model is for.
+            batches of a few thousand tokens, of the text that the model is for. With a tokenizer: texts, of which
+            8,192 tokens from all over are taken, in rows of 512 or as many as the model has positions for.
+        tokenizer: the model's own, where `batches` are texts.
         steps: L-BFGS iterations per layer and batch.
         progress: whether to show a progress bar over the batches.
 
@@ -57,7 +65,8 @@ def calibrate(
 
     Raises:
         PatchError: the model is not patched.
-        OptionError: no batches, steps below 1, an error that is not finite.
+        OptionError: no batches, steps below 1, an error that is not finite, text without a tokenizer, lists in place
+            of tensors. DataError: no text has the tokens of a row.
 
     After any of them, or another error, all parameters and buffers are as they were.
 
@@ -73,6 +82,11 @@ def calibrate(
     """
     require_count("steps", steps)
     mechanisms = get_mechanisms(model)
+    if tokenizer is not None:
+        from .calibration_rows import calibration_batches
+
+        texts: Any = batches
+        batches = calibration_batches(root_model(model), tokenizer, texts)
     fitted = what_is_fitted(mechanisms)
     parameters = [parameter for several in fitted.values() for parameter in several]
     tensors = [*parameters, *(buffer for path in fitted for buffer in mechanisms[path].buffers())]
@@ -86,7 +100,7 @@ def calibrate(
 
 def _fit(
     model: nn.Module, mechanisms: Mapping[str, Mechanism], fitted: Mapping[str, list[nn.Parameter]], steps: int,
-    batches: Iterable[Mapping[str, Any]],
+    batches: Iterable[Any],
 ) -> Calibration:  # fmt: skip
     """Fit the layers to every batch, then judge the fits on the rows held back from all of them."""
     backbone, split, read = root_model(model).base_model, Split(), list[Mapping[str, Any]]()
@@ -99,6 +113,7 @@ def _fit(
 
     with intercept_attention(mechanisms, fits):
         for batch in batches:
+            require_tensors(batch)
             show(batch)
             read.append(batch)
     if not read:
@@ -111,6 +126,15 @@ def _fit(
                 show(batch)
 
     return Calibration({path: fit.errors for path, fit in fits.items()}, take_the_better(judges, show_again))
+
+
+def require_tensors(batch: Any) -> None:
+    """Raise `OptionError` unless a batch is what a model takes."""
+    remedy = "give texts with tokenizer=..., or batches made with return_tensors='pt'"
+    if not isinstance(batch, Mapping):
+        raise OptionError(f"batches must hold dicts of tensors, got {type(batch).__name__}; {remedy}")
+    if lists := [name for name, value in batch.items() if isinstance(value, list)]:
+        raise OptionError(f"batches must hold dicts of tensors, got {lists[0]!r} as a list; {remedy}")
 
 
 class _Fit:

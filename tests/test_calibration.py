@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hf_linattn import (
+    HfLinattnError,
     OptionError,
     PatchError,
     calibrate,
@@ -18,6 +19,8 @@ from hf_linattn import (
 from hf_linattn.attention_call import intercept_attention, interceptor_of
 from hf_linattn.calibration import own_parameters, squared_errors
 from hf_linattn.testing.models import ARCHITECTURES, positions_of, random_tokens, tiny_model
+from tests.helpers import make_tokenizer
+from tests.models import make_model
 
 LENGTH = 48
 each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -253,3 +256,36 @@ def test_an_input_that_is_not_finite_names_layer_and_batch_and_leaves_all_as_it_
         calibrate(model, batches, steps=2)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+def make_words() -> nn.Module:
+    """A GPT-2 of 64 positions that reads words."""
+    return patch_model(make_model("gpt2", std=0.3), "hedgehog")
+
+
+def test_texts_are_tokenised_into_whole_rows_and_fitted_like_batches():
+    text = " ".join(f"w{5 + i * i % 90}" for i in range(3 * 64 + 20))
+    ids = torch.tensor([5 + i * i % 90 for i in range(3 * 64)]).view(3, 64)
+    by_batches, by_texts = make_words(), make_words()
+    expected = calibrate(by_batches, [{"input_ids": ids}], steps=2)
+    found = calibrate(by_texts, [text], tokenizer=make_tokenizer(), steps=2)
+    assert found == expected and found.held_back == expected.held_back
+    tensors = zip(state(by_batches).values(), state(by_texts).values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in tensors)
+
+
+@pytest.mark.parametrize(
+    ("batches", "options", "message"),
+    [
+        (["w5 w6"], {}, r"dicts of tensors, got str; give texts with tokenizer="),
+        ([{"input_ids": [5, 6]}], {}, r"got 'input_ids' as a list; .*return_tensors='pt'"),
+        (["w5 w6"], {"tokenizer": make_tokenizer()}, r"no document has the 64 tokens of one row"),
+    ],
+    ids=["text", "lists", "short"],
+)
+def test_what_is_no_batch_is_refused_by_name(batches, options, message):
+    model = make_words()
+    before = state(model)
+    with pytest.raises(HfLinattnError, match=message):
+        calibrate(model, batches, **options)
+    assert all(torch.equal(before[name], tensor) for name, tensor in state(model).items())

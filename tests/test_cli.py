@@ -32,7 +32,9 @@ from tests.recipes.test_finetune import command, material
 __all__ = ["material", "quick_reports"]
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("list", "support", "env", "advise", "convert", "finetune", "distill", "eval", "bench", "report", "push")
+COMMANDS = (
+    "list", "support", "env", "advise", "compare", "convert", "finetune", "distill", "eval", "bench", "report", "push",
+)  # fmt: skip
 
 
 def run(*arguments: object) -> str:

@@ -12,6 +12,8 @@ import typer
 from .. import __version__
 from .advise import advise
 from .bench import bench
+from .common import EXIT_CODES
+from .compare import compare
 from .convert import convert
 from .distill import distill
 from .env import env
@@ -26,7 +28,7 @@ from .support import support
 
 app = typer.Typer(
     name="hf-linattn", no_args_is_help=True, pretty_exceptions_enable=False,
-    epilog="Exit codes: 0 it is done; 1 an error, said in one line; 2 a command line that cannot be read.",
+    epilog="Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
 )  # fmt: skip
 
 
@@ -51,6 +53,7 @@ app.command("list")(list_command)
 app.command("support")(support)
 app.command("env")(env)
 app.command("advise")(advise)
+app.command("compare")(compare)
 app.command("convert")(convert)
 app.command("finetune", context_settings=PASS_ON)(finetune)
 app.command("distill", context_settings=PASS_ON)(distill)

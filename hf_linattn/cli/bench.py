@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from ..errors import OptionError
-from .common import Json, exit_on_error, load, show, to_default_device
+from .common import STOPPED, Json, exit_on_error, note, read_model, set_threads, show
+
+if TYPE_CHECKING:
+    from ..evaluation import MemoryRow, SpeedRow
 
 
 def bench(
@@ -17,23 +21,71 @@ def bench(
     lengths: Annotated[str, typer.Option(help="tokens, separated by commas")] = "512,1024,2048,4096",
     batch_size: Annotated[int, typer.Option(help="sequences at once")] = 1,
     repeats: Annotated[int, typer.Option(help="timed runs of each variant")] = 5,
+    limit_minutes: Annotated[
+        float | None, typer.Option(help="minutes for all lengths; what was measured by then is shown")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: as saved")] = None,
+    threads: Annotated[int | None, typer.Option(help="threads of the CPU; default: PyTorch's")] = None,
     as_json: Json = False,
 ) -> None:
-    """Time a converted model beside the same weights with their own attention, and count bytes."""
-    with exit_on_error():
-        from ..evaluation import measure_memory, measure_speed
+    """Time a converted model beside the same weights with their own attention, and count bytes.
 
+    Each length is said on standard error as soon as it is measured, the shortest first.
+    """
+    speed: list[SpeedRow] = []
+    memory: list[MemoryRow] = []
+    with exit_on_error():
+        from ..comparison import TimeIsUpError, time_limit
+
+        set_threads(threads)
         wanted = numbers("lengths", lengths)
-        loaded = to_default_device(load(model))
-        speed = measure_speed(loaded, wanted, batch_size=batch_size, repeats=repeats)
-        memory = measure_memory(loaded, wanted)
-    table = Table("tokens", "prefill, times faster", "decode, times faster", "state bytes", "original's")
-    for row, size in zip(speed, memory, strict=True):
-        decode = "-" if row.decode_speedup is None else f"{row.decode_speedup:.2f}"
-        state = ["-" if b is None else f"{b:,}" for b in (size.patched_state, size.original_state)]
-        table.add_row(f"{row.length:,}", f"{row.prefill_speedup:.2f}", decode, *state)
-    document = {"model": model, "speed": [asdict(row) for row in speed], "memory": [asdict(row) for row in memory]}
-    show(document, as_json, table)
+        loaded, stopped = read_model("model", model, dtype), False
+        try:
+            with time_limit(limit_minutes):
+                measure(loaded, wanted, {"batch_size": batch_size, "repeats": repeats}, speed, memory)
+        except TimeIsUpError:
+            note(f"the {limit_minutes:g} minutes are up after {len(speed)} of {len(wanted)} lengths")
+            stopped = True
+    document = {
+        "model": model, "speed": [asdict(row) for row in speed], "memory": [asdict(row) for row in memory],
+        "stopped": stopped,
+    }  # fmt: skip
+    show(document, as_json, table(speed, memory))
+    if stopped:
+        raise typer.Exit(STOPPED)
+
+
+def measure(
+    model: Any, lengths: Sequence[int], options: dict[str, int], speed: list[SpeedRow], memory: list[MemoryRow]
+) -> None:
+    """Measure one length after the other, and append what was found as soon as it is."""
+    from ..evaluation import measure_memory, measure_speed
+    from ..evaluation.speed import check_lengths
+
+    for length in check_lengths(model, lengths):
+        found = measure_memory(model, [length])
+        speed += measure_speed(model, [length], **options)
+        memory += found
+        cells = zip(HEADS, row(speed[-1], memory[-1]), strict=True)
+        note(", ".join(f"{head} {cell}" for head, cell in cells))
+
+
+HEADS = ("tokens", "prompt x as fast", "token x as fast", "state bytes", "softmax's")
+
+
+def row(speed: SpeedRow, memory: MemoryRow) -> list[str]:
+    """Return the cells of one length."""
+    decode = "-" if speed.decode_speedup is None else f"{speed.decode_speedup:.2f}"
+    state = ["-" if count is None else f"{count:,}" for count in (memory.patched_state, memory.original_state)]
+    return [f"{speed.length:,}", f"{speed.prefill_speedup:.2f}", decode, *state]
+
+
+def table(speed: Sequence[SpeedRow], memory: Sequence[MemoryRow]) -> Table:
+    """Return the table of all lengths that were measured."""
+    found = Table(*HEADS)
+    for one, other in zip(speed, memory, strict=False):
+        found.add_row(*row(one, other))
+    return found
 
 
 def numbers(option: str, text: str) -> list[int]:

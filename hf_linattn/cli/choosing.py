@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import json_object, require
-from ..errors import DataError, OptionError
-from ..plan import name_or_plan
-from ..reading import read_tokenizer
+from ..errors import OptionError
+from ..plan import Plan, name_or_plan, read_plan
+from ..reading import read_tokenizer, reading
+from .common import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -17,7 +20,84 @@ if TYPE_CHECKING:
     from .. import ChosenPlan
 
 PLAN_FILE, PICTURE_FILE = "plan.json", "plan.png"
+AUTO, KEEP = "auto", "0.1"  # value of `plan` that has one chosen, and what it keeps by default
 TEXT_LENGTH, TEXT_ROWS = 1024, 8  # of the texts that divergence is measured on
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the command line says of the plan; see the options of `hf-linattn convert`.
+
+    One way to a plan is asked for, or `OptionError` is raised.
+    """
+
+    mechanism: str | None
+    options: str
+    layers: str | None
+    keep: str | None
+    plan: str | None
+    unit: str
+    signal: str
+    search: str
+    text: Sequence[Path]
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.file is not None and (self.mechanism is not None or self.keep is not None):
+            raise OptionError("plan names mechanisms and heads itself; leave mechanism and keep out")
+        if self.mechanism is None and self.keep is None and self.plan is None:
+            raise OptionError(
+                "mechanism is not given; name one, or have a plan chosen: --plan auto, which is --keep 0.1"
+            )
+        if self.layers is not None and (self.keep is not None or self.plan is not None):
+            given = f"layers={self.layers!r}"
+            raise OptionError(f"{given} is for a mechanism alone; leave it out where keep or plan says them")
+
+    @property
+    def file(self) -> str | None:
+        """The file of a plan."""
+        return None if self.plan == AUTO else self.plan
+
+    def read(self) -> Plan | ChosenPlan | None:
+        """Return the plan that is named or lies in a file, before a model is loaded; None: it is to be chosen."""
+        if self.file is not None:
+            return read_plan_file(Path(self.file))
+        options = json_object("options", self.options)
+        if self.plan == AUTO or self.keep is not None:
+            read_keep(self.keep or KEEP)
+            return None
+        named: Plan = name_or_plan("mechanism", self.mechanism or "")
+        if not isinstance(named, str):
+            require("options", self.options, not options, "absent where mechanism is a plan, which has them itself")
+            return named
+        layers = {} if self.layers is None else {"layers": self.layers}
+        return [{"mechanism": named, "options": options, **layers}]
+
+    def choose(self, model: PreTrainedModel, name: str, progress: bool) -> ChosenPlan:
+        """Choose a plan for a model that was loaded from `name`; `mechanism` is what replaces its heads."""
+        from .. import choose_plan
+
+        replace = name_or_plan("mechanism", self.mechanism or "streaming")
+        expected = "the name of one mechanism where keep chooses the plan"
+        require("mechanism", self.mechanism, isinstance(replace, str), expected)
+        tokenizer = read_tokenizer("model", name)
+        return choose_plan(
+            model, tokenizer, read_keep(self.keep or KEEP), replace={replace: json_object("options", self.options)},
+            batches=text_batches(tokenizer, self.text, model) if self.text else None, unit=self.unit,
+            signal=self.signal, search=self.search, seed=self.seed, progress=progress,
+        )  # fmt: skip
+
+
+def read_plan_file(path: Path) -> Plan | ChosenPlan:
+    """Return what a JSON file has: a plan as `ChosenPlan.save` writes it, or as `patch_model` takes it."""
+    from .. import ChosenPlan
+
+    with reading("plan", path, "give auto, or a JSON file with a plan, as plan.json beside a model made by --keep"):
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
+    if isinstance(content, dict) and "format_version" in content:
+        return ChosenPlan.from_json(text)
+    return read_plan("plan", text)
 
 
 def read_keep(text: str) -> float | int:
@@ -32,46 +112,28 @@ def read_keep(text: str) -> float | int:
         raise OptionError(f"keep must be a share like 0.1 or a number like 9, got {text!r}") from error
 
 
-def choose(
-    model: PreTrainedModel, name: str, keep: str, *, mechanism: str | None, options: str, texts: Sequence[Path],
-    **search: Any,
-) -> ChosenPlan:  # fmt: skip
-    """Choose a plan for a model that was loaded from `name`; `mechanism` with `options` is what replaces its heads."""
-    from .. import choose_plan
-
-    wanted = read_keep(keep)
-    replace = name_or_plan("mechanism", mechanism or "streaming")
-    require("mechanism", mechanism, isinstance(replace, str), "the name of one mechanism where keep chooses the plan")
-    tokenizer = read_tokenizer("model", name)
-    batches = text_batches(tokenizer, texts, model) if texts else None
-    return choose_plan(
-        model, tokenizer, wanted, replace={replace: json_object("options", options)}, batches=batches, **search
-    )
-
-
 def text_batches(tokenizer: Any, texts: Sequence[Path], model: PreTrainedModel) -> list[dict[str, Any]]:
     """Return the first tokens of each text as rows [1, N]."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", TEXT_LENGTH)
     batches = []
     for file in texts[:TEXT_ROWS]:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"text: {str(file)!r} cannot be read as text: {error}") from error
         options = {"truncation": True, "max_length": min(TEXT_LENGTH, limit), "return_tensors": "pt"}
-        batches.append(dict(tokenizer(text, return_token_type_ids=False, **options)))
+        batches.append(dict(tokenizer(read_text(file, "text"), return_token_type_ids=False, **options)))
     return batches
 
 
 def save_beside(plan: ChosenPlan, folder: Path) -> dict[str, Any]:
-    """Write a plan and its picture into a folder; return what is said of them."""
+    """Write a plan and its picture into a folder; return where they lie."""
     from ..report import save_plan_picture
 
+    saved = plan.save(folder / PLAN_FILE), save_plan_picture(plan, folder / PICTURE_FILE)
+    return dict(zip(("plan", "picture"), map(str, saved), strict=True))
+
+
+def choice(plan: ChosenPlan) -> dict[str, Any]:
+    """Return what is said of a choice."""
     record = plan.record
-    return {
-        "plan": str(plan.save(folder / PLAN_FILE)), "picture": str(save_plan_picture(plan, folder / PICTURE_FILE)),
-        "kept": record.kept, "signal": record.signal, "reason": record.reason, "seconds": record.seconds,
-    }  # fmt: skip
+    return {"kept": record.kept, "signal": record.signal, "reason": record.reason, "seconds": record.seconds}
 
 
 def in_words(plan: ChosenPlan) -> str:

@@ -9,15 +9,28 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from ..config import require_count, require_known
+from ..errors import DataError, UnsupportedModelError
 from ..reading import exit_with_one_line, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+DTYPES = ("bfloat16", "float16", "float32")
+STOPPED = 3
+EXIT_CODES = {
+    0: "it is done",
+    1: "an error, said in one line on standard error",
+    2: "a command line that cannot be read",
+    STOPPED: "a time limit ended a measurement, and what was measured by then is shown",
+    130: "Ctrl-C",
+}
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 Model = Annotated[str, typer.Argument(help="a folder, or the name of a model on the Hub")]
@@ -62,12 +75,58 @@ def show(document: Any, as_json: bool, *shown: Any) -> None:
         console.print(part, soft_wrap=isinstance(part, str))
 
 
+def note(text: str) -> None:
+    """Say on standard error what goes on; results alone go to standard output."""
+    typer.echo(text, err=True)
+
+
+def read_text(file: Path, option: str = "files") -> str:
+    """Read a document; `DataError`, which names the option, if it cannot be read as text."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"{option}: {str(file)!r} cannot be read as text: {error}; give a text file in UTF-8"
+        raise DataError(message) from error
+
+
 def load(model: str, *, option: str = "model", **options: Any) -> PreTrainedModel:
     """Load the model that this option names; `CheckpointError` if it cannot be read."""
     from ..hub import load_checkpoint
 
     with reading(option, model, "give a folder with a saved model, or the name of one on the Hub and a connection"):
         return load_checkpoint(model, **options)
+
+
+def read_model(option: str, name: str, dtype: str | None) -> PreTrainedModel:
+    """Load a model onto the default device, in another dtype than it was saved in if one is named."""
+    if dtype is None:
+        return to_default_device(load(name, option=option))
+    require_known("dtype", dtype, DTYPES)
+    return to_default_device(load(name, option=option, dtype=dtype))
+
+
+def read_language_model(option: str, name: str, dtype: str | None) -> PreTrainedModel:
+    """As `read_model`; `UnsupportedModelError` unless it predicts tokens, and so has a perplexity."""
+    from ..evaluation import is_masked_language_model
+
+    loaded = read_model(option, name, dtype)
+    try:
+        is_masked_language_model(loaded)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"{option}={name!r} was saved as {type(loaded).__name__}, which predicts no tokens and has no perplexity;"
+            " `hf-linattn eval MODEL ROWS.jsonl` scores a classifier of texts"
+        ) from error
+    return loaded
+
+
+def set_threads(threads: int | None) -> None:
+    """Have PyTorch and the library's C use that many threads of the CPU; None: as many as they do by themselves."""
+    import torch
+
+    require_count("threads", threads, optional=True)
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def to_default_device(model: PreTrainedModel) -> PreTrainedModel:

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from .. import __version__
-from .common import Json, load, show, to_default_device
+from .common import Json, exit_on_error, load, show, to_default_device
 
 if TYPE_CHECKING:
     from ..explain import BackendReport
@@ -35,7 +35,8 @@ def env(model: Explained = None, as_json: Json = False) -> None:
     from ..ops.dispatch import DEFAULT_BACKEND
     from ..ops.runtime import cpu as library
 
-    report = None if model is None else explain(model)
+    with exit_on_error():
+        report = None if model is None else explain(model)
     found: dict[str, Any] = {"hf_linattn": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:

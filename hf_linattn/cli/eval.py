@@ -13,19 +13,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..atomic_io import write_text
-from ..config import require_known
 from ..errors import DataError, OptionError
 from ..reading import read_tokenizer
 from ..recipe_files import locate
 from .bench import numbers
-from .common import Json, Model, exit_on_error, load, show, to_default_device
+from .common import Json, Model, exit_on_error, read_language_model, read_text, show
+from .eval_classifier import (
+    ClassifierOptions,
+    DocumentStride,
+    DocumentWindow,
+    LabelColumn,
+    Metrics,
+    PairColumn,
+    TextColumn,
+    classifier_scores,
+    is_classifier,
+)
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from ..evaluation.suite import SuiteOptions
 
-DTYPES = ("bfloat16", "float16", "float32")
 SAMPLE = "The tokens of 2 models, naïve or not:\n\tare they the same?"
 LONG_PROMPTS = 1000
 OUTPUT = Path("evaluation.json")
@@ -33,7 +42,7 @@ OUTPUT = Path("evaluation.json")
 
 def evaluate(
     model: Model,
-    files: Annotated[list[Path] | None, typer.Argument(help="text files, a document each")] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="texts, a document each; a classifier's .jsonl")] = None,
     max_length: Annotated[int | None, typer.Option(help="tokens per window; 512, in suites 1024")] = None,
     stride: Annotated[int | None, typer.Option(help="by how many tokens windows advance; default: half")] = None,
     batch_size: Annotated[int, typer.Option(help="windows, or prompts, at once")] = 8,
@@ -57,20 +66,31 @@ def evaluate(
     lengths: Annotated[str, typer.Option(help="suite: tokens of generated tests, by commas")] = "1024",
     samples: Annotated[int, typer.Option(help="suite: prompts of each generated test and length")] = 20,
     seed: Annotated[int, typer.Option(help="suite: chooses examples and generated tests")] = 0,
+    text_column: TextColumn = "text",
+    text_pair_column: PairColumn = None,
+    label_column: LabelColumn = "label",
+    metrics: Metrics = None,
+    document_window: DocumentWindow = None,
+    document_stride: DocumentStride = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: as saved")] = None,
     output: Annotated[Path, typer.Option(help="suite: the JSON file that is written")] = OUTPUT,
     as_json: Json = False,
 ) -> None:
-    """Measure a causal or masked language model, converted or not: perplexity on text files, or a suite."""
+    """Measure a model, converted or not: perplexity on text files, a suite, or a classifier's metrics on rows."""
+    columns = text_column, text_pair_column, label_column
+    read = ClassifierOptions(*columns, names(metrics), document_window, document_stride, stride)
     with exit_on_error():
-        texts = [read_text(file) for file in files or ()]
-        if suite is None:
+        if suite is None and is_classifier(model):
+            document, *shown = classifier_scores(model, files or [], max_length, batch_size, dtype, read)
+        elif suite is None:
+            texts = [read_text(file) for file in files or ()]
             document, *shown = text_perplexity(model, texts, max_length or 512, stride, batch_size, dtype, not as_json)
         else:
             if stride is not None:
                 raise OptionError(f"stride={stride}: windows of a suite do not overlap; leave stride out")
             from ..evaluation.suite import SuiteOptions
 
+            texts = [read_text(file) for file in files or ()]
             options = SuiteOptions(
                 texts=tuple(texts), length=max_length or 1024, num_windows=num_windows or None,
                 recall_tasks=names(recall), lengths=tuple(numbers("lengths", lengths)), num_samples=samples,
@@ -98,7 +118,7 @@ def text_perplexity(
 
     if not texts:
         raise DataError("files is empty; give at least one text file, or a suite")
-    loaded = read_model("model", model, dtype)
+    loaded = read_language_model("model", model, dtype)
     found = perplexity(
         loaded, read_tokenizer("model", model), texts, max_length=max_length, stride=stride,
         batch_size=batch_size, progress=progress,
@@ -120,7 +140,7 @@ def run_suite(suite: str, paths: dict[str, str], options: SuiteOptions, dtype: s
         check_tokenizer(role, paths, tokenizer)
     measured, window = {}, None
     for role, path in paths.items():  # the converted one is the last
-        loaded = read_model("model" if role == "converted" else role, path, dtype)
+        loaded = read_language_model("model" if role == "converted" else role, path, dtype)
         measured[role] = suites.measure(loaded, tokenizer, chosen, options)
         window = suites.exact_window(loaded)
     rows = side_by_side.compare(measured, window)
@@ -138,14 +158,6 @@ def run_suite(suite: str, paths: dict[str, str], options: SuiteOptions, dtype: s
     return document, suite_table(report), *([means_table(report.means)] if report.means else [])
 
 
-def read_model(option: str, name: str, dtype: str | None) -> PreTrainedModel:
-    """Load a model, in another dtype than it was saved in if one is named."""
-    if dtype is None:
-        return to_default_device(load(name, option=option))
-    require_known("dtype", dtype, DTYPES)
-    return to_default_device(load(name, option=option, dtype=dtype))
-
-
 def check_tokenizer(role: str, paths: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise `OptionError` where a model to stand beside has other tokens: its items would be others."""
     if role == "converted":
@@ -156,11 +168,3 @@ def check_tokenizer(role: str, paths: dict[str, str], tokenizer: PreTrainedToken
             f"{role}={paths[role]!r} has another tokenizer than model={paths['converted']!r}; give the model that it"
             " was converted from"
         )
-
-
-def read_text(file: Path) -> str:
-    """Read a document; `DataError` if it cannot be read as text."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"files: {str(file)!r} cannot be read as text: {error}") from error

@@ -11,8 +11,10 @@ from rich.table import Table
 from ..config import require_known
 from ..mechanism_table import rows
 from .common import Json, exit_on_error, show
+from .completion import mechanism_names
 
-Name = Annotated[str | None, typer.Argument(help="a mechanism, to see its options; none: all mechanisms")]
+NAME_HELP = "a mechanism, to see its options; none: all mechanisms"
+Name = Annotated[str | None, typer.Argument(help=NAME_HELP, autocompletion=mechanism_names)]
 
 
 def list_command(name: Name = None, as_json: Json = False) -> None:

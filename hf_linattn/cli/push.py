@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ..atomic_io import write_text
 from ..errors import CheckpointError
+from ..reading import reading
 from .common import Json, exit_on_error, show
 
 
@@ -17,10 +19,10 @@ def push(
     folder: Annotated[Path, typer.Argument(help="a converted model")],
     repository: Annotated[str, typer.Argument(help="user/name on the Hub; made if it is not there")],
     private: Annotated[bool, typer.Option(help="make it private")] = False,
-    message: Annotated[str, typer.Option(help="of the commit")] = "Upload a model converted with hf_linattn",
+    message: Annotated[str, typer.Option(help="message of the commit")] = "Upload a model converted with hf_linattn",
     as_json: Json = False,
 ) -> None:
-    """Upload a converted model in one commit, all of it or nothing; a recipe's report becomes its model card."""
+    """Upload a converted model in one commit, all of it or nothing, with its model card."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -42,14 +44,33 @@ def push(
 
 
 def name_card(folder: Path, repository: str) -> None:
-    """Write the model card that follows from a recipe's report, which did not know the name; a person's own stays."""
-    from ..report import CARD_FILE, REPORT_FILE, Report, model_card, save_card
+    """Put the repository's name into the card, or write a card where there is none; a person's own stays as it is."""
+    from ..cards import CARD_FILE, with_name
 
-    if not (folder / REPORT_FILE).is_file():
+    card = folder / CARD_FILE
+    if not card.exists():
+        write_card(folder, repository)
         return
-    found, card = Report.load(folder), folder / CARD_FILE
-    if not card.exists() or card.read_text(encoding="utf-8") == str(model_card(found)):
-        save_card(found, folder, repository)
+    text = card.read_text(encoding="utf-8")
+    if (named := with_name(text, repository)) != text:
+        write_text(card, named)
+
+
+def write_card(folder: Path, repository: str) -> None:
+    """Write the card that follows from a recipe's report, or, without one, from what the config says."""
+    from transformers import AutoConfig
+
+    from ..cards import CARD_FILE, Base, Conversion, conversion_card, loader_of
+    from ..report import REPORT_FILE, Report, save_card
+    from ..saved_config import read_patches
+
+    if (folder / REPORT_FILE).is_file():
+        save_card(Report.load(folder), folder, repository)
+        return
+    with reading("folder", folder, "give the folder of a converted model"):
+        config = AutoConfig.from_pretrained(folder)
+    found = Conversion(Base(config.model_type), loader_of(config), read_patches(config.hf_linattn), untrained=False)
+    write_text(folder / CARD_FILE, str(conversion_card(found, repository)))
 
 
 def check_converted(folder: Path) -> None:

@@ -12,10 +12,11 @@ from rich.table import Table
 from ..errors import OptionError
 from ..recipe_files import PREFIX, first_comment, recipe_file, recipe_names
 from .common import Json, exit_on_error, show
+from .completion import recipes as names
 
 recipes = typer.Typer(no_args_is_help=True, help="List, show or copy the recipes that come with the library.")
 
-Name = Annotated[str, typer.Argument(help="a recipe, as `hf-linattn recipes list` names it")]
+Name = Annotated[str, typer.Argument(help="a recipe, as `hf-linattn recipes list` names it", autocompletion=names)]
 
 
 @recipes.command("list")

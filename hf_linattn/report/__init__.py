@@ -1,6 +1,7 @@
 """What a recipe found out: a typed report as JSON, as tables and as plots."""
 
 from .card import CARD_FILE, model_card, save_card
+from .classifiers import MetricRow, ReadingRow
 from .plan_picture import save_plan_picture
 from .plots import BytesPoint, bytes_figure, points_of, save_plots
 from .schema import (
@@ -25,8 +26,10 @@ __all__ = [
     "BytesPoint",
     "Evaluation",
     "LongContext",
+    "MetricRow",
     "Perplexities",
     "Provenance",
+    "ReadingRow",
     "Report",
     "Stage",
     "Training",

@@ -2,84 +2,132 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 from huggingface_hub.utils import yaml_dump
 
 from ..atomic_io import write_text
+from ..cards import (
+    CARD_FILE,
+    PIPELINE_TAGS,
+    WRITTEN,
+    Measured,
+    attention_table,
+    card_of,
+    loading_lines,
+    measured_sentence,
+    read_base,
+    sources,
+    title,
+    uses_and_limits,
+)
+from ..checkpoint_config import MODEL_TYPE
 from ..mechanisms import MECHANISMS
+from ..plan import PatchConfig
+from ..saved_config import read_patches
 from .schema import Report
-from .tables import to_markdown
+from .tables import sections
 
-CARD_FILE = "README.md"
 EVAL_RESULTS_FILE = ".eval_results/hf_linattn.yaml"
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-LOADERS = {
-    "text-generation": "AutoModelForCausalLM",
-    "fill-mask": "AutoModelForMaskedLM",
-    "text-classification": "AutoModelForSequenceClassification",
-}
-USAGE = """\
-```python
-import hf_linattn  # pip install hf_linattn
-from transformers import {loader}
-
-model = {loader}.from_pretrained("{name}")
-```
-
-Without `import hf_linattn` it does not load: its weights were trained for another attention than softmax."""
+LOADERS = {tag: loader for loader, tag in reversed(PIPELINE_TAGS.items())}
 
 
-def model_card(report: Report, name: str = "path/or/name") -> ModelCard:
-    """Return the card of the model that a report is about: metadata, the report's own page, how to load, sources.
+def model_card(
+    report: Report, name: str = "path/or/name", patches: Mapping[str, PatchConfig] | None = None
+) -> ModelCard:
+    """Return the card of the model that a report is about: metadata, what was kept, how to load it, the report.
 
     Args:
         name: under which the model is loaded in the example.
+        patches: path of a part of the model -> its patch, for the table of layers; None: there is no table.
     """
     mechanisms = [mechanism for mechanism in report.mechanism.split("+") if mechanism != "softmax"]
-    task = task_of_report(report)
+    base, task = read_base(report.base_model), task_of_report(report)
     data = ModelCardData(
-        base_model=base_model(report),
+        base_model=base.hub_id,
+        datasets=None if report.dataset_name is None else [report.dataset_name],
         library_name="transformers",
         pipeline_tag=task,
         tags=["hf_linattn", *mechanisms, "subquadratic-attention"],
-        model_name=f"{Path(report.base_model).name} with {report.mechanism} attention",
+        model_name=title(base, mechanisms),
         eval_results=eval_results(report, task),
+        **base.metadata,
     )
-    sources = [f"- `{mechanism}`: {MECHANISMS.get(mechanism).citation}" for mechanism in mechanisms]
-    usage = USAGE.format(loader=LOADERS[task], name=name)
-    body = "\n\n".join([to_markdown(report).strip(), "## Load", usage, "## Sources", "\n".join(sources)])
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
+    layers = [] if patches is None else ["## Attention", attention_table(patches)]
+    parts = [
+        f"# {data.model_name}",
+        f"{measured_sentence(measured(report))} {how_trained(report)}",
+        "## Load",
+        loading_lines(LOADERS[task], name),
+        *layers,
+        *sections(report),
+        *uses_and_limits(base),
+        "## Sources",
+        sources([mechanism for mechanism in mechanisms if mechanism in MECHANISMS.names()]),
+        WRITTEN,
+    ]
+    return card_of(data, parts)
 
 
-def save_card(report: Report, directory: str | os.PathLike[str], name: str = "path/or/name") -> Path:
-    """Write the card into a directory, and the scores for the Hub's table of the data set; return the card's path."""
-    entries = eval_result_entries(report)
+def save_card(report: Report, directory: str | os.PathLike[str], name: str | None = None) -> Path:
+    """Write the card into a directory, and the scores for the Hub's table of the data set; return the card's path.
+
+    name: under which the model is loaded in the example; None: that of the directory.
+    """
+    folder, entries = Path(directory), eval_result_entries(report)
     if entries:
-        write_text(Path(directory) / EVAL_RESULTS_FILE, yaml_dump(eval_result_entries_to_yaml(entries)))
-    return write_text(Path(directory) / CARD_FILE, str(model_card(report, name)))
+        write_text(folder / EVAL_RESULTS_FILE, yaml_dump(eval_result_entries_to_yaml(entries)))
+    shown = name or (folder.name if folder.is_absolute() else folder.as_posix())
+    return write_text(folder / CARD_FILE, str(model_card(report, shown, patches_in(folder))))
+
+
+def patches_in(folder: Path) -> dict[str, PatchConfig] | None:
+    """Return what the config in a folder says of the patch; None where there is no converted model."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    described = json.loads(file.read_text(encoding="utf-8")).get(MODEL_TYPE)
+    return None if described is None else read_patches(described)
+
+
+def measured(report: Report) -> Measured:
+    """Return what the first sentence of the card says: beside the better softmax model, at the longest length."""
+    accuracy, perplexity = report.accuracy, report.perplexity
+    fastest = max(report.speed, key=lambda row: row.length, default=None)
+    largest = max(report.memory, key=lambda row: row.length, default=None)
+    state = None
+    if largest is not None and largest.patched_state is not None and largest.original_state is not None:
+        state = largest.patched_state, largest.original_state, largest.length
+    return Measured(
+        accuracy=None if accuracy is None else (accuracy.recovered, accuracy.best),
+        perplexity=None if accuracy else (perplexity.recovered, perplexity.best),
+        speed=None if fastest is None else (fastest.prefill_speedup, fastest.length),
+        state=state,
+    )
+
+
+def how_trained(report: Report) -> str:
+    """Return how the model was recovered, in a sentence."""
+    taught = "with the original as its teacher" if report.training.teaching else "without a teacher"
+    return f"Recovered on {report.training.tokens:,} tokens of {report.data}, {taught}."
 
 
 def task_of_report(report: Report) -> str:
     """Return the Hub's name of what the model does."""
-    if report.accuracy is not None:
+    if report.accuracy is not None or report.metrics:
         return "text-classification"
     return "fill-mask" if report.evaluation.stride is None else "text-generation"
 
 
-def base_model(report: Report) -> str | None:
-    """Return the base model by its name on the Hub; None for a folder."""
-    name = report.base_model
-    return name if HUB_ID.fullmatch(name) and not Path(name).exists() else None
-
-
 def scores_of(report: Report) -> dict[str, float]:
-    """Return what the recovered model scores on the test split."""
+    """Return what the recovered model scores on the test split; of a classifier its accuracy first."""
     accuracy = {} if report.accuracy is None else {"accuracy": report.accuracy.recovered}
-    return {"perplexity": report.perplexity.recovered, **accuracy}
+    metrics = {row.metric: row.recovered for row in report.metrics}
+    return {**accuracy, **metrics, "perplexity": report.perplexity.recovered}
 
 
 def eval_results(report: Report, task: str) -> list[EvalResult]:

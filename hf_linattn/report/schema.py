@@ -30,6 +30,7 @@ from ..atomic_io import write_text
 from ..config import require
 from ..errors import CheckpointError, did_you_mean
 from ..evaluation import Fidelity, LongLosses, MemoryRow, SpeedRow, crossover_length
+from .classifiers import MetricRow, ReadingRow
 
 FORMAT_VERSION = 1
 REPORT_FILE = "report.json"
@@ -79,14 +80,23 @@ class Accuracies:
     converted: float
     recovered: float
 
+    @property
+    def best(self) -> float:
+        """The better of original and control: what the recovered classifier is measured against."""
+        return self.original if self.control is None else max(self.original, self.control)
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How the perplexities were measured: tokens per window, stride (None: no overlap), scored tokens or texts."""
+    """How the perplexities were measured: tokens per window, stride (None: no overlap), scored tokens or texts.
+
+    problem: of a classifier, by transformers' name for it.
+    """
 
     max_length: int
     num_tokens: int
     stride: int | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -194,6 +204,7 @@ class Report:
         data: the data set, or the files, that it was trained and tested on.
         dataset_name, dataset_config_name: the names of the data set and its configuration on the Hub; None for files.
         accuracy: of classifiers, whose perplexity is that of the right class; None for language models.
+        metrics: of classifiers, those that were chosen. readings: the original on documents longer than its table.
         stages: the way from converted to recovered.
         sensitivity: KL of the predictions, in nats per token, when one layer alone is converted, layer by layer; empty
             unless the layers were chosen by it.
@@ -216,6 +227,8 @@ class Report:
     dataset_name: str | None = None
     dataset_config_name: str | None = None
     accuracy: Accuracies | None = None
+    metrics: tuple[MetricRow, ...] = ()
+    readings: tuple[ReadingRow, ...] = ()
     stages: tuple[Stage, ...] = ()
     sensitivity: tuple[float, ...] = ()
     fidelity: Fidelity | None = None

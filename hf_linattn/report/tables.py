@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..atomic_io import write_text
 from ..evaluation import Fidelity, PositionRow, RecurrenceRow, SpeedRow, Spread
+from ..markdown import markdown_table
 from .plots import PLOTS, save_plots
 from .schema import LongContext, Report, WindowRow
 
@@ -23,6 +24,15 @@ MODELS = {
     "converted": "{mechanism}, before recovery",
     "recovered": "{mechanism}, fine-tuned",
 }
+READINGS = {
+    "cut": "pretrained, its own positions: the first {length:,} tokens",
+    "windows": "pretrained, its own positions: windows of {length:,} tokens every {stride:,}, logits pooled by tokens",
+}
+PERPLEXITIES = {  # by the problem of a classifier: what stands under that name
+    "regression": " The perplexity is exp of the mean squared error.",
+    "multi_label_classification": " The perplexity is that of one label, yes or no.",
+}
+SHARES = ("accuracy", "macro_f1", "micro_f1")  # metrics that are shown in percent
 CONVERTED = ("converted", "recovered")
 RECALL_NOTE = "generated recall was trained on: tests of the same kinds are no longer untouched"
 READERS = ("recovered", "original", "control")  # of one text
@@ -33,10 +43,8 @@ def four_model_table(report: Report) -> Table:
     table = Table(title=f"{report.base_model}: {report.mechanism} instead of softmax", caption=_verdict(report))
     table.add_column("model", style="bold")
     table.add_column("what it is")
-    table.add_column("test perplexity", justify="right")
-    table.add_column("/ best", justify="right")
-    if report.accuracy:
-        table.add_column("accuracy", justify="right")
+    for head in _score_heads(report):
+        table.add_column(head, justify="right")
     for row in _model_rows(report):
         table.add_row(*row, style="green" if row[0] == "recovered" else None)
     return table
@@ -54,10 +62,14 @@ def stage_table(report: Report) -> Table:
 
 def to_markdown(report: Report) -> str:
     """Return the text of `report.md`: the four models, speed, memory, training, where the numbers come from."""
-    sections = [
-        f"# {report.base_model}: {report.mechanism} instead of softmax",
+    return "\n\n".join([f"# {report.base_model}: {report.mechanism} instead of softmax", *sections(report)]) + "\n"
+
+
+def sections(report: Report) -> list[str]:
+    """Return what `report.md` and the model card have in common, below the title."""
+    return [
         _verdict(report),
-        "## Perplexity",
+        "## Accuracy and perplexity" if report.accuracy else "## Perplexity",
         _model_table(report),
         _how_measured(report),
         f"![perplexity]({PLOTS['perplexity']})",
@@ -69,12 +81,11 @@ def to_markdown(report: Report) -> str:
         *(_speed_section(report) if report.speed else []),
         *(_memory_section(report) if report.memory else []),
         "## Training",
-        _markdown_table(["what", "value"], _training_rows(report), "ll"),
+        markdown_table(["what", "value"], _training_rows(report), "ll"),
         "## Where the numbers come from",
-        _markdown_table(["what", "value"], _provenance_rows(report), "ll"),
+        markdown_table(["what", "value"], _provenance_rows(report), "ll"),
         f"```sh\n{report.provenance.command}\n```",
     ]
-    return "\n\n".join(sections) + "\n"
 
 
 def save_report(report: Report, directory: str | os.PathLike[str]) -> list[Path]:
@@ -99,21 +110,39 @@ def _model_rows(report: Report) -> list[list[str]]:
         if value is None:
             continue
         what = description.format(mechanism=report.mechanism)
-        rows.append([name, what, f"{value:,.2f}", f"{value / report.perplexity.best:,.3f}"])
-        if report.accuracy:
-            rows[-1].append(f"{getattr(report.accuracy, name):.1%}")
+        scores = [_score(row.metric, getattr(row, name)) for row in report.metrics]
+        if report.accuracy and not scores:  # of an older report
+            scores = [f"{getattr(report.accuracy, name):.1%}"]
+        rows.append([name, what, *scores, f"{value:,.2f}", f"{value / report.perplexity.best:,.3f}"])
+    for read in report.readings:
+        what = READINGS[read.reading].format(length=read.max_length, stride=read.stride or 0)
+        scores = [_score(row.metric, read.metrics.get(row.metric)) for row in report.metrics]
+        ratio = f"{read.perplexity / report.perplexity.best:,.3f}"
+        rows.append([f"original, {read.reading}", what, *scores, f"{read.perplexity:,.2f}", ratio])
     return rows
 
 
+def _score_heads(report: Report) -> list[str]:
+    """Return the columns of a score: metrics first, where they are what a model is for."""
+    metrics = [row.metric.replace("_", " ") for row in report.metrics]  # older reports have the accuracy alone
+    return [*(metrics or ["accuracy"] * (report.accuracy is not None)), "test perplexity", "/ best"]
+
+
+def _score(metric: str, value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}" if metric in SHARES else f"{value:.3f}"
+
+
 def _model_table(report: Report) -> str:
-    heads = ["model", "what it is", "test perplexity", "/ best", *(["accuracy"] if report.accuracy else [])]
-    return _markdown_table(heads, _model_rows(report), "ll" + "r" * (len(heads) - 2))
+    heads = ["model", "what it is", *_score_heads(report)]
+    return markdown_table(heads, _model_rows(report), "ll" + "r" * (len(heads) - 2))
 
 
 def _how_measured(report: Report) -> str:
     how = report.evaluation
-    if report.accuracy:
-        return f"{how.num_tokens:,} texts of the test split, cut to {how.max_length:,} tokens; one prediction each."
+    if report.accuracy or report.metrics:
+        note = PERPLEXITIES.get(how.problem or "", "")
+        read = f"{how.num_tokens:,} texts of the test split, cut to {how.max_length:,} tokens; one prediction each."
+        return read + note
     stride = "masked tokens" if how.stride is None else f"stride {how.stride:,}"
     return f"{how.num_tokens:,} scored tokens of the test split, windows of {how.max_length:,}, {stride}."
 
@@ -125,7 +154,7 @@ def _window_section(report: Report) -> list[str]:
     rows = [[name, f"{count:,}", f"{value:,.2f}", f"{value / best:,.3f}"] for name, count, value in compared]
     heads = ["attention of the converted layers", "state bytes", "test perplexity", "/ best"]
     note = "Decoding state of one sequence in these layers, in a bfloat16 model."
-    table = _markdown_table(heads, rows, "lrrr")
+    table = markdown_table(heads, rows, "lrrr")
     return ["## Beside windows of the same bytes", table, note, f"![bytes]({PLOTS['bytes']})"]
 
 
@@ -135,7 +164,7 @@ def _window_name(row: WindowRow) -> str:
 
 
 def _stage_section(report: Report) -> list[str]:
-    return ["## Stages", _markdown_table(STAGE_HEADS, _stage_rows(report), "lrrr")]
+    return ["## Stages", markdown_table(STAGE_HEADS, _stage_rows(report), "lrrr")]
 
 
 def _stage_rows(report: Report) -> list[list[str]]:
@@ -170,9 +199,9 @@ def _fidelity_section(fidelity: Fidelity) -> list[str]:
         ]
     return [
         "## Beside the original",
-        _markdown_table(["positions: accuracy", *readers], positions, "l" + "r" * len(readers)),
+        markdown_table(["positions: accuracy", *readers], positions, "l" + "r" * len(readers)),
         *(_recurrence_table(fidelity) if fidelity.recurrences else []),
-        _markdown_table(heads, written, "lrrr"),
+        markdown_table(heads, written, "lrrr"),
         *share,
     ]
 
@@ -206,7 +235,7 @@ def _loss_table(heads: Sequence[str], read: Sequence[Sequence[PositionRow | Recu
         [_span(rows[0]), *([f"{rows[0].count:,}"] if isinstance(rows[0], RecurrenceRow) else []), *map(_loss, rows)]
         for rows in zip(*read, strict=True)
     ]
-    return _markdown_table(heads, rows, "l" + "r" * (len(heads) - 1))
+    return markdown_table(heads, rows, "l" + "r" * (len(heads) - 1))
 
 
 def _loss(row: PositionRow | RecurrenceRow) -> str:
@@ -229,7 +258,7 @@ def _speed_section(report: Report) -> list[str]:
     quantities = ("prefill tokens/s", "decode ms/token")
     heads = ["tokens", "batch", *(head for q in quantities for head in (q, original, "times faster"))]
     note = "Medians of repeats that alternate between the two in one run; in brackets the smallest and the largest."
-    table = _markdown_table(heads, [_speed_row(row) for row in report.speed], "r" * len(heads))
+    table = markdown_table(heads, [_speed_row(row) for row in report.speed], "r" * len(heads))
     return ["## Speed", verdict, table, note, f"![time]({PLOTS['time']})"]
 
 
@@ -257,7 +286,7 @@ def _memory_section(report: Report) -> list[str]:
     values = ("length", "patched_state", "original_state", "patched_peak", "original_peak")
     rows = [["-" if getattr(row, v) is None else f"{getattr(row, v):,}" for v in values] for row in report.memory]
     plot = [f"![state]({PLOTS['state']})"] if report.has_state else []
-    return ["## Memory", _markdown_table(heads, rows, "r" * len(heads)), "One sequence, without the weights.", *plot]
+    return ["## Memory", markdown_table(heads, rows, "r" * len(heads)), "One sequence, without the weights.", *plot]
 
 
 def _training_rows(report: Report) -> list[list[str]]:
@@ -286,10 +315,3 @@ def _provenance_rows(report: Report) -> list[list[str]]:
     """All but the command, which stands below in a block of its own."""
     names = [f.name for f in fields(report.provenance) if f.name != "command"]
     return [[name, str(getattr(report.provenance, name))] for name in names]
-
-
-def _markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]], alignment: str) -> str:
-    """Return a Markdown table; `alignment` has one letter per column, l or r."""
-    rules = {"l": ":---", "r": "---:"}
-    lines = [heads, [rules[letter] for letter in alignment], *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

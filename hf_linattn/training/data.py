@@ -36,17 +36,28 @@ FILE_BUILDERS = {
 }
 HELD_OUT_SHARE = 0.05
 IGNORED_LABEL = -100
+STRINGS = ("string", "large_string")
+CLASSES = (*STRINGS, "int")
+LABELS: dict[tuple[str, ...], str] = {  # by the dtypes of labels: what the column holds
+    CLASSES: "integers or strings",
+    ("a list",): "lists of labels",
+    ("float", "double", "int"): "numbers",
+}
 _TOKENIZED_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Rows, and how they become batches; `evaluation_collator` gives the same batch every time."""
+    """Rows, and how they become batches; `evaluation_collator` gives the same batch every time.
+
+    class_weights: multiply the loss of each class; None: all count alike.
+    """
 
     train: Dataset
     validation: Dataset
     collator: Callable[..., Any] = default_data_collator
     evaluation_collator: Callable[..., Any] = default_data_collator
+    class_weights: tuple[float, ...] | None = None
 
     @property
     def row_tokens(self) -> float:
@@ -87,6 +98,18 @@ def load_text_splits(
     >>> splits["validation"].column_names
     ['text']
     """
+    splits = read_splits(dataset_name, dataset_config_name, train_file, validation_file, test_file)
+    return text_splits(splits, text_column, label_column, conversations)
+
+
+def read_splits(
+    dataset_name: str | None = None,
+    dataset_config_name: str | None = None,
+    train_file: str | Path | None = None,
+    validation_file: str | Path | None = None,
+    test_file: str | Path | None = None,
+) -> DatasetDict:
+    """Return the splits that a source has, with all their columns; see :func:`load_text_splits`."""
     given = {"train": train_file, "validation": validation_file, "test": test_file}
     files = {split: Path(path) for split, path in given.items() if path is not None}
     if dataset_name and files:
@@ -94,12 +117,10 @@ def load_text_splits(
     if dataset_name:
         remedy = "give the name of a data set on the Hub and a connection to it, or text of your own with train_file"
         with reading("dataset_name", dataset_name, remedy, DataError):
-            splits = load_dataset(dataset_name, dataset_config_name)
-    elif files:
-        splits = DatasetDict({split: _load_file(split, path) for split, path in files.items()})
-    else:
-        splits = standard_library_corpus()
-    return text_splits(splits, text_column, label_column, conversations)
+            return load_dataset(dataset_name, dataset_config_name)
+    if files:
+        return DatasetDict({split: load_file(f"{split}_file", path, split) for split, path in files.items()})
+    return standard_library_corpus()
 
 
 def text_splits(
@@ -107,13 +128,18 @@ def text_splits(
     text_column: str = "text",
     label_column: str | None = None,
     conversations: bool = False,
+    pair_column: str | None = None,
+    label_kinds: Sequence[str] = CLASSES,
 ) -> DatasetDict:
-    """Return training, validation and test split of a data set in memory, as :func:`load_text_splits` does."""
+    """Return training, validation and test split of a data set in memory, as :func:`load_text_splits` does.
+
+    With a ``pair_column`` there is a column ``text_pair``, a second text. ``label_kinds``: what labels may be.
+    """
     if "train" not in splits:
         raise DataError(f"no training split: got {sorted(splits)}; give train_file or a dataset with a train split")
     kept = {split: splits[split] for split in ("train", "validation", "test") if split in splits}
-    columns = text_column, label_column, conversations
-    texts = {split: _text_of(split, dataset, *columns) for split, dataset in kept.items()}
+    columns = text_column, label_column, pair_column, conversations, label_kinds
+    texts = {split: text_of(split, dataset, *columns) for split, dataset in kept.items()}
     for missing in [split for split in ("validation", "test") if split not in texts]:
         texts["train"], texts[missing] = _hold_out(texts["train"], missing)
     return DatasetDict(texts)
@@ -208,35 +234,45 @@ class PackedMaskingCollator:
         return inputs[0], labels[0]
 
 
-def _load_file(split: str, path: Path) -> Dataset:
-    """Load one local file with the builder of its extension."""
+def load_file(option: str, path: Path, split: str = "train") -> Dataset:
+    """Load one local file with the builder of its extension; option: named it."""
     if path.is_dir():
-        raise DataError(f"{split}_file={str(path)!r} is a folder; give one of the files in it")
+        raise DataError(f"{option}={str(path)!r} is a folder; give one of the files in it")
     if not path.is_file():
-        raise DataError(f"{split}_file={str(path)!r} does not exist or is not a file")
+        raise DataError(f"{option}={str(path)!r} does not exist or is not a file")
     if not path.stat().st_size:
-        raise DataError(f"{split}_file={str(path)!r} is empty")
+        raise DataError(f"{option}={str(path)!r} is empty")
     extension = path.suffix.lower()
     if extension not in FILE_BUILDERS:
         hint = did_you_mean(extension, FILE_BUILDERS)
-        raise DataError(f"{split}_file={str(path)!r}: unknown extension {extension!r}{hint}")
+        raise DataError(f"{option}={str(path)!r}: unknown extension {extension!r}{hint}")
     builder = FILE_BUILDERS[extension]
     options = {"sample_by": "document"} if builder == "text" else {}
     try:
         return load_dataset(builder, data_files={split: str(path)}, split=split, **options)
     except (DatasetGenerationError, OSError, ValueError) as error:
         reason = one_line(error.__cause__ or error)
-        raise DataError(f"{split}_file={str(path)!r} is not valid {builder}: {reason}; repair the file") from error
+        raise DataError(f"{option}={str(path)!r} is not valid {builder}: {reason}; repair the file") from error
 
 
-def _text_of(
-    split: str, dataset: Dataset, text_column: str, label_column: str | None, conversations: bool
+def text_of(
+    split: str,
+    dataset: Dataset,
+    text_column: str,
+    label_column: str | None = None,
+    pair_column: str | None = None,
+    conversations: bool = False,
+    label_kinds: Sequence[str] = CLASSES,
 ) -> Dataset:
-    """Keep the columns of texts and labels alone, as ``text`` and ``label``, and only the rows that hold text."""
-    kinds = ("a list",) if conversations else ("string", "large_string")
-    columns = {"text": _column(split, dataset, "text_column", text_column, kinds)}
+    """Keep the columns of texts and labels alone, as ``text``, ``text_pair`` and ``label``, and the rows with text."""
+    kinds = ("a list",) if conversations else STRINGS
+    wanted = "conversations, lists of turns" if conversations else "strings"
+    columns = {"text": _column(split, dataset, ("text_column", text_column), kinds, wanted)}
+    if pair_column is not None:
+        columns["text_pair"] = _column(split, dataset, ("text_pair_column", pair_column), STRINGS, "strings")
     if label_column is not None:
-        columns["label"] = _column(split, dataset, "label_column", label_column, ("string", "large_string", "int"))
+        option = "label_column", label_column
+        columns["label"] = _column(split, dataset, option, tuple(label_kinds), LABELS[tuple(label_kinds)])
     dataset = dataset.select_columns(list(columns.values()))
     dataset = dataset.rename_columns({column: name for name, column in columns.items() if column != name})
     dataset = dataset.filter(lambda text: bool(text and (conversations or text.strip())), input_columns="text")
@@ -245,15 +281,17 @@ def _text_of(
     return dataset
 
 
-def _column(split: str, dataset: Dataset, option: str, column: str, kinds: tuple[str, ...]) -> str:
-    """Return the name of a column after a look at what it holds."""
+def _column(
+    split: str, dataset: Dataset, option: tuple[str, str], kinds: tuple[str, ...], wanted: str
+) -> str:
+    """Return the name of a column after a look at what it holds; option: its name and value."""
+    name, column = option
     if column not in dataset.column_names:
         hint = did_you_mean(column, dataset.column_names)
-        raise DataError(f"{option}={column!r} is not a column of the {split} split{hint}")
+        raise DataError(f"{name}={column!r} is not a column of the {split} split{hint}")
     kind = getattr(dataset.features[column], "dtype", "a list")
     if not kind.startswith(kinds):
-        wanted = {1: "conversations, lists of turns", 2: "strings", 3: "integers or strings"}[len(kinds)]
-        raise DataError(f"{option}={column!r} of the {split} split holds {kind}; name a column of {wanted}")
+        raise DataError(f"{name}={column!r} of the {split} split holds {kind}; name a column of {wanted}")
     return column
 
 

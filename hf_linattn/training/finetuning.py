@@ -24,6 +24,7 @@ from hf_linattn.inference import accepted, evaluation_mode
 from hf_linattn.reading import one_line
 from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.checkpoints import has_ended, last_complete_checkpoint, read_state
+from hf_linattn.training.classification import weighted_loss
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.losses.loss_module import LossModule
@@ -131,7 +132,10 @@ def validation_loss(model: PreTrainedModel, data: TrainingData, batch_size: int)
         for batch in DataLoader(data.validation, batch_size, collate_fn=data.evaluation_collator):  # type: ignore
             inputs = {name: value.to(model.device) for name, value in batch.items()}
             predicted = int((task.predicted(inputs["labels"]) != IGNORED_LABEL).sum())
-            total += float(model(**inputs, **accepted(model, use_cache=False)).loss) * predicted
+            output = model(**inputs, **accepted(model, use_cache=False))
+            weights = data.class_weights
+            loss = weighted_loss(output.logits, inputs["labels"], weights) if weights else output.loss
+            total += float(loss) * predicted
             count += predicted
     return total / count
 

@@ -8,6 +8,7 @@ from typing import Any
 from transformers.models.auto import modeling_auto as auto
 
 from hf_linattn.errors import OptionError, UnsupportedModelError
+from hf_linattn.evaluation.label_metrics import COLUMNS, REGRESSION, SEVERAL, SINGLE, problem_of
 from hf_linattn.saved_config import PREFIX, class_names
 
 TEXT = "input_ids"
@@ -18,7 +19,7 @@ HEADS = {
     "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING,
     "masked": auto.MODEL_FOR_MASKED_LM_MAPPING,
 }
-KINDS = "next tokens (ForCausalLM), masked tokens (ForMaskedLM) and one class per text (ForSequenceClassification)"
+KINDS = "next tokens (ForCausalLM), masked tokens (ForMaskedLM) and classes of texts (ForSequenceClassification)"
 
 
 def trained_head(name_or_path: str, config: Any) -> str:
@@ -32,7 +33,7 @@ def trained_head(name_or_path: str, config: Any) -> str:
 
     Raises:
         UnsupportedModelError: it was saved with another head, or is an encoder-decoder or no model of text.
-        OptionError: a classifier that does not give one class per text.
+        OptionError: a classifier whose problem is none of those that are known.
     """
     classes = {kind: model_class for kind, mapping in HEADS.items() if (model_class := _class_of(mapping, config))}
     saved_as = set(class_names(config))
@@ -66,11 +67,13 @@ def trained_head(name_or_path: str, config: Any) -> str:
 
 
 def check_classes(name_or_path: str, config: Any) -> None:
-    """Raise `OptionError` unless a classifier gives one class per text: no regression, no several labels."""
-    if config.num_labels < 2 or config.problem_type not in (None, "single_label_classification"):
+    """Raise `OptionError` unless a classifier gives one class, several labels or one number per text."""
+    problem, outputs = problem_of(config), config.num_labels
+    if problem not in COLUMNS or (outputs == 1) != (problem == REGRESSION):
         raise OptionError(
-            f"model_name_or_path={name_or_path!r} has num_labels={config.num_labels} and"
-            f" problem_type={config.problem_type!r}; give a classifier with one class per text"
+            f"model_name_or_path={name_or_path!r} has num_labels={outputs} and problem_type={config.problem_type!r};"
+            f" give a classifier of one problem: {SINGLE!r} or {SEVERAL!r} with two classes or more, or {REGRESSION!r}"
+            " with one number"
         )
 
 

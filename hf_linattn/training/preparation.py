@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shlex
 from collections.abc import Sequence
@@ -13,11 +14,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn import extend_positions, get_mechanisms, is_patched, patch_model
 from hf_linattn.calibration import own_parameters, what_is_fitted
+from hf_linattn.config import require
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation import position_limit, streaming_like, whole_windows
+from hf_linattn.evaluation.label_metrics import REGRESSION, SEVERAL
 from hf_linattn.reading import read_tokenizer
 from hf_linattn.training.arguments import WINDOW, Arguments, ModelArguments
 from hf_linattn.training.arguments.board import CommandLine
+from hf_linattn.training.base_task import Task, refuse
+from hf_linattn.training.classification import SequenceClassification
 from hf_linattn.training.recall_rows import with_recall
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import model_digest, rows_digest
@@ -27,6 +32,8 @@ from hf_linattn.training.task import CAUSAL, TextEncoder, load_model, task_of
 from hf_linattn.training.training_run import TrainingRun
 from hf_linattn.training.window_dropout import WindowDropout
 
+logger = logging.getLogger(__name__)
+
 LONGER = 8  # times block_size are the windows of `long_windows`
 
 # options that say nothing about the control: it may come from a run with others, however its learning rate was found
@@ -34,7 +41,7 @@ CONVERSION_OPTIONS = (
     "mechanism", "mechanism_options", "layers", "softmax_share", "layer_search", "layer_unit", "layer_signal", "plan",
     "learning_rates", "lr_search_tokens", "control_learning_rates", "control", "control_dir", "kl_weight",
     "hidden_weight", "calibration_tokens", "speed_lengths", "fidelity_windows", "long_windows", "seed", "data_seed",
-    "mechanism_rate", "mechanism_weight_decay",
+    "mechanism_rate", "mechanism_weight_decay", "document_window", "document_stride", "metrics",
 )  # fmt: skip
 
 
@@ -54,10 +61,12 @@ def prepare(
             f"model_name_or_path={model_options.model_name_or_path!r} is converted already; give the original"
         )
     digests = {"model_digest": model_digest(model)}
+    table = position_limit(model)
     if model_options.max_positions is not None:
         extend_positions(model, model_options.max_positions)
     task = task_of(model)
     task.check(model, data_options, recipe_options)
+    settle_windows(arguments, task, table)
     patch_model(model, **model_options.patch_arguments())
     limit = position_limit(model)
     check_model(model, arguments, limit)
@@ -109,7 +118,8 @@ def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None)
         if limit is not None and length > limit:
             raise OptionError(
                 f"{name}={length} is beyond the {limit} positions of {model_options.model_name_or_path!r} with its"
-                f" mechanism; give at most {limit}, or max_positions={length} where its position table is what ends"
+                f" mechanism; give at most {limit}, or max_positions={length} where its position table is what ends,"
+                " which calls extend_positions"
             )
     if distillation.recall_share and task_of(model) is not CAUSAL:
         raise OptionError(
@@ -133,8 +143,43 @@ def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None)
         WindowDropout(model, distillation.window_dropout)
 
 
+def settle_windows(arguments: Arguments, task: Task, table: int | None) -> None:
+    """Have a classifier's original read in windows what is longer than its own positions, and check what goes with it.
+
+    table: the positions that the original came with; None: any number of them.
+
+    Raises:
+        OptionError: windows that documents or positions do not fit, or an option that cannot be honoured.
+    """
+    model_options, data, recipe, training, distillation = arguments
+    if not isinstance(task, SequenceClassification):
+        return
+    longest = max(data.block_size, distillation.long_block_size or 0)
+    if data.document_window is None and table is not None and longest > table and model_options.max_positions:
+        refuse("text_pair_column", data.text_pair_column, f"pairs of more than {table} tokens have no windows")
+        data.document_window = table
+    if data.document_window:
+        fits = data.document_window <= (table or math.inf)
+        require("document_window", data.document_window, fits, f"at most the {table} positions of the original")
+        shorter = data.document_window < longest
+        expected = f"below block_size={longest}, to which texts are cut, or absent"
+        require("document_window", data.document_window, shorter, expected)
+        reason = f"the original reads windows of {data.document_window} tokens, whose hidden states are others"
+        refuse("hidden_weight", recipe.hidden_weight, reason)
+    else:
+        refuse("document_stride", data.document_stride, "there are no windows")
+    if task.problem == REGRESSION:
+        refuse("label_smoothing_factor", training.label_smoothing_factor, "a number has no classes to smooth")
+        refuse("top_k", distillation.top_k, "a number is one output")
+    if task.problem == SEVERAL:
+        refuse("label_smoothing_factor", training.label_smoothing_factor, "each label is yes or no")
+        refuse("top_k", distillation.top_k, "each label is compared for itself")
+
+
 def check_windows(run: TrainingRun, limit: int | None) -> None:
-    """Raise now what would otherwise come up after hours: too little text to compare models on."""
+    """Raise now what would otherwise come up after hours: too little text to compare models on, or in windows."""
+    if run.windows is not None:  # whose stride the tokenizer's marks leave room for
+        logger.info("the original reads windows of %d tokens every %d", run.windows.length, run.windows.step)
     recipe, size = run.arguments.recipe, run.arguments.data.block_size
     checked = checked_length(run.arguments, limit, run.long_data is not None)
     for name, count, length, what, split in (

@@ -26,11 +26,12 @@ from transformers.trainer_callback import PrinterCallback
 from hf_linattn import architecture
 from hf_linattn.architecture import root_model
 from hf_linattn.inference import without_labels
+from hf_linattn.training.classification import SequenceClassification, weighted_loss
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.losses.chunks import chunk_rows, replaced_head, same, separate_head, sum_by_chunks
 from hf_linattn.training.losses.distillation import Teacher, distillation_loss, hidden_error
 from hf_linattn.training.parameter_groups import group_parameters
-from hf_linattn.training.task import CLASSIFICATION, task_of
+from hf_linattn.training.task import task_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class RecoveryTrainer(Trainer):
 
     With a `teacher` the training loss is ce_weight cross-entropy + kl_weight KL + hidden_weight hidden: every token
     then says what all layers should make of it, and not the predicted ones alone. The validation loss stays the
-    cross-entropy, and is not smoothed where `label_smoothing_factor` smooths that of training.
+    cross-entropy, and is not smoothed where `label_smoothing_factor` smooths that of training. Weights of classes
+    count in both.
     """
 
     def __init__(
@@ -65,12 +67,13 @@ class RecoveryTrainer(Trainer):
         self.teacher = teacher
         self.label_smoother = None  # transformers' knows models by their names, and smooths the validation loss too
         self.smoothing: float = args.label_smoothing_factor
+        self.class_weights = data.class_weights
         self.has_ended = False  # before it was resumed: there is no step left to take
         self._averages = False
         self.model_accepts_loss_kwargs: bool
         if self.model_accepts_loss_kwargs:
             # some models take the number of predicted tokens, but give the mean over their own batch all the same
-            self.model_accepts_loss_kwargs = task_of(model) is not CLASSIFICATION
+            self.model_accepts_loss_kwargs = not isinstance(task_of(model), SequenceClassification)
             forward = inspect.unwrap(type(architecture.root_model(model)).forward)
             self._averages = "loss_function" not in forward.__code__.co_names
         if teacher is not None and teacher.model is not None:
@@ -176,7 +179,8 @@ class RecoveryTrainer(Trainer):
         other = self.args.torch_compile or self.args.n_gpu > 1 or self.args.fp16  # small gradients need its scaling
         if self.teacher is None or other or self.is_fsdp_enabled or self.is_deepspeed_enabled:
             return None
-        head = None if task_of(self.model) is CLASSIFICATION else separate_head(self.model)
+        classifies = isinstance(task_of(self.model), SequenceClassification)
+        head = None if classifies else separate_head(self.model)
         return head if head is None or type(head) is nn.Linear else None  # with adapters it would not be the teacher's
 
     @property
@@ -190,6 +194,8 @@ class RecoveryTrainer(Trainer):
         """Turn the mean over a batch into its part of the mean over all batches of a step, smoothed if asked for."""
         if labels is None:
             return loss
+        if self.class_weights is not None:
+            return weighted_loss(output.logits, labels, self.class_weights, self.smoothing if model.training else 0.0)
         if self.smoothing and model.training:
             return self._smoothed(output.logits, labels, model, counted)
         if not self._averages or counted is None:

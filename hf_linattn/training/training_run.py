@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn import chunk_feed_forward, extend_positions, is_patched, patch_model
 from hf_linattn.errors import CheckpointError
+from hf_linattn.evaluation.document_windows import DocumentWindows, windows_for
 from hf_linattn.training.arguments import Arguments, tokens_per_step
 from hf_linattn.training.data import TrainingData
 from hf_linattn.training.finetuning import validation_loss
@@ -76,11 +77,14 @@ class TrainingRun:
         tokens = self.arguments.recipe.calibration_tokens
         return min(len(self.data.train), -(-tokens // self.arguments.data.block_size))
 
-    def load(self, path: Path | None = None) -> PreTrainedModel:
-        """Load the original, or a model this run saved, onto the device of the run."""
+    def load(self, path: Path | None = None, extended: bool = True) -> PreTrainedModel:
+        """Load the original, or a model this run saved, onto the device of the run.
+
+        extended: give the original the positions that were asked for.
+        """
         options = self.arguments.model
         model = load_model(str(path or options.model_name_or_path), options.dtype)
-        if path is None and options.max_positions is not None:
+        if path is None and extended and options.max_positions is not None:
             extend_positions(model, options.max_positions)
         if is_patched(model):
             chunk_feed_forward(model, options.chunk_feed_forward)
@@ -122,8 +126,25 @@ class TrainingRun:
 
     def score(self, model: PreTrainedModel) -> dict[str, Any]:
         """Score the test split: its `perplexity`, and what else the task reports."""
-        options, test = self.arguments.data, self.splits["test"]
-        if options.max_test_documents:
-            test = test.select(range(min(len(test), options.max_test_documents)))
-        size = self.arguments.training.per_device_eval_batch_size
-        return self.task.score(model, TextEncoder(self.tokenizer, options), test, size)
+        options, size = self.arguments.data, self.arguments.training.per_device_eval_batch_size
+        return self.task.score(model, TextEncoder(self.tokenizer, options), options.tested(self.splits["test"]), size)
+
+    @cached_property
+    def windows(self) -> DocumentWindows | None:
+        """In what windows the original reads documents that are too long for it; None: it reads them whole."""
+        options = self.arguments.data
+        if not options.document_window:
+            return None
+        return windows_for(self.tokenizer, options.document_window, options.document_stride)
+
+    def score_in_windows(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Score a classifier that reads the test split in windows, its answers pooled."""
+        options, size = self.arguments.data, self.arguments.training.per_device_eval_batch_size
+        encoder, test = TextEncoder(self.tokenizer, options), options.tested(self.splits["test"])
+        return self.task.score(model, encoder, test, size, self.windows)  # type: ignore[call-arg]  # a classifier's
+
+    def score_cut(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Score a classifier that reads the first window of each test document alone."""
+        options, size = self.arguments.data, self.arguments.training.per_device_eval_batch_size
+        cut = replace(options, block_size=options.document_window or options.block_size)
+        return self.task.score(model, TextEncoder(self.tokenizer, cut), options.tested(self.splits["test"]), size)

@@ -158,9 +158,9 @@ def test_what_makes_no_sense_for_a_task_is_refused():
             task.check(model, replace(data, stride=4), recipe)
         with pytest.raises(OptionError, match=r"fidelity_windows=2: .* generates no text; leave it out"):
             task.check(model, data, replace(recipe, fidelity_windows=2))
-    regression = make_model("bert", CLASSIFIER, num_labels=1)
-    with pytest.raises(OptionError, match=r"num_labels=1 .* one class per text"):
-        CLASSIFICATION.check(regression, data, recipe)
+    unknown = make_model("bert", CLASSIFIER, num_labels=3, problem_type="regression")
+    with pytest.raises(OptionError, match=r"num_labels=3 .* give a classifier of one problem"):
+        CLASSIFICATION.check(unknown, data, recipe)
     tokenizer, splits = make_tokenizer(), DatasetDict({"train": classified(4), "validation": classified(4)})
     tokenizer.pad_token = None
     with pytest.raises(DataError, match=r"pad_token: the tokenizer has None"):

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from hf_linattn.config import require
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+BALANCED = "balanced"  # value of `class_weights`
 
 
 @dataclass
@@ -25,6 +32,33 @@ class DataArguments:
     text_column: str = field(default="text", metadata={"help": "Column of the dataset or file that holds the text."})
     label_column: str = field(
         default="label", metadata={"help": "Column of the classes, by number or name, if the model is a classifier."}
+    )
+    text_pair_column: str | None = field(
+        default=None, metadata={"help": "Column of a second text, for a classifier of pairs, as of sentences."}
+    )
+    metrics: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Of a classifier: accuracy, macro_f1, micro_f1, matthews, pearson, spearman, mean_squared_error;"
+            " default: those of its problem."
+        },
+    )
+    class_weights: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "What the loss of each class is multiplied by, in their order; `balanced`: so that all classes"
+            " count alike."
+        },
+    )
+    document_window: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of the overlapping windows in which the original reads a classifier's texts, to teach and"
+            " to be compared; default: its position table, where texts are longer; 0: whole, with max_positions."
+        },
+    )
+    document_stride: int | None = field(
+        default=None, metadata={"help": "By how many tokens these windows advance; default: half of one."}
     )
     block_size: int = field(
         default=256, metadata={"help": "Tokens per training row and test window; a classifier's texts are cut to it."}
@@ -56,4 +90,27 @@ class DataArguments:
         for name in ("max_validation_tokens", "max_test_documents", "stride"):
             value = getattr(self, name)
             require(name, value, value is None or value > 0, "a positive number, or absent")
+        self.class_weights = _weights(self.class_weights)
+        whole = self.document_window is None or self.document_window >= 0
+        require("document_window", self.document_window, whole, "a positive number, 0 or absent")
+        stride = self.document_stride
+        require("document_stride", stride, stride is None or stride > 0, "a positive number, or absent")
         require("stride", self.stride, (self.stride or 1) < self.block_size, f"below block_size={self.block_size}")
+
+    def tested(self, test: Dataset) -> Dataset:
+        """Return the documents of the test split that are measured on."""
+        count = self.max_test_documents
+        return test.select(range(min(len(test), count))) if count else test
+
+
+def _weights(given: Any) -> Any:
+    """Return weights of classes as numbers, or the word `balanced`."""
+    if given is None or given == BALANCED or list(given) == [BALANCED]:
+        return given and BALANCED
+    try:
+        weights = [float(weight) for weight in given]
+    except (TypeError, ValueError):
+        weights = []
+    valid = bool(weights) and all(0 < weight < math.inf for weight in weights)
+    require("class_weights", given, valid, f"{BALANCED!r}, or numbers above 0, one for each class")
+    return weights

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_linattn import get_mechanisms
 from hf_linattn.attention_call import intercept_attention
 from hf_linattn.errors import OptionError
+from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.inference import evaluation_mode, without_labels
 from hf_linattn.training.data import IGNORED_LABEL
 from hf_linattn.training.losses.chunks import chunk_rows, sum_by_chunks
@@ -37,6 +40,7 @@ class Teacher:
         top_k: compare that many of the teacher's likeliest tokens one by one, all others as one; None: all of them.
         fading: kl_weight and hidden_weight fall linearly to zero over the run. A student that trains longer on a text
             than its teacher did comes to know it better.
+        windows: in which a classifier reads documents that are too long for it, its answers pooled; None: whole.
     """
 
     model: PreTrainedModel | None = None
@@ -46,6 +50,7 @@ class Teacher:
     temperature: float = 1.0
     top_k: int | None = None
     fading: bool = False
+    windows: DocumentWindows | None = None
 
     def schedule(self, step: int, max_steps: int) -> float:
         """Return by what `kl_weight` and `hidden_weight` are multiplied in a step."""
@@ -61,6 +66,8 @@ class Teacher:
     def outputs(self, student: nn.Module, inputs: dict[str, Any]) -> Any:
         """Return the output of the original for `inputs`; `student` may be wrapped (DDP, FSDP)."""
         inputs = without_labels(inputs)
+        if self.model is not None and self.windows is not None:
+            return SequenceClassifierOutput(logits=self.windows.pooled_logits(self.model, inputs))  # type: ignore
         if self.model is not None:
             return self.model(**inputs)
         adapted = next((module for module in student.modules() if isinstance(module, PeftModel)), None)
@@ -88,7 +95,7 @@ def distillation_loss(
     """Return kl_weight KL and hidden_weight hidden for two outputs with `logits` and `hidden_states`.
 
     Args:
-        labels: int64 [B, N], of a classifier [B]; no KL is taken where the label is -100.
+        labels: int64 [B, N], of a classifier [B] or, with several labels, [B, K]; no KL is taken where it is -100.
         task: what the models predict. count: divides the sum of the divergences; None: how many there are.
         attention_mask: [B, N], 0 at padding, whose hidden states are not compared.
     """
@@ -96,7 +103,7 @@ def distillation_loss(
     divergence = hidden = student.logits.new_zeros((), dtype=torch.float32)
     if teacher.kl_weight and bool(chosen.any()):
         got, want = (task.predicting(x.logits)[chosen] for x in (student, teacher_outputs))
-        total = sum_by_chunks(teacher.divergence, chunk_rows(got.shape[-1]), got, want)
+        total = sum_by_chunks(partial(task.divergence, teacher), chunk_rows(got.shape[-1]), got, want)
         divergence = teacher.kl_weight * total / (len(want) if count is None else count)
     if teacher.hidden_weight:
         states = student.hidden_states, teacher_outputs.hidden_states

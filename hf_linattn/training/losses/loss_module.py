@@ -17,10 +17,12 @@ class LossModule(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return what `measure` returns for the inputs [B, N] that were given; labels are not looked at."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        inputs |= {"token_type_ids": token_type_ids}
         return self.measure({name: value for name, value in inputs.items() if value is not None})
 
     def measure(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

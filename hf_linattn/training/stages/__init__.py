@@ -27,13 +27,15 @@ __all__ = ["Stage", "TrainingStage", "stages_of"]
 def stages_of(arguments: Arguments) -> list[Stage]:
     """Return the stages of a run with these options, in their order."""
     options, shared = arguments.distillation, arguments.recipe.control_dir is not None
-    window = arguments.recipe.control == WINDOW
+    window, read_in_windows = arguments.recipe.control == WINDOW, arguments.data.document_window
     trains = arguments.recipe.control != NONE and not shared
     trained = ("recovered_training", "long_training")
     stages: list[tuple[Stage, object]] = [
         (LayerChoice(), arguments.model.layers == AUTO and arguments.model.layer_search is None),
         (PlanChoice(), arguments.model.layer_search is not None),
         (Measurement("original", TrainingRun.load), True),
+        (Measurement("original_cut", _unextended, (), TrainingRun.score_cut), read_in_windows),
+        (Measurement("original_windows", _unextended, (), TrainingRun.score_in_windows), read_in_windows),
         (Measurement("converted", TrainingRun.convert, ("layers",)), True),
         (Measurement("converted_validation", TrainingRun.convert, ("layers",), validation), True),
         (WindowMeasurement(), True),
@@ -57,6 +59,10 @@ def stages_of(arguments: Arguments) -> list[Stage]:
         return chosen
     checks: dict[str, Stage] = dict(position_checks(arguments))
     return [each for stage in chosen for each in (stage, checks.get(stage.name)) if each is not None]
+
+
+def _unextended(context: TrainingRun) -> PreTrainedModel:
+    return context.load(extended=False)
 
 
 def _control(context: TrainingRun) -> PreTrainedModel:

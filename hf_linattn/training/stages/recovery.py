@@ -161,7 +161,9 @@ class RecoveredTraining(ModelTraining):
 
     def teacher(self, context: TrainingRun) -> Teacher | None:
         # the weights under a student's adapters are still the original's
-        return make_teacher(context, own_model=context.arguments.distillation.lora_rank is None)
+        # unless it reads windows, with the positions that it came with
+        own_model = context.arguments.distillation.lora_rank is None or context.windows is not None
+        return make_teacher(context, own_model)
 
     def is_last(self, context: TrainingRun) -> bool:
         return context.long_data is None
@@ -196,14 +198,17 @@ def make_teacher(context: TrainingRun, own_model: bool) -> Teacher | None:
     options, losses = context.arguments.distillation, context.arguments.recipe
     if not (losses.kl_weight or losses.hidden_weight):
         return None
+    windows = context.windows
+    original = context.load(extended=False) if windows else context.softmax_baseline() if own_model else None
     return Teacher(
-        context.softmax_baseline() if own_model else None,
+        original,
         losses.kl_weight,
         losses.hidden_weight,
         options.ce_weight,
         options.temperature,
         options.top_k,
         options.fading_teacher,
+        windows,
     )
 
 

@@ -19,11 +19,14 @@ from hf_linattn.evaluation import (
     measure_speed,
     without_far_keys,
 )
+from hf_linattn.evaluation.label_metrics import METRICS
 from hf_linattn.report import (
     Accuracies,
     Evaluation,
     LongContext,
+    MetricRow,
     Perplexities,
+    ReadingRow,
     Report,
     Stage,
     Training,
@@ -39,6 +42,7 @@ from hf_linattn.training.training_run import TrainingRun
 # the stages that measured windows of equal bytes, and whether these were trained
 WINDOWS = {"window": False, "window_trained": True}
 SCORED = ("original", "control", "converted", "recovered")
+READINGS = {"cut": "original_cut", "windows": "original_windows"}  # name in the report: stage
 # by the name in the report: the stage after which the converted model has this validation loss
 STAGES = {
     "converted": "converted_validation",
@@ -54,7 +58,7 @@ class ReportStage(OneProcessStage):
 
     name = "report"
     inputs: tuple[str, ...] = (
-        *SCORED, *WINDOWS, "layers", "control_training", *STAGES.values(), "recovered_validation",
+        *SCORED, *READINGS.values(), *WINDOWS, "layers", "control_training", *STAGES.values(), "recovered_validation",
     )  # fmt: skip
 
     def run(self, context: TrainingRun) -> dict[str, Any]:
@@ -96,8 +100,11 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
         dataset_config_name=data_options.dataset_config_name,
         perplexity=Perplexities(**{name: score.get("perplexity") for name, score in scores.items()}),
         accuracy=Accuracies(**{name: score.get("accuracy") for name, score in scores.items()}) if classified else None,
+        metrics=metric_rows(scores),
+        readings=reading_rows(context),
         evaluation=Evaluation(
-            data_options.block_size, scores["recovered"]["num_tokens"], context.task.stride(data_options)
+            data_options.block_size, scores["recovered"]["num_tokens"], context.task.stride(data_options),
+            getattr(context.task, "problem", None),
         ),
         training=Training(
             tokens=context.steps(options.max_train_tokens) * step,
@@ -120,6 +127,28 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
         constant_bytes=results["window"].get("constant_bytes"),
         windows=tuple(window_row(results[stage], trained) for stage, trained in WINDOWS.items() if results.get(stage)),
     )
+
+
+def metric_rows(scores: Mapping[str, Any]) -> tuple[MetricRow, ...]:
+    """Return the metrics of the four models, by metric."""
+    names = [name for name in METRICS if name in scores["recovered"]]
+    by_model: dict[str, Any] = {name: {model: score.get(name) for model, score in scores.items()} for name in names}
+    return tuple(MetricRow(name, **values) for name, values in by_model.items())
+
+
+def reading_rows(context: TrainingRun) -> tuple[ReadingRow, ...]:
+    """Return what the original came to on documents longer than its table, cut and in windows."""
+    found = {reading: context.results[stage] for reading, stage in READINGS.items() if stage in context.results}
+    if context.windows is None:
+        return ()
+    strides = {"cut": None, "windows": context.windows.step}
+    return tuple(
+        ReadingRow(
+            reading, context.windows.length, strides[reading], score["perplexity"],
+            {name: score[name] for name in METRICS if name in score},
+        )
+        for reading, score in found.items()
+    )  # fmt: skip
 
 
 def window_row(result: Mapping[str, Any], trained: bool) -> WindowRow:

@@ -1,0 +1,41 @@
+"""Model cards: what a converted model is, in plain words and as metadata for the Hub."""
+
+from .base import Base, read_base
+from .conversion import (
+    Calibrated,
+    Conversion,
+    attention_table,
+    card_of,
+    conversion_card,
+    sources,
+    title,
+    uses_and_limits,
+)
+from .loading import PIPELINE_TAGS, WRITTEN, loader_of, loading_lines, with_name
+from .wording import Measured, changed_options, in_bytes, layers_in_words, measured_sentence
+
+CARD_FILE = "README.md"
+
+__all__ = [
+    "CARD_FILE",
+    "PIPELINE_TAGS",
+    "WRITTEN",
+    "Base",
+    "Calibrated",
+    "Conversion",
+    "Measured",
+    "attention_table",
+    "card_of",
+    "changed_options",
+    "conversion_card",
+    "in_bytes",
+    "layers_in_words",
+    "loader_of",
+    "loading_lines",
+    "measured_sentence",
+    "read_base",
+    "sources",
+    "title",
+    "uses_and_limits",
+    "with_name",
+]

@@ -1,0 +1,62 @@
+"""How a card says that its model is loaded, and under which name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ..saved_config import auto_classes, class_names
+
+# Auto class that loads a model -> what the Hub calls its work; the first that fits is named
+PIPELINE_TAGS: dict[str, str] = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForSeq2SeqLM": "text-generation",
+    "AutoModelForSpeechSeq2Seq": "automatic-speech-recognition",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForImageClassification": "image-classification",
+    "AutoModel": "feature-extraction",
+}
+LINES = """\
+```python
+import hf_linattn  # pip install hf_linattn
+from transformers import {loader}
+
+model = {loader}.from_pretrained("{name}")
+```
+
+The import teaches transformers the model type. A program that cannot import it, such as lm_eval, passes
+`trust_remote_code=True` instead; hf_linattn has to be installed then, too. Without either the model does not load: its
+attention is not softmax."""
+# push puts the name of the repository into cards that have this line, and leaves all others alone
+WRITTEN = "<!-- written by hf_linattn -->"
+LOADED = re.compile(r'(?<=\.from_pretrained\(")[^"]*(?="\))')
+
+
+def loader_of(config: Any) -> str:
+    """Return the Auto class by which a model is loaded, from its config, marked or not.
+
+    >>> from transformers import BertConfig
+    >>> loader_of(BertConfig(architectures=["BertForMaskedLM"]))
+    'AutoModelForMaskedLM'
+    """
+    name = (class_names(config) or [""])[0]
+    found = {auto.__name__ for auto, model_class in auto_classes(type(config)) if model_class.__name__ == name}
+    return next((loader for loader in PIPELINE_TAGS if loader in found), min(found, default="AutoModel"))
+
+
+def loading_lines(loader: str, name: str) -> str:
+    """Return the lines that load a model, in Markdown."""
+    return LINES.format(loader=loader, name=name)
+
+
+def with_name(card: str, name: str) -> str:
+    """Return a card with another name in the lines that load its model; a card that a person wrote stays as it is.
+
+    >>> print(with_name(f'AutoModel.from_pretrained("runs/mine") {WRITTEN}', "me/mine"))
+    AutoModel.from_pretrained("me/mine") <!-- written by hf_linattn -->
+    """
+    return LOADED.sub(lambda _: name, card) if WRITTEN in card else card

@@ -1,0 +1,243 @@
+"""What `hf-linattn convert` does, step by step: nothing is written before everything is known to be right."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import OptionError
+from ..plan import PatchConfig, name_or_plan
+from ..reading import read_tokenizer
+from .choosing import PlanRequest, choice, in_words, save_beside
+from .common import load, note, read_text
+from .conversion_words import words
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..cards import Calibrated, Conversion, Measured
+
+PROCESSORS = {"tokenizer_config.json": "AutoTokenizer", "preprocessor_config.json": "AutoProcessor"}
+LENGTH = 2048  # tokens after which the decoding state is measured
+MEASURING = "evaluate"  # the package that measurements need, of the extra [eval]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The command line of `hf-linattn convert`; see its options."""
+
+    model: str
+    output: Path
+    plan: PlanRequest
+    calibrate: Sequence[Path]
+    calibration_tokens: int
+    cross_attention: str | None
+    max_positions: int | None
+    dtype: str
+    max_shard_size: str
+    length: int | None
+    base_model: str | None
+    dry_run: bool
+    progress: bool
+
+    def say(self, text: str) -> None:
+        """Say what goes on, unless JSON alone is wanted."""
+        if self.progress:
+            note(text)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What was done, as JSON and as what is shown in its place."""
+
+    document: dict[str, Any]
+    words: list[Any] = field(default_factory=list)
+
+
+def run(wanted: Wanted) -> Done:
+    """Convert a model, or say what would come of it."""
+    from .. import ChosenPlan, patch_model
+    from ..cards import Conversion, loader_of, read_base
+
+    check_empty(wanted.output)
+    named, texts = wanted.plan.read(), [read_text(file, "calibrate") for file in wanted.calibrate]
+    base = read_base(wanted.model, wanted.base_model)
+    across = None if wanted.cross_attention is None else name_or_plan("cross_attention", wanted.cross_attention)
+    model = original(wanted)
+    plan = wanted.plan.choose(model, wanted.model, wanted.progress) if named is None else named
+    patch_model(model, plan, cross_attention=across)
+    batches, fitted = rows_to_fit(model, wanted, texts), None
+    beside = processors(wanted.model, wanted.max_positions)
+    weights = bytes_of_weights(model, wanted.max_shard_size)
+    if batches and not wanted.dry_run:
+        fitted = fit(model, batches, wanted)
+    chosen = plan if isinstance(plan, ChosenPlan) else None
+    conversion = Conversion(
+        base, loader_of(model.config), patches_of(model), measured=measured_state(model, wanted), calibrated=fitted,
+        command=f"hf-linattn {shlex.join(sys.argv[1:])}",
+    )  # fmt: skip
+    document = describe(model, wanted, conversion, weights, list(beside)) | ({} if chosen is None else choice(chosen))
+    if batches:
+        document["calibration"] = calibration_document(batches, fitted)
+    if not wanted.dry_run:
+        document |= write(model, wanted, conversion, chosen, beside.values())
+    head = [] if chosen is None else [in_words(chosen)]
+    return Done(document, [*head, *words(document, conversion, wanted.model, wanted.calibrate)])
+
+
+def check_empty(output: Path) -> None:
+    """Raise `OptionError` unless a folder can be written to without harm."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise OptionError(f"output={str(output)!r} is not an empty folder; give another path")
+
+
+def original(wanted: Wanted) -> PreTrainedModel:
+    """Load a model that is not converted, with its positions extended if asked for."""
+    from .. import extend_positions, is_patched
+
+    loaded = load(wanted.model, dtype=wanted.dtype)
+    if is_patched(loaded):
+        raise OptionError(f"model={wanted.model!r} is converted already; give the original")
+    return loaded if wanted.max_positions is None else extend_positions(loaded, wanted.max_positions)
+
+
+def rows_to_fit(model: PreTrainedModel, wanted: Wanted, texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the batches that the new attention is fitted on; none if it is not asked for.
+
+    Raises:
+        OptionError: nothing in the model can be fitted.
+    """
+    if not texts:
+        return []
+    from .. import get_mechanisms
+    from ..calibration import what_is_fitted
+    from ..calibration_rows import calibration_batches
+
+    if not what_is_fitted(get_mechanisms(model)):
+        raise OptionError("calibrate: this attention has nothing of its own that could be fitted; leave calibrate out")
+    tokenizer = read_tokenizer("model", wanted.model)
+    return calibration_batches(model, tokenizer, texts, tokens=wanted.calibration_tokens)
+
+
+def fit(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]], wanted: Wanted) -> Calibrated:
+    """Fit the new attention to the original's; the model is changed in place."""
+    from .. import calibrate
+    from ..calibration_rows import count_tokens
+    from ..cards import Calibrated
+
+    start = time.perf_counter()
+    held_back = calibrate(model, batches, progress=wanted.progress).held_back
+    names, taken = [file.name for file in wanted.calibrate], sum(layer.taken for layer in held_back.values())
+    return Calibrated(count_tokens(batches), names, len(held_back), taken, time.perf_counter() - start)
+
+
+def calibration_document(batches: Sequence[Mapping[str, Any]], fitted: Calibrated | None) -> dict[str, Any]:
+    """Return what `calibrate` did, or would be given."""
+    from ..calibration_rows import count_tokens
+
+    done = {} if fitted is None else {"layers": fitted.layers, "taken": fitted.taken, "seconds": fitted.seconds}
+    return {"tokens": count_tokens(batches), **done}
+
+
+def measured_state(model: PreTrainedModel, wanted: Wanted) -> Measured:
+    """Measure the decoding state beside softmax's, where the model has one."""
+    from ..cards import Measured
+
+    if wanted.length == 0 or not model.can_generate() or model.config.is_encoder_decoder:
+        return Measured()
+    if wanted.length is None and importlib.util.find_spec(MEASURING) is None:
+        wanted.say(f"the decoding state is not measured: that needs {MEASURING}; run pip install 'hf_linattn[all]'")
+        return Measured()
+    from ..evaluation import position_limit, state_bytes_by_length
+
+    length = min(LENGTH, position_limit(model) or LENGTH) if wanted.length is None else wanted.length
+    wanted.say(f"measuring the decoding state after {length:,} tokens")
+    (row,) = state_bytes_by_length(model, [length])
+    return Measured(state=(row.patched, row.original, length))
+
+
+def bytes_of_weights(model: PreTrainedModel, max_shard_size: str) -> int:
+    """Return the bytes of all tensors that are saved, those that are tied once; the size of a file is checked, too."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    try:
+        split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise OptionError(f"max_shard_size must be a size like 5GB or 500MB, got {max_shard_size!r}") from error
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}.values())
+
+
+def patches_of(model: PreTrainedModel) -> dict[str, PatchConfig]:
+    """Return the patch of the whole model."""
+    from .. import get_patch_config
+
+    return {"": get_patch_config(model)}
+
+
+def describe(
+    model: PreTrainedModel, wanted: Wanted, conversion: Conversion, weights: int, beside: list[str]
+) -> dict[str, Any]:
+    """Return what a conversion is, as JSON."""
+    from ..cards import layers_in_words
+
+    config, state = conversion.patches[""], conversion.measured.state
+    document = {
+        "output": str(wanted.output), "model_class": type(model).__name__, "layers": config.num_layers,
+        "converted_layers": len(config.layers), "parameters": sum(x.numel() for x in model.parameters()),
+        "attention": [{"attention": what, "layers": where} for what, where in layers_in_words(conversion.patches)],
+        "state": state and dict(zip(("patched", "original", "length"), state, strict=True)),
+        "weight_bytes": weights, "processors": beside, "written": not wanted.dry_run,
+    }  # fmt: skip
+    if wanted.max_positions is not None:
+        document["max_positions"] = wanted.max_positions
+    if config.cross is not None:
+        document |= {"cross_layers": config.cross.num_layers, "converted_cross_layers": len(config.cross.layers)}
+    return document
+
+
+def write(
+    model: PreTrainedModel, wanted: Wanted, conversion: Conversion, chosen: Any, beside: Any
+) -> dict[str, Any]:
+    """Write model, tokenizer, plan, licence and card; return where the plan lies."""
+    from ..atomic_io import write_text
+    from ..cards import CARD_FILE, conversion_card
+
+    model.save_pretrained(wanted.output, max_shard_size=wanted.max_shard_size)
+    for processor in beside:
+        processor.save_pretrained(wanted.output)
+    said = {} if chosen is None else save_beside(chosen, wanted.output)
+    if conversion.base.licence is not None:
+        shutil.copyfile(conversion.base.licence, wanted.output / conversion.base.licence.name)
+    write_text(wanted.output / CARD_FILE, str(conversion_card(conversion, name_in_card(wanted.output))))
+    return said | {"card": str(wanted.output / CARD_FILE)}
+
+
+def name_in_card(output: Path) -> str:
+    """Return the name under which a card says that its model is loaded: the folder, without a path of one machine."""
+    return output.name if output.is_absolute() else output.as_posix()
+
+
+def processors(model: str, max_length: int | None = None) -> dict[str, Any]:
+    """Return what lies beside a model to make its inputs; the Auto classes invent a tokenizer where there is none.
+
+    max_length: tokens of the longest input; None: as the tokenizer says.
+    """
+    import transformers
+    from transformers.utils.hub import cached_file
+
+    found = {
+        file: getattr(transformers, auto_class).from_pretrained(model)
+        for file, auto_class in PROCESSORS.items()
+        if cached_file(model, file, _raise_exceptions_for_missing_entries=False) is not None
+    }
+    for tokenizer in (getattr(processor, "tokenizer", processor) for processor in found.values()):
+        if max_length is not None and hasattr(tokenizer, "model_max_length"):
+            tokenizer.model_max_length = max_length
+    return found

@@ -1,0 +1,84 @@
+"""What `hf-linattn convert` says in the end: what was done, or would be, and what to do next."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from ..plan import PatchConfig
+
+if TYPE_CHECKING:
+    from ..cards import Conversion
+
+CONFIGS = ("config.json", "configuration_hf_linattn.py", "README.md")  # written beside the weights
+# Auto class -> how a model of it is measured; recipes recover the same ones
+MEASURED_BY = {
+    "AutoModelForCausalLM": "hf-linattn eval {output} text.txt --suite language --original {model}",
+    "AutoModelForMaskedLM": "hf-linattn eval {output} text.txt",
+    "AutoModelForSequenceClassification": None,
+}
+
+
+def words(document: dict[str, Any], conversion: Conversion, model: str, calibrate: Sequence[Path]) -> list[Any]:
+    """Return what is shown of a conversion, done or not."""
+    from ..cards import in_bytes
+
+    state, fitted, output = document["state"], document.get("calibration"), document["output"]
+    said: list[Any] = [attention_table(document)]
+    if state is not None:
+        own, softmax = in_bytes(state["patched"]), in_bytes(state["original"])
+        said.append(f"decoding state after {state['length']:,} tokens: {own}, softmax's {softmax}")
+    if fitted is not None:
+        tokens = f"{fitted['tokens']:,} tokens of {', '.join(file.name for file in calibrate)}"
+        said.append(
+            f"calibrated on {tokens} in {fitted['seconds']:.0f} s: the fit was taken in {fitted['taken']} of"
+            f" {fitted['layers']} layers" if document["written"] else f"to be calibrated on {tokens}"
+        )  # fmt: skip
+    done = f"{document['converted_layers']} of {document['layers']} attention layers converted"
+    if not document["written"]:
+        weights = f"model.safetensors ({in_bytes(document['weight_bytes'])})"
+        plan = ["plan.json", "plan.png"] if "kept" in document else []
+        files = ", ".join([weights, *CONFIGS, *document["processors"], *plan])
+        return [*said, f"{done}; to be written to {output}: {files}", "nothing was written (--dry-run)"]
+    steps = next_steps(conversion, model, output, document.get("max_positions"))
+    return [*said, f"{done}, saved to {output}", *map(escape, steps)]
+
+
+def attention_table(document: dict[str, Any]) -> Table:
+    """Return which attention serves which layers."""
+    table = Table("attention", "layers", box=None, pad_edge=False)
+    for row in document["attention"]:
+        table.add_row(escape(row["attention"]), row["layers"])
+    return table
+
+
+def next_steps(conversion: Conversion, model: str, output: str, positions: int | None) -> list[str]:
+    """Return the commands that measure and recover what was converted."""
+    if conversion.loader not in MEASURED_BY:
+        return ["UNTRAINED: train and measure it with your own code; the recipes take language models and classifiers"]
+    measure = MEASURED_BY[conversion.loader]
+    longer = f" --max_positions {positions}" if positions else ""
+    plan = plan_options(conversion.patches[""]) + longer
+    recover = (
+        f"recover: hf-linattn distill --model_name_or_path {shlex.quote(model)} {plan} --train_file train.jsonl"
+        f" --validation_file validation.jsonl --test_file test.jsonl --output_dir {shlex.quote(output)}-recovered"
+    )
+    quoted = {"model": shlex.quote(model), "output": shlex.quote(output)}
+    return [*([] if measure is None else [f"UNTRAINED. measure: {measure.format(**quoted)}"]), recover]
+
+
+def plan_options(config: PatchConfig) -> str:
+    """Return the options of a recipe that ask for the same plan."""
+    from ..cards import changed_options
+
+    groups = config.to_dict()["groups"]
+    plan = [{**group, "options": changed_options(group["mechanism"], group["options"])} for group in groups]
+    if len(plan) == 1 and len(plan[0]["layers"]) == config.num_layers and not plan[0]["options"]:
+        return f"--mechanism {plan[0]['mechanism']}"
+    return f"--plan {shlex.quote(json.dumps(plan))}"

@@ -1,0 +1,108 @@
+"""`hf-linattn eval` of a classifier: metrics on rows with labels, read whole or in windows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..config import LARGEST_COUNT, require, require_count
+from ..errors import DataError, OptionError
+from ..reading import read_tokenizer, reading
+from .common import read_model
+
+TextColumn = Annotated[
+    str, typer.Option("--text_column", "--text-column", help="classifier: column of the texts in .jsonl, .csv, ...")
+]
+PairColumn = Annotated[
+    str | None, typer.Option("--text_pair_column", "--text-pair-column", help="classifier: column of a second text")
+]
+LabelColumn = Annotated[str, typer.Option("--label_column", "--label-column", help="classifier: column of the labels")]
+Metrics = Annotated[
+    str | None, typer.Option(help="classifier: accuracy, macro_f1, matthews, pearson, ... by commas; default: its own")
+]
+DocumentWindow = Annotated[
+    int | None,
+    typer.Option(
+        "--document_window", "--document-window", help="classifier: read windows of that many tokens, pool the logits"
+    ),
+]
+DocumentStride = Annotated[
+    int | None,
+    typer.Option("--document_stride", "--document-stride", help="classifier: tokens between them; default: half"),
+]
+
+
+@dataclass(frozen=True)
+class ClassifierOptions:
+    """What is read of the rows, and how."""
+
+    text_column: str
+    text_pair_column: str | None
+    label_column: str
+    metrics: tuple[str, ...]
+    document_window: int | None
+    document_stride: int | None
+    stride: int | None = None  # of perplexity: refused
+
+
+def is_classifier(model: str) -> bool:
+    """Return whether a checkpoint was saved as a classifier of texts, as its config says."""
+    from transformers import AutoConfig
+
+    with reading("model", model, "give a folder with a saved model, or the name of one on the Hub and a connection"):
+        config = AutoConfig.from_pretrained(model)
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def classifier_scores(
+    model: str, files: list[Path], max_length: int | None, batch_size: int, dtype: str | None,
+    options: ClassifierOptions,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the JSON document, and what is shown in its place.
+
+    Raises:
+        OptionError: texts that are longer than the positions, without windows; a metric of another problem.
+        DataError: no rows, no labels, labels that the model does not have, texts without a token.
+    """
+    from datasets import concatenate_datasets
+
+    from ..evaluation import position_limit
+    from ..evaluation.document_windows import windows_for
+    from ..training.arguments import DataArguments
+    from ..training.data import load_file, text_of
+    from ..training.task import TextEncoder, task_of
+
+    if not files:
+        raise DataError("files is empty; give at least one file of rows with texts and labels, as .jsonl or .csv")
+    require_count("batch_size", batch_size)
+    loaded, tokenizer = read_model("model", model, dtype), read_tokenizer("model", model)
+    task: Any = task_of(loaded)
+    limit, window = position_limit(loaded), options.document_window
+    if options.stride is not None:
+        raise OptionError(f"stride={options.stride}: it is of perplexity; give document_stride, with document_window")
+    if window is not None and options.text_pair_column:
+        raise OptionError(f"document_window={window}: windows of two texts have no rule; leave it out")
+    if window is None and options.document_stride is not None:
+        raise OptionError(f"document_stride={options.document_stride}: there are no windows; leave it out")
+    read, name = (max_length, "max_length") if window is None else (window, "document_window")
+    if read is not None and limit is not None and read > limit:
+        raise OptionError(
+            f"{name}={read} is beyond the {limit} positions of {model!r}; give at most {limit}, with document_window"
+            f" it reads longer texts in windows, and extend_positions (max_positions={read}) makes its table longer"
+        )
+    require("max_length", max_length, max_length is None or max_length >= 2, "at least 2")
+    length = max_length or (LARGEST_COUNT if window else limit or LARGEST_COUNT)
+    columns = options.text_column, options.label_column, options.text_pair_column
+    rows = [text_of("test", load_file("files", file), *columns, label_kinds=task.label_kinds) for file in files]
+    data = DataArguments(block_size=length, metrics=list(options.metrics) or None)
+    windows = None if window is None else windows_for(tokenizer, window, options.document_stride)
+    found = task.score(loaded, TextEncoder(tokenizer, data), concatenate_datasets(rows), batch_size, windows)
+    texts = found.pop("num_tokens")
+    how = {"max_length": max_length or (None if window else limit), "document_window": window}
+    how |= {"document_stride": None if windows is None else windows.step}
+    metrics = {name: value for name, value in found.items() if name not in ("perplexity", "loss")}
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    return {"model": model, **how, "num_texts": texts, **found}, f"{shown} over {texts:,} texts"

@@ -1,0 +1,290 @@
+"""Classifiers of texts and of pairs of texts: one class, several labels, or a number for each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset, DatasetDict
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from hf_linattn.errors import DataError, OptionError, did_you_mean
+from hf_linattn.evaluation.document_windows import DocumentWindows
+from hf_linattn.evaluation.label_metrics import REGRESSION, SEVERAL, SINGLE, chosen_metrics, label_scores
+from hf_linattn.inference import evaluation_mode
+from hf_linattn.training.arguments import DataArguments, RecipeArguments
+from hf_linattn.training.arguments.data import BALANCED
+from hf_linattn.training.base_task import Task, TextEncoder, refuse
+from hf_linattn.training.data import TrainingData, read_splits, text_splits
+from hf_linattn.training.heads import check_classes
+
+TOKENS = ("input_ids", "attention_mask", "token_type_ids")
+TOLD = 40  # characters of a text in a message
+
+
+class SequenceClassification(Task):
+    """A text, cut to `block_size` tokens, predicts its class; rows are padded to the longest of their batch.
+
+    Labels are class numbers, or names that the model's `config.label2id` knows. With a `text_pair_column` a row holds
+    two texts, cut together, with token types where the model has them. Its perplexity is that of the classes, exp of
+    the mean negative log-likelihood of the right one; the score also has the metrics that were chosen.
+    """
+
+    auto_class = AutoModelForSequenceClassification
+    problem: ClassVar[str] = SINGLE
+    label_kinds: ClassVar[tuple[str, ...]] = ("string", "large_string", "int")
+
+    def check(self, model: PreTrainedModel, data: DataArguments, recipe: RecipeArguments) -> None:
+        refuse("completion_only", data.completion_only, "a classifier answers nothing")
+        refuse("stride", data.stride, "a text is one window")
+        refuse("fidelity_windows", recipe.fidelity_windows, "a classifier generates no text")
+        refuse("position_windows", recipe.position_windows, "a classifier predicts no next token")
+        refuse("long_windows", recipe.long_windows, "a classifier predicts no next token")
+        check_classes(model.name_or_path, model.config)
+        chosen_metrics(self.problem, data.metrics)
+        if self.problem != SINGLE:
+            refuse("class_weights", data.class_weights, f"the classifier's problem is {self.problem}, not one class")
+        if data.text_pair_column:
+            refuse("document_window", data.document_window, "windows of two texts have no rule")
+
+    def load(self, data: DataArguments) -> DatasetDict:
+        files = data.train_file, data.validation_file, data.test_file
+        return self.select(read_splits(data.dataset_name, data.dataset_config_name, *files), data)
+
+    def select(self, splits: DatasetDict, data: DataArguments) -> DatasetDict:
+        columns = data.text_column, data.label_column
+        return text_splits(splits, *columns, pair_column=data.text_pair_column, label_kinds=self.label_kinds)
+
+    def rows(self, splits: DatasetDict, encoder: TextEncoder, model: PreTrainedModel, max_tokens: int) -> TrainingData:
+        config: Any = model.config
+        tokenizer, data = encoder
+        if tokenizer.pad_token_id is None or (config.pad_token_id is None and "pad_token_id" in config):
+            raise DataError(
+                f"pad_token: the tokenizer has {tokenizer.pad_token!r}, the model's config {config.pad_token_id!r}; a"
+                " batch of texts of several lengths needs one, set both and save them"
+            )
+        limits = {"train": max_tokens, "validation": data.max_validation_tokens}
+        rows = {}
+        for name, limit in limits.items():
+            # a row counts as block_size tokens; data sets may be sorted by class
+            chosen = splits[name].shuffle(seed=0) if name == "train" else splits[name]
+            count = len(chosen) if limit is None else min(len(chosen), max(1, limit // data.block_size))
+            rows[name] = self.encode(chosen.select(range(count)), encoder, config, name)
+        check_several("train", rows["train"]["labels"][:], "give texts of the others, or raise max_train_tokens")
+        if "test" in splits:  # now, and not after hours
+            test = self.encode(data.tested(splits["test"]), encoder, config, "test")
+            check_several("test", test["labels"][:], "shuffle the test texts, or raise max_test_documents")
+        collator = PaddingCollator(tokenizer.pad_token_id, tokenizer.pad_token_type_id)
+        given: Any = data.class_weights  # numbers by now, or a word
+        weights = class_weights(given, rows["train"]["labels"][:], config)
+        return TrainingData(**rows, collator=collator, evaluation_collator=collator, class_weights=weights)
+
+    def encode(self, texts: Dataset, encoder: TextEncoder, config: Any, split: str = "test") -> Dataset:
+        """Return `input_ids`, `attention_mask`, for pairs `token_type_ids`, and the `labels`.
+
+        Raises:
+            DataError: a label that the model does not have, or a text of which no token is left.
+        """
+        labels = self.numbers(texts["label"], config)
+        pairs = [second or "" for second in texts["text_pair"]] if "text_pair" in texts.column_names else None
+        encoded = encoder.tokenizer(
+            list(texts["text"]), pairs, truncation=True, max_length=encoder.options.block_size, verbose=False,
+            return_special_tokens_mask=True, **({} if pairs else {"return_token_type_ids": False}),
+        )  # fmt: skip
+        for text, special in zip(texts["text"], encoded["special_tokens_mask"], strict=True):
+            if all(special):
+                raise DataError(
+                    f"the {split} split holds the text {text[:TOLD]!r}, of which the tokenizer leaves no token;"
+                    " leave it out"
+                )
+        columns = {name: encoded[name] for name in TOKENS if name in encoded}
+        return Dataset.from_dict({**columns, "labels": labels}).with_format("torch")
+
+    def numbers(self, labels: Sequence[Any], config: Any) -> list[Any]:
+        """Return labels as the model's loss takes them."""
+        return class_numbers(labels, config.label2id, config.num_labels)
+
+    def score(
+        self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, batch_size: int,
+        windows: DocumentWindows | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return `perplexity`, `loss`, `num_tokens`, how many texts there are, and the chosen metrics.
+
+        windows: in which the model reads each text, its answers pooled; None: whole.
+        """
+        rows = self.encode(test, encoder, model.config)
+        tokenizer, found = encoder.tokenizer, []
+        collator: Any = PaddingCollator(tokenizer.pad_token_id, tokenizer.pad_token_type_id)  # type: ignore[arg-type]
+        batches: Any = DataLoader(rows, batch_size, collate_fn=collator)  # type: ignore[arg-type]
+        with evaluation_mode(model), torch.no_grad():
+            for batch in tqdm(batches, desc="classification", unit="batch"):
+                inputs = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
+                logits = model(**inputs).logits if windows is None else windows.pooled_logits(model, inputs)
+                found.append(logits.double().cpu())
+        logits, labels = torch.cat(found), rows["labels"][:]
+        loss = float(self.loss(logits, labels))
+        predictions, references = self.predictions(logits).tolist(), self.references(labels).tolist()
+        scores = label_scores(self.problem, predictions, references, encoder.options.metrics)
+        return {
+            "perplexity": float(torch.tensor(loss).double().exp()),
+            "loss": loss,
+            "num_tokens": len(rows),
+            **scores,
+        }
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss of a text, for logits [B, K]."""
+        return F.cross_entropy(logits, labels)
+
+    def predictions(self, logits: Tensor) -> Tensor:
+        """Return what logits [B, K] say, as the metrics take it."""
+        return logits.argmax(-1)
+
+    def references(self, labels: Tensor) -> Tensor:
+        """Return labels as the metrics take them."""
+        return labels
+
+
+class SeveralLabels(SequenceClassification):
+    """A text has any number of labels: a list of names or class numbers, or as many numbers 0.0 and 1.0 as labels.
+
+    Its loss, and the divergence from a teacher, are means over the labels, each of them yes or no; the perplexity is
+    that of such an answer.
+    """
+
+    problem = SEVERAL
+    label_kinds = ("a list",)
+
+    def numbers(self, labels: Sequence[Any], config: Any) -> list[Any]:
+        known, count = config.label2id, config.num_labels
+        rows = []
+        for given in labels:
+            if given and isinstance(given[0], float):
+                if len(given) != count or not {*given} <= {0.0, 1.0}:
+                    raise DataError(f"label {given!r} is no list of {count} numbers 0.0 or 1.0; give names of labels")
+                rows.append(list(given))
+                continue
+            chosen = {*class_numbers(given or (), known, count)}
+            rows.append([float(number in chosen) for number in range(count)])
+        return rows
+
+    def predicted(self, labels: Tensor) -> Tensor:
+        return labels.new_zeros(len(labels))
+
+    def divergence(self, teacher: Any, got: Tensor, want: Tensor) -> Tensor:
+        got, want = (x.to(torch.promote_types(x.dtype, torch.float32)) / teacher.temperature for x in (got, want))
+        crossed = F.binary_cross_entropy_with_logits(got, want.sigmoid(), reduction="none")
+        own = F.binary_cross_entropy_with_logits(want, want.sigmoid(), reduction="none")
+        return teacher.temperature**2 * (crossed - own).mean(-1).sum()
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+
+    def predictions(self, logits: Tensor) -> Tensor:
+        return (logits > 0).long()
+
+    def references(self, labels: Tensor) -> Tensor:
+        return labels.long()
+
+
+class Regression(SequenceClassification):
+    """A text has a number. Its loss, and the divergence from a teacher, are squared errors."""
+
+    problem = REGRESSION
+    label_kinds = ("float", "double", "int")
+
+    def numbers(self, labels: Sequence[Any], config: Any) -> list[float]:
+        missing = sum(label is None or label != label for label in labels)
+        if missing:
+            raise DataError(f"label: {missing} of {len(labels)} texts have no number; leave them out")
+        return [float(label) for label in labels]
+
+    def predicted(self, labels: Tensor) -> Tensor:
+        return torch.zeros_like(labels)
+
+    def divergence(self, teacher: Any, got: Tensor, want: Tensor) -> Tensor:
+        return (got.float() - want.float()).square().sum()
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.mse_loss(logits[:, 0], labels.to(logits.dtype))
+
+    def predictions(self, logits: Tensor) -> Tensor:
+        return logits[:, 0]
+
+
+@dataclass(frozen=True)
+class PaddingCollator:
+    """Stack texts of several lengths, padded on the right: on the left, absolute positions would be others."""
+
+    pad_token_id: int
+    pad_token_type_id: int = 0
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        names = [name for name in TOKENS if name in rows[0]]
+        columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in names}
+        padding = dict(zip(TOKENS, (self.pad_token_id, 0, self.pad_token_type_id), strict=True))
+        padded = {name: pad_sequence(x, True, padding[name]) for name, x in columns.items()}
+        return {**padded, "labels": torch.stack([torch.as_tensor(row["labels"]) for row in rows])}
+
+
+def class_numbers(labels: Sequence[int | str], known: Mapping[str, int], count: int) -> list[int]:
+    """Return labels as class numbers; `DataError` for one that the model does not have.
+
+    >>> class_numbers(["good", "bad", 1], {"bad": 0, "good": 1}, 2)
+    [1, 0, 1]
+    """
+    numbers = [known.get(label) if isinstance(label, str) else label for label in labels]
+    for label, number in zip(labels, numbers, strict=True):
+        if number is None or not 0 <= number < count:
+            hint = did_you_mean(str(label), known)
+            raise DataError(
+                f"label {label!r} is none of the model's {count} classes{hint}; relabel the data, or leave rows"
+                " without a class out"
+            )
+    return numbers  # type: ignore[return-value]
+
+
+def check_several(split: str, labels: Tensor, remedy: str) -> None:
+    """Raise `DataError` where all texts have the same label: there is nothing to learn, and nothing to measure."""
+    if len(labels) and bool((labels == labels[0]).all()):
+        raise DataError(f"label: all {len(labels)} texts of the {split} split have {labels[0].tolist()}; {remedy}")
+
+
+def weighted_loss(logits: Tensor, labels: Tensor, weights: Sequence[float], smoothing: float = 0.0) -> Tensor:
+    """Return mean_i w_i nll_i, w_i the weight of text i's class, for logits [B, K] and classes [B].
+
+    The mean is over texts and not over weights, so that every batch counts alike.
+    """
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    each = torch.tensor(weights, device=logits.device, dtype=precise.dtype)
+    return F.cross_entropy(precise, labels, each, reduction="sum", label_smoothing=smoothing) / len(labels)
+
+
+def class_weights(given: Sequence[float] | str | None, labels: Tensor, config: Any) -> tuple[float, ...] | None:
+    """Return what the loss of each class is multiplied by: as given, or N / (K N_c), so that all count alike.
+
+    N: texts, K: classes, N_c: texts of a class.
+
+    Raises:
+        OptionError: not one weight for each class, or a class without a text to be balanced by.
+    """
+    if given is None:
+        return None
+    names = [config.id2label[number] for number in range(config.num_labels)]
+    if given != BALANCED:
+        if len(given) != len(names):
+            raise OptionError(f"class_weights={list(given)}: give {len(names)}, one for each of {', '.join(names)}")
+        return tuple(float(weight) for weight in given)
+    counts = Counter(labels.tolist())
+    for number, name in enumerate(names):
+        if not counts[number]:
+            raise OptionError(f"class_weights={BALANCED!r}: no training text is of {name!r}; give a list of weights")
+    return tuple(len(labels) / (len(names) * counts[number]) for number in range(len(names)))

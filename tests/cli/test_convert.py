@@ -1,0 +1,155 @@
+"""`hf-linattn convert`: what it announces, fits, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import hf_linattn
+from hf_linattn.cli import app
+from tests.helpers import make_tokenizer
+from tests.models import make_model
+
+BASE_CARD = "---\nlicense: mit\nlanguage: en\n---\n\n# The original\n"
+ROW = 64  # positions of the tiny GPT-2
+WINDOW = json.dumps({"window_size": 8, "num_sink_tokens": 1})
+
+
+def answer(*arguments: object, code: int = 0) -> str:
+    """Return what a command prints on standard output, or all of it where it fails."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == code, result.output
+    return result.output if code else result.stdout
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    """A tiny GPT-2 with a tokenizer and a card, beside a text of four rows."""
+    folder = tmp_path_factory.mktemp("convert")
+    make_model("gpt2", std=0.3).save_pretrained(folder / "tiny")
+    make_tokenizer().save_pretrained(folder / "tiny")
+    (folder / "tiny" / "README.md").write_text(BASE_CARD, encoding="utf-8")
+    (folder / "text.txt").write_text(" ".join(f"w{5 + (i * i + i // 7) % 90}" for i in range(4 * ROW + 9)))
+    return folder / "tiny"
+
+
+def test_a_dry_run_announces_what_is_written_then_and_writes_nothing(original, tmp_path):
+    arguments = [
+        "convert", original, tmp_path / "out", "--mechanism", "hybrid", "--options", WINDOW, "--layers", "1",
+        "--length", 40, "--calibrate", original.parent / "text.txt", "--calibration-tokens", 3 * ROW,
+    ]  # fmt: skip
+    announced = json.loads(answer(*arguments, "--dry-run", "--json"))
+    shown = answer(*arguments, "--dry-run")
+    assert list(tmp_path.iterdir()) == [] and not announced.pop("written")
+    done = json.loads(answer(*arguments, "--json"))
+    assert done.pop("written") and done.pop("card") == str(tmp_path / "out" / "README.md")
+    assert done["calibration"].pop("seconds") > 0 and done["calibration"].pop("layers") == 1
+    assert done["calibration"].pop("taken") in (0, 1) and announced == done
+    assert announced["calibration"] == {"tokens": 3 * ROW}
+    saved = load_file(tmp_path / "out" / "model.safetensors").values()
+    assert sum(tensor.nbytes for tensor in saved) == announced["weight_bytes"]
+    files = re.findall(r"[\w.]+\.\w+", shown.split("to be written to")[1].partition(": ")[2])
+    assert {file.name for file in (tmp_path / "out").iterdir()} >= set(files) > {"model.safetensors", "README.md"}
+    for part in ("hybrid(window_size=8, num_sink_tokens=1)", "softmax", "nothing was written", "calibrated on 192"):
+        assert part in shown, part
+    keys_and_values = 2 * 2 * make_model("gpt2").config.n_embd * 40 * 4  # of two layers, in float32
+    assert announced["state"]["original"] - keys_and_values in range(64)
+    assert announced["state"]["patched"] < announced["state"]["original"] and announced["state"]["length"] == 40
+
+
+def test_calibrate_fits_what_is_saved_on_whole_rows_of_the_text(original, tmp_path):
+    text = original.parent / "text.txt"
+    shown = answer(
+        "convert", original, tmp_path / "out", "--mechanism", "hedgehog", "--calibrate", text, "--length", 0
+    )
+    ids = torch.tensor([int(word[1:]) for word in text.read_text().split()[: 4 * ROW]]).view(4, ROW)
+    expected = hf_linattn.patch_model(make_model("gpt2", std=0.3), "hedgehog")
+    untrained = {name: tensor.clone() for name, tensor in expected.state_dict().items()}
+    hf_linattn.calibrate(expected, [{"input_ids": ids}])
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.allclose(saved[name], tensor, atol=1e-5) for name, tensor in expected.state_dict().items())
+    assert not all(torch.equal(saved[name], tensor) for name, tensor in untrained.items()), "it was fitted"
+    assert "calibrated on 256 tokens of text.txt" in shown and "--mechanism hedgehog" in shown.split("recover: ")[1]
+    assert f"hf-linattn eval {tmp_path / 'out'} text.txt --suite language --original {original}" in shown
+
+
+def test_a_plan_comes_from_a_file_or_is_chosen(original, tmp_path):
+    plan = [{"mechanism": "local", "layers": [1], "heads": [0], "options": {"window_size": 8}}]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    run = partial(answer, "convert", original)
+    named = json.loads(run(tmp_path / "named", "--plan", tmp_path / "plan.json", "--json", "--length", 0))
+    assert named["attention"] == [
+        {"attention": "local(window_size=8) in key/value heads 0, softmax in the others", "layers": "1"},
+        {"attention": "softmax", "layers": "0"},
+    ]
+    choice = ["--signal", "divergence", "--text", original.parent / "text.txt", "--options", WINDOW, "--length", 0]
+    auto = json.loads(run(tmp_path / "auto", "--plan", "auto", *choice, "--json"))
+    assert (tmp_path / "auto" / "plan.json").exists() and len(auto["kept"]) == 1, "a tenth of a few, at least one"
+    again = json.loads(run(tmp_path / "again", "--plan", tmp_path / "auto" / "plan.json", "--json", "--length", 0))
+    assert again["kept"] == auto["kept"] and again["attention"] == auto["attention"]
+
+
+REFUSED = {
+    "--plan atuo": r"CheckpointError: plan='atuo' cannot be read: .*give auto, or a JSON file",
+    "--plan auto --layers 0": r"layers='0' is for a mechanism alone",
+    "--plan auto --keep few": r"keep must be a share like 0.1",
+    "--mechanism hedgehog --calibrate missing.txt": r"DataError: calibrate: .* give a text file in UTF-8",
+    "--mechanism hedgehog --calibrate short.txt": r"calibrate: no document has the 64 tokens of one row",
+    "--mechanism hedgehog --calibrate text.txt --calibration-tokens 63": r"calibration_tokens .* >= 64",
+    "--mechanism streaming --calibrate text.txt": r"nothing of its own that could be fitted; leave calibrate out",
+    "--mechanism linear --length 65": r"lengths reaches 65 tokens, but the model has 64 positions",
+    "--mechanism linear --max-shard-size big": r"max_shard_size must be a size like 5GB",
+    "--mechanism linear --base-model a/b/c": r"base_model must be a name on the Hub",
+    '--mechanism {"linear":0} --options {"decay":"learned"}': r"options must be absent where mechanism is a plan",
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.items(), ids=str)
+def test_what_is_wrong_is_refused_by_name_before_anything_is_written(original, tmp_path, arguments, message):
+    (tmp_path / "short.txt").write_text("w5 w6")
+    (tmp_path / "text.txt").write_text((original.parent / "text.txt").read_text())
+    files = {name: str(tmp_path / name) for name in ("missing.txt", "short.txt", "text.txt")}
+    given = [files.get(part, part) for part in arguments.split()]
+    said = answer("convert", original, tmp_path / "out", *given, code=1).strip().splitlines()[-1]
+    assert re.search(message, said), said
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_card_of_a_conversion_says_what_it_is_and_that_nothing_was_trained(original, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answer("convert", original, "runs/out", "--mechanism", "linear", "--length", 40, "--base-model", "me/tiny-gpt2")
+    card = ModelCard.load("runs/out/README.md")
+    assert (card.data.base_model, card.data.license, card.data.language) == ("me/tiny-gpt2", "mit", "en")
+    assert {"hf_linattn", "linear", "untrained"} <= set(card.data.tags) and card.data.pipeline_tag == "text-generation"
+    assert card.text.lstrip().startswith("# tiny-gpt2 with linear attention\n\n**UNTRAINED.**")
+    for part in (
+        "linear in place of softmax attention in 2 of 2 attention layers", "were not measured",
+        'AutoModelForCausalLM.from_pretrained("runs/out")', "| `linear` | 0-1 |", "Katharopoulos", "mit.",
+    ):  # fmt: skip
+        assert part in card.text, part
+    again = answer("convert", original, "dry", "--mechanism", "linear", "--length", 40, "--dry-run", "--json")
+    state = json.loads(again)["state"]
+    kilobytes = f"{state['patched'] / 1000:.1f} kB instead of {state['original'] / 1000:.0f} kB"
+    assert f"decoding state of {kilobytes} at 40 tokens" in card.text
+
+
+def test_a_licence_that_lies_in_a_file_comes_along(original, tmp_path):
+    model = make_model("bert", "Model")
+    model.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "LICENSE").write_text("as you like")
+    (tmp_path / "base" / "README.md").write_text("---\n- no mapping\n---\n")
+    shown = answer("convert", tmp_path / "base", tmp_path / "out", "--mechanism", "linear")
+    assert "train and measure it with your own" in shown
+    assert (tmp_path / "out" / "LICENSE").read_text() == "as you like"
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert (card.data.license, card.data.license_link) == ("other", "LICENSE")
+    assert card.data.pipeline_tag == "feature-extraction" and "decoding state" not in card.text

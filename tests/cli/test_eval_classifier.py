@@ -1,0 +1,101 @@
+"""`hf-linattn eval` of classifiers: metrics, whole texts and windows, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_linattn import extend_positions, patch_model
+from tests.helpers import make_tokenizer
+from tests.models import make_model
+from tests.test_cli import answer, refuse
+
+LABELS = ["no", "yes", "yes", "no", "yes", "no", "no"]
+TEXTS = [" ".join(f"w{5 + (seed + 3 * i) % 20}" for i in range(2 + 3 * seed)) for seed in range(7)]
+KNOWN = {"label2id": {"no": 0, "yes": 1}, "id2label": {0: "no", 1: "yes"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A classifier with 8 positions, its converted form with 24, a classifier of numbers, and rows."""
+    folder = tmp_path_factory.mktemp("eval")
+    models = {
+        name: make_model("bert", "ForSequenceClassification", std=0.6, max_position_embeddings=8, **options)
+        for name, options in {"original": KNOWN, "number": {"num_labels": 1}}.items()
+    }
+    models["converted"] = patch_model(extend_positions(make_model(
+        "bert", "ForSequenceClassification", std=0.6, max_position_embeddings=8, **KNOWN
+    ), 24), "linear")  # fmt: skip
+    models["question"] = make_model("bert", "ForQuestionAnswering")
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        make_tokenizer().save_pretrained(folder / name)
+    rows = [{"text": text, "label": label} for text, label in zip(TEXTS, LABELS, strict=True)]
+    for first, name in ((0, "one"), (4, "two")):
+        part = rows[first : first + 4]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    (folder / "numbers.csv").write_text("body,score\n" + "".join(f"{t},{i / 2}\n" for i, t in enumerate(TEXTS)))
+    return folder
+
+
+def test_a_classifier_is_scored_on_the_rows_of_its_files(folder):
+    files = folder / "one.jsonl", folder / "two.jsonl"
+    found = json.loads(answer("eval", folder / "converted", *files, "--json"))
+    model, tokenizer, right = patch_model(extend_positions(make_model(
+        "bert", "ForSequenceClassification", std=0.6, max_position_embeddings=8, **KNOWN
+    ), 24), "linear"), make_tokenizer(), 0  # fmt: skip
+    for text, label in zip(TEXTS, LABELS, strict=True):
+        with torch.no_grad():
+            best = int(model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits.argmax())
+        right += ("no", "yes")[best] == label
+    assert (found["accuracy"], found["num_texts"], found["max_length"]) == (right / 7, 7, 24)
+    assert [*found][-3:] == ["accuracy", "macro_f1", "matthews"] and found["document_window"] is None
+    shown = answer("eval", folder / "converted", *files, "--metrics", "macro_f1", "--max-length", 5)
+    assert shown.startswith("macro_f1 ") and "over 7 texts" in shown
+
+
+def test_windows_read_what_is_longer_than_the_table(folder):
+    files, whole = (folder / "one.jsonl", folder / "two.jsonl"), ("--document_window", 8, "--document_stride", 3)
+    found = json.loads(answer("eval", folder / "original", *files, *whole, "--json"))
+    model, tokenizer, right = make_model(
+        "bert", "ForSequenceClassification", std=0.6, max_position_embeddings=8, **KNOWN
+    ), make_tokenizer(), 0  # fmt: skip
+    for text, label in zip(TEXTS, LABELS, strict=True):
+        ids, total = tokenizer(text)["input_ids"], torch.zeros(2)
+        for start in range(0, max(1, len(ids) - 8 + 3), 3):
+            window = ids[start : start + 8]
+            with torch.no_grad():
+                total += len(window) * model(input_ids=torch.tensor([window])).logits[0]
+        right += ("no", "yes")[int(total.argmax())] == label
+    assert found["accuracy"] == right / 7
+    assert (found["max_length"], found["document_window"], found["document_stride"]) == (None, 8, 3)
+
+
+def test_numbers_are_scored_by_their_correlation(folder):
+    columns = "--text_column", "body", "--label_column", "score"
+    found = json.loads(answer("eval", folder / "number", folder / "numbers.csv", *columns, "--json"))
+    assert [*found][-2:] == ["pearson", "spearman"] and -1 <= found["spearman"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("model", "file", "options", "message"),
+    [
+        ("original", "one.jsonl", ("--max-length", 9), "max_length=9 is beyond the 8 positions .* extend_positions"),
+        ("original", "one.jsonl", ("--document_window", 9), "document_window=9 is beyond the 8 positions"),
+        ("original", "one.jsonl", ("--document_stride", 2), "document_stride=2: there are no windows"),
+        ("original", "one.jsonl", ("--stride", 2), "stride=2: it is of perplexity; give document_stride"),
+        ("original", "one.jsonl", ("--metrics", "pearson"), "metric 'pearson' is of regression"),
+        ("original", "one.jsonl", ("--label_column", "labels"), "label_column='labels' is not a column"),
+        ("original", "missing.jsonl", (), "does not exist or is not a file"),
+        ("number", "one.jsonl", (), "holds string; name a column of numbers"),
+        ("original", "one.jsonl", ("--suite", "language"), "which predicts no tokens and has no perplexity"),
+        ("question", "one.jsonl", (), "BertForQuestionAnswering, which predicts no tokens"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_one_line(folder, model, file, options, message):
+    said = " ".join(refuse("eval", folder / model, folder / file, *options).split())
+    assert re.search(message, said), said

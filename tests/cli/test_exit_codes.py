@@ -1,0 +1,114 @@
+"""What every command keeps to: exit codes, streams, JSON, completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hf_linattn.cli import app
+from hf_linattn.cli import list as listing
+from hf_linattn.cli.common import EXIT_CODES
+from tests.helpers import make_tokenizer
+from tests.models import make_model
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def run(*arguments: object):
+    """Run a command in this process."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+
+
+def commands() -> list[tuple[list[str], typer.core.TyperCommand]]:
+    """Every command with the words that call it."""
+    found, groups = [], [([], typer.main.get_command(app))]
+    for words, group in groups:  # which grows
+        for name, command in group.commands.items():
+            place = groups if hasattr(command, "commands") else found
+            place.append(([*words, name], command))
+    return found
+
+
+def test_every_command_takes_json_and_says_what_its_options_are_for():
+    assert len(commands()) >= 15
+    for words, command in commands():
+        assert "--json" in {flag for parameter in command.params for flag in parameter.opts}, words
+        assert all(parameter.help for parameter in command.params if parameter.name != "help"), words
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A tiny GPT-2, and the same converted."""
+    folder = tmp_path_factory.mktemp("codes")
+    make_model("gpt2").save_pretrained(folder / "original")
+    make_tokenizer().save_pretrained(folder / "original")
+    done = run("convert", folder / "original", folder / "model", "--mechanism", "linear", "--length", 0)
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+def test_the_codes_are_those_that_help_and_page_name(place, monkeypatch):
+    assert run("list").exit_code == 0
+    assert run("list", "hybird").exit_code == 1 and run("env", "--model", "absent/model").exit_code == 1
+    assert run("convert", "--nonsense").exit_code == 2
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(listing, "rows", interrupt)
+    assert run("list").exit_code == 130
+    said, page = run("--help").stdout, (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+    for code, meaning in EXIT_CODES.items():
+        assert f"{code} {meaning}" in " ".join(said.split()), code
+        assert f"| {code} | {meaning} |" in page, code
+    assert set(EXIT_CODES) == {0, 1, 2, 3, 130}
+
+
+def test_bench_shows_what_was_measured_before_its_time_was_up(place, monkeypatch):
+    bench, asked = import_module("hf_linattn.cli.bench"), []
+    plain = bench.measure
+
+    def slow_at_the_second(model, lengths, options, speed, sizes):
+        plain(model, lengths[:1], options, speed, sizes)
+        asked.append(len(speed))
+        while True:
+            pass
+
+    monkeypatch.setattr(bench, "measure", slow_at_the_second)
+    arguments = ["bench", place / "model", "--lengths", "8,16", "--repeats", 1, "--threads", 1]
+    result = run(*arguments, "--limit-minutes", 0.05, "--json")
+    assert result.exit_code == 3 and asked == [1]
+    document = json.loads(result.stdout)
+    assert document["stopped"] and [row["length"] for row in document["speed"]] == [8]
+    assert "tokens 8, prompt x as fast" in result.stderr and "up after 1 of 2 lengths" in result.stderr
+
+
+def test_results_go_to_standard_output_and_all_else_to_standard_error(place, tmp_path):
+    result = run("convert", place / "original", tmp_path / "out", "--mechanism", "linear", "--length", 8)
+    assert "saved to" in result.stdout and "measuring" in result.stderr and "measuring" not in result.stdout
+    document = run("convert", place / "original", tmp_path / "json", "--mechanism", "linear", "--length", 8, "--json")
+    assert json.loads(document.stdout)["state"]["length"] == 8
+    refused = run("convert", place / "original", place / "model", "--mechanism", "linear")
+    assert refused.stdout == "" and refused.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "word", "expected"),
+    [("hf-linattn li", 1, {"list"}), ("hf-linattn list gated", 2, {"gated_deltanet"}),
+     ("hf-linattn recipes show smollm2-135", 3, {"smollm2-135m"}),
+     ("hf-linattn convert a b --mechanism perf", 5, {"performer"})],
+)  # fmt: skip
+def test_a_shell_completes_commands_mechanisms_and_recipes(line, word, expected):
+    asked = {"_HF_LINATTN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(word)}
+    code = "from hf_linattn.cli import app; app(prog_name='hf-linattn')"
+    environment = {**os.environ, **asked, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert set(done.stdout.split()) == expected, done.stderr
