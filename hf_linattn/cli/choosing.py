@@ -68,7 +68,9 @@ class PlanRequest:
             return None
         named: Plan = name_or_plan("mechanism", self.mechanism or "")
         if not isinstance(named, str):
-            require("options", self.options, not options, "absent where mechanism is a plan, which has them itself")
+            given = {"options": options or None, "layers": self.layers}
+            for name, value in given.items():
+                require(name, value, value is None, "absent where mechanism is a plan, which has them itself")
             return named
         layers = {} if self.layers is None else {"layers": self.layers}
         return [{"mechanism": named, "options": options, **layers}]

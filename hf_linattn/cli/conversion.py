@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..cards import Calibrated, Conversion, Measured
 
 PROCESSORS = {"tokenizer_config.json": "AutoTokenizer", "preprocessor_config.json": "AutoProcessor"}
+CAUSAL = "AutoModelForCausalLM"
 LENGTH = 2048  # tokens after which the decoding state is measured
 MEASURING = "evaluate"  # the package that measurements need, of the extra [eval]
 
@@ -147,11 +148,14 @@ def calibration_document(batches: Sequence[Mapping[str, Any]], fitted: Calibrate
 
 
 def measured_state(model: PreTrainedModel, wanted: Wanted) -> Measured:
-    """Measure the decoding state beside softmax's, where the model has one."""
-    from ..cards import Measured
+    """Measure the decoding state beside softmax's: of a causal language model, and where a length is asked for."""
+    from ..cards import Measured, loader_of
 
-    if wanted.length == 0 or not model.can_generate() or model.config.is_encoder_decoder:
+    if wanted.length == 0 or (wanted.length is None and loader_of(model.config) != CAUSAL):
         return Measured()
+    if model.config.is_encoder_decoder:
+        name = type(model).__name__
+        raise OptionError(f"length={wanted.length} is for a decoder alone; {name} has an encoder, leave length out")
     if wanted.length is None and importlib.util.find_spec(MEASURING) is None:
         wanted.say(f"the decoding state is not measured: that needs {MEASURING}; run pip install 'hf_linattn[all]'")
         return Measured()

@@ -18,6 +18,7 @@ import hf_linattn
 from hf_linattn.cli import app
 from tests.helpers import make_tokenizer
 from tests.models import make_model
+from tests.test_cross_attention import bart
 
 BASE_CARD = "---\nlicense: mit\nlanguage: en\n---\n\n# The original\n"
 ROW = 64  # positions of the tiny GPT-2
@@ -109,6 +110,7 @@ REFUSED = {
     "--mechanism linear --length 65": r"lengths reaches 65 tokens, but the model has 64 positions",
     "--mechanism linear --max-shard-size big": r"max_shard_size must be a size like 5GB",
     "--mechanism linear --base-model a/b/c": r"base_model must be a name on the Hub",
+    '--mechanism {"linear":0} --layers 1': r"layers must be absent where mechanism is a plan",
     '--mechanism {"linear":0} --options {"decay":"learned"}': r"options must be absent where mechanism is a plan",
 }
 
@@ -153,3 +155,12 @@ def test_a_licence_that_lies_in_a_file_comes_along(original, tmp_path):
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.license, card.data.license_link) == ("other", "LICENSE")
     assert card.data.pipeline_tag == "feature-extraction" and "decoding state" not in card.text
+
+
+def test_a_length_is_refused_where_there_is_no_decoding_state(tmp_path):
+    for model, message in ((make_model("bert"), "has no decoding state"), (bart(), "is for a decoder alone")):
+        name = model.config.model_type
+        model.save_pretrained(tmp_path / name)
+        arguments = ["convert", tmp_path / name, tmp_path / "out", "--mechanism", "linear", "--json"]
+        assert message in answer(*arguments, "--length", 8, code=1) and not (tmp_path / "out").exists()
+        assert json.loads(answer(*arguments, "--dry-run"))["state"] is None
