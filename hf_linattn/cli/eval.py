@@ -80,18 +80,16 @@ def evaluate(
     columns = text_column, text_pair_column, label_column
     read = ClassifierOptions(*columns, names(metrics), document_window, document_stride, stride)
     with exit_on_error():
-        if suite is None and is_classifier(model):
+        classifies = suite is None and is_classifier(model)
+        texts = [] if classifies else [read_text(file) for file in files or ()]
+        if classifies:
             document, *shown = classifier_scores(model, files or [], max_length, batch_size, dtype, read)
         elif suite is None:
-            texts = [read_text(file) for file in files or ()]
             document, *shown = text_perplexity(model, texts, max_length or 512, stride, batch_size, dtype, not as_json)
         else:
             if stride is not None:
                 raise OptionError(f"stride={stride}: windows of a suite do not overlap; leave stride out")
-            from ..evaluation.suite import SuiteOptions
-
-            texts = [read_text(file) for file in files or ()]
-            options = SuiteOptions(
+            options = suite_options(
                 texts=tuple(texts), length=max_length or 1024, num_windows=num_windows or None,
                 recall_tasks=names(recall), lengths=tuple(numbers("lengths", lengths)), num_samples=samples,
                 tasks=names(tasks), task_files=locate(task_files), task_dir=task_dir,
@@ -102,6 +100,13 @@ def evaluate(
             document, *shown = run_suite(suite, {k: path for k, path in paths.items() if path}, options, dtype)
             write_text(output, json.dumps(document, indent=1) + "\n")
     show(document, as_json, *shown)
+
+
+def suite_options(**given: Any) -> SuiteOptions:
+    """Return the options of a suite, which are read with PyTorch at hand."""
+    from ..evaluation.suite import SuiteOptions
+
+    return SuiteOptions(**given)
 
 
 def names(text: str | None) -> tuple[str, ...]:

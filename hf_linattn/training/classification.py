@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import ClassLabel, Dataset, DatasetDict
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -93,7 +93,7 @@ class SequenceClassification(Task):
         Raises:
             DataError: a label that the model does not have, or a text of which no token is left.
         """
-        labels = self.numbers(texts["label"], config)
+        labels = self.numbers(by_name(texts, config.label2id), config)
         pairs = [second or "" for second in texts["text_pair"]] if "text_pair" in texts.column_names else None
         encoded = encoder.tokenizer(
             list(texts["text"]), pairs, truncation=True, max_length=encoder.options.block_size, verbose=False,
@@ -233,6 +233,17 @@ class PaddingCollator:
         padding = dict(zip(TOKENS, (self.pad_token_id, 0, self.pad_token_type_id), strict=True))
         padded = {name: pad_sequence(x, True, padding[name]) for name, x in columns.items()}
         return {**padded, "labels": torch.stack([torch.as_tensor(row["labels"]) for row in rows])}
+
+
+def by_name(texts: Dataset, known: Mapping[str, int]) -> Sequence[Any]:
+    """Return the labels of texts; as names, where the data set has names for its numbers and the model knows them all.
+
+    A data set may number its classes otherwise than the model does.
+    """
+    feature, labels = texts.features["label"], texts["label"][:]
+    if not isinstance(feature, ClassLabel) or not {*feature.names} <= {*known}:
+        return labels
+    return [feature.names[label] if label is not None and label >= 0 else label for label in labels]
 
 
 def class_numbers(labels: Sequence[int | str], known: Mapping[str, int], count: int) -> list[int]:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import ClassLabel, Dataset, DatasetDict
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
@@ -166,6 +166,18 @@ def test_texts_that_cannot_be_learnt_from_are_named():
     texts = Dataset.from_dict({"text": ["w5", "# #"], "label": [0, 1]})
     with pytest.raises(DataError, match="the train split holds the text '# #', of which the tokenizer leaves"):
         CLASSIFICATION.encode(texts, TextEncoder(tokenizer, options), model.config, "train")
+
+
+def test_a_data_set_that_numbers_its_classes_otherwise_is_read_by_their_names():
+    encoder = TextEncoder(make_tokenizer(), DataArguments(block_size=12))
+    texts = Dataset.from_dict({"text": TEXTS[:4], "label": [0, 1, 2, 1]})
+    config = make_model("bert", HEAD, num_labels=3, **NAMES).config
+    for names, expected in ((["c", "a", "b"], [2, 0, 1, 0]), (["x", "y", "z"], [0, 1, 2, 1])):
+        named = texts.cast_column("label", ClassLabel(names=names))
+        assert CLASSIFICATION.encode(named, encoder, config)["labels"][:].tolist() == expected
+    missing = texts.cast_column("label", ClassLabel(names=["a", "b", "c"])).map(lambda row: {"label": -1})
+    with pytest.raises(DataError, match="label -1 is none of the model's 3 classes"):
+        CLASSIFICATION.encode(missing, encoder, config)
 
 
 def test_options_of_classifiers_are_refused_elsewhere():
