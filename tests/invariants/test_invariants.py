@@ -149,7 +149,12 @@ NOT_OF_GPT2 = {"1", "4", "8", "9"}
 # made of the operations of others, the first of `linear`: those have the backward pass compiled, both forms counted
 OF_OTHERS = {"cosformer", "hedgehog", "learned_exp", "performer", "t2r", "taylor"}
 OF_OTHERS |= {"bigbird", "by_head", "dynamic_sparse", "evo", "fusion", "mixed_chunk", "streaming"}
-OWN_STATES = set(STATES) - OF_OTHERS
+# those that are compiled, by mode: one for each kind of state, and for each way to what has none
+COMPILED = {
+    "causal": {*STATES, "gated_deltanet"} - OF_OTHERS,
+    "bidirectional": {"linear", "local"},
+    "cross": {"linformer"},
+}
 
 
 def is_enough(check: Check) -> bool:
@@ -174,10 +179,10 @@ def marks_of(check: Check) -> list[pytest.MarkDecorator]:
     case, causal = check.case, check.case.mode == "causal"
     usual = (case.architecture, case.mode) in ALWAYS and not case.options
     if check.invariant == COMPILES:
-        enough = usual and (causal or case.mechanism in OWN_STATES) and not is_plain_pattern(case.mechanism)
-        return [] if enough else [pytest.mark.slow]
+        return [] if usual and case.mechanism in COMPILED[case.mode] else [pytest.mark.slow]
     if check.invariant == COSTS:
-        return [] if usual and (causal or case.mechanism not in OF_OTHERS) else [pytest.mark.slow]
+        apart = case.mechanism not in OF_OTHERS and not is_plain_pattern(case.mechanism)
+        return [] if usual and (causal or apart) else [pytest.mark.slow]
     return [] if is_enough(check) else [pytest.mark.exhaustive]
 
 
