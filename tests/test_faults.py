@@ -97,6 +97,7 @@ def test_r5_every_length_keeps_its_shape(name):
         assert mechanism(query, key, value)[0].shape == query.shape
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 def test_r6_models_in_half_precision_run(name, dtype):
@@ -195,6 +196,7 @@ def test_r12_which_keys_are_seen_does_not_depend_on_the_dtype(name, causal):
     assert not causal or not any(pattern.triu(1).any() for pattern in seen)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama"])
 @pytest.mark.parametrize("name", NAMES)
 def test_r13_the_mask_of_a_batch_arrives(name, architecture):
