@@ -63,6 +63,11 @@ def each_with(names: Iterable[str], mechanisms: list[str]) -> list[Any]:
     ]
 
 
+def one_of_each_kind(mechanisms: Iterable[str]) -> list[Any]:
+    """Return mechanisms as parameters, those marked exhaustive for which one of `KINDS` stands."""
+    return [pytest.param(x, marks=[] if x in KINDS else [pytest.mark.exhaustive]) for x in mechanisms]
+
+
 def each_kind(names: Iterable[str]) -> list[Any]:
     """Return architectures and mechanisms as parameters, one mechanism of each kind; the others are marked exhaustive.
 

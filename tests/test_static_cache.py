@@ -14,7 +14,7 @@ from hf_linattn import get_mechanisms, list_mechanisms, patch_model
 from hf_linattn.cache import StaticStateLayer
 from hf_linattn.errors import UnsupportedModeError
 from hf_linattn.mechanisms.composite import CompositeMechanism
-from tests.helpers import assert_close, generate, logits_of, make_patched, make_tokens, pad
+from tests.helpers import assert_close, each_of, generate, logits_of, make_patched, make_tokens, pad
 from tests.models import NUM_LAYERS, make_model
 
 WINDOW = {"window_size": 4, "block_size": 4}  # narrower than the prompt, so that steps leave it
@@ -117,7 +117,7 @@ def states_of(cache):
     return [layer for layer in cache.layers if isinstance(layer, StaticStateLayer)]
 
 
-@pytest.mark.parametrize("mechanism", list_mechanisms())
+@pytest.mark.parametrize("mechanism", each_of(list_mechanisms()))
 def test_every_mechanism_is_served_or_refused_by_name_before_anything_is_read(mechanism):
     model, (ids, mask) = make_patched("llama", mechanism), PADDED
     want = generate(model, ids, attention_mask=mask, use_cache=False)

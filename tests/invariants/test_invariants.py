@@ -142,6 +142,7 @@ COSTS = "11 linear cost"  # hardly an option changes how they grow
 ALWAYS = {("bert", "bidirectional"), ("llama", "causal"), ("bart", "cross")}
 # what an option can break, by number: decoding, the formula, which has pads, borders and no future too, large numbers
 OF_OPTIONS = {"4", "9", "10"}
+OF_PATTERNS = {"4", "7", "9", "10"}  # of a choice of blocks and nothing else: `local` and `bigbird` have the others
 PACKING = "5"  # beside large neighbours; of options one for each kind of state
 # of these, what both forms have from the formula, by number: an option that both have is checked in the causal one
 OF_ONE_FORM = {"5", "10"}
@@ -169,7 +170,7 @@ def is_enough(check: Check) -> bool:
     case, number = check.case, check.invariant.split()[0]
     if not case.options:
         if (case.architecture, case.mode) in ALWAYS:
-            return True
+            return number in OF_PATTERNS or not is_plain_pattern(case.mechanism)
         others = WITHOUT_MODEL | NOT_OF_GPT2 if case.architecture == "gpt2" else WITHOUT_MODEL
         return case.mechanism in STATES and number not in others
     of_both = VARIANTS.get(case.mechanism, [])
