@@ -135,7 +135,9 @@ def test_every_query_sees_all_keys(small_tiles, monkeypatch, name, kind, padded)
     assert len(taken) == (0 if name in ("gla", "retention") else 2)  # whose weights decay
 
 
-@pytest.mark.parametrize(("length", "packed"), [(1, False), (2, True), (37, False), (37, True)])
+@pytest.mark.parametrize(
+    ("length", "packed"), [(1, False), (2, True), (37, True), pytest.param(37, False, marks=pytest.mark.exhaustive)]
+)
 def test_weights_that_decay_both_ways(small_tiles, length, packed):
     """Outputs and the gradients of heads and parameters, masked."""
     ids = torch.stack([torch.arange(length) // 9, torch.arange(length) // 36]) if packed else None
