@@ -9,6 +9,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads to load weights by take longer than tiny weights
 
 import pytest
 

@@ -24,6 +24,8 @@ from tests.models import ENCODERS, VOCAB_SIZE, make_model
 OPTIONS: dict[str, dict[str, Any]] = {"performer": {"num_features": 24}}
 # one mechanism for each kind of state
 STATES = ("linear", "hybrid", "local", "lsh", "linformer", "fusion", "softmax")
+# and one for each kind of parameters beside these: maps of every head, projections and convolutions of the input
+KINDS = (*STATES, "hedgehog", "gated_deltanet")
 
 
 def is_plain_pattern(mechanism: str) -> bool:
@@ -59,6 +61,22 @@ def each_with(names: Iterable[str], mechanisms: list[str]) -> list[Any]:
         for name, form in forms.items()
         if form in MECHANISMS.get(mechanism.values[0]).modes
     ]
+
+
+def one_of_each_kind(mechanisms: Iterable[str]) -> list[Any]:
+    """Return mechanisms as parameters, those marked exhaustive for which one of `KINDS` stands."""
+    return [pytest.param(x, marks=[] if x in KINDS else [pytest.mark.exhaustive]) for x in mechanisms]
+
+
+def each_kind(names: Iterable[str]) -> list[Any]:
+    """Return architectures and mechanisms as parameters, one mechanism of each kind; the others are marked exhaustive.
+
+    For what a model does with states and parameters, whatever they hold: it is saved, wrapped, generates, trains. The
+    invariants have each mechanism decoded, saved, undone and differentiated.
+    """
+    cases = each_with(names, [*MECHANISMS.names()])
+    rest = [pytest.mark.exhaustive]
+    return [pytest.param(*x.values, marks=[*x.marks, *([] if x.values[1] in KINDS else rest)]) for x in cases]
 
 
 def make_patched(name: str, mechanism: str = "performer", head: str | None = None, **config: Any) -> PreTrainedModel:

@@ -6,6 +6,7 @@ computes the same and no test can fail.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,14 +102,22 @@ LATENT = (
 )  # fmt: skip
 CAUSAL = tuple(name for name, architecture in ARCHITECTURES.items() if architecture.causal)
 ENCODERS = tuple(name for name, architecture in ARCHITECTURES.items() if not architecture.causal)
+_MADE: dict[tuple[Any, ...], PreTrainedModel] = {}
 
 
 def make_model(
     name: str, head: str | None = None, std: float = 0.2, seed: int = 0, **options: Any
 ) -> PreTrainedModel:
-    """Return a tiny model in evaluation mode with weights from N(0, std^2), the same for the same seed."""
-    architecture = ARCHITECTURES[name]
-    return fill(architecture.model_class(head)(architecture.config(**options)), std, seed)
+    """Return a tiny model in evaluation mode with weights from N(0, std^2), the same for the same seed.
+
+    Each call returns a copy of one that is made once, which takes half the time; the global random state stays.
+    """
+    known = (name, head, std, seed, repr(sorted(options.items())))
+    if known not in _MADE:
+        architecture = ARCHITECTURES[name]
+        with torch.random.fork_rng(devices=[]):
+            _MADE[known] = fill(architecture.model_class(head)(architecture.config(**options)), std, seed)
+    return copy.deepcopy(_MADE[known])
 
 
 def make_latent(model_type: str) -> PreTrainedModel:

@@ -1,20 +1,20 @@
-"""One code path for every architecture: each mechanism, on models nobody wrote special code for."""
+"""One code path for every architecture: a mechanism of each kind, on models nobody wrote special code for."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hf_linattn import get_mechanisms, list_mechanisms, patch_model, unpatch_model
+from hf_linattn import get_mechanisms, patch_model, unpatch_model
 from hf_linattn.mechanisms import MECHANISMS
-from tests.helpers import OPTIONS, assert_close, each_with, generate, logits_of, make_patched, make_tokens, pad
+from tests.helpers import OPTIONS, assert_close, each_kind, generate, logits_of, make_patched, make_tokens, pad
 from tests.models import ARCHITECTURES, CAUSAL, ENCODERS, NUM_HEADS, NUM_LAYERS, make_model
 
 LENGTH = 19  # longer than the sliding windows, and odd
 
 
 each_pair, each_causal_pair, each_encoder_pair = (
-    pytest.mark.parametrize(("name", "mechanism"), each_with(names, list_mechanisms()))
+    pytest.mark.parametrize(("name", "mechanism"), each_kind(names))
     for names in (ARCHITECTURES, CAUSAL, ENCODERS)
 )
 

@@ -43,7 +43,7 @@ def tensors_of(cache):
     return [tensor for layer in cache.layers for tensor in layer.state]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @each_family
 @each_mechanism
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -79,6 +79,7 @@ def test_windows_in_half_precision_lose_nothing(mechanism, dtype):
     assert torch.equal(*results)
 
 
+@pytest.mark.covering(1)
 @each_family
 @each_mechanism
 def test_keys_and_values_that_were_read_leave_memory(name, mechanism):
@@ -95,6 +96,7 @@ def test_bytes_of_softmax_grow_with_the_context(name):
     assert long == 2 * short > 0
 
 
+@pytest.mark.covering(1)
 @each_family
 @each_mechanism
 def test_rows_of_the_state_move_as_beams_do(name, mechanism):
@@ -113,7 +115,7 @@ def test_rows_of_the_state_move_as_beams_do(name, mechanism):
     assert torch.equal(repeated[::2], repeated[1::2])
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @each_family
 @pytest.mark.parametrize(("mechanism", "kind"), [(x, "dynamic") for x in CONSTANT] + [(x, "static") for x in STATIC])
 def test_a_cache_of_the_original_model_is_continued(name, mechanism, kind):

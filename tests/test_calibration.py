@@ -19,7 +19,7 @@ from hf_linattn import (
 from hf_linattn.attention_call import intercept_attention, interceptor_of
 from hf_linattn.calibration import own_parameters, squared_errors
 from hf_linattn.testing.models import ARCHITECTURES, positions_of, random_tokens, tiny_model
-from tests.helpers import make_tokenizer
+from tests.helpers import each_of, make_tokenizer
 from tests.models import make_model
 
 LENGTH = 48
@@ -140,7 +140,7 @@ def test_a_bfloat16_model_is_fitted_in_float32_and_stays_bfloat16():
     assert all(error < 0.97 * earlier for error, earlier in zip(layer_errors(model, unseen), before, strict=True))
 
 
-@pytest.mark.parametrize("name", list_mechanisms())
+@pytest.mark.parametrize("name", each_of(list_mechanisms()))
 def test_no_mechanism_ends_worse_than_it_began_on_rows_held_back(name, caplog):
     """Of rows that have nothing in common; what is said of them is what is measured without it."""
     model, rows = make("llama", name), make_batches(1, batch=6)[0]["input_ids"]

@@ -11,13 +11,14 @@ from hf_linattn import DerivativeError, list_mechanisms
 from hf_linattn.backends import use_backend
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
 from hf_linattn.testing.models import Case
+from tests.helpers import each_of
 
 LENGTH = 75  # more than a block of every mechanism, none of them full at the end
 OPTIONS = {"performer": {"num_features": 16}, "mixed_chunk": {"block_size": 32}, "hybrid": {"window_size": 16}}
 ARCHITECTURE = {"causal": ("llama", True), "bidirectional": ("llama", False), "cross": ("whisper", False)}
 FORMS = [
-    pytest.param(Case(name, *ARCHITECTURE[mode], OPTIONS.get(name, {})), id=f"{name}-{mode}")
-    for name in list_mechanisms()
+    pytest.param(Case(name, *ARCHITECTURE[mode], OPTIONS.get(name, {})), id=f"{name}-{mode}", marks=marks)
+    for (name,), marks, _ in each_of(list_mechanisms())
     for mode in sorted(MECHANISMS.get(name).modes)
 ]
 

@@ -16,7 +16,7 @@ from hf_linattn.ops import dispatch
 from hf_linattn.ops.dispatch import OPERATIONS, POLICIES, Decision, Operation, Policy, recording
 from hf_linattn.ops.linear.interface import LINEAR
 from hf_linattn.ops.linear.types import LinearCall
-from tests.helpers import make_tokens
+from tests.helpers import each_of, make_tokens
 from tests.models import make_model
 from tests.ops.feature_maps import elu_map
 
@@ -25,8 +25,8 @@ SMALL = {
     "window_size": 16, "block_size": 16, "num_slots": 16, "bucket_size": 16, "num_buckets": 4, "num_features": 8,
 }  # fmt: skip
 CASES = [
-    (name, architecture)
-    for name in MECHANISMS.names()
+    pytest.param(name, architecture, marks=marks)
+    for (name,), marks, _ in each_of(MECHANISMS.names())
     for architecture, mode in (("llama", "causal"), ("bert", "bidirectional"))
     if mode in MECHANISMS.get(name).modes
 ]

@@ -1,5 +1,7 @@
 """The faults R1 to R13 that other libraries have or had, as tests that every mechanism here must pass.
 
+Where an invariant has every mechanism, one of each kind is tried here, and the others by `make test-exhaustive`.
+
 Each test would fail for the library its docstring names. R1 has more in mechanisms/test_block_sparse.py, R7 to R9 in
 mechanisms/test_lsh.py, R10 in mechanisms/test_performer.py and the invariants.
 """
@@ -16,7 +18,7 @@ from hf_linattn import list_mechanisms, patch_model
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
 from hf_linattn.testing import Case, random_tokens, tiny_model
-from tests.helpers import generate, pad
+from tests.helpers import each_of, generate, one_of_each_kind, pad
 
 NAMES = list_mechanisms()
 # small enough that inputs of 70 tokens are not exact
@@ -27,6 +29,8 @@ SMALL = {
 }  # fmt: skip
 LENGTH = 70
 MODES = [False, True]
+each_name = pytest.mark.parametrize("name", each_of(NAMES))
+each_kind_of_name = pytest.mark.parametrize("name", one_of_each_kind(NAMES))
 
 
 def make_case(name: str, causal: bool, architecture: str = "llama") -> Case:
@@ -52,7 +56,7 @@ def test_r1_evaluation_sees_the_random_blocks_of_training_and_each_key_once(name
     torch.testing.assert_close(outputs[0], seen @ value.repeat_interleave(2, 1))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_kind_of_name
 def test_r2_a_short_input_changes_nothing_for_a_long_one(name):
     """transformers' BigBird switches to full attention at the first short input, for good."""
     case = make_case(name, causal=False)
@@ -62,7 +66,7 @@ def test_r2_a_short_input_changes_nothing_for_a_long_one(name):
         assert torch.equal(first(random_tokens(2, LENGTH)).logits, second(random_tokens(2, LENGTH)).logits)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_kind_of_name
 def test_r3_a_decoder_sees_no_future(name):
     """transformers' block-sparse BigBirdForCausalLM: the last token changes all earlier logits."""
     model, tokens = make_case(name, True, "bert").model(), random_tokens(2, LENGTH)
@@ -74,7 +78,7 @@ def test_r3_a_decoder_sees_no_future(name):
 
 
 @pytest.mark.parametrize("causal", MODES)
-@pytest.mark.parametrize("name", NAMES)
+@each_kind_of_name
 def test_r4_and_r12_padding_on_both_sides_at_once_is_ignored(name, causal):
     """transformers' Nyströmformer crashes on a mask; a pad before the first token stays visible in LSG."""
     case = make_case(name, causal)
@@ -87,7 +91,7 @@ def test_r4_and_r12_padding_on_both_sides_at_once_is_ignored(name, causal):
     torch.testing.assert_close(got[:, :, 19:-7], want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_name
 def test_r5_every_length_keeps_its_shape(name):
     """transformers' Nyströmformer gives back two rows for one at twice its length, and crashes at others."""
     case = make_case(name, causal=False)
@@ -97,8 +101,9 @@ def test_r5_every_length_keeps_its_shape(name):
         assert mechanism(query, key, value)[0].shape == query.shape
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", NAMES)
+@each_kind_of_name
 def test_r6_models_in_half_precision_run(name, dtype):
     """transformers' Nyströmformer mixes in a float32 identity and crashes."""
     model = make_case(name, causal=False).model(dtype)
@@ -108,7 +113,7 @@ def test_r6_models_in_half_precision_run(name, dtype):
     assert logits.dtype == dtype and torch.isfinite(logits).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_kind_of_name
 def test_r7_rows_of_a_batch_decode_as_they_would_alone(name):
     """transformers' Reformer decodes every row of a batch with the states of row 0."""
     model = make_case(name, causal=True).model()
@@ -120,7 +125,7 @@ def test_r7_rows_of_a_batch_decode_as_they_would_alone(name):
         torch.testing.assert_close(got, alone[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_name
 def test_r8_and_r10_no_past_output_follows_large_later_keys(name):
     """Reformers choose past keys by the future; performer-pytorch's key maximum lets the future in, by 58 %."""
     case = make_case(name, causal=True)
@@ -134,7 +139,7 @@ def test_r8_and_r10_no_past_output_follows_large_later_keys(name):
     assert (after - before)[:, :, -9:].abs().max() > 0.1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_kind_of_name
 def test_r9_the_global_random_state_is_left_alone(name):
     """transformers' Reformer reseeds all of torch in every forward."""
     model = tiny_model("llama", True)
@@ -144,7 +149,7 @@ def test_r9_the_global_random_state_is_left_alone(name):
 
 
 @pytest.mark.parametrize("causal", MODES)
-@pytest.mark.parametrize("name", NAMES)
+@each_kind_of_name
 def test_r10_pads_have_no_part_in_the_denominator(name, causal):
     """performer-pytorch: 32 tokens shrink to 0.78, 0.69, 0.67 of their norm beside 32, 96, 224 pads."""
     case = make_case(name, causal)
@@ -157,7 +162,7 @@ def test_r10_pads_have_no_part_in_the_denominator(name, causal):
         torch.testing.assert_close(got[:, :, :32], want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_name
 def test_r11_the_past_matters(name):
     """xformers' causal FAVOR summed over the wrong dimension: no token ever saw another."""
     case = make_case(name, causal=True)
@@ -195,8 +200,9 @@ def test_r12_which_keys_are_seen_does_not_depend_on_the_dtype(name, causal):
     assert not causal or not any(pattern.triu(1).any() for pattern in seen)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama"])
-@pytest.mark.parametrize("name", NAMES)
+@each_kind_of_name
 def test_r13_the_mask_of_a_batch_arrives(name, architecture):
     """An attention function registered without a mask function sees None: padded rows are wrong, silently."""
     model = make_case(name, architecture != "bert", architecture).model()

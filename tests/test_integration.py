@@ -16,8 +16,8 @@ from hf_linattn.calibration import own_parameters
 from hf_linattn.mechanisms import MECHANISMS
 from tests.helpers import (
     OPTIONS,
-    STATES,
     assert_close,
+    each_kind,
     each_with,
     generate,
     gradients,
@@ -36,7 +36,8 @@ each_patch = pytest.mark.parametrize(("name", "mechanism"), each_with(SPINE, lis
 each_continuous_patch = pytest.mark.parametrize(
     ("name", "mechanism"), each_with(SPINE, [name for name in list_mechanisms() if MECHANISMS.get(name).continuous])
 )
-each_generating_patch = pytest.mark.parametrize(("name", "mechanism"), each_with(["gpt2", "llama"], list_mechanisms()))
+each_kind_of_patch = pytest.mark.parametrize(("name", "mechanism"), each_kind(SPINE))
+each_generating_patch = pytest.mark.parametrize(("name", "mechanism"), each_kind(["gpt2", "llama"]))
 
 # -- generation: with a cache as without ------------------------------------------------------------------------------
 
@@ -127,7 +128,7 @@ def make_trainer(model, directory, **options):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("adapted", [False, True])
-@pytest.mark.parametrize(("name", "mechanism"), each_with(SPINE, STATES))
+@pytest.mark.parametrize(("name", "mechanism"), each_with(SPINE, ["linear", "hybrid", "softmax"]))
 def test_trainer_trains(tmp_path, name, mechanism, adapted):
     """To it a model is a loss and gradients, which the next test has of every mechanism."""
     model = make_patched(name, mechanism)
@@ -139,7 +140,7 @@ def test_trainer_trains(tmp_path, name, mechanism, adapted):
     assert is_patched(model)
 
 
-@each_patch
+@each_kind_of_patch
 def test_steps_lower_the_loss(name, mechanism):
     model = make_patched(name, mechanism)
     losses = take_steps(model, 4)
@@ -263,7 +264,7 @@ def test_directions_stay_from_prefill_to_the_last_token_also_in_training_mode(na
 # -- PEFT -------------------------------------------------------------------------------------------------------------
 
 
-@each_patch
+@each_kind_of_patch
 def test_lora_trains_and_merges(tmp_path, name, mechanism):
     model, ids = make_patched(name, mechanism), make_tokens(2, 9)
     frozen = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -285,7 +286,7 @@ def test_lora_trains_and_merges(tmp_path, name, mechanism):
     assert merged.state_dict().keys() == frozen.keys()
 
 
-@each_patch
+@each_kind_of_patch
 def test_peft_trains_the_mechanisms_own_parameters_where_modules_to_save_names_them(tmp_path, name, mechanism):
     model, ids = make_patched(name, mechanism), make_tokens(2, 9)
     frozen = {key: tensor.clone() for key, tensor in model.state_dict().items()}

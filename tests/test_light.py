@@ -115,15 +115,16 @@ def test_what_is_built_has_the_recipes_and_finds_them_outside_a_checkout(tmp_pat
     own = [path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*.yaml")]
     assert all((package / path).read_text() == (ROOT / path).read_text() for path in own)
     code = """
-import json
-from hf_linattn.training.arguments import DISTILLATION, parse_arguments
-model = parse_arguments(["recipe:smollm2-135m", "--row", "hybrid", "--bf16", "False"], DISTILLATION).model
-print(json.dumps([model.model_name_or_path, model.mechanism]))
+import json, sys, yaml
+from hf_linattn.recipe_files import locate
+options = yaml.safe_load(locate("recipe:smollm2-135m").read_text())
+board = yaml.safe_load(locate(options["board"]).read_text())
+print(json.dumps([options["model_name_or_path"], board["hybrid"]["mechanism"], "torch" in sys.modules]))
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "built"), "HF_HUB_OFFLINE": "1"}
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert asked.returncode == 0, asked.stderr
-    assert json.loads(asked.stdout.splitlines()[-1]) == ["HuggingFaceTB/SmolLM2-135M-Instruct", "hybrid"]
+    assert json.loads(asked.stdout.splitlines()[-1]) == ["HuggingFaceTB/SmolLM2-135M-Instruct", "hybrid", False]
 
 
 def test_a_checkout_without_its_c_says_so_once(monkeypatch, caplog, tmp_path):

@@ -80,6 +80,7 @@ def test_a_state_of_other_rows_is_refused_and_stays(mechanism):
 
 
 @torch.no_grad()
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("new", [1, 9])
 @pytest.mark.parametrize("rows", [2, 64])
 @each_mechanism

@@ -43,7 +43,7 @@ from tests.helpers import (
     OPTIONS,
     Snapshot,
     assert_close,
-    each_with,
+    each_kind,
     gradients,
     logits_of,
     make_patched,
@@ -52,7 +52,7 @@ from tests.helpers import (
 from tests.models import NUM_LAYERS, SPINE, make_model
 
 each_family = pytest.mark.parametrize("name", SPINE)
-each_patch = pytest.mark.parametrize(("name", "mechanism"), each_with(SPINE, list_mechanisms()))
+each_patch = pytest.mark.parametrize(("name", "mechanism"), each_kind(SPINE))
 
 
 @pytest.fixture
@@ -318,7 +318,11 @@ def test_a_model_inside_peft_is_patched(name):
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("gpt2", "aot_eager"), *(pytest.param(name, "eager", marks=pytest.mark.slow) for name in ("bert", "llama"))],
+    [
+        ("gpt2", "eager"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt2", "aot_eager"), ("bert", "eager"))),
+        pytest.param("llama", "eager", marks=pytest.mark.slow),
+    ],
 )
 def test_a_compiled_model_is_patched_and_unpatched(name, backend):
     torch.compiler.reset()

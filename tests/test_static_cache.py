@@ -14,7 +14,7 @@ from hf_linattn import get_mechanisms, list_mechanisms, patch_model
 from hf_linattn.cache import StaticStateLayer
 from hf_linattn.errors import UnsupportedModeError
 from hf_linattn.mechanisms.composite import CompositeMechanism
-from tests.helpers import assert_close, generate, logits_of, make_patched, make_tokens, pad
+from tests.helpers import assert_close, each_of, generate, logits_of, make_patched, make_tokens, pad
 from tests.models import NUM_LAYERS, make_model
 
 WINDOW = {"window_size": 4, "block_size": 4}  # narrower than the prompt, so that steps leave it
@@ -29,7 +29,8 @@ PLANS: dict[str, Any] = {
     "by layer": {},  # linear and softmax in turn
     "by head": {"linear": {"heads": "0"}, "softmax": {"heads": "1"}},
 }
-OWN_GRAPH = ("linear",)  # whose single rows, too, are compiled in every run of the tests
+# whose steps are compiled in every run of the tests: one for each kind of state
+OWN_GRAPH = {"single": ("linear",), "padded": ("gated_deltanet", "hybrid")}
 PADDED = pad([make_tokens(1, 9)[0], make_tokens(1, 4, seed=1)[0]], 0)
 SINGLE = PADDED[0][:1], PADDED[1][:1]
 each_plan = pytest.mark.parametrize("plan", PLANS)
@@ -63,9 +64,9 @@ def counting() -> tuple[CompileConfig, list[int]]:
 @pytest.mark.parametrize(
     ("plan", "rows"),
     [
-        pytest.param(plan, rows, marks=[] if rows == "padded" or plan in OWN_GRAPH else [pytest.mark.exhaustive])
+        pytest.param(plan, rows, marks=[] if plan in own else [pytest.mark.exhaustive])
         for plan in PLANS
-        for rows in ("single", "padded")
+        for rows, own in OWN_GRAPH.items()
     ],
 )
 def test_all_steps_are_one_graph_without_numbers_and_say_the_same(plan, rows):
@@ -116,7 +117,7 @@ def states_of(cache):
     return [layer for layer in cache.layers if isinstance(layer, StaticStateLayer)]
 
 
-@pytest.mark.parametrize("mechanism", list_mechanisms())
+@pytest.mark.parametrize("mechanism", each_of(list_mechanisms()))
 def test_every_mechanism_is_served_or_refused_by_name_before_anything_is_read(mechanism):
     model, (ids, mask) = make_patched("llama", mechanism), PADDED
     want = generate(model, ids, attention_mask=mask, use_cache=False)

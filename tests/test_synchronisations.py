@@ -80,6 +80,7 @@ def test_a_padded_prefill_is_looked_at_once_whatever_the_number_of_layers(plan, 
     assert two == four and two["__int__"] > 0
 
 
+@pytest.mark.covering(1)
 @each_plan
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @torch.no_grad()

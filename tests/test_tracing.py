@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from hf_linattn import UnsupportedModeError, list_mechanisms, patch_model
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing.models import Case, random_tokens, tiny_model
+from tests.helpers import each_of
 
 ANY_LENGTH = sorted(name for name in list_mechanisms() if MECHANISMS.get(name).any_length)
 ARCHITECTURES = {"bidirectional": "bert", "causal": "llama"}
 FORMS = [
-    pytest.param(Case(name, ARCHITECTURES[mode], mode == "causal"), id=f"{name}-{mode}")
-    for name in list_mechanisms()
+    pytest.param(Case(name, ARCHITECTURES[mode], mode == "causal"), id=f"{name}-{mode}", marks=marks)
+    for (name,), marks, _ in each_of(list_mechanisms())
     for mode in sorted(MECHANISMS.get(name).modes - {"cross"})
 ]
 
@@ -100,7 +101,7 @@ def test_exporting_what_goes_by_lengths_is_refused(case):
 
 @pytest.mark.parametrize(
     ("name", "architecture", "length"),
-    [("linear", "llama", 16), ("gla", "bert", 70), ("softmax", "llama", 70)],
+    [("linear", "llama", 16), ("softmax", "llama", 70), pytest.param("gla", "bert", 70, marks=pytest.mark.exhaustive)],
 )
 @torch.no_grad()
 def test_a_program_for_all_lengths_is_right_at_each(name, architecture, length):

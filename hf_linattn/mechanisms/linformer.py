@@ -201,7 +201,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         groups = query.shape[1] // key.shape[1]
         matrices = []
         for q, k, pairs in zip(query, key, allowed.expand(query.shape[0], -1, -1, -1), strict=True):
-            matrix = q.new_zeros(*q.shape[:2], k.shape[1])
+            matrix, places, lines = q.new_zeros(*q.shape[:2], k.shape[1]), [], []
             views, view = pairs[0].unique(dim=0, return_inverse=True)
             for number in range(len(views)):
                 seen, rows = views[number].nonzero()[:, 0], (view == number).nonzero()[:, 0]
@@ -214,9 +214,9 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
                     first, second, keys = (x.repeat_interleave(groups, 0) for x in (first, second, k[:, seen]))
                     scores = q[:, chosen] @ (first @ keys).mT * self.layer.scaling
                     weights = reference.softmax(scores + counts.log(), self.log_sink(query, call.sink)) @ second
-                    line = matrix.new_zeros(*weights.shape[:2], k.shape[1]).index_copy(2, seen, weights)
-                    matrix = matrix.index_copy(1, chosen, line)
-            matrices.append(matrix)
+                    places.append(chosen)
+                    lines.append(matrix.new_zeros(*weights.shape[:2], k.shape[1]).index_copy(2, seen, weights))
+            matrices.append(matrix.index_copy(1, torch.cat(places), torch.cat(lines, 1)) if lines else matrix)
         return torch.stack(matrices)
 
     def _slots_of(self, keys: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:

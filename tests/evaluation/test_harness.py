@@ -117,7 +117,7 @@ def test_requests_are_those_the_harness_makes_of_the_same_rows(name, task_dir, m
     assert split in ours.dataset
 
 
-@pytest.mark.parametrize("name", ["lambada_openai", "openbookqa", "piqa"])
+@pytest.mark.parametrize("name", ["lambada_openai", pytest.param("openbookqa", marks=pytest.mark.exhaustive), "piqa"])
 def test_examples_are_other_items_and_the_same_for_every_model(name, task_dir, model, tokenizer):
     task = load_task(name, TASK_FILES, task_dir)
     runs = [run_task(model, tokenizer, task, longer_than=40, seed=3) for _ in range(2)]
@@ -131,7 +131,9 @@ def test_examples_are_other_items_and_the_same_for_every_model(name, task_dir, m
     assert min(fewer) <= 40 and tuple(same) == runs[0].prompt_tokens
 
 
-@pytest.mark.parametrize("mechanism", ["softmax", "local", "hedgehog"])
+@pytest.mark.parametrize(
+    "mechanism", ["hedgehog", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("softmax", "local"))]
+)
 def test_the_batch_changes_nothing(mechanism, task_dir, tokenizer):
     """Likelihoods come from right-padded batches, generated answers from left-padded ones."""
     options = {"window_size": 4} if mechanism == "local" else {}

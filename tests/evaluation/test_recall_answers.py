@@ -52,7 +52,9 @@ def prompts() -> list[RecallPrompt]:
     ]
 
 
-@pytest.fixture(scope="module", params=["softmax", "positions", "linear", "local"])
+@pytest.fixture(
+    scope="module", params=["positions", "linear", "local", pytest.param("softmax", marks=pytest.mark.exhaustive)]
+)
 def model(request) -> PreTrainedModel:
     """Of mechanisms with a cache, with a state and with both; `positions` has a table of learned ones."""
     torch.manual_seed(0)

@@ -140,16 +140,28 @@ def label(check: Check) -> str:
 COMPILES = "12 checkpointing and compile"  # takes half the time of all invariants
 COSTS = "11 linear cost"  # hardly an option changes how they grow
 ALWAYS = {("bert", "bidirectional"), ("llama", "causal"), ("bart", "cross")}
-# what an option can break, by number: causality, decoding, packing, the formula, which has pads too, large numbers
-OF_OPTIONS = {"1", "4", "5", "9", "10"}
+# what an option can break, by number: the formula, which has pads, borders and no future too
+OF_OPTIONS = {"9"}
+NEIGHBOURS = {"5", "10"}  # beside large neighbours, and large numbers: of options one for each kind of state
+OF_PATTERNS = {"4", "7", "9", "10"}  # of a choice of blocks and nothing else: `local` and `bigbird` have the others
 # of these, what both forms have from the formula, by number: an option that both have is checked in the causal one
 OF_ONE_FORM = {"5", "10"}
-# what GPT-2 has from others, by number: without a model its heads are BERT's, and `test_integration` decodes it
-NOT_OF_GPT2 = {"1", "4", "8", "9"}
+# what other architectures have from those of `ALWAYS`, by number: without a model their heads are the same
+WITHOUT_MODEL = {"1", "8", "9", "10"}
+# what GPT-2 has from others, by number, too: `test_integration` decodes it
+NOT_OF_GPT2 = {"4"}
 # made of the operations of others, the first of `linear`: those have the backward pass compiled, both forms counted
-OF_OTHERS = {"cosformer", "hedgehog", "learned_exp", "performer", "t2r", "taylor"}
-OF_OTHERS |= {"bigbird", "by_head", "dynamic_sparse", "evo", "fusion", "mixed_chunk", "streaming"}
-OWN_STATES = set(STATES) - OF_OTHERS
+FEATURES = {"cosformer", "hedgehog", "learned_exp", "performer", "t2r", "taylor"}
+OF_OTHERS = FEATURES | {"bigbird", "by_head", "dynamic_sparse", "evo", "fusion", "mixed_chunk", "streaming"}
+# those that cost what others cost: maps whose operation is that of `linear`, and choices of blocks; more in one form
+COSTING = {True: {*FEATURES, *filter(is_plain_pattern, list_mechanisms())}}
+COSTING[False] = COSTING[True] | OF_OTHERS
+# those that are compiled, by mode: one for each kind of state, and for each way to what has none
+COMPILED = {
+    "causal": {*STATES, "gated_deltanet"} - OF_OTHERS - {"softmax"},
+    "bidirectional": {"linear"},
+    "cross": {"linear"},
+}
 
 
 def is_enough(check: Check) -> bool:
@@ -160,13 +172,16 @@ def is_enough(check: Check) -> bool:
     """
     case, number = check.case, check.invariant.split()[0]
     if not case.options:
-        usual = (case.architecture, case.mode) in ALWAYS
-        return usual or (case.mechanism in STATES and not (case.architecture == "gpt2" and number in NOT_OF_GPT2))
+        if (case.architecture, case.mode) in ALWAYS:
+            return number in OF_PATTERNS or not is_plain_pattern(case.mechanism)
+        others = WITHOUT_MODEL | NOT_OF_GPT2 if case.architecture == "gpt2" else WITHOUT_MODEL
+        return case.mechanism in STATES and number not in others
     of_both = VARIANTS.get(case.mechanism, [])
     if number == "4":  # with the last of its options, which go together
-        return not is_plain_pattern(case.mechanism) and case.options == of_both[-1]
+        return case.mechanism in STATES and case.options == of_both[-1]
     twice = case.mode == "bidirectional" and case.options in of_both
-    return number in OF_OPTIONS and not (twice and number in OF_ONE_FORM)
+    enough = number in OF_OPTIONS or (number in NEIGHBOURS and case.mechanism in STATES)
+    return enough and not (twice and number in OF_ONE_FORM)
 
 
 def marks_of(check: Check) -> list[pytest.MarkDecorator]:
@@ -174,10 +189,9 @@ def marks_of(check: Check) -> list[pytest.MarkDecorator]:
     case, causal = check.case, check.case.mode == "causal"
     usual = (case.architecture, case.mode) in ALWAYS and not case.options
     if check.invariant == COMPILES:
-        enough = usual and (causal or case.mechanism in OWN_STATES) and not is_plain_pattern(case.mechanism)
-        return [] if enough else [pytest.mark.slow]
+        return [] if usual and case.mechanism in COMPILED[case.mode] else [pytest.mark.slow]
     if check.invariant == COSTS:
-        return [] if usual and (causal or case.mechanism not in OF_OTHERS) else [pytest.mark.slow]
+        return [] if usual and case.mechanism not in COSTING[causal] else [pytest.mark.slow]
     return [] if is_enough(check) else [pytest.mark.exhaustive]
 
 

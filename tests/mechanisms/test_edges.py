@@ -130,6 +130,7 @@ NUMBERS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("backend", "sizes"),
     [("torch", (-3e38, -96.0, 60.0, 88.0, 550.0, 3e38)), ("auto", (-3e38, 88.0, 3e38))],

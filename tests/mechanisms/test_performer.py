@@ -108,7 +108,7 @@ def test_checkpointed_recomputation_sees_the_directions_of_its_forward():
 @pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
 def test_gradients_are_of_the_directions_that_were_read(backend):
     """New ones may be drawn between a forward and its backward, by another forward."""
-    case = Case("performer", "llama", True)
+    case = Case("performer", "llama", True, {"num_features": 16})
     mechanism, heads = case.make(), [x.float().requires_grad_() for x in case.heads(11)]
     use_backend(mechanism.float(), backend)
     loss = mechanism(*heads)[0].sin().sum()

@@ -97,6 +97,7 @@ def test_every_mechanism_with_one_denominator_over_keys_has_the_option():
     assert {name for name in list_mechanisms() if issubclass(MECHANISMS.get(name), SoftmaxTypeMechanism)} == set(NAMES)
 
 
+@pytest.mark.covering(2)
 @each_name
 @each_mode
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
@@ -122,6 +123,7 @@ def test_outputs_and_gradients_are_those_of_the_formula(name, causal, padded):
         torch.testing.assert_close(inferred.double(), want, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.covering(1)
 @each_name
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_decoding_is_the_full_forward(name, dtype):

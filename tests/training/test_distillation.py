@@ -59,7 +59,7 @@ def test_the_students_own_weights_are_the_teacher_and_stored_once(name):
     assert all(interceptor_of(m) is None for m in get_mechanisms(adapted).values())
 
 
-@each_family
+@pytest.mark.parametrize("name", ["bert", "llama", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
 def test_training_with_the_teacher_inside_moves_adapters_and_mechanisms_towards_it(tmp_path, name):
     original = make_model(name, std=0.3)
     data = make_data(original)

@@ -181,7 +181,8 @@ def test_every_stage_comes_behind_those_that_it_reads():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "mechanism"), [("gpt2", "performer"), ("llama", "linear"), ("bert", "linear")]
+    ("architecture", "mechanism"),
+    [("gpt2", "performer"), ("bert", "linear"), pytest.param("llama", "linear", marks=pytest.mark.exhaustive)],
 )
 def test_fine_tuning_lowers_the_validation_loss_and_keeps_the_best(tmp_path, architecture, mechanism):
     model = patch_model(make_model(architecture, std=0.05), mechanism)
@@ -245,7 +246,8 @@ class Interrupt(TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("masked", [False, True])
+# a causal one is interrupted in test_checkpoints, and in every stage of a recipe
+@pytest.mark.parametrize("masked", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_an_interrupted_run_ends_where_an_unbroken_one_does(tmp_path, monkeypatch, masked):
     def train(folder):
         model = patch_model(make_model("bert" if masked else "gpt2"), "performer", num_features=16)

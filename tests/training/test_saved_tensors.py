@@ -18,6 +18,7 @@ def step(model, ids, folder=None, least_bytes=0):
     return loss
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SPINE)

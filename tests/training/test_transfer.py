@@ -185,7 +185,7 @@ def test_layers_without_parameters_hand_on_softmax_too():
 
 
 def test_memory_is_one_layers_and_no_matrix_is_made():
-    length, peaks = 2048, []
+    length, peaks = 1280, []
     for layers in ([1], [0, 1]):
         model = make("llama", {"hybrid": {"layers": layers, "window_size": 16}}, torch.float32)
         transfer = AttentionTransfer(model)

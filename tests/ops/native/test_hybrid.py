@@ -38,6 +38,7 @@ def calls(monkeypatch):
     return taken
 
 
+@pytest.mark.covering(2)
 @torch.no_grad()
 @pytest.mark.parametrize(("window_size", "num_sink_tokens"), WINDOWS)
 @pytest.mark.parametrize(("linear", "decay"), MIXES)
@@ -58,6 +59,7 @@ def test_outputs_states_and_what_comes_after(variant, calls, linear, decay, wind
         assert_close(got.double(), want.double(), 2e-5 * max(1.0, float(want.abs().max()) if want.numel() else 1.0))
 
 
+@pytest.mark.covering(2)
 @torch.no_grad()
 @pytest.mark.parametrize(("window_size", "num_sink_tokens"), [(16, 4), (5, 9), (2, 0), (1, 1)])
 @pytest.mark.parametrize(("linear", "decay"), MIXES)

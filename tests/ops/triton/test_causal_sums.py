@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import sys
 
@@ -35,10 +36,15 @@ SUMS = [name for name in ON_TRITON if not issubclass(MECHANISMS.get(name), OTHER
 KINDS = [(0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)]
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("feature_map", [elu_map, exp_map])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (4, 2)])
+# each kind with one map, one of them with two heads of keys; the rest of the product is exhaustive
+USUAL = {kind: ((elu_map, exp_map)[place % 2], (4, 2) if place == 1 else (2, 1)) for place, kind in enumerate(KINDS)}
+CASES = [
+    pytest.param(*heads, x, kind, marks=[] if USUAL[kind] == (x, heads) else [pytest.mark.exhaustive])
+    for kind, x, heads in itertools.product(KINDS, (elu_map, exp_map), ((2, 1), (4, 2)))
+]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "feature_map", "kind"), CASES)
 def test_outputs_states_and_all_gradients(small_tiles, heads, kv_heads, feature_map, kind):
     """An odd length, grouped queries, a slow and a fast rate; what came before, if anything."""
     decay, masked, packed, continued = kind
@@ -129,7 +135,9 @@ def test_every_query_sees_all_keys(small_tiles, monkeypatch, name, kind, padded)
     assert len(taken) == (0 if name in ("gla", "retention") else 2)  # whose weights decay
 
 
-@pytest.mark.parametrize(("length", "packed"), [(1, False), (2, True), (37, False), (37, True)])
+@pytest.mark.parametrize(
+    ("length", "packed"), [(1, False), (2, True), (37, True), pytest.param(37, False, marks=pytest.mark.exhaustive)]
+)
 def test_weights_that_decay_both_ways(small_tiles, length, packed):
     """Outputs and the gradients of heads and parameters, masked."""
     ids = torch.stack([torch.arange(length) // 9, torch.arange(length) // 36]) if packed else None
