@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.result_files import (
     CALIBRATION_FILE,
     CHOSEN_PLAN_FILE,
+    HARD_KEY_PLANS_FILE,
     HEADS_FILE,
     MQAR_FILE,
     RESULTS,
@@ -23,7 +24,7 @@ from benchmarks.result_files import (
     read,
     recovery_reports,
 )
-from benchmarks.tables.heads import heads_recall_parts, heads_speed_parts
+from benchmarks.tables.heads import hard_key_plans_parts, heads_recall_parts, heads_speed_parts
 from benchmarks.tables.markdown import replace_section, table
 from benchmarks.tables.quality import (
     MODEL_NAMES,
@@ -131,6 +132,11 @@ def heads_recall() -> str:
     return "\n\n".join(heads_recall_parts(read(RESULTS / CHOSEN_PLAN_FILE)))
 
 
+def hard_key_plans() -> str:
+    """Return what plans recall that have hard keys in their other heads."""
+    return "\n\n".join(hard_key_plans_parts(read(RESULTS / HARD_KEY_PLANS_FILE)))
+
+
 def heads_speed() -> str:
     """Return what they cost."""
     return "\n\n".join(heads_speed_parts(read(RESULTS / HEADS_FILE)))
@@ -212,7 +218,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "missing-forms": missing_forms,
         "refusals": refusals,
     },
-    "heads.md": {"recall": heads_recall, "speed": heads_speed},
+    "heads.md": {"recall": heads_recall, "hard-keys": hard_key_plans, "speed": heads_speed},
     "invariants.md": {"invariants": invariants, "cross": cross_invariants},
     "support.md": {"support": support},
     "command-line.md": {"exit-codes": command_line.exit_codes, "commands": command_line.commands},

@@ -41,6 +41,7 @@ KEEP, FEWER, SEEDS = 9, 5, (0, 1, 2)
 TASKS, LENGTHS, LENGTH = ("single_noise", "single_text", "single_uuid"), (1024, 2048, 4096), 2048
 LONG_LENGTH, FEWER_ROWS = 8192, 4  # of text: rows this many times as long, this many times fewer
 CHOICE = {"lengths": (1024,)}  # of `choose_plan`
+COMMAND = "benchmarks.studies.choose_plan"
 PROMPTS_SEED = 2000  # of the prompts that count; the method was chosen on others
 BATCH = 8  # prompts read at once
 TEXT_LENGTH, TEXT_ROWS = 1024, 4  # of the validation books, for plans by text
@@ -54,12 +55,11 @@ WINDOWS_ALONE = ("windows alone", {"streaming": WINDOW})
 class Study:
     """A model, texts, and the results so far."""
 
-    def __init__(self, model: str, books: Path, dtype: torch.dtype, output: Path):
+    def __init__(self, model: str, books: Path, dtype: torch.dtype, output: Path, command: str = COMMAND):
         self.model_path, self.books, self.output = model, books, output
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         self.found: Document = json.loads(output.read_text("utf-8")) if output.exists() else {}
-        command = "benchmarks.studies.choose_plan"
         self.found.setdefault("provenance", collect_provenance(torch.device("cpu"), dtype, command))
         self.found |= {"model": Path(model).name, "replace": {"streaming": WINDOW}, "prompts_seed": PROMPTS_SEED}
 

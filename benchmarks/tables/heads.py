@@ -82,6 +82,30 @@ def _suite_and_text(
     return [what, table(["plan", *columns], [[name, *(c.get(name, "") for c in columns.values())] for name in found])]
 
 
+def hard_key_plans_parts(document: Document) -> list[str]:
+    """Return what plans with hard keys, and those of equal bytes, recall, and their perplexity over the original's."""
+    recall, texts, sizes = document["recall"], document["perplexity"], document["state_bytes"]
+    names = list(dict.fromkeys(key.split(" | ")[0] for key in recall))
+    (length,) = {key.split(" | ")[2] for key in recall}
+    whole = texts[f"{ORIGINAL} | {length}"]["perplexity"]
+    rows = [
+        [
+            name, f"{sizes[name]['patched'] / 1e6:.1f} MB" if name in sizes else "",
+            recall[f"{name} | {NEEDLES[0]} | {length}"]["num_samples"],
+            *(_share(recall[f"{name} | {task} | {length}"]) for task in NEEDLES),
+            f"{texts[f'{name} | {length}']['perplexity'] / whole:.3f}",
+        ]
+        for name in names
+    ]  # fmt: skip
+    state = next(iter(sizes.values()))
+    what = (
+        f"{document['model']}, nothing trained, {count(int(length))} tokens: the share of answers that are written,"
+        f" with its 95 % interval, of so many prompts of each kind; the state after {count(state['length'])} tokens,"
+        f" where softmax has {state['original'] / 1e6:.1f} MB; the perplexity of test books over the original's."
+    )
+    return [what, table(["plan", "state", "prompts", *NEEDLES, "perplexity"], rows)]
+
+
 def _share(row: Document) -> str:
     low, high = row["found_interval"]
     return f"{row['found']:.2f} ({low:.2f} to {high:.2f})"

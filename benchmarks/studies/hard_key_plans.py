@@ -1,0 +1,99 @@
+"""How many exact heads hard keys save: plans by recall, with windows or with `hybrid` in the other heads.
+
+    python -m benchmarks.studies.hard_key_plans SmolLM2-135M-Instruct/ books/      # the JSON under benchmarks/results
+
+Nothing is trained. The heads are the steepest of the first choice of `benchmarks.studies.choose_plan`, whose results
+are read; prompts and rows of text are its too. Beside each plan stands that of windows of equal bytes. Results are
+written as they come: a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.result_files import CHOSEN_PLAN_FILE, HARD_KEY_PLANS_FILE, ORIGINAL, RESULTS
+from benchmarks.studies.choose_plan import LENGTH, TASKS, Study
+from hf_linattn.advice.trial import patched
+from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
+from hf_linattn.evaluation.memory import state_bytes_by_length
+
+NUM_SINK_TOKENS = 4
+HYBRID = {"linear": "hedgehog", "window_size": 64, "num_sink_tokens": NUM_SINK_TOKENS, "recall_error": "absolute"}
+PLANS = ((5, 128), (5, 256), (9, 256))  # exact heads, and hard keys in the others
+STATE_LENGTH = 4096  # at which bytes are equal
+CHOICE = "seed 0"
+
+
+def steepest(record: PlanRecord, kept: int, mechanism: str, options: dict[str, Any]) -> ChosenPlan:
+    """Return the plan that keeps the heads of the largest scores, and has a mechanism in all others."""
+    heads = [[layer, head] for layer, count in enumerate(record.heads) for head in range(count)]
+    ranked = sorted(heads, key=lambda place: -record.scores[place[0]][place[1]])
+    replaced = {"mechanism": mechanism, "options": options}
+    return ChosenPlan.of(replace(record, kept=sorted(ranked[:kept]), replace=replaced))
+
+
+def equal_window(size: dict[str, int], record: PlanRecord, kept: int) -> dict[str, int]:
+    """Return the options of the largest `streaming` in the other heads whose keys and values fit into a plan's bytes.
+
+    Args:
+        size: the bytes of that plan and of softmax, as in `StateRow`.
+    """
+    heads = sum(record.heads)
+    key_bytes = size["original"] // (STATE_LENGTH * heads)  # of one head, its value too
+    tokens = (size["patched"] // key_bytes - kept * STATE_LENGTH) // (heads - kept)
+    return {"window_size": tokens - NUM_SINK_TOKENS + 1, "num_sink_tokens": NUM_SINK_TOKENS}
+
+
+def state_bytes(study: Study, name: str, plan: ChosenPlan) -> dict[str, int]:
+    """Return the bytes of the states of a plan and of softmax, counted unless that was done before."""
+
+    def measure() -> dict[str, int]:
+        with patched(study.model, plan) as model:
+            return vars(state_bytes_by_length(model, [STATE_LENGTH])[0])
+
+    return study.keep("state_bytes", name, measure)
+
+
+def plans(study: Study, record: PlanRecord) -> Iterator[tuple[str, ChosenPlan]]:
+    """Yield each plan with hard keys, and that of equal bytes after it."""
+    for kept, number in PLANS:
+        name = f"{kept} heads, {number} hard keys"
+        plan = steepest(record, kept, "hybrid", {**HYBRID, "num_hard_keys": number})
+        yield name, plan
+        options = equal_window(state_bytes(study, name, plan), record, kept)
+        name = f"{kept} heads, windows of {options['window_size']}"
+        plan = steepest(record, kept, "streaming", options)
+        state_bytes(study, name, plan)
+        yield name, plan
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="folder or Hub name of the model of the other study")],
+    books: Annotated[Path, typer.Argument(help="folder with test.jsonl, a text on each line")],
+    samples: Annotated[int, typer.Option(help="prompts of each kind")] = 20,
+    rows: Annotated[int, typer.Option(help="rows of text for the perplexity")] = 16,
+    dtype: Annotated[str, typer.Option(help="of the weights")] = "bfloat16",
+    chosen: Annotated[Path, typer.Option(help="the results of the other study")] = RESULTS / CHOSEN_PLAN_FILE,
+    output: Annotated[Path, typer.Option(help="the JSON file")] = RESULTS / HARD_KEY_PLANS_FILE,
+) -> None:
+    """Measure and write the JSON."""
+    record = ChosenPlan.from_json(json.dumps(json.loads(chosen.read_text("utf-8"))["choices"][CHOICE])).record
+    study = Study(model, books, getattr(torch, dtype), output, "benchmarks.studies.hard_key_plans")
+    measured = dict(plans(study, record))
+    for task in TASKS:
+        for name, plan in {**measured, ORIGINAL: None}.items():
+            study.recall(name, plan, task, LENGTH, samples)
+    for name, plan in {**measured, ORIGINAL: None}.items():
+        study.perplexity(name, plan, LENGTH, rows)
+    typer.echo(f"wrote {output}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
