@@ -100,8 +100,8 @@ def hard_key_plans_parts(document: Document) -> list[str]:
     state = next(iter(sizes.values()))
     what = (
         f"{document['model']}, nothing trained, {count(int(length))} tokens: the share of answers that are written,"
-        f" with its 95 % interval, and the number of prompts of each kind; the state after {count(state['length'])} tokens,"
-        f" where softmax has {state['original'] / 1e6:.1f} MB; the perplexity of test books over the original's."
+        " with its 95 % interval, and the number of prompts of each kind; the state after"
+        f" {count(state['length'])} tokens, where softmax has {state['original'] / 1e6:.1f} MB; the perplexity of test books over the original's."
     )
     return [what, table(["plan", "state", "prompts", *NEEDLES, "perplexity"], rows)]
 
