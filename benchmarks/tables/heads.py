@@ -101,7 +101,8 @@ def hard_key_plans_parts(document: Document) -> list[str]:
     what = (
         f"{document['model']}, nothing trained, {count(int(length))} tokens: the share of answers that are written,"
         " with its 95 % interval, and the number of prompts of each kind; the state after"
-        f" {count(state['length'])} tokens, where softmax has {state['original'] / 1e6:.1f} MB; the perplexity of test books over the original's."
+        f" {count(state['length'])} tokens, where softmax has {state['original'] / 1e6:.1f} MB;"
+        " the perplexity of test books over the original's."
     )
     return [what, table(["plan", "state", "prompts", *NEEDLES, "perplexity"], rows)]
 
