@@ -28,6 +28,7 @@ from hf_linattn import errors, patch_model, unpatch_model
 from hf_linattn.hub import HfLinattnConfig
 from hf_linattn.testing import checks_of
 from hf_linattn.training.data import load_text_splits
+from tests.mutants import MUTANTS
 from tests.models import make_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -245,3 +246,8 @@ def test_no_test_is_skipped() -> None:
     for path in (ROOT / "tests").rglob("*.py"):
         calls = re.findall(r"pytest\.(?:mark\.)?(skip\w*|xfail|importorskip)\b", path.read_text(encoding="utf-8"))
         assert path == Path(__file__) or not calls, path
+
+
+def test_the_lines_that_mutants_change_stand_in_their_files():
+    lost = [mutant.name for mutant in MUTANTS if mutant.old not in (ROOT / mutant.file).read_text(encoding="utf-8")]
+    assert not lost
