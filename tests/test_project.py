@@ -28,8 +28,8 @@ from hf_linattn import errors, patch_model, unpatch_model
 from hf_linattn.hub import HfLinattnConfig
 from hf_linattn.testing import checks_of
 from hf_linattn.training.data import load_text_splits
-from tests.mutants import MUTANTS
 from tests.models import make_model
+from tests.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("hf_linattn", "recipes", "benchmarks", "docs", "tests")
