@@ -27,13 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 def calibrate(
-    model: nn.Module,
-    batches: Iterable[Mapping[str, Any]] | Sequence[str],
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    steps: int = 20,
-    progress: bool = False,
-) -> Calibration:
+    model: nn.Module, batches: Iterable[Mapping[str, Any]] | Sequence[str], *,
+    tokenizer: PreTrainedTokenizerBase | None = None, steps: int = 20, progress: bool = False,
+) -> Calibration:  # fmt: skip
     """Fit each mechanism's own parameters to the softmax attention of its layer, and nothing else in the model.
 
     In each layer, for each batch, `steps` iterations of L-BFGS lower
@@ -56,7 +52,7 @@ def calibrate(
             8,192 tokens from all over are taken, in rows of 512 or as many as the model has positions for.
         tokenizer: the model's own, where `batches` are texts.
         steps: L-BFGS iterations per layer and batch.
-        progress: whether to show a progress bar over the batches.
+        progress: show a progress bar over the batches.
 
     Returns:
         Path of the attention module -> the error above for each batch, before the layer was fitted to it: unseen text.
@@ -65,10 +61,8 @@ def calibrate(
 
     Raises:
         PatchError: the model is not patched.
-        OptionError: no batches, steps below 1, an error that is not finite, text without a tokenizer, lists in place
-            of tensors. DataError: no text has the tokens of a row.
-
-    After any of them, or another error, all parameters and buffers are as they were.
+        OptionError: no batches or what is none, steps below 1, an error that is not finite. DataError: too short a
+            text. After an error all parameters and buffers are as they were.
 
     >>> import torch, hf_linattn
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -82,11 +76,7 @@ def calibrate(
     """
     require_count("steps", steps)
     mechanisms = get_mechanisms(model)
-    if tokenizer is not None:
-        from .calibration_rows import calibration_batches
-
-        texts: Any = batches
-        batches = calibration_batches(root_model(model), tokenizer, texts)
+    batches = batches if tokenizer is None else _rows_of(model, tokenizer, batches)
     fitted = what_is_fitted(mechanisms)
     parameters = [parameter for several in fitted.values() for parameter in several]
     tensors = [*parameters, *(buffer for path in fitted for buffer in mechanisms[path].buffers())]
@@ -126,6 +116,13 @@ def _fit(
                 show(batch)
 
     return Calibration({path: fit.errors for path, fit in fits.items()}, take_the_better(judges, show_again))
+
+
+def _rows_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Any) -> list[dict[str, Tensor]]:
+    """Return texts as batches; what that needs is imported where texts are given alone."""
+    from .calibration_rows import calibration_batches
+
+    return calibration_batches(root_model(model), tokenizer, texts)
 
 
 def require_tensors(batch: Any) -> None:

@@ -46,7 +46,7 @@ Dtype = Annotated[str, typer.Option(help="dtype of the weights; auto: as saved")
 ShardSize = Annotated[str, typer.Option(help="largest file of weights")]
 Length = Annotated[
     int | None,
-    typer.Option(help="tokens after which the decoding state is measured; default: 2048 or what fits, if causal; 0: not"),
+    typer.Option(help="tokens after which the decoding state is measured; 0: not; default: 2048, if it is causal"),
 ]
 BaseModel = Annotated[str | None, typer.Option(help="name of the original on the Hub, for the card of a folder")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would be done and written, and write nothing")]
