@@ -140,7 +140,15 @@ def test_a_plan_whose_time_is_up_keeps_what_was_measured_and_the_next_one_starts
     assert "local: its 0.05 minutes are up" in result.stderr
 
 
-def test_time_is_up_in_the_middle_of_python_and_ctrl_c_is_what_it_was():
+@pytest.fixture
+def ctrl_c_interrupts():
+    """SIGINT as Python has it in a terminal; a process that was started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_time_is_up_in_the_middle_of_python_and_ctrl_c_is_what_it_was(ctrl_c_interrupts):
     with pytest.raises(TimeIsUpError), time_limit(0.001):
         while True:
             pass
