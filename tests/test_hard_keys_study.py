@@ -31,7 +31,7 @@ RECORD = PlanRecord("LlamaForCausalLM", [2, 2], "head", [], {}, [[0.1, 0.2], [0.
 
 
 def test_the_heads_of_the_largest_scores_stay_exact():
-    plan = hard_key_plans.steepest(RECORD, 2, "streaming", {"window_size": 9})
+    plan = hard_key_plans.plan_with(RECORD, 2, "streaming", {"window_size": 9})
     assert plan.record.kept == [[1, 0], [1, 1]]
     assert list(plan) == [{"mechanism": "streaming", "options": {"window_size": 9}, "layers": [0]}]
 

@@ -31,7 +31,7 @@ from hf_linattn import choose_plan
 from hf_linattn.advice.candidates import EVERY, most_layers
 from hf_linattn.advice.trial import patched
 from hf_linattn.atomic_io import write_text
-from hf_linattn.chosen_plan import ChosenPlan
+from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.evaluation.next_token import token_losses
 from hf_linattn.evaluation.recall import RECALL_TASKS, recall
 from hf_linattn.report import save_plan_picture
@@ -118,12 +118,21 @@ class Study:
         self.keep("perplexity", f"{name} | {length}", measure)
 
 
+def all_heads(record: PlanRecord) -> list[list[int]]:
+    """Return [layer, key/value head] of all heads."""
+    return [[layer, head] for layer, count in enumerate(record.heads) for head in range(count)]
+
+
+def steepest(record: PlanRecord, count: int) -> list[list[int]]:
+    """Return the `count` heads of the largest scores."""
+    return sorted(all_heads(record), key=lambda place: -record.scores[place[0]][place[1]])[:count]
+
+
 def other_plans(study: Study, first: ChosenPlan) -> Iterator[tuple[str, Plan]]:
     """Yield the plans beside the chosen one."""
     record = first.record
-    heads = [[layer, head] for layer, count in enumerate(record.heads) for head in range(count)]
-    ranked = sorted(heads, key=lambda place: -record.scores[place[0]][place[1]])
-    yield FEWER_HEADS, first.keeping(ranked[:FEWER])
+    heads = all_heads(record)
+    yield FEWER_HEADS, first.keeping(steepest(record, FEWER))
     for seed in SEEDS[1:]:
         yield f"{KEEP} heads, seed {seed}", study.choose(f"seed {seed}", seed=seed)
     text = [{"input_ids": row} for row in study.rows("validation", TEXT_LENGTH, TEXT_ROWS)]

@@ -19,7 +19,7 @@ import torch
 import typer
 
 from benchmarks.result_files import CHOSEN_PLAN_FILE, HARD_KEY_PLANS_FILE, ORIGINAL, RESULTS
-from benchmarks.studies.choose_plan import LENGTH, TASKS, Study
+from benchmarks.studies.choose_plan import LENGTH, TASKS, Study, steepest
 from hf_linattn.advice.trial import patched
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.evaluation.memory import state_bytes_by_length
@@ -31,12 +31,10 @@ STATE_LENGTH = 4096  # at which bytes are equal
 CHOICE = "seed 0"
 
 
-def steepest(record: PlanRecord, kept: int, mechanism: str, options: dict[str, Any]) -> ChosenPlan:
+def plan_with(record: PlanRecord, kept: int, mechanism: str, options: dict[str, Any]) -> ChosenPlan:
     """Return the plan that keeps the heads of the largest scores, and has a mechanism in all others."""
-    heads = [[layer, head] for layer, count in enumerate(record.heads) for head in range(count)]
-    ranked = sorted(heads, key=lambda place: -record.scores[place[0]][place[1]])
     replaced = {"mechanism": mechanism, "options": options}
-    return ChosenPlan.of(replace(record, kept=sorted(ranked[:kept]), replace=replaced))
+    return ChosenPlan.of(replace(record, kept=sorted(steepest(record, kept)), replace=replaced))
 
 
 def equal_window(size: dict[str, int], record: PlanRecord, kept: int) -> dict[str, int]:
@@ -65,11 +63,11 @@ def plans(study: Study, record: PlanRecord) -> Iterator[tuple[str, ChosenPlan]]:
     """Yield each plan with hard keys, and that of equal bytes after it."""
     for kept, number in PLANS:
         name = f"{kept} heads, {number} hard keys"
-        plan = steepest(record, kept, "hybrid", {**HYBRID, "num_hard_keys": number})
+        plan = plan_with(record, kept, "hybrid", {**HYBRID, "num_hard_keys": number})
         yield name, plan
         options = equal_window(state_bytes(study, name, plan), record, kept)
         name = f"{kept} heads, windows of {options['window_size']}"
-        plan = steepest(record, kept, "streaming", options)
+        plan = plan_with(record, kept, "streaming", options)
         state_bytes(study, name, plan)
         yield name, plan
 
