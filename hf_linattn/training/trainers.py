@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from transformers import (
     Trainer,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -29,7 +28,8 @@ from hf_linattn.inference import without_labels
 from hf_linattn.training.classification import SequenceClassification, weighted_loss
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.losses.chunks import chunk_rows, replaced_head, same, separate_head, sum_by_chunks
-from hf_linattn.training.losses.distillation import Teacher, distillation_loss, hidden_error
+from hf_linattn.training.losses.distillation import Teacher, check_teacher, distillation_loss, hidden_error
+from hf_linattn.training.not_finite import NotFiniteError, has_finite_weights
 from hf_linattn.training.parameter_groups import group_parameters
 from hf_linattn.training.task import task_of
 
@@ -59,7 +59,7 @@ class RecoveryTrainer(Trainer):
             train_dataset=data.train,
             eval_dataset=data.validation,
             data_collator=data.collator,
-            callbacks=[StopAtDivergence(), Progress(data.row_tokens), *callbacks],
+            callbacks=[Progress(data.row_tokens), *callbacks],
         )
         self.data_collator: Callable[..., Any]
         self.remove_callback(PrinterCallback)  # prints with a bare print where progress bars are off
@@ -69,6 +69,7 @@ class RecoveryTrainer(Trainer):
         self.smoothing: float = args.label_smoothing_factor
         self.class_weights = data.class_weights
         self.has_ended = False  # before it was resumed: there is no step left to take
+        self._broken: Tensor | None = None  # whether a loss of the step so far is not finite
         self._averages = False
         self.model_accepts_loss_kwargs: bool
         if self.model_accepts_loss_kwargs:
@@ -77,6 +78,7 @@ class RecoveryTrainer(Trainer):
             forward = inspect.unwrap(type(architecture.root_model(model)).forward)
             self._averages = "loss_function" not in forward.__code__.co_names
         if teacher is not None and teacher.model is not None:
+            check_teacher(model, teacher.model)
             teacher.model.to(args.device).eval().requires_grad_(False)
             teacher.model.config.use_cache = False  # with a cache, packed documents would see each other
         self._head = self._head_of_chunks()
@@ -88,6 +90,42 @@ class RecoveryTrainer(Trainer):
         if made:
             group_parameters(optimizer, self.model, self.args)
         return optimizer
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load both, with the learning rates of this training: a checkpoint may have been left with others."""
+        rates = [group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups]
+        super()._load_optimizer_and_scheduler(checkpoint)
+        groups = self.optimizer.param_groups  # others, as loading makes them anew
+        found = [group.get("initial_lr", group["lr"]) for group in groups]
+        if checkpoint is None or found == rates:
+            return
+        for group, before, rate in zip(groups, found, rates, strict=True):
+            group["lr"], group["initial_lr"] = group["lr"] * (rate / before if before else 1.0), rate
+        scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs, scheduler._last_lr = rates, [group["lr"] for group in groups]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the gradient of a batch; `NotFiniteError` in front of a step for which any process has no number."""
+        loss = super().training_step(*args, **kwargs)
+        broken = ~torch.isfinite(loss.detach())
+        self._broken = broken if self._broken is None else self._broken | broken
+        if self.accelerator.sync_gradients:
+            self._stop_if(self._broken, self.state.global_step + 1)
+            self._broken = None
+        return loss
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        broken = torch.tensor(not has_finite_weights(model), device=self.args.device)
+        self._stop_if(broken, self.state.global_step)  # a loss may be finite whose gradient is not
+        super()._save_checkpoint(model, trial)
+
+    def _stop_if(self, broken: Tensor, step: int) -> None:
+        """Raise `NotFiniteError` in all processes if one of them has numbers that are not finite."""
+        if self.accelerator.num_processes > 1:
+            broken = self.accelerator.reduce(broken.float(), reduction="sum")  # type: ignore[assignment]
+        if bool(broken):
+            raise NotFiniteError(step)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Take the steps of an epoch; none, where a training that had ended is resumed, which else takes one more."""
@@ -243,14 +281,3 @@ class Progress(TrainerCallback):
             state.max_steps, f"{rows * self.row_tokens / each:,.0f}", given["loss"], self.held_back,
             each * (state.max_steps - state.global_step) / 60,
         )  # fmt: skip
-
-
-class StopAtDivergence(TrainerCallback):
-    """End a run whose training loss is no longer finite: nothing better can come."""
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
-        if not math.isfinite((logs or {}).get("loss", 0.0)):
-            logger.warning("the training loss is %s at step %d; the run ends here", logs["loss"], state.global_step)
-            control.should_training_stop = True

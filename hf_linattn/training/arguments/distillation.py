@@ -9,6 +9,8 @@ from hf_linattn.config import require
 
 OF_SINGLE_LAYERS = ("transfer_output_weight", "transfer_weights_weight", "transfer_projected")
 
+BESIDE, ALONE = "beside", "alone"  # values of `save_adapter`
+
 
 @dataclass
 class DistillationArguments:
@@ -40,6 +42,13 @@ class DistillationArguments:
     )
     lora_mechanisms: bool = field(
         default=True, metadata={"help": "Train the mechanisms' parameters beside the adapters."}
+    )
+    save_adapter: str | None = field(
+        default=None,
+        metadata={
+            "help": "Write what was trained, plan, mechanisms and LoRA weights, to `adapter` in output_dir, for"
+            " `load_adapter`: `beside` the merged model, or `alone`, which removes that when it is measured."
+        },
     )
     ce_weight: float = field(default=1.0, metadata={"help": "Of the text's own cross-entropy."})
     temperature: float = field(default=1.0, metadata={"help": "Divides both models' logits in the KL divergence."})
@@ -93,6 +102,9 @@ class DistillationArguments:
             for f in (f for f in dataclasses.fields(self) if f.name in OF_SINGLE_LAYERS):
                 given = getattr(self, f.name)
                 require(f.name, given, given == f.default, "absent where transfer_block_layers is set")
-        for name in ("lora_alpha", "lora_target_modules"):
+        kinds = (None, BESIDE, ALONE)
+        expected = f"{BESIDE!r} or {ALONE!r}, or absent"
+        require("save_adapter", self.save_adapter, self.save_adapter in kinds, expected)
+        for name in ("lora_alpha", "lora_target_modules", "save_adapter"):
             given = getattr(self, name)
             require(name, given, given is None or self.lora_rank is not None, "absent where lora_rank is")

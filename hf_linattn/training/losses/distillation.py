@@ -15,14 +15,16 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_linattn import get_mechanisms
+from hf_linattn.architecture import root_model
 from hf_linattn.attention_call import intercept_attention
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.inference import evaluation_mode, without_labels
+from hf_linattn.training.classification import SequenceClassification
 from hf_linattn.training.data import IGNORED_LABEL
 from hf_linattn.training.losses.chunks import chunk_rows, sum_by_chunks
 from hf_linattn.training.losses.loss_module import LossModule
-from hf_linattn.training.task import Task
+from hf_linattn.training.task import Task, task_of
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,20 @@ class Teacher:
             original.enter_context(evaluation_mode(student))
             original.enter_context(intercept_attention(get_mechanisms(adapted)))
             return student(**inputs)
+
+
+def check_teacher(student: nn.Module, teacher: nn.Module) -> None:
+    """Raise `OptionError` unless two models have as many tokens, and classifiers as many classes."""
+    models: list[Any] = [root_model(model) for model in (student, teacher)]
+    for name, what in (("vocab_size", "tokens"), ("num_labels", "classes")):
+        if name == "num_labels" and not isinstance(task_of(student), SequenceClassification):
+            continue
+        own, other = (getattr(model.config.get_text_config(), name, None) for model in models)
+        if own != other:
+            raise OptionError(
+                f"teacher: {type(models[1]).__name__} predicts {other} {what} ({name}), and the model that it teaches"
+                f" {own}; give a teacher of the same vocabulary, such as the original"
+            )
 
 
 def distillation_loss(
