@@ -8,6 +8,7 @@ silent nonsense. With it, `PeftModel.from_pretrained` patches the model as the f
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -89,7 +90,7 @@ def patch_as(model: Any, config: AdapterConfig) -> bool:
     return True
 
 
-def load_adapter(model: PreTrainedModel, path: str, is_trainable: bool = False) -> PeftModel:
+def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_trainable: bool = False) -> PeftModel:
     """Patch a model and give it the mechanisms and LoRA weights that `save_adapter` wrote.
 
         model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")

@@ -30,6 +30,7 @@ from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.losses.loss_module import LossModule
 from hf_linattn.training.not_finite import NotFiniteError
 from hf_linattn.training.parameter_groups import float32_masters
+from hf_linattn.training.speed import Speed, product_dtype
 from hf_linattn.training.task import task_of
 from hf_linattn.training.trainers import RecoveryTrainer
 
@@ -71,16 +72,18 @@ def fine_tune(
 
     Returns:
         result: `learning_rate`, `eval_loss` (mean nats per predicted token, of the weights left in the model; None if
-        not finite), `steps`, `seconds` (of this call), `history` (the Trainer's log) and, where the training ended
-        because a loss was not finite, `not_finite`, its step. state: the whole weights, on the main process, if
-        training sharded the model (FSDP, ZeRO-3), which then is of no more use; else None.
+        not finite), `steps`, `seconds` (of this call), `history` (the Trainer's log), what `Speed` found of this call
+        and, where the training ended because a loss was not finite, `not_finite`, its step. state: the whole weights,
+        on the main process, if training sharded the model (FSDP, ZeRO-3), which then is of no more use; else None.
     """
     arguments = stage_arguments(model, training, folder, learning_rate=learning_rate, max_steps=max_steps)
     config: Any = getattr(model, "config", None)
     use_cache = getattr(config, "use_cache", None)
     checkpoint = last_complete_checkpoint(folder, training.world_size)
     saved = None if checkpoint is None else read_state(Path(checkpoint))
-    trainer = RecoveryTrainer(model, arguments, data, teacher, callbacks)
+    own = next((p.dtype for p in model.parameters() if p.ndim > 1), torch.float32)
+    speed = Speed(data.row_tokens, product_dtype(arguments, own))
+    trainer = RecoveryTrainer(model, arguments, data, teacher, [speed, *callbacks])
     trainer.has_ended = saved is not None and has_ended(saved, max_steps)
     if training.early_stopping_patience:
         trainer.add_callback(early_stopping(training.early_stopping_patience, saved))
@@ -88,7 +91,7 @@ def fine_tune(
         start = time.perf_counter()
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         with nullcontext() if sharded else float32_masters(model):
-            broken = _train(trainer, checkpoint)
+            broken = _train(trainer, checkpoint, speed)
         seconds = time.perf_counter() - start
         loss, state = None, None
         if broken is None:
@@ -105,16 +108,19 @@ def fine_tune(
         "steps": trainer.state.global_step,
         "seconds": round(seconds, 1),
         "history": _finite(trainer.state.log_history),
+        **speed.result(arguments),
     }
     return Trained(result if broken is None else result | {"not_finite": broken}, state)
 
 
-def _train(trainer: RecoveryTrainer, checkpoint: str | None) -> int | None:
+def _train(trainer: RecoveryTrainer, checkpoint: str | None, speed: Speed) -> int | None:
     """Train, and return the step whose loss was not finite; None if there was none."""
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except NotFiniteError as error:
         return error.step
+    finally:
+        speed.stop_counting()
     return None
 
 

@@ -25,6 +25,7 @@ from hf_linattn.training.arguments.board import CommandLine
 from hf_linattn.training.base_task import Task, refuse
 from hf_linattn.training.classification import SequenceClassification
 from hf_linattn.training.data import TrainingData
+from hf_linattn.training.losses.chunks import separate_head
 from hf_linattn.training.recall_rows import with_recall
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import model_digest, rows_digest
@@ -192,6 +193,8 @@ def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None)
         raise OptionError(
             f"recall_share={distillation.recall_share}: recall is asked of a causal language model; leave it out"
         )
+    if distillation.keep_logits:
+        check_kept_logits(model, arguments)
     for name, tokens, found in (
         ("calibration_tokens", recipe_options.calibration_tokens, what_is_fitted),
         ("transfer_tokens", distillation.transfer_tokens, own_parameters),
@@ -208,6 +211,21 @@ def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None)
         )
     if distillation.window_dropout:
         WindowDropout(model, distillation.window_dropout)
+
+
+def check_kept_logits(model: PreTrainedModel, arguments: Arguments) -> None:
+    """Raise `OptionError` where the original's likeliest tokens cannot be kept from one time to the next."""
+    _, _, recipe, training, distillation = arguments
+    vocabulary = model.config.get_text_config().vocab_size
+    reasons = {
+        "rows of a masked model or a classifier are others each time": task_of(model) is not CAUSAL,
+        "hidden_weight needs the original's states": recipe.hidden_weight,
+        f"top_k={distillation.top_k} is the whole vocabulary": (distillation.top_k or 0) >= vocabulary,
+        "the model's logits are not the projection of its states, or fp16 or torch_compile makes all at once":
+            training.fp16 or training.torch_compile or separate_head(model) is None,
+    }  # fmt: skip
+    for reason, holds in reasons.items():
+        refuse("keep_logits", holds and True, reason)
 
 
 def settle_windows(arguments: Arguments, task: Task, table: int | None) -> None:

@@ -43,7 +43,8 @@ class StagePrice:
         tokens, steps: of all its trainings, those that search for a learning rate too.
         rows: tokens of a row, by rows of a step. trained: parameters.
         seconds: of one step, the median of those timed. peak_bytes: of weights, teacher, optimizer and the step.
-        checkpoint_bytes: of all its checkpoints that lie on disk at once. kept_bytes: of the model it leaves.
+        checkpoint_bytes: of all its checkpoints, and a teacher's kept logits, that lie on disk at once.
+        kept_bytes: of the model it leaves.
     """
 
     name: str
@@ -150,6 +151,8 @@ def price_of(run: TrainingRun) -> RunPrice:
 def price_of_stage(run: TrainingRun, stage: TrainingStage, place: int) -> StagePrice:
     """Take a few real steps of a stage on a model of its own; see `price_of`."""
     plan, model, teacher = stage.plan(run), stage.fresh(run), stage.teacher(run)
+    kept = None if teacher is None else teacher.kept
+    teacher = teacher and replace(teacher, kept=None)  # nothing is written
     other = None if teacher is None else teacher.model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = size(model) + sum(map(size, filter(None, (other, *getattr(model, "_model", ())))))
@@ -176,9 +179,11 @@ def price_of_stage(run: TrainingRun, stage: TrainingStage, place: int) -> StageP
     adapters = trained < parameters(model)
     saved = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapters) + 2 * state // 3
     steps = plan.max_steps + searched
+    logits = kept.row_bytes(rows) * min(len(plan.data.train), steps * batch) if kept else 0
     price = StagePrice(
         stage.name, place, steps * plan.step_tokens, steps, (rows, batch), trained, watch.seconds,
-        weights + watch.peak, saved * checkpoints_at_once(training), size(model) if stage.keeps_model else 0,
+        weights + watch.peak, saved * checkpoints_at_once(training) + logits,
+        size(model) if stage.keeps_model else 0,
     )  # fmt: skip
     del model, teacher, other
     gc.collect()

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,11 +25,14 @@ from transformers.trainer_callback import PrinterCallback
 
 from hf_linattn import architecture
 from hf_linattn.architecture import root_model
+from hf_linattn.errors import OptionError
 from hf_linattn.inference import without_labels
 from hf_linattn.training.classification import SequenceClassification, weighted_loss
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.losses.chunks import chunk_rows, replaced_head, same, separate_head, sum_by_chunks
 from hf_linattn.training.losses.distillation import Teacher, check_teacher, distillation_loss, hidden_error
+from hf_linattn.training.losses.kept_logits import likeliest
+from hf_linattn.training.losses.shared_layers import shared_layers
 from hf_linattn.training.not_finite import NotFiniteError, has_finite_weights
 from hf_linattn.training.parameter_groups import group_parameters
 from hf_linattn.training.task import task_of
@@ -82,6 +86,14 @@ class RecoveryTrainer(Trainer):
             teacher.model.to(args.device).eval().requires_grad_(False)
             teacher.model.config.use_cache = False  # with a cache, packed documents would see each other
         self._head = self._head_of_chunks()
+        # with a hidden_weight all layers' states are compared, and noise on embeddings is the student's alone
+        alone = self._head is None or bool(teacher and teacher.hidden_weight) or args.neftune_noise_alpha is not None
+        self._shared = None if alone or teacher is None else shared_layers(model, teacher.model)
+        if teacher is not None and teacher.kept is not None and self._head is None:
+            raise OptionError(
+                "keep_logits=True: logits are kept where they are made some positions at a time, which this model, or"
+                " fp16, torch_compile, FSDP or DeepSpeed, does not do; leave keep_logits out"
+            )
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Make the optimizer, in whose groups mechanisms and attention have the rates of their own."""
@@ -181,28 +193,39 @@ class RecoveryTrainer(Trainer):
         wanted = task.predicted(inputs["labels"])
         chosen = wanted != IGNORED_LABEL
         given = {**without_labels(inputs), "output_hidden_states": bool(teacher.hidden_weight)}
-        with replaced_head(teacher.model or model, same):  # first, as in compute_loss
-            example = teacher.outputs(model, given)
+        size = chunk_rows(root_model(model).config.get_text_config().vocab_size)
         project = head.forward
         project_other = teacher.model.get_output_embeddings().forward if teacher.model else project
+        listed = None if teacher.kept is None else teacher.kept.find(given)
+        example, shared = None, self._shared if listed is None else None
+        if listed is None:
+            with replaced_head(teacher.model or model, same), shared.recorded() if shared else nullcontext():
+                example = teacher.outputs(model, given)  # first, as in compute_loss
+            if teacher.kept is not None:
+                listed = likeliest(
+                    project_other, example.logits, teacher.kept.count, teacher.temperature, size
+                )
+                teacher.kept.keep(given, *listed)
 
-        def loss_of(states: Tensor, others: Tensor, labels: Tensor) -> Tensor:
+        def loss_of(states: Tensor, labels: Tensor, *others: Tensor) -> Tensor:
             logits = project(states)
             exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
             loss = teacher.ce_weight * cross_entropy(exact, labels, reduction="sum", label_smoothing=self.smoothing)
             if not teacher.kl_weight:
                 return loss
+            if listed is not None:
+                return loss + schedule * teacher.kl_weight * teacher.divergence_from(logits, *others)
             with torch.no_grad():
-                other = project_other(others)
+                other = project_other(*others)
             return loss + schedule * teacher.kl_weight * teacher.divergence(logits, other)
 
         def losses(states: Tensor) -> Tensor:
-            rows, others = (task.predicting(x)[chosen] for x in (states, example.logits))
-            size = chunk_rows(root_model(model).config.get_text_config().vocab_size)
+            of_teacher = (example.logits,) if listed is None else listed
+            rows, *others = (task.predicting(x)[chosen] for x in (states, *of_teacher))
             parameters = [p for p in head.parameters() if p.requires_grad]
-            return sum_by_chunks(loss_of, size, rows, others, wanted[chosen], parameters=parameters)
+            return sum_by_chunks(loss_of, size, rows, wanted[chosen], *others, parameters=parameters)
 
-        with replaced_head(model, losses):
+        with replaced_head(model, losses), shared.replayed() if shared else nullcontext():
             output = model(**given)
         predicted = output.logits
         loss = predicted / chosen.sum().clamp(min=1) if counted is None else predicted / counted * self._processes

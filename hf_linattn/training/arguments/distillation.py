@@ -55,6 +55,13 @@ class DistillationArguments:
     top_k: int | None = field(
         default=None, metadata={"help": "Compare that many of the original's likeliest tokens, and all others as one."}
     )
+    keep_logits: bool = field(
+        default=False,
+        metadata={
+            "help": "Keep the original's top_k likeliest tokens and their probabilities on disk, 8 bytes for each, so"
+            " that it runs once for rows seen more than once, in epochs or in a search."
+        },
+    )
     fading_teacher: bool = field(
         default=False, metadata={"help": "kl_weight and hidden_weight fall linearly to zero over the run."}
     )
@@ -102,6 +109,7 @@ class DistillationArguments:
             for f in (f for f in dataclasses.fields(self) if f.name in OF_SINGLE_LAYERS):
                 given = getattr(self, f.name)
                 require(f.name, given, given == f.default, "absent where transfer_block_layers is set")
+        require("keep_logits", self.keep_logits, self.top_k is not None or not self.keep_logits, "False without top_k")
         kinds = (None, BESIDE, ALONE)
         expected = f"{BESIDE!r} or {ALONE!r}, or absent"
         require("save_adapter", self.save_adapter, self.save_adapter in kinds, expected)

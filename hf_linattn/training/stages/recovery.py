@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.arguments import FULL, LORA
 from hf_linattn.training.finetuning import Trained, fine_tune, without_checkpoints
 from hf_linattn.training.losses.distillation import Teacher
+from hf_linattn.training.losses.kept_logits import KeptLogits
 from hf_linattn.training.not_finite import with_halved_rates
 from hf_linattn.training.stages.training import TrainingPlan, TrainingStage
 from hf_linattn.training.task import load_model
@@ -81,6 +83,8 @@ class ModelTraining(TrainingStage):
         with training.main_process_first(local=False):  # the others go on when the model is there
             if training.should_save:
                 self.save(context, plan, model, trained)
+                if teacher is not None and teacher.kept is not None and self.is_last(context):
+                    shutil.rmtree(teacher.kept.folder, ignore_errors=True)
                 context.directory.finish(self.name, result)
         return result
 
@@ -229,7 +233,9 @@ def make_teacher(context: TrainingRun, own_model: bool) -> Teacher | None:
     options, losses = context.arguments.distillation, context.arguments.recipe
     if not (losses.kl_weight or losses.hidden_weight):
         return None
-    windows = context.windows
+    windows, training = context.windows, context.arguments.training
+    folder = context.directory.file("teacher_logits", "")
+    kept = KeptLogits(folder, options.top_k, training.process_index) if options.keep_logits and options.top_k else None
     original = context.load(extended=False) if windows else context.softmax_baseline() if own_model else None
     return Teacher(
         original,
@@ -240,6 +246,7 @@ def make_teacher(context: TrainingRun, own_model: bool) -> Teacher | None:
         options.top_k,
         options.fading_teacher,
         windows,
+        kept,
     )
 
 
