@@ -140,12 +140,16 @@ class Stage:
         name: of the stage; "converted" is before the first.
         tokens, seconds: what the stage took; without the search for its learning rate.
         validation_loss: mean nats per predicted token of the validation split afterwards.
+        tokens_per_second: of its steps, without evaluations; None: it trains in no steps, or the report is older.
+        matrix_share: of the rate at which the machine multiplies large matrices, what its products reached.
     """
 
     name: str
     tokens: int
     seconds: float
     validation_loss: float
+    tokens_per_second: float | None = None
+    matrix_share: float | None = None
 
 
 @dataclass(frozen=True)

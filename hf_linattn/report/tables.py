@@ -17,7 +17,7 @@ from .plots import PLOTS, save_plots
 from .schema import LongContext, Report, WindowRow
 
 MARKDOWN_FILE = "report.md"
-STAGE_HEADS = ["stage", "training tokens", "seconds", "validation perplexity"]
+STAGE_HEADS = ["stage", "training tokens", "seconds", "tokens/s", "of matrix rate", "validation perplexity"]
 MODELS = {
     "original": "pretrained, softmax attention",
     "control": "pretrained, softmax attention, fine-tuned on the same tokens",
@@ -164,12 +164,17 @@ def _window_name(row: WindowRow) -> str:
 
 
 def _stage_section(report: Report) -> list[str]:
-    return ["## Stages", markdown_table(STAGE_HEADS, _stage_rows(report), "lrrr")]
+    return ["## Stages", markdown_table(STAGE_HEADS, _stage_rows(report), "lrrrrr")]
 
 
 def _stage_rows(report: Report) -> list[list[str]]:
     return [
-        [stage.name, f"{stage.tokens:,}", f"{stage.seconds:,.0f}", f"{math.exp(stage.validation_loss):,.2f}"]
+        [
+            stage.name, f"{stage.tokens:,}", f"{stage.seconds:,.0f}",
+            "" if stage.tokens_per_second is None else f"{stage.tokens_per_second:,.0f}",
+            "" if stage.matrix_share is None else f"{stage.matrix_share:.0%}",
+            f"{math.exp(stage.validation_loss):,.2f}",
+        ]
         for stage in report.stages
     ]
 

@@ -177,10 +177,13 @@ def stages(results: Mapping[str, dict[str, Any]], step: int) -> tuple[Stage, ...
     last = list(done)[-1]
     done[last] = done[last] | results["recovered_validation"]  # of the model as it was saved
     return tuple(
-        Stage(name, result.get("tokens", result.get("steps", 0) * step), result.get("seconds", 0.0), loss)
+        Stage(
+            name, result.get("tokens", result.get("steps", 0) * step), result.get("seconds", 0.0), loss,
+            result.get("tokens_per_second"), result.get("matrix_share"),
+        )
         for name, result in done.items()
         if (loss := result["eval_loss"]) is not None
-    )
+    )  # fmt: skip
 
 
 def compare_with_original(context: TrainingRun, model: PreTrainedModel) -> Fidelity:
