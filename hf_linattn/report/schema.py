@@ -257,6 +257,11 @@ class Report:
         """Whether bytes of decoding state were measured; masked models have none."""
         return any(row.patched_state is not None for row in self.memory)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the time of a token was measured; masked models have none."""
+        return any(row.patched_decode is not None and row.original_decode is not None for row in self.speed)
+
     def to_json(self) -> str:
         """Return the JSON form, the inverse of `from_json`."""
         data = dataclasses.asdict(self) | {name: derive(self) for name, derive in DERIVED.items()}
