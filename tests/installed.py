@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import hf_linattn
 from hf_linattn import explain_backend, patch_model
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 97}
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 PROMPT = torch.arange(1, 24)[None]
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     check("its version", command("--version").split()[-1] == hf_linattn.__version__)
     check("its mechanisms", {"hybrid", "linear"} <= {row["name"] for row in json.loads(command("list", "--json"))})
     check("its recipes", "model_name_or_path" in command("recipes", "show", "smollm2-135m"))
-    model = patch_model(LlamaForCausalLM(LlamaConfig(**SIZES)).eval(), "linear")
+    model = patch_model(LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=97)).eval(), "linear")
     backends = explain_backend(model, {"input_ids": PROMPT})
     check(f"C without a compiler: {backends}", "cpu" in str(backends))
     model.save_pretrained("model")

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-CHROMIUMS, DRIVERS = ("chromium", "chromium-browser", "google-chrome", "chrome"), ("chromedriver", "chromium.chromedriver")
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+DRIVERS = ("chromedriver", "chromium.chromedriver")
 REMEDY = "`apt-get install chromium chromium-driver`, or a Chrome and the chromedriver of its version on the PATH"
 PHONE, SCREEN = 390, 1280  # pixels
 FLAGS = (
@@ -29,7 +30,8 @@ const wide = [...document.querySelectorAll('body *')].filter(element => {
   return true;
 }).slice(0, 3).map(element => element.outerHTML.slice(0, 120));
 const hidden = element => element.closest('[aria-hidden=true], a, button, label, .twemoji, .md-icon') !== null;
-const text = element => element.alt || element.getAttribute('aria-label') || element.querySelector('title')?.textContent;
+const text = element =>
+  element.alt || element.getAttribute('aria-label') || element.querySelector('title')?.textContent;
 return {
   width: document.documentElement.scrollWidth, wide,
   unnamed: [...document.querySelectorAll('img, svg[role], figure svg')].filter(x => !hidden(x) && !text(x)?.trim())
