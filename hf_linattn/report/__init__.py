@@ -4,6 +4,7 @@ from .card import CARD_FILE, model_card, save_adapter_card, save_card
 from .classifiers import MetricRow, ReadingRow
 from .plan_picture import save_plan_picture
 from .plots import BytesPoint, bytes_figure, points_of, save_plots
+from .samples import TextSample
 from .schema import (
     REPORT_FILE,
     Accuracies,
@@ -32,6 +33,7 @@ __all__ = [
     "ReadingRow",
     "Report",
     "Stage",
+    "TextSample",
     "Training",
     "WindowRow",
     "bytes_figure",

@@ -31,6 +31,7 @@ from ..config import require
 from ..errors import CheckpointError, did_you_mean
 from ..evaluation import Fidelity, LongLosses, MemoryRow, SpeedRow, crossover_length
 from .classifiers import MetricRow, ReadingRow
+from .samples import TextSample
 
 FORMAT_VERSION = 1
 REPORT_FILE = "report.json"
@@ -218,6 +219,7 @@ class Report:
         constant_bytes: of the decoding state of one sequence in the converted layers, in a bfloat16 model; None where
             it grows with the context, or there is none.
         windows: what windows of as many bytes come to; empty where `constant_bytes` is None.
+        samples: a few test texts and what the models make of them.
     """
 
     base_model: str
@@ -241,6 +243,7 @@ class Report:
     memory: tuple[MemoryRow, ...] = ()
     constant_bytes: int | None = None
     windows: tuple[WindowRow, ...] = ()
+    samples: tuple[TextSample, ...] = ()
     format_version: int = FORMAT_VERSION
 
     @property
@@ -257,6 +260,11 @@ class Report:
     def has_state(self) -> bool:
         """Whether bytes of decoding state were measured; masked models have none."""
         return any(row.patched_state is not None for row in self.memory)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the time of a token was measured; masked models have none."""
+        return any(row.patched_decode is not None and row.original_decode is not None for row in self.speed)
 
     def to_json(self) -> str:
         """Return the JSON form, the inverse of `from_json`."""

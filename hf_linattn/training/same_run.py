@@ -21,7 +21,8 @@ ROWS = 1000  # of a data set that are read at a time
 # other batches that make steps of as many rows
 FREE = frozenset((
     # of the recipe; what a row says is compared option by option
-    "overwrite_output_dir", "plan_steps", "dry_run", "position_windows", "chunk_feed_forward", "row", "board",
+    "overwrite_output_dir", "plan_steps", "dry_run", "position_windows", "text_samples", "chunk_feed_forward", "row",
+    "board",
     # where results go, and whether they are continued
     "output_dir", "resume_from_checkpoint", "save_total_limit", "save_on_each_node",
     # what is said meanwhile

@@ -73,6 +73,9 @@ class RecipeArguments:
             " position is compared before and after it; one that makes a bucket worse is refused. Causal only."
         },
     )
+    text_samples: int = field(
+        default=3, metadata={"help": "Test texts that the report shows with what each model makes of them; 0: none."}
+    )
     plan_steps: int = field(
         default=3,
         metadata={
@@ -98,6 +101,7 @@ class RecipeArguments:
             require(name, rates, rates is None or all(rate > 0 for rate in rates), "positive numbers")
         for name in (
             "kl_weight", "hidden_weight", "calibration_tokens", "fidelity_windows", "long_windows", "position_windows",
+            "text_samples",
         ):  # fmt: skip
             require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         timed = self.plan_steps >= 2 or (self.plan_steps == 0 and not self.dry_run)
