@@ -225,6 +225,14 @@ docs-site: install ## the site under build/site, with every link checked, and th
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
+# one process each, so that none waits for another's cells
+notebooks: install ## run every notebook of notebooks/ on the bundled models, without network: at most 3 minutes each
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[notebooks]"
+	set -e; for notebook in notebooks/*.ipynb; do \
+	  HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(THREADS) timeout 180 \
+	    $(BIN)/python -m pytest -n 0 -q --no-header -p no:cacheprovider --nbmake $$notebook; \
+	done
+
 clean: ## remove runs, build outputs and caches; environments and committed results stay
 	rm -rf runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)*' -prune -exec rm -rf {} +
