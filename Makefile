@@ -54,7 +54,7 @@ test-fast: install ## without the invariants and what starts processes or trains
 	$(PYTEST) $(PROCESSES:%=--ignore tests/%)
 
 test-exhaustive: install ## all that a machine without a GPU can test and that needs no other package, slow ones too
-	$(PYTEST) -m "not gpu and not zero3 and not quantised"
+	$(PYTEST) -m "not gpu and not zero3 and not quantised and not demo"
 
 test-kernels: install ## all tests of the operations in PyTorch, C and Triton, every dtype, shape and GPU they compile for
 	$(PYTEST) -m "not gpu" tests/ops
@@ -73,7 +73,11 @@ test-quantised: install ## bitsandbytes, torchao and optimum-quanto, which it in
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[quant]"
 	$(PYTEST) -n 0 -m quantised tests/test_quantised.py
 
-test-all: test-exhaustive test-zero3 test-quantised ## everything a machine without a GPU can test
+test-demo: install ## the demonstration of examples/space, asked by Gradio's client, which it installs: 2 minutes
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[demo]"
+	$(PYTEST) -n 0 -m demo tests/test_demo.py
+
+test-all: test-exhaustive test-zero3 test-quantised test-demo ## everything a machine without a GPU can test
 
 test-floor: $(FLOOR)/.installed ## the tests with the oldest transformers this library supports
 	HF_HUB_OFFLINE=1 $(FLOOR)/bin/python -m pytest $(PARALLEL)
