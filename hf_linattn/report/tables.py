@@ -14,10 +14,10 @@ from ..atomic_io import write_text
 from ..evaluation import Fidelity, PositionRow, RecurrenceRow, SpeedRow, Spread
 from ..markdown import markdown_table
 from .plots import PLOTS, save_plots
-from .schema import LongContext, Report, WindowRow
+from .schema import EMBEDDING, LongContext, Report, WindowRow
 
 MARKDOWN_FILE = "report.md"
-STAGE_HEADS = ["stage", "training tokens", "seconds", "validation perplexity"]
+STAGE_HEADS = ["stage", "training tokens", "seconds"]
 MODELS = {
     "original": "pretrained, softmax attention",
     "control": "pretrained, softmax attention, fine-tuned on the same tokens",
@@ -26,13 +26,19 @@ MODELS = {
 }
 READINGS = {
     "cut": "pretrained, its own positions: the first {length:,} tokens",
-    "windows": "pretrained, its own positions: windows of {length:,} tokens every {stride:,}, logits pooled by tokens",
+    "windows": "pretrained, its own positions: windows of {length:,} tokens every {stride:,}, {pooled}",
 }
+WINDOWED = {EMBEDDING: "embeddings averaged by tokens"}  # by the problem: what is made of windows
 PERPLEXITIES = {  # by the problem of a classifier: what stands under that name
     "regression": " The perplexity is exp of the mean squared error.",
     "multi_label_classification": " The perplexity is that of one label, yes or no.",
 }
-SHARES = ("accuracy", "macro_f1", "micro_f1")  # metrics that are shown in percent
+SHARES = ("accuracy", "macro_f1", "micro_f1", "recall_at_1", "recall_at_10")  # metrics that are shown in percent
+RETRIEVED = (
+    "{count:,} texts of the test split, halves or pairs, each cut to {length:,} tokens: one is looked for by the other"
+    " among all of them. The perplexity is that of the right one, in a softmax over 20 times all cosines; `cosine` is"
+    " the mean cosine of whole texts' embeddings to those of the original that teaches."
+)
 CONVERTED = ("converted", "recovered")
 RECALL_NOTE = "generated recall was trained on: tests of the same kinds are no longer untouched"
 READERS = ("recovered", "original", "control")  # of one text
@@ -53,7 +59,7 @@ def four_model_table(report: Report) -> Table:
 def stage_table(report: Report) -> Table:
     """Return the way from converted to recovered, for `rich.print`."""
     table = Table(title="after each stage")
-    for number, head in enumerate(STAGE_HEADS):
+    for number, head in enumerate(_stage_heads(report)):
         table.add_column(head, justify="right" if number else "left")
     for row in _stage_rows(report):
         table.add_row(*row)
@@ -69,7 +75,7 @@ def sections(report: Report) -> list[str]:
     """Return what `report.md` and the model card have in common, below the title."""
     return [
         _verdict(report),
-        "## Accuracy and perplexity" if report.accuracy else "## Perplexity",
+        _score_title(report),
         _model_table(report),
         _how_measured(report),
         f"![perplexity]({PLOTS['perplexity']})",
@@ -98,6 +104,12 @@ def save_report(report: Report, directory: str | os.PathLike[str]) -> list[Path]
     ]
 
 
+def _score_title(report: Report) -> str:
+    if report.evaluation.problem == EMBEDDING:
+        return "## Retrieval"
+    return "## Accuracy and perplexity" if report.accuracy else "## Perplexity"
+
+
 def _verdict(report: Report) -> str:
     better = "original" if report.perplexity.original == report.perplexity.best else "control"
     return f"recovered / best ({better}) = {report.ratio:.3f}"
@@ -115,7 +127,8 @@ def _model_rows(report: Report) -> list[list[str]]:
             scores = [f"{getattr(report.accuracy, name):.1%}"]
         rows.append([name, what, *scores, f"{value:,.2f}", f"{value / report.perplexity.best:,.3f}"])
     for read in report.readings:
-        what = READINGS[read.reading].format(length=read.max_length, stride=read.stride or 0)
+        pooled = WINDOWED.get(report.evaluation.problem or "", "logits pooled by tokens")
+        what = READINGS[read.reading].format(length=read.max_length, stride=read.stride or 0, pooled=pooled)
         scores = [_score(row.metric, read.metrics.get(row.metric)) for row in report.metrics]
         ratio = f"{read.perplexity / report.perplexity.best:,.3f}"
         rows.append([f"original, {read.reading}", what, *scores, f"{read.perplexity:,.2f}", ratio])
@@ -139,6 +152,8 @@ def _model_table(report: Report) -> str:
 
 def _how_measured(report: Report) -> str:
     how = report.evaluation
+    if how.problem == EMBEDDING:
+        return RETRIEVED.format(count=how.num_tokens, length=how.max_length)
     if report.accuracy or report.metrics:
         note = PERPLEXITIES.get(how.problem or "", "")
         read = f"{how.num_tokens:,} texts of the test split, cut to {how.max_length:,} tokens; one prediction each."
@@ -164,13 +179,19 @@ def _window_name(row: WindowRow) -> str:
 
 
 def _stage_section(report: Report) -> list[str]:
-    return ["## Stages", markdown_table(STAGE_HEADS, _stage_rows(report), "lrrr")]
+    return ["## Stages", markdown_table(_stage_heads(report), _stage_rows(report), "lrrr")]
+
+
+def _stage_heads(report: Report) -> list[str]:
+    return [*STAGE_HEADS, "validation loss" if report.evaluation.problem == EMBEDDING else "validation perplexity"]
 
 
 def _stage_rows(report: Report) -> list[list[str]]:
+    distance = report.evaluation.problem == EMBEDDING  # from the original, and no likelihood
+    losses = [f"{s.validation_loss:.4f}" if distance else f"{math.exp(s.validation_loss):,.2f}" for s in report.stages]
     return [
-        [stage.name, f"{stage.tokens:,}", f"{stage.seconds:,.0f}", f"{math.exp(stage.validation_loss):,.2f}"]
-        for stage in report.stages
+        [stage.name, f"{stage.tokens:,}", f"{stage.seconds:,.0f}", loss]
+        for stage, loss in zip(report.stages, losses, strict=True)
     ]
 
 

@@ -150,7 +150,8 @@ def price_of(run: TrainingRun) -> RunPrice:
 
 def price_of_stage(run: TrainingRun, stage: TrainingStage, place: int) -> StagePrice:
     """Take a few real steps of a stage on a model of its own; see `price_of`."""
-    plan, model, teacher = stage.plan(run), stage.fresh(run), stage.teacher(run)
+    plan, teacher = stage.plan(run), stage.teacher(run)
+    model = run.task.trainee(run, stage.fresh(run))
     other = None if teacher is None else teacher.model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = size(model) + sum(map(size, filter(None, (other, *getattr(model, "_model", ())))))
