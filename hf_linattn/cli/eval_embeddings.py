@@ -73,7 +73,9 @@ def read_texts(files: list[Path], options: RowOptions) -> Texts:
 
     columns: dict[str, Any] = {"pair_column": options.text_pair_column}
     rows = [text_of("test", load_file("files", file), options.text_column, **columns) for file in files]
-    return Texts.of(concatenate_datasets(rows))
+    texts = Texts.of(concatenate_datasets(rows))
+    texts.check()
+    return texts
 
 
 def wanted(original: str | None, dtype: str | None, texts: Texts, reading: dict[str, Any]) -> Any:

@@ -56,7 +56,7 @@ class Embeddings(Task):
 
     def __init__(self, modules: SentenceModel):
         self.modules = modules
-        self.tokenizer = modules.tokenizer
+        self.tokenizer: Any = modules.tokenizer
         self._wanted: Tensor | None = None
 
     def check_options(self, arguments: Arguments) -> None:
@@ -99,7 +99,7 @@ class Embeddings(Task):
                 self.modules.encode(part, data.block_size, "test")
         limit = self.tokenizer.model_max_length
         self.tokenizer.model_max_length = max(limit, data.block_size)  # what is saved reads what was trained on
-        collator = PaddingCollator(self.tokenizer.pad_token_id)  # type: ignore[arg-type]  # there is one
+        collator = PaddingCollator(self.tokenizer.pad_token_id)
         return TrainingData(**rows, collator=collator, evaluation_collator=collator)
 
     def trainee(self, run: Any, model: nn.Module) -> nn.Module:
