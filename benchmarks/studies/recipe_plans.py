@@ -2,10 +2,10 @@
 
     python -m benchmarks.studies.recipe_plans                  # benchmarks/results/recipe_plans.json
 
-Parameters follow from the shape of the model alone. What is trained, and the bytes of a step, are counted on two layers
-of the model's width with random weights, at two lengths of rows, in the stages of the recipe; both are straight lines in
-layers and tokens. Nothing here is a measurement of the model itself, and no time is: a plan with times is what
-`--dry_run true` prints where the model and its GPU are.
+Parameters follow from the shape of the model alone. What is trained, and the bytes of a step, are counted on two
+layers of the model's width with random weights, at two lengths of rows, in the stages of the recipe; both are straight
+lines in layers and tokens. Nothing here is a measurement of the model itself, and no time is: a plan with times is
+what `--dry_run true` prints where the model and its GPU are.
 """
 
 from __future__ import annotations

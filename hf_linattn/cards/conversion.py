@@ -12,7 +12,7 @@ from ..markdown import markdown_table
 from ..plan import PatchConfig, read_entries
 from ..registry import MECHANISMS
 from .base import Base
-from .loading import PIPELINE_TAGS, WRITTEN, loading_lines
+from .loading import PIPELINE_TAGS, WRITTEN, library_of, loading_lines
 from .wording import KEPT, Measured, layers_in_words, measured_sentence
 
 UNTRAINED = "**UNTRAINED.**"
@@ -67,7 +67,7 @@ def conversion_card(conversion: Conversion, name: str) -> ModelCard:
     base, mechanisms = conversion.base, mechanism_names(conversion.patches)
     data = ModelCardData(
         base_model=base.hub_id,
-        library_name="transformers" if conversion.adapter_of is None else "peft",
+        library_name=library_of(conversion.loader) if conversion.adapter_of is None else "peft",
         pipeline_tag=PIPELINE_TAGS.get(conversion.loader),
         tags=["hf_linattn", *mechanisms, "subquadratic-attention", *(["untrained"] if conversion.untrained else [])],
         model_name=title(base, mechanisms),

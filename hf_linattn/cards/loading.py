@@ -19,13 +19,15 @@ PIPELINE_TAGS: dict[str, str] = {
     "AutoModelForImageTextToText": "image-text-to-text",
     "AutoModelForImageClassification": "image-classification",
     "AutoModel": "feature-extraction",
+    "SentenceTransformer": "sentence-similarity",
 }
+SENTENCES = "SentenceTransformer"  # loads by its constructor, from a library of its own
 LINES = """\
 ```python
 import hf_linattn  # pip install hf_linattn
-from transformers import {loader}
+from {library} import {loader}
 
-model = {loader}.from_pretrained("{name}")
+model = {call}("{name}")
 ```
 
 The import teaches transformers the model type. A program that cannot import it, such as lm_eval, passes
@@ -46,7 +48,9 @@ folder, as under softmax attention these adapters would be wrong; after `import 
 loads it, too."""
 # push puts the name of the repository into cards that have this line, and leaves all others alone
 WRITTEN = "<!-- written by hf_linattn -->"
-LOADED = re.compile(r'(?<=\.from_pretrained\(")[^"]*(?="\))|(?<=\.from_pretrained\(base\), ")[^"]*(?="\))')
+LOADED = re.compile(
+    r'((?<=\.from_pretrained\(")|(?<=SentenceTransformer\(")|(?<=\.from_pretrained\(base\), "))[^"]*(?="\))'
+)
 
 
 def loader_of(config: Any) -> str:
@@ -66,8 +70,20 @@ def loading_lines(loader: str, name: str, adapter_of: str | None = None) -> str:
 
     adapter_of: the base of what is an adapter; None: it is a whole model.
     """
-    lines = LINES if adapter_of is None else ADAPTER_LINES
-    return lines.format(loader=loader, name=name, base=adapter_of)
+    if adapter_of is not None:
+        return ADAPTER_LINES.format(loader=loader, name=name, base=adapter_of)
+    call = loader if loader == SENTENCES else f"{loader}.from_pretrained"
+    module = library_of(loader).replace("-", "_")
+    return LINES.format(library=module, loader=loader, call=call, name=name)
+
+
+def library_of(loader: str) -> str:
+    """Return the Hub's name of the library that loads a model by this class.
+
+    >>> library_of("SentenceTransformer"), library_of("AutoModel")
+    ('sentence-transformers', 'transformers')
+    """
+    return "sentence-transformers" if loader == SENTENCES else "transformers"
 
 
 def with_name(card: str, name: str) -> str:

@@ -19,6 +19,7 @@ from ..cards import (
     Measured,
     attention_table,
     card_of,
+    library_of,
     loading_lines,
     measured_sentence,
     read_base,
@@ -31,7 +32,7 @@ from ..errors import CheckpointError
 from ..mechanisms import MECHANISMS
 from ..plan import PatchConfig
 from ..saved_config import read_patches
-from .schema import Report
+from .schema import EMBEDDING, Report
 from .tables import sections
 
 EVAL_RESULTS_FILE = ".eval_results/hf_linattn.yaml"
@@ -56,7 +57,7 @@ def model_card(
     data = ModelCardData(
         base_model=base.hub_id,
         datasets=None if report.dataset_name is None else [report.dataset_name],
-        library_name="transformers" if adapter_of is None else "peft",
+        library_name=library_of(LOADERS[task]) if adapter_of is None else "peft",
         pipeline_tag=task,
         tags=["hf_linattn", *mechanisms, "subquadratic-attention"],
         model_name=title(base, mechanisms),
@@ -118,9 +119,11 @@ def measured(report: Report) -> Measured:
     state = None
     if largest is not None and largest.patched_state is not None and largest.original_state is not None:
         state = largest.patched_state, largest.original_state, largest.length
+    recalls = {row.metric: row for row in report.metrics}.get("recall_at_10")
     return Measured(
+        recall=None if recalls is None else (recalls.recovered, max(recalls.original, recalls.control or 0.0)),
         accuracy=None if accuracy is None else (accuracy.recovered, accuracy.best),
-        perplexity=None if accuracy else (perplexity.recovered, perplexity.best),
+        perplexity=None if accuracy or recalls else (perplexity.recovered, perplexity.best),
         speed=None if fastest is None else (fastest.prefill_speedup, fastest.length),
         state=state,
     )
@@ -134,6 +137,8 @@ def how_trained(report: Report) -> str:
 
 def task_of_report(report: Report) -> str:
     """Return the Hub's name of what the model does."""
+    if report.evaluation.problem == EMBEDDING:
+        return "sentence-similarity"
     if report.accuracy is not None or report.metrics:
         return "text-classification"
     return "fill-mask" if report.evaluation.stride is None else "text-generation"

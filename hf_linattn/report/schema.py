@@ -35,6 +35,7 @@ from .samples import TextSample
 
 FORMAT_VERSION = 1
 REPORT_FILE = "report.json"
+EMBEDDING = "embedding"  # the problem of a model that makes embeddings
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Accuracies:
 class Evaluation:
     """How the perplexities were measured: tokens per window, stride (None: no overlap), scored tokens or texts.
 
-    problem: of a classifier, by transformers' name for it.
+    problem: of a classifier, by transformers' name for it; `embedding` of an embedding model.
     """
 
     max_length: int
@@ -209,7 +210,8 @@ class Report:
         data: the data set, or the files, that it was trained and tested on.
         dataset_name, dataset_config_name: the names of the data set and its configuration on the Hub; None for files.
         accuracy: of classifiers, whose perplexity is that of the right class; None for language models.
-        metrics: of classifiers, those that were chosen. readings: the original on documents longer than its table.
+        metrics: of classifiers, those that were chosen; of embedding models, what they find.
+        readings: the original on documents longer than its table.
         stages: the way from converted to recovered.
         sensitivity: KL of the predictions, in nats per token, when one layer alone is converted, layer by layer; empty
             unless the layers were chosen by it.

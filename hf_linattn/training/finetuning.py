@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hf_linattn import architecture
@@ -146,12 +146,17 @@ def early_stopping(patience: int, saved: Mapping[str, Any] | None) -> EarlyStopp
 
 
 @torch.no_grad()
-def validation_loss(model: PreTrainedModel, data: TrainingData, batch_size: int) -> float:
-    """Return the mean nats per predicted token, or text, of the validation rows, in this process alone."""
+def validation_loss(model: nn.Module, data: TrainingData, batch_size: int) -> float:
+    """Return the mean nats per predicted token, or text, of the validation rows, in this process alone.
+
+    model: a model, or a `LossModule` on an encoder, whose loss is a mean over the texts.
+    """
+    if isinstance(model, LossModule):
+        return _mean_loss(model, data, batch_size)
     task, total, count = task_of(model), 0.0, 0
     with evaluation_mode(model):
         for batch in DataLoader(data.validation, batch_size, collate_fn=data.evaluation_collator):  # type: ignore
-            inputs = {name: value.to(model.device) for name, value in batch.items()}
+            inputs = {name: value.to(architecture.root_model(model).device) for name, value in batch.items()}
             predicted = int((task.predicted(inputs["labels"]) != IGNORED_LABEL).sum())
             output = model(**inputs, **accepted(model, use_cache=False))
             weights = data.class_weights
@@ -159,6 +164,16 @@ def validation_loss(model: PreTrainedModel, data: TrainingData, batch_size: int)
             total += float(loss) * predicted
             count += predicted
     return total / count
+
+
+def _mean_loss(model: LossModule, data: TrainingData, batch_size: int) -> float:
+    """Return the mean loss of the validation rows."""
+    total, device = 0.0, next(model.parameters()).device
+    with evaluation_mode(model):
+        for batch in DataLoader(data.validation, batch_size, collate_fn=data.evaluation_collator):  # type: ignore
+            inputs = {name: value.to(device) for name, value in batch.items()}
+            total += float(model(**inputs)["loss"]) * len(batch["input_ids"])
+    return total / len(data.validation)
 
 
 def rehearse(

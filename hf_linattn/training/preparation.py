@@ -20,18 +20,18 @@ from hf_linattn.errors import CheckpointError, DataError, OptionError
 from hf_linattn.evaluation import position_limit, streaming_like, whole_windows
 from hf_linattn.evaluation.label_metrics import REGRESSION, SEVERAL
 from hf_linattn.reading import read_tokenizer
-from hf_linattn.training.arguments import WINDOW, Arguments, ModelArguments
+from hf_linattn.training.arguments import NONE, WINDOW, Arguments, ModelArguments
 from hf_linattn.training.arguments.board import CommandLine
 from hf_linattn.training.base_task import Task, refuse
-from hf_linattn.training.classification import SequenceClassification
 from hf_linattn.training.data import TrainingData
+from hf_linattn.training.loading import load_task
 from hf_linattn.training.losses.chunks import separate_head
 from hf_linattn.training.recall_rows import with_recall
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import model_digest, rows_digest
 from hf_linattn.training.stages import TrainingStage, stages_of
 from hf_linattn.training.stages.positions import checked_length
-from hf_linattn.training.task import CAUSAL, TextEncoder, load_model, task_of
+from hf_linattn.training.task import CAUSAL, TextEncoder
 from hf_linattn.training.training_run import TrainingRun
 from hf_linattn.training.window_dropout import WindowDropout
 
@@ -58,7 +58,7 @@ def prepare(
         program, argv: how the run was started, for the report and for the command of a control that is missing.
     """
     model_options, data_options, recipe_options, training, distillation = arguments
-    model = load_model(model_options.model_name_or_path or "", model_options.dtype)
+    model, task = load_task(model_options.model_name_or_path or "", model_options.dtype)
     if is_patched(model):
         raise OptionError(
             f"model_name_or_path={model_options.model_name_or_path!r} is converted already; give the original"
@@ -67,13 +67,13 @@ def prepare(
     table = position_limit(model)
     if model_options.max_positions is not None:
         extend_positions(model, model_options.max_positions)
-    task = task_of(model)
     task.check(model, data_options, recipe_options)
+    task.check_options(arguments)
     settle_windows(arguments, task, table)
     patch_model(model, **model_options.patch_arguments())
     limit = position_limit(model)
-    check_model(model, arguments, limit)
-    tokenizer = load_tokenizer(model_options)
+    check_model(model, arguments, limit, task)
+    tokenizer = load_tokenizer(model_options, task)
     with training.main_process_first(local=False):
         loaded = task.load(data_options) if datasets is None else task.select(datasets, data_options)
         splits = task.written(loaded, TextEncoder(tokenizer, data_options))
@@ -174,7 +174,7 @@ def check_tokenizer(
         )
 
 
-def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None) -> None:
+def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None, task: Task) -> None:
     """Raise `OptionError` for what a converted model cannot do: read rows so long, fit parameters it lacks.
 
     Args:
@@ -189,12 +189,12 @@ def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None)
                 f" mechanism; give at most {limit}, or max_positions={length} where its position table is what ends,"
                 " which calls extend_positions"
             )
-    if distillation.recall_share and task_of(model) is not CAUSAL:
+    if distillation.recall_share and task is not CAUSAL:
         raise OptionError(
             f"recall_share={distillation.recall_share}: recall is asked of a causal language model; leave it out"
         )
     if distillation.keep_logits:
-        check_kept_logits(model, arguments)
+        check_kept_logits(model, task, arguments)
     for name, tokens, found in (
         ("calibration_tokens", recipe_options.calibration_tokens, what_is_fitted),
         ("transfer_tokens", distillation.transfer_tokens, own_parameters),
@@ -213,12 +213,12 @@ def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None)
         WindowDropout(model, distillation.window_dropout)
 
 
-def check_kept_logits(model: PreTrainedModel, arguments: Arguments) -> None:
+def check_kept_logits(model: PreTrainedModel, task: Task, arguments: Arguments) -> None:
     """Raise `OptionError` where the original's likeliest tokens cannot be kept from one time to the next."""
     _, _, recipe, training, distillation = arguments
     vocabulary = model.config.get_text_config().vocab_size
     reasons = {
-        "rows of a masked model or a classifier are others each time": task_of(model) is not CAUSAL,
+        "rows of a masked model or a classifier are others each time": task is not CAUSAL,
         "hidden_weight needs the original's states": recipe.hidden_weight,
         f"top_k={distillation.top_k} is the whole vocabulary": (distillation.top_k or 0) >= vocabulary,
         "the model's logits are not the projection of its states, or fp16 or torch_compile makes all at once":
@@ -229,7 +229,7 @@ def check_kept_logits(model: PreTrainedModel, arguments: Arguments) -> None:
 
 
 def settle_windows(arguments: Arguments, task: Task, table: int | None) -> None:
-    """Have a classifier's original read in windows what is longer than its own positions, and check what goes with it.
+    """Have the original read in windows what is longer than its own positions, and check what goes with it.
 
     table: the positions that the original came with; None: any number of them.
 
@@ -237,11 +237,12 @@ def settle_windows(arguments: Arguments, task: Task, table: int | None) -> None:
         OptionError: windows that documents or positions do not fit, or an option that cannot be honoured.
     """
     model_options, data, recipe, training, distillation = arguments
-    if not isinstance(task, SequenceClassification):
+    if not task.reads_windows:
         return
     longest = max(data.block_size, distillation.long_block_size or 0)
     if data.document_window is None and table is not None and longest > table and model_options.max_positions:
-        refuse("text_pair_column", data.text_pair_column, f"pairs of more than {table} tokens have no windows")
+        pairs = task.joins_pairs and data.text_pair_column
+        refuse("text_pair_column", pairs, f"pairs of more than {table} tokens have no windows")
         data.document_window = table
     if data.document_window:
         fits = data.document_window <= (table or math.inf)
@@ -253,10 +254,14 @@ def settle_windows(arguments: Arguments, task: Task, table: int | None) -> None:
         refuse("hidden_weight", recipe.hidden_weight, reason)
     else:
         refuse("document_stride", data.document_stride, "there are no windows")
-    if task.problem == REGRESSION:
+        if task.has_own_loss and recipe.control != NONE:
+            logger.info("no control is trained: with its own attention the original has nothing to learn from itself")
+            recipe.control = NONE
+    problem = getattr(task, "problem", None)
+    if problem == REGRESSION:
         refuse("label_smoothing_factor", training.label_smoothing_factor, "a number has no classes to smooth")
         refuse("top_k", distillation.top_k, "a number is one output")
-    if task.problem == SEVERAL:
+    if problem == SEVERAL:
         refuse("label_smoothing_factor", training.label_smoothing_factor, "each label is yes or no")
         refuse("top_k", distillation.top_k, "each label is compared for itself")
 
@@ -288,17 +293,17 @@ def shared_control(run: TrainingRun, program: str = "", argv: Sequence[str] = ()
     training, folder = run.arguments.training, run.arguments.recipe.control_dir
     if folder is None:
         return {}
-    ignored = {*CONVERSION_OPTIONS, *asdict(run.arguments.distillation), "long_digest"}
+    ignored = {*CONVERSION_OPTIONS, *asdict(run.arguments.distillation), "long_digest"} - run.task.of_control
     command = CommandLine(argv).command_for(folder, program, ignored)
     directory = RunDirectory(folder, training)
     windows = [name for name in ("window_trained",) if directory.finished(name)]
     return directory.export_stages(("control_training", "control", *windows), run.options, ignored, command)
 
 
-def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
+def load_tokenizer(options: ModelArguments, task: Task) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a run; `CheckpointError`, which names the option, if it cannot be read."""
     option = "tokenizer_name" if options.tokenizer_name else "model_name_or_path"
-    tokenizer = read_tokenizer(option, getattr(options, option))
+    tokenizer = task.tokenizer or read_tokenizer(option, getattr(options, option))
     if options.max_positions is not None:
         tokenizer.model_max_length = options.max_positions
     return tokenizer

@@ -150,7 +150,8 @@ def price_of(run: TrainingRun) -> RunPrice:
 
 def price_of_stage(run: TrainingRun, stage: TrainingStage, place: int) -> StagePrice:
     """Take a few real steps of a stage on a model of its own; see `price_of`."""
-    plan, model, teacher = stage.plan(run), stage.fresh(run), stage.teacher(run)
+    plan, teacher = stage.plan(run), stage.teacher(run)
+    model = run.task.trainee(run, stage.fresh(run))
     kept = None if teacher is None else teacher.kept
     teacher = teacher and replace(teacher, kept=None)  # nothing is written
     other = None if teacher is None else teacher.model

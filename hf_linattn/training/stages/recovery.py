@@ -25,7 +25,7 @@ from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.losses.kept_logits import KeptLogits
 from hf_linattn.training.not_finite import with_halved_rates
 from hf_linattn.training.stages.training import TrainingPlan, TrainingStage
-from hf_linattn.training.task import load_model
+from hf_linattn.training.task import Task, load_model
 from hf_linattn.training.training_run import TrainingRun
 from hf_linattn.training.window_dropout import WindowDropout
 
@@ -69,8 +69,9 @@ class ModelTraining(TrainingStage):
         def train(rate: float) -> tuple[Trained, int | None]:
             model = made["model"] = self.make_model(context)
             trained = fine_tune(
-                model, plan.data, plan.training, context.directory.checkpoints(self.name), learning_rate=rate,
-                max_steps=plan.max_steps, teacher=teacher, callbacks=self.callbacks(context, model),
+                context.task.trainee(context, model), plan.data, plan.training,
+                context.directory.checkpoints(self.name), learning_rate=rate, max_steps=plan.max_steps,
+                teacher=teacher, callbacks=self.callbacks(context, model),
             )  # fmt: skip
             return trained, trained.result.get("not_finite")
 
@@ -96,8 +97,8 @@ class ModelTraining(TrainingStage):
             logger.info("stage %s: %d steps", name, plan.search_steps)
             model = self.make_model(context)
             result, _ = fine_tune(
-                model, plan.data, without_checkpoints(plan.training), context.directory.checkpoints(name),
-                learning_rate=rate, max_steps=plan.search_steps, teacher=teacher,
+                context.task.trainee(context, model), plan.data, without_checkpoints(plan.training),
+                context.directory.checkpoints(name), learning_rate=rate, max_steps=plan.search_steps, teacher=teacher,
                 callbacks=self.callbacks(context, model),
             )  # fmt: skip
             context.directory.finish(name, result)
@@ -110,15 +111,15 @@ class ModelTraining(TrainingStage):
         """Write the trained model, without adapters, and see that it loads as it is."""
         if trained.state is not None:
             model = self.make_model(context)
-            model.load_state_dict(trained.state)
+            context.task.trainee(context, model).load_state_dict(trained.state)
         if isinstance(model, PeftModel):
             self.keep_adapter(context, model)
             model = model.merge_and_unload()  # type: ignore[operator]
         folder = self.folder(context)
         if self.is_last(context):
             model.to(context.saved_dtype)
-        model.save_pretrained(folder)
-        verify_saved(model, folder, torch.as_tensor(plan.data.validation[0]["input_ids"])[None])
+        context.task.save(model, folder)
+        verify_saved(model, folder, torch.as_tensor(plan.data.validation[0]["input_ids"])[None], context.task)
 
 
 class ControlTraining(ModelTraining):
@@ -231,21 +232,19 @@ def make_teacher(context: TrainingRun, own_model: bool) -> Teacher | None:
         own_model: load the original; else the student is its own teacher, with its adapters off.
     """
     options, losses = context.arguments.distillation, context.arguments.recipe
-    if not (losses.kl_weight or losses.hidden_weight):
+    if context.task.has_own_loss or not (losses.kl_weight or losses.hidden_weight):
         return None
-    windows, training = context.windows, context.arguments.training
-    folder = context.directory.file("teacher_logits", "")
+    training, folder = context.arguments.training, context.directory.file("teacher_logits", "")
     kept = KeptLogits(folder, options.top_k, training.process_index) if options.keep_logits and options.top_k else None
-    original = context.load(extended=False) if windows else context.softmax_baseline() if own_model else None
     return Teacher(
-        original,
+        context.original() if own_model else None,
         losses.kl_weight,
         losses.hidden_weight,
         options.ce_weight,
         options.temperature,
         options.top_k,
         options.fading_teacher,
-        windows,
+        context.windows,
         kept,
     )
 
@@ -262,17 +261,17 @@ def select_learning_rate(losses: Mapping[float, float | None]) -> float:
     return min(finite, key=finite.__getitem__)
 
 
-def verify_saved(model: PreTrainedModel, path: Path, input_ids: Tensor) -> None:
-    """Load `path` through the Auto classes; `CheckpointError` unless its logits are those of `model`, bit for bit.
+def verify_saved(model: PreTrainedModel, path: Path, input_ids: Tensor, task: Task) -> None:
+    """Load `path` as it will be loaded; `CheckpointError` unless its logits are those of `model`, bit for bit.
 
     Args:
-        input_ids: int64 [B, N], on any device.
+        input_ids: int64 [B, N], on any device. task: whose answers are compared, embeddings in place of logits.
     """
     device: Any = model.device
     loaded, input_ids = load_model(str(path), dtype=model.dtype).to(device), input_ids.to(device)
     if is_patched(model):
         chunk_feed_forward(model, None)  # the loaded one has no chunks; on several threads they would be rounded apart
     with evaluation_mode(model), evaluation_mode(loaded), torch.no_grad():
-        equal = torch.equal(model(input_ids=input_ids).logits, loaded(input_ids=input_ids).logits)
+        equal = torch.equal(task.answers(model, input_ids), task.answers(loaded, input_ids))
     if not equal:
         raise CheckpointError(f"{str(path)!r}: the reloaded logits differ from the trained model's; save again")
