@@ -24,6 +24,8 @@ from hf_linattn.report import Report
 from hf_linattn.training import finetuning, pipeline, trainers
 from hf_linattn.training.arguments import DISTILLATION, parse_arguments
 from hf_linattn.training.stages import calibration
+from tests.helpers import make_tokenizer
+from tests.models import make_model
 from tests.recipes.test_finetune import ROOT, command, material, recorded
 
 __all__ = ["material"]
@@ -293,9 +295,14 @@ def test_layers_are_chosen_by_what_they_cost(material, whole, tmp_path, monkeypa
 
 
 def test_heads_are_chosen_by_a_search(material, tmp_path):
-    out = tmp_path / "out"
+    """Of a Llama in bfloat16: what is trained in float32 is saved as it was loaded, and computes the same."""
+    out, original = tmp_path / "out", tmp_path / "llama"
+    make_model("llama", std=0.05).bfloat16().save_pretrained(original)
+    make_tokenizer().save_pretrained(original)
     search = {"layer_search": "slope", "layer_unit": "head", "layer_signal": "divergence"}
-    report = run(flags(material, out, layers="auto", softmax_share=0.25, **search))
+    changes = {"model_name_or_path": str(original), "layers": "auto", "softmax_share": 0.25, **search}
+    report = run(flags(material, out, **changes))
+    assert report.training.saved_dtype == "bfloat16"
     chosen = recorded(out, "plan")
     assert (chosen["unit"], chosen["signal"], chosen["replace"]["mechanism"]) == ("head", "divergence", "hybrid")
     assert report.options == {"plan": chosen["plan"]} and len(chosen["kept"]) == round(0.25 * sum(chosen["heads"]))
