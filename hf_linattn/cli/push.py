@@ -60,16 +60,18 @@ def write_card(folder: Path, repository: str) -> None:
     """Write the card that follows from a recipe's report, or, without one, from what the config says."""
     from transformers import AutoConfig
 
-    from ..cards import CARD_FILE, Base, Conversion, conversion_card, loader_of
+    from ..cards import CARD_FILE, SENTENCES, Base, Conversion, conversion_card, loader_of
     from ..report import REPORT_FILE, Report, save_card
     from ..saved_config import read_patches
+    from ..sentence_models import is_sentence_model
 
     if (folder / REPORT_FILE).is_file():
         save_card(Report.load(folder), folder, repository)
         return
     with reading("folder", folder, "give the folder of a converted model"):
         config = AutoConfig.from_pretrained(folder)
-    found = Conversion(Base(config.model_type), loader_of(config), read_patches(config.hf_linattn), untrained=False)
+    loader = SENTENCES if is_sentence_model("folder", str(folder)) else loader_of(config)
+    found = Conversion(Base(config.model_type), loader, read_patches(config.hf_linattn), untrained=False)
     write_text(folder / CARD_FILE, str(conversion_card(found, repository)))
 
 

@@ -88,7 +88,7 @@ class Embeddings(Task):
         for name, limit in limits.items():
             # a row counts as block_size tokens
             chosen = splits[name].shuffle(seed=0) if name == "train" else splits[name]
-            texts = Texts.of(chosen).whole
+            texts = texts_of(chosen)
             count = len(texts) if limit is None else min(len(texts), max(1, limit // data.block_size))
             encoded = self.modules.encode(texts[:count], data.block_size, name)
             rows[name] = Dataset.from_dict({**encoded, "labels": list(range(count))}).with_format("torch")
@@ -127,6 +127,12 @@ class Embeddings(Task):
     def answers(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
         with evaluation_mode(model):
             return self.modules.embed(model, {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)})
+
+
+def texts_of(rows: Dataset) -> list[str]:
+    """Return all texts of rows, those of pairs beside each other."""
+    columns = [rows[name] for name in ("text", "text_pair") if name in rows.column_names]
+    return [text or "" for row in zip(*columns, strict=True) for text in row]
 
 
 def weights_of(arguments: Arguments) -> EmbeddingWeights:

@@ -166,8 +166,13 @@ def test_tokens_are_those_of_sentence_transformers_with_its_prompt(tmp_path):
 
 
 def test_pairs_are_rows_of_their_own(material, tmp_path):
-    run = prepare(parse_arguments(command(material, tmp_path, text_pair_column="title", **OPTIONS), DISTILLATION))
+    flags = command(material, tmp_path, text_pair_column="title", lora_rank=2, **OPTIONS)
+    run = prepare(parse_arguments(flags, DISTILLATION))
     assert (len(run.data.train), len(run.data.validation)) == (2 * 48, 2 * 8)
+    ids = [row["input_ids"].tolist() for row in run.data.validation]
+    texts = [json.loads(line) for line in Path(material["validation_file"]).read_text().splitlines()]
+    expected = [text.split()[:LONG] for row in texts for text in (row["text"], row["title"])]
+    assert ids[0] == [int(word[1:]) for word in expected[0]] and len(ids[1]) == len(expected[1])
     assert run.windows.length == TABLE and RecoveredTraining().teacher(run) is None
     assert not list(tmp_path.iterdir())
 
