@@ -126,8 +126,8 @@ def test_the_loss_is_what_its_formula_says(tmp_path, pooling, read_in_windows):
     rows = Dataset.from_dict({**encoded, "labels": [0] * len(texts)})
     batch = PaddingCollator(0)([*rows])
     loss = float(EmbeddingDistillation(student, encoder, task.modules, weights, windows).eval()(**batch)["loss"])
-    with task.modules.holding(student) as held:
-        got = torch.from_numpy(held.encode(texts)).double()
+    with task.modules.holding(student) as whole:
+        got = torch.from_numpy(whole.encode(texts)).double()
     want = torch.from_numpy(original.encode(texts)).double()
     if read_in_windows:
         parts = [[text.split()[i : i + 3] for i in range(0, max(1, len(text.split()) - 1), 2)] for text in texts]
