@@ -78,10 +78,7 @@ def evaluate(
     output: Annotated[Path, typer.Option(help="suite: the JSON file that is written")] = OUTPUT,
     as_json: Json = False,
 ) -> None:
-    """Measure a model, converted or not: perplexity on text files, a suite, or metrics on rows.
-
-    A classifier is scored on labels, an embedding model of sentence-transformers by what it finds among texts.
-    """
+    """Measure a model: perplexity on text files, a suite, a classifier's metrics on rows, or what embeddings find."""
     columns = text_column, text_pair_column, label_column
     read = RowOptions(*columns, names(metrics), document_window, document_stride, stride)
     with exit_on_error():
