@@ -10,6 +10,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 from huggingface_hub.utils import yaml_dump
 
+from ..adapter_config import read_adapter_config
 from ..atomic_io import write_text
 from ..cards import (
     CARD_FILE,
@@ -27,6 +28,7 @@ from ..cards import (
     uses_and_limits,
 )
 from ..checkpoint_config import MODEL_TYPE
+from ..errors import CheckpointError
 from ..mechanisms import MECHANISMS
 from ..plan import PatchConfig
 from ..saved_config import read_patches
@@ -38,20 +40,24 @@ LOADERS = {tag: loader for loader, tag in reversed(PIPELINE_TAGS.items())}
 
 
 def model_card(
-    report: Report, name: str = "path/or/name", patches: Mapping[str, PatchConfig] | None = None
+    report: Report,
+    name: str = "path/or/name",
+    patches: Mapping[str, PatchConfig] | None = None,
+    adapter_of: str | None = None,
 ) -> ModelCard:
     """Return the card of the model that a report is about: metadata, what was kept, how to load it, the report.
 
     Args:
         name: under which the model is loaded in the example.
         patches: path of a part of the model -> its patch, for the table of layers; None: there is no table.
+        adapter_of: the base that an adapter is loaded onto; None: the card is of a whole model.
     """
     mechanisms = [mechanism for mechanism in report.mechanism.split("+") if mechanism != "softmax"]
     base, task = read_base(report.base_model), task_of_report(report)
     data = ModelCardData(
         base_model=base.hub_id,
         datasets=None if report.dataset_name is None else [report.dataset_name],
-        library_name=library_of(LOADERS[task]),
+        library_name=library_of(LOADERS[task]) if adapter_of is None else "peft",
         pipeline_tag=task,
         tags=["hf_linattn", *mechanisms, "subquadratic-attention"],
         model_name=title(base, mechanisms),
@@ -63,7 +69,7 @@ def model_card(
         f"# {data.model_name}",
         f"{measured_sentence(measured(report))} {how_trained(report)}",
         "## Load",
-        loading_lines(LOADERS[task], name),
+        loading_lines(LOADERS[task], name, adapter_of),
         *layers,
         *sections(report),
         *uses_and_limits(base),
@@ -84,6 +90,16 @@ def save_card(report: Report, directory: str | os.PathLike[str], name: str | Non
         write_text(folder / EVAL_RESULTS_FILE, yaml_dump(eval_result_entries_to_yaml(entries)))
     shown = name or (folder.name if folder.is_absolute() else folder.as_posix())
     return write_text(folder / CARD_FILE, str(model_card(report, shown, patches_in(folder))))
+
+
+def save_adapter_card(report: Report, folder: Path, name: str | None = None) -> Path:
+    """Write the card of an adapter into its folder, and return its path; `name`: as for `save_card`."""
+    config = read_adapter_config(folder)
+    if config is None:
+        raise CheckpointError(f"{str(folder)!r} holds no adapter of this library; give a folder of save_adapter")
+    patches = read_patches(config[MODEL_TYPE])
+    card = model_card(report, name or folder.as_posix(), patches, config["base_model_name_or_path"])
+    return write_text(folder / CARD_FILE, str(card))
 
 
 def patches_in(folder: Path) -> dict[str, PatchConfig] | None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation.document_windows import DocumentWindows
+from hf_linattn.evaluation.samples import Sample
 from hf_linattn.training.arguments import Arguments, DataArguments, RecipeArguments
 from hf_linattn.training.conversations import render_conversations
 from hf_linattn.training.data import TrainingData, load_text_splits, text_splits
@@ -80,6 +81,10 @@ class Task:
 
     def score(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, batch_size: int) -> dict[str, Any]:
         """Return the `perplexity` of a test split, `num_tokens`, how many were predicted, and more."""
+        raise NotImplementedError
+
+    def samples(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, count: int) -> list[Sample]:
+        """Return what the model makes of up to `count` test texts, the same for every model."""
         raise NotImplementedError
 
     def measure(

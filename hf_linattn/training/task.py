@@ -15,6 +15,7 @@ from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError
 from hf_linattn.evaluation import is_masked_language_model, perplexity
 from hf_linattn.evaluation.label_metrics import problem_of
+from hf_linattn.evaluation.samples import LENGTH, Sample, continued, filled
 from hf_linattn.position_tables import position_tables
 from hf_linattn.reading import reading
 from hf_linattn.sentence_models import SentenceModel, is_sentence_model
@@ -77,6 +78,11 @@ class CausalLanguageModeling(LanguageModeling):
     def predicted(self, labels: Tensor) -> Tensor:
         return labels[:, 1:]
 
+    def samples(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, count: int) -> list[Sample]:
+        tokenizer, data = encoder
+        texts = (row["text"] for row in test)  # type: ignore[index, call-overload]  # a row is a dict
+        return continued(model, tokenizer, texts, count, length=min(LENGTH, data.block_size))
+
 
 class MaskedLanguageModeling(LanguageModeling):
     """Position i predicts token i, where that is masked."""
@@ -97,6 +103,11 @@ class MaskedLanguageModeling(LanguageModeling):
             "collator": PackedMaskingCollator(tokenizer, data.mlm_probability),
             "evaluation_collator": PackedMaskingCollator(tokenizer, data.eval_mlm_probability, seed=0),
         }
+
+    def samples(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, count: int) -> list[Sample]:
+        tokenizer, data = encoder
+        texts = (row["text"] for row in test)  # type: ignore[index, call-overload]  # a row is a dict
+        return filled(model, tokenizer, texts, count, length=min(LENGTH, data.block_size))
 
 
 CAUSAL, MASKED, CLASSIFICATION = CausalLanguageModeling(), MaskedLanguageModeling(), SequenceClassification()

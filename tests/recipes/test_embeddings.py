@@ -105,6 +105,8 @@ def test_an_embedding_model_learns_to_read_long_documents_from_its_own_windows(m
     assert cut.metrics["cosine"] == pytest.approx(float((first * windows).sum(-1).mean()), abs=1e-4)
     assert [stage.name for stage in report.stages] == ["converted", "transfer", "recovered"]
     assert recorded(out, "recovered_training")["eval_loss"] == pytest.approx(report.stages[-1].validation_loss, 1e-4)
+    assert len(report.samples) == 3 and report.samples[0].truth == halves[0][1]
+    assert {sample.recovered for sample in report.samples} <= {second for _, second in halves}
     page, card = (out / "report.md").read_text(), (out / "README.md").read_text()
     assert "## Retrieval" in page and "embeddings averaged by tokens" in page and "validation loss" in page
     assert 'model = SentenceTransformer("' in card and "pipeline_tag: sentence-similarity" in card

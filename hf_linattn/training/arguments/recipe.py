@@ -84,6 +84,9 @@ class RecipeArguments:
             " position is compared before and after it; one that makes a bucket worse is refused. Causal only."
         },
     )
+    text_samples: int = field(
+        default=3, metadata={"help": "Test texts that the report shows with what each model makes of them; 0: none."}
+    )
     plan_steps: int = field(
         default=3,
         metadata={
@@ -112,6 +115,7 @@ class RecipeArguments:
             require(name, weight, weight is None or weight >= 0, "at least 0, or absent")
         for name in (
             "kl_weight", "hidden_weight", "calibration_tokens", "fidelity_windows", "long_windows", "position_windows",
+            "text_samples",
         ):  # fmt: skip
             require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         timed = self.plan_steps >= 2 or (self.plan_steps == 0 and not self.dry_run)

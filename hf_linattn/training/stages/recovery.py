@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,21 @@ from transformers import PreTrainedModel, TrainerCallback
 from hf_linattn import chunk_feed_forward, is_patched
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.inference import evaluation_mode
+from hf_linattn.training.adapter_files import save_adapter
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.arguments import FULL, LORA
 from hf_linattn.training.finetuning import Trained, fine_tune, without_checkpoints
 from hf_linattn.training.losses.distillation import Teacher
+from hf_linattn.training.losses.kept_logits import KeptLogits
+from hf_linattn.training.not_finite import with_halved_rates
 from hf_linattn.training.stages.training import TrainingPlan, TrainingStage
 from hf_linattn.training.task import Task, load_model
 from hf_linattn.training.training_run import TrainingRun
 from hf_linattn.training.window_dropout import WindowDropout
 
 logger = logging.getLogger(__name__)
+
+ADAPTER = "adapter"  # folder of a run for what adapters have trained
 
 
 class ModelTraining(TrainingStage):
@@ -35,9 +41,11 @@ class ModelTraining(TrainingStage):
     wins and gets the full run. Each part is recorded and not repeated by a rerun.
 
     Raises:
-        OptionError: training diverged with every learning rate.
+        OptionError: training diverged with every learning rate, or the full run with half and a quarter of it too.
         CheckpointError: the saved model does not compute what the trained one does.
     """
+
+    rate_option = "learning_rates"
 
     def folder(self, context: TrainingRun) -> Path:
         """Return where the trained model goes."""
@@ -56,17 +64,19 @@ class ModelTraining(TrainingStage):
         losses = {rate: self.try_rate(context, plan, rate, teacher) for rate in plan.candidates}
         learning_rate = select_learning_rate(losses) if losses else plan.learning_rates[0]
         logger.info("stage %s: learning rate %g, %d steps", self.name, learning_rate, plan.max_steps)
-        model = self.make_model(context)
-        trained = fine_tune(
-            context.task.trainee(context, model), plan.data, plan.training, context.directory.checkpoints(self.name),
-            learning_rate=learning_rate, max_steps=plan.max_steps, teacher=teacher,
-            callbacks=self.callbacks(context, model),
-        )  # fmt: skip
-        result = trained.result
-        if result["eval_loss"] is None:
-            raise OptionError(
-                f"learning_rate={learning_rate:g}: training of {self.name} diverged; give lower learning_rates"
-            )
+        made: dict[str, Any] = {}  # the model and its training, of which the last is kept
+
+        def train(rate: float) -> tuple[Trained, int | None]:
+            model = made["model"] = self.make_model(context)
+            trained = fine_tune(
+                context.task.trainee(context, model), plan.data, plan.training,
+                context.directory.checkpoints(self.name), learning_rate=rate, max_steps=plan.max_steps,
+                teacher=teacher, callbacks=self.callbacks(context, model),
+            )  # fmt: skip
+            return trained, trained.result.get("not_finite")
+
+        trained, _ = with_halved_rates(self.name, self.rate_option, learning_rate, context.directory, train)
+        result, model = trained.result, made["model"]
         result["tokens"] = result["steps"] * plan.step_tokens
         result["trained"] = LORA if isinstance(model, PeftModel) else FULL
         result["search"] = [{"learning_rate": rate, "eval_loss": loss} for rate, loss in losses.items()]
@@ -74,6 +84,8 @@ class ModelTraining(TrainingStage):
         with training.main_process_first(local=False):  # the others go on when the model is there
             if training.should_save:
                 self.save(context, plan, model, trained)
+                if teacher is not None and teacher.kept is not None and self.is_last(context):
+                    shutil.rmtree(teacher.kept.folder, ignore_errors=True)
                 context.directory.finish(self.name, result)
         return result
 
@@ -92,12 +104,16 @@ class ModelTraining(TrainingStage):
             context.directory.finish(name, result)
         return result["eval_loss"]
 
+    def keep_adapter(self, context: TrainingRun, adapted: PeftModel) -> None:
+        """Write the adapters of a trained model, if they are asked for, before they are merged."""
+
     def save(self, context: TrainingRun, plan: TrainingPlan, model: Any, trained: Trained) -> None:
         """Write the trained model, without adapters, and see that it loads as it is."""
         if trained.state is not None:
             model = self.make_model(context)
             context.task.trainee(context, model).load_state_dict(trained.state)
         if isinstance(model, PeftModel):
+            self.keep_adapter(context, model)
             model = model.merge_and_unload()  # type: ignore[operator]
         folder = self.folder(context)
         if self.is_last(context):
@@ -110,6 +126,7 @@ class ControlTraining(ModelTraining):
     """The original on as many tokens: what the text alone does, to all weights or to adapters."""
 
     name = "control_training"
+    rate_option = "control_learning_rates"
 
     def plan(self, context: TrainingRun) -> TrainingPlan:
         options = context.arguments.recipe
@@ -160,6 +177,24 @@ class RecoveredTraining(ModelTraining):
         directory = context.directory
         return directory.path if context.long_data is None else directory.file(self.name, "_model")
 
+    def adapter_folder(self, context: TrainingRun) -> Path:
+        """Return where the adapters go, if they are kept."""
+        directory = context.directory
+        return directory.path / ADAPTER if self.is_last(context) else directory.file(self.name, "_adapter")
+
+    def keep_adapter(self, context: TrainingRun, adapted: PeftModel) -> None:
+        if context.arguments.distillation.save_adapter is None:
+            return
+        options, last = context.arguments.model, self.is_last(context)
+        save_adapter(
+            adapted, self.adapter_folder(context), str(options.model_name_or_path), options.max_positions,
+            context.saved_dtype if last else None, self.merged_before(context),
+        )  # fmt: skip
+
+    def merged_before(self, context: TrainingRun) -> Path | None:
+        """Return the folder of the adapters that were merged into the model before it was trained here, if any."""
+        return None
+
     def teacher(self, context: TrainingRun) -> Teacher | None:
         # the weights under a student's adapters are still the original's
         # unless it reads windows, with the positions that it came with
@@ -199,6 +234,8 @@ def make_teacher(context: TrainingRun, own_model: bool) -> Teacher | None:
     options, losses = context.arguments.distillation, context.arguments.recipe
     if context.task.has_own_loss or not (losses.kl_weight or losses.hidden_weight):
         return None
+    training, folder = context.arguments.training, context.directory.file("teacher_logits", "")
+    kept = KeptLogits(folder, options.top_k, training.process_index) if options.keep_logits and options.top_k else None
     return Teacher(
         context.original() if own_model else None,
         losses.kl_weight,
@@ -208,6 +245,7 @@ def make_teacher(context: TrainingRun, own_model: bool) -> Teacher | None:
         options.top_k,
         options.fading_teacher,
         context.windows,
+        kept,
     )
 
 
