@@ -15,7 +15,7 @@ import pytest
 from hf_linattn.report import Report
 from tests.test_project import ROOT, read
 
-RUNS = {"long-classifiers": "runs/files-local", "long-embeddings": "runs/embeddings-local"}
+RUNS = {"long-classifiers": "runs/files-local", "long-embeddings": "runs/embeddings-hedgehog"}
 BLOCK = re.compile(r"(?P<before>[^\n]*)\n\n```(?P<language>python|sh)\n(?P<code>.*?)^```", re.M | re.S)
 
 
