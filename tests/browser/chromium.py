@@ -19,7 +19,7 @@ PHONE, SCREEN = 390, 1280  # pixels
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
     "--disable-background-networking",
-    "--host-resolver-rules=MAP * ~NOTFOUND", "--allow-file-access-from-files",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
 )  # fmt: skip
 # what a reader at that width meets; pictures without a text are named, and links as the browser understands them
 LOOK = """
