@@ -15,6 +15,7 @@ import pytest
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 DRIVERS = ("chromedriver", "chromium.chromedriver")
 REMEDY = "`apt-get install chromium chromium-driver`, or a Chrome and the chromedriver of its version on the PATH"
+PATIENCE = 600  # seconds that a page may take where other things run beside
 PHONE, SCREEN = 390, 1280  # pixels
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
@@ -118,6 +119,7 @@ def chromium() -> Iterator[Browser]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=service)
+    driver.command_executor.client_config.timeout = PATIENCE
     try:
         yield Browser(driver)
     finally:

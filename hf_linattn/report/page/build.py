@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -82,8 +83,9 @@ class Section:
 
 def page(evidence: Evidence) -> str:
     """Return the page of a run as HTML: styles and pictures are in it, nothing is fetched and nothing is run."""
-    options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=FileSystemLoader(HERE), **options)
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     report = evidence.report
     return environment.get_template("page.html").render(
         title=f"{Path(report.base_model).name or report.base_model}: {report.mechanism} instead of softmax",
@@ -132,6 +134,7 @@ def positions(evidence: Evidence) -> Section:
     """Perplexity by position: on long documents, else as a suite measured it, else within the rows of the training."""
     report, title = evidence.report, "Perplexity by position"
     fidelity, context, suite = report.fidelity, report.long_context, losses_by_position(evidence.rows)
+    rows: Mapping[str, Sequence[Mapping[str, Any]]]
     if context is not None:
         read = {name: getattr(context, name) for name in ("original", "control", "recovered")}
         rows = {name: list(map(asdict, own.positions)) for name, own in read.items() if own is not None}
@@ -160,7 +163,7 @@ def positions(evidence: Evidence) -> Section:
     )
 
 
-def position_table(rows: dict[str, list]) -> Table:
+def position_table(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
     """The numbers behind the picture: nats per token."""
     first = next(iter(rows.values()))
     cells = [
