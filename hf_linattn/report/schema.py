@@ -35,6 +35,7 @@ from .samples import TextSample
 
 FORMAT_VERSION = 1
 REPORT_FILE = "report.json"
+EMBEDDING = "embedding"  # the problem of a model that makes embeddings
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Accuracies:
 class Evaluation:
     """How the perplexities were measured: tokens per window, stride (None: no overlap), scored tokens or texts.
 
-    problem: of a classifier, by transformers' name for it.
+    problem: of a classifier, by transformers' name for it; `embedding` of an embedding model.
     """
 
     max_length: int
@@ -141,12 +142,16 @@ class Stage:
         name: of the stage; "converted" is before the first.
         tokens, seconds: what the stage took; without the search for its learning rate.
         validation_loss: mean nats per predicted token of the validation split afterwards.
+        tokens_per_second: of its steps, without evaluations; None: it trains in no steps, or the report is older.
+        matrix_share: of the rate at which the machine multiplies large matrices, what its products reached.
     """
 
     name: str
     tokens: int
     seconds: float
     validation_loss: float
+    tokens_per_second: float | None = None
+    matrix_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -205,7 +210,8 @@ class Report:
         data: the data set, or the files, that it was trained and tested on.
         dataset_name, dataset_config_name: the names of the data set and its configuration on the Hub; None for files.
         accuracy: of classifiers, whose perplexity is that of the right class; None for language models.
-        metrics: of classifiers, those that were chosen. readings: the original on documents longer than its table.
+        metrics: of classifiers, those that were chosen; of embedding models, what they find.
+        readings: the original on documents longer than its table.
         stages: the way from converted to recovered.
         sensitivity: KL of the predictions, in nats per token, when one layer alone is converted, layer by layer; empty
             unless the layers were chosen by it.

@@ -15,10 +15,10 @@ from ..evaluation import Fidelity, PositionRow, RecurrenceRow, SpeedRow, Spread
 from ..markdown import markdown_table
 from .plots import PLOTS, save_plots
 from .samples import sample_section
-from .schema import LongContext, Report, WindowRow
+from .schema import EMBEDDING, LongContext, Report, WindowRow
 
 MARKDOWN_FILE = "report.md"
-STAGE_HEADS = ["stage", "training tokens", "seconds", "validation perplexity"]
+STAGE_HEADS = ["stage", "training tokens", "seconds", "tokens/s", "of matrix rate"]
 MODELS = {
     "original": "pretrained, softmax attention",
     "control": "pretrained, softmax attention, fine-tuned on the same tokens",
@@ -27,13 +27,19 @@ MODELS = {
 }
 READINGS = {
     "cut": "pretrained, its own positions: the first {length:,} tokens",
-    "windows": "pretrained, its own positions: windows of {length:,} tokens every {stride:,}, logits pooled by tokens",
+    "windows": "pretrained, its own positions: windows of {length:,} tokens every {stride:,}, {pooled}",
 }
+WINDOWED = {EMBEDDING: "embeddings averaged by tokens"}  # by the problem: what is made of windows
 PERPLEXITIES = {  # by the problem of a classifier: what stands under that name
     "regression": " The perplexity is exp of the mean squared error.",
     "multi_label_classification": " The perplexity is that of one label, yes or no.",
 }
-SHARES = ("accuracy", "macro_f1", "micro_f1")  # metrics that are shown in percent
+SHARES = ("accuracy", "macro_f1", "micro_f1", "recall_at_1", "recall_at_10")  # metrics that are shown in percent
+RETRIEVED = (
+    "{count:,} texts of the test split, halves or pairs, each cut to {length:,} tokens: one is looked for by the other"
+    " among all of them. The perplexity is that of the right one, in a softmax over 20 times all cosines; `cosine` is"
+    " the mean cosine of whole texts' embeddings to those of the original that teaches."
+)
 CONVERTED = ("converted", "recovered")
 SPEED_NOTE = "Medians of repeats that alternate between the two in one run; in brackets the smallest and the largest."
 MEMORY_NOTE = "One sequence, without the weights."
@@ -59,7 +65,7 @@ def four_model_table(report: Report) -> Table:
 def stage_table(report: Report) -> Table:
     """Return the way from converted to recovered, for `rich.print`."""
     table = Table(title="after each stage")
-    for number, head in enumerate(STAGE_HEADS):
+    for number, head in enumerate(stage_heads(report)):
         table.add_column(head, justify="right" if number else "left")
     for row in stage_rows(report):
         table.add_row(*row)
@@ -75,7 +81,7 @@ def sections(report: Report) -> list[str]:
     """Return what `report.md` and the model card have in common, below the title."""
     return [
         verdict(report),
-        "## Accuracy and perplexity" if report.accuracy else "## Perplexity",
+        _score_title(report),
         _model_table(report),
         how_measured(report),
         f"![perplexity]({PLOTS['perplexity']})",
@@ -105,6 +111,12 @@ def save_report(report: Report, directory: str | os.PathLike[str]) -> list[Path]
     ]
 
 
+def _score_title(report: Report) -> str:
+    if report.evaluation.problem == EMBEDDING:
+        return "## Retrieval"
+    return "## Accuracy and perplexity" if report.accuracy else "## Perplexity"
+
+
 def verdict(report: Report) -> str:
     """Return how the recovered model stands to the better softmax model."""
     better = "original" if report.perplexity.original == report.perplexity.best else "control"
@@ -124,7 +136,8 @@ def model_rows(report: Report) -> list[list[str]]:
             scores = [f"{getattr(report.accuracy, name):.1%}"]
         rows.append([name, what, *scores, f"{value:,.2f}", f"{value / report.perplexity.best:,.3f}"])
     for read in report.readings:
-        what = READINGS[read.reading].format(length=read.max_length, stride=read.stride or 0)
+        pooled = WINDOWED.get(report.evaluation.problem or "", "logits pooled by tokens")
+        what = READINGS[read.reading].format(length=read.max_length, stride=read.stride or 0, pooled=pooled)
         scores = [_score(row.metric, read.metrics.get(row.metric)) for row in report.metrics]
         ratio = f"{read.perplexity / report.perplexity.best:,.3f}"
         rows.append([f"original, {read.reading}", what, *scores, f"{read.perplexity:,.2f}", ratio])
@@ -149,6 +162,8 @@ def _model_table(report: Report) -> str:
 def how_measured(report: Report) -> str:
     """Return on what the scores were measured, in a sentence or two."""
     how = report.evaluation
+    if how.problem == EMBEDDING:
+        return RETRIEVED.format(count=how.num_tokens, length=how.max_length)
     if report.accuracy or report.metrics:
         note = PERPLEXITIES.get(how.problem or "", "")
         read = f"{how.num_tokens:,} texts of the test split, cut to {how.max_length:,} tokens; one prediction each."
@@ -176,13 +191,24 @@ def _window_name(row: WindowRow) -> str:
 
 
 def _stage_section(report: Report) -> list[str]:
-    return ["## Stages", markdown_table(STAGE_HEADS, stage_rows(report), "lrrr")]
+    return ["## Stages", markdown_table(stage_heads(report), stage_rows(report), "lrrrrr")]
+
+
+def stage_heads(report: Report) -> list[str]:
+    """Return the heads of the table of stages."""
+    return [*STAGE_HEADS, "validation loss" if report.evaluation.problem == EMBEDDING else "validation perplexity"]
 
 
 def stage_rows(report: Report) -> list[list[str]]:
-    """Return the cells below `STAGE_HEADS`."""
+    """Return the cells below `stage_heads`."""
+    distance = report.evaluation.problem == EMBEDDING  # from the original, and no likelihood
     return [
-        [stage.name, f"{stage.tokens:,}", f"{stage.seconds:,.0f}", f"{math.exp(stage.validation_loss):,.2f}"]
+        [
+            stage.name, f"{stage.tokens:,}", f"{stage.seconds:,.0f}",
+            "" if stage.tokens_per_second is None else f"{stage.tokens_per_second:,.0f}",
+            "" if stage.matrix_share is None else f"{stage.matrix_share:.0%}",
+            f"{stage.validation_loss:.4f}" if distance else f"{math.exp(stage.validation_loss):,.2f}",
+        ]
         for stage in report.stages
     ]
 

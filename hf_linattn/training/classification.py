@@ -40,6 +40,7 @@ class SequenceClassification(Task):
     """
 
     auto_class = AutoModelForSequenceClassification
+    reads_windows = joins_pairs = True
     problem: ClassVar[str] = SINGLE
     label_kinds: ClassVar[tuple[str, ...]] = ("string", "large_string", "int")
 

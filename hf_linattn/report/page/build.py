@@ -283,7 +283,9 @@ def samples(report: Report) -> Section:
 
 def training(report: Report) -> Section:
     """The way from converted to recovered, what was trained, and where the numbers come from."""
-    stages = [Table(tables.STAGE_HEADS, tables.stage_rows(report), 1, "After each stage")] if report.stages else []
+    stages = []
+    if report.stages:
+        stages = [Table(tables.stage_heads(report), tables.stage_rows(report), 1, "After each stage")]
     facts = [
         Table(["what", "value"], tables.training_rows(report), 2, "Training"),
         Table(["what", "value"], tables.provenance_rows(report), 2, "Where the numbers come from"),

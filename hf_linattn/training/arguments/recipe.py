@@ -47,6 +47,17 @@ class RecipeArguments:
     hidden_weight: float = field(
         default=0.0, metadata={"help": "Of the relative squared error of all layers' hidden states; control: none."}
     )
+    cosine_weight: float | None = field(
+        default=None,
+        metadata={"help": "Of 1 - cosine to the original's embeddings; default: 1, of embedding models alone."},
+    )
+    similarity_weight: float | None = field(
+        default=None,
+        metadata={
+            "help": "Of the squared difference between the cosines of a batch's texts and the original's; default: 1,"
+            " of embedding models alone."
+        },
+    )
     calibration_tokens: int = field(
         default=0,
         metadata={"help": "Training tokens on which the mechanisms are fitted, layer by layer, before training."},
@@ -99,6 +110,9 @@ class RecipeArguments:
         for name in ("learning_rates", "control_learning_rates"):
             rates = getattr(self, name)
             require(name, rates, rates is None or all(rate > 0 for rate in rates), "positive numbers")
+        for name in ("cosine_weight", "similarity_weight"):
+            weight = getattr(self, name)
+            require(name, weight, weight is None or weight >= 0, "at least 0, or absent")
         for name in (
             "kl_weight", "hidden_weight", "calibration_tokens", "fidelity_windows", "long_windows", "position_windows",
             "text_samples",

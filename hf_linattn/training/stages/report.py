@@ -13,13 +13,14 @@ from hf_linattn import get_patch_config, unpatch_model
 from hf_linattn.evaluation import (
     Fidelity,
     LongLosses,
+    embeddings,
     fidelity,
     long_losses,
     measure_memory,
     measure_speed,
     without_far_keys,
 )
-from hf_linattn.evaluation.label_metrics import METRICS
+from hf_linattn.evaluation.label_metrics import METRICS as OF_LABELS
 from hf_linattn.evaluation.samples import Sample
 from hf_linattn.report import (
     Accuracies,
@@ -44,7 +45,9 @@ from hf_linattn.training.training_run import TrainingRun
 
 # the stages that measured windows of equal bytes, and whether these were trained
 WINDOWS = {"window": False, "window_trained": True}
+METRICS = (*OF_LABELS, *embeddings.METRICS)
 SCORED = ("original", "control", "converted", "recovered")
+TAUGHT = ("calibration_tokens", "kl_weight", "hidden_weight", "cosine_weight", "similarity_weight")
 READINGS = {"cut": "original_cut", "windows": "original_windows"}  # name in the report: stage
 # by the name in the report: the stage after which the converted model has this validation loss
 STAGES = {
@@ -172,7 +175,7 @@ def tried(training: Mapping[str, Any]) -> tuple[float, ...]:
 def teaching_options(arguments: Arguments) -> dict[str, Any]:
     """Return the options of calibration, transfer and distillation that are not at their defaults."""
     default, chosen = type(arguments.distillation)(), asdict(arguments.distillation)
-    losses = {name: getattr(arguments.recipe, name) for name in ("calibration_tokens", "kl_weight", "hidden_weight")}
+    losses = {name: getattr(arguments.recipe, name) for name in TAUGHT}
     changed = {name: value for name, value in chosen.items() if value != getattr(default, name)}
     return {name: value for name, value in losses.items() if value} | changed
 
@@ -183,10 +186,13 @@ def stages(results: Mapping[str, dict[str, Any]], step: int) -> tuple[Stage, ...
     last = list(done)[-1]
     done[last] = done[last] | results["recovered_validation"]  # of the model as it was saved
     return tuple(
-        Stage(name, result.get("tokens", result.get("steps", 0) * step), result.get("seconds", 0.0), loss)
+        Stage(
+            name, result.get("tokens", result.get("steps", 0) * step), result.get("seconds", 0.0), loss,
+            result.get("tokens_per_second"), result.get("matrix_share"),
+        )
         for name, result in done.items()
         if (loss := result["eval_loss"]) is not None
-    )
+    )  # fmt: skip
 
 
 def compare_with_original(context: TrainingRun, model: PreTrainedModel) -> Fidelity:
