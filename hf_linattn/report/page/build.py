@@ -108,14 +108,15 @@ def save_page(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> P
 def sections(evidence: Evidence) -> list[Section]:
     """Return the parts of the page, in their order; what makes no sense for the model is left out."""
     pictures = pictures_of(evidence.report)
-    generates = task_of_report(evidence.report) == "text-generation"
+    task = task_of_report(evidence.report)
+    read = [positions(evidence), recall(evidence)] if task == "text-generation" else []
     return [
         models(evidence.report),
-        *([positions(evidence), recall(evidence)] if generates else []),
+        *read,
         speed(evidence.report, pictures["speed"]),
         memory(evidence.report, pictures["memory"]),
         layers(evidence, pictures["layers"]),
-        samples(evidence.report),
+        *([samples(evidence.report)] if task in ANSWERS else []),
         training(evidence.report),
     ]
 
