@@ -126,8 +126,8 @@ def models(report: Report) -> Section:
     heads = ["model", "what it is", *tables.score_heads(report)]
     shown = [Table(heads, tables.model_rows(report), 1, "Four models on the same texts", True, "recovered")]
     if report.windows:
-        windows = Table(tables.WINDOW_HEADS, tables.window_rows(report), 1, "Beside windows of the same bytes")
-        return Section("models", "Quality", [tables.how_measured(report), tables.WINDOW_NOTE], [*shown, windows])
+        caption = f"Beside windows of the same bytes. {tables.WINDOW_NOTE}"
+        shown.append(Table(tables.WINDOW_HEADS, tables.window_rows(report), 1, caption))
     return Section("models", "Quality", [tables.how_measured(report)], shown)
 
 
@@ -278,7 +278,7 @@ def samples(report: Report) -> Section:
     if not report.samples:
         how = ("This run kept none. Its recipe does with this option:", "--text_samples 3")
         return Section("samples", "Text samples", missing=how)
-    note = "Texts of the test split, none of which a model was trained on."
+    note = "Texts of the test split, as each model answers them."
     return Section("samples", "Text samples", [note], samples=report.samples, expected=ANSWERS[task_of_report(report)])
 
 

@@ -17,6 +17,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ..plots import (
     CONTROL,
+    DASHED,
     GRID,
     INK,
     MODEL_COLOURS,
@@ -75,9 +76,11 @@ def positions_picture(read: Mapping[str, Sequence[Mapping[str, Any]]]) -> Pictur
 
 def draw_positions(axes: Axes, read: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Draw a curve for each model at the end of each bucket of positions, and its interval behind it."""
-    for (name, rows), marker in zip(read.items(), "oos^", strict=False):
+    for (name, rows), marker in zip(read.items(), "s^o", strict=False):
         ends, colour = [row["last"] for row in rows], MODEL_COLOURS[name]
-        axes.plot(ends, [math.exp(row["loss"]) for row in rows], color=colour, marker=marker, markersize=5, label=name)
+        line = DASHED if name == "control" else "-"
+        values = [math.exp(row["loss"]) for row in rows]
+        axes.plot(ends, values, color=colour, marker=marker, markersize=5, linestyle=line, label=name)
         if all(row["low"] is not None for row in rows):
             low, high = ([math.exp(row[end]) for row in rows] for end in ("low", "high"))
             axes.fill_between(ends, low, high, color=colour, alpha=0.15, linewidth=0)
