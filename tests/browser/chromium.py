@@ -25,7 +25,7 @@ FLAGS = (
 # what a reader at that width meets; pictures without a text are named, and links as the browser understands them
 LOOK = """
 const wide = [...document.querySelectorAll('body *')].filter(element => {
-  if (element.getBoundingClientRect().right <= innerWidth + 1) return false;
+  if (element.getBoundingClientRect().right <= arguments[0] + 1) return false;
   for (let box = element.parentElement; box; box = box.parentElement)
     if (getComputedStyle(box).overflowX !== 'visible') return false;
   return true;
@@ -92,7 +92,7 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         self.driver.get(page.resolve().as_uri())
-        look = self.driver.execute_script(LOOK)
+        look = self.driver.execute_script(LOOK, width)
         return Opened(self.errors(), self.fetched(), look)
 
     def errors(self) -> list[str]:
