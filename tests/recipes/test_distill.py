@@ -80,7 +80,9 @@ def test_a_run_from_end_to_end(material, whole):
     assert 0 < report.fidelity.linear_share < 1 and len(report.fidelity.positions) == 4
     assert "without it the test perplexity is" in (whole / "report.md").read_text()
     assert "recipes/distill.py" in report.provenance.command
-    assert len(report.samples) == 3 and all(len({x.original, x.control, x.converted}) > 1 for x in report.samples)
+    texts = [json.loads(line)["text"] for line in Path(material["test_file"]).read_text().splitlines()[:3]]
+    assert [f"{x.prompt} {x.truth}" for x in report.samples] == [" ".join(text.split()[:32]) for text in texts]
+    assert all(len(answer.split()) == 16 for x in report.samples for answer in (x.original, x.control, x.recovered))
     assert "| recovered | 768 |" in (whole / "report.md").read_text()
     model = AutoModelForCausalLM.from_pretrained(whole)
     assert {m.config.mechanism for m in hf_linattn.get_mechanisms(model).values()} == {"hybrid"}
