@@ -93,7 +93,7 @@ def test_what_cannot_be_done_is_said_in_the_page(client, changes, said):
 
 def test_a_fitted_mechanism_is_another_one(client):
     text = Path(ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
-    plain, fitted = (talk(client, mechanism="linear", text=text, fit=fit)[-1] for fit in (False, True))
+    plain, fitted = (talk(client, mechanism="hedgehog", text=text, fit=fit)[-1] for fit in (False, True))
     assert (plain[0], fitted[0]) == ("done", "done") and plain[1] == fitted[1] and plain[3] != fitted[3]
 
 
