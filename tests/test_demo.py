@@ -34,7 +34,7 @@ def served(app: Any, name: str) -> Iterator[Any]:
     from gradio_client import Client
 
     page = app.page_of(name)
-    _, url, _ = page.launch(prevent_thread_lock=True, server_name="127.0.0.1", quiet=True)
+    _, url, _ = page.launch(prevent_thread_lock=True, server_name="127.0.0.1")
     try:
         yield Client(url, verbose=False)
     finally:

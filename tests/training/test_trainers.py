@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import trainer
 
 from hf_linattn import patch_model
 from hf_linattn.training.losses.distillation import Teacher, distillation_loss
@@ -98,3 +100,17 @@ def test_a_fading_teacher_counts_less_and_less(tmp_path):
     assert extras[False, 0] == pytest.approx(extras[False, 10], rel=1e-4) and extras[False, 0] > 0
     for step, share in ((0, 1.0), (4, 0.6), (10, 0.0)):
         assert extras[True, step] == pytest.approx(share * extras[False, 0], rel=1e-3, abs=1e-5)
+
+
+def test_a_training_shows_one_bar_and_does_not_warn_of_a_tied_head(tmp_path, capsys, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(trainer.logger, "warning", said.append)
+    model = patch_model(make_model("llama", tie_word_embeddings=True), "linear")
+    data = make_data(model)
+    capsys.readouterr()
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "logging_steps": 1, "max_steps": 4}
+    options |= {"learning_rate": 1e-3, "remove_unused_columns": False, "load_best_model_at_end": True}
+    RecoveryTrainer(model, make_training(tmp_path, disable_tqdm=False, **options), data).train()
+    shown = "".join(capsys.readouterr())
+    assert set(re.findall(r"\d+/(\d+) ", shown)) == {"4"} and "{" not in shown
+    assert not [text for text in said if "keys" in text]
