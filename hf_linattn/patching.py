@@ -168,7 +168,7 @@ def patch_model(
     _forget_compiled(model)
     _warn_of_sinks(mechanisms, type(root).__name__)
     count, layers_of = patch.config.count, len(patch.attention)
-    logger.info("patched %d of %d attention layers of %s", count, layers_of, type(root).__name__)
+    logger.debug("patched %d of %d attention layers of %s", count, layers_of, type(root).__name__)
     return model
 
 
