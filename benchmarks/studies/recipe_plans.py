@@ -2,10 +2,10 @@
 
     python -m benchmarks.studies.recipe_plans                  # benchmarks/results/recipe_plans.json
 
-Parameters follow from the shape of the model alone. What is trained, and the bytes of a step, are counted on two layers
-of the model's width with random weights, at two lengths of rows, in the stages of the recipe; both are straight lines in
-layers and tokens. Nothing here is a measurement of the model itself, and no time is: a plan with times is what
-`--dry_run true` prints where the model and its GPU are.
+Parameters follow from the shape of the model alone. What is trained, and the bytes of a step, are counted on two
+layers of the model's width with random weights, at two lengths of rows, in the stages of the recipe; both are straight
+lines in layers and tokens. Nothing here is a measurement of the model itself, and no time is: a plan with times is
+what `--dry_run true` prints where the model and its GPU are.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ def main(
             "parameters": number, "weight_bytes": BYTES * number, "stages": plan_of(name, counted),
             "first_steps": losses,
         }  # fmt: skip
-        document["provenance"] = collect_provenance("python -m benchmarks.studies.recipe_plans")
+        source = "benchmarks.studies.recipe_plans"
+        document["provenance"] = collect_provenance(torch.device("cpu"), torch.bfloat16, source)
         write_text(output, json.dumps(document, indent=1) + "\n")
 
 
