@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.result_files import ROOT
-from benchmarks.studies.recipe_plans import BYTES, SHAPES, Counted, config_of, extrapolated, parameters, state_bytes
+from benchmarks.studies.recipe_plans import (
+    BYTES,
+    SHAPES,
+    Counted,
+    config_of,
+    extrapolated,
+    in_words,
+    parameters,
+    state_bytes,
+)
 
 pytestmark = pytest.mark.tools
 
@@ -13,10 +22,16 @@ pytestmark = pytest.mark.tools
 PUBLISHED = {"llama-3.2-1b-24gb": 1_235_814_400, "qwen3-0.6b": 596_049_920, "llama-8b-lora-24gb": 8_030_261_248}
 
 
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)  # files name others from there
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_shape_has_the_parameters_that_the_model_is_published_with(name):
     assert parameters(config_of(name)) == PUBLISHED[name]
-    assert (ROOT / "recipes" / "models" / f"{name}.yaml").is_file()
+    text = (ROOT / "recipes" / "models" / f"{name}.yaml").read_text()
+    assert f"# Computed, not measured: {in_words(name)}\n" in text
 
 
 def test_a_step_grows_by_its_tokens_and_by_one_state_for_each_further_layer():
