@@ -32,8 +32,8 @@ __all__ = ["material"]
 
 # an epoch of whole batches: processes fill up an incomplete one with rows seen before
 EVEN = {
-    "block_size": 28, "max_train_tokens": 1568, "calibration_tokens": 280, "transfer_tokens": 672, "logging_steps": 1,
-    "hidden_weight": 0.5,
+    "block_size": 28, "max_train_tokens": 2016, "calibration_tokens": 280, "transfer_tokens": 672, "logging_steps": 1,
+    "hidden_weight": 0.5, "long_tokens": 448, "long_block_size": 56,
 }  # fmt: skip
 STAGES = ("calibration", "transfer", "recovered_training")
 
@@ -177,7 +177,7 @@ def launched(material, out: Path, config: str, **changes) -> list[float]:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
-    stages = ("control_training", "transfer", "recovered_training")
+    stages = ("control_training", "transfer", "recovered_training", "long_training")
     return [x["loss"] for stage in stages for x in recorded(out, stage)["history"] if "loss" in x]
 
 
@@ -199,7 +199,7 @@ def test_two_processes_have_the_loss_curves_of_one_with_the_same_batch(
     material, tmp_path, one_process, config, changes
 ):
     curve = launched(material, tmp_path / "out", config, **EVEN, per_device_train_batch_size=2, **changes)
-    assert len(curve) == 14 + 6 + 5 and curve == pytest.approx(one_process, rel=2e-4)
+    assert len(curve) == 18 + 6 + 5 + 4 and curve == pytest.approx(one_process, rel=2e-4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # in one piece, whatever training did to it
     assert {m.config.mechanism for m in hf_linattn.get_mechanisms(model).values()} == {"hybrid"}
 
