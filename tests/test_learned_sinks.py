@@ -75,6 +75,7 @@ def at_limit(name: str, family: str) -> dict[str, Any]:
     return {name: {"layers": FULL[family], **options}}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", FULL)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "softmax"])
 def test_at_its_limit_every_mechanism_is_the_original(family, name):
