@@ -51,6 +51,7 @@ def sinks_of(model: PreTrainedModel) -> list[Tensor]:
     return [parameter for name, parameter in model.named_parameters() if name.endswith("sinks")]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 def test_layers_that_stay_softmax_are_as_before(family, padding):

@@ -134,6 +134,7 @@ BAD_CALLS = [
 ]
 
 
+@pytest.mark.covering(1)
 @each_family
 @pytest.mark.parametrize(("mechanism", "options", "error", "message"), BAD_CALLS)
 def test_a_bad_call_changes_nothing(name, mechanism, options, error, message):
