@@ -45,13 +45,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def several_key_heads(monkeypatch):
-    """For what a program finds by the number of a key head."""
-    for name, count in {"HEADS": 4, "KV_HEADS": 2}.items():
-        monkeypatch.setitem(globals(), name, count)
-
-
-@pytest.fixture
 def taken(monkeypatch):
     """The lengths of what the kernel reads."""
     found: list[int] = []
@@ -131,17 +124,18 @@ def check(mechanism: Any, heads: list[Tensor], lengths: tuple[int, ...], toleran
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps_are_what_the_formula_says(taken, name, request):
+def test_steps_are_what_the_formula_says(taken, monkeypatch, name):
     """From an empty state and a short one: while sinks are filled, then the ring, then as two keys leave it."""
-    if name in ("decay", "sink"):
-        request.getfixturevalue("several_key_heads")
+    if name in ("decay", "sink"):  # what a program finds by the number of a head of keys
+        for count, of in ((4, "HEADS"), (2, "KV_HEADS")):
+            monkeypatch.setitem(globals(), of, count)
     steps = CASES[name]["num_sink_tokens"] + CASES[name]["window_size"] + 1
     check(make(**CASES[name]), make_heads(2 + steps), (2, 0), 1e-5)
     assert taken == [1] * steps
 
 
 @pytest.mark.parametrize("name", ["decay beside log scales", "more sinks than window"])
-def test_programs_have_some_of_the_values_and_read_keys_part_by_part(taken, several_key_heads, monkeypatch, name):
+def test_programs_have_some_of_the_values_and_read_keys_part_by_part(taken, monkeypatch, name):
     """Two parts of the columns, two tiles of the ring, both with a rest."""
     monkeypatch.setattr(hybrid_step, "MOST_VALUES", 4)
     monkeypatch.setattr(hybrid_step, "NEAR_NUMBERS", 32)
