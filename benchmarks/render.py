@@ -12,6 +12,8 @@ from benchmarks.result_files import (
     DEPTH_FILE,
     DEPTH_PLOT,
     GPU_FILES,
+    GPU_PAGE_FILES,
+    HEADS_FILE,
     LONG_INPUTS_FILES,
     PEERS_FILE,
     RETRIEVAL_FILE,
@@ -24,6 +26,8 @@ from benchmarks.result_files import (
     recovery_reports,
 )
 from benchmarks.tables.gpu import gpu_parts, gpu_results_parts
+from benchmarks.tables.gpu_page import passes_section, steps_section
+from benchmarks.tables.heads import whole_model_section
 from benchmarks.tables.markdown import replace_section
 from benchmarks.tables.memory import depth_parts, long_inputs_tables, prompts_table
 from benchmarks.tables.quality import board_table, recovery_table, retrieval_table
@@ -39,9 +43,10 @@ from benchmarks.tables.speed import (
 from hf_linattn.atomic_io import write_text
 
 SECTIONS = {
-    "speed.md": ("benchmarks", "prompts"),
+    "speed.md": ("whole", "benchmarks", "prompts"),
     "results.md": ("board", "recovery", "retrieval"),
     "memory.md": ("depth",),
+    "gpu.md": ("passes", "steps"),
 }  # of the pages under docs
 
 
@@ -98,7 +103,7 @@ def write_tables(root: Path = ROOT) -> None:
     """Rewrite the results page and the generated sections of other pages from whatever result files exist."""
     results = root / "benchmarks" / "results"
     documents, long_inputs = (read_all(results, *names) for names in (SPEED_FILES, LONG_INPUTS_FILES))
-    single = read_all(results, PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE)
+    single = read_all(results, PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE, HEADS_FILE)
     peers, depth, retrieved = (single.get(name) for name in (PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE))
     reports = recovery_reports(results)
     results.mkdir(parents=True, exist_ok=True)
@@ -107,14 +112,18 @@ def write_tables(root: Path = ROOT) -> None:
     bodies = {
         "benchmarks": speed_section(documents),
         "prompts": prompts_section(long_inputs),
+        "whole": whole_model_section(single[HEADS_FILE]) if HEADS_FILE in single else "",
         "board": board_table(board) if board else "",
         "recovery": recovery_table(reports) if reports else "",
         "retrieval": retrieval_table(retrieved) if retrieved else "",
         "depth": "\n\n".join(depth_parts(depth)) if depth else "",
     }
+    gpus = [documents[name] for name in GPU_PAGE_FILES if name in documents]
+    if len(gpus) == len(GPU_PAGE_FILES):
+        bodies |= {"passes": passes_section(*gpus), "steps": steps_section(*gpus)}
     for name, sections in SECTIONS.items():
         page = root / "docs" / name
         text = page.read_text(encoding="utf-8")
         for section in sections:
-            text = replace_section(text, section, bodies[section])
+            text = replace_section(text, section, bodies.get(section, ""))
         write_text(page, text)

@@ -16,6 +16,7 @@ MACHINES = (
 )  # fmt: skip
 SPEED_FILES = tuple(f"{machine}{kind}.json" for machine in MACHINES for kind in ("", "_torch", "_compiled", "_triton"))
 GPU_FILES = tuple(name for name in SPEED_FILES if name.startswith("gpu"))
+GPU_PAGE_FILES = ("gpu.json", "gpu_small_tiles.json")  # the kernels of Hopper and those of other cards
 SPEED_PAGE_FILES = ("cpu_granite_rapids.json", "cpu_granite_rapids_bfloat16.json", "gpu.json")
 PAGES_FILE = "cpu_genoa.json"  # the newest complete result of a CPU: the one that mechanisms' pages show
 ZERO_SHOT_FILE = "zero_shot.json"
@@ -32,6 +33,7 @@ REAL_BOARD = "real_board"  # a folder, with a file for each row
 HEADS_FILE = "heads_speed.json"
 HARD_KEYS_FILE = "hard_keys_speed.json"
 HARD_KEY_PLANS_FILE = "hard_key_plans_smollm2.json"
+RECIPE_PLANS_FILE = "recipe_plans.json"
 MQAR_FILE, MQAR_PLOT = "mqar.json", "mqar.png"
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
 

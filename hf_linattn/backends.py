@@ -42,9 +42,9 @@ def set_backend(model: nn.Module, backend: str) -> None:
     copied together first. Half precision is read as it is. In PyTorch's default `float32_matmul_precision` a product
     of float32 is made of three of TF32. What else continues a state, and bidirectional layers of `linformer`, take
     PyTorch's operations. On Hopper the kernels use products of warp groups if the `ptxas` that Triton calls is that of
-    CUDA 13.3 or later, as older ones get them wrong (`ops.runtime.triton.is_large`): `pip install nvidia-cuda-nvcc`
-    brings one, for the environment variable `TRITON_PTXAS_PATH` to name. On a CPU it runs in Triton's interpreter,
-    `TRITON_INTERPRET=1`, which is for tests.
+    CUDA 13.3 or later, as older ones get them wrong (`ops.runtime.triton.is_large`): Triton 3.9 brings one, and for
+    older ones `pip install nvidia-cuda-nvcc` does, for the environment variable `TRITON_PTXAS_PATH` to name. On a CPU
+    it runs in Triton's interpreter, `TRITON_INTERPRET=1`, which is for tests.
 
     The environment variable `HF_LINATTN_BACKEND`, read once when the library is imported, makes `"torch"` what models
     are patched with, in place of `"auto"`: to see whether an error comes from the C.

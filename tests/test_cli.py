@@ -109,6 +109,14 @@ def test_env_has_the_versions():
     assert found["backend"] == "auto"
 
 
+def test_env_says_what_auto_takes_on_each_gpu_and_why(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA L4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    found = json.loads(answer("env", "--json"))
+    assert (found["cuda"], found["auto"]) == (["NVIDIA L4"], ["torch (the GPU is no Hopper)"])
+
+
 def test_env_says_which_backends_a_model_takes(converted):
     found = json.loads(answer("env", "--model", converted, "--json"))["backends"]
     assert [row["mechanism"] for row in found["layers"]] == ["softmax", "linear"]

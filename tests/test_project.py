@@ -32,11 +32,14 @@ from tests.models import make_model
 from tests.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("hf_linattn", "recipes", "benchmarks", "docs", "tests")
+FOLDERS = ("hf_linattn", "recipes", "benchmarks", "docs", "examples", "tests")
 CODE = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+PAGES = [
+    path for folder in ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/**/*.md") for path in ROOT.glob(folder)
+]
 TEXT = [*CODE, *PAGES, ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "constraints.txt", ROOT / ".ci" / "run"]
-PAGES_THAT_RUN = ("README.md", "docs/choose.md", "docs/memory.md", "docs/speed.md")  # in the order of a reader
+# in the order of a reader
+PAGES_THAT_RUN = ("README.md", "docs/choose.md", "docs/memory.md", "docs/speed.md", "docs/gpu.md")
 MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 8
 FEW_PARAMETERS = ("hf_linattn/training",)  # folders whose functions keep to MAX_PARAMETERS
 

@@ -51,8 +51,14 @@ def cuda_versions() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
         "triton": importlib.metadata.version("triton") if found else None,
-        "ptxas": importlib.import_module("triton").knobs.nvidia.ptxas.version if found else None,
+        "ptxas": _assembler() if found else None,
     }
+
+
+def _assembler() -> str:
+    from hf_linattn.ops.runtime.triton import assembler_version
+
+    return ".".join(map(str, assembler_version()))
 
 
 def output_of(*command: str) -> str | None:

@@ -36,6 +36,30 @@ def heads_speed_parts(document: Document) -> list[str]:
     return [what, table(head, rows)]
 
 
+def whole_model_section(document: Document) -> str:
+    """Return what a whole model takes with such a plan and with softmax: a prompt, a token after it, and the cache."""
+    rows = []
+    for run in document["runs"]:
+        source = run["provenance"]
+        for row in run["whole_model"]:
+            prompt, token, cache = row["prompt_seconds"], row["seconds_per_token"], row["bytes"]
+            rows.append(
+                [
+                    count(row["tokens"]), source["dtype"], source["threads"],
+                    *(f"{number(x['plan'])} s, softmax {number(x['softmax'])} s" for x in (prompt, token)),
+                    *(f"{x['softmax'] / x['plan']:.2f}x" for x in (prompt, token)),
+                    f"{cache['plan'] / 1e6:.1f} MB, softmax {cache['softmax'] / 1e6:.1f} MB",
+                ]
+            )  # fmt: skip
+    run = document["runs"][0]
+    what = (
+        f"{run['model']} with {len(run['exact_heads'])} key/value heads exact and windows of"
+        f" {run['window']['window_size']} tokens elsewhere, on {run['provenance']['device']}."
+    )
+    head = ["tokens", "dtype", "threads", "reading them", "one more token", "reading", "token", "cache"]
+    return f"{what}\n\n" + table(head, rows)
+
+
 def heads_recall_parts(document: Document) -> list[str]:
     """Return what plans recall, with intervals, and their perplexity over the original's."""
     found: dict[str, dict[str, dict[str, Document]]] = {}  # plan -> length -> task -> row

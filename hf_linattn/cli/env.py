@@ -45,6 +45,7 @@ def env(model: Explained = None, as_json: Json = False) -> None:
             found[package] = None
     found["platform"] = platform.platform()
     found["cuda"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found["auto"] = [automatic(i) for i in range(torch.cuda.device_count())]
     found["threads"] = torch.get_num_threads()
     found["native"] = library.available()
     found["backend"] = DEFAULT_BACKEND
@@ -55,6 +56,16 @@ def env(model: Explained = None, as_json: Json = False) -> None:
         show(found, as_json, table)
     else:
         show(found | {"backends": report.document()}, as_json, table, str(report))
+
+
+def automatic(index: int) -> str:
+    """Return which backend "auto" takes on a GPU, and why no faster one."""
+    import torch
+
+    from ..ops.dispatch import no_triton
+
+    reason = no_triton(torch.device("cuda", index))
+    return "triton" if reason is None else f"torch ({reason})"
 
 
 def explain(name: str) -> BackendReport:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_linattn import patch_model
+from hf_linattn.errors import OptionError
 from hf_linattn.training.losses.distillation import Teacher, distillation_loss
 from hf_linattn.training.task import CAUSAL, MASKED
 from hf_linattn.training.trainers import RecoveryTrainer
@@ -98,3 +99,9 @@ def test_a_fading_teacher_counts_less_and_less(tmp_path):
     assert extras[False, 0] == pytest.approx(extras[False, 10], rel=1e-4) and extras[False, 0] > 0
     for step, share in ((0, 1.0), (4, 0.6), (10, 0.0)):
         assert extras[True, step] == pytest.approx(share * extras[False, 0], rel=1e-3, abs=1e-5)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_by_name(tmp_path):
+    model, other = patch_model(make_model("llama"), "linear"), make_model("llama", vocab_size=80)
+    with pytest.raises(OptionError, match=r"teacher: LlamaForCausalLM predicts 80 tokens \(vocab_size\), and the "):
+        RecoveryTrainer(model, make_training(tmp_path), make_data(model), Teacher(other, kl_weight=1.0))

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...errors import OptionError
 from .cpu import KINDS
 
+HOPPER = 90  # the generation as Triton's compiler counts them
 SOUND = (13, 3)  # the CUDA whose `ptxas` is, see `is_large`
 GROUPS = ("DISABLE_MMA_V3", "DISABLE_MMA_V5")  # what Triton's compiler asks for in the environment
 
@@ -48,8 +49,14 @@ def launch(kernel: Any, grid: tuple[int, ...], heads: Tensor, *operands: Any, **
 
 @functools.cache
 def assembler_version() -> tuple[int, ...]:
-    """Return the version of CUDA that the `ptxas` which Triton calls comes from."""
-    return tuple(map(int, triton.knobs.nvidia.ptxas.version.split(".")))
+    """Return the version of CUDA that the `ptxas` comes from which Triton calls for Hopper.
+
+    Before Triton 3.9 that is `ptxas`, which `TRITON_PTXAS_PATH` replaces; from then on `ptxas-blackwell`, which
+    `TRITON_PTXAS_BLACKWELL_PATH` does.
+    """
+    from triton.backends.nvidia.compiler import get_ptxas  # here: Triton for other GPUs may have no such backend
+
+    return tuple(map(int, get_ptxas(HOPPER).version.split(".")))
 
 
 def small_tiles_forced() -> bool:
@@ -69,8 +76,8 @@ def why_small(device: torch.device) -> str | None:
     Those need the shared memory and the products of warp groups that Hopper brought, and an assembler to be trusted:
     older `ptxas` give the registers or the shared memory of such products away while they are read, so that kernels
     with several of them compute something else or fail: that of CUDA 12.8 did here, that of 13.3, whose release notes
-    say it is mended, did not (triton-lang/triton#11366, #11781). `TRITON_PTXAS_PATH` names another one than that in
-    Triton, as pip's nvidia-cuda-nvcc has it.
+    say it is mended, did not (triton-lang/triton#11366, #11781). Triton 3.9 brings that of 13.4; for older ones
+    `TRITON_PTXAS_PATH` names another than that in Triton, as pip's nvidia-cuda-nvcc has it.
 
     With HF_LINATTN_SMALL_TILES=1 in the environment a Hopper runs the kernels of other GPUs, to test them.
     """

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.backends.nvidia import compiler
 
 from hf_linattn.ops.dispatch import Policy, absent, no_triton
 from hf_linattn.ops.runtime import triton as launching
@@ -21,8 +22,8 @@ def machine(monkeypatch):
 
     def make(generation: int, version: str) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (generation, 0))
-        tools = SimpleNamespace(ptxas=SimpleNamespace(version=version))
-        monkeypatch.setattr(launching.triton, "knobs", SimpleNamespace(nvidia=tools))
+        tools = {90: SimpleNamespace(version=version), 80: SimpleNamespace(version="99.9")}  # that of other GPUs
+        monkeypatch.setattr(compiler, "get_ptxas", tools.get)
         for function in CACHED:
             function.cache_clear()
 
@@ -43,6 +44,13 @@ def test_auto_is_triton_where_its_kernels_were_run(machine, generation, version,
     assert absent("triton", SimpleNamespace(query=torch.empty(1), policy=Policy("auto"))) == "heads on 'cpu'"
     call.policy = Policy("triton")  # which was chosen for the model, whatever it is
     assert absent("triton", call) is None
+
+
+def test_the_assembler_asked_is_the_one_that_triton_calls_for_hopper():
+    """Triton has two, of two versions of CUDA."""
+    launching.assembler_version.cache_clear()
+    version = ".".join(map(str, launching.assembler_version()))
+    assert f"release {version}," in compiler.get_ptxas_version(launching.HOPPER)
 
 
 def test_the_environment_asks_for_the_kernels_of_older_gpus(machine, monkeypatch):
