@@ -376,9 +376,7 @@ def _build(config: MechanismConfig | None, layer: AttentionLayer) -> Mechanism:
     """Make the mechanism of one layer, in its dtype and where its weights are; None keeps softmax."""
     config = config if config is not None else make_config("softmax", {})
     mechanism = MECHANISMS.get(config.mechanism)(config, layer)
-    # weights on the meta device come later, by `from_pretrained`; what a mechanism computes from its options does not
-    device = None if layer.device.type == "meta" else layer.device
-    return mechanism.to(device=device, dtype=layer.dtype)
+    return mechanism.to(device=None if layer.device.type == "meta" else layer.device, dtype=layer.dtype)
 
 
 def _warn_of_sinks(mechanisms: Mapping[str, Mechanism], family: str) -> None:
