@@ -54,7 +54,7 @@ test-fast: install ## without the invariants and what starts processes or trains
 	$(PYTEST) $(PROCESSES:%=--ignore tests/%)
 
 test-exhaustive: install ## all that a machine without a GPU can test and that needs no other package, slow ones too
-	$(PYTEST) -m "not gpu and not zero3 and not quantised and not demo"
+	$(PYTEST) -m "not gpu and not zero3 and not quantised and not browser and not demo"
 
 test-kernels: install ## all tests of the operations in PyTorch, C and Triton, every dtype, shape and GPU they compile for
 	$(PYTEST) -m "not gpu" tests/ops
@@ -228,6 +228,25 @@ docs-site: install ## the site under build/site, with every link checked, and th
 	$(BIN)/codespell -L $(SPELT) *.md docs/*.md docs/mechanisms recipes/*.md benchmarks/*.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
+
+test-browser: docs-site ## the site and the page of a run in a headless Chromium, at a phone's width: 3 minutes
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[browser]"
+	$(PYTEST) -n 0 -q -m browser tests/browser
+
+# what is built is installed where no compiler is found, and used where no checkout is
+PACKAGE := build/package
+test-package: install ## build the source distribution and the wheel, install that in an empty environment, use it: 5 minutes
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[release]"
+	rm -rf $(PACKAGE) && mkdir -p $(PACKAGE)/empty
+	$(BIN)/python -m build --outdir $(PACKAGE)/dist .
+	$(BIN)/twine check --strict $(PACKAGE)/dist/*
+	$(PYTHON) -m venv $(PACKAGE)/venv
+	CC=/bin/false CXX=/bin/false $(PACKAGE)/venv/bin/pip install --quiet -c constraints.txt $(PACKAGE)/dist/*.whl
+	cp tests/installed.py $(PACKAGE)/empty
+	cd $(PACKAGE)/empty && PATH=$(abspath $(PACKAGE))/venv/bin:$$PATH HF_HUB_OFFLINE=1 CC=/bin/false python installed.py
+
+release-check: test-browser test-package notebooks test-demo ## what a release needs beside the tests: site, browser, wheel, notebooks, demonstration: at most 30 minutes
+	@echo "ready: RELEASE.md says how to go on"
 
 # one process each, so that none waits for another's cells
 notebooks: install ## run every notebook of notebooks/ on the bundled models, without network: at most 3 minutes each

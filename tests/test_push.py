@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hf_linattn import patch_model
+from hf_linattn.training.adapter_files import save_adapter
 from hf_linattn.training.adapters import add_adapters
 from tests.helpers import make_tokenizer
 from tests.hub_stand_in import Hub, hub_stand_in
@@ -165,6 +166,41 @@ with torch.no_grad():
     torch.save(model(input_ids=torch.arange(5, 16)[None]).logits, sys.argv[1])
 """
     user.run("-c", load, tmp_path / "logits.pt")
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
+
+
+def test_an_adapter_of_this_library_is_pushed_with_its_card_and_nothing_loads_it_onto_softmax(user, hub, tmp_path):
+    make_model("llama", std=0.3).save_pretrained(tmp_path / "base")
+    adapted = add_adapters(patch_model(make_model("llama", std=0.3), "hedgehog"), rank=2)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+        expected = adapted.eval()(input_ids=IDS).logits
+    save_adapter(adapted, tmp_path / "adapter", str(tmp_path / "base"))
+    printed = user.run("push", tmp_path / "adapter", "me/own")
+    assert "pushed to" in printed and hub.repositories["me/own"].commits == 1
+    files = hub.repositories["me/own"].files
+    card = files["README.md"].decode()
+    assert files.keys() == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert 'load_adapter(AutoModelForCausalLM.from_pretrained(base), "me/own")' in card and "`hedgehog`" in card
+    (tmp_path / "adapter" / "README.md").write_text(card.replace("me/own", "own"))
+    user.run("push", tmp_path / "adapter", "me/renamed")
+    assert hub.repositories["me/renamed"].files["README.md"].decode() == card.replace("me/own", "me/renamed")
+    load = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+base = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+"""
+    plain = "from peft import PeftModel\nPeftModel.from_pretrained(base, 'me/own')"
+    message = user.run("-c", load + plain, tmp_path / "base", code=1)
+    assert "import hf_linattn.training.adapter_files, or load it with its load_adapter" in message
+    own = """
+from hf_linattn.training import load_adapter
+with torch.no_grad():
+    torch.save(load_adapter(base, "me/own")(input_ids=torch.arange(5, 16)[None]).logits, sys.argv[2])
+"""
+    user.run("-c", load + own, tmp_path / "base", tmp_path / "logits.pt")
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
 
 

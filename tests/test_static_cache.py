@@ -136,6 +136,27 @@ def test_every_mechanism_is_served_or_refused_by_name_before_anything_is_read(me
     assert torch.equal(generate(model, ids, attention_mask=mask)[0], want[0])
 
 
+@pytest.mark.parametrize(
+    ("linear", "compiled"),
+    [
+        pytest.param(linear, compiled, marks=[pytest.mark.exhaustive] if compiled else [])
+        for linear in ("linear", "gated_deltanet")
+        for compiled in (False, True)
+    ],
+)
+def test_hard_keys_stay_in_a_static_cache(linear, compiled):
+    """Prompts of three blocks, so that the steps go on with keys that were kept."""
+    model = make_model("llama", max_position_embeddings=256)
+    patch_model(model, "hybrid", window_size=64, num_hard_keys=3, linear=linear)
+    ids, mask = pad([make_tokens(1, 150)[0], make_tokens(1, 133, seed=1)[0]], 0)
+    want, (config, numbers) = generate(model, ids, attention_mask=mask), counting()
+    options = {"compile_config": config} if compiled else {}
+    got = generate(model, ids, attention_mask=mask, cache_implementation="static", **options)
+    assert numbers == [0] * compiled and not counters["graph_break"]
+    assert torch.equal(got[0], want[0])
+    assert_close(got[1], want[1])
+
+
 def test_exact_heads_have_no_room_where_a_window_slides():
     model = make_planned("by head", "mistral")
     with pytest.raises(UnsupportedModeError, match="'softmax' of layer 0 keeps a state that grows"):

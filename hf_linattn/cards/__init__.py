@@ -11,7 +11,7 @@ from .conversion import (
     title,
     uses_and_limits,
 )
-from .loading import PIPELINE_TAGS, WRITTEN, loader_of, loading_lines, with_name
+from .loading import PIPELINE_TAGS, SENTENCES, WRITTEN, library_of, loader_of, loading_lines, with_name
 from .wording import Measured, changed_options, in_bytes, layers_in_words, measured_sentence
 
 CARD_FILE = "README.md"
@@ -19,6 +19,7 @@ CARD_FILE = "README.md"
 __all__ = [
     "CARD_FILE",
     "PIPELINE_TAGS",
+    "SENTENCES",
     "WRITTEN",
     "Base",
     "Calibrated",
@@ -30,6 +31,7 @@ __all__ = [
     "conversion_card",
     "in_bytes",
     "layers_in_words",
+    "library_of",
     "loader_of",
     "loading_lines",
     "measured_sentence",

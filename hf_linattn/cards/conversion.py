@@ -12,7 +12,7 @@ from ..markdown import markdown_table
 from ..plan import PatchConfig, read_entries
 from ..registry import MECHANISMS
 from .base import Base
-from .loading import PIPELINE_TAGS, WRITTEN, loading_lines
+from .loading import PIPELINE_TAGS, WRITTEN, library_of, loading_lines
 from .wording import KEPT, Measured, layers_in_words, measured_sentence
 
 UNTRAINED = "**UNTRAINED.**"
@@ -45,6 +45,7 @@ class Conversion:
         base: what was converted. loader: the Auto class that loads it. patches: path of a part -> its patch.
         untrained: whether it is known that nothing was trained.
         measured: beside the original. calibrated: None where nothing was fitted. command: that made it.
+        adapter_of: the base of what is an adapter; None: it is a whole model.
     """
 
     base: Base
@@ -54,6 +55,7 @@ class Conversion:
     measured: Measured = field(default_factory=Measured)
     calibrated: Calibrated | None = None
     command: str | None = None
+    adapter_of: str | None = None
 
 
 def conversion_card(conversion: Conversion, name: str) -> ModelCard:
@@ -65,7 +67,7 @@ def conversion_card(conversion: Conversion, name: str) -> ModelCard:
     base, mechanisms = conversion.base, mechanism_names(conversion.patches)
     data = ModelCardData(
         base_model=base.hub_id,
-        library_name="transformers",
+        library_name=library_of(conversion.loader) if conversion.adapter_of is None else "peft",
         pipeline_tag=PIPELINE_TAGS.get(conversion.loader),
         tags=["hf_linattn", *mechanisms, "subquadratic-attention", *(["untrained"] if conversion.untrained else [])],
         model_name=title(base, mechanisms),
@@ -76,7 +78,7 @@ def conversion_card(conversion: Conversion, name: str) -> ModelCard:
         f"# {data.model_name}",
         " ".join(_first_sentences(conversion)),
         "## Load",
-        loading_lines(conversion.loader, name),
+        loading_lines(conversion.loader, name, conversion.adapter_of),
         "## Attention",
         attention_table(conversion.patches),
         "## Training",

@@ -19,21 +19,38 @@ PIPELINE_TAGS: dict[str, str] = {
     "AutoModelForImageTextToText": "image-text-to-text",
     "AutoModelForImageClassification": "image-classification",
     "AutoModel": "feature-extraction",
+    "SentenceTransformer": "sentence-similarity",
 }
+SENTENCES = "SentenceTransformer"  # loads by its constructor, from a library of its own
 LINES = """\
 ```python
 import hf_linattn  # pip install hf_linattn
-from transformers import {loader}
+from {library} import {loader}
 
-model = {loader}.from_pretrained("{name}")
+model = {call}("{name}")
 ```
 
 The import teaches transformers the model type. A program that cannot import it, such as lm_eval, passes
 `trust_remote_code=True` instead; hf_linattn has to be installed then, too. Without either the model does not load: its
 attention is not softmax."""
+ADAPTER_LINES = """\
+```python
+from hf_linattn.training import load_adapter  # pip install "hf_linattn[train]"
+from transformers import {loader}
+
+base = "{base}"
+model = load_adapter({loader}.from_pretrained(base), "{name}")
+```
+
+This folder holds no weights of the base: the plan of its attention, the parameters of the new mechanisms, and LoRA
+weights. `load_adapter` patches the base first; `.merge_and_unload()` makes one model of both. PEFT alone refuses the
+folder, as under softmax attention these adapters would be wrong; after `import hf_linattn.training.adapter_files` it
+loads it, too."""
 # push puts the name of the repository into cards that have this line, and leaves all others alone
 WRITTEN = "<!-- written by hf_linattn -->"
-LOADED = re.compile(r'(?<=\.from_pretrained\(")[^"]*(?="\))')
+LOADED = re.compile(
+    r'((?<=\.from_pretrained\(")|(?<=SentenceTransformer\(")|(?<=\.from_pretrained\(base\), "))[^"]*(?="\))'
+)
 
 
 def loader_of(config: Any) -> str:
@@ -48,9 +65,25 @@ def loader_of(config: Any) -> str:
     return next((loader for loader in PIPELINE_TAGS if loader in found), min(found, default="AutoModel"))
 
 
-def loading_lines(loader: str, name: str) -> str:
-    """Return the lines that load a model, in Markdown."""
-    return LINES.format(loader=loader, name=name)
+def loading_lines(loader: str, name: str, adapter_of: str | None = None) -> str:
+    """Return the lines that load a model, in Markdown.
+
+    adapter_of: the base of what is an adapter; None: it is a whole model.
+    """
+    if adapter_of is not None:
+        return ADAPTER_LINES.format(loader=loader, name=name, base=adapter_of)
+    call = loader if loader == SENTENCES else f"{loader}.from_pretrained"
+    module = library_of(loader).replace("-", "_")
+    return LINES.format(library=module, loader=loader, call=call, name=name)
+
+
+def library_of(loader: str) -> str:
+    """Return the Hub's name of the library that loads a model by this class.
+
+    >>> library_of("SentenceTransformer"), library_of("AutoModel")
+    ('sentence-transformers', 'transformers')
+    """
+    return "sentence-transformers" if loader == SENTENCES else "transformers"
 
 
 def with_name(card: str, name: str) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..cards import Calibrated, Conversion, Measured
+    from ..sentence_models import SentenceModel
 
 PROCESSORS = {"tokenizer_config.json": "AutoTokenizer", "preprocessor_config.json": "AutoProcessor"}
 CAUSAL = "AutoModelForCausalLM"
@@ -65,29 +66,32 @@ class Done:
 def run(wanted: Wanted) -> Done:
     """Convert a model, or say what would come of it."""
     from .. import ChosenPlan, patch_model
-    from ..cards import Conversion, loader_of, read_base
+    from ..cards import SENTENCES, Conversion, loader_of, read_base
 
     check_empty(wanted.output)
     named, texts = wanted.plan.read(), [read_text(file, "calibrate") for file in wanted.calibrate]
     base = read_base(wanted.model, wanted.base_model)
     across = None if wanted.cross_attention is None else name_or_plan("cross_attention", wanted.cross_attention)
-    model = original(wanted)
+    model, modules = original(wanted)
     plan = wanted.plan.choose(model, wanted.model, wanted.progress) if named is None else named
     patch_model(model, plan, cross_attention=across)
     batches, fitted = rows_to_fit(model, wanted, texts), None
-    beside = processors(wanted.model, wanted.max_positions)
+    beside = processors(wanted.model, wanted.max_positions, modules)
     weights = bytes_of_weights(model, wanted.max_shard_size)
     if batches and not wanted.dry_run:
         fitted = fit(model, batches, wanted)
     chosen = plan if isinstance(plan, ChosenPlan) else None
     conversion = Conversion(
-        base, loader_of(model.config), patches_of(model), measured=measured_state(model, wanted), calibrated=fitted,
+        base, SENTENCES if modules else loader_of(model.config), patches_of(model),
+        measured=measured_state(model, wanted), calibrated=fitted,
         command=f"hf-linattn {shlex.join(sys.argv[1:])}",
     )  # fmt: skip
     document = describe(model, wanted, conversion, weights, list(beside)) | ({} if chosen is None else choice(chosen))
     if batches:
         document["calibration"] = calibration_document(batches, fitted)
     if not wanted.dry_run:
+        if modules is not None:
+            modules.save(model, wanted.output)
         document |= write(model, wanted, conversion, chosen, beside.values())
     head = [] if chosen is None else [in_words(chosen)]
     return Done(document, [*head, *words(document, conversion, wanted.model, wanted.calibrate)])
@@ -99,14 +103,22 @@ def check_empty(output: Path) -> None:
         raise OptionError(f"output={str(output)!r} is not an empty folder; give another path")
 
 
-def original(wanted: Wanted) -> PreTrainedModel:
-    """Load a model that is not converted, with its positions extended if asked for."""
-    from .. import extend_positions, is_patched
+def original(wanted: Wanted) -> tuple[PreTrainedModel, SentenceModel | None]:
+    """Load a model that is not converted, with its positions extended if asked for.
 
-    loaded = load(wanted.model, dtype=wanted.dtype)
+    Of an embedding model of sentence-transformers the encoder is converted; what else it has is returned beside it.
+    """
+    from .. import extend_positions, is_patched
+    from ..sentence_models import SentenceModel, is_sentence_model
+
+    modules = None
+    if is_sentence_model("model", wanted.model):
+        modules = SentenceModel(wanted.model, wanted.dtype, "model")
+    loaded = load(wanted.model, dtype=wanted.dtype) if modules is None else modules.take_encoder()
     if is_patched(loaded):
         raise OptionError(f"model={wanted.model!r} is converted already; give the original")
-    return loaded if wanted.max_positions is None else extend_positions(loaded, wanted.max_positions)
+    extended = loaded if wanted.max_positions is None else extend_positions(loaded, wanted.max_positions)
+    return extended, modules
 
 
 def rows_to_fit(model: PreTrainedModel, wanted: Wanted, texts: Sequence[str]) -> list[dict[str, Any]]:
@@ -228,10 +240,10 @@ def name_in_card(output: Path) -> str:
     return output.name if output.is_absolute() else output.as_posix()
 
 
-def processors(model: str, max_length: int | None = None) -> dict[str, Any]:
+def processors(model: str, max_length: int | None = None, modules: SentenceModel | None = None) -> dict[str, Any]:
     """Return what lies beside a model to make its inputs; the Auto classes invent a tokenizer where there is none.
 
-    max_length: tokens of the longest input; None: as the tokenizer says.
+    max_length: tokens of the longest input; None: as the tokenizer says. modules: have the tokenizer already.
     """
     import transformers
     from transformers.utils.hub import cached_file
@@ -241,6 +253,8 @@ def processors(model: str, max_length: int | None = None) -> dict[str, Any]:
         for file, auto_class in PROCESSORS.items()
         if cached_file(model, file, _raise_exceptions_for_missing_entries=False) is not None
     }
+    if modules is not None:
+        found = {"tokenizer_config.json": modules.tokenizer}
     for tokenizer in (getattr(processor, "tokenizer", processor) for processor in found.values()):
         if max_length is not None and hasattr(tokenizer, "model_max_length"):
             tokenizer.model_max_length = max_length

@@ -19,16 +19,17 @@ from ..recipe_files import locate
 from .bench import numbers
 from .common import Json, Model, exit_on_error, read_language_model, read_text, show
 from .eval_classifier import (
-    ClassifierOptions,
     DocumentStride,
     DocumentWindow,
     LabelColumn,
     Metrics,
     PairColumn,
+    RowOptions,
     TextColumn,
     classifier_scores,
     is_classifier,
 )
+from .eval_embeddings import embedding_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,12 +43,12 @@ OUTPUT = Path("evaluation.json")
 
 def evaluate(
     model: Model,
-    files: Annotated[list[Path] | None, typer.Argument(help="texts, a document each; a classifier's .jsonl")] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="texts, a document each; rows of .jsonl")] = None,
     max_length: Annotated[int | None, typer.Option(help="tokens per window; 512, in suites 1024")] = None,
     stride: Annotated[int | None, typer.Option(help="by how many tokens windows advance; default: half")] = None,
     batch_size: Annotated[int, typer.Option(help="windows, or prompts, at once")] = 8,
     suite: Annotated[str | None, typer.Option(help="language, recall, tasks or all, in place of perplexity")] = None,
-    original: Annotated[str | None, typer.Option(help="suite: the model before conversion, to stand beside")] = None,
+    original: Annotated[str | None, typer.Option(help="suite, embeddings: the model before conversion")] = None,
     control: Annotated[str | None, typer.Option(help="suite: the original, trained on the same tokens")] = None,
     task_dir: Annotated[
         Path | None, typer.Option("--task_dir", "--task-dir", help="suite: JSON lines of tasks; default: the Hub")
@@ -76,13 +77,21 @@ def evaluate(
     output: Annotated[Path, typer.Option(help="suite: the JSON file that is written")] = OUTPUT,
     as_json: Json = False,
 ) -> None:
-    """Measure a model, converted or not: perplexity on text files, a suite, or a classifier's metrics on rows."""
+    """Measure a model, converted or not: perplexity on text files, a suite, or metrics on rows.
+
+    A classifier is scored on labels, an embedding model of sentence-transformers by what it finds among texts.
+    """
+    from ..sentence_models import is_sentence_model
+
     columns = text_column, text_pair_column, label_column
-    read = ClassifierOptions(*columns, names(metrics), document_window, document_stride, stride)
+    read = RowOptions(*columns, names(metrics), document_window, document_stride, stride)
     with exit_on_error():
-        classifies = suite is None and is_classifier(model)
-        texts = [] if classifies else [read_text(file) for file in files or ()]
-        if classifies:
+        embeds = suite is None and is_sentence_model("model", model)
+        classifies = suite is None and not embeds and is_classifier(model)
+        texts = [] if embeds or classifies else [read_text(file) for file in files or ()]
+        if embeds:
+            document, *shown = embedding_scores(model, files or [], original, max_length, batch_size, dtype, read)
+        elif classifies:
             document, *shown = classifier_scores(model, files or [], max_length, batch_size, dtype, read)
         elif suite is None:
             document, *shown = text_perplexity(model, texts, max_length or 512, stride, batch_size, dtype, not as_json)

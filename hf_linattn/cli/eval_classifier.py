@@ -14,10 +14,10 @@ from ..reading import read_tokenizer, reading
 from .common import read_model
 
 TextColumn = Annotated[
-    str, typer.Option("--text_column", "--text-column", help="classifier: column of the texts in .jsonl, .csv, ...")
+    str, typer.Option("--text_column", "--text-column", help="rows: column of the texts in .jsonl, .csv, ...")
 ]
 PairColumn = Annotated[
-    str | None, typer.Option("--text_pair_column", "--text-pair-column", help="classifier: column of a second text")
+    str | None, typer.Option("--text_pair_column", "--text-pair-column", help="rows: column of a second text")
 ]
 LabelColumn = Annotated[str, typer.Option("--label_column", "--label-column", help="classifier: column of the labels")]
 Metrics = Annotated[
@@ -26,17 +26,17 @@ Metrics = Annotated[
 DocumentWindow = Annotated[
     int | None,
     typer.Option(
-        "--document_window", "--document-window", help="classifier: read windows of that many tokens, pool the logits"
+        "--document_window", "--document-window", help="rows: read windows of that many tokens, pool what they give"
     ),
 ]
 DocumentStride = Annotated[
     int | None,
-    typer.Option("--document_stride", "--document-stride", help="classifier: tokens between them; default: half"),
+    typer.Option("--document_stride", "--document-stride", help="rows: tokens between them; default: half"),
 ]
 
 
 @dataclass(frozen=True)
-class ClassifierOptions:
+class RowOptions:
     """What is read of the rows, and how."""
 
     text_column: str
@@ -59,7 +59,7 @@ def is_classifier(model: str) -> bool:
 
 def classifier_scores(
     model: str, files: list[Path], max_length: int | None, batch_size: int, dtype: str | None,
-    options: ClassifierOptions,
+    options: RowOptions,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the JSON document, and what is shown in its place.
 

@@ -16,13 +16,13 @@ from .common import Json, exit_on_error, show
 
 
 def push(
-    folder: Annotated[Path, typer.Argument(help="a converted model")],
+    folder: Annotated[Path, typer.Argument(help="a converted model, or an adapter of one")],
     repository: Annotated[str, typer.Argument(help="user/name on the Hub; made if it is not there")],
     private: Annotated[bool, typer.Option(help="make it private")] = False,
     message: Annotated[str, typer.Option(help="message of the commit")] = "Upload a model converted with hf_linattn",
     as_json: Json = False,
 ) -> None:
-    """Upload a converted model in one commit, all of it or nothing, with its model card."""
+    """Upload a converted model, or its adapter, in one commit, all of it or nothing, with its model card."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -60,10 +60,21 @@ def write_card(folder: Path, repository: str) -> None:
     """Write the card that follows from a recipe's report, or, without one, from what the config says."""
     from transformers import AutoConfig
 
-    from ..cards import CARD_FILE, Base, Conversion, conversion_card, loader_of
-    from ..report import REPORT_FILE, Report, save_card
+    from ..adapter_config import read_adapter_config
+    from ..cards import CARD_FILE, Base, Conversion, conversion_card, loader_of, read_base
+    from ..report import REPORT_FILE, Report, save_adapter_card, save_card
     from ..saved_config import read_patches
 
+    if (adapter := read_adapter_config(folder)) is not None:
+        if (folder / REPORT_FILE).is_file():
+            save_adapter_card(Report.load(folder), folder, repository)
+            return
+        name, patches = adapter["base_model_name_or_path"], read_patches(adapter["hf_linattn"])
+        with reading("base_model_name_or_path", name, "put the name of the base into adapter_config.json"):
+            loader = loader_of(AutoConfig.from_pretrained(name))
+        made = Conversion(read_base(name), loader, patches, untrained=False, adapter_of=name)
+        write_text(folder / CARD_FILE, str(conversion_card(made, repository)))
+        return
     if (folder / REPORT_FILE).is_file():
         save_card(Report.load(folder), folder, repository)
         return
@@ -74,8 +85,12 @@ def write_card(folder: Path, repository: str) -> None:
 
 
 def check_converted(folder: Path) -> None:
-    """Raise `CheckpointError` unless a folder holds a converted model."""
+    """Raise `CheckpointError` unless a folder holds a converted model, or an adapter of one."""
+    from ..adapter_config import read_adapter_config
     from ..checkpoint_config import MODEL_TYPE
+
+    if read_adapter_config(folder) is not None:
+        return
 
     file = folder / "config.json"
     if not file.is_file():

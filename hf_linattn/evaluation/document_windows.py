@@ -1,14 +1,14 @@
-"""A long document read by a classifier in overlapping windows, whose answers are pooled into one.
+"""A long document read in overlapping windows, whose logits, or embeddings, are pooled into one.
 
     z = sum_w n_w z_w / sum_w n_w,
 
-z_w: the logits for window w, n_w: how many tokens of the document are in it, those at its ends that mark a text not
-counted. So a classifier with 512 positions answers for a document of any length, seeing 512 tokens at a time.
+z_w: what the model says of window w, n_w: how many tokens of the document are in it, those at its ends that mark a
+text not counted. So a model with 512 positions answers for a document of any length, seeing 512 tokens at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ class DocumentWindows:
     """Windows of `length` tokens, with those that mark a text, every `stride` tokens of a document.
 
     Attributes:
-        length: tokens that the classifier reads at a time.
+        length: tokens that the model reads at a time.
         stride: tokens by which windows advance; None: half of what a window holds of a document.
         head, tail: how many tokens mark the beginning and the end of a text; every window gets the document's.
         pad_token_id: what short windows are filled with, behind their end.
@@ -70,27 +70,37 @@ class DocumentWindows:
 
     @torch.no_grad()
     def pooled_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the pooled logits [B, K] for `input_ids` and `attention_mask` [B, N], padded on the right.
+        """Return a classifier's pooled logits [B, K] for `input_ids` and `attention_mask` [B, N]; see `pooled`."""
+
+        def read(ids: Tensor, mask: Tensor) -> Tensor:
+            return model(input_ids=ids, attention_mask=mask).logits
+
+        return self.pooled(read, batch["input_ids"], batch["attention_mask"])
+
+    @torch.no_grad()
+    def pooled(self, read: Callable[[Tensor, Tensor], Tensor], ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return what a model says of windows, pooled [B, K], for ids and mask [B, N], padded on the right.
 
         At most `TOKENS_AT_ONCE` tokens are read at a time, or one window. A document without a token of its own counts
         as one of one token.
+
+        read: gives [W, K] for the ids and the mask of windows [W, L].
         """
-        ids, mask = batch["input_ids"], batch["attention_mask"].bool()
-        rows = [self.split(row[real].tolist()) for row, real in zip(ids, mask, strict=True)]
+        rows = [self.split(row[real].tolist()) for row, real in zip(ids, attention_mask.bool(), strict=True)]
         windows = [torch.tensor(window, device=ids.device) for row in rows for window, _ in row]
         at_once = max(1, TOKENS_AT_ONCE // self.length)
-        logits = torch.cat([self._read(model, windows[i : i + at_once]) for i in range(0, len(windows), at_once)])
-        counts = torch.tensor([float(max(1, count)) for row in rows for _, count in row], device=logits.device)
-        owner = torch.tensor([number for number, row in enumerate(rows) for _ in row], device=logits.device)
-        precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        parts = [self._padded(windows[i : i + at_once]) for i in range(0, len(windows), at_once)]
+        found = torch.cat([read(*part) for part in parts])
+        counts = torch.tensor([float(max(1, count)) for row in rows for _, count in row], device=found.device)
+        owner = torch.tensor([number for number, row in enumerate(rows) for _ in row], device=found.device)
+        precise = found.to(torch.promote_types(found.dtype, torch.float32))
         total = precise.new_zeros(len(rows), precise.shape[-1]).index_add(0, owner, precise * counts[:, None])
         return total / precise.new_zeros(len(rows)).index_add(0, owner, counts.to(precise.dtype))[:, None]
 
-    def _read(self, model: nn.Module, windows: Sequence[Tensor]) -> Tensor:
-        """Return the logits [W, K] for windows of several lengths."""
-        ids = pad_sequence(list(windows), True, self.pad_token_id)
+    def _padded(self, windows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return ids and mask [W, L] of windows of several lengths."""
         mask = pad_sequence([torch.ones_like(window) for window in windows], True)
-        return model(input_ids=ids, attention_mask=mask).logits
+        return pad_sequence(list(windows), True, self.pad_token_id), mask
 
 
 def windows_for(tokenizer: Any, length: int, stride: int | None = None) -> DocumentWindows:

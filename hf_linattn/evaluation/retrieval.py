@@ -15,6 +15,8 @@ from .. import architecture
 from ..config import require
 from ..inference import evaluation_mode
 
+SCALE = 20.0  # of cosines in a softmax, as the losses of sentence-transformers have it
+
 
 class Retrieval(TypedDict):
     """Result of `retrieval`.
@@ -84,12 +86,10 @@ def retrieval(
     require("k", k, k >= 1, "at least 1")
     paragraphs = [paragraph for article in articles for paragraph in article]
     article = torch.tensor([number for number, article in enumerate(articles) for _ in article])
-    words = [paragraph.split() for paragraph in paragraphs]
-    halves = [[" ".join(w[: len(w) // 2]) for w in words], [" ".join(w[len(w) // 2 :]) for w in words]]
     options = {"max_length": max_length, "batch_size": batch_size, "progress": progress}
     first, second, whole = (
         embed(model, tokenizer, texts, **options)  # type: ignore[arg-type]  # mypy takes the values for one type
-        for texts in (*halves, paragraphs)
+        for texts in (*halves(paragraphs), paragraphs)
     )
     similarity = first @ second.T
     rank = (similarity > similarity.diagonal()[:, None]).sum(1)
@@ -98,4 +98,34 @@ def retrieval(
         "recall": float((rank < k).double().mean()),
         "article_accuracy": float((article[nearest] == article).double().mean()),
         "num_paragraphs": len(paragraphs),
+    }
+
+
+def halves(texts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the first and the second half of each text, cut at the middle word.
+
+    >>> halves(["one two three"])
+    (['one'], ['two three'])
+    """
+    words = [text.split() for text in texts]
+    return [" ".join(w[: len(w) // 2]) for w in words], [" ".join(w[len(w) // 2 :]) for w in words]
+
+
+def retrieval_of_pairs(queries: Tensor, answers: Tensor) -> dict[str, float]:
+    """Return what queries [N, D] find among answers [N, D], all of length 1, row i of one the right one for the other.
+
+    `recall_at_1`, `recall_at_10`: the share of queries whose answer is the nearest, or among the nearest ten.
+    `perplexity`: exp of the mean of -log p, p the right answer's share of a softmax over 20 times all cosines: among
+    how many answers, equally near, a query is as uncertain.
+
+    >>> retrieval_of_pairs(torch.eye(3), torch.eye(3))["recall_at_1"]
+    1.0
+    """
+    cosines = queries.double() @ answers.double().T
+    rank = (cosines > cosines.diagonal()[:, None]).sum(1)
+    loss = F.cross_entropy(SCALE * cosines, torch.arange(len(cosines)))
+    return {
+        "perplexity": float(loss.exp()),
+        "recall_at_1": float((rank < 1).double().mean()),
+        "recall_at_10": float((rank < 10).double().mean()),
     }

@@ -186,8 +186,11 @@ def random_input_ids(model: nn.Module, batch_size: int, length: int, seed: int) 
 
 
 def prefill_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
-    """Run one forward without cache; only the last logits, where the model can leave out the others."""
-    return model(input_ids=input_ids, **accepted(model, use_cache=False, logits_to_keep=1)).logits
+    """Run one forward without cache; only the last logits, where the model can leave out the others.
+
+    An encoder without a head gives its last hidden states.
+    """
+    return model(input_ids=input_ids, **accepted(model, use_cache=False, logits_to_keep=1))[0]
 
 
 def prefill_cache(model: nn.Module, input_ids: Tensor) -> DynamicCache:

@@ -26,6 +26,7 @@ from .next_token import token_losses, windows_of_documents
 from .perplexity import is_masked_language_model
 from .positions import doubling_edges, in_turn
 from .recall import RECALL_TASKS, answer_prompts, make_prompts
+from .recall.measure import by_depth
 from .side_by_side import Measurement
 
 HEADLINES = ("acc_norm", "acc")  # of a task's metrics the first that it has stands for it
@@ -98,7 +99,10 @@ def language(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: Suit
 
 
 def recall(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteOptions) -> list[Measurement]:
-    """Return what the model recalls of generated prompts: in writing, and by the likeliest answer."""
+    """Return what the model recalls of generated prompts: in writing, and by the likeliest answer.
+
+    What it writes comes by quarters of the depths of the needle too, as rows with a `depth` in their facts.
+    """
     found = []
     for name, length in product(options.recall_tasks or RECALL_TASKS, options.lengths):
         prompts = make_prompts(
@@ -109,6 +113,12 @@ def recall(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteO
         values = {"found": [x["found"] for x in answers], "first": [float(x["rank"] == 1) for x in answers]}
         facts = {"length": length, "chance": fmean(1 / x["candidates"] for x in answers)}
         found += [Measurement("recall", name, x, tuple(own), tokens, facts=facts) for x, own in values.items()]
+        for depth, places in by_depth(answers):
+            own, some = tuple(values["found"][i] for i in places), tuple(tokens[i] for i in places)
+            title = f"{name}, depths {depth[0]:g} to {depth[1]:g}"
+            found.append(
+                Measurement("recall", title, "found", own, some, facts={**facts, "task": name, "depth": depth})
+            )
     return found
 
 

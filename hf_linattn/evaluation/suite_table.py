@@ -19,6 +19,8 @@ def suite_table(report: SuiteReport) -> Table:
     for head in ("items", "prompt tokens", "> window", *ROLES, "converted - original", "wins + ties"):
         table.add_column(head, justify="right")
     for row in report.rows:
+        if "depth" in row.facts:  # these are for the page of a run
+            continue
         table.add_row(*_cells(row))
     return table
 

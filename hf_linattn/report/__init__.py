@@ -1,9 +1,10 @@
 """What a recipe found out: a typed report as JSON, as tables and as plots."""
 
-from .card import CARD_FILE, model_card, save_card
+from .card import CARD_FILE, model_card, save_adapter_card, save_card
 from .classifiers import MetricRow, ReadingRow
 from .plan_picture import save_plan_picture
 from .plots import BytesPoint, bytes_figure, points_of, save_plots
+from .samples import TextSample
 from .schema import (
     REPORT_FILE,
     Accuracies,
@@ -32,6 +33,7 @@ __all__ = [
     "ReadingRow",
     "Report",
     "Stage",
+    "TextSample",
     "Training",
     "WindowRow",
     "bytes_figure",
@@ -39,6 +41,7 @@ __all__ = [
     "four_model_table",
     "model_card",
     "points_of",
+    "save_adapter_card",
     "save_card",
     "save_plan_picture",
     "save_plots",

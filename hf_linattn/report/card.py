@@ -10,6 +10,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 from huggingface_hub.utils import yaml_dump
 
+from ..adapter_config import read_adapter_config
 from ..atomic_io import write_text
 from ..cards import (
     CARD_FILE,
@@ -18,6 +19,7 @@ from ..cards import (
     Measured,
     attention_table,
     card_of,
+    library_of,
     loading_lines,
     measured_sentence,
     read_base,
@@ -26,10 +28,11 @@ from ..cards import (
     uses_and_limits,
 )
 from ..checkpoint_config import MODEL_TYPE
+from ..errors import CheckpointError
 from ..mechanisms import MECHANISMS
 from ..plan import PatchConfig
 from ..saved_config import read_patches
-from .schema import Report
+from .schema import EMBEDDING, Report
 from .tables import sections
 
 EVAL_RESULTS_FILE = ".eval_results/hf_linattn.yaml"
@@ -37,20 +40,24 @@ LOADERS = {tag: loader for loader, tag in reversed(PIPELINE_TAGS.items())}
 
 
 def model_card(
-    report: Report, name: str = "path/or/name", patches: Mapping[str, PatchConfig] | None = None
+    report: Report,
+    name: str = "path/or/name",
+    patches: Mapping[str, PatchConfig] | None = None,
+    adapter_of: str | None = None,
 ) -> ModelCard:
     """Return the card of the model that a report is about: metadata, what was kept, how to load it, the report.
 
     Args:
         name: under which the model is loaded in the example.
         patches: path of a part of the model -> its patch, for the table of layers; None: there is no table.
+        adapter_of: the base that an adapter is loaded onto; None: the card is of a whole model.
     """
     mechanisms = [mechanism for mechanism in report.mechanism.split("+") if mechanism != "softmax"]
     base, task = read_base(report.base_model), task_of_report(report)
     data = ModelCardData(
         base_model=base.hub_id,
         datasets=None if report.dataset_name is None else [report.dataset_name],
-        library_name="transformers",
+        library_name=library_of(LOADERS[task]) if adapter_of is None else "peft",
         pipeline_tag=task,
         tags=["hf_linattn", *mechanisms, "subquadratic-attention"],
         model_name=title(base, mechanisms),
@@ -62,7 +69,7 @@ def model_card(
         f"# {data.model_name}",
         f"{measured_sentence(measured(report))} {how_trained(report)}",
         "## Load",
-        loading_lines(LOADERS[task], name),
+        loading_lines(LOADERS[task], name, adapter_of),
         *layers,
         *sections(report),
         *uses_and_limits(base),
@@ -85,6 +92,16 @@ def save_card(report: Report, directory: str | os.PathLike[str], name: str | Non
     return write_text(folder / CARD_FILE, str(model_card(report, shown, patches_in(folder))))
 
 
+def save_adapter_card(report: Report, folder: Path, name: str | None = None) -> Path:
+    """Write the card of an adapter into its folder, and return its path; `name`: as for `save_card`."""
+    config = read_adapter_config(folder)
+    if config is None:
+        raise CheckpointError(f"{str(folder)!r} holds no adapter of this library; give a folder of save_adapter")
+    patches = read_patches(config[MODEL_TYPE])
+    card = model_card(report, name or folder.as_posix(), patches, config["base_model_name_or_path"])
+    return write_text(folder / CARD_FILE, str(card))
+
+
 def patches_in(folder: Path) -> dict[str, PatchConfig] | None:
     """Return what the config in a folder says of the patch; None where there is no converted model."""
     file = folder / "config.json"
@@ -102,9 +119,11 @@ def measured(report: Report) -> Measured:
     state = None
     if largest is not None and largest.patched_state is not None and largest.original_state is not None:
         state = largest.patched_state, largest.original_state, largest.length
+    recalls = {row.metric: row for row in report.metrics}.get("recall_at_10")
     return Measured(
+        recall=None if recalls is None else (recalls.recovered, max(recalls.original, recalls.control or 0.0)),
         accuracy=None if accuracy is None else (accuracy.recovered, accuracy.best),
-        perplexity=None if accuracy else (perplexity.recovered, perplexity.best),
+        perplexity=None if accuracy or recalls else (perplexity.recovered, perplexity.best),
         speed=None if fastest is None else (fastest.prefill_speedup, fastest.length),
         state=state,
     )
@@ -118,6 +137,8 @@ def how_trained(report: Report) -> str:
 
 def task_of_report(report: Report) -> str:
     """Return the Hub's name of what the model does."""
+    if report.evaluation.problem == EMBEDDING:
+        return "sentence-similarity"
     if report.accuracy is not None or report.metrics:
         return "text-classification"
     return "fill-mask" if report.evaluation.stride is None else "text-generation"

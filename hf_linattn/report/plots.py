@@ -27,7 +27,7 @@ PLOTS = {
 DPI = 150
 
 # Okabe and Ito's palette, distinct in every kind of colour vision
-PATCHED, ORIGINAL, CONTROL, INK = "#D55E00", "#0072B2", "#56B4E9", "#404040"
+PATCHED, ORIGINAL, CONTROL, INK, GRID = "#D55E00", "#0072B2", "#56B4E9", "#404040", "#E4E4E4"
 DASHED = (0, (4, 3))
 MODEL_COLOURS = {"original": ORIGINAL, "control": CONTROL, "converted": "#E69F00", "recovered": PATCHED}
 MODEL_LABELS = {
@@ -108,44 +108,67 @@ def perplexity_figure(report: Report) -> Figure:
 
 def time_figure(report: Report) -> Figure:
     """Draw prefill time and, for models that decode, time per decoded token against length, both on log axes."""
+    figure, panels = _figure(report, "Time against length", panels=1 + report.decodes)
+    draw_prefill(panels[0], report)
+    if report.decodes:
+        draw_decoding(panels[1], report)
+    return figure
+
+
+def draw_prefill(axes: Axes, report: Report) -> None:
+    """Draw the time of one forward against length, and where the patched model overtakes."""
     rows = sorted(report.speed, key=lambda row: row.length)
-    decoded = [
-        (row.length, row.patched_decode, row.original_decode)
-        for row in rows
-        if row.patched_decode is not None and row.original_decode is not None
-    ]
-    figure, panels = _figure(report, "Time against length", panels=2 if decoded else 1)
-    label = f"original ({rows[0].original_attention})"
     patched = [_prefill_milliseconds(row.patched_prefill, row.length * row.batch_size) for row in rows]
     original = [_prefill_milliseconds(row.original_prefill, row.length * row.batch_size) for row in rows]
-    _curves(panels[0], [row.length for row in rows], patched, original, label)
+    _curves(axes, [row.length for row in rows], patched, original, f"original ({rows[0].original_attention})")
     crossover = report.crossover_length
     verdict = f"patched faster from {crossover:,} tokens on" if crossover else "no crossover in the measured range"
-    panels[0].set_title(f"Prefill: {verdict}", fontsize=10, color=INK)
-    panels[0].set_ylabel("time of one forward (ms)")
+    axes.set_title(f"Prefill: {verdict}", fontsize=10, color=INK)
+    axes.set_ylabel("time of one forward (ms)")
     if crossover is not None:
-        panels[0].axvline(crossover, color=INK, linewidth=1, linestyle=DASHED, label="crossover")
-    panels[0].legend(frameon=False)
-    if decoded:
-        lengths, patched_decode, original_decode = zip(*decoded, strict=True)
-        _curves(panels[1], lengths, patched_decode, original_decode, label)
-        panels[1].set_title("Decoding after that many tokens", fontsize=10, color=INK)
-        panels[1].set_ylabel("time per token (ms)")
-        panels[1].legend(frameon=False)
-    return figure
+        axes.axvline(crossover, color=INK, linewidth=1, linestyle=DASHED, label="crossover")
+    axes.legend(frameon=False)
+
+
+def draw_decoding(axes: Axes, report: Report) -> None:
+    """Draw the time of a decoded token against the length before it."""
+    found = [
+        (row.length, row.patched_decode, row.original_decode)
+        for row in sorted(report.speed, key=lambda row: row.length)
+        if row.patched_decode is not None and row.original_decode is not None
+    ]
+    lengths, patched, original = zip(*found, strict=True)
+    _curves(axes, lengths, patched, original, f"original ({report.speed[0].original_attention})")
+    axes.set_title("Decoding after that many tokens", fontsize=10, color=INK)
+    axes.set_ylabel("time per token (ms)")
+    axes.legend(frameon=False)
 
 
 def state_figure(report: Report) -> Figure:
     """Draw the bytes of decoding state of one sequence against length, on log axes."""
-    rows = sorted((row for row in report.memory if row.patched_state is not None), key=lambda row: row.length)
     figure, (axes,) = _figure(report, "Decoding state against length", panels=1)
-    patched = [Spread.of([row.patched_state or 0]) for row in rows]
-    original = [Spread.of([row.original_state or 0]) for row in rows]
-    _curves(axes, [row.length for row in rows], patched, original)
+    draw_state(axes, report)
+    return figure
+
+
+def draw_state(axes: Axes, report: Report) -> None:
+    """Draw the bytes of decoding state of one sequence."""
+    rows = [row for row in report.memory if row.patched_state is not None]
+    _draw_bytes(axes, [(row.length, row.patched_state or 0, row.original_state or 0) for row in rows])
     axes.set_ylabel("state of one sequence (bytes)")
+
+
+def draw_peaks(axes: Axes, report: Report) -> None:
+    """Draw the largest memory of a forward of one sequence, without the weights."""
+    _draw_bytes(axes, [(row.length, row.patched_peak, row.original_peak) for row in report.memory])
+    axes.set_ylabel("peak of a forward (bytes)")
+
+
+def _draw_bytes(axes: Axes, rows: Sequence[tuple[int, int, int]]) -> None:
+    lengths, patched, original = zip(*sorted(rows), strict=True)
+    _curves(axes, lengths, *([Spread.of([count]) for count in counts] for counts in (patched, original)))
     axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.legend(frameon=False)
-    return figure
 
 
 def bytes_figure(points: Sequence[BytesPoint], title: str) -> Figure:
@@ -189,16 +212,21 @@ def bytes_figure(points: Sequence[BytesPoint], title: str) -> Figure:
 def layers_figure(report: Report) -> Figure:
     """Draw what converting each layer alone costs, and which layers kept softmax for it."""
     figure, (axes,) = _figure(report, "What each layer costs", panels=1)
+    draw_layers(axes, report)
+    return figure
+
+
+def draw_layers(axes: Axes, report: Report) -> None:
+    """Draw the divergence of each layer alone as a bar, in the colour of what serves it."""
     converted = {int(index) for index in str(report.options["layers"]).split(",")}
     for name, colour, wanted in (("converted", PATCHED, True), ("keeps softmax", ORIGINAL, False)):
         chosen = [i for i in range(len(report.sensitivity)) if (i in converted) is wanted]
         axes.bar(chosen, [report.sensitivity[i] for i in chosen], 0.62, color=colour, label=name)
     axes.set_xlabel("layer")
-    axes.set_ylabel("KL from the original, that layer alone converted (nats per token)")
+    axes.set_ylabel("KL from the original (nats per token)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
     axes.grid(visible=False, axis="x")
-    return figure
 
 
 def _figure(report: Report, title: str, panels: int) -> tuple[Figure, Sequence[Axes]]:
@@ -222,7 +250,7 @@ def blank_figure(title: str, panels: int) -> tuple[Figure, Sequence[Axes]]:
         panel.tick_params(colors=INK, labelsize=9)
         panel.xaxis.label.set_color(INK)
         panel.yaxis.label.set_color(INK)
-        panel.grid(color="#E4E4E4", linewidth=0.8)
+        panel.grid(color=GRID, linewidth=0.8)
         panel.set_axisbelow(True)
     return figure, list(axes)
 
@@ -256,7 +284,7 @@ def _curves(
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(_apart(lengths)))
+    axes.xaxis.set_major_locator(FixedLocator(apart(lengths)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -265,7 +293,7 @@ def _curves(
     axes.set_xlabel("length (tokens)")
 
 
-def _apart(lengths: Sequence[int]) -> list[int]:
+def apart(lengths: Sequence[int]) -> list[int]:
     """Keep those of the sorted lengths whose labels do not run into each other on a log axis."""
     ratio = max(1.4, (lengths[-1] / lengths[0]) ** (1 / 8))
     shown: list[int] = []

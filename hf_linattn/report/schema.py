@@ -31,9 +31,11 @@ from ..config import require
 from ..errors import CheckpointError, did_you_mean
 from ..evaluation import Fidelity, LongLosses, MemoryRow, SpeedRow, crossover_length
 from .classifiers import MetricRow, ReadingRow
+from .samples import TextSample
 
 FORMAT_VERSION = 1
 REPORT_FILE = "report.json"
+EMBEDDING = "embedding"  # the problem of a model that makes embeddings
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Accuracies:
 class Evaluation:
     """How the perplexities were measured: tokens per window, stride (None: no overlap), scored tokens or texts.
 
-    problem: of a classifier, by transformers' name for it.
+    problem: of a classifier, by transformers' name for it; `embedding` of an embedding model.
     """
 
     max_length: int
@@ -140,12 +142,16 @@ class Stage:
         name: of the stage; "converted" is before the first.
         tokens, seconds: what the stage took; without the search for its learning rate.
         validation_loss: mean nats per predicted token of the validation split afterwards.
+        tokens_per_second: of its steps, without evaluations; None: it trains in no steps, or the report is older.
+        matrix_share: of the rate at which the machine multiplies large matrices, what its products reached.
     """
 
     name: str
     tokens: int
     seconds: float
     validation_loss: float
+    tokens_per_second: float | None = None
+    matrix_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -204,7 +210,8 @@ class Report:
         data: the data set, or the files, that it was trained and tested on.
         dataset_name, dataset_config_name: the names of the data set and its configuration on the Hub; None for files.
         accuracy: of classifiers, whose perplexity is that of the right class; None for language models.
-        metrics: of classifiers, those that were chosen. readings: the original on documents longer than its table.
+        metrics: of classifiers, those that were chosen; of embedding models, what they find.
+        readings: the original on documents longer than its table.
         stages: the way from converted to recovered.
         sensitivity: KL of the predictions, in nats per token, when one layer alone is converted, layer by layer; empty
             unless the layers were chosen by it.
@@ -214,6 +221,7 @@ class Report:
         constant_bytes: of the decoding state of one sequence in the converted layers, in a bfloat16 model; None where
             it grows with the context, or there is none.
         windows: what windows of as many bytes come to; empty where `constant_bytes` is None.
+        samples: a few test texts and what the models make of them.
     """
 
     base_model: str
@@ -237,6 +245,7 @@ class Report:
     memory: tuple[MemoryRow, ...] = ()
     constant_bytes: int | None = None
     windows: tuple[WindowRow, ...] = ()
+    samples: tuple[TextSample, ...] = ()
     format_version: int = FORMAT_VERSION
 
     @property
@@ -253,6 +262,11 @@ class Report:
     def has_state(self) -> bool:
         """Whether bytes of decoding state were measured; masked models have none."""
         return any(row.patched_state is not None for row in self.memory)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the time of a token was measured; masked models have none."""
+        return any(row.patched_decode is not None and row.original_decode is not None for row in self.speed)
 
     def to_json(self) -> str:
         """Return the JSON form, the inverse of `from_json`."""

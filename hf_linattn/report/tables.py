@@ -14,10 +14,11 @@ from ..atomic_io import write_text
 from ..evaluation import Fidelity, PositionRow, RecurrenceRow, SpeedRow, Spread
 from ..markdown import markdown_table
 from .plots import PLOTS, save_plots
-from .schema import LongContext, Report, WindowRow
+from .samples import sample_section
+from .schema import EMBEDDING, LongContext, Report, WindowRow
 
 MARKDOWN_FILE = "report.md"
-STAGE_HEADS = ["stage", "training tokens", "seconds", "validation perplexity"]
+STAGE_HEADS = ["stage", "training tokens", "seconds", "tokens/s", "of matrix rate"]
 MODELS = {
     "original": "pretrained, softmax attention",
     "control": "pretrained, softmax attention, fine-tuned on the same tokens",
@@ -26,26 +27,37 @@ MODELS = {
 }
 READINGS = {
     "cut": "pretrained, its own positions: the first {length:,} tokens",
-    "windows": "pretrained, its own positions: windows of {length:,} tokens every {stride:,}, logits pooled by tokens",
+    "windows": "pretrained, its own positions: windows of {length:,} tokens every {stride:,}, {pooled}",
 }
+WINDOWED = {EMBEDDING: "embeddings averaged by tokens"}  # by the problem: what is made of windows
 PERPLEXITIES = {  # by the problem of a classifier: what stands under that name
     "regression": " The perplexity is exp of the mean squared error.",
     "multi_label_classification": " The perplexity is that of one label, yes or no.",
 }
-SHARES = ("accuracy", "macro_f1", "micro_f1")  # metrics that are shown in percent
+SHARES = ("accuracy", "macro_f1", "micro_f1", "recall_at_1", "recall_at_10")  # metrics that are shown in percent
+RETRIEVED = (
+    "{count:,} texts of the test split, halves or pairs, each cut to {length:,} tokens: one is looked for by the other"
+    " among all of them. The perplexity is that of the right one, in a softmax over 20 times all cosines; `cosine` is"
+    " the mean cosine of whole texts' embeddings to those of the original that teaches."
+)
 CONVERTED = ("converted", "recovered")
+SPEED_NOTE = "Medians of repeats that alternate between the two in one run; in brackets the smallest and the largest."
+MEMORY_NOTE = "One sequence, without the weights."
+MEMORY_HEADS = ["tokens", "state bytes", "original", "peak bytes of a forward", "original"]
+WINDOW_HEADS = ["attention of the converted layers", "state bytes", "test perplexity", "/ best"]
+WINDOW_NOTE = "Decoding state of one sequence in these layers, in a bfloat16 model."
 RECALL_NOTE = "generated recall was trained on: tests of the same kinds are no longer untouched"
 READERS = ("recovered", "original", "control")  # of one text
 
 
 def four_model_table(report: Report) -> Table:
     """Return the four models side by side, for `rich.print`: perplexity, and its ratio to the better softmax model."""
-    table = Table(title=f"{report.base_model}: {report.mechanism} instead of softmax", caption=_verdict(report))
+    table = Table(title=f"{report.base_model}: {report.mechanism} instead of softmax", caption=verdict(report))
     table.add_column("model", style="bold")
     table.add_column("what it is")
-    for head in _score_heads(report):
+    for head in score_heads(report):
         table.add_column(head, justify="right")
-    for row in _model_rows(report):
+    for row in model_rows(report):
         table.add_row(*row, style="green" if row[0] == "recovered" else None)
     return table
 
@@ -53,9 +65,9 @@ def four_model_table(report: Report) -> Table:
 def stage_table(report: Report) -> Table:
     """Return the way from converted to recovered, for `rich.print`."""
     table = Table(title="after each stage")
-    for number, head in enumerate(STAGE_HEADS):
+    for number, head in enumerate(stage_heads(report)):
         table.add_column(head, justify="right" if number else "left")
-    for row in _stage_rows(report):
+    for row in stage_rows(report):
         table.add_row(*row)
     return table
 
@@ -68,10 +80,10 @@ def to_markdown(report: Report) -> str:
 def sections(report: Report) -> list[str]:
     """Return what `report.md` and the model card have in common, below the title."""
     return [
-        _verdict(report),
-        "## Accuracy and perplexity" if report.accuracy else "## Perplexity",
+        verdict(report),
+        _score_title(report),
         _model_table(report),
-        _how_measured(report),
+        how_measured(report),
         f"![perplexity]({PLOTS['perplexity']})",
         *(_window_section(report) if report.windows else []),
         *(_stage_section(report) if report.stages else []),
@@ -80,10 +92,11 @@ def sections(report: Report) -> list[str]:
         *(_long_section(report.long_context) if report.long_context else []),
         *(_speed_section(report) if report.speed else []),
         *(_memory_section(report) if report.memory else []),
+        *(sample_section(report.samples)),
         "## Training",
-        markdown_table(["what", "value"], _training_rows(report), "ll"),
+        markdown_table(["what", "value"], training_rows(report), "ll"),
         "## Where the numbers come from",
-        markdown_table(["what", "value"], _provenance_rows(report), "ll"),
+        markdown_table(["what", "value"], provenance_rows(report), "ll"),
         f"```sh\n{report.provenance.command}\n```",
     ]
 
@@ -98,12 +111,20 @@ def save_report(report: Report, directory: str | os.PathLike[str]) -> list[Path]
     ]
 
 
-def _verdict(report: Report) -> str:
+def _score_title(report: Report) -> str:
+    if report.evaluation.problem == EMBEDDING:
+        return "## Retrieval"
+    return "## Accuracy and perplexity" if report.accuracy else "## Perplexity"
+
+
+def verdict(report: Report) -> str:
+    """Return how the recovered model stands to the better softmax model."""
     better = "original" if report.perplexity.original == report.perplexity.best else "control"
     return f"recovered / best ({better}) = {report.ratio:.3f}"
 
 
-def _model_rows(report: Report) -> list[list[str]]:
+def model_rows(report: Report) -> list[list[str]]:
+    """Return the cells of the models below the heads `model`, `what it is` and `score_heads`."""
     rows = []
     for name, description in MODELS.items():
         value = getattr(report.perplexity, name)
@@ -115,14 +136,15 @@ def _model_rows(report: Report) -> list[list[str]]:
             scores = [f"{getattr(report.accuracy, name):.1%}"]
         rows.append([name, what, *scores, f"{value:,.2f}", f"{value / report.perplexity.best:,.3f}"])
     for read in report.readings:
-        what = READINGS[read.reading].format(length=read.max_length, stride=read.stride or 0)
+        pooled = WINDOWED.get(report.evaluation.problem or "", "logits pooled by tokens")
+        what = READINGS[read.reading].format(length=read.max_length, stride=read.stride or 0, pooled=pooled)
         scores = [_score(row.metric, read.metrics.get(row.metric)) for row in report.metrics]
         ratio = f"{read.perplexity / report.perplexity.best:,.3f}"
         rows.append([f"original, {read.reading}", what, *scores, f"{read.perplexity:,.2f}", ratio])
     return rows
 
 
-def _score_heads(report: Report) -> list[str]:
+def score_heads(report: Report) -> list[str]:
     """Return the columns of a score: metrics first, where they are what a model is for."""
     metrics = [row.metric.replace("_", " ") for row in report.metrics]  # older reports have the accuracy alone
     return [*(metrics or ["accuracy"] * (report.accuracy is not None)), "test perplexity", "/ best"]
@@ -133,12 +155,15 @@ def _score(metric: str, value: float | None) -> str:
 
 
 def _model_table(report: Report) -> str:
-    heads = ["model", "what it is", *_score_heads(report)]
-    return markdown_table(heads, _model_rows(report), "ll" + "r" * (len(heads) - 2))
+    heads = ["model", "what it is", *score_heads(report)]
+    return markdown_table(heads, model_rows(report), "ll" + "r" * (len(heads) - 2))
 
 
-def _how_measured(report: Report) -> str:
+def how_measured(report: Report) -> str:
+    """Return on what the scores were measured, in a sentence or two."""
     how = report.evaluation
+    if how.problem == EMBEDDING:
+        return RETRIEVED.format(count=how.num_tokens, length=how.max_length)
     if report.accuracy or report.metrics:
         note = PERPLEXITIES.get(how.problem or "", "")
         read = f"{how.num_tokens:,} texts of the test split, cut to {how.max_length:,} tokens; one prediction each."
@@ -148,14 +173,16 @@ def _how_measured(report: Report) -> str:
 
 
 def _window_section(report: Report) -> list[str]:
+    table = markdown_table(WINDOW_HEADS, window_rows(report), "lrrr")
+    return ["## Beside windows of the same bytes", table, WINDOW_NOTE, f"![bytes]({PLOTS['bytes']})"]
+
+
+def window_rows(report: Report) -> list[list[str]]:
+    """Return the cells below `WINDOW_HEADS`."""
     best, own = report.perplexity.best, report.perplexity
     compared = [(f"{report.mechanism}, {name}", report.constant_bytes, getattr(own, name)) for name in CONVERTED]
     compared += [(_window_name(row), row.state_bytes, row.perplexity) for row in report.windows]
-    rows = [[name, f"{count:,}", f"{value:,.2f}", f"{value / best:,.3f}"] for name, count, value in compared]
-    heads = ["attention of the converted layers", "state bytes", "test perplexity", "/ best"]
-    note = "Decoding state of one sequence in these layers, in a bfloat16 model."
-    table = markdown_table(heads, rows, "lrrr")
-    return ["## Beside windows of the same bytes", table, note, f"![bytes]({PLOTS['bytes']})"]
+    return [[name, f"{count:,}", f"{value:,.2f}", f"{value / best:,.3f}"] for name, count, value in compared]
 
 
 def _window_name(row: WindowRow) -> str:
@@ -164,12 +191,24 @@ def _window_name(row: WindowRow) -> str:
 
 
 def _stage_section(report: Report) -> list[str]:
-    return ["## Stages", markdown_table(STAGE_HEADS, _stage_rows(report), "lrrr")]
+    return ["## Stages", markdown_table(stage_heads(report), stage_rows(report), "lrrrrr")]
 
 
-def _stage_rows(report: Report) -> list[list[str]]:
+def stage_heads(report: Report) -> list[str]:
+    """Return the heads of the table of stages."""
+    return [*STAGE_HEADS, "validation loss" if report.evaluation.problem == EMBEDDING else "validation perplexity"]
+
+
+def stage_rows(report: Report) -> list[list[str]]:
+    """Return the cells below `stage_heads`."""
+    distance = report.evaluation.problem == EMBEDDING  # from the original, and no likelihood
     return [
-        [stage.name, f"{stage.tokens:,}", f"{stage.seconds:,.0f}", f"{math.exp(stage.validation_loss):,.2f}"]
+        [
+            stage.name, f"{stage.tokens:,}", f"{stage.seconds:,.0f}",
+            "" if stage.tokens_per_second is None else f"{stage.tokens_per_second:,.0f}",
+            "" if stage.matrix_share is None else f"{stage.matrix_share:.0%}",
+            f"{stage.validation_loss:.4f}" if distance else f"{math.exp(stage.validation_loss):,.2f}",
+        ]
         for stage in report.stages
     ]
 
@@ -247,22 +286,29 @@ def _span(row: PositionRow | RecurrenceRow) -> str:
 
 
 def _speed_section(report: Report) -> list[str]:
+    heads = speed_heads(report)
+    table = markdown_table(heads, [speed_row(row) for row in report.speed], "r" * len(heads))
+    return ["## Speed", speed_verdict(report), table, SPEED_NOTE, f"![time]({PLOTS['time']})"]
+
+
+def speed_verdict(report: Report) -> str:
+    """Return which model reads faster, in a sentence."""
     crossover = report.crossover_length
-    measured = max(row.length for row in report.speed)
-    verdict = (
-        f"The patched model reads faster than the original from {crossover:,} tokens on."
-        if crossover
-        else f"The original reads faster at {measured:,} tokens, the longest length measured."
-    )
+    if crossover:
+        return f"The patched model reads faster than the original from {crossover:,} tokens on."
+    longest = max(row.length for row in report.speed)
+    return f"The original reads faster at {longest:,} tokens, the longest length measured."
+
+
+def speed_heads(report: Report) -> list[str]:
+    """Return what stands above `speed_row`."""
     original = f"original ({report.speed[0].original_attention})"
     quantities = ("prefill tokens/s", "decode ms/token")
-    heads = ["tokens", "batch", *(head for q in quantities for head in (q, original, "times faster"))]
-    note = "Medians of repeats that alternate between the two in one run; in brackets the smallest and the largest."
-    table = markdown_table(heads, [_speed_row(row) for row in report.speed], "r" * len(heads))
-    return ["## Speed", verdict, table, note, f"![time]({PLOTS['time']})"]
+    return ["tokens", "batch", *(head for q in quantities for head in (q, original, "times faster"))]
 
 
-def _speed_row(row: SpeedRow) -> list[str]:
+def speed_row(row: SpeedRow) -> list[str]:
+    """Return the cells of one length."""
     return [
         f"{row.length:,}",
         str(row.batch_size),
@@ -282,14 +328,19 @@ def _spread(spread: Spread | None, form: str) -> str:
 
 
 def _memory_section(report: Report) -> list[str]:
-    heads = ["tokens", "state bytes", "original", "peak bytes of a forward", "original"]
-    values = ("length", "patched_state", "original_state", "patched_peak", "original_peak")
-    rows = [["-" if getattr(row, v) is None else f"{getattr(row, v):,}" for v in values] for row in report.memory]
     plot = [f"![state]({PLOTS['state']})"] if report.has_state else []
-    return ["## Memory", markdown_table(heads, rows, "r" * len(heads)), "One sequence, without the weights.", *plot]
+    table = markdown_table(MEMORY_HEADS, memory_rows(report), "r" * len(MEMORY_HEADS))
+    return ["## Memory", table, MEMORY_NOTE, *plot]
 
 
-def _training_rows(report: Report) -> list[list[str]]:
+def memory_rows(report: Report) -> list[list[str]]:
+    """Return the cells below `MEMORY_HEADS`."""
+    values = ("length", "patched_state", "original_state", "patched_peak", "original_peak")
+    return [["-" if getattr(row, v) is None else f"{getattr(row, v):,}" for v in values] for row in report.memory]
+
+
+def training_rows(report: Report) -> list[list[str]]:
+    """Return what the training was, by name."""
     training = report.training
     return [
         ["data", report.data],
@@ -311,7 +362,7 @@ def _listed(rates: Iterable[float]) -> str:
     return ", ".join(f"{rate:g}" for rate in rates)
 
 
-def _provenance_rows(report: Report) -> list[list[str]]:
+def provenance_rows(report: Report) -> list[list[str]]:
     """All but the command, which stands below in a block of its own."""
     names = [f.name for f in fields(report.provenance) if f.name != "command"]
     return [[name, str(getattr(report.provenance, name))] for name in names]

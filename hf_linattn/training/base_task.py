@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from datasets import Dataset, DatasetDict
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn.errors import OptionError
-from hf_linattn.training.arguments import DataArguments, RecipeArguments
+from hf_linattn.evaluation.document_windows import DocumentWindows
+from hf_linattn.evaluation.samples import Sample
+from hf_linattn.training.arguments import Arguments, DataArguments, RecipeArguments
 from hf_linattn.training.conversations import render_conversations
 from hf_linattn.training.data import TrainingData, load_text_splits, text_splits
 
@@ -25,9 +28,22 @@ class Task:
     """How text becomes training rows, logits become predictions, and a model gets its score."""
 
     auto_class: ClassVar[Any]
+    has_own_loss: ClassVar[bool] = False  # what is trained is `trainee`, in which the original teaches
+    reads_windows: ClassVar[bool] = False  # the original may read long texts in windows
+    joins_pairs: ClassVar[bool] = False  # two texts of a row are read as one
+    of_control: ClassVar[frozenset[str]] = frozenset()  # options of conversions that the control has, too
+    tokenizer: PreTrainedTokenizerBase | None = None  # None: that of the checkpoint
 
     def check(self, model: PreTrainedModel, data: DataArguments, recipe: RecipeArguments) -> None:
         """Raise `OptionError` for an option that makes no sense for this task."""
+
+    def check_options(self, arguments: Arguments) -> None:
+        """Raise `OptionError` for options of several groups that make no sense for this task."""
+        for name in ("cosine_weight", "similarity_weight"):
+            if (value := getattr(arguments.recipe, name)) is not None:
+                raise OptionError(
+                    f"{name}={value}: it is of embedding models, which have a modules.json; leave it out"
+                )
 
     def load(self, data: DataArguments) -> DatasetDict:
         """Load the three splits."""
@@ -64,8 +80,35 @@ class Task:
         return teacher.divergence(got, want)
 
     def score(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, batch_size: int) -> dict[str, Any]:
-        """Return the `perplexity` of the test split, `num_tokens`, how many were predicted, and more."""
+        """Return the `perplexity` of a test split, `num_tokens`, how many were predicted, and more."""
         raise NotImplementedError
+
+    def samples(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, count: int) -> list[Sample]:
+        """Return what the model makes of up to `count` test texts, the same for every model."""
+        raise NotImplementedError
+
+    def measure(
+        self, run: Any, model: PreTrainedModel, options: DataArguments, windows: DocumentWindows | None = None
+    ) -> dict[str, Any]:
+        """Score a model on the test split of a `TrainingRun`, cut to the `block_size` of `options`.
+
+        windows: in which the model reads each text; None: whole.
+        """
+        encoder, test = TextEncoder(run.tokenizer, options), options.tested(run.splits["test"])
+        reading: dict[str, Any] = {} if windows is None else {"windows": windows}
+        return self.score(model, encoder, test, run.arguments.training.per_device_eval_batch_size, **reading)
+
+    def trainee(self, run: Any, model: nn.Module) -> nn.Module:
+        """Return what a `TrainingRun` trains of a model: itself, or a loss that holds it."""
+        return model
+
+    def save(self, model: PreTrainedModel, folder: Path) -> None:
+        """Write a model into a folder, with what else it needs to be loaded."""
+        model.save_pretrained(folder)
+
+    def answers(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+        """Return what a model, in eval mode, makes of tokens [B, N]: what has to be the same when it is reloaded."""
+        return model(input_ids=input_ids).logits
 
 
 def refuse(name: str, value: Any, reason: str) -> None:

@@ -19,6 +19,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from hf_linattn.errors import DataError, OptionError, did_you_mean
 from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.evaluation.label_metrics import REGRESSION, SEVERAL, SINGLE, chosen_metrics, label_scores
+from hf_linattn.evaluation.samples import Sample, shortened
 from hf_linattn.inference import evaluation_mode
 from hf_linattn.training.arguments import DataArguments, RecipeArguments
 from hf_linattn.training.arguments.data import BALANCED
@@ -39,6 +40,7 @@ class SequenceClassification(Task):
     """
 
     auto_class = AutoModelForSequenceClassification
+    reads_windows = joins_pairs = True
     problem: ClassVar[str] = SINGLE
     label_kinds: ClassVar[tuple[str, ...]] = ("string", "large_string", "int")
 
@@ -120,6 +122,22 @@ class SequenceClassification(Task):
 
         windows: in which the model reads each text, its answers pooled; None: whole.
         """
+        logits, labels = self.judge(model, encoder, test, batch_size, windows)
+        loss = float(self.loss(logits, labels))
+        predictions, references = self.predictions(logits).tolist(), self.references(labels).tolist()
+        scores = label_scores(self.problem, predictions, references, encoder.options.metrics)
+        return {
+            "perplexity": float(torch.tensor(loss).double().exp()),
+            "loss": loss,
+            "num_tokens": len(labels),
+            **scores,
+        }
+
+    def judge(
+        self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, batch_size: int,
+        windows: DocumentWindows | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return the logits [B, K] of texts and their labels."""
         rows = self.encode(test, encoder, model.config)
         tokenizer, found = encoder.tokenizer, []
         collator: Any = PaddingCollator(tokenizer.pad_token_id, tokenizer.pad_token_type_id)  # type: ignore[arg-type]
@@ -129,16 +147,28 @@ class SequenceClassification(Task):
                 inputs = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
                 logits = model(**inputs).logits if windows is None else windows.pooled_logits(model, inputs)
                 found.append(logits.double().cpu())
-        logits, labels = torch.cat(found), rows["labels"][:]
-        loss = float(self.loss(logits, labels))
-        predictions, references = self.predictions(logits).tolist(), self.references(labels).tolist()
-        scores = label_scores(self.problem, predictions, references, encoder.options.metrics)
-        return {
-            "perplexity": float(torch.tensor(loss).double().exp()),
-            "loss": loss,
-            "num_tokens": len(rows),
-            **scores,
-        }
+        return torch.cat(found), rows["labels"][:]
+
+    def samples(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, count: int) -> list[Sample]:
+        """Return what the model says of texts from all over the split, which may be sorted by class."""
+        count = min(count, len(test))
+        chosen = test.select([place * len(test) // count for place in range(count)])
+        if not count:
+            return []
+        logits, labels = self.judge(model, encoder, chosen, batch_size=1)
+        pairs = chosen["text_pair"][:] if "text_pair" in chosen.column_names else [None] * count
+        texts = [
+            "\n".join(shortened(part) for part in parts if part) for parts in zip(chosen["text"], pairs, strict=True)
+        ]
+        said = [
+            [self.word(x, model.config) for x in column]
+            for column in (self.references(labels), self.predictions(logits))
+        ]
+        return [Sample(*row) for row in zip(texts, *said, strict=True)]
+
+    def word(self, label: Tensor, config: Any) -> str:
+        """Return a label, or a prediction, as people say it."""
+        return str(config.id2label[int(label)])
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss of a text, for logits [B, K]."""
@@ -194,6 +224,9 @@ class SeveralLabels(SequenceClassification):
     def references(self, labels: Tensor) -> Tensor:
         return labels.long()
 
+    def word(self, label: Tensor, config: Any) -> str:
+        return ", ".join(config.id2label[number] for number in label.nonzero().flatten().tolist()) or "none"
+
 
 class Regression(SequenceClassification):
     """A text has a number. Its loss, and the divergence from a teacher, are squared errors."""
@@ -218,6 +251,9 @@ class Regression(SequenceClassification):
 
     def predictions(self, logits: Tensor) -> Tensor:
         return logits[:, 0]
+
+    def word(self, label: Tensor, config: Any) -> str:
+        return f"{float(label):.3f}"
 
 
 @dataclass(frozen=True)

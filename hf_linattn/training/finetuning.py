@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hf_linattn import architecture
@@ -28,7 +28,9 @@ from hf_linattn.training.classification import weighted_loss
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.losses.loss_module import LossModule
+from hf_linattn.training.not_finite import NotFiniteError
 from hf_linattn.training.parameter_groups import float32_masters
+from hf_linattn.training.speed import Speed, product_dtype
 from hf_linattn.training.task import task_of
 from hf_linattn.training.trainers import RecoveryTrainer
 
@@ -70,15 +72,18 @@ def fine_tune(
 
     Returns:
         result: `learning_rate`, `eval_loss` (mean nats per predicted token, of the weights left in the model; None if
-        not finite), `steps`, `seconds` (of this call) and `history` (the Trainer's log). state: the whole weights, on
-        the main process, if training sharded the model (FSDP, ZeRO-3), which then is of no more use; else None.
+        not finite), `steps`, `seconds` (of this call), `history` (the Trainer's log), what `Speed` found of this call
+        and, where the training ended because a loss was not finite, `not_finite`, its step. state: the whole weights,
+        on the main process, if training sharded the model (FSDP, ZeRO-3), which then is of no more use; else None.
     """
     arguments = stage_arguments(model, training, folder, learning_rate=learning_rate, max_steps=max_steps)
     config: Any = getattr(model, "config", None)
     use_cache = getattr(config, "use_cache", None)
     checkpoint = last_complete_checkpoint(folder, training.world_size)
     saved = None if checkpoint is None else read_state(Path(checkpoint))
-    trainer = RecoveryTrainer(model, arguments, data, teacher, callbacks)
+    own = next((p.dtype for p in model.parameters() if p.ndim > 1), torch.float32)
+    speed = Speed(data.row_tokens, product_dtype(arguments, own))
+    trainer = RecoveryTrainer(model, arguments, data, teacher, [speed, *callbacks])
     trainer.has_ended = saved is not None and has_ended(saved, max_steps)
     if training.early_stopping_patience:
         trainer.add_callback(early_stopping(training.early_stopping_patience, saved))
@@ -86,21 +91,37 @@ def fine_tune(
         start = time.perf_counter()
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         with nullcontext() if sharded else float32_masters(model):
-            trainer.train(resume_from_checkpoint=checkpoint)
+            broken = _train(trainer, checkpoint, speed)
         seconds = time.perf_counter() - start
-        loss = trainer.state.best_metric if arguments.load_best_model_at_end else trainer.evaluate()["eval_loss"]
-        state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
+        loss, state = None, None
+        if broken is None:
+            loss = trainer.state.best_metric if arguments.load_best_model_at_end else trainer.evaluate()["eval_loss"]
+            state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
     if use_cache is not None:
         config.use_cache = use_cache  # the Trainer switched it off, and it would be saved so
     unset_hf_deepspeed_config()  # the Trainer set it, see `FinetuningArguments`
+    if broken is None and (loss is None or not math.isfinite(loss)):
+        broken, loss = trainer.state.global_step, None
     result = {
         "learning_rate": learning_rate,
-        "eval_loss": loss if loss is not None and math.isfinite(loss) else None,
+        "eval_loss": loss,
         "steps": trainer.state.global_step,
         "seconds": round(seconds, 1),
         "history": _finite(trainer.state.log_history),
+        **speed.result(arguments),
     }
-    return Trained(result, state)
+    return Trained(result if broken is None else result | {"not_finite": broken}, state)
+
+
+def _train(trainer: RecoveryTrainer, checkpoint: str | None, speed: Speed) -> int | None:
+    """Train, and return the step whose loss was not finite; None if there was none."""
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except NotFiniteError as error:
+        return error.step
+    finally:
+        speed.stop_counting()
+    return None
 
 
 @contextmanager
@@ -125,12 +146,17 @@ def early_stopping(patience: int, saved: Mapping[str, Any] | None) -> EarlyStopp
 
 
 @torch.no_grad()
-def validation_loss(model: PreTrainedModel, data: TrainingData, batch_size: int) -> float:
-    """Return the mean nats per predicted token, or text, of the validation rows, in this process alone."""
+def validation_loss(model: nn.Module, data: TrainingData, batch_size: int) -> float:
+    """Return the mean nats per predicted token, or text, of the validation rows, in this process alone.
+
+    model: a model, or a `LossModule` on an encoder, whose loss is a mean over the texts.
+    """
+    if isinstance(model, LossModule):
+        return _mean_loss(model, data, batch_size)
     task, total, count = task_of(model), 0.0, 0
     with evaluation_mode(model):
         for batch in DataLoader(data.validation, batch_size, collate_fn=data.evaluation_collator):  # type: ignore
-            inputs = {name: value.to(model.device) for name, value in batch.items()}
+            inputs = {name: value.to(architecture.root_model(model).device) for name, value in batch.items()}
             predicted = int((task.predicted(inputs["labels"]) != IGNORED_LABEL).sum())
             output = model(**inputs, **accepted(model, use_cache=False))
             weights = data.class_weights
@@ -138,6 +164,16 @@ def validation_loss(model: PreTrainedModel, data: TrainingData, batch_size: int)
             total += float(loss) * predicted
             count += predicted
     return total / count
+
+
+def _mean_loss(model: LossModule, data: TrainingData, batch_size: int) -> float:
+    """Return the mean loss of the validation rows."""
+    total, device = 0.0, next(model.parameters()).device
+    with evaluation_mode(model):
+        for batch in DataLoader(data.validation, batch_size, collate_fn=data.evaluation_collator):  # type: ignore
+            inputs = {name: value.to(device) for name, value in batch.items()}
+            total += float(model(**inputs)["loss"]) * len(batch["input_ids"])
+    return total / len(data.validation)
 
 
 def rehearse(

@@ -19,7 +19,10 @@ HEADS = {
     "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING,
     "masked": auto.MODEL_FOR_MASKED_LM_MAPPING,
 }
-KINDS = "next tokens (ForCausalLM), masked tokens (ForMaskedLM) and classes of texts (ForSequenceClassification)"
+KINDS = (
+    "next tokens (ForCausalLM), masked tokens (ForMaskedLM), classes of texts (ForSequenceClassification) and"
+    " embeddings (a folder with modules.json)"
+)
 
 
 def trained_head(name_or_path: str, config: Any) -> str:

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from hf_linattn.report import Report, four_model_table, stage_table
 from hf_linattn.training.arguments import parse_arguments
 from hf_linattn.training.arguments.help import help_if_asked
+from hf_linattn.training.memory_limits import naming_memory
 from hf_linattn.training.preparation import prepare
 from hf_linattn.training.price import price_of
 from hf_linattn.training.stages import stages_of
@@ -28,7 +29,8 @@ def run_recipe(run: TrainingRun) -> Report:
     for place, stage in enumerate(stages, start=1):
         done = run.directory.finished(stage.name) is not None
         logger.info("stage %d of %d: %s%s", place, len(stages), stage.name, ", done before" if done else "")
-        run.results[stage.name] = stage.run(run)
+        with naming_memory(stage.name, run.arguments):
+            run.results[stage.name] = stage.run(run)
     return Report.load(run.directory.path)
 
 
@@ -81,5 +83,5 @@ def carry_out(run: TrainingRun, console: Console | None = None) -> Report:
         console.print(four_model_table(report))
         console.print(stage_table(report))
         folder = run.directory.path
-        console.print(f"saved to {folder}; reloaded from there, its logits are bit-equal", soft_wrap=True)
+        console.print(f"saved to {folder}; reloaded from there, it computes the same bit for bit", soft_wrap=True)
     return report

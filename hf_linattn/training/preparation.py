@@ -5,30 +5,33 @@ from __future__ import annotations
 import logging
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from datasets import DatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn import extend_positions, get_mechanisms, is_patched, patch_model
 from hf_linattn.calibration import own_parameters, what_is_fitted
 from hf_linattn.config import require
-from hf_linattn.errors import OptionError
+from hf_linattn.errors import CheckpointError, DataError, OptionError
 from hf_linattn.evaluation import position_limit, streaming_like, whole_windows
 from hf_linattn.evaluation.label_metrics import REGRESSION, SEVERAL
 from hf_linattn.reading import read_tokenizer
-from hf_linattn.training.arguments import WINDOW, Arguments, ModelArguments
+from hf_linattn.training.arguments import NONE, WINDOW, Arguments, ModelArguments
 from hf_linattn.training.arguments.board import CommandLine
 from hf_linattn.training.base_task import Task, refuse
-from hf_linattn.training.classification import SequenceClassification
+from hf_linattn.training.data import TrainingData
+from hf_linattn.training.loading import load_task
+from hf_linattn.training.losses.chunks import separate_head
 from hf_linattn.training.recall_rows import with_recall
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import model_digest, rows_digest
 from hf_linattn.training.stages import TrainingStage, stages_of
 from hf_linattn.training.stages.positions import checked_length
-from hf_linattn.training.task import CAUSAL, TextEncoder, load_model, task_of
+from hf_linattn.training.task import CAUSAL, TextEncoder
 from hf_linattn.training.training_run import TrainingRun
 from hf_linattn.training.window_dropout import WindowDropout
 
@@ -55,7 +58,7 @@ def prepare(
         program, argv: how the run was started, for the report and for the command of a control that is missing.
     """
     model_options, data_options, recipe_options, training, distillation = arguments
-    model = load_model(model_options.model_name_or_path or "", model_options.dtype)
+    model, task = load_task(model_options.model_name_or_path or "", model_options.dtype)
     if is_patched(model):
         raise OptionError(
             f"model_name_or_path={model_options.model_name_or_path!r} is converted already; give the original"
@@ -64,24 +67,19 @@ def prepare(
     table = position_limit(model)
     if model_options.max_positions is not None:
         extend_positions(model, model_options.max_positions)
-    task = task_of(model)
     task.check(model, data_options, recipe_options)
+    task.check_options(arguments)
     settle_windows(arguments, task, table)
     patch_model(model, **model_options.patch_arguments())
     limit = position_limit(model)
-    check_model(model, arguments, limit)
-    tokenizer = load_tokenizer(model_options)
+    check_model(model, arguments, limit, task)
+    tokenizer = load_tokenizer(model_options, task)
     with training.main_process_first(local=False):
         loaded = task.load(data_options) if datasets is None else task.select(datasets, data_options)
         splits = task.written(loaded, TextEncoder(tokenizer, data_options))
         data = task.rows(splits, TextEncoder(tokenizer, data_options), model, recipe_options.max_train_tokens)
-        long_data = None
-        if distillation.long_block_size:
-            long_options = replace(data_options, block_size=distillation.long_block_size, stride=None)
-            long_data = task.rows(splits, TextEncoder(tokenizer, long_options), model, distillation.long_tokens)
-            if distillation.recall_share:
-                texts, seed = splits["train"]["text"], training.seed
-                long_data = with_recall(long_data, tokenizer, distillation.recall_share, texts, seed)
+        long_data = None if not distillation.long_block_size else long_rows(arguments, task, tokenizer, splits, model)
+    check_tokenizer(tokenizer, model, model_options, data)
     timed = [n for n in sorted(set(recipe_options.speed_lengths)) if limit is None or n <= limit]
     read = {"train": data.train, "validation": data.validation, "test": splits["test"]}
     read |= {} if long_data is None else {"long": long_data.train}
@@ -106,7 +104,77 @@ def prepare(
     return run
 
 
-def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None) -> None:
+def long_rows(
+    arguments: Arguments, task: Task, tokenizer: PreTrainedTokenizerBase, splits: DatasetDict, model: PreTrainedModel
+) -> TrainingData:
+    """Return the rows of a last stage on longer ones, with generated recall among them if that is asked for.
+
+    Raises:
+        DataError: the text fills no row.
+        OptionError: no row holds more of a document than the rows before do.
+    """
+    _, data, _, training, distillation = arguments
+    length = distillation.long_block_size or 0
+    options = replace(data, block_size=length, stride=None)
+    try:
+        rows = task.rows(splits, TextEncoder(tokenizer, options), model, distillation.long_tokens)
+    except (DataError, OptionError) as error:
+        raise type(error)(f"long_block_size={length}, rows of a last stage: {error}") from error
+    if distillation.recall_share:
+        rows = with_recall(rows, tokenizer, distillation.recall_share, splits["train"]["text"], training.seed)
+    longest = max(longest_document(row) for row in rows.train)
+    if longest <= data.block_size:
+        raise OptionError(
+            f"long_block_size={length}: the longest document of these rows has {longest} tokens, no more than rows of"
+            f" block_size={data.block_size} hold, so they teach nothing of length; give longer documents, a"
+            " recall_share, or leave long_block_size and long_tokens out"
+        )
+    return rows
+
+
+def longest_document(row: Mapping[str, Any]) -> int:
+    """Return the tokens of the longest document, or part of one, in a row; a text that is no packed row is one."""
+    positions = row.get("position_ids")
+    if positions is None:
+        return len(row["input_ids"])
+    positions = torch.as_tensor(positions)
+    starts = torch.nonzero(positions == positions.min()).flatten()
+    return int(torch.diff(starts, append=torch.tensor([len(positions)])).max())
+
+
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, options: ModelArguments, data: TrainingData
+) -> None:
+    """Raise `OptionError` for a tokenizer that is not the model's.
+
+    It has tokens that the model has no embedding for, and the rows hold one; or it is said to be elsewhere than the
+    model, beside which lies one whose tokens have other numbers.
+    """
+    name = options.tokenizer_name or options.model_name_or_path
+    size = model.config.get_text_config().vocab_size
+    if max(tokenizer.get_vocab().values(), default=0) >= size:
+        largest = max(int(torch.as_tensor(row["input_ids"]).max()) for row in data.train)
+        if largest >= size:
+            raise OptionError(
+                f"tokenizer_name={name!r}: token {largest}, {tokenizer.convert_ids_to_tokens(largest)!r}, is beyond"
+                f" the {size} tokens of {options.model_name_or_path!r}; give the one that the model was trained with"
+            )
+    if options.tokenizer_name is None:
+        return
+    try:
+        own = read_tokenizer("model_name_or_path", str(options.model_name_or_path)).get_vocab()
+    except CheckpointError:
+        return  # it has none, which is why one is given
+    given = tokenizer.get_vocab()
+    others = [token for token, number in own.items() if given.get(token) != number]
+    if others:
+        raise OptionError(
+            f"tokenizer_name={name!r} is not the tokenizer of {options.model_name_or_path!r}: {len(others)} of its"
+            f" {len(own)} tokens have other numbers or none, such as {others[0]!r}; leave tokenizer_name out"
+        )
+
+
+def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None, task: Task) -> None:
     """Raise `OptionError` for what a converted model cannot do: read rows so long, fit parameters it lacks.
 
     Args:
@@ -121,10 +189,12 @@ def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None)
                 f" mechanism; give at most {limit}, or max_positions={length} where its position table is what ends,"
                 " which calls extend_positions"
             )
-    if distillation.recall_share and task_of(model) is not CAUSAL:
+    if distillation.recall_share and task is not CAUSAL:
         raise OptionError(
             f"recall_share={distillation.recall_share}: recall is asked of a causal language model; leave it out"
         )
+    if distillation.keep_logits:
+        check_kept_logits(model, task, arguments)
     for name, tokens, found in (
         ("calibration_tokens", recipe_options.calibration_tokens, what_is_fitted),
         ("transfer_tokens", distillation.transfer_tokens, own_parameters),
@@ -143,8 +213,23 @@ def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None)
         WindowDropout(model, distillation.window_dropout)
 
 
+def check_kept_logits(model: PreTrainedModel, task: Task, arguments: Arguments) -> None:
+    """Raise `OptionError` where the original's likeliest tokens cannot be kept from one time to the next."""
+    _, _, recipe, training, distillation = arguments
+    vocabulary = model.config.get_text_config().vocab_size
+    reasons = {
+        "rows of a masked model or a classifier are others each time": task is not CAUSAL,
+        "hidden_weight needs the original's states": recipe.hidden_weight,
+        f"top_k={distillation.top_k} is the whole vocabulary": (distillation.top_k or 0) >= vocabulary,
+        "the model's logits are not the projection of its states, or fp16 or torch_compile makes all at once":
+            training.fp16 or training.torch_compile or separate_head(model) is None,
+    }  # fmt: skip
+    for reason, holds in reasons.items():
+        refuse("keep_logits", holds and True, reason)
+
+
 def settle_windows(arguments: Arguments, task: Task, table: int | None) -> None:
-    """Have a classifier's original read in windows what is longer than its own positions, and check what goes with it.
+    """Have the original read in windows what is longer than its own positions, and check what goes with it.
 
     table: the positions that the original came with; None: any number of them.
 
@@ -152,11 +237,12 @@ def settle_windows(arguments: Arguments, task: Task, table: int | None) -> None:
         OptionError: windows that documents or positions do not fit, or an option that cannot be honoured.
     """
     model_options, data, recipe, training, distillation = arguments
-    if not isinstance(task, SequenceClassification):
+    if not task.reads_windows:
         return
     longest = max(data.block_size, distillation.long_block_size or 0)
     if data.document_window is None and table is not None and longest > table and model_options.max_positions:
-        refuse("text_pair_column", data.text_pair_column, f"pairs of more than {table} tokens have no windows")
+        pairs = task.joins_pairs and data.text_pair_column
+        refuse("text_pair_column", pairs, f"pairs of more than {table} tokens have no windows")
         data.document_window = table
     if data.document_window:
         fits = data.document_window <= (table or math.inf)
@@ -168,10 +254,14 @@ def settle_windows(arguments: Arguments, task: Task, table: int | None) -> None:
         refuse("hidden_weight", recipe.hidden_weight, reason)
     else:
         refuse("document_stride", data.document_stride, "there are no windows")
-    if task.problem == REGRESSION:
+        if task.has_own_loss and recipe.control != NONE:
+            logger.info("no control is trained: with its own attention the original has nothing to learn from itself")
+            recipe.control = NONE
+    problem = getattr(task, "problem", None)
+    if problem == REGRESSION:
         refuse("label_smoothing_factor", training.label_smoothing_factor, "a number has no classes to smooth")
         refuse("top_k", distillation.top_k, "a number is one output")
-    if task.problem == SEVERAL:
+    if problem == SEVERAL:
         refuse("label_smoothing_factor", training.label_smoothing_factor, "each label is yes or no")
         refuse("top_k", distillation.top_k, "each label is compared for itself")
 
@@ -203,17 +293,17 @@ def shared_control(run: TrainingRun, program: str = "", argv: Sequence[str] = ()
     training, folder = run.arguments.training, run.arguments.recipe.control_dir
     if folder is None:
         return {}
-    ignored = {*CONVERSION_OPTIONS, *asdict(run.arguments.distillation), "long_digest"}
+    ignored = {*CONVERSION_OPTIONS, *asdict(run.arguments.distillation), "long_digest"} - run.task.of_control
     command = CommandLine(argv).command_for(folder, program, ignored)
     directory = RunDirectory(folder, training)
     windows = [name for name in ("window_trained",) if directory.finished(name)]
     return directory.export_stages(("control_training", "control", *windows), run.options, ignored, command)
 
 
-def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
+def load_tokenizer(options: ModelArguments, task: Task) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a run; `CheckpointError`, which names the option, if it cannot be read."""
     option = "tokenizer_name" if options.tokenizer_name else "model_name_or_path"
-    tokenizer = read_tokenizer(option, getattr(options, option))
+    tokenizer = task.tokenizer or read_tokenizer(option, getattr(options, option))
     if options.max_positions is not None:
         tokenizer.model_max_length = options.max_positions
     return tokenizer

@@ -24,9 +24,8 @@ from transformers import TrainerCallback
 from hf_linattn import get_mechanisms
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation.memory import LiveBytes
-from hf_linattn.reading import one_line
-from hf_linattn.training.arguments import FULL, Arguments
 from hf_linattn.training.finetuning import own_forward, stage_arguments, without_checkpoints
+from hf_linattn.training.memory_limits import gigabytes, is_out_of_memory, size_said, what_helps
 from hf_linattn.training.stages import TrainingStage, stages_of
 from hf_linattn.training.stages.training import TrainingPlan
 from hf_linattn.training.trainers import RecoveryTrainer
@@ -44,7 +43,8 @@ class StagePrice:
         tokens, steps: of all its trainings, those that search for a learning rate too.
         rows: tokens of a row, by rows of a step. trained: parameters.
         seconds: of one step, the median of those timed. peak_bytes: of weights, teacher, optimizer and the step.
-        checkpoint_bytes: of all its checkpoints that lie on disk at once. kept_bytes: of the model it leaves.
+        checkpoint_bytes: of all its checkpoints, and a teacher's kept logits, that lie on disk at once.
+        kept_bytes: of the model it leaves.
     """
 
     name: str
@@ -143,14 +143,17 @@ def price_of(run: TrainingRun) -> RunPrice:
     if price.disk_bytes > price.free_bytes:
         raise OptionError(
             f"output_dir={str(run.directory.path)!r}: models and checkpoints need {gigabytes(price.disk_bytes)},"
-            f" {gigabytes(price.free_bytes)} are free; give {_what_helps(run.arguments, disk=True)}"
+            f" {gigabytes(price.free_bytes)} are free; give {what_helps(run.arguments, disk=True)}"
         )
     return price
 
 
 def price_of_stage(run: TrainingRun, stage: TrainingStage, place: int) -> StagePrice:
     """Take a few real steps of a stage on a model of its own; see `price_of`."""
-    plan, model, teacher = stage.plan(run), stage.fresh(run), stage.teacher(run)
+    plan, teacher = stage.plan(run), stage.teacher(run)
+    model = run.task.trainee(run, stage.fresh(run))
+    kept = None if teacher is None else teacher.kept
+    teacher = teacher and replace(teacher, kept=None)  # nothing is written
     other = None if teacher is None else teacher.model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     weights = size(model) + sum(map(size, filter(None, (other, *getattr(model, "_model", ())))))
@@ -159,15 +162,17 @@ def price_of_stage(run: TrainingRun, stage: TrainingStage, place: int) -> StageP
     if state > left:
         raise OptionError(
             f"the stage {stage.name} needs {gigabytes(state)} for gradients and optimizer beside"
-            f" {gigabytes(weights)} of weights, {gigabytes(left)} are left; give {_what_helps(run.arguments)}"
+            f" {gigabytes(weights)} of weights, {gigabytes(left)} are left; give {what_helps(run.arguments)}"
         )
     watch = _Watch(run.arguments.training.device)
     try:
         _take_steps(run, plan, model, teacher, watch)
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise OptionError(
-            f"the stage {stage.name} runs out of memory in a step ({one_line(error)});"
-            f" give {_what_helps(run.arguments)}"
+            f"the stage {stage.name} runs out of memory in a step, {size_said(error)};"
+            f" give {what_helps(run.arguments)}"
         ) from error
     searched = len(plan.candidates) * plan.search_steps
     training, rows = plan.training, round(plan.data.row_tokens)
@@ -175,9 +180,11 @@ def price_of_stage(run: TrainingRun, stage: TrainingStage, place: int) -> StageP
     adapters = trained < parameters(model)
     saved = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapters) + 2 * state // 3
     steps = plan.max_steps + searched
+    logits = kept.row_bytes(rows) * min(len(plan.data.train), steps * batch) if kept else 0
     price = StagePrice(
         stage.name, place, steps * plan.step_tokens, steps, (rows, batch), trained, watch.seconds,
-        weights + watch.peak, saved * checkpoints_at_once(training), size(model) if stage.keeps_model else 0,
+        weights + watch.peak, saved * checkpoints_at_once(training) + logits,
+        size(model) if stage.keeps_model else 0,
     )  # fmt: skip
     del model, teacher, other
     gc.collect()
@@ -257,30 +264,3 @@ def parameters(model: nn.Module) -> int:
 def size(model: nn.Module) -> int:
     """Return the bytes of a model's parameters and buffers."""
     return sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-
-
-def gigabytes(count: float) -> str:
-    """Return a number of bytes in GB, which are 10^9.
-
-    >>> gigabytes(1_234_000_000)
-    '1.23 GB'
-    """
-    return f"{count / 1e9:.2f} GB"
-
-
-def _what_helps(arguments: Arguments, disk: bool = False) -> str:
-    """Name the options that make a run smaller and are not set yet."""
-    model, data, recipe, training, distillation = arguments
-    checkpointing = any(getattr(training, n, False) for n in ("gradient_checkpointing", "activation_checkpointing"))
-    some: dict[str, bool] = {
-        "lora_rank, as 8": distillation.lora_rank is None,
-        "control 'none'": recipe.control == FULL,
-        "another output_dir": disk,
-        "save_total_limit 1": disk and training.save_total_limit != 1,
-        "dtype 'bfloat16'": not disk and model.dtype == "float32",
-        "gradient_checkpointing": not disk and not checkpointing,
-        f"a per_device_train_batch_size below {training.per_device_train_batch_size}": not disk
-        and training.per_device_train_batch_size > 1,
-        f"a block_size below {data.block_size}": not disk,
-    }
-    return ", or ".join(name for name, helps in some.items() if helps)

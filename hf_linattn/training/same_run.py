@@ -17,10 +17,12 @@ from hf_linattn.training.arguments import DISTILLATION, FULL, FinetuningArgument
 
 ROWS = 1000  # of a data set that are read at a time
 
-# options that change no number in the result; a run continues with others of these, and of these alone
+# options that change no number in the result, but for its rounding; a run continues with others of these, and with
+# other batches that make steps of as many rows
 FREE = frozenset((
     # of the recipe; what a row says is compared option by option
-    "overwrite_output_dir", "plan_steps", "dry_run", "position_windows", "chunk_feed_forward", "row", "board",
+    "overwrite_output_dir", "plan_steps", "dry_run", "position_windows", "text_samples", "chunk_feed_forward", "row",
+    "board",
     # where results go, and whether they are continued
     "output_dir", "resume_from_checkpoint", "save_total_limit", "save_on_each_node",
     # what is said meanwhile
@@ -30,6 +32,9 @@ FREE = frozenset((
     # how batches come to the processes, and the processes to each other
     "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
     "dataloader_multiprocessing_context", "ddp_timeout", "local_rank", "torch_empty_cache_steps",
+    # what is held in memory at a time: a run that it did not suffice for goes on with less
+    "activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing",
+    "gradient_checkpointing_kwargs", "per_device_eval_batch_size", "eval_accumulation_steps",
     # said by learning_rates, which is compared
     "learning_rate",
     # not looked at by a recipe
@@ -37,6 +42,9 @@ FREE = frozenset((
     "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
     "restore_callback_states_from_checkpoint",
 ))  # fmt: skip
+
+# how a step is divided into batches
+BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
 
 FORMER = {"control": FULL}  # what older runs did where they recorded nothing
 
@@ -66,11 +74,24 @@ def difference(started: Mapping[str, Any], now: Mapping[str, Any]) -> str | None
     """
     defaults = {f.name: f.default for kind in DISTILLATION for f in dataclasses.fields(kind)}
     started, now = (FORMER | {name: x for name, x in given.items() if x is not None} for given in (started, now))
+    rows = step_rows(started), step_rows(now)
+    same_steps = None not in rows and rows[0] == rows[1]
     for name in sorted(started.keys() | now.keys()):
+        if same_steps and name in BATCHES:
+            continue
         default = getattr(defaults.get(name), "value", defaults.get(name))
         if started.get(name, default) != now.get(name, default):
             return name
     return None
+
+
+def step_rows(options: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return how many rows a device has in a step, of the usual and of the longer ones; None: it is not recorded."""
+    if any(name not in options for name in BATCHES):
+        return None
+    batch, accumulated = options["train_batch_size"], options["gradient_accumulation_steps"]
+    length, longer = options.get("block_size") or 1, options.get("long_block_size") or 1
+    return batch * accumulated, max(1, batch * length // longer) * accumulated
 
 
 def told_difference(name: str, started: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a model predicts, the next token, masked tokens or the class of a text, and all that follows from it."""
+"""What a model makes of text, the next token, masked tokens, a class or an embedding, and all that follows from it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError
 from hf_linattn.evaluation import is_masked_language_model, perplexity
 from hf_linattn.evaluation.label_metrics import problem_of
+from hf_linattn.evaluation.samples import LENGTH, Sample, continued, filled
 from hf_linattn.position_tables import position_tables
 from hf_linattn.reading import reading
+from hf_linattn.sentence_models import SentenceModel, is_sentence_model
 from hf_linattn.training.arguments import DataArguments, RecipeArguments
 from hf_linattn.training.base_task import Task, TextEncoder, refuse
 from hf_linattn.training.classification import Regression, SequenceClassification, SeveralLabels
@@ -76,6 +78,11 @@ class CausalLanguageModeling(LanguageModeling):
     def predicted(self, labels: Tensor) -> Tensor:
         return labels[:, 1:]
 
+    def samples(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, count: int) -> list[Sample]:
+        tokenizer, data = encoder
+        texts = (row["text"] for row in test)  # type: ignore[index, call-overload]  # a row is a dict
+        return continued(model, tokenizer, texts, count, length=min(LENGTH, data.block_size))
+
 
 class MaskedLanguageModeling(LanguageModeling):
     """Position i predicts token i, where that is masked."""
@@ -97,6 +104,11 @@ class MaskedLanguageModeling(LanguageModeling):
             "evaluation_collator": PackedMaskingCollator(tokenizer, data.eval_mlm_probability, seed=0),
         }
 
+    def samples(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, count: int) -> list[Sample]:
+        tokenizer, data = encoder
+        texts = (row["text"] for row in test)  # type: ignore[index, call-overload]  # a row is a dict
+        return filled(model, tokenizer, texts, count, length=min(LENGTH, data.block_size))
+
 
 CAUSAL, MASKED, CLASSIFICATION = CausalLanguageModeling(), MaskedLanguageModeling(), SequenceClassification()
 PROBLEMS = {task.problem: task for task in (CLASSIFICATION, SeveralLabels(), Regression())}
@@ -104,7 +116,7 @@ TASKS: dict[str, Task] = {"causal": CAUSAL, "masked": MASKED, "classification": 
 
 
 def task_of(model: nn.Module) -> Task:
-    """Return what a model, wrapped or not, predicts, by its class; `UnsupportedModelError` if none of the three."""
+    """Return what a model, wrapped or not, predicts, by its class; `UnsupportedModelError` if none of these."""
     root = architecture.root_model(model)
     if any(kind.__name__ in CLASSIFIERS for kind in type(root).__mro__):
         return PROBLEMS[problem_of(root.config)]
@@ -114,10 +126,14 @@ def task_of(model: nn.Module) -> Task:
 def load_model(name_or_path: str, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
     """Load a checkpoint as what it was saved as: a causal or masked language model, or a classifier of texts.
 
+    Of an embedding model of sentence-transformers the encoder is returned.
+
     Raises:
         UnsupportedModelError, OptionError: it has another head, see `trained_head`; no weight is loaded.
         CheckpointError: it cannot be read, or has no weights for a part of the model, which would start at random.
     """
+    if is_sentence_model("model_name_or_path", name_or_path):
+        return SentenceModel(name_or_path, dtype).take_encoder()
     remedy = "give a folder with a saved model, or the name of a model on the Hub and a connection to it"
     with reading("model_name_or_path", name_or_path, remedy):
         config = AutoConfig.from_pretrained(name_or_path)

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from transformers import (
     PreTrainedModel,
     Trainer,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
@@ -26,11 +26,15 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_linattn import architecture
 from hf_linattn.architecture import root_model
+from hf_linattn.errors import OptionError
 from hf_linattn.inference import without_labels
 from hf_linattn.training.classification import SequenceClassification, weighted_loss
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.losses.chunks import chunk_rows, replaced_head, same, separate_head, sum_by_chunks
-from hf_linattn.training.losses.distillation import Teacher, distillation_loss, hidden_error
+from hf_linattn.training.losses.distillation import Teacher, check_teacher, distillation_loss, hidden_error
+from hf_linattn.training.losses.kept_logits import likeliest
+from hf_linattn.training.losses.shared_layers import shared_layers
+from hf_linattn.training.not_finite import NotFiniteError, has_finite_weights
 from hf_linattn.training.parameter_groups import group_parameters
 from hf_linattn.training.task import task_of
 
@@ -60,7 +64,7 @@ class RecoveryTrainer(Trainer):
             train_dataset=data.train,
             eval_dataset=data.validation,
             data_collator=data.collator,
-            callbacks=[StopAtDivergence(), Progress(data.row_tokens), *callbacks],
+            callbacks=[Progress(data.row_tokens), *callbacks],
         )
         self.data_collator: Callable[..., Any]
         self.remove_callback(PrinterCallback)  # prints with a bare print where progress bars are off
@@ -72,6 +76,7 @@ class RecoveryTrainer(Trainer):
         self.smoothing: float = args.label_smoothing_factor
         self.class_weights = data.class_weights
         self.has_ended = False  # before it was resumed: there is no step left to take
+        self._broken: Tensor | None = None  # whether a loss of the step so far is not finite
         self._averages = False
         self.model_accepts_loss_kwargs: bool
         if self.model_accepts_loss_kwargs:
@@ -80,9 +85,18 @@ class RecoveryTrainer(Trainer):
             forward = inspect.unwrap(type(architecture.root_model(model)).forward)
             self._averages = "loss_function" not in forward.__code__.co_names
         if teacher is not None and teacher.model is not None:
+            check_teacher(model, teacher.model)
             teacher.model.to(args.device).eval().requires_grad_(False)
             teacher.model.config.use_cache = False  # with a cache, packed documents would see each other
         self._head = self._head_of_chunks()
+        # with a hidden_weight all layers' states are compared, and noise on embeddings is the student's alone
+        alone = self._head is None or bool(teacher and teacher.hidden_weight) or args.neftune_noise_alpha is not None
+        self._shared = None if alone or teacher is None else shared_layers(model, teacher.model)
+        if teacher is not None and teacher.kept is not None and self._head is None:
+            raise OptionError(
+                "keep_logits=True: logits are kept where they are made some positions at a time, which this model, or"
+                " fp16, torch_compile, FSDP or DeepSpeed, does not do; leave keep_logits out"
+            )
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Make the optimizer, in whose groups mechanisms and attention have the rates of their own."""
@@ -91,6 +105,42 @@ class RecoveryTrainer(Trainer):
         if made:
             group_parameters(optimizer, self.model, self.args)
         return optimizer
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load both, with the learning rates of this training: a checkpoint may have been left with others."""
+        rates = [group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups]
+        super()._load_optimizer_and_scheduler(checkpoint)
+        groups = self.optimizer.param_groups  # others, as loading makes them anew
+        found = [group.get("initial_lr", group["lr"]) for group in groups]
+        if checkpoint is None or found == rates:
+            return
+        for group, before, rate in zip(groups, found, rates, strict=True):
+            group["lr"], group["initial_lr"] = group["lr"] * (rate / before if before else 1.0), rate
+        scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs, scheduler._last_lr = rates, [group["lr"] for group in groups]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the gradient of a batch; `NotFiniteError` in front of a step for which any process has no number."""
+        loss = super().training_step(*args, **kwargs)
+        broken = ~torch.isfinite(loss.detach())
+        self._broken = broken if self._broken is None else self._broken | broken
+        if self.accelerator.sync_gradients:
+            self._stop_if(self._broken, self.state.global_step + 1)
+            self._broken = None
+        return loss
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        broken = torch.tensor(not has_finite_weights(model), device=self.args.device)
+        self._stop_if(broken, self.state.global_step)  # a loss may be finite whose gradient is not
+        super()._save_checkpoint(model, trial)
+
+    def _stop_if(self, broken: Tensor, step: int) -> None:
+        """Raise `NotFiniteError` in all processes if one of them has numbers that are not finite."""
+        if self.accelerator.num_processes > 1:
+            broken = self.accelerator.reduce(broken.float(), reduction="sum")  # type: ignore[assignment]
+        if bool(broken):
+            raise NotFiniteError(step)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Take the steps of an epoch; none, where a training that had ended is resumed, which else takes one more."""
@@ -153,28 +203,39 @@ class RecoveryTrainer(Trainer):
         wanted = task.predicted(inputs["labels"])
         chosen = wanted != IGNORED_LABEL
         given = {**without_labels(inputs), "output_hidden_states": bool(teacher.hidden_weight)}
-        with replaced_head(teacher.model or model, same):  # first, as in compute_loss
-            example = teacher.outputs(model, given)
+        size = chunk_rows(root_model(model).config.get_text_config().vocab_size)
         project = head.forward
         project_other = teacher.model.get_output_embeddings().forward if teacher.model else project
+        listed = None if teacher.kept is None else teacher.kept.find(given)
+        example, shared = None, self._shared if listed is None else None
+        if listed is None:
+            with replaced_head(teacher.model or model, same), shared.recorded() if shared else nullcontext():
+                example = teacher.outputs(model, given)  # first, as in compute_loss
+            if teacher.kept is not None:
+                listed = likeliest(
+                    project_other, example.logits, teacher.kept.count, teacher.temperature, size
+                )
+                teacher.kept.keep(given, *listed)
 
-        def loss_of(states: Tensor, others: Tensor, labels: Tensor) -> Tensor:
+        def loss_of(states: Tensor, labels: Tensor, *others: Tensor) -> Tensor:
             logits = project(states)
             exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
             loss = teacher.ce_weight * cross_entropy(exact, labels, reduction="sum", label_smoothing=self.smoothing)
             if not teacher.kl_weight:
                 return loss
+            if listed is not None:
+                return loss + schedule * teacher.kl_weight * teacher.divergence_from(logits, *others)
             with torch.no_grad():
-                other = project_other(others)
+                other = project_other(*others)
             return loss + schedule * teacher.kl_weight * teacher.divergence(logits, other)
 
         def losses(states: Tensor) -> Tensor:
-            rows, others = (task.predicting(x)[chosen] for x in (states, example.logits))
-            size = chunk_rows(root_model(model).config.get_text_config().vocab_size)
+            of_teacher = (example.logits,) if listed is None else listed
+            rows, *others = (task.predicting(x)[chosen] for x in (states, *of_teacher))
             parameters = [p for p in head.parameters() if p.requires_grad]
-            return sum_by_chunks(loss_of, size, rows, others, wanted[chosen], parameters=parameters)
+            return sum_by_chunks(loss_of, size, rows, wanted[chosen], *others, parameters=parameters)
 
-        with replaced_head(model, losses):
+        with replaced_head(model, losses), shared.replayed() if shared else nullcontext():
             output = model(**given)
         predicted = output.logits
         loss = predicted / chosen.sum().clamp(min=1) if counted is None else predicted / counted * self._processes
@@ -263,14 +324,3 @@ class StepBar(ProgressCallback):
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         pass
-
-
-class StopAtDivergence(TrainerCallback):
-    """End a run whose training loss is no longer finite: nothing better can come."""
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
-        if not math.isfinite((logs or {}).get("loss", 0.0)):
-            logger.warning("the training loss is %s at step %d; the run ends here", logs["loss"], state.global_step)
-            control.should_training_stop = True

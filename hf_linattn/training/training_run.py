@@ -22,7 +22,7 @@ from hf_linattn.training.data import TrainingData
 from hf_linattn.training.finetuning import validation_loss
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import FREE, training_options
-from hf_linattn.training.task import Task, TextEncoder, load_model
+from hf_linattn.training.task import Task, load_model
 
 
 @dataclass
@@ -120,14 +120,18 @@ class TrainingRun:
             batch = self.data.evaluation_collator([rows[i] for i in range(first, min(first + size, count))])
             yield {name: value.to(training.device) for name, value in batch.items()}
 
+    def original(self) -> PreTrainedModel:
+        """Load the original as it teaches: with its own positions where it reads windows, else the run's."""
+        return self.softmax_baseline() if self.windows is None else self.load(extended=False)
+
     def validation_loss(self, model: PreTrainedModel) -> float:
         """Score the validation split."""
-        return validation_loss(model, self.data, self.arguments.training.per_device_eval_batch_size)
+        trainee = self.task.trainee(self, model)
+        return validation_loss(trainee, self.data, self.arguments.training.per_device_eval_batch_size)
 
     def score(self, model: PreTrainedModel) -> dict[str, Any]:
         """Score the test split: its `perplexity`, and what else the task reports."""
-        options, size = self.arguments.data, self.arguments.training.per_device_eval_batch_size
-        return self.task.score(model, TextEncoder(self.tokenizer, options), options.tested(self.splits["test"]), size)
+        return self.task.measure(self, model, self.arguments.data)
 
     @cached_property
     def windows(self) -> DocumentWindows | None:
@@ -138,13 +142,11 @@ class TrainingRun:
         return windows_for(self.tokenizer, options.document_window, options.document_stride)
 
     def score_in_windows(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Score a classifier that reads the test split in windows, its answers pooled."""
-        options, size = self.arguments.data, self.arguments.training.per_device_eval_batch_size
-        encoder, test = TextEncoder(self.tokenizer, options), options.tested(self.splits["test"])
-        return self.task.score(model, encoder, test, size, self.windows)  # type: ignore[call-arg]  # a classifier's
+        """Score a model that reads the test split in windows, its answers pooled."""
+        return self.task.measure(self, model, self.arguments.data, self.windows)
 
     def score_cut(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Score a classifier that reads the first window of each test document alone."""
-        options, size = self.arguments.data, self.arguments.training.per_device_eval_batch_size
+        """Score a model that reads the first window of each test document alone."""
+        options = self.arguments.data
         cut = replace(options, block_size=options.document_window or options.block_size)
-        return self.task.score(model, TextEncoder(self.tokenizer, cut), options.tested(self.splits["test"]), size)
+        return self.task.measure(self, model, cut)

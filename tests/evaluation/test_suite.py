@@ -189,7 +189,12 @@ def test_recall_is_what_its_own_function_returns(spelling):
     own = recall(model, spelling, options.recall_tasks, options.lengths, num_samples=3, progress=False)
     expected = {(x["task"], metric): (x["num_samples"], x[metric]) for x in own if x["depth"] is None
                 for metric in ("found", "first")}  # fmt: skip
-    assert {(row.name, row.metric): (row.num_items, row.converted.value) for row in rows} == expected
+    whole, parts = ([row for row in rows if ("depth" in row.facts) is wanted] for wanted in (False, True))
+    assert {(row.name, row.metric): (row.num_items, row.converted.value) for row in whole} == expected
+    assert [(row.facts["task"], row.facts["depth"], row.num_items, row.converted.value) for row in parts] == [
+        (x["task"], x["depth"], x["num_samples"], x["found"]) for x in own if x["depth"] is not None
+    ]  # fmt: skip
+    assert len(parts) > 1
     assert all(row.longer_than_window == 1 and 200 < row.prompt_tokens[0] < 256 for row in rows)
 
 
@@ -228,7 +233,8 @@ def test_the_command_writes_what_it_shows(folders, task_dir, tmp_path):
     assert document["window"] == WINDOW and document["provenance"]["command"].startswith("hf-linattn")
     fields = {field.name for field in dataclasses.fields(SuiteReport)}
     assert fields <= document.keys() and document["original"] == str(folders["original"])
-    names = {row["name"] for row in document["rows"]}
+    names = {row["name"] for row in document["rows"] if "depth" not in row["facts"]}
+    assert "depths" not in shown, "these are for the page of a run"
     assert names == {"text", "positions 0 to 15", "single_text", "copa", "rte"}
     assert all(name in shown for name in names)
     for row in document["rows"]:

@@ -73,3 +73,5 @@ def test_a_classifier_is_converted_and_taught(name, tmp_path, capsys):
     shown = f"{report.accuracy.recovered:.1%}"
     assert shown in capsys.readouterr().out and shown in (out / "report.md").read_text()
     assert "40 texts of the test split" in (out / "report.md").read_text()
+    assert [sample.recovered == sample.truth for sample in report.samples].count(True) >= 2
+    assert {name for sample in report.samples for name in (sample.truth, sample.original, sample.control)} <= {*names}

@@ -78,6 +78,7 @@ def test_a_run_from_end_to_end(material, whole):
     assert 0 < report.fidelity.linear_share < 1 and len(report.fidelity.positions) == 4
     assert "without it the test perplexity is" in (whole / "report.md").read_text()
     assert "recipes/distill.py" in report.provenance.command
+    assert len(report.samples) == 3 and all(len({x.original, x.control, x.converted}) > 1 for x in report.samples)
     assert "| recovered | 768 |" in (whole / "report.md").read_text()
     model = AutoModelForCausalLM.from_pretrained(whole)
     assert {m.config.mechanism for m in hf_linattn.get_mechanisms(model).values()} == {"hybrid"}

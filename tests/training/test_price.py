@@ -92,6 +92,7 @@ def test_what_does_not_fit_is_refused_with_what_helps_before_anything_is_written
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
     monkeypatch.setattr(price.RecoveryTrainer, "compute_loss", fail)
-    with pytest.raises(OptionError, match=r"control_training runs out of memory in a step .*3 GiB.* gradient_checkp"):
+    size = "at a tensor of 3.22 GB"
+    with pytest.raises(OptionError, match=f"control_training runs out of memory in a step, {size}.* gradient_checkp"):
         price_of(run)
     assert not Path(tmp_path / "out").exists()

@@ -21,9 +21,10 @@ OTHERS = {
     "optim_args": "foreach=False", "save_steps": 0.25, "optim": "sgd", "seed": 1, "adam_beta2": 0.5,
     "gradient_accumulation_steps": 2, "max_grad_norm": 3.0, "load_best_model_at_end": False, "eval_steps": 0.0625,
     "dataloader_drop_last": True, "full_determinism": True, "train_sampling_strategy": "sequential",
-    "early_stopping_patience": 3, "warmup_steps": 7, "weight_decay": 0.3, "per_device_eval_batch_size": 3,
+    "early_stopping_patience": 3, "warmup_steps": 7, "weight_decay": 0.3, "per_device_train_batch_size": 3,
 }  # fmt: skip
-MAY_DIFFER = {"logging_steps": 0.5, "report_to": "none", "save_total_limit": 4, "run_name": "x", "disable_tqdm": False}
+MAY_DIFFER = {"logging_steps": 0.5, "report_to": "none", "save_total_limit": 4, "run_name": "x", "disable_tqdm": False,
+              "per_device_eval_batch_size": 3, "gradient_checkpointing": True}  # fmt: skip
 
 
 def test_every_option_of_a_training_is_compared_but_the_free_ones(tmp_path):
@@ -47,6 +48,19 @@ def test_a_run_is_continued_with_what_changes_no_number(tmp_path, name):
     assert name in FREE
     started, now = (training_options(make_training(tmp_path, **x)) for x in ({}, {name: MAY_DIFFER[name]}))
     assert difference(started, now) is None
+
+
+def test_a_step_may_be_divided_into_other_batches_if_it_has_as_many_rows(tmp_path):
+    def recorded(batch: int, accumulated: int, **rows) -> dict:
+        options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated}
+        return training_options(make_training(tmp_path, **options)) | rows
+
+    assert difference(recorded(4, 1), recorded(2, 2)) is None
+    assert difference(recorded(4, 1), recorded(2, 1)) == "per_device_train_batch_size"
+    longer = {"block_size": 512, "long_block_size": 2048}
+    assert difference(recorded(8, 1, **longer), recorded(4, 2, **longer)) is None
+    # of the longer rows one is the least, which then are twice as many in a step
+    assert difference(recorded(4, 1, **longer), recorded(2, 2, **longer)) == "gradient_accumulation_steps"
 
 
 def test_an_option_that_a_newer_version_added_counts_as_its_default(tmp_path):

@@ -12,6 +12,7 @@ import torch
 from transformers import trainer
 
 from hf_linattn import patch_model
+from hf_linattn.errors import OptionError
 from hf_linattn.training.losses.distillation import Teacher, distillation_loss
 from hf_linattn.training.task import CAUSAL, MASKED
 from hf_linattn.training.trainers import RecoveryTrainer
@@ -114,3 +115,9 @@ def test_a_training_shows_one_bar_and_does_not_warn_of_a_tied_head(tmp_path, cap
     shown = "".join(capsys.readouterr())
     assert set(re.findall(r"\d+/(\d+) ", shown)) == {"4"} and "{" not in shown
     assert not [text for text in said if "keys" in text]
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_by_name(tmp_path):
+    model, other = patch_model(make_model("llama"), "linear"), make_model("llama", vocab_size=80)
+    with pytest.raises(OptionError, match=r"teacher: LlamaForCausalLM predicts 80 tokens \(vocab_size\), and the "):
+        RecoveryTrainer(model, make_training(tmp_path), make_data(model), Teacher(other, kl_weight=1.0))

@@ -111,13 +111,14 @@ def recall(
 
 def recall_rows(answers: Sequence[RecallAnswer]) -> list[RecallRow]:
     """Return the rows of answers of one task and length: that of all, then one for each quarter of the depths."""
-    rows = [_row(answers, None)]
-    for i in range(DEPTH_BINS):
-        low, high = i / DEPTH_BINS, (i + 1) / DEPTH_BINS
-        inside = [answer for answer in answers if low <= answer["depth"] < high]
-        if inside and len(inside) < len(answers):
-            rows.append(_row(inside, (low, high)))
-    return rows
+    return [_row(answers, None), *(_row([answers[i] for i in places], depth) for depth, places in by_depth(answers))]
+
+
+def by_depth(answers: Sequence[RecallAnswer]) -> list[tuple[tuple[float, float], list[int]]]:
+    """Return the quarters of the depths, each with the numbers of its answers; none where all are in one."""
+    bins = [(i / DEPTH_BINS, (i + 1) / DEPTH_BINS) for i in range(DEPTH_BINS)]
+    places = [[i for i, answer in enumerate(answers) if low <= answer["depth"] < high] for low, high in bins]
+    return [(depth, own) for depth, own in zip(bins, places, strict=True) if own and len(own) < len(answers)]
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:

@@ -9,6 +9,8 @@ from hf_linattn.config import require
 
 OF_SINGLE_LAYERS = ("transfer_output_weight", "transfer_weights_weight", "transfer_projected")
 
+BESIDE, ALONE = "beside", "alone"  # values of `save_adapter`
+
 
 @dataclass
 class DistillationArguments:
@@ -41,10 +43,24 @@ class DistillationArguments:
     lora_mechanisms: bool = field(
         default=True, metadata={"help": "Train the mechanisms' parameters beside the adapters."}
     )
+    save_adapter: str | None = field(
+        default=None,
+        metadata={
+            "help": "Write what was trained, plan, mechanisms and LoRA weights, to `adapter` in output_dir, for"
+            " `load_adapter`: `beside` the merged model, or `alone`, which removes that when it is measured."
+        },
+    )
     ce_weight: float = field(default=1.0, metadata={"help": "Of the text's own cross-entropy."})
     temperature: float = field(default=1.0, metadata={"help": "Divides both models' logits in the KL divergence."})
     top_k: int | None = field(
         default=None, metadata={"help": "Compare that many of the original's likeliest tokens, and all others as one."}
+    )
+    keep_logits: bool = field(
+        default=False,
+        metadata={
+            "help": "Keep the original's top_k likeliest tokens and their probabilities on disk, 8 bytes for each, so"
+            " that it runs once for rows seen more than once, in epochs or in a search."
+        },
     )
     fading_teacher: bool = field(
         default=False, metadata={"help": "kl_weight and hidden_weight fall linearly to zero over the run."}
@@ -93,6 +109,10 @@ class DistillationArguments:
             for f in (f for f in dataclasses.fields(self) if f.name in OF_SINGLE_LAYERS):
                 given = getattr(self, f.name)
                 require(f.name, given, given == f.default, "absent where transfer_block_layers is set")
-        for name in ("lora_alpha", "lora_target_modules"):
+        require("keep_logits", self.keep_logits, self.top_k is not None or not self.keep_logits, "False without top_k")
+        kinds = (None, BESIDE, ALONE)
+        expected = f"{BESIDE!r} or {ALONE!r}, or absent"
+        require("save_adapter", self.save_adapter, self.save_adapter in kinds, expected)
+        for name in ("lora_alpha", "lora_target_modules", "save_adapter"):
             given = getattr(self, name)
             require(name, given, given is None or self.lora_rank is not None, "absent where lora_rank is")

@@ -23,7 +23,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     NOT_TAKEN: ("max_steps", *REFUSED),
     "report: what is measured, logged and said": (
         "plan_steps", "dry_run", "position_windows", "speed_lengths", "fidelity_windows", "long_windows",
-        "report_to", "run_name", "project", "trackio_*", "logging_*", "log_*",
+        "text_samples", "report_to", "run_name", "project", "trackio_*", "logging_*", "log_*",
         "disable_tqdm", "skip_memory_metrics", "include_*", "debug",
     ),
     "output, evaluations and checkpoints": (

@@ -47,6 +47,17 @@ class RecipeArguments:
     hidden_weight: float = field(
         default=0.0, metadata={"help": "Of the relative squared error of all layers' hidden states; control: none."}
     )
+    cosine_weight: float | None = field(
+        default=None,
+        metadata={"help": "Of 1 - cosine to the original's embeddings; default: 1, of embedding models alone."},
+    )
+    similarity_weight: float | None = field(
+        default=None,
+        metadata={
+            "help": "Of the squared difference between the cosines of a batch's texts and the original's; default: 1,"
+            " of embedding models alone."
+        },
+    )
     calibration_tokens: int = field(
         default=0,
         metadata={"help": "Training tokens on which the mechanisms are fitted, layer by layer, before training."},
@@ -73,6 +84,9 @@ class RecipeArguments:
             " position is compared before and after it; one that makes a bucket worse is refused. Causal only."
         },
     )
+    text_samples: int = field(
+        default=3, metadata={"help": "Test texts that the report shows with what each model makes of them; 0: none."}
+    )
     plan_steps: int = field(
         default=3,
         metadata={
@@ -96,8 +110,12 @@ class RecipeArguments:
         for name in ("learning_rates", "control_learning_rates"):
             rates = getattr(self, name)
             require(name, rates, rates is None or all(rate > 0 for rate in rates), "positive numbers")
+        for name in ("cosine_weight", "similarity_weight"):
+            weight = getattr(self, name)
+            require(name, weight, weight is None or weight >= 0, "at least 0, or absent")
         for name in (
             "kl_weight", "hidden_weight", "calibration_tokens", "fidelity_windows", "long_windows", "position_windows",
+            "text_samples",
         ):  # fmt: skip
             require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         timed = self.plan_steps >= 2 or (self.plan_steps == 0 and not self.dry_run)

@@ -15,14 +15,17 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_linattn import get_mechanisms
+from hf_linattn.architecture import root_model
 from hf_linattn.attention_call import intercept_attention
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.inference import evaluation_mode, without_labels
+from hf_linattn.training.classification import SequenceClassification
 from hf_linattn.training.data import IGNORED_LABEL
 from hf_linattn.training.losses.chunks import chunk_rows, sum_by_chunks
+from hf_linattn.training.losses.kept_logits import KeptLogits
 from hf_linattn.training.losses.loss_module import LossModule
-from hf_linattn.training.task import Task
+from hf_linattn.training.task import Task, task_of
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Teacher:
         fading: kl_weight and hidden_weight fall linearly to zero over the run. A student that trains longer on a text
             than its teacher did comes to know it better.
         windows: in which a classifier reads documents that are too long for it, its answers pooled; None: whole.
+        kept: where its `top_k` likeliest tokens are kept for the next time that a row is seen; None: nowhere.
     """
 
     model: PreTrainedModel | None = None
@@ -51,6 +55,7 @@ class Teacher:
     top_k: int | None = None
     fading: bool = False
     windows: DocumentWindows | None = None
+    kept: KeptLogits | None = None
 
     def schedule(self, step: int, max_steps: int) -> float:
         """Return by what `kl_weight` and `hidden_weight` are multiplied in a step."""
@@ -61,6 +66,12 @@ class Teacher:
         got, want = (x.to(torch.promote_types(x.dtype, torch.float32)) / self.temperature for x in (got, want))
         got, want = _likeliest(got.log_softmax(-1), want.log_softmax(-1), self.top_k)
         return self.temperature**2 * (want.exp() * (want - got)).sum()
+
+    def divergence_from(self, got: Tensor, tokens: Tensor, logs: Tensor) -> Tensor:
+        """Return what `divergence` does, from the teacher's likeliest tokens [T, K] and their log probabilities."""
+        got = got.to(torch.promote_types(got.dtype, torch.float32)) / self.temperature
+        listed = _with_rest(got.log_softmax(-1).gather(-1, tokens)), _with_rest(logs)
+        return self.temperature**2 * (listed[1].exp() * (listed[1] - listed[0])).sum()
 
     @torch.no_grad()
     def outputs(self, student: nn.Module, inputs: dict[str, Any]) -> Any:
@@ -81,6 +92,20 @@ class Teacher:
             original.enter_context(evaluation_mode(student))
             original.enter_context(intercept_attention(get_mechanisms(adapted)))
             return student(**inputs)
+
+
+def check_teacher(student: nn.Module, teacher: nn.Module) -> None:
+    """Raise `OptionError` unless two models have as many tokens, and classifiers as many classes."""
+    models: list[Any] = [root_model(model) for model in (student, teacher)]
+    for name, what in (("vocab_size", "tokens"), ("num_labels", "classes")):
+        if name == "num_labels" and not isinstance(task_of(student), SequenceClassification):
+            continue
+        own, other = (getattr(model.config.get_text_config(), name, None) for model in models)
+        if own != other:
+            raise OptionError(
+                f"teacher: {type(models[1]).__name__} predicts {other} {what} ({name}), and the model that it teaches"
+                f" {own}; give a teacher of the same vocabulary, such as the original"
+            )
 
 
 def distillation_loss(
@@ -152,11 +177,11 @@ def _likeliest(got: Tensor, want: Tensor, count: int | None) -> tuple[Tensor, Te
     if count is None or count >= want.shape[-1]:
         return got, want
     chosen = want.topk(count, dim=-1).indices
-    largest = -torch.finfo(want.dtype).eps  # a probability of all others that is not quite zero
+    return _with_rest(got.gather(-1, chosen)), _with_rest(want.gather(-1, chosen))
 
-    def gathered(log: Tensor) -> Tensor:
-        listed = log.gather(-1, chosen)
-        rest = torch.log(-torch.expm1(listed.logsumexp(-1, keepdim=True).clamp(max=largest)))
-        return torch.cat([listed, rest], dim=-1)
 
-    return gathered(got), gathered(want)
+def _with_rest(listed: Tensor) -> Tensor:
+    """Return log probabilities [T, K] of some tokens, and behind them that of all others together."""
+    largest = -torch.finfo(listed.dtype).eps  # a probability of all others that is not quite zero
+    rest = torch.log(-torch.expm1(listed.logsumexp(-1, keepdim=True).clamp(max=largest)))
+    return torch.cat([listed, rest], dim=-1)

@@ -8,6 +8,7 @@ from hf_linattn import unpatch_model
 from hf_linattn.training.arguments import AUTO, NONE, WINDOW, Arguments
 from hf_linattn.training.training_run import TrainingRun
 
+from .adapter import AdapterStage
 from .base import Stage
 from .calibration import Calibration
 from .layers import LayerChoice
@@ -53,6 +54,7 @@ def stages_of(arguments: Arguments) -> list[Stage]:
         (Measurement("recovered", _recovered, trained), True),
         (Measurement("recovered_validation", _recovered, trained, validation), True),
         (ReportStage(), True),
+        (AdapterStage(), options.save_adapter),
     ]
     chosen = [stage for stage, wanted in stages if wanted]
     if not arguments.recipe.position_windows:

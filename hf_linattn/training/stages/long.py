@@ -20,6 +20,7 @@ class LongTraining(RecoveredTraining):
     """As many tokens to a step, in longer rows, with the learning rate that the stage before was best with."""
 
     name = "long_training"
+    rate_option = "long_learning_rate"
     inputs: tuple[str, ...] = ("recovered_training",)
 
     def plan(self, context: TrainingRun) -> TrainingPlan:
@@ -45,6 +46,9 @@ class LongTraining(RecoveredTraining):
 
     def folder(self, context: TrainingRun) -> Path:
         return context.directory.path
+
+    def merged_before(self, context: TrainingRun) -> Path:
+        return RecoveredTraining().adapter_folder(context)
 
     def is_last(self, context: TrainingRun) -> bool:
         return True

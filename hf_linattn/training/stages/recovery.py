@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,21 @@ from transformers import PreTrainedModel, TrainerCallback
 from hf_linattn import chunk_feed_forward, is_patched
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.inference import evaluation_mode
+from hf_linattn.training.adapter_files import save_adapter
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.arguments import FULL, LORA
 from hf_linattn.training.finetuning import Trained, fine_tune, without_checkpoints
 from hf_linattn.training.losses.distillation import Teacher
+from hf_linattn.training.losses.kept_logits import KeptLogits
+from hf_linattn.training.not_finite import with_halved_rates
 from hf_linattn.training.stages.training import TrainingPlan, TrainingStage
-from hf_linattn.training.task import load_model
+from hf_linattn.training.task import Task, load_model
 from hf_linattn.training.training_run import TrainingRun
 from hf_linattn.training.window_dropout import WindowDropout
 
 logger = logging.getLogger(__name__)
+
+ADAPTER = "adapter"  # folder of a run for what adapters have trained
 
 
 class ModelTraining(TrainingStage):
@@ -35,9 +41,11 @@ class ModelTraining(TrainingStage):
     wins and gets the full run. Each part is recorded and not repeated by a rerun.
 
     Raises:
-        OptionError: training diverged with every learning rate.
+        OptionError: training diverged with every learning rate, or the full run with half and a quarter of it too.
         CheckpointError: the saved model does not compute what the trained one does.
     """
+
+    rate_option = "learning_rates"
 
     def folder(self, context: TrainingRun) -> Path:
         """Return where the trained model goes."""
@@ -56,16 +64,19 @@ class ModelTraining(TrainingStage):
         losses = {rate: self.try_rate(context, plan, rate, teacher) for rate in plan.candidates}
         learning_rate = select_learning_rate(losses) if losses else plan.learning_rates[0]
         logger.info("stage %s: learning rate %g, %d steps", self.name, learning_rate, plan.max_steps)
-        model = self.make_model(context)
-        trained = fine_tune(
-            model, plan.data, plan.training, context.directory.checkpoints(self.name), learning_rate=learning_rate,
-            max_steps=plan.max_steps, teacher=teacher, callbacks=self.callbacks(context, model),
-        )  # fmt: skip
-        result = trained.result
-        if result["eval_loss"] is None:
-            raise OptionError(
-                f"learning_rate={learning_rate:g}: training of {self.name} diverged; give lower learning_rates"
-            )
+        made: dict[str, Any] = {}  # the model and its training, of which the last is kept
+
+        def train(rate: float) -> tuple[Trained, int | None]:
+            model = made["model"] = self.make_model(context)
+            trained = fine_tune(
+                context.task.trainee(context, model), plan.data, plan.training,
+                context.directory.checkpoints(self.name), learning_rate=rate, max_steps=plan.max_steps,
+                teacher=teacher, callbacks=self.callbacks(context, model),
+            )  # fmt: skip
+            return trained, trained.result.get("not_finite")
+
+        trained, _ = with_halved_rates(self.name, self.rate_option, learning_rate, context.directory, train)
+        result, model = trained.result, made["model"]
         result["tokens"] = result["steps"] * plan.step_tokens
         result["trained"] = LORA if isinstance(model, PeftModel) else FULL
         result["search"] = [{"learning_rate": rate, "eval_loss": loss} for rate, loss in losses.items()]
@@ -73,6 +84,8 @@ class ModelTraining(TrainingStage):
         with training.main_process_first(local=False):  # the others go on when the model is there
             if training.should_save:
                 self.save(context, plan, model, trained)
+                if teacher is not None and teacher.kept is not None and self.is_last(context):
+                    shutil.rmtree(teacher.kept.folder, ignore_errors=True)
                 context.directory.finish(self.name, result)
         return result
 
@@ -84,31 +97,36 @@ class ModelTraining(TrainingStage):
             logger.info("stage %s: %d steps", name, plan.search_steps)
             model = self.make_model(context)
             result, _ = fine_tune(
-                model, plan.data, without_checkpoints(plan.training), context.directory.checkpoints(name),
-                learning_rate=rate, max_steps=plan.search_steps, teacher=teacher,
+                context.task.trainee(context, model), plan.data, without_checkpoints(plan.training),
+                context.directory.checkpoints(name), learning_rate=rate, max_steps=plan.search_steps, teacher=teacher,
                 callbacks=self.callbacks(context, model),
             )  # fmt: skip
             context.directory.finish(name, result)
         return result["eval_loss"]
 
+    def keep_adapter(self, context: TrainingRun, adapted: PeftModel) -> None:
+        """Write the adapters of a trained model, if they are asked for, before they are merged."""
+
     def save(self, context: TrainingRun, plan: TrainingPlan, model: Any, trained: Trained) -> None:
         """Write the trained model, without adapters, and see that it loads as it is."""
         if trained.state is not None:
             model = self.make_model(context)
-            model.load_state_dict(trained.state)
+            context.task.trainee(context, model).load_state_dict(trained.state)
         if isinstance(model, PeftModel):
+            self.keep_adapter(context, model)
             model = model.merge_and_unload()  # type: ignore[operator]
         folder = self.folder(context)
         if self.is_last(context):
             model.to(context.saved_dtype)
-        model.save_pretrained(folder)
-        verify_saved(model, folder, torch.as_tensor(plan.data.validation[0]["input_ids"])[None])
+        context.task.save(model, folder)
+        verify_saved(model, folder, torch.as_tensor(plan.data.validation[0]["input_ids"])[None], context.task)
 
 
 class ControlTraining(ModelTraining):
     """The original on as many tokens: what the text alone does, to all weights or to adapters."""
 
     name = "control_training"
+    rate_option = "control_learning_rates"
 
     def plan(self, context: TrainingRun) -> TrainingPlan:
         options = context.arguments.recipe
@@ -159,6 +177,24 @@ class RecoveredTraining(ModelTraining):
         directory = context.directory
         return directory.path if context.long_data is None else directory.file(self.name, "_model")
 
+    def adapter_folder(self, context: TrainingRun) -> Path:
+        """Return where the adapters go, if they are kept."""
+        directory = context.directory
+        return directory.path / ADAPTER if self.is_last(context) else directory.file(self.name, "_adapter")
+
+    def keep_adapter(self, context: TrainingRun, adapted: PeftModel) -> None:
+        if context.arguments.distillation.save_adapter is None:
+            return
+        options, last = context.arguments.model, self.is_last(context)
+        save_adapter(
+            adapted, self.adapter_folder(context), str(options.model_name_or_path), options.max_positions,
+            context.saved_dtype if last else None, self.merged_before(context),
+        )  # fmt: skip
+
+    def merged_before(self, context: TrainingRun) -> Path | None:
+        """Return the folder of the adapters that were merged into the model before it was trained here, if any."""
+        return None
+
     def teacher(self, context: TrainingRun) -> Teacher | None:
         # the weights under a student's adapters are still the original's
         # unless it reads windows, with the positions that it came with
@@ -196,19 +232,20 @@ def make_teacher(context: TrainingRun, own_model: bool) -> Teacher | None:
         own_model: load the original; else the student is its own teacher, with its adapters off.
     """
     options, losses = context.arguments.distillation, context.arguments.recipe
-    if not (losses.kl_weight or losses.hidden_weight):
+    if context.task.has_own_loss or not (losses.kl_weight or losses.hidden_weight):
         return None
-    windows = context.windows
-    original = context.load(extended=False) if windows else context.softmax_baseline() if own_model else None
+    training, folder = context.arguments.training, context.directory.file("teacher_logits", "")
+    kept = KeptLogits(folder, options.top_k, training.process_index) if options.keep_logits and options.top_k else None
     return Teacher(
-        original,
+        context.original() if own_model else None,
         losses.kl_weight,
         losses.hidden_weight,
         options.ce_weight,
         options.temperature,
         options.top_k,
         options.fading_teacher,
-        windows,
+        context.windows,
+        kept,
     )
 
 
@@ -224,17 +261,17 @@ def select_learning_rate(losses: Mapping[float, float | None]) -> float:
     return min(finite, key=finite.__getitem__)
 
 
-def verify_saved(model: PreTrainedModel, path: Path, input_ids: Tensor) -> None:
-    """Load `path` through the Auto classes; `CheckpointError` unless its logits are those of `model`, bit for bit.
+def verify_saved(model: PreTrainedModel, path: Path, input_ids: Tensor, task: Task) -> None:
+    """Load `path` as it will be loaded; `CheckpointError` unless its logits are those of `model`, bit for bit.
 
     Args:
-        input_ids: int64 [B, N], on any device.
+        input_ids: int64 [B, N], on any device. task: whose answers are compared, embeddings in place of logits.
     """
     device: Any = model.device
     loaded, input_ids = load_model(str(path), dtype=model.dtype).to(device), input_ids.to(device)
     if is_patched(model):
         chunk_feed_forward(model, None)  # the loaded one has no chunks; on several threads they would be rounded apart
     with evaluation_mode(model), evaluation_mode(loaded), torch.no_grad():
-        equal = torch.equal(model(input_ids=input_ids).logits, loaded(input_ids=input_ids).logits)
+        equal = torch.equal(task.answers(model, input_ids), task.answers(loaded, input_ids))
     if not equal:
         raise CheckpointError(f"{str(path)!r}: the reloaded logits differ from the trained model's; save again")

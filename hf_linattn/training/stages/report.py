@@ -13,13 +13,15 @@ from hf_linattn import get_patch_config, unpatch_model
 from hf_linattn.evaluation import (
     Fidelity,
     LongLosses,
+    embeddings,
     fidelity,
     long_losses,
     measure_memory,
     measure_speed,
     without_far_keys,
 )
-from hf_linattn.evaluation.label_metrics import METRICS
+from hf_linattn.evaluation.label_metrics import METRICS as OF_LABELS
+from hf_linattn.evaluation.samples import Sample
 from hf_linattn.report import (
     Accuracies,
     Evaluation,
@@ -29,6 +31,7 @@ from hf_linattn.report import (
     ReadingRow,
     Report,
     Stage,
+    TextSample,
     Training,
     WindowRow,
     collect_provenance,
@@ -37,11 +40,14 @@ from hf_linattn.report import (
 )
 from hf_linattn.training.arguments import FULL, NONE, WINDOW, Arguments, tokens_per_step
 from hf_linattn.training.stages.base import OneProcessStage
+from hf_linattn.training.task import TextEncoder
 from hf_linattn.training.training_run import TrainingRun
 
 # the stages that measured windows of equal bytes, and whether these were trained
 WINDOWS = {"window": False, "window_trained": True}
+METRICS = (*OF_LABELS, *embeddings.METRICS)
 SCORED = ("original", "control", "converted", "recovered")
+TAUGHT = ("calibration_tokens", "kl_weight", "hidden_weight", "cosine_weight", "similarity_weight")
 READINGS = {"cut": "original_cut", "windows": "original_windows"}  # name in the report: stage
 # by the name in the report: the stage after which the converted model has this validation loss
 STAGES = {
@@ -103,7 +109,9 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
         metrics=metric_rows(scores),
         readings=reading_rows(context),
         evaluation=Evaluation(
-            data_options.block_size, scores["recovered"]["num_tokens"], context.task.stride(data_options),
+            data_options.block_size,
+            scores["recovered"]["num_tokens"],
+            context.task.stride(data_options),
             getattr(context.task, "problem", None),
         ),
         training=Training(
@@ -126,6 +134,7 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
         memory=tuple(measure_memory(model, context.speed_lengths)),
         constant_bytes=results["window"].get("constant_bytes"),
         windows=tuple(window_row(results[stage], trained) for stage, trained in WINDOWS.items() if results.get(stage)),
+        samples=read_samples(context, model),
     )
 
 
@@ -166,7 +175,7 @@ def tried(training: Mapping[str, Any]) -> tuple[float, ...]:
 def teaching_options(arguments: Arguments) -> dict[str, Any]:
     """Return the options of calibration, transfer and distillation that are not at their defaults."""
     default, chosen = type(arguments.distillation)(), asdict(arguments.distillation)
-    losses = {name: getattr(arguments.recipe, name) for name in ("calibration_tokens", "kl_weight", "hidden_weight")}
+    losses = {name: getattr(arguments.recipe, name) for name in TAUGHT}
     changed = {name: value for name, value in chosen.items() if value != getattr(default, name)}
     return {name: value for name, value in losses.items() if value} | changed
 
@@ -177,10 +186,13 @@ def stages(results: Mapping[str, dict[str, Any]], step: int) -> tuple[Stage, ...
     last = list(done)[-1]
     done[last] = done[last] | results["recovered_validation"]  # of the model as it was saved
     return tuple(
-        Stage(name, result.get("tokens", result.get("steps", 0) * step), result.get("seconds", 0.0), loss)
+        Stage(
+            name, result.get("tokens", result.get("steps", 0) * step), result.get("seconds", 0.0), loss,
+            result.get("tokens_per_second"), result.get("matrix_share"),
+        )
         for name, result in done.items()
         if (loss := result["eval_loss"]) is not None
-    )
+    )  # fmt: skip
 
 
 def compare_with_original(context: TrainingRun, model: PreTrainedModel) -> Fidelity:
@@ -207,6 +219,26 @@ def read_long_documents(context: TrainingRun, model: PreTrainedModel) -> LongCon
 
     control = load_control(context)
     return LongContext(read(model), read(context.load()), None if control is None else read(control))
+
+
+def read_samples(context: TrainingRun, model: PreTrainedModel) -> tuple[TextSample, ...]:
+    """Return a few test texts and what each of the models makes of them; one at a time is loaded beside `model`."""
+    count = context.arguments.recipe.text_samples
+    if not count:
+        return ()
+    encoder = TextEncoder(context.tokenizer, context.arguments.data)
+    test = context.arguments.data.tested(context.splits["test"])
+
+    def read(reader: PreTrainedModel | None) -> list[Sample] | None:
+        return None if reader is None else context.task.samples(reader, encoder, test, count)
+
+    recovered, original = context.task.samples(model, encoder, test, count), read(context.load()) or []
+    control, converted = read(load_control(context)), read(context.convert()) or []
+    controls = [None] * len(recovered) if control is None else [sample.answer for sample in control]
+    return tuple(
+        TextSample(own.prompt, own.truth, first.answer, second, third.answer, own.answer)
+        for own, first, second, third in zip(recovered, original, controls, converted, strict=True)
+    )
 
 
 def load_control(context: TrainingRun) -> PreTrainedModel | None:

@@ -87,7 +87,7 @@ class TrainingStage:
         """
         plan = self.plan(context)
         rehearse(
-            self.name, lambda: self.trained_part(context, model), plan.data, plan.training,
-            learning_rate=plan.learning_rates[0], max_steps=plan.max_steps,
+            self.name, lambda: context.task.trainee(context, self.trained_part(context, model)), plan.data,
+            plan.training, learning_rate=plan.learning_rates[0], max_steps=plan.max_steps,
             search_steps=plan.search_steps if plan.candidates else 0,
         )  # fmt: skip

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_linattn.errors import OptionError
-from hf_linattn.training.finetuning import fine_tune
+from hf_linattn.training.finetuning import Trained, fine_tune
 from hf_linattn.training.losses.attention_transfer import AttentionTransfer, Transfer
 from hf_linattn.training.losses.block_transfer import BlockTransfer
+from hf_linattn.training.not_finite import with_halved_rates
 from hf_linattn.training.stages.calibration import save_mechanisms
 from hf_linattn.training.stages.training import TrainingPlan, TrainingStage
 from hf_linattn.training.training_run import TrainingRun
@@ -48,13 +48,18 @@ class TransferTraining(TrainingStage):
     def train(self, context: TrainingRun, plan: TrainingPlan) -> dict[str, Any]:
         logger.info("stage transfer: %d steps", plan.max_steps)
         (rate,), folder = plan.learning_rates, context.directory.checkpoints(self.name)
-        model = context.convert(self.inputs)
-        transfer = self.trained_part(context, model)
-        result, state = fine_tune(
-            transfer, plan.data, plan.training, folder, learning_rate=rate, max_steps=plan.max_steps
-        )
-        if result["eval_loss"] is None:
-            raise OptionError(f"transfer_learning_rate={rate:g}: attention transfer diverged; give a lower one")
+        made: dict[str, Any] = {}  # the model of the last training
+
+        def train_at(rate: float) -> tuple[Trained, int | None]:
+            model = made["model"] = context.convert(self.inputs)
+            transfer = self.trained_part(context, model)
+            trained = fine_tune(
+                transfer, plan.data, plan.training, folder, learning_rate=rate, max_steps=plan.max_steps
+            )
+            return trained, trained.result.get("not_finite")
+
+        (result, state), _ = with_halved_rates(self.name, "transfer_learning_rate", rate, context.directory, train_at)
+        model = made["model"]
         training = context.arguments.training
         with training.main_process_first(local=False):  # the others go on when the file is there
             if training.should_save:

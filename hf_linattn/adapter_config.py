@@ -1,0 +1,30 @@
+"""What marks a folder as an adapter of this library, for what reads it without importing PEFT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+# the type of PEFT; PEFT fails on one that it does not know, with this name in its message
+ADAPTER_TYPE = "an adapter of hf_linattn: import hf_linattn.training.adapter_files, or load it with its load_adapter"
+
+
+def read_adapter_config(folder: Path) -> Mapping[str, Any] | None:
+    """Return the config of an adapter of this library in a folder; None where there is none.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        return None
+    try:
+        config: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{str(file)!r} is not JSON ({error}); save the adapter again") from error
+    return config if config.get("peft_type") == ADAPTER_TYPE else None

@@ -1,0 +1,103 @@
+"""What lies in the folder of a run, as far as it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ...chosen_plan import ChosenPlan
+from ...errors import CheckpointError
+from ...plan import PatchConfig
+from ..card import patches_in
+from ..schema import Report
+
+PLANS = ("plan.json", "stages/plan.json")
+EVALUATIONS = "evaluation*.json"  # what `hf-linattn eval --suite` wrote
+NAMES = {"original": "original", "control": "control", "converted": "recovered"}  # as reports name them
+DEPTH = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A run.
+
+    Attributes:
+        folder: where it lies. report: its `report.json`.
+        patches: path of a part of the model -> its patch; None: the folder holds no model.
+        plan: how heads or layers were chosen; None: they were not.
+        rows: of the suites that were run on it, as `hf-linattn eval --suite` writes them.
+    """
+
+    folder: Path
+    report: Report
+    patches: Mapping[str, PatchConfig] | None = None
+    plan: ChosenPlan | None = None
+    rows: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Shares of answers that a model wrote, mean over prompts: by (depth, length) and by (test, length)."""
+
+    model: str
+    by_depth: Mapping[tuple[DEPTH, int], float]
+    by_test: Mapping[tuple[str, int], float]
+
+
+def read_evidence(folder: str | os.PathLike[str]) -> Evidence:
+    """Read the folder of a run; `CheckpointError` if it has no report, or a file cannot be read."""
+    path = Path(folder)
+    report = Report.load(path)
+    chosen = next((path / name for name in PLANS if (path / name).is_file()), None)
+    rows = [row for file in sorted(path.glob(EVALUATIONS)) for row in _rows(file)]
+    plan = None if chosen is None else ChosenPlan.load(chosen)
+    return Evidence(path, report, patches_in(path), plan, tuple(rows))
+
+
+def recalls(rows: Iterable[Mapping[str, Any]]) -> list[Recall]:
+    """Return what each model recalled, of those that were measured."""
+    found = [row for row in rows if row["suite"] == "recall" and row["metric"] == "found"]
+    parts = [row for row in found if "depth" in row["facts"]]
+    whole = [row for row in found if "depth" not in row["facts"]]
+    return [
+        Recall(
+            name,
+            _means(parts, role, lambda row: (tuple(row["facts"]["depth"]), row["facts"]["length"])),
+            _means(whole, role, lambda row: (row["name"], row["facts"]["length"])),
+        )
+        for role, name in NAMES.items()
+        if any(row.get(role) for row in found)
+    ]
+
+
+def losses_by_position(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return model -> its rows of `PositionRow`'s fields, as the suite `language` measured them."""
+    found = [row for row in rows if row["suite"] == "language" and "first" in row["facts"]]
+    read = {
+        name: [row["facts"] | {"loss": row[role]["value"], "low": row[role]["low"], "high": row[role]["high"]}
+               for row in found if row.get(role)]
+        for role, name in NAMES.items()
+    }  # fmt: skip
+    return {name: own for name, own in read.items() if own}
+
+
+def _means(rows: Sequence[Mapping[str, Any]], role: str, key: Any) -> dict[Any, float]:
+    values: dict[Any, list[float]] = defaultdict(list)
+    for row in rows:
+        if row.get(role):
+            values[key(row)] += [row[role]["value"]] * row["num_items"]
+    return {place: fmean(own) for place, own in values.items()}
+
+
+def _rows(file: Path) -> Sequence[Mapping[str, Any]]:
+    remedy = "give what `hf-linattn eval --suite` wrote, or move the file away"
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["rows"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{str(file)!r} has no rows of a suite ({error!r}); {remedy}") from error

@@ -1,0 +1,200 @@
+"""Embedding models of sentence-transformers: an encoder of transformers, and modules that pool its states.
+
+A folder with `modules.json` says which modules follow each other. The first is the encoder, whose attention is
+converted; pooling, dense layers and normalisation come from the folder as they are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from tqdm.auto import tqdm
+
+from . import architecture
+from .errors import CheckpointError, DataError, UnsupportedModelError
+from .inference import accepted, evaluation_mode
+from .reading import reading
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .evaluation.document_windows import DocumentWindows
+
+PACKAGE = "sentence_transformers"
+MODULES_FILE = "modules.json"
+ENCODER = "Transformer"  # the module that holds a model of transformers
+KNOWN = ("Pooling", "Dense", "LayerNorm", "Normalize")  # modules that may follow it
+TOLD = 40  # characters of a text in a message
+
+
+def is_sentence_model(option: str, name: str) -> bool:
+    """Return whether a folder, or a model of the Hub, is one of sentence-transformers: it has a `modules.json`."""
+    if Path(name).is_dir():
+        return (Path(name) / MODULES_FILE).is_file()
+    from transformers.utils import cached_file
+
+    with reading(option, name, "give a folder with a saved model, or the name of one on the Hub and a connection"):
+        return cached_file(name, MODULES_FILE, _raise_exceptions_for_missing_entries=False) is not None
+
+
+class SentenceModel:
+    """What makes embeddings of an encoder's states: the modules of a folder, without the encoder itself.
+
+    Args:
+        name: a folder, or the name of a model on the Hub. dtype: of the encoder. option: named it.
+
+    Attributes:
+        tokenizer: of the model; its `model_max_length` is the `max_seq_length` that is saved.
+
+    Raises:
+        UnsupportedModelError: sentence-transformers is not installed, or a module is none of those that are known.
+        CheckpointError: the folder cannot be read, or has no `modules.json`.
+    """
+
+    def __init__(self, name: str, dtype: str | torch.dtype = "auto", option: str = "model_name_or_path"):
+        if not is_sentence_model(option, name):
+            raise CheckpointError(
+                f"{option}={name!r} has no {MODULES_FILE}, so nothing says how its states become an embedding; give a"
+                " model that sentence-transformers saved"
+            )
+        if importlib.util.find_spec(PACKAGE) is None:
+            raise UnsupportedModelError(
+                f"{option}={name!r} is an embedding model of sentence-transformers, which is not installed; run"
+                " pip install 'hf_linattn[embeddings]'"
+            )
+        from sentence_transformers import SentenceTransformer
+
+        with reading(option, name, "give a model that sentence-transformers saved"), _quiet():
+            self._whole: Any = SentenceTransformer(name, device="cpu", model_kwargs={"dtype": dtype})
+        kinds = [type(module).__name__ for module in self._whole]
+        unknown = next((kind for kind in kinds[1:] if kind not in KNOWN), None)
+        if kinds[0] != ENCODER or "Pooling" not in kinds[1:] or unknown is not None:
+            raise UnsupportedModelError(
+                f"{option}={name!r} has the modules {', '.join(kinds)}; what is converted is a {ENCODER}, then"
+                f" Pooling, and after it any of {', '.join(KNOWN[1:])}"
+            )
+        prompt = self._whole.prompts.get(self._whole.default_prompt_name) or ""
+        if prompt and not all(getattr(module, "include_prompt", True) for module in self._whole):
+            raise UnsupportedModelError(
+                f"{option}={name!r} leaves the prompt {prompt!r} out of its pooling (include_prompt=False), which is"
+                " not supported; save it without default_prompt_name"
+            )
+        self.prompt = prompt
+        self.tokenizer = self._whole.tokenizer
+        if self.tokenizer.pad_token_id is None:
+            raise DataError(f"pad_token: the tokenizer of {name!r} has none; a batch of texts needs one, set it")
+        self.encoder: PreTrainedModel | None = self._whole[0].model
+        self._whole[0].model = None  # else it would stay in memory beside those that are trained
+        self._pooling = list(self._whole)[1:]
+        for module in self._pooling:
+            module.float().eval().requires_grad_(False)
+
+    def take_encoder(self) -> PreTrainedModel:
+        """Return the encoder that was loaded, once; it is not kept here."""
+        encoder, self.encoder = self.encoder, None
+        if encoder is None:
+            raise CheckpointError("the encoder was taken already; load the folder again")
+        return encoder
+
+    @contextmanager
+    def holding(self, encoder: nn.Module) -> Iterator[Any]:
+        """Give the `SentenceTransformer` with an encoder in its place, for a while."""
+        self._whole[0].model = architecture.root_model(encoder)
+        try:
+            yield self._whole
+        finally:
+            self._whole[0].model = None
+
+    def save(self, encoder: nn.Module, folder: str | Path) -> None:
+        """Write a folder that `SentenceTransformer(folder)` loads; the card is left to others."""
+        with self.holding(encoder) as whole:
+            whole.save_pretrained(str(folder), create_model_card=False)
+
+    def encode(self, texts: Sequence[str], max_length: int, split: str = "test") -> dict[str, list[list[int]]]:
+        """Return `input_ids` and `attention_mask` of texts, with the model's own prompt, cut to `max_length` tokens.
+
+        Raises:
+            DataError: the tokenizer leaves no token of a text.
+        """
+        encoded = self.tokenizer(
+            [self.prompt + text for text in texts], truncation=True, max_length=max_length, verbose=False,
+            return_special_tokens_mask=True, return_token_type_ids=False,
+        )  # fmt: skip
+        for text, special in zip(texts, encoded["special_tokens_mask"], strict=True):
+            if all(special):
+                raise DataError(
+                    f"the {split} split holds the text {text[:TOLD]!r}, of which the tokenizer leaves no token;"
+                    " leave it out"
+                )
+        return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+    def pool(self, states: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return embeddings [B, D] of states [B, N, W], by the modules of the folder."""
+        features = {"token_embeddings": states.float(), "attention_mask": attention_mask}
+        for module in self._pooling:
+            features = module.to(states.device)(features)
+        return features["sentence_embedding"]
+
+    def embed(
+        self, encoder: nn.Module, inputs: Mapping[str, Tensor], windows: DocumentWindows | None = None
+    ) -> Tensor:
+        """Return embeddings [B, D] of length 1 for `input_ids` and `attention_mask` [B, N], padded on the right.
+
+        windows: in which the encoder reads each text, their embeddings averaged by their tokens; None: whole.
+        """
+
+        def read(ids: Tensor, mask: Tensor) -> Tensor:
+            states = encoder(input_ids=ids, attention_mask=mask, **accepted(encoder, use_cache=False))
+            return self.pool(states.last_hidden_state, mask)
+
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        found = read(ids, mask) if windows is None else windows.pooled(read, ids, mask)
+        return F.normalize(found, dim=-1)
+
+    def embed_texts(
+        self,
+        encoder: nn.Module,
+        texts: Sequence[str],
+        *,
+        max_length: int,
+        batch_size: int = 32,
+        windows: DocumentWindows | None = None,
+        progress: bool = False,
+    ) -> Tensor:
+        """Return the embeddings of texts, of length 1, in float32 on the CPU: [texts, D]."""
+        encoded = self.encode(texts, max_length)["input_ids"]
+        order = sorted(range(len(texts)), key=lambda i: len(encoded[i]))  # texts of like length share a batch
+        rows: list[Tensor] = [torch.empty(0)] * len(texts)
+        device = architecture.root_model(encoder).device
+        with evaluation_mode(encoder), torch.no_grad():
+            for start in tqdm(range(0, len(texts), batch_size), desc="embed", disable=not progress):
+                chosen = order[start : start + batch_size]
+                ids = [torch.tensor(encoded[i], device=device) for i in chosen]
+                batch = {
+                    "input_ids": pad_sequence(ids, True, self.tokenizer.pad_token_id),
+                    "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True),
+                }
+                for i, row in zip(chosen, self.embed(encoder, batch, windows).float().cpu(), strict=True):
+                    rows[i] = row
+        return torch.stack(rows)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what sentence-transformers says of every model that it loads out of the log."""
+    logger = logging.getLogger(PACKAGE)
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,200 @@
+"""Adapters on disk: a plan, the mechanisms' parameters and LoRA weights, without the weights of the model.
+
+A folder is one of PEFT, `adapter_config.json` and `adapter_model.safetensors`, of a type that PEFT does not know by
+itself. PEFT without this module fails on it, and says what to import; softmax layers under such adapters would be
+silent nonsense. With it, `PeftModel.from_pretrained` patches the model as the folder says, then puts the adapters in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, LoraModel, PeftConfig, PeftModel, TaskType, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_linattn import get_patch_config, is_patched, patch_model, unpatch_model
+from hf_linattn.adapter_config import ADAPTER_TYPE, CONFIG_FILE, WEIGHTS_FILE
+from hf_linattn.atomic_io import write_text, write_whole
+from hf_linattn.errors import CheckpointError, PatchError
+from hf_linattn.evaluation import position_limit
+from hf_linattn.plan import PatchConfig
+from hf_linattn.reading import reading
+from hf_linattn.training.task import CAUSAL, task_of
+from hf_linattn.transformers_bridge import MECHANISM
+
+PREFIX = "base_model.model."  # of the names that PEFT gives tensors
+
+
+class AdapterType(StrEnum):
+    """The type of PEFT under which adapters of this library are known."""
+
+    LORA = ADAPTER_TYPE
+
+
+@dataclass
+class AdapterConfig(LoraConfig):
+    """PEFT's config of LoRA adapters, and which mechanism serves which layer.
+
+    Attributes:
+        hf_linattn: a `PatchConfig` as a mapping. max_positions: that the model was extended to; None: it was not.
+    """
+
+    hf_linattn: dict[str, Any] = field(default_factory=dict)
+    max_positions: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = AdapterType.LORA  # type: ignore[assignment]  # PEFT knows its own by an enumeration alone
+
+
+class AdapterModel(LoraModel):
+    """PEFT's tuner of LoRA adapters, which patches a model before it puts them in."""
+
+    def _pre_injection_hook(self, model: nn.Module, config: PeftConfig, adapter_name: str) -> None:
+        patch_as(model, config)  # type: ignore[arg-type]  # the mapping below gives it no other
+
+
+PEFT_TYPE_TO_CONFIG_MAPPING[AdapterType.LORA] = AdapterConfig  # type: ignore[index]
+PEFT_TYPE_TO_TUNER_MAPPING[AdapterType.LORA] = AdapterModel  # type: ignore[index]
+PEFT_TYPE_TO_PREFIX_MAPPING[AdapterType.LORA] = "lora_"  # type: ignore[index]
+
+
+def patch_as(model: Any, config: AdapterConfig) -> bool:
+    """Patch a model as an adapter says, and return whether it was not patched yet.
+
+    Raises:
+        PatchError: it is patched otherwise.
+    """
+    wanted = PatchConfig.from_dict(config.hf_linattn)
+    if is_patched(model):
+        if get_patch_config(model).to_dict() != wanted.to_dict():
+            raise PatchError(
+                f"{type(model).__name__} is patched otherwise than the adapter was trained with; give the original"
+                " model, or unpatch_model(model) first"
+            )
+        return False
+    limit, longest = position_limit(model), config.max_positions
+    extended = longest if longest is not None and limit is not None and limit < longest else None
+    patch_model(model, wanted, max_positions=extended)
+    return True
+
+
+def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_trainable: bool = False) -> PeftModel:
+    """Patch a model and give it the mechanisms and LoRA weights that `save_adapter` wrote.
+
+        model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+        model = load_adapter(model, "runs/mine/adapter")  # .merge_and_unload() gives a model without PEFT
+
+    Args:
+        model: the original, or one that is patched as the adapter says; it is changed in place.
+        path: a folder, or a name on the Hub. is_trainable: whether adapters and mechanisms are to be trained on.
+
+    Raises:
+        CheckpointError: the folder cannot be read, is no adapter of this library, or belongs to another model.
+        PatchError: the model is patched otherwise.
+        HfLinattnError: as `patch_model` raises, for a model that cannot be patched so. The model is then as it was.
+    """
+    with reading("path", path, "give a folder that a recipe wrote with save_adapter, or its name on the Hub"):
+        config = PeftConfig.from_pretrained(path)
+        state = load_peft_weights(path, device="cpu")
+    if not isinstance(config, AdapterConfig):
+        raise CheckpointError(
+            f"path={str(path)!r} holds an adapter of type {config.peft_type}, which is not one of this library;"
+            " load it with PEFT"
+        )
+    config.inference_mode, base = not is_trainable, config.base_model_name_or_path
+    config.base_model_name_or_path = None  # PEFT would warn that a folder was called otherwise where it was trained
+    patched = patch_as(model, config)
+    adapted: Any = get_peft_model(model, config)
+    known = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    other = unlike(known, state)
+    if other is not None:
+        adapted.unload()
+        if patched:
+            unpatch_model(model)
+        raise CheckpointError(f"path={str(path)!r} belongs to another model: {other}; give the one it was trained on")
+    set_peft_model_state_dict(adapted, state)
+    config.base_model_name_or_path = base
+    return adapted.train(is_trainable)
+
+
+def unlike(known: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
+    """Return the first difference between the tensors of a model and those of a file: names, then shapes."""
+    for name in sorted(known.keys() | found.keys()):
+        if name not in found:
+            return f"the adapter has no {name!r}"
+        if name not in known:
+            return f"the model has no {name!r}"
+        if known[name].shape != found[name].shape:
+            return f"{name!r} is of {list(found[name].shape)}, the model's of {list(known[name].shape)}"
+    return None
+
+
+def save_adapter(
+    adapted: PeftModel,
+    folder: Path,
+    base: str,
+    max_positions: int | None = None,
+    dtype: torch.dtype | None = None,
+    before: Path | None = None,
+) -> None:
+    """Write the adapters of a patched model with its plan and its mechanisms' state, each file whole or not at all.
+
+    Args:
+        adapted: a patched model with LoRA adapters, as `add_adapters` makes it.
+        base: name or folder of the original. max_positions: that it was extended to; None: it was not.
+        dtype: of the tensors; None: as they are.
+        before: an adapter that was merged into the model before these were added; the result is the sum of both.
+    """
+    config: Any = adapted.peft_config["default"]
+    state = dict(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    trained = {name for name in state if f".{MECHANISM}." in name}
+    state |= {name: x for name, x in adapted.state_dict().items() if _is_mechanisms(name) and not trained}
+    rank, alpha = config.r, config.lora_alpha
+    if before is not None:
+        earlier = json.loads((before / CONFIG_FILE).read_text(encoding="utf-8"))
+        state = summed(load_file(before / WEIGHTS_FILE), state)
+        rank, alpha = rank + earlier["r"], alpha * (rank + earlier["r"]) / rank
+    described = AdapterConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=config.lora_dropout, target_modules=config.target_modules,
+        modules_to_save=[MECHANISM] if any(f".{MECHANISM}." in name for name in state) else None,
+        fan_in_fan_out=config.fan_in_fan_out, base_model_name_or_path=base, max_positions=max_positions,
+        hf_linattn=get_patch_config(adapted).to_dict(), inference_mode=True,
+        task_type=TaskType.CAUSAL_LM if task_of(adapted) is CAUSAL else None,
+    )  # fmt: skip
+    tensors = {name: x.detach().to(dtype or x.dtype).cpu().contiguous() for name, x in state.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / WEIGHTS_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    plain = described.to_dict()
+    lists = {name: sorted(value) if isinstance(value, set) else value for name, value in plain.items()}
+    write_text(folder / CONFIG_FILE, json.dumps(lists, indent=2, sort_keys=True) + "\n")
+
+
+def summed(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return adapters that add what two of the same scaling add one after another; what is no adapter is the second's.
+
+    B A + B' A' = [B B'] [A; A'].
+    """
+    axes = {"lora_A": 0, "lora_B": 1}
+    result = dict(second)
+    for name, tensor in second.items():
+        axis = next((axis for part, axis in axes.items() if f".{part}." in name), None)
+        if axis is not None:
+            result[name] = torch.cat([first[name].to(tensor), tensor], dim=axis)
+    return result
+
+
+def _is_mechanisms(name: str) -> bool:
+    """Return whether a tensor of an adapted model is of a mechanism itself, not of a copy that PEFT trains."""
+    return f".{MECHANISM}." in name and "original_module" not in name and "modules_to_save" not in name

@@ -1,0 +1,136 @@
+"""Embedding models of sentence-transformers: the original's embeddings teach, and retrieval measures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, DatasetDict
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_linattn.errors import OptionError
+from hf_linattn.evaluation.document_windows import DocumentWindows
+from hf_linattn.evaluation.embeddings import Texts, embedding_scores
+from hf_linattn.inference import evaluation_mode
+from hf_linattn.report.schema import EMBEDDING
+from hf_linattn.sentence_models import SentenceModel
+from hf_linattn.training.arguments import AUTO, Arguments, DataArguments
+from hf_linattn.training.base_task import Task, TextEncoder, refuse
+from hf_linattn.training.classification import PaddingCollator
+from hf_linattn.training.data import TrainingData, read_splits, text_splits
+from hf_linattn.training.losses.embeddings import EmbeddingDistillation, EmbeddingWeights
+from hf_linattn.training.losses.loss_module import LossModule
+
+# of other tasks: what they would be of
+OF_OTHERS = {
+    "kl_weight": "an embedding model predicts nothing",
+    "completion_only": "an embedding model answers nothing",
+    "stride": "a text is one window",
+    "metrics": "it is of classifiers",
+    "class_weights": "it is of classifiers",
+    "fidelity_windows": "an embedding model generates no text",
+    "position_windows": "an embedding model predicts no next token",
+    "long_windows": "an embedding model predicts no next token",
+    "label_smoothing_factor": "there are no labels to smooth",
+    "neftune_noise_alpha": "the original would be given other embeddings of tokens",
+    "top_k": "there are no logits to compare",
+    "fading_teacher": "nothing else teaches",
+    "tokenizer_name": "the tokenizer is that of the folder",
+}
+
+
+class Embeddings(Task):
+    """A text, cut to `block_size` tokens, becomes a row of numbers; rows are padded to the longest of their batch.
+
+    There are no labels: the original's embeddings teach. Where they are those of windows, the control learns from them
+    as well; else it would learn what it knows, and there is none. For the score see `embedding_scores`, beside the
+    embeddings that teach.
+    """
+
+    problem = EMBEDDING
+    has_own_loss = True
+    reads_windows = True
+    of_control = frozenset({"hidden_weight", "document_window", "document_stride"})
+
+    def __init__(self, modules: SentenceModel):
+        self.modules = modules
+        self.tokenizer: Any = modules.tokenizer
+        self._wanted: Tensor | None = None
+
+    def check_options(self, arguments: Arguments) -> None:
+        model, training = arguments.model, arguments.training
+        given = {name: value for group in arguments for name, value in vars(group).items()}
+        for name, reason in OF_OTHERS.items():
+            refuse(name, given[name], reason)
+        for name, default in {"ce_weight": 1.0, "temperature": 1.0}.items():
+            refuse(name, given[name] if given[name] != default else None, "there are no predictions to compare")
+        if model.layers == AUTO:
+            raise OptionError(f"layers={AUTO!r}: layers are chosen by what is predicted; name them")
+        weights = weights_of(arguments)
+        if not any(weights):
+            raise OptionError("cosine_weight, similarity_weight and hidden_weight are 0; nothing teaches, raise one")
+        if weights.similarity and training.per_device_train_batch_size < 2 and not any(weights[:2]):
+            raise OptionError("per_device_train_batch_size=1: one text has no others to be compared with; give 2")
+
+    def load(self, data: DataArguments) -> DatasetDict:
+        files = data.train_file, data.validation_file, data.test_file
+        return self.select(read_splits(data.dataset_name, data.dataset_config_name, *files), data)
+
+    def select(self, splits: DatasetDict, data: DataArguments) -> DatasetDict:
+        return text_splits(splits, data.text_column, pair_column=data.text_pair_column)
+
+    def rows(self, splits: DatasetDict, encoder: TextEncoder, model: PreTrainedModel, max_tokens: int) -> TrainingData:
+        data = encoder.options
+        limits = {"train": max_tokens, "validation": data.max_validation_tokens}
+        rows = {}
+        for name, limit in limits.items():
+            # a row counts as block_size tokens
+            chosen = splits[name].shuffle(seed=0) if name == "train" else splits[name]
+            texts = Texts.of(chosen).whole
+            count = len(texts) if limit is None else min(len(texts), max(1, limit // data.block_size))
+            encoded = self.modules.encode(texts[:count], data.block_size, name)
+            rows[name] = Dataset.from_dict({**encoded, "labels": list(range(count))}).with_format("torch")
+        if "test" in splits:  # now, and not after hours
+            test = Texts.of(data.tested(splits["test"]))
+            test.check()
+            for part in (test.whole, test.queries, test.answers):
+                self.modules.encode(part, data.block_size, "test")
+        limit = self.tokenizer.model_max_length
+        self.tokenizer.model_max_length = max(limit, data.block_size)  # what is saved reads what was trained on
+        collator = PaddingCollator(self.tokenizer.pad_token_id)
+        return TrainingData(**rows, collator=collator, evaluation_collator=collator)
+
+    def trainee(self, run: Any, model: nn.Module) -> nn.Module:
+        if isinstance(model, LossModule):  # attention transfer
+            return model
+        weights = weights_of(run.arguments)
+        return EmbeddingDistillation(model, run.original(), self.modules, weights, run.windows)
+
+    def measure(
+        self, run: Any, model: PreTrainedModel, options: DataArguments, windows: DocumentWindows | None = None
+    ) -> dict[str, Any]:
+        size = run.arguments.training.per_device_eval_batch_size
+        texts, longest = Texts.of(options.tested(run.splits["test"])), run.arguments.data.block_size
+        if self._wanted is None:  # as they teach: once, whatever is compared
+            self._wanted = self.modules.embed_texts(
+                run.original(), texts.whole, max_length=longest, batch_size=size, windows=run.windows
+            )
+        reading: dict[str, Any] = {"max_length": options.block_size, "batch_size": size, "windows": windows}
+        return embedding_scores(self.modules, model, texts, self._wanted, **reading)
+
+    def save(self, model: PreTrainedModel, folder: Path) -> None:
+        self.modules.save(model, folder)
+
+    @torch.no_grad()
+    def answers(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+        with evaluation_mode(model):
+            return self.modules.embed(model, {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)})
+
+
+def weights_of(arguments: Arguments) -> EmbeddingWeights:
+    """Return the weights of the loss; what is not said of embeddings counts once."""
+    recipe = arguments.recipe
+    cosine, similarity = (1.0 if x is None else x for x in (recipe.cosine_weight, recipe.similarity_weight))
+    return EmbeddingWeights(recipe.hidden_weight, cosine, similarity)

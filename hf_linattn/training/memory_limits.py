@@ -1,0 +1,109 @@
+"""What is said where memory runs out: the stage, the size of the tensor, and the options that help."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hf_linattn.errors import OptionError
+from hf_linattn.reading import one_line
+from hf_linattn.training.arguments import FULL, Arguments
+
+# what PyTorch and NumPy say of memory that they did not get, on GPUs and on CPUs
+SAID = re.compile(r"(?i)out of memory|not enough memory|can't allocate memory|unable to allocate|bad_alloc")
+SIZE = re.compile(r"(?i)allocate (\d+(?:\.\d+)?) ?(bytes|[KMGTP]i?B)")
+UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
+
+
+@contextmanager
+def naming_memory(stage: str, arguments: Arguments) -> Iterator[None]:
+    """Turn what is raised where memory runs out into an `OptionError` that names the stage and what helps.
+
+    Args:
+        stage: that runs meanwhile.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OptionError(
+            f"the stage {stage} runs out of memory, {size_said(error)}; go on from its last checkpoint, in this"
+            f" output_dir, with {what_continues(arguments)}; or begin in another one with {what_helps(arguments)}"
+        ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that there was no memory for a tensor.
+
+    >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."))
+    True
+    """
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or (isinstance(error, RuntimeError) and bool(SAID.search(str(error))))
+
+
+def size_said(error: BaseException) -> str:
+    """Return how large the tensor was for which there was no memory, or else what was said.
+
+    >>> size_said(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."))
+    'at a tensor of 2.15 GB'
+    """
+    found = SIZE.search(str(error))
+    if found is None:
+        return one_line(error)
+    return f"at a tensor of {gigabytes(float(found[1]) * UNITS[found[2][0].upper()])}"
+
+
+def gigabytes(count: float) -> str:
+    """Return a number of bytes in GB, which are 10^9.
+
+    >>> gigabytes(1_234_000_000)
+    '1.23 GB'
+    """
+    return f"{count / 1e9:.2f} GB"
+
+
+def what_continues(arguments: Arguments) -> str:
+    """Name the options that make a step smaller and that a run may be continued with."""
+    training = arguments.training
+    batch, accumulated = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    half = next((n for n in range(batch // 2, 0, -1) if batch % n == 0), 0)
+    some = {
+        "gradient_checkpointing true": not _checkpoints(arguments),
+        f"per_device_train_batch_size {half} and gradient_accumulation_steps {accumulated * batch // (half or 1)}":
+            half > 0,
+        f"per_device_eval_batch_size {training.per_device_eval_batch_size // 2}":
+            training.per_device_eval_batch_size > 1,
+        "chunk_feed_forward, as 512": arguments.model.chunk_feed_forward is None,
+    }  # fmt: skip
+    return ", or ".join(name for name, helps in some.items() if helps) or "nothing else running beside it"
+
+
+def what_helps(arguments: Arguments, disk: bool = False) -> str:
+    """Name the options that make a run smaller and are not set yet.
+
+    disk: those that leave less on the disk.
+    """
+    model, data, recipe, training, distillation = arguments
+    some: dict[str, bool] = {
+        "lora_rank, as 8": distillation.lora_rank is None,
+        "control 'none'": recipe.control == FULL,
+        "another output_dir": disk,
+        "save_total_limit 1": disk and training.save_total_limit != 1,
+        "dtype 'bfloat16'": not disk and model.dtype == "float32",
+        "gradient_checkpointing": not disk and not _checkpoints(arguments),
+        f"a per_device_train_batch_size below {training.per_device_train_batch_size}": not disk
+        and training.per_device_train_batch_size > 1,
+        f"a block_size below {data.block_size}": not disk,
+    }
+    return ", or ".join(name for name, helps in some.items() if helps)
+
+
+def _checkpoints(arguments: Arguments) -> bool:
+    """Return whether activations are made again in the backward pass."""
+    names = "gradient_checkpointing", "activation_checkpointing"  # newer transformers has the second name
+    return any(getattr(arguments.training, name, False) for name in names)

@@ -1,0 +1,84 @@
+"""How fast a training goes: tokens per second, and its share of the rate at which the machine multiplies matrices."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+
+COUNTED = 2  # the step whose operations are counted; the first one makes what later ones find
+SIZES = {"cuda": 8192}  # of the matrices that are multiplied to measure a machine's rate; else:
+SIZE = 1024
+
+
+class Speed(TrainerCallback):
+    """Times the steps of a training, and counts the operations of PyTorch's matrix products in its second one.
+
+    Kernels of this library in C and Triton are not counted, so the share is that of projections, feed-forwards, head
+    and softmax attention. Evaluations and checkpoints are not timed.
+
+    Args:
+        row_tokens: tokens of a row. dtype: of the products.
+    """
+
+    def __init__(self, row_tokens: float, dtype: torch.dtype):
+        self.row_tokens, self.dtype = row_tokens, dtype
+        self.taken, self.timed, self.seconds, self.operations = 0, 0, 0.0, 0
+        self.counting: FlopCounterMode | None = None
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.taken += 1
+        if self.taken == COUNTED and not args.torch_compile:  # which would compile anew
+            self.counting = FlopCounterMode(display=False)
+            self.counting.__enter__()
+        self.start = time.perf_counter()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self.counting is not None:
+            self.operations = self.counting.get_total_flops()
+            self.stop_counting()
+        elif self.taken > COUNTED:
+            self.timed += 1
+            self.seconds += time.perf_counter() - self.start
+
+    def stop_counting(self) -> None:
+        """Count no more, also where the step did not come to its end."""
+        if self.counting is not None:
+            self.counting.__exit__(None, None, None)
+            self.counting = None
+
+    def result(self, args: TrainingArguments) -> dict[str, float]:
+        """Return `tokens_per_second` of all processes and `matrix_share`; nothing after fewer than three steps."""
+        if not self.timed:
+            return {}
+        each = self.seconds / self.timed
+        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        found = {"tokens_per_second": round(rows * self.row_tokens / each, 1)}
+        if self.operations:
+            found["matrix_share"] = round(self.operations / each / matrix_rate(args.device.type, self.dtype), 4)
+        return found
+
+
+@functools.cache
+def matrix_rate(device: str, dtype: torch.dtype) -> float:
+    """Return the operations a second of a large matrix product, two for each multiplication, the best of three."""
+    size = SIZES.get(device, SIZE)
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        (left @ right).flatten()[0].item()  # which waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def product_dtype(args: TrainingArguments, own: torch.dtype) -> torch.dtype:
+    """Return the dtype of the matrix products of a training: of mixed precision, or else the weights' own."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else own

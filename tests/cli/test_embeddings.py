@@ -1,0 +1,80 @@
+"""`hf-linattn eval` and `convert` of embedding models: what they find, and folders that load."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+
+import hf_linattn
+from tests.recipes.test_embeddings import in_windows, scores
+from tests.sentence_models import save_sentence_model
+from tests.test_cli import answer, refuse
+
+TABLE = 8
+TEXTS = [" ".join(f"w{5 + (seed * seed + 3 * i) % 50}" for i in range(2 + 3 * seed)) for seed in range(5)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """An embedding model with 8 positions, and rows."""
+    folder = tmp_path_factory.mktemp("embeddings")
+    save_sentence_model(folder, max_position_embeddings=TABLE)
+    rows = [{"text": text, "title": f"w{5 + i} w{6 + i}"} for i, text in enumerate(TEXTS)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "long.jsonl").write_text(json.dumps({"text": "w5 w6"}) + "\n" + json.dumps({"text": "w9"}) + "\n")
+    return folder
+
+
+def test_it_is_converted_with_its_modules_and_scored_beside_its_original(folder, tmp_path):
+    out, options = tmp_path / "out", ("--mechanism", "linear", "--max-positions", 16)
+    done = json.loads(answer("convert", folder / "model", out, *options, "--json"))
+    assert done["model_class"] == "BertModel" and done["processors"] == ["tokenizer_config.json"]
+    model, original = (SentenceTransformer(str(path), device="cpu") for path in (out, folder / "model"))
+    assert hf_linattn.is_patched(model) and model.max_seq_length == 16
+    card = (out / "README.md").read_text()
+    assert "library_name: sentence-transformers" in card and 'SentenceTransformer("' in card
+    found = json.loads(answer("eval", out, folder / "rows.jsonl", "--original", folder / "model", "--json"))
+    cut = [text.split()[:16] for text in TEXTS]
+    halves = [(" ".join(w[:n]), " ".join(w[n:])) for w in map(str.split, TEXTS) for n in [len(w) // 2]]
+    first, second = (torch.from_numpy(model.encode([pair[i] for pair in halves])) for i in (0, 1))
+    windows = torch.stack([in_windows(original, " ".join(words)) for words in cut])
+    expected = scores(first, second)
+    expected["cosine"] = float((torch.from_numpy(model.encode(TEXTS)) * windows).sum(-1).mean())
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=1e-5), name
+    assert (found["num_texts"], found["max_length"], found["document_window"]) == (5, 16, None)
+
+
+def test_pairs_and_windows(folder):
+    options = "--text_pair_column", "title", "--document_window", TABLE, "--document_stride", 4
+    found = json.loads(answer("eval", folder / "model", folder / "rows.jsonl", *options, "--json"))
+    model = SentenceTransformer(str(folder / "model"), device="cpu")
+    titles = torch.from_numpy(model.encode([f"w{5 + i} w{6 + i}" for i in range(5)]))
+    first = torch.stack([in_windows(model, text) for text in TEXTS])
+    for name, value in scores(first, titles).items():
+        assert found[name] == pytest.approx(value, abs=1e-5), name
+    assert "cosine" not in found and found["document_stride"] == 4 and math.isfinite(found["perplexity"])
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "message"),
+    [
+        ("rows.jsonl", ("--max-length", 9), "max_length=9 is beyond the 8 positions .* extend_positions"),
+        ("rows.jsonl", ("--document_window", 9), "document_window=9 is beyond the 8 positions"),
+        ("rows.jsonl", ("--document_stride", 2), "document_stride=2: there are no windows"),
+        ("rows.jsonl", ("--stride", 2), "stride=2: it is not of embedding models"),
+        ("rows.jsonl", ("--metrics", "accuracy"), "metrics=.* it is not of embedding models"),
+        ("rows.jsonl", ("--text_column", "txt"), "text_column='txt' is not a column"),
+        ("long.jsonl", (), "'w9' has one word"),
+        ("missing.jsonl", (), "does not exist or is not a file"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_one_line(folder, file, options, message):
+    said = " ".join(refuse("eval", folder / "model", folder / file, *options).split())
+    assert re.search(message, said), said

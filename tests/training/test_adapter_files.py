@@ -1,0 +1,160 @@
+"""Adapters on disk: what is loaded computes what was saved, by any way in, and never onto softmax or another model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hf_linattn import get_mechanisms, is_patched, patch_model
+from hf_linattn.errors import CheckpointError, OptionError, PatchError
+from hf_linattn.plan import PatchConfig
+from hf_linattn.report import Report
+from hf_linattn.training import adapter_files, load_adapter
+from hf_linattn.training.adapters import add_adapters
+from hf_linattn.training.stages.adapter import AdapterStage
+from tests.models import make_model
+from tests.recipes.test_distill import flags, run
+from tests.recipes.test_finetune import material
+
+__all__ = ["material"]
+IDS = torch.arange(5, 16)[None]
+
+
+def original():
+    return make_model("llama", std=0.3)
+
+
+def logits_of(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def saved(folder: Path, train_mechanisms: bool = True, **options) -> torch.Tensor:
+    """Write the adapter of a model whose adapters and mechanisms were changed, and return its logits."""
+    original().save_pretrained(folder / "base")
+    model = patch_model(original(), "hybrid", layers="1", window_size=4)
+    adapted = add_adapters(model, rank=2, train_mechanisms=train_mechanisms)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad or ".hf_linattn." in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    adapter_files.save_adapter(adapted, folder / "adapter", str(folder / "base"), **options)
+    return logits_of(adapted)
+
+
+WAYS = {
+    "load_adapter": lambda folder: load_adapter(original(), folder / "adapter"),
+    "merged": lambda folder: load_adapter(original(), str(folder / "adapter")).merge_and_unload(),
+    "patched already": lambda folder: load_adapter(
+        patch_model(original(), "hybrid", layers="1", window_size=4), folder / "adapter"
+    ),
+    "PeftModel": lambda folder: PeftModel.from_pretrained(original(), folder / "adapter"),
+    "AutoPeftModel": lambda folder: AutoPeftModelForCausalLM.from_pretrained(folder / "adapter"),
+    "AutoModel": lambda folder: AutoModelForCausalLM.from_pretrained(folder / "adapter"),
+}
+
+
+@pytest.mark.parametrize("train_mechanisms", [True, False], ids=["trained", "fitted"])
+def test_every_way_in_patches_the_model_first(tmp_path, train_mechanisms):
+    expected = saved(tmp_path, train_mechanisms)
+    assert not torch.allclose(logits_of(patch_model(original(), "hybrid", layers="1", window_size=4)), expected)
+    for name, load in WAYS.items():
+        model = load(tmp_path)
+        assert is_patched(model), name
+        torch.testing.assert_close(logits_of(model), expected, msg=name)
+    files = "adapter/adapter_model.safetensors", "base/model.safetensors"
+    sizes = [(tmp_path / file).stat().st_size for file in files]
+    assert sizes[0] < sizes[1] / 2
+    trained = load_adapter(original(), tmp_path / "adapter", is_trainable=True)
+    assert trained.training and any("lora" in name for name, p in trained.named_parameters() if p.requires_grad)
+
+
+def test_two_adapters_one_after_another_are_one(tmp_path):
+    saved(tmp_path)
+    model = load_adapter(original(), tmp_path / "adapter").merge_and_unload()
+    adapted = add_adapters(model, rank=3, alpha=6, seed=1)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    adapter_files.save_adapter(adapted, tmp_path / "both", "base", before=tmp_path / "adapter")
+    both = load_adapter(original(), tmp_path / "both")
+    assert both.peft_config["default"].r == 5
+    torch.testing.assert_close(logits_of(both), logits_of(adapted), rtol=1e-4, atol=1e-5)
+
+
+def test_what_does_not_fit_leaves_the_model_as_it_was(tmp_path):
+    saved(tmp_path)
+    folder = tmp_path / "adapter"
+    larger = make_model("llama", std=0.3, intermediate_size=96, num_attention_heads=8)
+    before = logits_of(larger)
+    with pytest.raises(CheckpointError, match=r"belongs to another model: .* is of .*, the model's of .*; give the"):
+        load_adapter(larger, folder)
+    assert not is_patched(larger) and torch.equal(logits_of(larger), before)
+    with pytest.raises(PatchError, match="is patched otherwise than the adapter was trained with"):
+        load_adapter(patch_model(original(), "linear"), folder)
+    with pytest.raises(PatchError, match="is patched otherwise"):
+        PeftModel.from_pretrained(patch_model(original(), "linear"), folder)
+    state = load_file(folder / "adapter_model.safetensors")
+    save_file(dict(list(state.items())[1:]), folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="belongs to another model: the adapter has no 'base_model"):
+        load_adapter(original(), folder)
+    (folder / "adapter_model.safetensors").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match=r"path=.*cannot be read: .*; give a folder that a recipe wrote"):
+        load_adapter(original(), folder)
+    add_adapters(patch_model(original(), "linear"), rank=2).save_pretrained(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match=r"holds an adapter of type .*LORA, which is not one of this library"):
+        load_adapter(original(), tmp_path / "plain")
+
+
+def test_a_recipe_leaves_an_adapter_of_both_its_trainings(material, tmp_path):
+    out = tmp_path / "out"
+    longer = {"long_tokens": 384, "long_block_size": 48, "transfer_tokens": 0, "calibration_tokens": 256}
+    given = flags(material, out, control="none", save_adapter="beside", **longer)
+    report = run(given)
+    assert run(given) == report, "done already"
+    merged = AutoModelForCausalLM.from_pretrained(out)
+    model = load_adapter(AutoModelForCausalLM.from_pretrained(material["model_name_or_path"]), out / "adapter")
+    assert {m.config.mechanism for m in get_mechanisms(model).values()} == {"hybrid"}
+    assert model.peft_config["default"].r == 4, "of two trainings with adapters of rank 2"
+    torch.testing.assert_close(logits_of(model), logits_of(merged), rtol=1e-4, atol=1e-5)
+    card = (out / "adapter" / "README.md").read_text()
+    assert "load_adapter(AutoModelForCausalLM.from_pretrained(base)" in card and "library_name: peft" in card
+    assert Report.load(out / "adapter") == report
+    alone = shutil.copytree(out, tmp_path / "alone")
+    context = Mock()
+    context.directory.path, context.arguments.distillation.save_adapter = alone, "alone"
+    assert "model.safetensors" in AdapterStage().compute(context)["removed"]
+    left = {file.name for file in alone.iterdir()}
+    assert {"adapter", "report.json", "tokenizer.json"} <= left and not {"model.safetensors", "config.json"} & left
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"save_adapter": "with"}, "save_adapter must be 'beside' or 'alone', or absent, got 'with'"),
+        ({"save_adapter": "alone", "lora_rank": None}, "save_adapter must be absent where lora_rank is, got 'alone'"),
+    ],
+)
+def test_options_that_cannot_be(material, tmp_path, changes, message):
+    with pytest.raises(OptionError, match=message):
+        run(flags(material, tmp_path / "out", **changes))
+
+
+def test_the_config_says_how_it_is_loaded(tmp_path):
+    saved(tmp_path, max_positions=128, dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert "import hf_linattn.training.adapter_files" in config["peft_type"] and config["max_positions"] == 128
+    mechanisms = [layer.mechanism for layer in PatchConfig.from_dict(config["hf_linattn"]).layers.values()]
+    assert mechanisms == ["hybrid"] and config["base_model_name_or_path"].endswith("base")
+    state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {x.dtype for x in state.values()} == {torch.bfloat16}
