@@ -165,8 +165,9 @@ def draw_peaks(axes: Axes, report: Report) -> None:
 
 
 def _draw_bytes(axes: Axes, rows: Sequence[tuple[int, int, int]]) -> None:
-    lengths, patched, original = zip(*sorted(rows), strict=True)
-    _curves(axes, lengths, *([Spread.of([count]) for count in counts] for counts in (patched, original)))
+    rows = sorted(rows)
+    patched, original = ([Spread.of([row[place]]) for row in rows] for place in (1, 2))
+    _curves(axes, [row[0] for row in rows], patched, original)
     axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.legend(frameon=False)
 

@@ -83,5 +83,5 @@ def carry_out(run: TrainingRun, console: Console | None = None) -> Report:
         console.print(four_model_table(report))
         console.print(stage_table(report))
         folder = run.directory.path
-        console.print(f"saved to {folder}; reloaded from there, it computes the same bit for bit", soft_wrap=True)
+        console.print(f"saved to {folder}; reloaded from there, what it computes is bit-equal", soft_wrap=True)
     return report

@@ -207,7 +207,8 @@ class RecoveryTrainer(Trainer):
         project = head.forward
         project_other = teacher.model.get_output_embeddings().forward if teacher.model else project
         listed = None if teacher.kept is None else teacher.kept.find(given)
-        example, shared = None, self._shared if listed is None else None
+        example: Any = None
+        shared = self._shared if listed is None else None
         if listed is None:
             with replaced_head(teacher.model or model, same), shared.recorded() if shared else nullcontext():
                 example = teacher.outputs(model, given)  # first, as in compute_loss

@@ -15,16 +15,17 @@ import pytest
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 DRIVERS = ("chromedriver", "chromium.chromedriver")
 REMEDY = "`apt-get install chromium chromium-driver`, or a Chrome and the chromedriver of its version on the PATH"
+PATIENCE = 600  # seconds that a page may take where other things run beside
 PHONE, SCREEN = 390, 1280  # pixels
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
     "--disable-background-networking",
-    "--host-resolver-rules=MAP * ~NOTFOUND", "--allow-file-access-from-files",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
 )  # fmt: skip
 # what a reader at that width meets; pictures without a text are named, and links as the browser understands them
 LOOK = """
 const wide = [...document.querySelectorAll('body *')].filter(element => {
-  if (element.getBoundingClientRect().right <= innerWidth + 1) return false;
+  if (element.getBoundingClientRect().right <= arguments[0] + 1) return false;
   for (let box = element.parentElement; box; box = box.parentElement)
     if (getComputedStyle(box).overflowX !== 'visible') return false;
   return true;
@@ -91,7 +92,7 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         self.driver.get(page.resolve().as_uri())
-        look = self.driver.execute_script(LOOK)
+        look = self.driver.execute_script(LOOK, width)
         return Opened(self.errors(), self.fetched(), look)
 
     def errors(self) -> list[str]:
@@ -118,6 +119,7 @@ def chromium() -> Iterator[Browser]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=service)
+    driver.command_executor.client_config.timeout = PATIENCE
     try:
         yield Browser(driver)
     finally:

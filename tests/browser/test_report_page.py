@@ -29,8 +29,9 @@ def test_the_page_is_readable_and_fetches_nothing(browser, full, tmp_path, width
 
 def test_what_would_be_wrong_is_seen(browser, tmp_path):
     (tmp_path / "page.html").write_text(
-        "<body style='margin: 0'><div style='width: 500px'>wide</div><img src='missing.png'>"
-        "<p style='color: #bbb'>faint</p><img src='http://example.org/a.png' alt='far'><script>missing()</script>"
+        "<meta name='viewport' content='width=device-width'><body style='margin: 0'><img src='missing.png'>"
+        "<div style='width: 500px'>wide</div><p style='color: #bbb'>faint</p><script>missing()</script>"
+        "<img src='http://example.org/a.png' alt='far'>"
     )
     opened = browser.open(tmp_path / "page.html", PHONE)
     assert len(opened.errors) >= 2 and opened.fetched == ["http://example.org/a.png"]

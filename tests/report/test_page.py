@@ -146,6 +146,10 @@ def test_a_classifier_has_its_metrics_first_and_no_section_of_language_models(re
     models = shown.sections["models"]
     assert models.index("accuracy") < models.index("test perplexity") and "89.5%" in models
     assert "the label" in shown.sections["samples"]
+    embedding = replace(report, evaluation=replace(report.evaluation, problem="embedding"), samples=())
+    embedding.save(tmp_path)
+    shown = Read(page(read_evidence(tmp_path)))
+    assert list(shown.sections)[1:] == ["models", "speed", "memory", "layers", "samples", "training"]
 
 
 def test_the_command_writes_the_page_and_refuses_a_file_that_is_no_suite(report, tmp_path):

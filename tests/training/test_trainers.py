@@ -103,6 +103,12 @@ def test_a_fading_teacher_counts_less_and_less(tmp_path):
         assert extras[True, step] == pytest.approx(share * extras[False, 0], rel=1e-3, abs=1e-5)
 
 
+def test_a_teacher_of_another_vocabulary_is_refused_by_name(tmp_path):
+    model, other = patch_model(make_model("llama"), "linear"), make_model("llama", vocab_size=80)
+    with pytest.raises(OptionError, match=r"teacher: LlamaForCausalLM predicts 80 tokens \(vocab_size\), and the "):
+        RecoveryTrainer(model, make_training(tmp_path), make_data(model), Teacher(other, kl_weight=1.0))
+
+
 def test_a_training_shows_one_bar_and_does_not_warn_of_a_tied_head(tmp_path, capsys, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(trainer.logger, "warning", said.append)
@@ -115,9 +121,3 @@ def test_a_training_shows_one_bar_and_does_not_warn_of_a_tied_head(tmp_path, cap
     shown = "".join(capsys.readouterr())
     assert set(re.findall(r"\d+/(\d+) ", shown)) == {"4"} and "{" not in shown
     assert not [text for text in said if "keys" in text]
-
-
-def test_a_teacher_of_another_vocabulary_is_refused_by_name(tmp_path):
-    model, other = patch_model(make_model("llama"), "linear"), make_model("llama", vocab_size=80)
-    with pytest.raises(OptionError, match=r"teacher: LlamaForCausalLM predicts 80 tokens \(vocab_size\), and the "):
-        RecoveryTrainer(model, make_training(tmp_path), make_data(model), Teacher(other, kl_weight=1.0))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -21,7 +22,10 @@ from .charts import Picture, pictures_of, positions_picture
 from .evidence import Evidence, losses_by_position, read_evidence, recalls
 
 HERE = Path(__file__).resolve().parent
-ANSWERS = {"text-generation": "what follows", "fill-mask": "the masked token", "text-classification": "the label"}
+ANSWERS = {
+    "text-generation": "what follows", "fill-mask": "the masked token", "text-classification": "the label",
+    "sentence-similarity": "the text to be found",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,9 @@ class Section:
 
 def page(evidence: Evidence) -> str:
     """Return the page of a run as HTML: styles and pictures are in it, nothing is fetched and nothing is run."""
-    options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=FileSystemLoader(HERE), **options)
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     report = evidence.report
     return environment.get_template("page.html").render(
         title=f"{Path(report.base_model).name or report.base_model}: {report.mechanism} instead of softmax",
@@ -106,14 +111,15 @@ def save_page(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> P
 def sections(evidence: Evidence) -> list[Section]:
     """Return the parts of the page, in their order; what makes no sense for the model is left out."""
     pictures = pictures_of(evidence.report)
-    generates = task_of_report(evidence.report) == "text-generation"
+    task = task_of_report(evidence.report)
+    read = [positions(evidence), recall(evidence)] if task == "text-generation" else []
     return [
         models(evidence.report),
-        *([positions(evidence), recall(evidence)] if generates else []),
+        *read,
         speed(evidence.report, pictures["speed"]),
         memory(evidence.report, pictures["memory"]),
         layers(evidence, pictures["layers"]),
-        samples(evidence.report),
+        *([samples(evidence.report)] if task in ANSWERS else []),
         training(evidence.report),
     ]
 
@@ -123,8 +129,8 @@ def models(report: Report) -> Section:
     heads = ["model", "what it is", *tables.score_heads(report)]
     shown = [Table(heads, tables.model_rows(report), 1, "Four models on the same texts", True, "recovered")]
     if report.windows:
-        windows = Table(tables.WINDOW_HEADS, tables.window_rows(report), 1, "Beside windows of the same bytes")
-        return Section("models", "Quality", [tables.how_measured(report), tables.WINDOW_NOTE], [*shown, windows])
+        caption = f"Beside windows of the same bytes. {tables.WINDOW_NOTE}"
+        shown.append(Table(tables.WINDOW_HEADS, tables.window_rows(report), 1, caption))
     return Section("models", "Quality", [tables.how_measured(report)], shown)
 
 
@@ -132,6 +138,7 @@ def positions(evidence: Evidence) -> Section:
     """Perplexity by position: on long documents, else as a suite measured it, else within the rows of the training."""
     report, title = evidence.report, "Perplexity by position"
     fidelity, context, suite = report.fidelity, report.long_context, losses_by_position(evidence.rows)
+    rows: Mapping[str, Sequence[Mapping[str, Any]]]
     if context is not None:
         read = {name: getattr(context, name) for name in ("original", "control", "recovered")}
         rows = {name: list(map(asdict, own.positions)) for name, own in read.items() if own is not None}
@@ -160,7 +167,7 @@ def positions(evidence: Evidence) -> Section:
     )
 
 
-def position_table(rows: dict[str, list]) -> Table:
+def position_table(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
     """The numbers behind the picture: nats per token."""
     first = next(iter(rows.values()))
     cells = [
@@ -274,7 +281,7 @@ def samples(report: Report) -> Section:
     if not report.samples:
         how = ("This run kept none. Its recipe does with this option:", "--text_samples 3")
         return Section("samples", "Text samples", missing=how)
-    note = "Texts of the test split, none of which a model was trained on."
+    note = "Texts of the test split, as each model answers them."
     return Section("samples", "Text samples", [note], samples=report.samples, expected=ANSWERS[task_of_report(report)])
 
 

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import matplotlib
@@ -18,6 +17,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ..plots import (
     CONTROL,
+    DASHED,
     GRID,
     INK,
     MODEL_COLOURS,
@@ -43,7 +43,6 @@ OF_A_FILE = re.compile(r"<metadata>.*?</metadata>|<style.*?</style>", re.DOTALL)
 class Picture:
     """A drawing and what it shows in words."""
 
-    name: str
     svg: Markup
     text: str
 
@@ -64,11 +63,7 @@ def pictures_of(report: Report) -> dict[str, list[Picture]]:
         ],
     }
     return {
-        section: [
-            Picture(name, svg(partial(draw, report=report), name, text), text)
-            for name, draw, text, there in kinds
-            if there
-        ]
+        section: [picture(draw, report, name, text) for name, draw, text, there in kinds if there]
         for section, kinds in drawn.items()
     }
 
@@ -76,14 +71,16 @@ def pictures_of(report: Report) -> dict[str, list[Picture]]:
 def positions_picture(read: Mapping[str, Sequence[Mapping[str, Any]]]) -> Picture:
     """Return perplexity by position: model -> rows of `first`, `last`, `loss`, and `low`, `high` or None."""
     text = f"Perplexity by position in the context, of {', '.join(read)}."
-    return Picture("positions", svg(partial(draw_positions, read=read), "positions", text), text)
+    return picture(draw_positions, read, "positions", text)
 
 
 def draw_positions(axes: Axes, read: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Draw a curve for each model at the end of each bucket of positions, and its interval behind it."""
-    for (name, rows), marker in zip(read.items(), "oos^", strict=False):
+    for (name, rows), marker in zip(read.items(), "s^o", strict=False):
         ends, colour = [row["last"] for row in rows], MODEL_COLOURS[name]
-        axes.plot(ends, [math.exp(row["loss"]) for row in rows], color=colour, marker=marker, markersize=5, label=name)
+        line = DASHED if name == "control" else "-"
+        values = [math.exp(row["loss"]) for row in rows]
+        axes.plot(ends, values, color=colour, marker=marker, markersize=5, linestyle=line, label=name)
         if all(row["low"] is not None for row in rows):
             low, high = ([math.exp(row[end]) for row in rows] for end in ("low", "high"))
             axes.fill_between(ends, low, high, color=colour, alpha=0.15, linewidth=0)
@@ -96,12 +93,12 @@ def draw_positions(axes: Axes, read: Mapping[str, Sequence[Mapping[str, Any]]]) 
     axes.legend(frameon=False)
 
 
-def svg(draw: Callable[[Axes], None], name: str, text: str) -> Markup:
-    """Return what `draw` draws as an element of HTML, with its text for those who do not see it."""
+def picture(draw: Callable[[Axes, Any], None], shown: Any, name: str, text: str) -> Picture:
+    """Return what `draw` makes of something, with its text for those who do not see it."""
     figure, (axes,) = blank_figure("", panels=1)
     figure.set_size_inches(WIDTH, HEIGHT)
-    draw(axes)
-    return inline(figure, name, text)
+    draw(axes, shown)
+    return Picture(inline(figure, name, text), text)
 
 
 def inline(figure: Figure, name: str, text: str) -> Markup:

@@ -232,7 +232,10 @@ def read_samples(context: TrainingRun, model: PreTrainedModel) -> tuple[TextSamp
     def read(reader: PreTrainedModel | None) -> list[Sample] | None:
         return None if reader is None else context.task.samples(reader, encoder, test, count)
 
-    recovered, original = context.task.samples(model, encoder, test, count), read(context.load()) or []
+    recovered = context.task.samples(model, encoder, test, count)
+    if not recovered:
+        return ()
+    original = read(context.load()) or []
     control, converted = read(load_control(context)), read(context.convert()) or []
     controls = [None] * len(recovered) if control is None else [sample.answer for sample in control]
     return tuple(
