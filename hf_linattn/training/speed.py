@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Speed(TrainerCallback):
         self.taken += 1
         if self.taken == COUNTED and not args.torch_compile:  # which would compile anew
             self.counting = FlopCounterMode(display=False)
+            self.counting.mod_tracker = _Whole()  # type: ignore[assignment]
             self.counting.__enter__()
         self.start = time.perf_counter()
 
@@ -66,6 +68,12 @@ class Speed(TrainerCallback):
         if self.operations:
             found["matrix_share"] = round(self.operations / each / self.rate, 4)
         return found
+
+
+class _Whole(nullcontext[None]):
+    """Counts all as one: PyTorch's tracker of modules puts hooks on gradients, which attention transfer cannot have."""
+
+    parents = frozenset(("Global",))
 
 
 @functools.cache
