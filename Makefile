@@ -92,7 +92,7 @@ SANITIZED_TESTS := $(SANITIZED) -m pytest -n 0 -q -p no:cacheprovider
 
 $(ASAN): install
 	rm -rf $(ASAN) && mkdir -p $(ASAN)
-	cp -r hf_linattn tests docs benchmarks recipes pyproject.toml setup.py conftest.py README.md LICENSE $(ASAN)
+	tar -c --exclude=__pycache__ hf_linattn tests docs benchmarks recipes pyproject.toml setup.py conftest.py README.md LICENSE | tar -x -C $(ASAN)
 	$(BIN)/python -m tests.quick_build $(ASAN) --sanitize
 
 test-asan-short: $(ASAN) ## the C with address and undefined-behaviour sanitizers, called rightly and wrongly: 1 minute

@@ -19,6 +19,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let Python free at its end what was there before, too: the types of Triton would be listed as leaked."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def registries_as_before():
     """Forget what a test or an example registers: the others, in whatever order they run, know the library's own."""

@@ -168,7 +168,7 @@ def patch_model(
     _forget_compiled(model)
     _warn_of_sinks(mechanisms, type(root).__name__)
     count, layers_of = patch.config.count, len(patch.attention)
-    logger.info("patched %d of %d attention layers of %s", count, layers_of, type(root).__name__)
+    logger.debug("patched %d of %d attention layers of %s", count, layers_of, type(root).__name__)
     return model
 
 
@@ -373,10 +373,10 @@ def _build_all(config: PatchConfig, layers: Mapping[str, AttentionLayer]) -> dic
 
 
 def _build(config: MechanismConfig | None, layer: AttentionLayer) -> Mechanism:
-    """Make the mechanism of one layer, where the layer's weights are; None keeps softmax."""
+    """Make the mechanism of one layer, in its dtype and where its weights are; None keeps softmax."""
     config = config if config is not None else make_config("softmax", {})
     mechanism = MECHANISMS.get(config.mechanism)(config, layer)
-    return mechanism if layer.device.type == "meta" else mechanism.to(device=layer.device, dtype=layer.dtype)
+    return mechanism.to(device=None if layer.device.type == "meta" else layer.device, dtype=layer.dtype)
 
 
 def _warn_of_sinks(mechanisms: Mapping[str, Mechanism], family: str) -> None:

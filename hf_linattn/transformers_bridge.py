@@ -23,6 +23,7 @@ from .attention_call import AttentionCall, begin_call, current_call, end_call, i
 from .cache import EncoderStateLayer, StateLayer
 from .cache_layers import find_layer, has_begun, is_static_step, keeps_states, require_fitting, seen_columns
 from .errors import UnsupportedModeError, UnsupportedModelError
+from .frozen_mechanisms import warn_of_frozen
 from .masks import MaskSizes, handed_on, key_columns, mask_of_rule, masked_window, masks_of, require_batch, window_of
 from .mechanisms import Mechanism
 from .ops.common.exact_softmax import softmax_attention
@@ -86,6 +87,7 @@ class PatchedModel:
     # path of a learned position table -> the first position it serves and the one after the last
     position_tables: dict[str, tuple[int, int]]
     verified: bool = False
+    warned: bool = False  # of mechanisms that are not trained, or found that there is nothing to warn of
     joined: tuple[Mechanism, ...] = ()
 
     @classmethod
@@ -159,6 +161,8 @@ def model_pre_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
         require_fitting(cache, modules, map(mechanism_of, modules))
         if has_begun(cache):
             return  # a forward that continues another one changes nothing
+    if model.training and not patched.warned:
+        patched.warned = warn_of_frozen(model, patched.mechanisms())
     for mechanism in patched.mechanisms():
         mechanism.before_forward()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,21 @@ def each_with(names: Iterable[str], mechanisms: list[str]) -> list[Any]:
 def one_of_each_kind(mechanisms: Iterable[str]) -> list[Any]:
     """Return mechanisms as parameters, those marked exhaustive for which one of `KINDS` stands."""
     return [pytest.param(x, marks=[] if x in KINDS else [pytest.mark.exhaustive]) for x in mechanisms]
+
+
+def each_once(names: Sequence[str], mechanisms: Sequence[str]) -> list[Any]:
+    """Return architectures and mechanisms as parameters: each mechanism with one model, in turns; the rest exhaustive.
+
+    For what wraps a model, whatever its attention is, and has little of its own to do with an architecture.
+    """
+    cases = []
+    for place, mechanism in enumerate(each_of([*mechanisms])):
+        modes = MECHANISMS.get(*mechanism.values).modes
+        fitting = [name for name in names if ("bidirectional" if name in ENCODERS else "causal") in modes]
+        for number, name in enumerate(fitting):
+            rest = [] if number == place % len(fitting) else [pytest.mark.exhaustive]
+            cases.append(pytest.param(name, *mechanism.values, marks=[*mechanism.marks, *rest]))
+    return cases
 
 
 def each_kind(names: Iterable[str]) -> list[Any]:

@@ -14,33 +14,24 @@ LENGTH = 19  # longer than the sliding windows, and odd
 
 
 each_pair, each_causal_pair, each_encoder_pair = (
-    pytest.mark.parametrize(("name", "mechanism"), each_kind(names))
-    for names in (ARCHITECTURES, CAUSAL, ENCODERS)
+    pytest.mark.parametrize(("name", "mechanism"), each_kind(names)) for names in (ARCHITECTURES, CAUSAL, ENCODERS)
 )
 
 
 @each_causal_pair
-def test_generation_with_a_cache_equals_generation_without(name, mechanism):
-    model = make_patched(name, mechanism)
-    ids = make_tokens(2, LENGTH)
-    tokens, logits = generate(model, ids, 3, use_cache=True)
-    uncached_tokens, uncached_logits = generate(model, ids, 3, use_cache=False)
-    assert tokens.tolist() == uncached_tokens.tolist()
-    assert_close(logits, uncached_logits)
-
-
-@each_causal_pair
-def test_left_padded_generation_equals_unpadded(name, mechanism):
+def test_left_padded_generation_with_a_cache_equals_unpadded_without(name, mechanism):
     model = make_patched(name, mechanism)
     rows = [make_tokens(1, length, seed=length)[0] for length in (LENGTH, 11, 1)]
     ids, mask = pad(rows, model.config.pad_token_id)
     tokens, logits = generate(model, ids, 3, attention_mask=mask)
     for index, row in enumerate(rows):
-        alone_tokens, alone_logits = generate(model, row[None], 3, attention_mask=torch.ones_like(row[None]))
+        alone = {"attention_mask": torch.ones_like(row[None]), "use_cache": False}
+        alone_tokens, alone_logits = generate(model, row[None], 3, **alone)
         assert tokens[index].tolist() == alone_tokens[0].tolist()
         assert_close(logits[index], alone_logits[0])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("side", ["left", "right"])
 @each_encoder_pair
 def test_a_padded_encoder_equals_an_unpadded_one(name, mechanism, side):
@@ -93,6 +84,7 @@ def test_softmax_generates_as_the_eager_attention_of_transformers(name):
     assert_close(patched_logits, logits)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("order", ["softmax last", "softmax first"])
 @pytest.mark.parametrize("name", CAUSAL)

@@ -1,4 +1,4 @@
-"""The command line: what is written or trained by a process of its own, what is only said by this one."""
+"""The command line: what is written, trained and said."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,18 +62,18 @@ def refuse(*arguments: object) -> str:
     return result.output
 
 
+def conversion(folder: Path) -> list[object]:
+    options = ["--mechanism", "linear", "--options", json.dumps({"decay": "learned"}), "--layers", 1]
+    return ["convert", folder / "original", folder / "converted", *options, "--max-shard-size", "20KB", "--json"]
+
+
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory) -> Path:
     """A tiny GPT-2, converted by the command."""
     folder = tmp_path_factory.mktemp("cli")
     make_model("gpt2", std=0.2).save_pretrained(folder / "original")
     make_tokenizer().save_pretrained(folder / "original")
-    options = json.dumps({"decay": "learned"})
-    printed = run(
-        "convert", folder / "original", folder / "converted", "--mechanism", "linear", "--options", options,
-        "--layers", "1", "--max-shard-size", "20KB", "--json",
-    )  # fmt: skip
-    document = json.loads(printed)
+    document = json.loads(answer(*conversion(folder)))
     assert (document["layers"], document["converted_layers"]) == (2, 1)
     assert document["processors"] == ["tokenizer_config.json"]
     return folder / "converted"
@@ -123,6 +124,15 @@ def test_env_says_which_backends_a_model_takes(converted):
     reason = {"pass": "decode", "operation": "linear", "backend": "triton", "reason": "heads on 'cpu'", "layers": [1]}
     assert reason in found["passed over"]
     assert "one token, linear: not triton (heads on 'cpu'), layer 1" in answer("env", "--model", converted)
+
+
+@pytest.mark.exhaustive  # it takes seconds to start
+def test_a_process_prints_and_writes_the_same(converted, tmp_path):
+    shutil.copytree(converted.parent / "original", tmp_path / "original")
+    printed = run(*conversion(tmp_path))
+    assert json.loads(printed)["converted_layers"] == 1
+    for file in converted.glob("*.safetensors"):
+        assert (tmp_path / "converted" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_convert_saves_what_patch_model_makes(converted):

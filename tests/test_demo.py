@@ -34,7 +34,7 @@ def served(app: Any, name: str) -> Iterator[Any]:
     from gradio_client import Client
 
     page = app.page_of(name)
-    _, url, _ = page.launch(prevent_thread_lock=True, server_name="127.0.0.1", quiet=True)
+    _, url, _ = page.launch(prevent_thread_lock=True, server_name="127.0.0.1")
     try:
         yield Client(url, verbose=False)
     finally:
@@ -93,7 +93,7 @@ def test_what_cannot_be_done_is_said_in_the_page(client, changes, said):
 
 def test_a_fitted_mechanism_is_another_one(client):
     text = Path(ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
-    plain, fitted = (talk(client, mechanism="linear", text=text, fit=fit)[-1] for fit in (False, True))
+    plain, fitted = (talk(client, mechanism="hedgehog", text=text, fit=fit)[-1] for fit in (False, True))
     assert (plain[0], fitted[0]) == ("done", "done") and plain[1] == fitted[1] and plain[3] != fitted[3]
 
 

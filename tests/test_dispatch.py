@@ -56,7 +56,7 @@ def entered(monkeypatch):
     return found
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("name", "architecture"), CASES)

@@ -174,6 +174,7 @@ def test_r11_the_past_matters(name):
     assert change[:, :, 0].min() > 1e-3  # the next token sees some of it at once
 
 
+@pytest.mark.exhaustive  # tests of pushing and of loading elsewhere start processes, too
 def test_r12_the_library_imports_and_patches_in_a_process_of_its_own():
     """lsg-converter cannot be imported with transformers after 4.45."""
     program = (

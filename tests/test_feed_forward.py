@@ -59,6 +59,7 @@ def seen_tokens(module: nn.Module, run) -> list[int]:
 # -- outputs ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @each_family
 def test_outputs_are_bit_equal(name, dtype):

@@ -25,13 +25,13 @@ from hf_linattn import (
     patch_model,
     unpatch_model,
 )
-from tests.helpers import OPTIONS, each_kind, generate, logits_of, make_patched, make_tokenizer, make_tokens
+from tests.helpers import KINDS, OPTIONS, each_once, generate, logits_of, make_patched, make_tokenizer, make_tokens
 from tests.models import ARCHITECTURES, SPINE, VOCAB_SIZE, make_model
 
 AUTO = {"bert": AutoModelForMaskedLM, "gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM}
 SEQUENCE_HEADS = {name: "ForSequenceClassification" for name in SPINE}
 each_family = pytest.mark.parametrize("name", SPINE)
-each_patch = pytest.mark.parametrize(("name", "mechanism"), each_kind(SPINE))
+each_patch = pytest.mark.parametrize(("name", "mechanism"), each_once(SPINE, KINDS))
 IDS = make_tokens(2, 9)
 
 

@@ -15,9 +15,10 @@ from hf_linattn import get_mechanisms, is_patched, list_mechanisms, patch_model,
 from hf_linattn.calibration import own_parameters
 from hf_linattn.mechanisms import MECHANISMS
 from tests.helpers import (
+    KINDS,
     OPTIONS,
     assert_close,
-    each_kind,
+    each_once,
     each_with,
     generate,
     gradients,
@@ -33,11 +34,12 @@ from tests.models import ARCHITECTURES, SPINE, make_model
 each_family = pytest.mark.parametrize("name", SPINE)
 each_generator = pytest.mark.parametrize("name", ["gpt2", "llama"])
 each_patch = pytest.mark.parametrize(("name", "mechanism"), each_with(SPINE, list_mechanisms()))
-each_continuous_patch = pytest.mark.parametrize(
-    ("name", "mechanism"), each_with(SPINE, [name for name in list_mechanisms() if MECHANISMS.get(name).continuous])
+each_mechanism = pytest.mark.parametrize(("name", "mechanism"), each_once(SPINE, list_mechanisms()))
+each_continuous_mechanism = pytest.mark.parametrize(
+    ("name", "mechanism"), each_once(SPINE, [name for name in list_mechanisms() if MECHANISMS.get(name).continuous])
 )
-each_kind_of_patch = pytest.mark.parametrize(("name", "mechanism"), each_kind(SPINE))
-each_generating_patch = pytest.mark.parametrize(("name", "mechanism"), each_kind(["gpt2", "llama"]))
+each_kind_of_patch = pytest.mark.parametrize(("name", "mechanism"), each_once(SPINE, KINDS))
+each_generating_patch = pytest.mark.parametrize(("name", "mechanism"), each_once(["gpt2", "llama"], KINDS))
 
 # -- generation: with a cache as without ------------------------------------------------------------------------------
 
@@ -174,7 +176,7 @@ def loss_gradients(model, ids, **options):
 
 
 @pytest.mark.covering(1)
-@each_patch
+@each_mechanism
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_changes_no_gradient(name, mechanism, reentrant):
     model, ids = make_patched(name, mechanism).train(), make_tokens(2, 9)
@@ -329,7 +331,7 @@ def test_layers_that_share_parameters_share_those_that_peft_trains(tmp_path):
 
 
 @pytest.mark.covering(1)
-@each_continuous_patch
+@each_continuous_mechanism
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_another_dtype_computes_nearly_the_same(name, mechanism, dtype):
     model, ids = make_patched(name, mechanism), make_tokens(2, 9)
@@ -340,7 +342,7 @@ def test_another_dtype_computes_nearly_the_same(name, mechanism, dtype):
     assert error < {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float64: 1e-5}[dtype]
 
 
-@each_continuous_patch
+@each_continuous_mechanism
 def test_autocast_trains_close_to_float32(name, mechanism):
     model, ids = make_patched(name, mechanism), make_tokens(2, 9)
     expected = loss_gradients(model, ids)

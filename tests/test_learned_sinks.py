@@ -51,6 +51,7 @@ def sinks_of(model: PreTrainedModel) -> list[Tensor]:
     return [parameter for name, parameter in model.named_parameters() if name.endswith("sinks")]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 def test_layers_that_stay_softmax_are_as_before(family, padding):
@@ -75,6 +76,7 @@ def at_limit(name: str, family: str) -> dict[str, Any]:
     return {name: {"layers": FULL[family], **options}}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", FULL)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "softmax"])
 def test_at_its_limit_every_mechanism_is_the_original(family, name):

@@ -79,6 +79,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.covering(1)
 @each_family
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_patched_model_keeps_its_attention(name, choice):
@@ -120,6 +121,7 @@ BY_CLASS = {
 }
 
 
+@pytest.mark.covering(1)
 @each_family
 @pytest.mark.parametrize("way", BY_CLASS)
 def test_a_class_makes_no_model_from_the_config_of_a_patched_one(tmp_path, name, way):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_linattn import UnsupportedModelError, get_mechanisms, patch_model, unpatch_model
-from tests.helpers import OPTIONS, each_kind, generate, logits_of, make_patched, make_tokens
+from tests.helpers import KINDS, OPTIONS, each_once, generate, logits_of, make_patched, make_tokens
 from tests.models import SPINE, make_model
 
 HYBRID = {"window_size": 3, "linear": "learned_exp"}
@@ -31,7 +31,7 @@ def test_a_dispatched_model_is_patched(name, place, tmp_path):
     assert torch.equal(logits_of(unpatch_model(model), ids), softmax)
 
 
-@pytest.mark.parametrize(("name", "mechanism"), each_kind(SPINE))
+@pytest.mark.parametrize(("name", "mechanism"), each_once(SPINE, KINDS))
 def test_a_patched_model_is_offloaded(name, mechanism):
     ids = make_tokens(2, 9)
     model = make_patched(name, mechanism)

@@ -44,6 +44,7 @@ MISFITS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @each_mechanism
 def test_a_misfit_is_refused_by_name(mechanism, backend):

@@ -40,10 +40,11 @@ from hf_linattn import transformers_bridge as bridge
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
 from tests.helpers import (
+    KINDS,
     OPTIONS,
     Snapshot,
     assert_close,
-    each_kind,
+    each_once,
     gradients,
     logits_of,
     make_patched,
@@ -52,7 +53,7 @@ from tests.helpers import (
 from tests.models import NUM_LAYERS, SPINE, make_model
 
 each_family = pytest.mark.parametrize("name", SPINE)
-each_patch = pytest.mark.parametrize(("name", "mechanism"), each_kind(SPINE))
+each_patch = pytest.mark.parametrize(("name", "mechanism"), each_once(SPINE, KINDS))
 
 
 @pytest.fixture
@@ -133,6 +134,7 @@ BAD_CALLS = [
 ]
 
 
+@pytest.mark.covering(1)
 @each_family
 @pytest.mark.parametrize(("mechanism", "options", "error", "message"), BAD_CALLS)
 def test_a_bad_call_changes_nothing(name, mechanism, options, error, message):

@@ -80,6 +80,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", SPINE)
 def test_maps_are_in_the_dtype_of_the_model_whatever_the_projections_are_in(name, form):

@@ -40,7 +40,11 @@ PATCHED = {
 }
 
 
-@pytest.mark.parametrize("model_type", PATCHED)
+# other tests have a model of each of these
+ELSEWHERE = {x: [pytest.mark.exhaustive] for x in ("deepseek_v3", "falcon_h1", "qwen3_next")}
+
+
+@pytest.mark.parametrize("model_type", [pytest.param(x, marks=ELSEWHERE.get(x, [])) for x in PATCHED])
 def test_architectures_of_many_kinds_are_patched_by_one_code_path(model_type):
     found = check_architecture(model_type)
     assert (found.status, found.reason, found.passed) == ("patched", "", PATCHED[model_type])

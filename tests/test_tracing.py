@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +12,7 @@ from torch import Tensor, nn
 from hf_linattn import UnsupportedModeError, list_mechanisms, patch_model
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing.models import Case, random_tokens, tiny_model
-from tests.helpers import each_of
+from tests.helpers import KINDS, each_of
 
 ANY_LENGTH = sorted(name for name in list_mechanisms() if MECHANISMS.get(name).any_length)
 ARCHITECTURES = {"bidirectional": "bert", "causal": "llama"}
@@ -18,6 +21,16 @@ FORMS = [
     for (name,), marks, _ in each_of(list_mechanisms())
     for mode in sorted(MECHANISMS.get(name).modes - {"cross"})
 ]
+
+
+def marked(enough: Callable[[Case], bool]) -> list[Any]:
+    """Return all forms, those marked exhaustive that are not enough."""
+    rest = {True: [], False: [pytest.mark.exhaustive]}
+    return [pytest.param(*x.values, id=x.id, marks=[*x.marks, *rest[enough(*x.values)]]) for x in FORMS]
+
+
+OF_KINDS = marked(lambda case: case.mechanism in KINDS)
+EACH_ONCE = marked(lambda case: case.causal or case.mechanism in KINDS or "causal" not in case.mechanism_class.modes)
 
 
 class Alone(nn.Module):
@@ -91,7 +104,7 @@ def test_a_traced_model_answers_other_paddings_than_its_example(architecture):
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", [x for x in FORMS if refused(x.values[0])])
+@pytest.mark.parametrize("case", [x for x in OF_KINDS if refused(*x.values)])
 def test_exporting_what_goes_by_lengths_is_refused(case):
     sizes = torch.export.Dim("length", min=4, max=200)
     with pytest.raises(UnsupportedModeError, match=f"{case.mechanism!r} of layer 0 works by"):
@@ -131,7 +144,7 @@ def test_a_codebook_that_is_written_is_refused_under_a_transformation():
         torch.func.grad(lambda x: mechanism(query, x, value)[0].sum())(key)
 
 
-@pytest.mark.parametrize("case", FORMS)
+@pytest.mark.parametrize("case", EACH_ONCE)
 def test_mapped_and_forward_derivatives_are_right_or_refused(case):
     mechanism, heads = case.make(torch.float32).eval(), case.heads(70, dtype=torch.float32)
     several = [torch.stack([x, -x.flip(2)]) for x in heads]

@@ -47,6 +47,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.covering(2)
 @each_family
 @pytest.mark.parametrize(("call", "message"), REFUSED)
 @pytest.mark.parametrize("mechanism", ["performer", "softmax"])

@@ -23,8 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.measure.provenance import collect_provenance
 from benchmarks.result_files import RECIPE_PLANS_FILE, RESULTS, ROOT
+from hf_linattn import patch_model
 from hf_linattn.atomic_io import write_text
+from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.arguments import DISTILLATION, long_step, parse_arguments
+from hf_linattn.training.memory_limits import gigabytes
 from hf_linattn.training.pipeline import run_recipe
 from hf_linattn.training.preparation import prepare
 from hf_linattn.training.price import price_of
@@ -73,6 +76,22 @@ def parameters(config: Any) -> int:
     return sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
 
 
+def trained_parameters(name: str) -> int:
+    """Return how many parameters a recipe trains: adapters and mechanisms of one layer, times the layers."""
+    file = parse_arguments([f"recipes/models/{name}.yaml", "--use_cpu", "True"], DISTILLATION)
+    one = AutoModelForCausalLM.from_config(config_of(name, num_hidden_layers=1, vocab_size=64), dtype=torch.bfloat16)
+    options = file.distillation
+    adapted = add_adapters(patch_model(one, **file.model.patch_arguments()), options.lora_rank or 0)
+    return SHAPES[name]["num_hidden_layers"] * sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def in_words(name: str) -> str:
+    """Return what a recipe's file says of the size of its model and of what is trained."""
+    whole, trained = parameters(config_of(name)), trained_parameters(name)
+    size, state = gigabytes(BYTES * whole), gigabytes(state_bytes(trained))
+    return f"{whole:,} parameters, {size} in bfloat16; {trained:,} trained, {state} with gradients and moments."
+
+
 def small_model(name: str, folder: Path) -> Path:
     """Save two layers of a model's width with random weights, and a tokenizer of few words."""
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
@@ -95,7 +114,7 @@ def run_of(name: str, model: Path, out: Path, **changes: Any) -> Any:
 
 
 def stages(name: str, steps: int, length: int) -> dict[str, Any]:
-    """Return options for so many steps of the main training and two of each other, one batch to a step."""
+    """Return options for some steps of the main training and two of each other, one batch to a step."""
     file = parse_arguments([f"recipes/models/{name}.yaml", "--use_cpu", "True"], DISTILLATION)
     tokens = file.training.per_device_train_batch_size * length
     longer = file.distillation.long_block_size is not None
@@ -125,7 +144,7 @@ def state_bytes(trained: int) -> int:
 
 
 def extrapolated(name: str, short: Counted, long: Counted, tokens: int, copies: int) -> dict[str, int]:
-    """Return what a stage takes on the whole model, with so many tokens in a batch."""
+    """Return what a stage takes on the whole model, with that number of tokens in a batch."""
     config = config_of(name)
     slope = (long.step_bytes - short.step_bytes) / (long.tokens - short.tokens)
     inputs = (config.num_hidden_layers - LAYERS) * config.hidden_size * BYTES  # of a token, one state for each layer
@@ -176,7 +195,8 @@ def main(
             "parameters": number, "weight_bytes": BYTES * number, "stages": plan_of(name, counted),
             "first_steps": losses,
         }  # fmt: skip
-        document["provenance"] = collect_provenance("python -m benchmarks.studies.recipe_plans")
+        source = "benchmarks.studies.recipe_plans"
+        document["provenance"] = collect_provenance(torch.device("cpu"), torch.bfloat16, source)
         write_text(output, json.dumps(document, indent=1) + "\n")
 
 

@@ -44,16 +44,16 @@ slows the other down. The cache of softmax grows with every token, the state of 
 
 
 class Streamer(TextIteratorStreamer):
-    """Text as it is written, with the number of tokens so far and the time of the first."""
+    """Text as it is written, with the number of tokens so far and the times of the first and the last."""
 
     def __init__(self, tokenizer: Any):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.count, self.first = -1, 0.0  # the prompt comes as one
+        self.count, self.first, self.last = -1, 0.0, 0.0  # the prompt comes as one
 
     def put(self, value: torch.Tensor) -> None:
-        self.count += 1
+        self.count, self.last = self.count + 1, time.perf_counter()
         if self.count == 1:
-            self.first = time.perf_counter()
+            self.first = self.last
         super().put(value)
 
 
@@ -138,8 +138,7 @@ def numbers(length: int, start: float, streamer: Streamer, cache: DynamicCache) 
     """Return what is shown below a text."""
     if streamer.count < 1:
         return f"reading {length:,} tokens"
-    seconds = streamer.first - start
-    since = time.perf_counter() - streamer.first
+    seconds, since = streamer.first - start, streamer.last - streamer.first
     speed = f"{(streamer.count - 1) / since:,.1f} tokens/s" if streamer.count > 1 else "first token"
     return (
         f"**{speed}**, state **{state_bytes(cache):,} bytes**; {length:,} tokens read in {seconds:.2f} s"

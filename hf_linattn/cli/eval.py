@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,22 +78,14 @@ def evaluate(
     output: Annotated[Path, typer.Option(help="suite: the JSON file that is written")] = OUTPUT,
     as_json: Json = False,
 ) -> None:
-    """Measure a model, converted or not: perplexity on text files, a suite, or metrics on rows.
-
-    A classifier is scored on labels, an embedding model of sentence-transformers by what it finds among texts.
-    """
-    from ..sentence_models import is_sentence_model
-
+    """Measure a model: perplexity on text files, a suite, a classifier's metrics on rows, or what embeddings find."""
     columns = text_column, text_pair_column, label_column
     read = RowOptions(*columns, names(metrics), document_window, document_stride, stride)
     with exit_on_error():
-        embeds = suite is None and is_sentence_model("model", model)
-        classifies = suite is None and not embeds and is_classifier(model)
-        texts = [] if embeds or classifies else [read_text(file) for file in files or ()]
-        if embeds:
-            document, *shown = embedding_scores(model, files or [], original, max_length, batch_size, dtype, read)
-        elif classifies:
-            document, *shown = classifier_scores(model, files or [], max_length, batch_size, dtype, read)
+        score = row_scores(model) if suite is None else None
+        texts = [] if score else [read_text(file) for file in files or ()]
+        if score:
+            document, *shown = score(model, files or [], original, max_length, batch_size, dtype, read)
         elif suite is None:
             document, *shown = text_perplexity(model, texts, max_length or 512, stride, batch_size, dtype, not as_json)
         else:
@@ -109,6 +102,15 @@ def evaluate(
             document, *shown = run_suite(suite, {k: path for k, path in paths.items() if path}, options, dtype)
             write_text(output, json.dumps(document, indent=1) + "\n")
     show(document, as_json, *shown)
+
+
+def row_scores(model: str) -> Callable[..., tuple[Any, ...]] | None:
+    """Return what scores a model on rows; None: it has a perplexity."""
+    from ..sentence_models import is_sentence_model
+
+    if is_sentence_model("model", model):
+        return embedding_scores
+    return classifier_scores if is_classifier(model) else None
 
 
 def suite_options(**given: Any) -> SuiteOptions:

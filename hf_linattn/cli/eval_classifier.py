@@ -58,7 +58,7 @@ def is_classifier(model: str) -> bool:
 
 
 def classifier_scores(
-    model: str, files: list[Path], max_length: int | None, batch_size: int, dtype: str | None,
+    model: str, files: list[Path], original: str | None, max_length: int | None, batch_size: int, dtype: str | None,
     options: RowOptions,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the JSON document, and what is shown in its place.
@@ -81,6 +81,8 @@ def classifier_scores(
     loaded, tokenizer = read_model("model", model, dtype), read_tokenizer("model", model)
     task: Any = task_of(loaded)
     limit, window = position_limit(loaded), options.document_window
+    if original is not None:
+        raise OptionError(f"original={original!r}: a classifier is scored by its labels alone; leave it out")
     if options.stride is not None:
         raise OptionError(f"stride={options.stride}: it is of perplexity; give document_stride, with document_window")
     if window is not None and options.text_pair_column:

@@ -61,9 +61,10 @@ def write_card(folder: Path, repository: str) -> None:
     from transformers import AutoConfig
 
     from ..adapter_config import read_adapter_config
-    from ..cards import CARD_FILE, Base, Conversion, conversion_card, loader_of, read_base
+    from ..cards import CARD_FILE, SENTENCES, Base, Conversion, conversion_card, loader_of, read_base
     from ..report import REPORT_FILE, Report, save_adapter_card, save_card
     from ..saved_config import read_patches
+    from ..sentence_models import is_sentence_model
 
     if (adapter := read_adapter_config(folder)) is not None:
         if (folder / REPORT_FILE).is_file():
@@ -80,7 +81,8 @@ def write_card(folder: Path, repository: str) -> None:
         return
     with reading("folder", folder, "give the folder of a converted model"):
         config = AutoConfig.from_pretrained(folder)
-    found = Conversion(Base(config.model_type), loader_of(config), read_patches(config.hf_linattn), untrained=False)
+    loader = SENTENCES if is_sentence_model("folder", str(folder)) else loader_of(config)
+    found = Conversion(Base(config.model_type), loader, read_patches(config.hf_linattn), untrained=False)
     write_text(folder / CARD_FILE, str(conversion_card(found, repository)))
 
 

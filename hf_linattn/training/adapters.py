@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -43,6 +44,10 @@ def add_adapters(
         modules_to_save=[MECHANISM] if train_mechanisms and own_parameters(mechanisms) else None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in root.modules()),
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # which PEFT asks of the model
         torch.manual_seed(seed)
-        return get_peft_model(model, config)  # type: ignore[return-value]
+        adapted = get_peft_model(model, config)
+    # with a name, PEFT would look for its config at every checkpoint, to see whether the vocabulary has changed
+    adapted.peft_config[adapted.active_adapter].base_model_name_or_path = ""  # type: ignore[index]
+    return adapted  # type: ignore[return-value]

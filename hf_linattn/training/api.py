@@ -12,6 +12,7 @@ from datasets import Dataset, DatasetDict
 from hf_linattn.config import require_count
 from hf_linattn.errors import OptionError
 from hf_linattn.report import Report
+from hf_linattn.sentence_models import is_sentence_model
 from hf_linattn.training.arguments import DISTILLATION, parse_arguments
 from hf_linattn.training.arguments.flags import flags_of
 from hf_linattn.training.pipeline import carry_out
@@ -69,18 +70,19 @@ class Align(StageOptions):
 
 @dataclass(frozen=True)
 class Distill(StageOptions):
-    """Train the model on what the original predicts.
+    """Train the model on what the original predicts, an embedding model on its embeddings.
 
     Attributes:
         learning_rate: its peak. block_size: tokens of a row. lora_rank: of adapters; None: all weights.
-        kl_weight, ce_weight: of the divergence from the original, and of the text's cross-entropy.
+        kl_weight, ce_weight: of the divergence from the original, and of the text's cross-entropy; None: 1 and 0, of
+            embedding models, whose weights are options of the recipe, neither.
     """
 
     learning_rate: float = 1e-3
     block_size: int = 512
     lora_rank: int | None = None
-    kl_weight: float = 1.0
-    ce_weight: float = 0.0
+    kl_weight: float | None = None
+    ce_weight: float | None = None
 
     def options(self) -> dict[str, Any]:
         return {name: value for name, value in super().options().items() if name != "tokens"}
@@ -100,6 +102,7 @@ class Lengthen(StageOptions):
     names = {"tokens": "long_tokens", "block_size": "long_block_size", "learning_rate": "long_learning_rate"}
 
 
+WEIGHTS = {"kl_weight": 1.0, "ce_weight": 0.0}  # of a model that predicts
 ORDER = (Calibrate, Align, Distill, Lengthen)
 
 
@@ -139,6 +142,8 @@ class Distillation:
         converted = {"mechanism": plan} if isinstance(plan, str) else {"plan": _plain(plan)}
         named: dict[str, Any] = {"model_name_or_path": os.fspath(model), "output_dir": os.fspath(output_dir)}
         named |= converted | {"max_train_tokens": sum(stage.tokens for stage in stages)}
+        if not is_sentence_model("model", named["model_name_or_path"]):
+            named |= WEIGHTS
         for stage in stages:
             named |= stage.options()
         rates = [stage.learning_rate for stage in stages if isinstance(stage, Distill)]

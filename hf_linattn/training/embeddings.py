@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.evaluation.embeddings import Texts, embedding_scores
+from hf_linattn.evaluation.samples import Sample, shortened
 from hf_linattn.inference import evaluation_mode
 from hf_linattn.report.schema import EMBEDDING
 from hf_linattn.sentence_models import SentenceModel
@@ -23,6 +24,7 @@ from hf_linattn.training.data import TrainingData, read_splits, text_splits
 from hf_linattn.training.losses.embeddings import EmbeddingDistillation, EmbeddingWeights
 from hf_linattn.training.losses.loss_module import LossModule
 
+LOOKED_AMONG = 16  # texts, for the samples of a report
 # of other tasks: what they would be of
 OF_OTHERS = {
     "kl_weight": "an embedding model predicts nothing",
@@ -38,6 +40,7 @@ OF_OTHERS = {
     "top_k": "there are no logits to compare",
     "fading_teacher": "nothing else teaches",
     "tokenizer_name": "the tokenizer is that of the folder",
+    "save_adapter": "an embedding model is saved as a folder of sentence-transformers, with the adapters merged",
 }
 
 
@@ -88,7 +91,7 @@ class Embeddings(Task):
         for name, limit in limits.items():
             # a row counts as block_size tokens
             chosen = splits[name].shuffle(seed=0) if name == "train" else splits[name]
-            texts = Texts.of(chosen).whole
+            texts = texts_of(chosen)
             count = len(texts) if limit is None else min(len(texts), max(1, limit // data.block_size))
             encoded = self.modules.encode(texts[:count], data.block_size, name)
             rows[name] = Dataset.from_dict({**encoded, "labels": list(range(count))}).with_format("torch")
@@ -120,6 +123,17 @@ class Embeddings(Task):
         reading: dict[str, Any] = {"max_length": options.block_size, "batch_size": size, "windows": windows}
         return embedding_scores(self.modules, model, texts, self._wanted, **reading)
 
+    def samples(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, count: int) -> list[Sample]:
+        """Return what a model finds for the first texts, among the first `LOOKED_AMONG`."""
+        texts = Texts.of(test.select(range(min(len(test), LOOKED_AMONG))))
+        options: dict[str, Any] = {"max_length": encoder.options.block_size, "batch_size": 4}
+        queries, answers = (
+            self.modules.embed_texts(model, part, **options) for part in (texts.queries[:count], texts.answers)
+        )
+        nearest = (queries @ answers.T).argmax(1).tolist()
+        rows = zip(texts.queries[:count], texts.answers, (texts.answers[i] for i in nearest), strict=False)
+        return [Sample(*map(shortened, row)) for row in rows]
+
     def save(self, model: PreTrainedModel, folder: Path) -> None:
         self.modules.save(model, folder)
 
@@ -127,6 +141,12 @@ class Embeddings(Task):
     def answers(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
         with evaluation_mode(model):
             return self.modules.embed(model, {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)})
+
+
+def texts_of(rows: Dataset) -> list[str]:
+    """Return all texts of rows, those of pairs beside each other."""
+    columns = [rows[name] for name in ("text", "text_pair") if name in rows.column_names]
+    return [text or "" for row in zip(*columns, strict=True) for text in row]
 
 
 def weights_of(arguments: Arguments) -> EmbeddingWeights:

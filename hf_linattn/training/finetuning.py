@@ -77,8 +77,6 @@ def fine_tune(
         on the main process, if training sharded the model (FSDP, ZeRO-3), which then is of no more use; else None.
     """
     arguments = stage_arguments(model, training, folder, learning_rate=learning_rate, max_steps=max_steps)
-    config: Any = getattr(model, "config", None)
-    use_cache = getattr(config, "use_cache", None)
     checkpoint = last_complete_checkpoint(folder, training.world_size)
     saved = None if checkpoint is None else read_state(Path(checkpoint))
     own = next((p.dtype for p in model.parameters() if p.ndim > 1), torch.float32)
@@ -87,18 +85,16 @@ def fine_tune(
     trainer.has_ended = saved is not None and has_ended(saved, max_steps)
     if training.early_stopping_patience:
         trainer.add_callback(early_stopping(training.early_stopping_patience, saved))
-    with own_forward(model):
+    loss, state = None, None
+    with own_forward(model), own_cache(model):
         start = time.perf_counter()
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         with nullcontext() if sharded else float32_masters(model):
             broken = _train(trainer, checkpoint, speed)
         seconds = time.perf_counter() - start
-        loss, state = None, None
         if broken is None:
             loss = trainer.state.best_metric if arguments.load_best_model_at_end else trainer.evaluate()["eval_loss"]
             state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
-    if use_cache is not None:
-        config.use_cache = use_cache  # the Trainer switched it off, and it would be saved so
     unset_hf_deepspeed_config()  # the Trainer set it, see `FinetuningArguments`
     if broken is None and (loss is None or not math.isfinite(loss)):
         broken, loss = trainer.state.global_step, None
@@ -122,6 +118,18 @@ def _train(trainer: RecoveryTrainer, checkpoint: str | None, speed: Speed) -> in
     finally:
         speed.stop_counting()
     return None
+
+
+@contextmanager
+def own_cache(model: nn.Module) -> Iterator[None]:
+    """Give a model its `use_cache` back: the Trainer switches it off, and it would be saved so."""
+    config: Any = getattr(model, "config", None)
+    before = getattr(config, "use_cache", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            config.use_cache = before
 
 
 @contextmanager

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
 
 from hf_linattn import get_mechanisms
 from hf_linattn.architecture import attention_projections, root_model
 from hf_linattn.errors import OptionError
+from hf_linattn.pinning import free_config
 from hf_linattn.training.losses.loss_module import LossModule
 from hf_linattn.transformers_bridge import MECHANISM
 
@@ -105,6 +109,24 @@ class _Rounded(nn.Module):
 
     def right_inverse(self, rounded: Tensor) -> tuple[Tensor]:
         return (rounded.float(),)  # PyTorch refuses a tensor of another dtype unless it is one of several
+
+
+def cast_as_loaded(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
+    """Give a model the dtypes that `from_pretrained(dtype=...)` gives what it saves; None: as it is.
+
+    `model.to(dtype)` casts buffers that are not saved, too: those that the architecture makes in float32, such as the
+    frequencies of rotary positions, and those that it makes in the dtype of the weights.
+    """
+    if dtype is None:
+        return
+    config = copy.deepcopy(model.config)
+    free_config(config)
+    with torch.device("meta"):
+        made = dict(type(model)._from_config(config, dtype=dtype).named_buffers())
+    saved = model.state_dict().keys()
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(made[name].dtype if name in made and name not in saved else dtype)
 
 
 @contextmanager

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from rich.console import Console
+from tqdm.contrib.logging import logging_redirect_tqdm
+from transformers.utils import logging as transformers_logging
 
 from hf_linattn.report import Report, four_model_table, stage_table
 from hf_linattn.training.arguments import parse_arguments
@@ -44,7 +48,22 @@ def main(argv: Sequence[str], kinds: Sequence[type], program: str, console: Cons
     arguments = parse_arguments(argv, kinds)
     training = arguments.training
     logging.basicConfig(level=logging.INFO if training.should_log else logging.WARNING, format="%(message)s")
-    return carry_out(prepare(arguments, program, argv), console)
+    with without_loading_bars(), logging_redirect_tqdm():  # lines of the log above a bar, not inside it
+        return carry_out(prepare(arguments, program, argv), console)
+
+
+@contextmanager
+def without_loading_bars() -> Iterator[None]:
+    """Show no bar for weights read and written, which a run does a dozen times; downloads keep theirs."""
+    shown, downloads = transformers_logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    transformers_logging.disable_progress_bar()
+    if downloads:
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def carry_out(run: TrainingRun, console: Console | None = None) -> Report:
@@ -64,5 +83,5 @@ def carry_out(run: TrainingRun, console: Console | None = None) -> Report:
         console.print(four_model_table(report))
         console.print(stage_table(report))
         folder = run.directory.path
-        console.print(f"saved to {folder}; reloaded from there, it computes the same bit for bit", soft_wrap=True)
+        console.print(f"saved to {folder}; reloaded from there, what it computes is bit-equal", soft_wrap=True)
     return report

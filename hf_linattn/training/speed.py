@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 COUNTED = 2  # the step whose operations are counted; the first one makes what later ones find
-SIZES = {"cuda": 8192}  # of the matrices that are multiplied to measure a machine's rate; else:
-SIZE = 1024
+# of the matrices that are multiplied to measure a machine's rate, and how many products are taken at a time; else:
+SIZES = {"cuda": (4096, 16)}
+SIZE = (1024, 1)
 
 
 class Speed(TrainerCallback):
@@ -28,7 +29,11 @@ class Speed(TrainerCallback):
     def __init__(self, row_tokens: float, dtype: torch.dtype):
         self.row_tokens, self.dtype = row_tokens, dtype
         self.taken, self.timed, self.seconds, self.operations = 0, 0, 0.0, 0
+        self.rate = 0.0
         self.counting: FlopCounterMode | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.rate = matrix_rate(args.device.type, self.dtype)  # now, as a step leaves no memory for it
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.taken += 1
@@ -59,22 +64,24 @@ class Speed(TrainerCallback):
         rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         found = {"tokens_per_second": round(rows * self.row_tokens / each, 1)}
         if self.operations:
-            found["matrix_share"] = round(self.operations / each / matrix_rate(args.device.type, self.dtype), 4)
+            found["matrix_share"] = round(self.operations / each / self.rate, 4)
         return found
 
 
 @functools.cache
 def matrix_rate(device: str, dtype: torch.dtype) -> float:
     """Return the operations a second of a large matrix product, two for each multiplication, the best of three."""
-    size = SIZES.get(device, SIZE)
+    size, products = SIZES.get(device, SIZE)
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(4):
         start = time.perf_counter()
-        (left @ right).flatten()[0].item()  # which waits for the device
+        for _ in range(products):
+            result = left @ right
+        result.flatten()[0].item()  # which waits for the device
         best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    return 2 * size**3 * products / best
 
 
 def product_dtype(args: TrainingArguments, own: torch.dtype) -> torch.dtype:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import (
+    PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_linattn import architecture
 from hf_linattn.architecture import root_model
@@ -67,6 +68,8 @@ class RecoveryTrainer(Trainer):
         )
         self.data_collator: Callable[..., Any]
         self.remove_callback(PrinterCallback)  # prints with a bare print where progress bars are off
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(StepBar)
         self.evaluation_collator = data.evaluation_collator
         self.teacher = teacher
         self.label_smoother = None  # transformers' knows models by their names, and smooths the validation loss too
@@ -146,6 +149,13 @@ class RecoveryTrainer(Trainer):
             return
         super()._run_epoch(*args, **kwargs)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Warn of weights that a checkpoint lacks, but for those that are another one's, as a tied head is."""
+        parts = [(path, part) for path, part in self.model.named_modules() if isinstance(part, PreTrainedModel)]
+        tied = {f"{path}.{name}".lstrip(".") for path, part in parts for name in part.all_tied_weights_keys}
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
         training_collator, self.data_collator = self.data_collator, self.evaluation_collator
         try:
@@ -197,7 +207,8 @@ class RecoveryTrainer(Trainer):
         project = head.forward
         project_other = teacher.model.get_output_embeddings().forward if teacher.model else project
         listed = None if teacher.kept is None else teacher.kept.find(given)
-        example, shared = None, self._shared if listed is None else None
+        example: Any = None
+        shared = self._shared if listed is None else None
         if listed is None:
             with replaced_head(teacher.model or model, same), shared.recorded() if shared else nullcontext():
                 example = teacher.outputs(model, given)  # first, as in compute_loss
@@ -304,3 +315,13 @@ class Progress(TrainerCallback):
             state.max_steps, f"{rows * self.row_tokens / each:,.0f}", given["loss"], self.held_back,
             each * (state.max_steps - state.global_step) / 60,
         )  # fmt: skip
+
+
+class StepBar(ProgressCallback):
+    """The bar of a training's steps alone: evaluations have none inside it, and what is logged `Progress` says."""
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        pass

@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from hf_linattn import chunk_feed_forward, extend_positions, is_patched, patch_model
 from hf_linattn.errors import CheckpointError
 from hf_linattn.evaluation.document_windows import DocumentWindows, windows_for
+from hf_linattn.evaluation.next_token import TokenLosses
 from hf_linattn.training.arguments import Arguments, tokens_per_step
 from hf_linattn.training.data import TrainingData
 from hf_linattn.training.finetuning import validation_loss
@@ -38,6 +39,7 @@ class TrainingRun:
         speed_lengths: the lengths to time that the model has positions for.
         digests: of the content of model and data. shared_control: results of stages of another run, by name.
         results: what each finished stage of this run recorded, by name.
+        position_losses: of models on held-back windows of a length, by the stage that left them, in this process.
     """
 
     arguments: Arguments
@@ -53,6 +55,7 @@ class TrainingRun:
     digests: dict[str, str] = field(default_factory=dict)
     shared_control: dict[str, dict[str, Any]] = field(default_factory=dict)
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    position_losses: dict[tuple[str, int], TokenLosses] = field(default_factory=dict)
 
     @cached_property
     def options(self) -> dict[str, Any]:

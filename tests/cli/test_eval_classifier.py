@@ -88,6 +88,7 @@ def test_numbers_are_scored_by_their_correlation(folder):
         ("original", "one.jsonl", ("--document_window", 9), "document_window=9 is beyond the 8 positions"),
         ("original", "one.jsonl", ("--document_stride", 2), "document_stride=2: there are no windows"),
         ("original", "one.jsonl", ("--stride", 2), "stride=2: it is of perplexity; give document_stride"),
+        ("original", "one.jsonl", ("--original", "x"), "original='x': a classifier is scored by its labels alone"),
         ("original", "one.jsonl", ("--metrics", "pearson"), "metric 'pearson' is of regression"),
         ("original", "one.jsonl", ("--label_column", "labels"), "label_column='labels' is not a column"),
         ("original", "missing.jsonl", (), "does not exist or is not a file"),

@@ -104,6 +104,7 @@ def causal_reference(model, tokenizer, texts, max_length, stride):
     return total / count, count
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("stride", [1, 4, 9])  # 4 and 9 divide neither the window nor the longest document
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hf_linattn import list_mechanisms
+from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing import ARCHITECTURES, CROSS_ARCHITECTURES, Check, checks_of
 from hf_linattn.testing.invariants import COMPILERS
-from tests.helpers import STATES, is_plain_pattern
+from tests.helpers import KINDS, STATES, is_plain_pattern
 
 # beside the defaults of each mechanism, which are tested on every architecture; these on grouped queries and RoPE
 VARIANTS = {
@@ -62,10 +63,8 @@ VARIANTS = {
         {"num_buckets": 4, "bucket_size": 8, "num_rounds": 2, "shared_qk": True, "sink_logit": "one"},
     ],
     "linformer": [
-        {"num_slots": 7, "block_size": 16, "sharing": "none", "positions_per_slot": 3},
+        {"num_slots": 7, "block_size": 4, "sharing": "none"},
         {"num_slots": 7, "block_size": 16, "sink_logit": "learned", "initial_sink": 0.5},
-        {"num_slots": 7, "block_size": 4, "sharing": "none", "exact_block": True},
-        {"num_slots": 9, "block_size": 16, "sink_logit": "one", "exact_block": True},
     ],
     "nystrom": [{"num_landmarks": 7, "block_size": 8, "kernel_size": 5}, {"num_landmarks": 5, "block_size": 16}],
     "performer": [
@@ -100,6 +99,11 @@ CAUSAL_VARIANTS = {
 BIDIRECTIONAL_VARIANTS = {
     "hedgehog": [{"feature_dim": 6, "decay": "measured", "ridge": "learned"}],
     "linear": [{"feature_map": "relu", "ridge": "learned"}],
+    "linformer": [
+        {"num_slots": 7, "block_size": 16, "sharing": "none", "positions_per_slot": 3},
+        {"num_slots": 7, "block_size": 4, "sharing": "none", "exact_block": True},
+        {"num_slots": 9, "block_size": 16, "sink_logit": "one", "exact_block": True},
+    ],
     "performer": [{"num_features": 16, "self_weight": "learned", "ridge": "learned"}],
 }
 CROSS_VARIANTS = {
@@ -153,9 +157,13 @@ NOT_OF_GPT2 = {"4"}
 # made of the operations of others, the first of `linear`: those have the backward pass compiled, both forms counted
 FEATURES = {"cosformer", "hedgehog", "learned_exp", "performer", "t2r", "taylor"}
 OF_OTHERS = FEATURES | {"bigbird", "by_head", "dynamic_sparse", "evo", "fusion", "mixed_chunk", "streaming"}
-# those that cost what others cost: maps whose operation is that of `linear`, and choices of blocks; more in one form
-COSTING = {True: {*FEATURES, *filter(is_plain_pattern, list_mechanisms())}}
-COSTING[False] = COSTING[True] | OF_OTHERS
+# those that cost what others cost: maps whose operation is that of `linear`, and choices of blocks
+COSTING = {"causal": {*FEATURES, *filter(is_plain_pattern, list_mechanisms())}}
+COSTING["cross"] = COSTING["causal"] | OF_OTHERS
+# and a causal form has counted what is no state: one of each kind is counted in both
+COSTING["bidirectional"] = COSTING["cross"] | {
+    x for x in list_mechanisms() if x not in KINDS and "causal" in MECHANISMS.get(x).modes
+}
 # those that are compiled, by mode: one for each kind of state, and for each way to what has none
 COMPILED = {
     "causal": {*STATES, "gated_deltanet"} - OF_OTHERS - {"softmax"},
@@ -186,12 +194,12 @@ def is_enough(check: Check) -> bool:
 
 def marks_of(check: Check) -> list[pytest.MarkDecorator]:
     """Mark a check slow if others compile or count the same, or exhaustive if others stand for it."""
-    case, causal = check.case, check.case.mode == "causal"
+    case = check.case
     usual = (case.architecture, case.mode) in ALWAYS and not case.options
     if check.invariant == COMPILES:
         return [] if usual and case.mechanism in COMPILED[case.mode] else [pytest.mark.slow]
     if check.invariant == COSTS:
-        return [] if usual and case.mechanism not in COSTING[causal] else [pytest.mark.slow]
+        return [] if usual and case.mechanism not in COSTING[case.mode] else [pytest.mark.slow]
     return [] if is_enough(check) else [pytest.mark.exhaustive]
 
 

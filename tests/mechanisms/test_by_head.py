@@ -49,6 +49,7 @@ def by_head(architecture: str, causal: bool, plan: dict[str, Any], **options: An
     return Case("by_head", architecture, causal, {"plan": plan, **options})
 
 
+@pytest.mark.covering(2)
 @each_mode
 @each_architecture
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

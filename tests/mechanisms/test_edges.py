@@ -59,6 +59,7 @@ def past_of(mechanism: Mechanism, heads: list[Tensor], ids: Tensor | None) -> li
     return [output.detach(), *(x[:, :, :AT] for x in torch.autograd.grad(output.sin().sum(), heads))]
 
 
+@pytest.mark.covering(2)
 @both_backends
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", mechanisms_of("causal"))
@@ -84,6 +85,7 @@ def test_no_key_to_come_changes_what_was_before_however_large(name, packed, back
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.covering(2)
 @both_backends
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ["linear", "hedgehog", "learned_exp", "local", "hybrid"])
@@ -99,6 +101,7 @@ def test_pads_of_any_finite_size_change_nothing(name, causal, backend):
             torch.testing.assert_close(torch.where(real, got, 0.0), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.covering(1)
 @both_backends
 @pytest.mark.parametrize(
     ("name", "causal"), [(x, c) for c in (True, False) for x in mechanisms_of("causal" if c else "bidirectional")]

@@ -163,6 +163,7 @@ def test_a_learned_map_beside_a_window_makes_head_dim_features_unless_told(optio
     assert state.kv.shape[2] == width
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scale", ["exact", "maximum"])
 @pytest.mark.parametrize("linear", ["linear", "performer", "hedgehog", "learned_exp", "t2r"])

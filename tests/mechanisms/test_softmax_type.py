@@ -154,6 +154,7 @@ def test_a_layers_own_sinks_are_as_learned_ones(name, causal):
     assert not torch.equal(mechanism(*heads)[0], got)  # nothing of it is left
 
 
+@pytest.mark.covering(1)
 @each_name
 @each_mode
 def test_a_sink_far_below_all_scores_is_none_and_one_far_above_is_all(name, causal):

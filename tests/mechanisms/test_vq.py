@@ -52,6 +52,7 @@ def in_parts(mechanism, heads, sizes):
     return torch.cat(parts, 2), state
 
 
+@pytest.mark.covering(2)
 @MODES
 @pytest.mark.parametrize("queries", [64, 200, 4096], ids=["1 block at a time", "3", "all"])
 @pytest.mark.parametrize("options", [SMALL, {"num_codes": 3, "block_size": 1}, {"num_codes": 90, "block_size": 5}])

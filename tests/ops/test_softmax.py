@@ -23,6 +23,7 @@ def dense(query, key, value, scaling, allowed, softcap=None):
     return weights @ value / torch.where(total > 0, total, 1.0)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("block", [3, 64])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 5])

@@ -24,14 +24,16 @@ from hf_linattn.report import Report
 from hf_linattn.training import finetuning, pipeline, trainers
 from hf_linattn.training.arguments import DISTILLATION, parse_arguments
 from hf_linattn.training.stages import calibration
+from tests.helpers import make_tokenizer
+from tests.models import make_model
 from tests.recipes.test_finetune import ROOT, command, material, recorded
 
 __all__ = ["material"]
 
 # an epoch of whole batches: processes fill up an incomplete one with rows seen before
 EVEN = {
-    "block_size": 28, "max_train_tokens": 1568, "calibration_tokens": 280, "transfer_tokens": 672, "logging_steps": 1,
-    "hidden_weight": 0.5,
+    "block_size": 28, "max_train_tokens": 2016, "calibration_tokens": 280, "transfer_tokens": 672, "logging_steps": 1,
+    "hidden_weight": 0.5, "long_tokens": 448, "long_block_size": 56,
 }  # fmt: skip
 STAGES = ("calibration", "transfer", "recovered_training")
 
@@ -175,7 +177,7 @@ def launched(material, out: Path, config: str, **changes) -> list[float]:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
-    stages = ("control_training", "transfer", "recovered_training")
+    stages = ("control_training", "transfer", "recovered_training", "long_training")
     return [x["loss"] for stage in stages for x in recorded(out, stage)["history"] if "loss" in x]
 
 
@@ -197,7 +199,7 @@ def test_two_processes_have_the_loss_curves_of_one_with_the_same_batch(
     material, tmp_path, one_process, config, changes
 ):
     curve = launched(material, tmp_path / "out", config, **EVEN, per_device_train_batch_size=2, **changes)
-    assert len(curve) == 14 + 6 + 5 and curve == pytest.approx(one_process, rel=2e-4)
+    assert len(curve) == 18 + 6 + 5 + 4 and curve == pytest.approx(one_process, rel=2e-4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # in one piece, whatever training did to it
     assert {m.config.mechanism for m in hf_linattn.get_mechanisms(model).values()} == {"hybrid"}
 
@@ -295,9 +297,14 @@ def test_layers_are_chosen_by_what_they_cost(material, whole, tmp_path, monkeypa
 
 
 def test_heads_are_chosen_by_a_search(material, tmp_path):
-    out = tmp_path / "out"
+    """Of a Llama in bfloat16: what is trained in float32 is saved as it was loaded, and computes the same."""
+    out, original = tmp_path / "out", tmp_path / "llama"
+    make_model("llama", std=0.05).bfloat16().save_pretrained(original)
+    make_tokenizer().save_pretrained(original)
     search = {"layer_search": "slope", "layer_unit": "head", "layer_signal": "divergence"}
-    report = run(flags(material, out, layers="auto", softmax_share=0.25, **search))
+    changes = {"model_name_or_path": str(original), "layers": "auto", "softmax_share": 0.25, **search}
+    report = run(flags(material, out, **changes))
+    assert report.training.saved_dtype == "bfloat16"
     chosen = recorded(out, "plan")
     assert (chosen["unit"], chosen["signal"], chosen["replace"]["mechanism"]) == ("head", "divergence", "hybrid")
     assert report.options == {"plan": chosen["plan"]} and len(chosen["kept"]) == round(0.25 * sum(chosen["heads"]))

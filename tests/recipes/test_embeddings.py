@@ -105,6 +105,8 @@ def test_an_embedding_model_learns_to_read_long_documents_from_its_own_windows(m
     assert cut.metrics["cosine"] == pytest.approx(float((first * windows).sum(-1).mean()), abs=1e-4)
     assert [stage.name for stage in report.stages] == ["converted", "transfer", "recovered"]
     assert recorded(out, "recovered_training")["eval_loss"] == pytest.approx(report.stages[-1].validation_loss, 1e-4)
+    assert len(report.samples) == 3 and report.samples[0].truth == halves[0][1]
+    assert {sample.recovered for sample in report.samples} <= {second for _, second in halves}
     page, card = (out / "report.md").read_text(), (out / "README.md").read_text()
     assert "## Retrieval" in page and "embeddings averaged by tokens" in page and "validation loss" in page
     assert 'model = SentenceTransformer("' in card and "pipeline_tag: sentence-similarity" in card
@@ -126,8 +128,8 @@ def test_the_loss_is_what_its_formula_says(tmp_path, pooling, read_in_windows):
     rows = Dataset.from_dict({**encoded, "labels": [0] * len(texts)})
     batch = PaddingCollator(0)([*rows])
     loss = float(EmbeddingDistillation(student, encoder, task.modules, weights, windows).eval()(**batch)["loss"])
-    with task.modules.holding(student) as held:
-        got = torch.from_numpy(held.encode(texts)).double()
+    with task.modules.holding(student) as whole:
+        got = torch.from_numpy(whole.encode(texts)).double()
     want = torch.from_numpy(original.encode(texts)).double()
     if read_in_windows:
         parts = [[text.split()[i : i + 3] for i in range(0, max(1, len(text.split()) - 1), 2)] for text in texts]
@@ -166,8 +168,13 @@ def test_tokens_are_those_of_sentence_transformers_with_its_prompt(tmp_path):
 
 
 def test_pairs_are_rows_of_their_own(material, tmp_path):
-    run = prepare(parse_arguments(command(material, tmp_path, text_pair_column="title", **OPTIONS), DISTILLATION))
+    flags = command(material, tmp_path, text_pair_column="title", lora_rank=2, **OPTIONS)
+    run = prepare(parse_arguments(flags, DISTILLATION))
     assert (len(run.data.train), len(run.data.validation)) == (2 * 48, 2 * 8)
+    ids = [row["input_ids"].tolist() for row in run.data.validation]
+    texts = [json.loads(line) for line in Path(material["validation_file"]).read_text().splitlines()]
+    expected = [text.split()[:LONG] for row in texts for text in (row["text"], row["title"])]
+    assert ids[0] == [int(word[1:]) for word in expected[0]] and len(ids[1]) == len(expected[1])
     assert run.windows.length == TABLE and RecoveredTraining().teacher(run) is None
     assert not list(tmp_path.iterdir())
 

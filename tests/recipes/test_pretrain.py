@@ -43,7 +43,7 @@ def run(monkeypatch, **arguments: str) -> None:
     runpy.run_path(str(ROOT / "recipes" / "pretrain.py"), run_name="__main__")
 
 
-@pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("architecture", ["bert", pytest.param("gpt2", marks=pytest.mark.exhaustive), "llama"])
 def test_a_model_of_ones_own_text(tmp_path, monkeypatch, architecture):
     files = write_splits(tmp_path, {"train": 4, "validation": 1, "test": 2})
     out = tmp_path / "out"
@@ -76,7 +76,7 @@ TINY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", TINY)
+@pytest.mark.parametrize("architecture", ["llama-recall", pytest.param("gpt2-recall", marks=pytest.mark.exhaustive)])
 def test_a_model_that_looks_far_back_goes_on_where_it_was_stopped(tmp_path, monkeypatch, architecture):
     known = ARCHITECTURES[architecture]
     tiny = replace(known, sizes=known.sizes | TINY[architecture], stages=(Stage(32, 0.5, 0.5), Stage(64, 0.5, 0.25)))

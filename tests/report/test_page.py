@@ -149,7 +149,7 @@ def test_a_classifier_has_its_metrics_first_and_no_section_of_language_models(re
     embedding = replace(report, evaluation=replace(report.evaluation, problem="embedding"), samples=())
     embedding.save(tmp_path)
     shown = Read(page(read_evidence(tmp_path)))
-    assert list(shown.sections)[1:] == ["models", "speed", "memory", "layers", "training"]
+    assert list(shown.sections)[1:] == ["models", "speed", "memory", "layers", "samples", "training"]
 
 
 def test_the_command_writes_the_page_and_refuses_a_file_that_is_no_suite(report, tmp_path):

@@ -127,6 +127,7 @@ def registered(monkeypatch):
     return enter
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 def test_known_fault_is_caught(registered, fault, architecture):

@@ -54,6 +54,7 @@ def states(model, batch, start: int | None = None, state: torch.Tensor | None = 
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("side", ["left", "right"])
 @each_architecture
 def test_loss_and_gradients_are_those_of_a_block_that_starts_from_the_originals_states(name, side):

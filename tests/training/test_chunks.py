@@ -47,6 +47,7 @@ def full_loss(model, teacher: Teacher, batch: dict, smoothing: float = 0.0) -> t
     return loss + teacher.kl_weight * teacher.temperature**2 * (p * (p / q).log()).sum(-1).mean()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama"])
 def test_loss_and_gradient_of_a_step_are_those_of_all_logits_at_once(tmp_path, monkeypatch, architecture, lora):

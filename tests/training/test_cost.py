@@ -143,6 +143,7 @@ def test_the_speed_is_that_of_the_steps_and_the_share_that_of_their_products(mon
     batch = {"train_batch_size": 3, "gradient_accumulation_steps": 2, "world_size": 2}
     args = SimpleNamespace(**batch, device=torch.device("cpu"), torch_compile=False)
     watch = speed.Speed(16, torch.float32)
+    watch.on_train_begin(args, None, None)
     for _ in range(5):
         watch.on_step_begin(args, None, None)
         torch.ones(5, 7) @ torch.ones(7, 9)

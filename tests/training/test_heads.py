@@ -33,6 +33,7 @@ SMALL = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "gpt2", "llama"])
 @pytest.mark.parametrize("head", OTHERS)
 def test_another_head_is_refused_by_name_before_a_weight_is_read(monkeypatch, tmp_path, name, head):

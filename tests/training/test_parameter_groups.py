@@ -11,7 +11,8 @@ from hf_linattn import patch_model
 from hf_linattn.errors import OptionError
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.finetuning import fine_tune
-from hf_linattn.training.parameter_groups import float32_masters, group_parameters
+from hf_linattn.training.parameter_groups import cast_as_loaded, float32_masters, group_parameters
+from hf_linattn.training.task import load_model
 from hf_linattn.training.trainers import RecoveryTrainer
 from tests.models import make_model
 from tests.training.test_finetuning import make_data, make_training
@@ -77,3 +78,16 @@ def test_masters_are_vectors_and_mechanisms_and_are_gone_afterwards_also_after_a
         1 / 0  # noqa: B018
     assert list(model.state_dict()) == names or sorted(model.state_dict()) == sorted(names)
     assert all(p.dtype == torch.bfloat16 and p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama", "gemma2"])
+def test_a_cast_model_is_the_one_that_is_loaded_in_that_dtype(tmp_path, architecture):
+    """Frequencies of rotary positions and other buffers that are not saved stay in float32."""
+    model = patch_model(make_model(architecture), "hedgehog")
+    cast_as_loaded(model, torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), dtype=torch.bfloat16)
+    for named in ("named_parameters", "named_buffers"):
+        expected, found = dict(getattr(loaded, named)()), dict(getattr(model, named)())
+        assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in expected.items()}
+        assert all(torch.equal(x, expected[name]) for name, x in found.items())

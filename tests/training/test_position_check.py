@@ -74,14 +74,16 @@ def test_every_stage_is_checked_and_one_that_does_harm_is_refused_and_kept(mater
     run(given)
     assert all(before.shape == (3, 63) for before, _ in seen), "64 positions, not 4 times 32"
     for (_, after), (before, _) in pairwise(seen):
-        assert torch.equal(after, before), "each stage starts where the one before ended"
+        assert before is after, "each stage starts where the one before ended, which is not measured twice"
     done = recorded(out, "recovered_training_positions")
     assert [row["first"] for row in done["change"]] == [1]
     (out / "stages" / "recovered_training_positions.json").unlink()
+    ended = seen[-1]
     monkeypatch.setattr(positions, "is_worse", lambda row: True)
     with pytest.raises(OptionError, match=r"block_size=32: the stage recovered_training made positions 1 to 63 worse"):
         run(given)
     assert (out / "model.safetensors").exists() and recorded(out, "recovered_training")
+    assert torch.equal(seen[-1][0], ended[0]), "a rerun measures anew what it starts from, and finds the same"
     run(flags(material, out, position_windows=0, **options))  # goes on
 
 
@@ -89,4 +91,4 @@ def test_held_back_text_that_is_too_short_is_refused_before_anything(material, t
     with pytest.raises(OptionError, match="position_windows=2, windows of 64 tokens in the validation split"):
         run(flags(material, tmp_path / "out", position_windows=2))
     assert not (tmp_path / "out").exists()
-    assert PositionCheck("x", None, None).name == "x_positions"
+    assert PositionCheck("x", "y", None, None).name == "x_positions"

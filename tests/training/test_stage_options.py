@@ -95,6 +95,7 @@ def test_an_option_that_is_accepted_trains_in_every_stage(tmp_path, stage, optio
     assert result["steps"] == 2 and result["eval_loss"] is not None
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -140,6 +141,7 @@ class Losses(TrainerCallback):
         self.validation += [logs["eval_loss"]] if "eval_loss" in logs else []
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("taught", [False, True])
 @pytest.mark.parametrize("head", [None, CLASSIFIER])
 @pytest.mark.parametrize("name", SPINE)

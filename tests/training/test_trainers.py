@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import trainer
 
 from hf_linattn import patch_model
 from hf_linattn.errors import OptionError
@@ -105,3 +107,17 @@ def test_a_teacher_of_another_vocabulary_is_refused_by_name(tmp_path):
     model, other = patch_model(make_model("llama"), "linear"), make_model("llama", vocab_size=80)
     with pytest.raises(OptionError, match=r"teacher: LlamaForCausalLM predicts 80 tokens \(vocab_size\), and the "):
         RecoveryTrainer(model, make_training(tmp_path), make_data(model), Teacher(other, kl_weight=1.0))
+
+
+def test_a_training_shows_one_bar_and_does_not_warn_of_a_tied_head(tmp_path, capsys, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(trainer.logger, "warning", said.append)
+    model = patch_model(make_model("llama", tie_word_embeddings=True), "linear")
+    data = make_data(model)
+    capsys.readouterr()
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "logging_steps": 1, "max_steps": 4}
+    options |= {"learning_rate": 1e-3, "remove_unused_columns": False, "load_best_model_at_end": True}
+    RecoveryTrainer(model, make_training(tmp_path, disable_tqdm=False, **options), data).train()
+    shown = "".join(capsys.readouterr())
+    assert set(re.findall(r"\d+/(\d+) ", shown)) == {"4"} and "{" not in shown
+    assert not [text for text in said if "keys" in text]

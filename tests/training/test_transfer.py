@@ -59,6 +59,7 @@ def make_call(case: Case, **exact: Any) -> AttentionCall:
     return AttentionCall(query, key, value, mask, ids, own)
 
 
+@pytest.mark.covering(2)
 @each_architecture
 @each_mode
 @pytest.mark.parametrize("exact", [{}, {"softcap": 2.0}, {"sliding_window": 6}], ids=str)
@@ -130,6 +131,7 @@ def heads(path: str, rows: Tensor) -> Tensor:
     return rows
 
 
+@pytest.mark.covering(1)
 @each_architecture
 @pytest.mark.parametrize(
     ("mechanism", "options", "weights"),

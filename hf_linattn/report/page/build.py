@@ -22,7 +22,10 @@ from .charts import Picture, pictures_of, positions_picture
 from .evidence import Evidence, losses_by_position, read_evidence, recalls
 
 HERE = Path(__file__).resolve().parent
-ANSWERS = {"text-generation": "what follows", "fill-mask": "the masked token", "text-classification": "the label"}
+ANSWERS = {
+    "text-generation": "what follows", "fill-mask": "the masked token", "text-classification": "the label",
+    "sentence-similarity": "the text to be found",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

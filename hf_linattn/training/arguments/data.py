@@ -34,7 +34,8 @@ class DataArguments:
         default="label", metadata={"help": "Column of the classes, by number or name, if the model is a classifier."}
     )
     text_pair_column: str | None = field(
-        default=None, metadata={"help": "Column of a second text, for a classifier of pairs, as of sentences."}
+        default=None,
+        metadata={"help": "Column of a second text: of a pair to classify, or what an embedding model is to find."},
     )
     metrics: list[str] | None = field(
         default=None,
@@ -53,7 +54,7 @@ class DataArguments:
     document_window: int | None = field(
         default=None,
         metadata={
-            "help": "Tokens of the overlapping windows in which the original reads a classifier's texts, to teach and"
+            "help": "Tokens of the overlapping windows in which the original reads long texts, to teach and"
             " to be compared; default: its position table, where texts are longer; 0: whole, with max_positions."
         },
     )
@@ -61,7 +62,7 @@ class DataArguments:
         default=None, metadata={"help": "By how many tokens these windows advance; default: half of one."}
     )
     block_size: int = field(
-        default=256, metadata={"help": "Tokens per training row and test window; a classifier's texts are cut to it."}
+        default=256, metadata={"help": "Tokens per training row and test window, or to which whole texts are cut."}
     )
     mlm_probability: float = field(
         default=0.15, metadata={"help": "Share of the tokens that a masked model predicts in training."}

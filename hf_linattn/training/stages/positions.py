@@ -33,13 +33,15 @@ class PositionCheck(OneProcessStage):
     of its 95 % interval too, a bootstrap over the documents.
 
     Attributes:
-        stage: that is checked. before, after: load the model. long: whether the rows are those of the long stage.
+        stage: that is checked. start: the one that it begins from. before, after: load their models.
+        long: whether the rows are those of the long stage.
 
     Raises:
         OptionError: a bucket is worse; what the stage left is kept.
     """
 
     stage: str
+    start: str
     before: Callable[[TrainingRun], PreTrainedModel]
     after: Callable[[TrainingRun], PreTrainedModel]
     long: bool = False
@@ -48,10 +50,14 @@ class PositionCheck(OneProcessStage):
         self.name = f"{self.stage}_positions"
 
     def compute(self, context: TrainingRun) -> dict[str, Any]:
-        model = self.before(context)
-        windows, documents = held_back(context, checked_length(context.arguments, position_limit(model), self.long))
-        first = token_losses(model, windows, documents)
-        second = token_losses(self.after(context), windows, documents)
+        model = self.after(context)
+        length = checked_length(context.arguments, position_limit(model), self.long)
+        windows, documents = held_back(context, length)
+        known = context.position_losses
+        first = known.pop((self.start, length), None)  # where the stage before was checked in this process
+        if first is None:
+            first = token_losses(self.before(context), windows, documents)
+        second = known[self.stage, length] = token_losses(model, windows, documents)
         old, rows = loss_by_position(first), changes(first, second)
         for was, row in zip(old, rows, strict=True):
             said = self.stage, row.first, row.last, was.loss + row.loss, row.loss
@@ -87,7 +93,7 @@ def position_checks(arguments: Arguments) -> dict[str, PositionCheck]:
               "long_training": options.long_block_size is None}  # fmt: skip
     stages = [name for name in models if not absent.get(name)]
     return {
-        after: PositionCheck(after, models[before], models[after], after == "long_training")
+        after: PositionCheck(after, before, models[before], models[after], after == "long_training")
         for before, after in pairwise(stages)
     }
 

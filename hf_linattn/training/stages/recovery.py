@@ -24,6 +24,7 @@ from hf_linattn.training.finetuning import Trained, fine_tune, without_checkpoin
 from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.losses.kept_logits import KeptLogits
 from hf_linattn.training.not_finite import with_halved_rates
+from hf_linattn.training.parameter_groups import cast_as_loaded
 from hf_linattn.training.stages.training import TrainingPlan, TrainingStage
 from hf_linattn.training.task import Task, load_model
 from hf_linattn.training.training_run import TrainingRun
@@ -117,7 +118,7 @@ class ModelTraining(TrainingStage):
             model = model.merge_and_unload()  # type: ignore[operator]
         folder = self.folder(context)
         if self.is_last(context):
-            model.to(context.saved_dtype)
+            cast_as_loaded(model, context.saved_dtype)
         context.task.save(model, folder)
         verify_saved(model, folder, torch.as_tensor(plan.data.validation[0]["input_ids"])[None], context.task)
 

@@ -15,6 +15,9 @@ from tests.ops.native.cases import HEADS, VALUE_DIM, make_heads, make_mask, make
 pytestmark = pytest.mark.usefixtures("products")
 
 
+LONG = pytest.param(1000, marks=pytest.mark.exhaustive)  # in pieces, the next test has as many
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """How often the operation was taken."""
@@ -25,7 +28,7 @@ def calls(monkeypatch):
 
 @pytest.mark.covering(2)
 @torch.no_grad()
-@pytest.mark.parametrize("length", [1, 64, 65, 333, 1000])
+@pytest.mark.parametrize("length", [1, 64, 65, 333, LONG])
 @pytest.mark.parametrize(("num_slots", "block_size"), [(8, 16), (64, 16), (4, 4), (33, 64), (70, 128), (1, 1)])
 def test_outputs_and_states(variant, calls, num_slots, block_size, length):
     """Segments shorter and longer than blocks, and open ones; rows with a single key; more tokens from the state."""

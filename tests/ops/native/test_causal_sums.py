@@ -259,6 +259,7 @@ def test_a_row_without_keys_is_zero_and_has_no_gradient(variant):
         assert gradient[1, :, 66:].any()
 
 
+@pytest.mark.covering(1)
 @torch.no_grad()
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("name", "options"), MAPS)

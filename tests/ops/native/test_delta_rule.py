@@ -84,6 +84,7 @@ def results(run: Any, problem: Problem) -> list[Tensor]:
     return [output.detach(), state.detach(), *torch.autograd.grad(total, problem.tensors)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)

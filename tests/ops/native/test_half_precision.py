@@ -11,13 +11,17 @@ from hf_linattn.mechanisms.composite import CompositeMechanism
 from hf_linattn.ops.block_softmax.cpu import NATIVE_BLOCKS
 from hf_linattn.ops.common.numerics import LOWEST
 from hf_linattn.ops.runtime import cpu as library
+from tests.helpers import is_plain_pattern
 from tests.ops.block_softmax import check_what_was_read_before, kept_numbers
 from tests.ops.native import cases
 from tests.ops.native.cases import make_heads, make_mask, make_mechanism
 
 KINDS = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
 NAMES = [x for x, kind in KINDS.items() if kind.takes_half and not issubclass(kind, CompositeMechanism)]
-CASES = [(name, causal) for name in NAMES for causal in (True, False)]
+CASES = [  # to the C a plain pattern is a table
+    pytest.param(name, causal, marks=[pytest.mark.exhaustive] if is_plain_pattern(name) else [])
+    for name in NAMES for causal in (True, False)
+]  # fmt: skip
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 1e-3}  # of all numbers together; rounding is 2e-3 and 2e-4
 KINKS = {"t2r": 4}  # of its gradients: what is rounded comes to lie on either side of a step
 LENGTH = 205

@@ -142,6 +142,7 @@ def test_gradients(variant, calls, linear, decay, window_size, num_sink_tokens):
         assert_close(got[name].double(), want[name], tolerance * max(1.0, float(want[name].abs().max())))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("window_size", "num_sink_tokens"), [(16, 4), (70, 1), (1, 0)])
 def test_packed_and_padded_rows_of_which_no_state_is_kept(variant, calls, causal, window_size, num_sink_tokens):

@@ -60,6 +60,7 @@ def test_pieces_give_what_a_whole_row_gives(pieces, name, ends):
         assert_close(got.double(), want.double(), 2e-5)
 
 
+@pytest.mark.covering(1)
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", NAMES)

@@ -36,6 +36,7 @@ def steps(monkeypatch):
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", TOLERANCES, ids=str)
 @pytest.mark.parametrize("name", MADE)
 @torch.no_grad()
@@ -117,6 +118,7 @@ def kernels_of_a_step(monkeypatch: pytest.MonkeyPatch, mechanism: Mechanism, mas
     return kernels.found
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["linear", "hedgehog", "performer"])

@@ -23,7 +23,7 @@ from tests.helpers import make_tokens, pad
 from tests.models import make_model
 from tests.ops.triton.cases import run
 
-BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 8, 6
+BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 2, 1, 8, 6
 DECAY: dict[str, Any] = {"linear_options": {"decay": "learned"}}
 PERFORMER: dict[str, Any] = {"linear": "performer", "linear_options": {"num_features": 20, "decay": "learned"}}
 CASES: dict[str, dict[str, Any]] = {
@@ -124,8 +124,11 @@ def check(mechanism: Any, heads: list[Tensor], lengths: tuple[int, ...], toleran
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps_are_what_the_formula_says(taken, name):
+def test_steps_are_what_the_formula_says(taken, monkeypatch, name):
     """From an empty state and a short one: while sinks are filled, then the ring, then as two keys leave it."""
+    if name in ("decay", "sink"):  # what a program finds by the number of a head of keys
+        for count, of in ((4, "HEADS"), (2, "KV_HEADS")):
+            monkeypatch.setitem(globals(), of, count)
     steps = CASES[name]["num_sink_tokens"] + CASES[name]["window_size"] + 1
     check(make(**CASES[name]), make_heads(2 + steps), (2, 0), 1e-5)
     assert taken == [1] * steps
@@ -182,7 +185,7 @@ def test_a_part_that_outweighs_the_other_by_far(taken):
     """Times e^150 in one head, e^-150 in another, whose products a float does not hold."""
     mechanism = make(**CASES["decay"])
     with torch.no_grad():
-        mechanism.log_mix.copy_(torch.tensor([150.0, -150.0, 60.0, 0.0]))
+        mechanism.log_mix.copy_(torch.tensor([150.0, -150.0]))
     check(mechanism, make_heads(12), (10, 9), 1e-5)
     assert taken == [1] * 2
 
