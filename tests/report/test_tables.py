@@ -36,7 +36,7 @@ def report():
         perplexity=Perplexities(original=9.0, control=8.0, converted=1234.5, recovered=10.0),
         evaluation=Evaluation(max_length=512, stride=256, num_tokens=98_765),
         training=Training(2_000_000, 1e-3, 3e-4, (1e-3,), (3e-4, 1e-3), 100_000, {"kl_weight": 0.5}),
-        stages=(Stage("converted", 0, 0.0, 7.0), Stage("recovered", 2_000_000, 1234.5, 2.0)),
+        stages=(Stage("converted", 0, 0.0, 7.0), Stage("recovered", 2_000_000, 1234.5, 2.0, 1812.4, 0.314)),
         provenance=collect_provenance(7, "accelerate launch recipes/finetune.py --seed 7"),
         speed=(
             SpeedRow(256, 1, slow, fast, Spread(2.0, 1.0, 3.0), Spread(1.0, 0.5, 1.5)),
@@ -107,7 +107,7 @@ def test_markdown_has_the_windows_of_equal_bytes(report):
 def test_markdown_has_the_stages_in_perplexity(report):
     stages = to_markdown(report).split("## Stages")[1].split("## Speed")[0]
     assert cells(stages, "converted") == ["converted", "0", "0", "", "", "1,096.63"]
-    assert cells(stages, "recovered") == ["recovered", "2,000,000", "1,234", "", "", "7.39"]
+    assert cells(stages, "recovered") == ["recovered", "2,000,000", "1,234", "1,812", "31%", "7.39"]
     assert "kl_weight=0.5" in cells(to_markdown(report), "how the original taught it")[1]
 
 
