@@ -71,7 +71,7 @@ class Speed(TrainerCallback):
 
 
 class _Whole(nullcontext[None]):
-    """Counts all as one: PyTorch's tracker of modules has hooks on gradients; attention transfer cannot have these."""
+    """Counts all as one: PyTorch's tracker of modules hooks into gradients, which attention transfer cannot have."""
 
     parents = frozenset(("Global",))
 
