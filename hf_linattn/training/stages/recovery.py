@@ -116,7 +116,10 @@ class ModelTraining(TrainingStage):
             model = model.merge_and_unload()  # type: ignore[operator]
         folder = self.folder(context)
         if self.is_last(context):
+            exact = rotary_tables(model)
             model.to(context.saved_dtype)
+            for module, name, table in exact:
+                setattr(module, name, table)
         model.save_pretrained(folder)
         verify_saved(model, folder, torch.as_tensor(plan.data.validation[0]["input_ids"])[None])
 
@@ -248,6 +251,17 @@ def make_teacher(context: TrainingRun, own_model: bool) -> Teacher | None:
         windows,
         kept,
     )
+
+
+def rotary_tables(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return the frequencies of rotary positions, which are not saved and are float32 in a loaded model of any dtype.
+    """
+    return [
+        (module, name, table)
+        for module in model.modules()
+        for name, table in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq") and name in module._non_persistent_buffers_set
+    ]
 
 
 def select_learning_rate(losses: Mapping[float, float | None]) -> float:
