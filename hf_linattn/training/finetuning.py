@@ -81,12 +81,12 @@ def fine_tune(
     saved = None if checkpoint is None else read_state(Path(checkpoint))
     own = next((p.dtype for p in model.parameters() if p.ndim > 1), torch.float32)
     speed = Speed(data.row_tokens, product_dtype(arguments, own))
-    trainer = RecoveryTrainer(model, arguments, data, teacher, [speed, *callbacks])
-    trainer.has_ended = saved is not None and has_ended(saved, max_steps)
-    if training.early_stopping_patience:
-        trainer.add_callback(early_stopping(training.early_stopping_patience, saved))
     loss, state = None, None
     with own_forward(model), own_cache(model):
+        trainer = RecoveryTrainer(model, arguments, data, teacher, [speed, *callbacks])
+        trainer.has_ended = saved is not None and has_ended(saved, max_steps)
+        if training.early_stopping_patience:
+            trainer.add_callback(early_stopping(training.early_stopping_patience, saved))
         start = time.perf_counter()
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         with nullcontext() if sharded else float32_masters(model):

@@ -157,7 +157,7 @@ def test_a_stage_searches_by_validation_loss(tmp_path, monkeypatch):
     make = lambda: patch_model(make_model("gpt2"), "linear")  # noqa: E731
     data = make_data(make())
     context = Mock(directory=RunDirectory(tmp_path, training))
-    context.arguments.training, context.saved_dtype = training, torch.float32
+    context.arguments.training, context.saved_dtype, context.task = training, torch.float32, CAUSAL
     result = Training().run(context)
     assert runs == [(1e-4, 3, False), (1e-3, 3, False), (1e-2, 3, False), (1e-3, 9, True)]
     assert result["learning_rate"] == 1e-3
@@ -206,7 +206,7 @@ def test_a_model_trained_in_mixed_precision_computes_in_its_own_afterwards(tmp_p
     data, training = make_data(model), make_training(tmp_path, bf16=True)
     finetuning.fine_tune(model, data, training, tmp_path / "run", learning_rate=1e-3, max_steps=2)
     model.save_pretrained(tmp_path / "saved")
-    recovery.verify_saved(model, tmp_path / "saved", torch.as_tensor(data.validation[0]["input_ids"])[None])
+    recovery.verify_saved(model, tmp_path / "saved", torch.as_tensor(data.validation[0]["input_ids"])[None], CAUSAL)
 
 
 def test_a_diverging_run_stops_early_and_has_no_loss(tmp_path):
