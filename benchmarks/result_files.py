@@ -34,6 +34,7 @@ HEADS_FILE = "heads_speed.json"
 HARD_KEYS_FILE = "hard_keys_speed.json"
 HARD_KEY_PLANS_FILE = "hard_key_plans_smollm2.json"
 RECIPE_PLANS_FILE = "recipe_plans.json"
+RECOVERED_PLANS_FILE = "recovered_plans_smollm2.json"
 MQAR_FILE, MQAR_PLOT = "mqar.json", "mqar.png"
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
 

@@ -16,6 +16,7 @@ from benchmarks.result_files import (
     HARD_KEY_PLANS_FILE,
     HEADS_FILE,
     MQAR_FILE,
+    RECOVERED_PLANS_FILE,
     RESULTS,
     SUPPORT_FILE,
     USABLE_FILE,
@@ -24,7 +25,12 @@ from benchmarks.result_files import (
     read,
     recovery_reports,
 )
-from benchmarks.tables.heads import hard_key_plans_parts, heads_recall_parts, heads_speed_parts
+from benchmarks.tables.heads import (
+    hard_key_plans_parts,
+    heads_recall_parts,
+    heads_speed_parts,
+    recovered_plans_parts,
+)
 from benchmarks.tables.markdown import replace_section, table
 from benchmarks.tables.quality import (
     MODEL_NAMES,
@@ -137,6 +143,12 @@ def hard_key_plans() -> str:
     return "\n\n".join(hard_key_plans_parts(read(RESULTS / HARD_KEY_PLANS_FILE)))
 
 
+def recovered_plans() -> str:
+    """Return what plans recall after a recovery."""
+    document, chosen = read(RESULTS / RECOVERED_PLANS_FILE), read(RESULTS / CHOSEN_PLAN_FILE)
+    return "\n\n".join(recovered_plans_parts(document, chosen, "9 heads, seed 0"))
+
+
 def heads_speed() -> str:
     """Return what they cost."""
     return "\n\n".join(heads_speed_parts(read(RESULTS / HEADS_FILE)))
@@ -218,7 +230,12 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "missing-forms": missing_forms,
         "refusals": refusals,
     },
-    "heads.md": {"recall": heads_recall, "hard-keys": hard_key_plans, "speed": heads_speed},
+    "heads.md": {
+        "recall": heads_recall,
+        "hard-keys": hard_key_plans,
+        "recovered": recovered_plans,
+        "speed": heads_speed,
+    },
     "invariants.md": {"invariants": invariants, "cross": cross_invariants},
     "support.md": {"support": support},
     "command-line.md": {"exit-codes": command_line.exit_codes, "commands": command_line.commands},

@@ -6,6 +6,7 @@ from benchmarks.result_files import ORIGINAL, Document
 from benchmarks.tables.markdown import count, number, table
 
 NEEDLES = ("single_noise", "single_text", "single_uuid")
+UNTRAINED = "nothing trained"
 
 
 def heads_speed_parts(document: Document) -> list[str]:
@@ -129,6 +130,54 @@ def hard_key_plans_parts(document: Document) -> list[str]:
         " the perplexity of test books over the original's."
     )
     return [what, table(["plan", "state", "prompts", *NEEDLES, "perplexity"], rows)]
+
+
+def recovered_plans_parts(document: Document, chosen: Document, untrained: str) -> list[str]:
+    """Return what runs recall and their perplexity over the original's, beside the plan before any training.
+
+    Args:
+        chosen: results of `benchmarks.studies.choose_plan`. untrained: the plan's name there.
+    """
+    recall, texts = {**chosen["recall"], **document["recall"]}, document["perplexity"]
+    lengths = sorted({int(key.split(" | ")[1]) for key in texts})
+    named = {ORIGINAL: ORIGINAL, UNTRAINED: untrained, **{name: name for name in document["runs"]}}
+    asked = sorted({int(key.split(" | ")[2]) for key in document["recall"]})
+    cells = [
+        [name, count(length), *(_share(recall[f"{key} | {task} | {length}"]) for task in NEEDLES)]
+        for name, key in named.items()
+        for length in asked
+    ]
+    ratios = [
+        [name, *(f"{_perplexity(texts, name, n) / _perplexity(texts, ORIGINAL, n):.4f}" for n in lengths)]
+        for name in named
+    ]
+    (samples,) = {row["num_samples"] for row in document["recall"].values()}
+    what = (
+        f"{document['model']}: the share of answers that are written, with its 95 % interval, {samples} prompts in"
+        " each cell, of another seed than the plan was chosen by."
+    )
+    text = "The perplexity of test books over the original's."
+    head = ["model", *(f"perplexity, {count(length)} tokens" for length in lengths)]
+    how = [_how(name, run) for name, run in document["runs"].items()]
+    return [*how, what, table(["model", "tokens", *NEEDLES], cells), text, table(head, ratios)]
+
+
+def _how(name: str, run: Document) -> str:
+    best = min(run["evaluations"], key=lambda tried: tried["loss"])
+    last = run["evaluations"][-1]
+    changes = [row["loss"] for row in run["positions"]["change"]]
+    return (
+        f"`{name}`: LoRA of rank {run['teaching']['lora_rank']}, {count(run['tokens'])} training tokens, learning rate"
+        f" {run['learning_rate']:g}, on {run['device']} with {run['threads']} thread{'s' * (run['threads'] > 1)}. Of"
+        f" {len(run['evaluations'])} evaluations that of step {best['step']} of {last['step']} was the best"
+        f" ({best['loss']:.4f} nats; the last {last['loss']:.4f}), and its weights are what is measured. Its loss by"
+        f" position on held-back text, in {len(changes)} buckets up to {count(run['positions']['before'][-1]['last'])}"
+        f" tokens, changed by {min(changes):.3f} to {max(changes):.3f} nats."
+    )
+
+
+def _perplexity(texts: Document, name: str, length: int) -> float:
+    return texts[f"{name} | {length}"]["perplexity"]
 
 
 def _share(row: Document) -> str:

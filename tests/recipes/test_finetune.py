@@ -109,7 +109,7 @@ def test_a_run_from_end_to_end(material, tmp_path, capsys, monkeypatch, quick_re
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
     assert not list(out.rglob("checkpoint-*")), "checkpoints of finished trainings are removed"
     printed = capsys.readouterr().out
-    assert all(name in printed for name in ("original", "control", "converted", "recovered", "what it computes is bit-equal"))
+    assert all(name in printed for name in ("original", "control", "converted", "recovered", "is bit-equal"))
 
     changes = {"mechanism": "linear", "mechanism_options": None, "learning_rates": "1e-3", "control_dir": out}
     other = run(command(material, tmp_path / "other", **changes))

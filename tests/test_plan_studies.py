@@ -1,4 +1,4 @@
-"""The studies of hard keys: what they cost, at a tiny size, and which plans have the same bytes."""
+"""The studies of plans by head: what hard keys cost, at a tiny size, plans of the same bytes, what a recovery adds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.result_files import HARD_KEYS_FILE, RESULTS, read
 from benchmarks.studies import hard_key_plans, hard_keys
+from benchmarks.tables.heads import NEEDLES, UNTRAINED, recovered_plans_parts
 from hf_linattn.chosen_plan import PlanRecord
 
 pytestmark = pytest.mark.tools
@@ -41,3 +42,23 @@ def test_the_window_beside_hard_keys_is_the_largest_that_fits(spare):
     original = 4096 * 4 * 512  # four heads, 512 bytes for a key and its value
     size = {"length": 4096, "patched": (4096 + 3 * 100) * 512 + spare, "original": original}
     assert hard_key_plans.equal_window(size, RECORD, 1) == {"window_size": 97, "num_sink_tokens": 4}
+
+
+def test_a_recovery_is_shown_beside_the_original_and_the_plan_before():
+    row = {"found": 0.5, "found_interval": [0.25, 0.75], "num_samples": 4}
+    names = {"original": 2.0, UNTRAINED: 4.0, "run": 3.0}
+    run = {
+        "tokens": 640, "teaching": {"lora_rank": 2}, "device": "a CPU", "threads": 1, "learning_rate": 0.5,
+        "evaluations": [{"step": 1, "loss": 1.5}, {"step": 2, "loss": 1.75}],
+        "positions": {"before": [{"last": 63}], "change": [{"loss": -0.25}]},
+    }  # fmt: skip
+    document = {
+        "model": "a model", "runs": {"run": run},
+        "perplexity": {f"{name} | 64": {"perplexity": x} for name, x in names.items()},
+        "recall": {f"run | {task} | 64": {**row, "found": 0.75} for task in NEEDLES},
+    }  # fmt: skip
+    chosen = {"recall": {f"{name} | {task} | 64": row for name in ("original", "plan") for task in NEEDLES}}
+    how, _, recall, _, perplexity = recovered_plans_parts(document, chosen, "plan")
+    assert "640 training tokens" in how and "step 1 of 2 was the best (1.5000 nats; the last 1.7500)" in how
+    assert [line.split(" | ")[2][:4] for line in recall.splitlines()[2:]] == ["0.50", "0.50", "0.75"]
+    assert [line.split(" | ")[1][:6] for line in perplexity.splitlines()[2:]] == ["1.0000", "2.0000", "1.5000"]
