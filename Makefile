@@ -47,7 +47,7 @@ quickstart: $(or $(wildcard $(STAMP)),$(RUNS)) ## convert the bundled Llama to h
 	@HF_HUB_OFFLINE=1 $(BIN)/python -c "import hf_linattn; from transformers import pipeline; \
 	print(pipeline('text-generation', 'runs/quickstart')('Return the', max_new_tokens=40)[0]['generated_text'])"
 
-test: install ## the tests and doctests, with the table of invariants: 10 minutes
+test: install ## the tests and doctests, with the table of invariants: 5 minutes
 	$(PYTEST)
 
 test-fast: install ## without the invariants and what starts processes or trains

@@ -1,6 +1,6 @@
 """Training: options (`arguments`), stages of a recipe (`stages`), losses (`losses`), text and packed rows (`data`).
 
-`Distillation` with its stages `Calibrate`, `Align`, `Distill` and `Lengthen` is the recipe from Python;
+`Finetuning`, and `Distillation` with `Calibrate`, `Align`, `Distill` and `Lengthen`, are the recipes from Python;
 `load_adapter` gives a model what a recipe with adapters has trained.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Align", "Calibrate", "Distill", "Distillation", "Lengthen", "load_adapter"]
+__all__ = ["Align", "Calibrate", "Distill", "Distillation", "Finetuning", "Lengthen", "load_adapter"]
 
 
 def __getattr__(name: str) -> Any:

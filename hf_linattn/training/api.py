@@ -1,4 +1,4 @@
-"""The recipe of distillation from Python: a model, a plan, a data set and stages in place of a YAML file."""
+"""The recipes from Python: a model, a plan, data sets and options in place of a YAML file."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hf_linattn.config import require_count
 from hf_linattn.errors import OptionError
 from hf_linattn.report import Report
 from hf_linattn.sentence_models import is_sentence_model
-from hf_linattn.training.arguments import DISTILLATION, parse_arguments
+from hf_linattn.training.arguments import DISTILLATION, FINETUNING, parse_arguments
 from hf_linattn.training.arguments.flags import flags_of
 from hf_linattn.training.pipeline import carry_out
 from hf_linattn.training.preparation import prepare
 from hf_linattn.training.price import RunPrice, price_of
 from hf_linattn.training.training_run import TrainingRun
 
-PROGRAM = "hf_linattn.training.Distillation"
+Plan = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,81 @@ WEIGHTS = {"kl_weight": 1.0, "ce_weight": 0.0}  # of a model that predicts
 ORDER = (Calibrate, Align, Distill, Lengthen)
 
 
-class Distillation:
-    """Convert a pretrained model and have the original teach it, stage by stage.
+class Recipe:
+    """A recipe with its options as arguments and its data sets in memory.
 
-    It is the recipe `recipes/distill.py` with its options as arguments; a run that was interrupted goes on when it is
-    started again with the same ones.
+    A run that was interrupted goes on when it is started again with the same ones.
+    """
+
+    kinds: ClassVar[Sequence[type]]  # of options that it has
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        plan: Plan,
+        output_dir: str | os.PathLike[str],
+        datasets: Mapping[str, Dataset | None],
+        options: Mapping[str, Any],
+    ):
+        converted = {"mechanism": plan} if isinstance(plan, str) else {"plan": _plain(plan)}
+        named = {"model_name_or_path": os.fspath(model), "output_dir": os.fspath(output_dir), **converted, **options}
+        known = {f.name for kind in self.kinds for f in fields(kind) if f.init}
+        self._flags = flags_of(named, known)
+        self.arguments = parse_arguments(self._flags, self.kinds)
+        self._datasets = DatasetDict({name: split for name, split in datasets.items() if split is not None})
+
+    def price(self) -> RunPrice:
+        """Return what the run will take, from a few real steps of each stage; nothing is written."""
+        return price_of(self._prepared())
+
+    def run(self) -> Report:
+        """Run the stages that are not done yet, and return the report.
+
+        Raises:
+            HfLinattnError: whatever does not fit together, before anything is written.
+        """
+        return carry_out(self._prepared())
+
+    def _prepared(self) -> TrainingRun:
+        arguments = parse_arguments(self._flags, self.kinds)  # a run settles those that were left open
+        return prepare(arguments, f"{__package__}.{type(self).__name__}", self._flags, self._datasets)
+
+
+class Finetuning(Recipe):
+    """Convert a pretrained model and fine-tune it on text, beside a control: `recipes/finetune.py` from Python.
+
+    Args:
+        model: folder or name of the original. plan: name of a mechanism, or a plan as `patch_model` takes it.
+        train_dataset: documents in the column `text_column`; what is missing of the next two is cut from it.
+        output_dir: takes the model, the report and the checkpoints.
+        eval_dataset, test_dataset: choose the weights that are kept, and give the reported perplexities.
+        options: any option of the recipe, such as `max_train_tokens`, `learning_rates` and `calibration_tokens`.
+
+    Raises:
+        OptionError: an option that is unknown or does not fit; as `run` does.
+
+        options = {"calibration_tokens": 32_768, "max_train_tokens": 1_000_000, "learning_rates": [1e-3]}
+        report = Finetuning("gpt2", "hybrid", documents, "out", **options).run()
+    """
+
+    kinds = FINETUNING
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        plan: Plan,
+        train_dataset: Dataset,
+        output_dir: str | os.PathLike[str],
+        eval_dataset: Dataset | None = None,
+        test_dataset: Dataset | None = None,
+        **options: Any,
+    ):
+        given = {"train": train_dataset, "validation": eval_dataset, "test": test_dataset}
+        super().__init__(model, plan, output_dir, given, options)
+
+
+class Distillation(Recipe):
+    """Convert a pretrained model and have the original teach it, stage by stage: `recipes/distill.py` from Python.
 
     Args:
         model: folder or name of the original. plan: name of a mechanism, or a plan as `patch_model` takes it.
@@ -127,10 +197,12 @@ class Distillation:
         report = Distillation("HuggingFaceTB/SmolLM2-135M-Instruct", "hybrid", documents, stages, "out").run()
     """
 
+    kinds = DISTILLATION
+
     def __init__(
         self,
         model: str | os.PathLike[str],
-        plan: str | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        plan: Plan,
         train_dataset: Dataset,
         stages: Sequence[StageOptions],
         output_dir: str | os.PathLike[str],
@@ -139,37 +211,16 @@ class Distillation:
         **options: Any,
     ):
         check_order(stages)
-        converted = {"mechanism": plan} if isinstance(plan, str) else {"plan": _plain(plan)}
-        named: dict[str, Any] = {"model_name_or_path": os.fspath(model), "output_dir": os.fspath(output_dir)}
-        named |= converted | {"max_train_tokens": sum(stage.tokens for stage in stages)}
-        if not is_sentence_model("model", named["model_name_or_path"]):
+        named: dict[str, Any] = {"max_train_tokens": sum(stage.tokens for stage in stages)}
+        if not is_sentence_model("model", os.fspath(model)):
             named |= WEIGHTS
         for stage in stages:
             named |= stage.options()
         rates = [stage.learning_rate for stage in stages if isinstance(stage, Distill)]
         named |= {"learning_rates": rates} | options
         named.pop("learning_rate", None)
-        known = {f.name for kind in DISTILLATION for f in fields(kind) if f.init}
-        self._flags = flags_of(named, known)
-        self.arguments = parse_arguments(self._flags, DISTILLATION)
         given = {"train": train_dataset, "validation": eval_dataset, "test": test_dataset}
-        self._datasets = DatasetDict({name: split for name, split in given.items() if split is not None})
-
-    def price(self) -> RunPrice:
-        """Return what the run will take, from a few real steps of each stage; nothing is written."""
-        return price_of(self._prepared())
-
-    def run(self) -> Report:
-        """Run the stages that are not done yet, and return the report.
-
-        Raises:
-            HfLinattnError: whatever does not fit together, before anything is written.
-        """
-        return carry_out(self._prepared())
-
-    def _prepared(self) -> TrainingRun:
-        arguments = parse_arguments(self._flags, DISTILLATION)  # a run settles those that were left open
-        return prepare(arguments, PROGRAM, self._flags, self._datasets)
+        super().__init__(model, plan, output_dir, given, named)
 
 
 def check_order(stages: Sequence[StageOptions]) -> None:

@@ -7,9 +7,10 @@ from datasets import load_dataset
 
 import hf_linattn
 from hf_linattn.errors import OptionError
-from hf_linattn.training import Align, Calibrate, Distill, Distillation, Lengthen
+from hf_linattn.training import Align, Calibrate, Distill, Distillation, Finetuning, Lengthen
 from tests.recipes.test_distill import flags, run, weights
-from tests.recipes.test_finetune import material
+from tests.recipes.test_finetune import command, material
+from tests.recipes.test_finetune import run as finetune
 
 __all__ = ["material"]
 SAME = {
@@ -33,6 +34,20 @@ def test_the_api_does_what_the_command_line_does(material, tmp_path):
     api, cli = weights(tmp_path / "api"), weights(tmp_path / "cli")
     assert api.keys() == cli.keys() and all((api[name] == cli[name]).all() for name in api)
     assert distillation.run() == report, "done already"
+
+
+def test_fine_tuning_from_python_is_the_recipe(material, tmp_path):
+    given = {name: load_dataset("json", data_files=material[f"{name}_file"])["train"]
+             for name in ("train", "validation", "test")}  # fmt: skip
+    options = {name: value for name, value in SAME.items() if name != "window_dropout"}
+    options |= {"max_train_tokens": 512, "learning_rates": [1e-3], "block_size": 32}
+    plan = {"performer": {"num_features": 16}}
+    report = Finetuning(
+        material["model_name_or_path"], plan, given["train"], tmp_path / "api", given["validation"], given["test"],
+        **options,
+    ).run()  # fmt: skip
+    changes = {"control": "none", "max_train_tokens": 512, "learning_rates": "1e-3", "lr_search_tokens": None}
+    assert report.perplexity == finetune(command(material, tmp_path / "cli", **changes)).perplexity
 
 
 @pytest.mark.parametrize(
