@@ -156,7 +156,7 @@ MUTANTS = [
 # of tiles that products of a matrix unit alone have: a processor without one runs none of these lines
 OF_THE_UNIT = {
     "C: a stale left tile is read", "C: a stale right tile is read", "C: tiles of another chunk are read",
-    "C: sums are as coarse as their factors",
+    "C: sums are as coarse as their factors", "hard keys in C: those of another block are met",
 }  # fmt: skip
 # where operators are swapped at random, and what must notice
 FOLDERS = {
