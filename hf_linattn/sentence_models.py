@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from tqdm.auto import tqdm
 
 from . import architecture
 from .errors import CheckpointError, DataError, UnsupportedModelError
+from .evaluation.retrieval import in_batches
 from .inference import accepted, evaluation_mode
 from .reading import reading
 
@@ -172,20 +172,18 @@ class SentenceModel:
     ) -> Tensor:
         """Return the embeddings of texts, of length 1, in float32 on the CPU: [texts, D]."""
         encoded = self.encode(texts, max_length)["input_ids"]
-        order = sorted(range(len(texts)), key=lambda i: len(encoded[i]))  # texts of like length share a batch
-        rows: list[Tensor] = [torch.empty(0)] * len(texts)
         device = architecture.root_model(encoder).device
+
+        def read(chosen: Sequence[int]) -> Tensor:
+            ids = [torch.tensor(encoded[i], device=device) for i in chosen]
+            batch = {
+                "input_ids": pad_sequence(ids, True, self.tokenizer.pad_token_id),
+                "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True),
+            }
+            return self.embed(encoder, batch, windows)
+
         with evaluation_mode(encoder), torch.no_grad():
-            for start in tqdm(range(0, len(texts), batch_size), desc="embed", disable=not progress):
-                chosen = order[start : start + batch_size]
-                ids = [torch.tensor(encoded[i], device=device) for i in chosen]
-                batch = {
-                    "input_ids": pad_sequence(ids, True, self.tokenizer.pad_token_id),
-                    "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True),
-                }
-                for i, row in zip(chosen, self.embed(encoder, batch, windows).float().cpu(), strict=True):
-                    rows[i] = row
-        return torch.stack(rows)
+            return in_batches(read, [len(row) for row in encoded], batch_size, progress)
 
 
 @contextmanager

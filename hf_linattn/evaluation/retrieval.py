@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypedDict
 
 import torch
@@ -46,20 +46,33 @@ def embed(
     The model is an encoder whose output has `last_hidden_state`; texts are cut to `max_length` tokens.
     """
     require("max_length", max_length, max_length >= 1, "at least 1")
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # texts of like length share a batch
-    rows: list[Tensor] = [torch.empty(0)] * len(texts)
     device = architecture.root_model(model).device
+
+    def read(chosen: Sequence[int]) -> Tensor:
+        batch = tokenizer(  # on the right: an encoder counts its positions from the left end
+            [texts[i] for i in chosen], padding=True, padding_side="right", truncation=True, max_length=max_length,
+            return_tensors="pt",
+        ).to(device)  # fmt: skip
+        hidden, mask = model(**batch).last_hidden_state.float(), batch["attention_mask"][..., None]
+        return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+
     with evaluation_mode(model), torch.no_grad():
-        for start in tqdm(range(0, len(texts), batch_size), desc="embed", disable=not progress):
-            chosen = order[start : start + batch_size]
-            batch = tokenizer(  # on the right: an encoder counts its positions from the left end
-                [texts[i] for i in chosen], padding=True, padding_side="right", truncation=True,
-                max_length=max_length, return_tensors="pt",
-            ).to(device)  # fmt: skip
-            hidden, mask = model(**batch).last_hidden_state.float(), batch["attention_mask"][..., None]
-            means = (hidden * mask).sum(1) / mask.sum(1)
-            for i, row in zip(chosen, F.normalize(means, dim=-1).cpu(), strict=True):
-                rows[i] = row
+        return in_batches(read, [len(text) for text in texts], batch_size, progress)
+
+
+def in_batches(
+    read: Callable[[Sequence[int]], Tensor], lengths: Sequence[int], batch_size: int, progress: bool = False
+) -> Tensor:
+    """Return what `read` makes of texts, given their numbers, in float32 on the CPU: [texts, D].
+
+    Texts of like length share a batch.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    rows: list[Tensor] = [torch.empty(0)] * len(order)
+    for start in tqdm(range(0, len(order), batch_size), desc="embed", disable=not progress):
+        chosen = order[start : start + batch_size]
+        for i, row in zip(chosen, read(chosen).float().cpu(), strict=True):
+            rows[i] = row
     return torch.stack(rows)
 
 
