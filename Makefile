@@ -45,7 +45,9 @@ quickstart: $(or $(wildcard $(STAMP)),$(RUNS)) ## convert the bundled Llama to h
 	$(LAUNCH) recipes/finetune.py recipes/quickstart.yaml
 	@echo "Reloaded from runs/quickstart:"
 	@HF_HUB_OFFLINE=1 $(BIN)/python -c "import hf_linattn; from transformers import pipeline; \
-	print(pipeline('text-generation', 'runs/quickstart')('Return the', max_new_tokens=40)[0]['generated_text'])"
+	from hf_linattn.cards import measured_sentence; from hf_linattn.report import Report, measured; \
+	print(pipeline('text-generation', 'runs/quickstart')('Return the', max_new_tokens=40)[0]['generated_text']); \
+	print('The model in runs/quickstart:', measured_sentence(measured(Report.load('runs/quickstart'))))"
 
 test: install ## the tests and doctests, with the table of invariants: 5 minutes
 	$(PYTEST)

@@ -1,6 +1,6 @@
 """What a recipe found out: a typed report as JSON, as tables and as plots."""
 
-from .card import CARD_FILE, model_card, save_adapter_card, save_card
+from .card import CARD_FILE, measured, model_card, save_adapter_card, save_card
 from .classifiers import MetricRow, ReadingRow
 from .plan_picture import save_plan_picture
 from .plots import BytesPoint, bytes_figure, points_of, save_plots
@@ -39,6 +39,7 @@ __all__ = [
     "bytes_figure",
     "collect_provenance",
     "four_model_table",
+    "measured",
     "model_card",
     "points_of",
     "save_adapter_card",
