@@ -172,6 +172,9 @@ FOLDERS = {
 }  # fmt: skip
 # files that have tests of their own
 FILES = {
+    "hf_linattn/ops/common/growing.py": "tests/mechanisms/test_exact_heads.py",
+    "hf_linattn/ops/hybrid/cpu_kernels.py": "tests/ops/native/test_flops.py tests/ops/native/test_hybrid.py tests/ops/native/test_hard_keys.py",
+    "hf_linattn/ops/hybrid/hard_keys.py": "tests/mechanisms/test_hard_keys.py",
     "hf_linattn/ops/hybrid/mixed_chunk.py": f"tests/mechanisms/test_mixed_chunk.py && {NAMED} -k mixed_chunk",
     "hf_linattn/ops/linear/attention_distance.py": "tests/ops/test_distances.py tests/mechanisms/test_linear.py",
     "hf_linattn/ops/linear/cpu_kernels.py": f"tests/ops/native/test_operands.py tests/test_operands.py {NATIVE_LINEAR}",
@@ -187,8 +190,12 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("hf_linattn/ops/block_softmax/cpu.py", 'parts = product_parts(operands["query"], exact=shared + width / size >= LEAST_KEYS)'): EXACT_PARTS,
     ("hf_linattn/ops/block_softmax/cpu.py", 'parts = product_parts(operands["query"], exact=shared - width * size >= LEAST_KEYS)'): EXACT_PARTS,
     ("hf_linattn/ops/block_softmax/decode.py", "parts = [_after(part, begun) for part in make_parts(query, key, pattern, size, end, True) if _end(part) >= begun]"): "a part that ends there has no row left",
+    ("hf_linattn/ops/hybrid/cpu_kernels.py", "parts = product_parts(query, exact=sinks + most + CHUNK_SIZE * (back + 1) > LEAST_KEYS)"): EXACT_PARTS,
     ("hf_linattn/ops/hybrid/sums.py", "if stop >= length:"): "no zeros are put behind",
+    ("hf_linattn/ops/hybrid/torch.py", "chunks = min(most, -(-(length + first) // size))"): "what lies behind the end is cut off",
+    ("hf_linattn/ops/hybrid/torch.py", "whole = causal and (not rows.padded and last + right <= rows.key.whole.shape[2])"): "one more mask, of what is masked already",
     ("hf_linattn/ops/linear/torch.py", "cut = [None if x is None else x.split(sizes, dim) if x.shape[dim] >= largest else [x] for x, dim in operands]"): "one part is the whole",
+    ("hf_linattn/ops/slots/pooling.py", "if bias is None and slot_key.shape[2] <= FEW:"): "a choice of speed: a bias of zeros",
     ("hf_linattn/ops/slots/vq.py", "steps = torch.arange(2 * block_size + 1 + length, device=key.device)"): "rows end with tokens that nothing reads",
 }  # fmt: skip
 SWAPS: dict[type[ast.AST], str] = {
