@@ -118,16 +118,19 @@ class Recipe:
         self,
         model: str | os.PathLike[str],
         plan: Plan,
+        train_dataset: Dataset,
         output_dir: str | os.PathLike[str],
-        datasets: Mapping[str, Dataset | None],
-        options: Mapping[str, Any],
+        eval_dataset: Dataset | None = None,
+        test_dataset: Dataset | None = None,
+        **options: Any,
     ):
         converted = {"mechanism": plan} if isinstance(plan, str) else {"plan": _plain(plan)}
         named = {"model_name_or_path": os.fspath(model), "output_dir": os.fspath(output_dir), **converted, **options}
         known = {f.name for kind in self.kinds for f in fields(kind) if f.init}
         self._flags = flags_of(named, known)
         self.arguments = parse_arguments(self._flags, self.kinds)
-        self._datasets = DatasetDict({name: split for name, split in datasets.items() if split is not None})
+        given = {"train": train_dataset, "validation": eval_dataset, "test": test_dataset}
+        self._datasets = DatasetDict({name: split for name, split in given.items() if split is not None})
 
     def price(self) -> RunPrice:
         """Return what the run will take, from a few real steps of each stage; nothing is written."""
@@ -164,19 +167,6 @@ class Finetuning(Recipe):
     """
 
     kinds = FINETUNING
-
-    def __init__(
-        self,
-        model: str | os.PathLike[str],
-        plan: Plan,
-        train_dataset: Dataset,
-        output_dir: str | os.PathLike[str],
-        eval_dataset: Dataset | None = None,
-        test_dataset: Dataset | None = None,
-        **options: Any,
-    ):
-        given = {"train": train_dataset, "validation": eval_dataset, "test": test_dataset}
-        super().__init__(model, plan, output_dir, given, options)
 
 
 class Distillation(Recipe):
@@ -219,8 +209,7 @@ class Distillation(Recipe):
         rates = [stage.learning_rate for stage in stages if isinstance(stage, Distill)]
         named |= {"learning_rates": rates} | options
         named.pop("learning_rate", None)
-        given = {"train": train_dataset, "validation": eval_dataset, "test": test_dataset}
-        super().__init__(model, plan, output_dir, given, named)
+        super().__init__(model, plan, train_dataset, output_dir, eval_dataset, test_dataset, **named)
 
 
 def check_order(stages: Sequence[StageOptions]) -> None:
