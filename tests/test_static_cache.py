@@ -145,10 +145,10 @@ def test_every_mechanism_is_served_or_refused_by_name_before_anything_is_read(me
     ],
 )
 def test_hard_keys_stay_in_a_static_cache(linear, compiled):
-    """Prompts of three blocks, so that the steps go on with keys that were kept."""
+    """Steps in which a block leaves the window, so that other keys are kept than those of the prompt."""
     model = make_model("llama", max_position_embeddings=256)
     patch_model(model, "hybrid", window_size=64, num_hard_keys=3, linear=linear)
-    ids, mask = pad([make_tokens(1, 150)[0], make_tokens(1, 133, seed=1)[0]], 0)
+    ids, mask = pad([make_tokens(1, 190)[0], make_tokens(1, 189, seed=1)[0]], 0)
     want, (config, numbers) = generate(model, ids, attention_mask=mask), counting()
     options = {"compile_config": config} if compiled else {}
     got = generate(model, ids, attention_mask=mask, cache_implementation="static", **options)
