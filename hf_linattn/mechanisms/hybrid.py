@@ -187,7 +187,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         self.in_blocks = config.num_hard_keys > 0 or config.by_delta_rule  # how keys leave the window
         self.continuous = not config.num_hard_keys
         self.averages = self.linear.averages
-        self.prepares = self.linear.prepares
+        self.prepares, self.scheduled = self.linear.prepares, self.linear.scheduled
         if config.window_scale == "maximum":
             self.window_share = nn.Parameter(torch.full((layer.num_heads,), FIRST_SHARE, device="cpu"))
         elif not config.by_delta_rule:
