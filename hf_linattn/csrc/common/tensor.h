@@ -168,7 +168,7 @@ static inline void prefetch_some(struct prefetch_queue *u, int64_t rows)
         }
 }
 
-/* Whether memory of so many numbers is more than caches hold; LARGE_BYTES of ops/runtime/output_pool.py. */
+/* Whether memory of so many numbers is more than caches hold; LARGE_BYTES of ops/runtime/cpu.py. */
 static inline int is_large(int64_t numbers) { return numbers >= 1 << 21; }
 
 /* to = factor from, both of the same kind. What is `large` goes past the caches, which need not read first what is
