@@ -14,9 +14,8 @@ from ..block_softmax.autograd import continue_blocks
 from ..block_softmax.cpu import NATIVE_BLOCKS
 from ..common.numerics import LOWEST
 from ..common.precision import accum_dtype, widened
-from ..linear.autograd import log_weight
 from ..linear.cpu import SUMS, few_sequences, mapped_attention, step_attention
-from ..linear.types import LinearState, NativeMap, native_maps
+from ..linear.types import LinearState, NativeMap, log_weight, native_maps
 from ..runtime.cpu import KINDS, empty_output, refusal
 from . import cpu_hard_keys, fused
 from .fused import BLOCK_SIZE, Parts, beside_sink, can_let_in, distant, far_decay, gated, near_parts, remember

@@ -22,9 +22,9 @@ from ..common.padding import Packed
 from ..common.precision import widened
 from ..runtime import cpu as library
 from ..runtime.cpu import KINDS, Operand, dense_rows, empty_like, empty_output, operation, output_for, refusal
-from .autograd import Gradients, Kernels, Operands, Sums, attend, join, log_weight
+from .autograd import Gradients, Kernels, Operands, Sums, attend, join
 from .features import FeatureKernels
-from .types import LEAST_WEIGHT, LinearCall, LinearState, NativeMap, for_all_heads, native_maps
+from .types import LEAST_WEIGHT, LinearCall, LinearState, NativeMap, for_all_heads, log_weight, native_maps
 
 NATIVE_SIZE = 2048  # keys or queries whose features are made at a time where the C gets them
 

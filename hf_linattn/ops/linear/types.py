@@ -148,3 +148,8 @@ def masked(keys: Features, key_padding_mask: Tensor | None, scaled: bool = False
         values = values.masked_fill(hidden[..., None], 0.0)
         log_scale = None if log_scale is None else log_scale.masked_fill(hidden, LOWEST)
     return Features(values, log_scale)
+
+
+def log_weight(factor: Tensor, top: Any) -> Tensor:
+    """Return the log of what the weights of each query add up to, `LOWEST` where that is nothing."""
+    return torch.where(factor > 0, top - factor.log(), LOWEST)
