@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .cpu import SEGMENT, parts_of
 
-CHUNK, FEW = 64, 32  # tokens read at a time, and where products are of float32, as in csrc/linear/chunk.h
+CHUNK, FEW = 64, 32  # tokens read at a time, and where products are of float32, as in csrc/linear/linear.h
 
 
 def chunk_size(query: Tensor, num_features: int) -> int:
