@@ -291,7 +291,7 @@ multiply_parts(float *out, int64_t out_row, struct tiles left, struct tiles righ
         }
 }
 
-static WITH_TILES __attribute__((noinline)) void
+static WITH_TILES __attribute__((noinline, unused)) void
 multiply(float *out, int64_t out_row, struct tiles left, struct tiles right, int64_t rows, int64_t columns,
          int64_t steps, int adds, struct prefetch_queue *next, int64_t fetched)
 {
