@@ -55,8 +55,8 @@ class NativeMap(NamedTuple):
 def native_map(feature_map: Any) -> NativeMap | None:
     """Return a map as kernels know it, with the weights that it has now; None where they do not know it."""
     native: NativeMap | None = getattr(feature_map, "native", None)
-    if native is None:
-        return None
+    if native is None or not feature_map.native_weights:
+        return native
     weight, bias, *_ = *(attrgetter(place)(feature_map) for place in feature_map.native_weights), None, None
     return native._replace(weight=weight, bias=bias)
 
