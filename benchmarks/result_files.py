@@ -37,6 +37,7 @@ HARD_KEY_PLANS_FILE = "hard_key_plans_smollm2.json"
 RECIPE_PLANS_FILE = "recipe_plans.json"
 RECOVERED_PLANS_FILE = "recovered_plans_smollm2.json"
 MQAR_FILE, MQAR_PLOT = "mqar.json", "mqar.png"
+MQAR_SWEEP_FILE, MQAR_SWEEP_PLOT = "mqar_sweep.json", "mqar_sweep.png"
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
 
 
