@@ -35,7 +35,9 @@ HARD_KEYS_FILE = "hard_keys_speed.json"
 HARD_KEY_PLANS_FILE = "hard_key_plans_smollm2.json"
 RECIPE_PLANS_FILE = "recipe_plans.json"
 RECOVERED_PLANS_FILE = "recovered_plans_smollm2.json"
+ENCODER_TASKS_FILE = "encoder_tasks.json"
 MQAR_FILE, MQAR_PLOT = "mqar.json", "mqar.png"
+CONTROL = "control"  # softmax, trained as the conversions are
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
 
 
