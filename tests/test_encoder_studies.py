@@ -47,4 +47,4 @@ def test_encoder_tasks_go_on_with_the_missing_rows(tmp_path: Path, monkeypatch: 
     for task in tasks:
         rows = {row["row"]: row for row in both if row["task"] == task.name}
         assert rows[CONTROL]["converted"] == rows["original"]["score"], "softmax computes what the original does"
-        assert rows["linear"]["sentences"] == 27 and rows["linear"]["steps"] == rows[CONTROL]["steps"] == 3
+        assert rows["linear"]["texts"] == 27 and rows["linear"]["steps"] == rows[CONTROL]["steps"] == 3

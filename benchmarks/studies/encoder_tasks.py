@@ -10,48 +10,25 @@ as they end, seed by seed: a run that was stopped goes on with those that are mi
 
 from __future__ import annotations
 
-import json
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from datasets import Dataset, DatasetDict, load_dataset
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, set_seed
+from datasets import DatasetDict, load_dataset
+from transformers import set_seed
 
-from benchmarks.measure.provenance import collect_provenance
-from benchmarks.result_files import CONTROL, ENCODER_TASKS_FILE, ORIGINAL, RESULTS, Document, read
+from benchmarks.measure.classifiers import KeptRows, Material, by_length
+from benchmarks.result_files import CONTROL, ENCODER_TASKS_FILE, ORIGINAL, RESULTS, Document
 from hf_linattn import calibrate, patch_model
-from hf_linattn.atomic_io import write_text
-from hf_linattn.errors import DataError
-from hf_linattn.training.arguments import DataArguments, FinetuningArguments
-from hf_linattn.training.base_task import TextEncoder
-from hf_linattn.training.classification import SequenceClassification
-from hf_linattn.training.data import TrainingData
-from hf_linattn.training.finetuning import fine_tune
 from hf_linattn.training.losses.distillation import Teacher
 
 HUB = "nyu-mll/glue"
 HELD_BACK = 10  # of so many training sentences one chooses
-BATCH, CLASSES = 32, 2
-ORIGINAL_RATE = 1e-4
-# of all trainings: batches hold sentences of like lengths
-TRAINING: dict[str, Any] = {
-    "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, "eval_strategy": "no",
-    "save_strategy": "no", "load_best_model_at_end": False, "train_sampling_strategy": "group_by_length",
-    "report_to": "none", "disable_tqdm": True,
-}  # fmt: skip
-# of the originals: the best of these weights are kept
-LOOKS: dict[str, Any] = {
-    "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 0.5, "save_steps": 0.5,
-    "load_best_model_at_end": True,
-}  # fmt: skip
+BATCH, CLASSES, LOOKS = 32, 2, 2
 
 
 @dataclass(frozen=True)
@@ -60,7 +37,8 @@ class GlueTask:
 
     Attributes:
         name: of its files, and of its configuration on the Hub. columns: of the text, and of a second one.
-        metric: that counts. length: tokens to which texts are cut. epochs: of the original, and of each row.
+        metric: that counts. length: tokens to which texts are cut.
+        learning_rate: of the original. epochs: of the original, and of each row.
         most: training sentences that are read; None: all.
     """
 
@@ -68,14 +46,15 @@ class GlueTask:
     columns: tuple[str, ...]
     metric: str
     length: int
+    learning_rate: float
     epochs: tuple[float, float]
     most: int | None = None
 
 
 TASKS = (
-    GlueTask("cola", ("sentence",), "matthews", 64, (3, 0.5)),
-    GlueTask("sst2", ("sentence",), "accuracy", 64, (1, 0.5), 10_000),
-    GlueTask("rte", ("sentence1", "sentence2"), "accuracy", 256, (3, 0.5)),
+    GlueTask("sst2", ("sentence",), "accuracy", 64, 1e-4, (1, 0.5), 10_000),
+    GlueTask("rte", ("sentence1", "sentence2"), "accuracy", 256, 1e-4, (3, 0.5)),
+    GlueTask("cola", ("sentence",), "matthews", 64, 3e-4, (3, 0.5)),
 )
 
 
@@ -97,9 +76,9 @@ class Conversion:
 
 CONVERSIONS: Mapping[str, Conversion] = {
     CONTROL: Conversion("softmax", {}, 5e-5, teacher_weight=0.0),
-    "linear": Conversion("linear", {}, 3e-4),
-    "performer": Conversion("performer", {}, 3e-4),
-    "hedgehog": Conversion("hedgehog", {}, 3e-4),
+    "linear": Conversion("linear", {}, 5e-4),
+    "performer": Conversion("performer", {}, 5e-4),
+    "hedgehog": Conversion("hedgehog", {}, 3e-4, calibrated=64),
     "hybrid": Conversion("hybrid", {}, 5e-5),
     "lsh": Conversion("lsh", {}, 5e-5),
     "linformer": Conversion("linformer", {}, 5e-5),
@@ -108,10 +87,7 @@ CONVERSIONS: Mapping[str, Conversion] = {
 
 
 def read_task(task: GlueTask, folder: Path | None) -> DatasetDict:
-    """Return the splits of a task, of JSON lines in a folder or of the Hub, with the columns `text` and `text_pair`.
-
-    Validation and test are in the order of their lengths, so that little of a batch is padding.
-    """
+    """Return the splits of a task, of JSON lines in a folder or of the Hub, with columns `text` and `text_pair`."""
     if folder is None:
         given: Any = load_dataset(HUB, task.name)
     else:
@@ -126,125 +102,52 @@ def read_task(task: GlueTask, folder: Path | None) -> DatasetDict:
     return DatasetDict(train=train.select(range(held_back, len(train))), **{k: by_length(x) for k, x in parts.items()})
 
 
-def by_length(rows: Dataset) -> Dataset:
-    """Return the rows of a data set, the shortest first."""
-    lengths = [sum(len(row[name] or "") for name in row if name != "label") for row in rows]
-    return rows.select(sorted(range(len(rows)), key=lengths.__getitem__))
-
-
-@dataclass(frozen=True)
-class Material:
-    """What the rows of a task are measured on: rows of its splits, the sentences of the test, what makes tokens."""
-
-    task: GlueTask
-    rows: TrainingData
-    test: Dataset
-    encoder: TextEncoder
-
-    def score(self, model: PreTrainedModel) -> float:
-        """Return the metric of a model on the test."""
-        return SequenceClassification().score(model, self.encoder, self.test, BATCH)[self.task.metric]
-
-    def steps(self, epochs: float) -> int:
-        """Return how many steps these epochs are."""
-        return max(1, round(epochs * len(self.rows.train) / BATCH))
-
-    def batches(self, count: int) -> list[dict[str, torch.Tensor]]:
-        """Return the first training sentences in batches."""
-        rows = self.rows.train
-        chosen = [rows[first : min(first + BATCH, count)] for first in range(0, count, BATCH)]
-        return [self.rows.collator([dict(zip(x, row, strict=True)) for row in zip(*x.values(), strict=True)])
-                for x in chosen]  # fmt: skip
-
-
 @dataclass
 class Study:
-    """A pretrained encoder, where its tasks lie, and where checkpoints and results go."""
+    """A pretrained encoder, where its tasks lie, and where originals and results go."""
 
     model: str
     task_dir: Path | None
     work: Path
     output: Path
 
-    def __post_init__(self) -> None:
-        self.document: Document = read(self.output) if self.output.exists() else {"rows": []}
-        self.read: dict[str, Material] = {}
-
-    def run(self, seeds: range, tasks: Sequence[GlueTask], conversions: Mapping[str, Conversion]) -> None:
-        """Measure the rows that are missing, and write each when it ends."""
-        for seed, task in product(seeds, tasks):
-            self.keep(seed, task, ORIGINAL, partial(self.fine_tuned, task, seed))
+    def run(self, seeds: Iterable[int], tasks: Sequence[GlueTask], conversions: Mapping[str, Conversion]) -> None:
+        """Measure the rows that are missing."""
+        rows = KeptRows(self.output, self.model, "benchmarks.studies.encoder_tasks")
+        materials = {task: self.material(task) for task in tasks}
+        for seed, (task, material) in product(seeds, materials.items()):
+            folder, key = self.work / f"{task.name}-{seed}", {"task": task.name, "seed": seed, "metric": task.metric}
+            fine_tuned = partial(self.fine_tuned, material, seed, task, folder)
+            rows.keep({**key, "row": ORIGINAL}, fine_tuned)
             for name, conversion in conversions.items():
-                self.keep(seed, task, name, partial(self.recovered, task, seed, conversion))
-
-    def keep(self, seed: int, task: GlueTask, name: str, measure: Callable[[], Document]) -> None:
-        """Measure a row, unless the document has it."""
-        key = {"task": task.name, "seed": seed, "row": name}
-        if any(key.items() <= row.items() for row in self.document["rows"]):
-            return
-        start = time.perf_counter()
-        found = measure()
-        seconds = {"seconds": round(time.perf_counter() - start, 1)}
-        self.document["rows"].append({**key, "metric": task.metric, **found, **seconds})
-        source = collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.encoder_tasks")
-        self.document |= {"model": Path(self.model).name, "provenance": source}
-        write_text(self.output, json.dumps(self.document, indent=1) + "\n")
-        typer.echo(f"{key} {found} {seconds}")
+                recovered = partial(self.recovered, material, seed, task.epochs[1], folder, conversion)
+                rows.keep({**key, "row": name}, recovered)
 
     def material(self, task: GlueTask) -> Material:
-        """Return what a task is measured on; it is read once."""
-        if task.name not in self.read:
-            tokenizer, splits = AutoTokenizer.from_pretrained(self.model), read_task(task, self.task_dir)
-            encoder = TextEncoder(tokenizer, DataArguments(block_size=task.length, metrics=[task.metric]))
-            model = AutoModelForSequenceClassification.from_pretrained(self.model, num_labels=CLASSES)
-            rows = SequenceClassification().rows(splits, encoder, model, len(splits["train"]) * task.length)
-            self.read[task.name] = Material(task, rows, splits["test"], encoder)
-        return self.read[task.name]
+        """Return what a task is measured on."""
+        return Material(read_task(task, self.task_dir), self.model, task.length, task.metric, CLASSES, BATCH)
 
-    def original(self, task: GlueTask, seed: int) -> Path:
-        """Return the folder of the original of a task and seed."""
-        return self.work / f"{task.name}-{seed}"
-
-    def fine_tuned(self, task: GlueTask, seed: int) -> Document:
-        """Fine-tune the encoder on a task, keep it, and return its score."""
+    def fine_tuned(self, material: Material, seed: int, task: GlueTask, folder: Path) -> Document:
+        """Fine-tune the encoder on a task, keep it in a folder, and return its score."""
         set_seed(seed)  # of the head
-        model = AutoModelForSequenceClassification.from_pretrained(self.model, num_labels=CLASSES)
-        material, folder = self.material(task), self.original(task, seed)
-        found = self.train(model, material, seed, ORIGINAL_RATE, task.epochs[0], LOOKS)
+        model = material.load()
+        found = material.train(model, self.work, seed, task.learning_rate, task.epochs[0], LOOKS)
         model.save_pretrained(folder)
         return {**found, "score": material.score(model)}
 
-    def recovered(self, task: GlueTask, seed: int, conversion: Conversion) -> Document:
+    def recovered(
+        self, material: Material, seed: int, epochs: float, folder: Path, conversion: Conversion
+    ) -> Document:
         """Convert the original, recover it, and return its score after `patch_model` and in the end."""
-        material, folder = self.material(task), self.original(task, seed)
-        if not folder.exists():
-            raise DataError(f"{str(folder)!r} does not exist: give the work folder that the originals were left in")
         set_seed(seed)  # of random features
-        original, model = (AutoModelForSequenceClassification.from_pretrained(folder) for _ in range(2))
+        model, weight = material.load(folder), conversion.teacher_weight
         patch_model(model, conversion.mechanism, **conversion.options)
         converted = material.score(model)
         if conversion.calibrated:
             calibrate(model, material.batches(conversion.calibrated))
-        weight = conversion.teacher_weight
-        teacher = Teacher(original, kl_weight=weight, hidden_weight=weight) if weight else None
-        found = self.train(model, material, seed, conversion.learning_rate, task.epochs[1], {}, teacher)
+        teacher = Teacher(material.load(folder), kl_weight=weight, hidden_weight=weight) if weight else None
+        found = material.train(model, self.work, seed, conversion.learning_rate, epochs, teacher=teacher)
         return {**asdict(conversion), **found, "converted": converted, "score": material.score(model)}
-
-    def train(
-        self, model: PreTrainedModel, material: Material, seed: int, rate: float, epochs: float,
-        looks: dict[str, Any], teacher: Teacher | None = None,
-    ) -> Document:  # fmt: skip
-        """Train a model in place, and return for how long and its loss on the validation sentences."""
-        with tempfile.TemporaryDirectory(dir=self.work) as folder:
-            training = FinetuningArguments(output_dir=folder, seed=seed, **(TRAINING | looks))
-            result = fine_tune(
-                model, material.rows, training, Path(folder), learning_rate=rate, max_steps=material.steps(epochs),
-                teacher=teacher,
-            ).result  # fmt: skip
-        return {
-            "learning_rate": rate, "sentences": len(material.rows.train), "steps": result["steps"],
-            "validation_loss": result["eval_loss"],
-        }  # fmt: skip
 
 
 def main(
