@@ -32,6 +32,7 @@ DEPTH_FILE, DEPTH_PLOT = "depth.json", "depth.png"
 REAL_BOARD = "real_board"  # a folder, with a file for each row
 HEADS_FILE = "heads_speed.json"
 HARD_KEYS_FILE = "hard_keys_speed.json"
+COMPILED_DECODING_FILE = "compiled_decoding.json"
 HARD_KEY_PLANS_FILE = "hard_key_plans_smollm2.json"
 RECIPE_PLANS_FILE = "recipe_plans.json"
 RECOVERED_PLANS_FILE = "recovered_plans_smollm2.json"
