@@ -1,7 +1,6 @@
 """What documents beyond the position table are worth to a classifier: cut, in windows, or read whole by conversions.
 
-    python -m benchmarks.studies.long_documents all-MiniLM-L6-v2/ documents/         # results/long_documents.json
-    python -m benchmarks.studies.long_documents_speed all-MiniLM-L6-v2/ documents/test.jsonl
+    python -m benchmarks.studies.long_documents all-MiniLM-L6-v2/ documents/  # results/long_documents.json
 
 The folder holds <set>_train.jsonl, <set>_validation.jsonl and <set>_test.jsonl, rows with `text` and `label`, a class
 number. For each set and seed an encoder is fine-tuned on the first 512 tokens of the documents: `cut`. It reads the
@@ -24,6 +23,7 @@ from datasets import DatasetDict, load_dataset
 from transformers import set_seed
 
 from benchmarks.measure.classifiers import KeptRows, Material, by_length
+from benchmarks.measure.stopwatch import SOFTMAX
 from benchmarks.result_files import CUT, LONG_DOCUMENTS_FILE, RESULTS, WINDOWS, Document
 from hf_linattn import calibrate, extend_positions, patch_model
 from hf_linattn.evaluation.document_windows import windows_for
@@ -57,11 +57,11 @@ class Reader:
     """An attention with its options, and how it is trained.
 
     Attributes:
-        learning_rate: of the training. calibrated: training documents that the mechanisms are fitted to before.
-        seeds: how many of them it is trained with.
+        mechanism: None: the encoder's own attention. learning_rate: of the training. seeds: how many there are.
+        calibrated: training documents that the mechanisms are fitted to before.
     """
 
-    mechanism: str
+    mechanism: str | None
     options: Mapping[str, Any]
     learning_rate: float
     calibrated: int = 0
@@ -75,7 +75,7 @@ READERS: Mapping[str, Reader] = {
     "longformer": Reader("longformer", {}, 1e-4),
     "linformer": Reader("linformer", {}, 1e-4),
     "lsh": Reader("lsh", {}, 1e-4),
-    "softmax": Reader("softmax", {}, 1e-4, seeds=1),
+    SOFTMAX: Reader(None, {}, 1e-4, seeds=1),
 }
 
 
@@ -135,7 +135,8 @@ class Study:
         set_seed(seed)  # of random features
         sizes = self.sizes
         model = extend_positions(material.load(folder), sizes.length)
-        patch_model(model, reader.mechanism, **reader.options)
+        if reader.mechanism is not None:
+            patch_model(model, reader.mechanism, **reader.options)
         converted = material.score(model)
         if reader.calibrated:
             calibrate(model, material.batches(reader.calibrated))
