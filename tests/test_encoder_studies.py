@@ -70,7 +70,7 @@ def test_long_documents_are_cut_read_in_windows_and_read_whole(tmp_path: Path) -
         write_documents(tmp_path, f"sets_{split}", count)
     sizes = long_documents.Sizes(window=24, length=520, cut_epochs=1, epochs=1, batch_size=4, long_batch_size=4)
     output = tmp_path / "out" / "long_documents.json"
-    readers = {name: long_documents.READERS[name] for name in ("hedgehog", "softmax")}
+    readers = {name: long_documents.READINGS[name] for name in ("hedgehog", "softmax")}
     study = long_documents.Study(BERT, tmp_path, tmp_path, output, sizes)
     study.run([0, 1], ["sets"], readers)
     rows = {(row["seed"], row["row"]): row for row in json.loads(output.read_text())["rows"]}

@@ -27,7 +27,7 @@ from hf_linattn import calibrate, patch_model
 from hf_linattn.training.losses.distillation import Teacher
 
 HUB = "nyu-mll/glue"
-HELD_BACK = 10  # of so many training sentences one chooses
+HELD_BACK = 10  # of ten training sentences one chooses
 BATCH, CLASSES, LOOKS = 32, 2, 2
 
 

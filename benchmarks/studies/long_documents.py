@@ -53,7 +53,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Reader:
+class Reading:
     """An attention with its options, and how it is trained.
 
     Attributes:
@@ -69,13 +69,13 @@ class Reader:
 
 
 CUT_RATE, KL_WEIGHT = 2e-4, 1.0
-READERS: Mapping[str, Reader] = {
-    "hybrid": Reader("hybrid", {}, 1e-4, calibrated=4),
-    "hedgehog": Reader("hedgehog", {}, 3e-4, calibrated=4),
-    "longformer": Reader("longformer", {}, 1e-4),
-    "linformer": Reader("linformer", {}, 1e-4),
-    "lsh": Reader("lsh", {}, 1e-4),
-    SOFTMAX: Reader(None, {}, 1e-4, seeds=1),
+READINGS: Mapping[str, Reading] = {
+    "hybrid": Reading("hybrid", {}, 1e-4, calibrated=4),
+    "hedgehog": Reading("hedgehog", {}, 3e-4, calibrated=4),
+    "longformer": Reading("longformer", {}, 1e-4),
+    "linformer": Reading("linformer", {}, 1e-4),
+    "lsh": Reading("lsh", {}, 1e-4),
+    SOFTMAX: Reading(None, {}, 1e-4, seeds=1),
 }
 
 
@@ -97,19 +97,18 @@ class Study:
     output: Path
     sizes: Sizes
 
-    def run(self, seeds: Iterable[int], sets: Sequence[str], readers: Mapping[str, Reader]) -> None:
+    def run(self, seeds: Iterable[int], sets: Sequence[str], readings: Mapping[str, Reading]) -> None:
         """Measure the rows that are missing."""
         rows = KeptRows(self.output, self.model, "benchmarks.studies.long_documents")
-        rows.document["sizes"] = asdict(self.sizes)
-        splits = {name: read_set(name, self.documents) for name in sets}
-        for seed, name in product(seeds, sets):
-            folder, key = self.work / f"{name}-{seed}", {"set": name, "seed": seed}
-            short, long = (self.material(splits[name], whole) for whole in (False, True))
+        splits = {each: read_set(each, self.documents) for each in sets}
+        for seed, each in product(seeds, sets):
+            folder, key = self.work / f"{each}-{seed}", {"set": each, "seed": seed}
+            short, long = (self.material(splits[each], whole) for whole in (False, True))
             rows.keep({**key, "row": CUT}, partial(self.fine_tuned, short, seed, folder))
             rows.keep({**key, "row": WINDOWS}, partial(self.in_windows, long, folder))
-            for reader, how in readers.items():
-                if seed < how.seeds:
-                    rows.keep({**key, "row": reader}, partial(self.whole, long, seed, folder, how))
+            for name, reading in readings.items():
+                if seed < reading.seeds:
+                    rows.keep({**key, "row": name}, partial(self.whole, long, seed, folder, reading))
 
     def material(self, splits: DatasetDict, whole: bool) -> Material:
         """Return the documents of a set, cut to the first window or to the longer table."""
@@ -123,38 +122,40 @@ class Study:
         model, epochs = material.load(), self.sizes.cut_epochs
         found = material.train(model, self.work, seed, CUT_RATE, epochs, looks=round(epochs))
         model.save_pretrained(folder)
-        return {**found, "score": material.score(model)}
+        return {**found, "tokens": material.length, "score": material.score(model)}
 
     def in_windows(self, material: Material, folder: Path) -> Document:
         """Return the score of the fine-tuned encoder that reads the documents in overlapping windows."""
         windows = windows_for(material.encoder.tokenizer, self.sizes.window)
-        return {"stride": windows.step, "score": material.score(material.load(folder), windows)}
+        score = material.score(material.load(folder), windows)
+        return {"tokens": material.length, "stride": windows.step, "score": score}
 
-    def whole(self, material: Material, seed: int, folder: Path, reader: Reader) -> Document:
+    def whole(self, material: Material, seed: int, folder: Path, reading: Reading) -> Document:
         """Give the fine-tuned encoder a longer table and another attention, train it, and return its scores."""
         set_seed(seed)  # of random features
         sizes = self.sizes
         model = extend_positions(material.load(folder), sizes.length)
-        if reader.mechanism is not None:
-            patch_model(model, reader.mechanism, **reader.options)
+        if reading.mechanism is not None:
+            patch_model(model, reading.mechanism, **reading.options)
         converted = material.score(model)
-        if reader.calibrated:
-            calibrate(model, material.batches(reader.calibrated))
+        if reading.calibrated:
+            calibrate(model, material.batches(reading.calibrated))
         # side by side: what overlaps would be read twice in every step
         windows = windows_for(material.encoder.tokenizer, sizes.window)
         apart = windows_for(material.encoder.tokenizer, sizes.window, windows.room)
         teacher = Teacher(material.load(folder), kl_weight=KL_WEIGHT, windows=apart)
         found = material.train(
-            model, self.work, seed, reader.learning_rate, sizes.epochs, round(sizes.epochs), teacher
+            model, self.work, seed, reading.learning_rate, sizes.epochs, round(sizes.epochs), teacher
         )
-        return {**asdict(reader), **found, "converted": converted, "score": material.score(model)}
+        scores = {"converted": converted, "score": material.score(model)}
+        return {**asdict(reading), **found, "tokens": material.length, **scores}
 
 
 def main(
     model: Annotated[str, typer.Argument(help="folder or Hub name of an encoder with a table of 512 positions")],
     documents: Annotated[Path, typer.Argument(help="folder with <set>_<split>.jsonl")],
     documents_set: Annotated[list[str] | None, typer.Option("--set", help="repeatable; by default both")] = None,
-    reader: Annotated[list[str] | None, typer.Option(help="repeatable; by default all")] = None,
+    reading: Annotated[list[str] | None, typer.Option(help="repeatable; by default all")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="repeatable; by default 0, 1 and 2")] = None,
     epochs: Annotated[float, typer.Option(help="of those that read whole documents")] = Sizes.epochs,
     work: Annotated[Path, typer.Option(help="folder for models and checkpoints")] = Path("runs/long_documents"),
@@ -162,9 +163,9 @@ def main(
 ) -> None:
     """Measure the rows that are missing."""
     work.mkdir(parents=True, exist_ok=True)
-    readers = {name: READERS[name] for name in reader or READERS}
+    readings = {name: READINGS[name] for name in reading or READINGS}
     seeds = range(SEEDS) if seed is None else seed
-    Study(model, documents, work, output, Sizes(epochs=epochs)).run(seeds, documents_set or SETS, readers)
+    Study(model, documents, work, output, Sizes(epochs=epochs)).run(seeds, documents_set or SETS, readings)
     typer.echo(f"wrote {output}")
 
 
