@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
+from benchmarks.measure.classifiers import in_batches
 from benchmarks.result_files import CONTROL, ROOT
 from benchmarks.studies import encoder_tasks, long_documents, long_documents_speed
 from benchmarks.studies.encoder_tasks import CONVERSIONS, TASKS, Study
@@ -110,3 +112,16 @@ def test_a_share_of_the_control_has_an_interval_of_its_differences() -> None:
     lines = tasks_table({"rows": rows}).splitlines()
     assert lines[2:4] == ["| original |  |  | 0.600 |  |  |", "| control |  | 0.250 | 0.600 |  |  |"]
     assert lines[4].startswith("| `linear` |  | 0.250 | 0.600 | **1.000** | ")
+
+
+def test_batches_hold_texts_of_like_lengths_in_random_order() -> None:
+    lengths = [1 + i % 7 for i in range(37)]
+    rows = Dataset.from_dict({"input_ids": [[i] * length for i, length in enumerate(lengths)]})
+    found = [in_batches(rows, 5, seed)["input_ids"][:] for seed in (0, 0, 1)]
+    assert found[0] == found[1] != found[2] and sorted(ids[0] for ids in found[0]) == list(range(37))
+    firsts = [len(found[0][first]) for first in range(0, 35, 5)]
+    assert firsts != sorted(firsts) and all(
+        max(map(len, found[0][first : first + 5])) - min(map(len, found[0][first : first + 5])) <= 1
+        for first in range(0, 35, 5)
+    )
+    assert [len(ids) for ids in found[0][35:]] == [7, 7], "the short batch comes last"

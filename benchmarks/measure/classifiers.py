@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ from hf_linattn.training.finetuning import fine_tune
 from hf_linattn.training.losses.distillation import Teacher
 
 TASK = SequenceClassification()
-# of all trainings: batches hold texts of like lengths
+# of all trainings; rows come in the order of `in_batches`
 TRAINING: Mapping[str, Any] = {
     "eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False,
-    "train_sampling_strategy": "group_by_length", "report_to": "none", "disable_tqdm": True,
+    "train_sampling_strategy": "sequential", "report_to": "none", "disable_tqdm": True,
 }  # fmt: skip
 
 
@@ -39,6 +40,21 @@ def by_length(rows: Dataset) -> Dataset:
     """Return the rows of a data set, the shortest first, so that little of a batch is padding."""
     lengths = [sum(len(row[name] or "") for name in row if name != "label") for row in rows]
     return rows.select(sorted(range(len(rows)), key=lengths.__getitem__))
+
+
+def in_batches(rows: Dataset, batch_size: int, seed: int) -> Dataset:
+    """Return rows in batches of like lengths, the batches in random order.
+
+    transformers' `group_by_length` takes the batches of a stretch from the longest to the shortest: half an epoch then
+    ends on short texts, which may have other labels.
+    """
+    draw = random.Random(seed)
+    lengths = [len(ids) for ids in rows["input_ids"]]
+    order = sorted(range(len(rows)), key=lambda i: (lengths[i], draw.random()))
+    batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+    last = [] if len(batches[-1]) == batch_size else [batches.pop()]  # a short batch must not shift those behind it
+    draw.shuffle(batches)
+    return rows.select([i for batch in [*batches, *last] for i in batch])
 
 
 @dataclass(frozen=True)
@@ -92,7 +108,7 @@ class Material:
         """
         looking = {"eval_steps": 1 / looks, "save_steps": 1 / looks, "load_best_model_at_end": True} if looks else {}
         strategies = {"eval_strategy": "steps", "save_strategy": "steps"} if looks else {}
-        rows = self.rows
+        rows = replace(self.rows, train=in_batches(self.rows.train, self.batch_size, seed))
         with tempfile.TemporaryDirectory(dir=work) as folder:
             training = FinetuningArguments(
                 output_dir=folder, seed=seed, per_device_train_batch_size=self.batch_size,

@@ -54,7 +54,7 @@ class GlueTask:
 TASKS = (
     GlueTask("sst2", ("sentence",), "accuracy", 64, 1e-4, (1, 0.5), 10_000),
     GlueTask("rte", ("sentence1", "sentence2"), "accuracy", 256, 1e-4, (3, 0.5)),
-    GlueTask("cola", ("sentence",), "matthews", 64, 3e-4, (3, 0.5)),
+    GlueTask("cola", ("sentence",), "matthews", 64, 1e-4, (3, 0.5)),
 )
 
 
@@ -76,9 +76,9 @@ class Conversion:
 
 CONVERSIONS: Mapping[str, Conversion] = {
     CONTROL: Conversion("softmax", {}, 5e-5, teacher_weight=0.0),
-    "linear": Conversion("linear", {}, 5e-4),
-    "performer": Conversion("performer", {}, 5e-4),
-    "hedgehog": Conversion("hedgehog", {}, 3e-4, calibrated=64),
+    "linear": Conversion("linear", {"feature_map": "learned_exp"}, 2e-4, calibrated=64),
+    "performer": Conversion("performer", {"ridge": "learned"}, 2e-4, calibrated=32),
+    "hedgehog": Conversion("hedgehog", {}, 2e-4, calibrated=64),
     "hybrid": Conversion("hybrid", {}, 5e-5),
     "lsh": Conversion("lsh", {}, 5e-5),
     "linformer": Conversion("linformer", {}, 5e-5),
