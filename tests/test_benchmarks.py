@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from benchmarks import render, run
 from benchmarks.measure import operations, paired, peers, prompts, stopwatch, targets
 from benchmarks.result_files import DEPTH_PLOT, Document
-from benchmarks.studies import compiled_decoding, depth, heads, long_inputs, retrieval, wikitext
+from benchmarks.studies import depth, heads, long_inputs, retrieval, wikitext
 from benchmarks.tables import markdown, memory, quality, speed
 from hf_linattn import DataError, UnknownNameError
 from hf_linattn.mechanisms import MECHANISMS
@@ -133,19 +133,6 @@ def test_a_prompt_in_pieces_leaves_the_cache_it_leaves_at_once() -> None:
     for layer, other in zip(whole.layers, pieces.layers, strict=True):
         assert layer.keys.shape[2] == 40
         torch.testing.assert_close(layer.keys, other.keys)
-
-
-def test_a_step_is_timed_as_one_graph_and_by_its_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs, compile_whole = [], torch.compile
-    see = lambda graph, inputs: graphs.append(graph) or graph  # noqa: E731
-    monkeypatch.setattr(torch, "compile", lambda step, **options: compile_whole(step, backend=see, **options))
-    compiled_decoding.main(tmp_path / "results.json", ["linear"], 20, "quick")
-    document = json.loads((tmp_path / "results.json").read_text())
-    (row,) = document["rows"]
-    eager, compiled, products = (row[name]["median"] for name in ("eager", "compiled", "products"))
-    assert len(graphs) == 1 and row["ratio"] == compiled / eager and products < eager
-    assert row["ratio_beyond_products"] == pytest.approx((compiled - products) / (eager - products))
-    assert f"| `linear` | {eager:.3g} | {compiled:.3g} | {products:.3g} |" in speed.graphs_section(document)
 
 
 def test_no_attention_returns_values() -> None:

@@ -139,7 +139,7 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
         """
         return state
 
-    def held_state(self, state: Any) -> Any:
+    def owned_state(self, state: Any) -> Any:
         """Return the state as a cache that is not static has it: alone, so that the next step may write into it."""
         return state
 

@@ -61,7 +61,7 @@ class LshState(NamedTuple):
     largest: Tensor
 
 
-class HeldLshState(LshState):
+class OwnedLshState(LshState):
     """An `LshState` of which nobody else has the memory, so that a token without gradients is written into it."""
 
 
@@ -147,8 +147,8 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         new = self._hash(query, key, value, largest, count, norms.new_zeros(len(key), dtype=torch.long), lengths)
         return self._many(new, None, self.config.bucket_size, call)[0]
 
-    def held_state(self, state: LshState) -> LshState:
-        return state if isinstance(state, HeldLshState) else HeldLshState(*state)
+    def owned_state(self, state: LshState) -> LshState:
+        return state if isinstance(state, OwnedLshState) else OwnedLshState(*state)
 
     def operands(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries [B, H, N, D] and keys [B, Hkv, N, D] as the scores and the hash take them."""
@@ -277,7 +277,7 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         bucket = new.key_bucket.movedim(0, 2)  # [B, Hkv, R, 1]
         positions = state.positions.gather(3, bucket[..., None].expand(*bucket.shape, size))
         slot = bucket * size + positions.argmin(-1)
-        in_place = isinstance(state, HeldLshState) and may_write(*state)
+        in_place = isinstance(state, OwnedLshState) and may_write(*state)
 
         def put(old: Tensor, row: Tensor) -> Tensor:
             """Return `old` [B, Hkv, R, buckets, C, ...] with `row`, of the same shape but for buckets and C, in it."""

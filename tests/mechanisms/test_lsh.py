@@ -155,7 +155,7 @@ def test_a_token_is_written_where_the_state_of_a_cache_lies(shared_qk):
 
 
 @pytest.mark.parametrize(
-    ("made", "read", "held"),
+    ("made", "read", "owned"),
     [
         (torch.no_grad, torch.no_grad, False),  # no cache has it
         (torch.no_grad, torch.enable_grad, True),
@@ -163,12 +163,12 @@ def test_a_token_is_written_where_the_state_of_a_cache_lies(shared_qk):
         (torch.inference_mode, torch.no_grad, True),  # its tensors cannot be changed
     ],
 )
-def test_a_state_that_others_may_need_stays_as_it_is(made, read, held):
+def test_a_state_that_others_may_need_stays_as_it_is(made, read, owned):
     case = Case("lsh", "llama", True, SMALL)
     mechanism, heads = case.make(), case.heads(LENGTH)
     with made():
         state = mechanism(*(x[:, :, :-1].clone().requires_grad_(torch.is_grad_enabled()) for x in heads))[1]
-    state = mechanism.held_state(state) if held else state
+    state = mechanism.owned_state(state) if owned else state
     before = [x.clone() for x in state]
     with read():
         output, _ = mechanism(*(x[:, :, -1:] for x in heads), state=state)
