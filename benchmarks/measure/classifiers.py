@@ -93,6 +93,7 @@ class Material:
     def batches(self, count: int) -> list[dict[str, torch.Tensor]]:
         """Return the first training texts in batches."""
         rows, size = self.rows.train, self.batch_size
+        count = min(count, len(rows))
         return [
             self.rows.collator([rows[i] for i in range(first, min(first + size, count))])
             for first in range(0, count, size)
