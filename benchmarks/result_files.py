@@ -36,8 +36,12 @@ COMPILED_DECODING_FILE = "compiled_decoding.json"
 HARD_KEY_PLANS_FILE = "hard_key_plans_smollm2.json"
 RECIPE_PLANS_FILE = "recipe_plans.json"
 RECOVERED_PLANS_FILE = "recovered_plans_smollm2.json"
+ENCODER_TASKS_FILE = "encoder_tasks.json"
+LONG_DOCUMENTS_FILE, LONG_DOCUMENTS_SPEED_FILE = "long_documents.json", "long_documents_speed.json"
 MQAR_FILE, MQAR_PLOT = "mqar.json", "mqar.png"
 MQAR_SWEEP_FILE, MQAR_SWEEP_PLOT = "mqar_sweep.json", "mqar_sweep.png"
+CONTROL = "control"  # softmax, trained as the conversions are
+CUT, WINDOWS = "cut", "windows"  # rows of a classifier that reads the first window, or all of them
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
 
 
