@@ -20,6 +20,7 @@ from benchmarks.result_files import (
     ROOT,
     SPEED_FILES,
     SPEED_PAGE_FILES,
+    START_FILE,
     Document,
     board_reports,
     read_all,
@@ -37,6 +38,7 @@ from benchmarks.tables.speed import (
     milliseconds_table,
     operations_table,
     peers_table,
+    start_table,
     summary_table,
     targets_table,
 )
@@ -47,6 +49,7 @@ SECTIONS = {
     "results.md": ("board", "recovery", "retrieval"),
     "memory.md": ("depth",),
     "gpu.md": ("passes", "steps"),
+    "command-line.md": ("start",),
 }  # of the pages under docs
 
 
@@ -103,7 +106,7 @@ def write_tables(root: Path = ROOT) -> None:
     """Rewrite the results page and the generated sections of other pages from whatever result files exist."""
     results = root / "benchmarks" / "results"
     documents, long_inputs = (read_all(results, *names) for names in (SPEED_FILES, LONG_INPUTS_FILES))
-    single = read_all(results, PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE, HEADS_FILE)
+    single = read_all(results, PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE, HEADS_FILE, START_FILE)
     peers, depth, retrieved = (single.get(name) for name in (PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE))
     reports = recovery_reports(results)
     results.mkdir(parents=True, exist_ok=True)
@@ -113,6 +116,7 @@ def write_tables(root: Path = ROOT) -> None:
         "benchmarks": speed_section(documents),
         "prompts": prompts_section(long_inputs),
         "whole": whole_model_section(single[HEADS_FILE]) if HEADS_FILE in single else "",
+        "start": start_table(single[START_FILE]) if START_FILE in single else "",
         "board": board_table(board) if board else "",
         "recovery": recovery_table(reports) if reports else "",
         "retrieval": retrieval_table(retrieved) if retrieved else "",

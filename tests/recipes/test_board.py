@@ -117,6 +117,13 @@ def test_a_row_overrides_the_file_and_a_flag_both(mine):
     assert (training.seed, Path(training.output_dir)) == (7, ROOT / "there")
 
 
+def test_text_of_ones_own_takes_the_place_of_the_files_data_set():
+    line = ["recipes/models/smollm2-135m-heads.yaml", "--train_file=book.txt", "--use_cpu", "True"]
+    data = parse_arguments(line, DISTILLATION).data
+    assert (data.dataset_name, data.train_file) == (None, "book.txt")
+    assert parse_arguments([*line[:1], *line[2:]], DISTILLATION).data.dataset_name == "emozilla/pg19"
+
+
 def test_rows_are_listed_with_what_trains_a_control_first(mine):
     assert CommandLine([str(mine / "mine.yaml")]).on_board() == ["second", "third"]
     (mine / "board.yaml").write_text("{b: {models: {mine}}, a: {models: {mine: {control_dir: null}}}}")
