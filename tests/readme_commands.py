@@ -96,7 +96,7 @@ class Place:
         self.folder = folder
         paths = {"PATH": f"{environment / 'bin'}:{os.environ['PATH']}", "VENV": str(environment)}
         client = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "hf_" + "a" * 34, "HF_HUB_DISABLE_XET": "1"}
-        unset = {"PYTHONPATH", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"}
+        unset = {"PYTHONPATH", "HF_HUB_OFFLINE"}
         inherited = {name: value for name, value in os.environ.items() if name not in unset}
         self.environment = {**inherited, **paths, **client, "HF_HOME": str(environment / "hub")}
         self.session = subprocess.Popen(
@@ -133,12 +133,12 @@ def children_time() -> float:
 
 
 def small_model(folder: Path) -> Path:
-    """Save an untrained Llama with SmolLM2's layers and heads, a tenth of its width, and the bundled tokenizer."""
+    """Save an untrained Llama that has SmolLM2's layers and key/value heads, as a plan names these."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     bundled = ROOT / "recipes" / "pretrained" / "llama"
     config = LlamaConfig(
-        hidden_size=144, intermediate_size=96, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        hidden_size=48, intermediate_size=96, num_hidden_layers=30, num_attention_heads=3, num_key_value_heads=3,
         vocab_size=2048, max_position_embeddings=8192, bos_token_id=0, eos_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
