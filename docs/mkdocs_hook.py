@@ -1,6 +1,6 @@
 """A hook of mkdocs: pages that lie elsewhere in the repository become pages of the site, and links follow them.
 
-A link to a file that is no page of the site, such as a source file, becomes its text; a link to nothing ends the build.
+A link to a file that is no page of the site, such as a source file, becomes its text. A link to nothing is an error.
 """
 
 from __future__ import annotations
