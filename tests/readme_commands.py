@@ -65,7 +65,7 @@ class Step:
 
     @property
     def name(self) -> str:
-        return self.code if not self.python else f"Python: {self.code.splitlines()[0]} ..."
+        return self.code if not self.python else f"Python: {self.code.splitlines()[-1]}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Place:
         self.folder = folder
         paths = {"PATH": f"{environment / 'bin'}:{os.environ['PATH']}", "VENV": str(environment)}
         client = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "hf_" + "a" * 34, "HF_HUB_DISABLE_XET": "1"}
-        unset = {"PYTHONPATH", "HF_HUB_OFFLINE"}
+        unset = {"PYTHONPATH", "HF_HUB_OFFLINE", "MAKEFLAGS", "MAKELEVEL"}
         inherited = {name: value for name, value in os.environ.items() if name not in unset}
         self.environment = {**inherited, **paths, **client, "HF_HOME": str(environment / "hub")}
         self.session = subprocess.Popen(
