@@ -82,9 +82,8 @@ def calibrate(
     tensors = [*parameters, *(buffer for path in fitted for buffer in mechanisms[path].buffers())]
     with ExitStack() as undo:
         undo.callback(write, tensors, [tensor.detach().clone() for tensor in tensors])
-        hidden = progress if progress is None else not progress
         with evaluation_mode(model), _trainable(parameters), torch.no_grad():
-            found = _fit(model, mechanisms, fitted, steps, tqdm(batches, desc="calibrate", disable=hidden))
+            found = _fit(model, mechanisms, fitted, steps, _shown(batches, progress))
         undo.pop_all()
     return found
 
@@ -117,6 +116,11 @@ def _fit(
                 show(batch)
 
     return Calibration({path: fit.errors for path, fit in fits.items()}, take_the_better(judges, show_again))
+
+
+def _shown(batches: Iterable[Any], progress: bool | None) -> Iterable[Any]:
+    """Return batches with a bar; tqdm's None is ours."""
+    return tqdm(batches, desc="calibrate", disable=None if progress is None else not progress)
 
 
 def _rows_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Any) -> list[dict[str, Tensor]]:
