@@ -257,7 +257,7 @@ readme: test-package ## every command of the README, in a clone and in an empty 
 	$(TRIED) wheel --environment $(PACKAGE)/venv
 	$(TRIED) clone
 
-release-check: test-browser readme notebooks test-demo ## what a release needs beside the tests: site, browser, wheel, README, notebooks, demonstration: at most 30 minutes
+release-check: test-browser test-package notebooks test-demo ## what a release needs beside the tests: site, browser, wheel, notebooks, demonstration: at most 30 minutes
 	@echo "ready: RELEASE.md says how to go on"
 
 # one process each, so that none waits for another's cells
