@@ -250,10 +250,10 @@ test-package: install ## build the source distribution and the wheel, install th
 	cp tests/installed.py $(PACKAGE)/empty
 	cd $(PACKAGE)/empty && PATH=$(abspath $(PACKAGE))/venv/bin:$$PATH HF_HUB_OFFLINE=1 CC=/bin/false python installed.py
 
-# README_MODEL=models/SmolLM2-135M-Instruct answers to its name on the Hub, and times are held to those of the page: an hour
+# README_MODEL=models/SmolLM2-135M-Instruct answers to its name on the Hub, and times are held to those of the page
 README_MODEL ?=
 TRIED := $(BIN)/python -m tests.readme_commands $(README_MODEL:%=--model %)
-readme: test-package ## every command of the README, in a clone and in an empty folder with the wheel, on a small model: 10 minutes
+readme: test-package ## every command of the README, in a clone and in an empty folder with the wheel, on a small model
 	$(TRIED) wheel --environment $(PACKAGE)/venv
 	$(TRIED) clone
 
