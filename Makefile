@@ -163,6 +163,9 @@ mqar: install ## associative recall of a small model converted to every mechanis
 	$(BIN)/python -m benchmarks.studies.mqar
 	$(BIN)/python -m docs.generate
 
+mqar-sweep: install ## the same over numbers of pairs and lengths, two sizes of state, three seeds: hours; resumes
+	$(BIN)/python -m benchmarks.studies.mqar_sweep
+
 choose-plan: install ## recall with a tenth of the heads exact: make choose-plan MODEL=SmolLM2-135M-Instruct BOOKS=books; resumes
 	$(BIN)/python -m benchmarks.studies.choose_plan $(MODEL) $(BOOKS)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.result_files import (
+    COMPILED_DECODING_FILE,
     DEPTH_FILE,
     DEPTH_PLOT,
     GPU_FILES,
@@ -35,6 +36,7 @@ from benchmarks.tables.quality import board_table, recovery_table, retrieval_tab
 from benchmarks.tables.speed import (
     decoding_table,
     describe,
+    graphs_section,
     milliseconds_table,
     operations_table,
     peers_table,
@@ -45,7 +47,7 @@ from benchmarks.tables.speed import (
 from hf_linattn.atomic_io import write_text
 
 SECTIONS = {
-    "speed.md": ("whole", "benchmarks", "prompts"),
+    "speed.md": ("whole", "benchmarks", "prompts", "graphs"),
     "results.md": ("board", "recovery", "retrieval"),
     "memory.md": ("depth",),
     "gpu.md": ("passes", "steps"),
@@ -106,7 +108,7 @@ def write_tables(root: Path = ROOT) -> None:
     """Rewrite the results page and the generated sections of other pages from whatever result files exist."""
     results = root / "benchmarks" / "results"
     documents, long_inputs = (read_all(results, *names) for names in (SPEED_FILES, LONG_INPUTS_FILES))
-    single = read_all(results, PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE, HEADS_FILE, START_FILE)
+    single = read_all(results, PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE, HEADS_FILE, COMPILED_DECODING_FILE, START_FILE)
     peers, depth, retrieved = (single.get(name) for name in (PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE))
     reports = recovery_reports(results)
     results.mkdir(parents=True, exist_ok=True)
@@ -116,6 +118,7 @@ def write_tables(root: Path = ROOT) -> None:
         "benchmarks": speed_section(documents),
         "prompts": prompts_section(long_inputs),
         "whole": whole_model_section(single[HEADS_FILE]) if HEADS_FILE in single else "",
+        "graphs": graphs_section(single[COMPILED_DECODING_FILE]) if COMPILED_DECODING_FILE in single else "",
         "start": start_table(single[START_FILE]) if START_FILE in single else "",
         "board": board_table(board) if board else "",
         "recovery": recovery_table(reports) if reports else "",

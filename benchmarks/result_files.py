@@ -33,10 +33,12 @@ START_FILE = "start.json"
 REAL_BOARD = "real_board"  # a folder, with a file for each row
 HEADS_FILE = "heads_speed.json"
 HARD_KEYS_FILE = "hard_keys_speed.json"
+COMPILED_DECODING_FILE = "compiled_decoding.json"
 HARD_KEY_PLANS_FILE = "hard_key_plans_smollm2.json"
 RECIPE_PLANS_FILE = "recipe_plans.json"
 RECOVERED_PLANS_FILE = "recovered_plans_smollm2.json"
 MQAR_FILE, MQAR_PLOT = "mqar.json", "mqar.png"
+MQAR_SWEEP_FILE, MQAR_SWEEP_PLOT = "mqar_sweep.json", "mqar_sweep.png"
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
 
 

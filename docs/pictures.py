@@ -49,6 +49,7 @@ LAYER, HEADS = 2, (0, 2)  # one head of each key/value head: the first looks far
 OWN_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "by_head": [{"plan": {"streaming": {"heads": [0], "window_size": 32}}}],
     "cosformer": [{"max_length": LENGTH}],
+    "hybrid": [*MEASURED_OPTIONS["hybrid"], {"window_size": 16, "num_hard_keys": 16, "recall_error": "absolute"}],
     "synthesizer": [{"initial_mix": 0.5}],
 }
 OPTIONS = {**MEASURED_OPTIONS, **OWN_OPTIONS}

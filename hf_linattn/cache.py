@@ -93,7 +93,7 @@ class StateLayer(CacheLayerMixin):
 
     def hold(self, state: Any, mechanism: Any) -> None:
         """Remember the state that a mechanism returned."""
-        self.state, self.made_by = state, mechanism.config
+        self.state, self.made_by = mechanism.owned_state(state), mechanism.config
 
     def _count(self, key_states: Tensor) -> None:
         """Count new keys [B, Hkv, N, D]."""

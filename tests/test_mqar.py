@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.studies import mqar
+from benchmarks.result_files import read
+from benchmarks.studies import mqar, mqar_sweep
+from benchmarks.tables.mqar import sweep_section
 from hf_linattn.mechanisms import MECHANISMS
 
 pytestmark = pytest.mark.tools
@@ -63,3 +65,36 @@ def test_rows_are_of_softmax_and_of_all_mechanisms_of_constant_state():
     named = {name for name, _ in mqar.ROWS}
     constant = {name for name in MECHANISMS.names() if MECHANISMS.get(name).constant_state}
     assert named == {"softmax"} | constant - {"by_head"}, "by_head only shares out heads, of which there is one here"
+
+
+def test_a_sweep_goes_on_with_the_rows_that_its_file_lacks_and_gives_others_the_rate_of_seed_0(tmp_path, monkeypatch):
+    small = {"STEPS": 2, "SOFTMAX_STEPS": 2, "SEEDS": (0, 1), "BATCH_TOKENS": 64, "TEST_TOKENS": 128}
+    points = {"PAIRS": (2, 4), "LENGTHS": (8, 16), "POINTS": [(2, 8), (2, 16), (4, 16)]}
+    for name, value in {**small, **points, "ROWS": [("linear", {}), ("hedgehog", {"feature_dim": 16})]}.items():
+        monkeypatch.setattr(mqar_sweep, name, value)
+    measured, real = [], mqar_sweep.measure
+
+    def interrupted(original, name, options, seed, rates):
+        if len(measured) == 1:
+            measured.append("interrupted")
+            raise KeyboardInterrupt
+        measured.append((name, seed, rates))
+        return real(original, name, options, seed, rates)
+
+    monkeypatch.setattr(mqar_sweep, "measure", interrupted)
+    output = tmp_path / "sweep.json"
+    with pytest.raises(KeyboardInterrupt):
+        mqar_sweep.main(output, tmp_path / "originals", 10.0)
+    mqar_sweep.main(output, tmp_path / "originals", 10.0)
+    document = read(output)
+    rates = [(row["rate"],) for row in document["rows"]]
+    assert measured == [
+        ("linear", 0, mqar_sweep.RATES), "interrupted", ("hedgehog", 0, mqar_sweep.RATES),
+        ("linear", 1, rates[0]), ("hedgehog", 1, rates[1]),
+    ]  # fmt: skip
+    assert [row["run"] for row in document["rows"]] == [0, 1, 1, 1] and len(document["runs"]) == 2
+    assert [row["state_bytes"] for row in document["rows"][:2]] == [2 * 4 * (n * 65 + 1) for n in (64, 16)]
+    assert list(document["rows"][0]["trained"]) == ["2 | 8", "2 | 16", "4 | 16"]
+    at = [row["trained"]["4 | 16"] for row in document["rows"][::2]]
+    assert f"{50 * sum(at):.1f} ({100 * min(at):.1f} to {100 * max(at):.1f}) |\n" in sweep_section(document) + "\n"
+    assert (tmp_path / "mqar_sweep.png").read_bytes().startswith(b"\x89PNG")

@@ -24,6 +24,7 @@ from tests.report.test_tables import report
 __all__ = ["report"]
 
 IDS = torch.arange(5, 16)[None]
+HEADS = {"hedgehog": {"layers": 0}, "hybrid": {"layers": 1, "heads": 0, "window_size": 4}}  # the others stay exact
 
 
 # Runs what it reads from standard input, line by line: a command of the library, or a script; says how it ended.
@@ -113,7 +114,7 @@ print(sorted({m.config.mechanism for m in mechanisms.values()}))
 
 
 def test_a_converted_model_is_pushed_by_the_command_and_loads_by_its_name(user, hub, tmp_path, report):
-    model = patch_model(make_model("llama", std=0.3), "hedgehog").eval()
+    model = patch_model(make_model("llama", std=0.3), HEADS).eval()
     model.save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "stages").mkdir()
@@ -129,13 +130,13 @@ def test_a_converted_model_is_pushed_by_the_command_and_loads_by_its_name(user, 
     (tmp_path / "model" / "README.md").write_text("mine")
     user.run("push", tmp_path / "model", "me/model")
     assert hub.repositories["me/model"].files["README.md"] == b"mine", "a card that a person wrote stays"
-    assert "['hedgehog']" in user.run("-c", LOAD, "me/model", tmp_path / "logits.pt")
+    assert "['by_head', 'hedgehog']" in user.run("-c", LOAD, "me/model", tmp_path / "logits.pt")
     with torch.no_grad():
         assert torch.equal(torch.load(tmp_path / "logits.pt"), model(input_ids=IDS).logits)
 
 
 def test_an_adapter_alone_is_pushed_and_loads_onto_its_base(user, hub, tmp_path):
-    base = patch_model(make_model("llama", std=0.3), "hedgehog")
+    base = patch_model(make_model("llama", std=0.3), HEADS)
     base.save_pretrained(tmp_path / "base")
     adapted = add_adapters(base, rank=2)
     with torch.no_grad():

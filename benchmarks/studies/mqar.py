@@ -99,21 +99,23 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def make_batch(pairs: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels [B, N]: after each query stands nothing, and its label is the value of its key."""
-    half = VOCABULARY // 2
-    keys = 1 + _drawn(half - 1, pairs, generator)
-    values = torch.randint(half, VOCABULARY, keys.shape, generator=generator)
-    tokens = torch.zeros(BATCH_SIZE, length, dtype=torch.long)
+def make_batch(
+    pairs: int, length: int, generator: torch.Generator, rows: int = BATCH_SIZE, vocabulary: int = VOCABULARY
+) -> tuple[Tensor, Tensor]:
+    """Return tokens and labels [rows, N]: after each query stands nothing, and its label is the value of its key."""
+    half = vocabulary // 2
+    keys = 1 + _drawn(rows, half - 1, pairs, generator)
+    values = torch.randint(half, vocabulary, keys.shape, generator=generator)
+    tokens = torch.zeros(rows, length, dtype=torch.long)
     labels = torch.full_like(tokens, IGNORED)
     tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
-    places = 2 * pairs + _drawn(length - 2 * pairs, pairs, generator)
+    places = 2 * pairs + _drawn(rows, length - 2 * pairs, pairs, generator)
     return tokens.scatter(1, places, keys), labels.scatter(1, places, values)
 
 
-def _drawn(numbers: int, count: int, generator: torch.Generator) -> Tensor:
-    """Return `count` different ones of the first numbers, in random order, for each sequence [B, count]."""
-    return torch.rand(BATCH_SIZE, numbers, generator=generator).argsort(dim=1)[:, :count]
+def _drawn(rows: int, numbers: int, count: int, generator: torch.Generator) -> Tensor:
+    """Return `count` different ones of the first numbers, in random order, for each sequence [rows, count]."""
+    return torch.rand(rows, numbers, generator=generator).argsort(dim=1)[:, :count]
 
 
 def make_model() -> LlamaForCausalLM:
@@ -158,10 +160,10 @@ def accuracy(model: LlamaForCausalLM) -> float:
 
 
 @torch.no_grad()
-def state_size(model: LlamaForCausalLM) -> int:
+def state_size(model: LlamaForCausalLM, length: int = LENGTH) -> int:
     """Return the bytes of decoding state after one sequence."""
     cache = DynamicCache(config=model.config)
-    model(input_ids=torch.ones(1, LENGTH, dtype=torch.long), past_key_values=cache, use_cache=True)
+    model(input_ids=torch.ones(1, length, dtype=torch.long), past_key_values=cache, use_cache=True)
     return state_bytes(cache)
 
 

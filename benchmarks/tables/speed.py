@@ -49,6 +49,23 @@ def decoding_table(document: Document) -> str:
     return table(["mechanism", "context", "ms per token", "times faster", "bytes of cache"], rows)
 
 
+def graphs_section(document: Document) -> str:
+    """Return what a token takes as one compiled graph, beside operations one by one and the products with weights."""
+    source, rows = document["provenance"], document["rows"]
+    what = (
+        f"{source['device']}, {source['threads']} CPU thread, {source['dtype']}; the small Llama of the tables above"
+        f" after {count(document['context'])} tokens, milliseconds of the processor for one more. The last column is"
+        " the ratio of what both take beside the products."
+    )
+    head = ["attention", "default cache", "one graph", "the products alone", "ratio", "ratio beside the products"]
+    cells = [
+        [f"`{row['mechanism']}`", *(number(row[x]["median"]) for x in ("eager", "compiled", "products")),
+         number(row["ratio"]), number(row["ratio_beyond_products"])]
+        for row in rows
+    ]  # fmt: skip
+    return "\n\n".join([what, table(head, cells)])
+
+
 def milliseconds_table(document: Document) -> str:
     """Return every measured time of the operations with its spread, and the share that its floor takes of it."""
     rows = []

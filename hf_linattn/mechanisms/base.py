@@ -139,6 +139,10 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
         """
         return state
 
+    def owned_state(self, state: Any) -> Any:
+        """Return the state as a cache that is not static has it: alone, so that the next step may write into it."""
+        return state
+
     def attention_matrix(
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, sequence_ids: Tensor | None = None,
         value: Tensor | None = None, *, sink: Tensor | None = None, hidden_states: Tensor | None = None,

@@ -155,6 +155,10 @@ class CompositeMechanism(Mechanism):
         own = zip(self.parts(), state.split(), strict=True)
         return joined_as(state, [member.fixed_state(kept, room) for member, kept in own])
 
+    def owned_state(self, state: Any) -> JoinedState:
+        own = zip(self.parts(), state.split(), strict=True)
+        return joined_as(state, [member.owned_state(kept) for member, kept in own])
+
     def sinks_of_members(self, sink: Tensor | None) -> list[Tensor | None]:
         """Return what each member gets of the layer's own sinks [H]."""
         members = self.parts()

@@ -12,6 +12,7 @@ from ..config import require
 from ..ops import reference
 from ..ops.common.numerics import LOWEST
 from ..ops.common.sink_logit import attenuate
+from ..ops.common.tracing import may_write
 from ..ops.lsh.interface import Earlier, Found, Lists, LshCall, bucket_attention
 from ..ops.lsh.torch import hash_buckets, pick, sort_keys
 from .capabilities import ExactnessLimit
@@ -58,6 +59,10 @@ class LshState(NamedTuple):
     buckets: Tensor
     length: Tensor
     largest: Tensor
+
+
+class OwnedLshState(LshState):
+    """An `LshState` of which nobody else has the memory, so that a token without gradients is written into it."""
 
 
 @register_mechanism("lsh")
@@ -141,6 +146,9 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         largest = norms.amax(-1, keepdim=True)
         new = self._hash(query, key, value, largest, count, norms.new_zeros(len(key), dtype=torch.long), lengths)
         return self._many(new, None, self.config.bucket_size, call)[0]
+
+    def owned_state(self, state: LshState) -> LshState:
+        return state if isinstance(state, OwnedLshState) else OwnedLshState(*state)
 
     def operands(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries [B, H, N, D] and keys [B, Hkv, N, D] as the scores and the hash take them."""
@@ -269,11 +277,16 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         bucket = new.key_bucket.movedim(0, 2)  # [B, Hkv, R, 1]
         positions = state.positions.gather(3, bucket[..., None].expand(*bucket.shape, size))
         slot = bucket * size + positions.argmin(-1)
+        in_place = isinstance(state, OwnedLshState) and may_write(*state)
 
         def put(old: Tensor, row: Tensor) -> Tensor:
             """Return `old` [B, Hkv, R, buckets, C, ...] with `row`, of the same shape but for buckets and C, in it."""
             index = slot.view(*slot.shape, *[1] * (row.dim() - 3)).expand(*slot.shape, *row.shape[3:])
-            return old.flatten(3, 4).scatter(3, index, row[:, :, :, None]).unflatten(3, old.shape[3:5])
+            places, row = old.view(*old.shape[:3], -1, *old.shape[5:]), row[:, :, :, None]
+            if in_place:
+                places.scatter_(3, index, row)
+                return old
+            return places.scatter(3, index, row).view_as(old)
 
         rounds = self.config.num_rounds
         each = lambda x: x[:, :, None].expand(-1, -1, rounds, *x.shape[2:])  # noqa: E731
@@ -287,12 +300,16 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     def _read(self, state: LshState, new: _Tokens) -> tuple[Tensor, Tensor]:
         """Return the output of one query, and its log denominator, over the buckets that hold it."""
         batch, heads = new.query.shape[:2]
-        device = new.key.device
+        device, rounds = new.key.device, self.config.num_rounds
         row = torch.arange(batch, device=device)[:, None, None]
         shared = torch.arange(heads, device=device)[:, None] // (heads // new.key.shape[1])
-        at = row, shared, torch.arange(self.config.num_rounds, device=device), new.query_bucket[..., 0].movedim(0, -1)
-        keys, values, positions = (x[at].flatten(2, 3) for x in state[:3])  # [B, H, R C, ...]
-        again = (positions[..., :, None] == positions[..., None, :]).tril(-1).any(-1)
+        own = new.query_bucket[..., 0].movedim(0, -1)  # [B, H, R]
+        at = row, shared, torch.arange(rounds, device=device), own
+        keys, values, positions, buckets = (x[at] for x in state[:4])  # [B, H, R, C, ...]
+        # a round has all keys of its bucket from the oldest one on that it has, so what another round finds tells it
+        has = (buckets == own[:, :, None, None]) & (positions[..., None] >= positions.amin(-1)[:, :, None, None])
+        earlier = torch.ones(rounds, rounds, dtype=torch.bool, device=device).tril(-1)[:, None]
+        keys, values, positions, again = (x.flatten(2, 3) for x in (keys, values, positions, (has & earlier).any(-1)))
         hidden = again | (positions < 0)
         if self.config.shared_qk:
             hidden = hidden | (positions == new.position[:, None])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -129,6 +131,49 @@ def test_every_row_of_a_batch_decodes_with_its_own_state():
         alone_tokens, alone = generate(model, row[None], attention_mask=torch.ones(1, len(row), dtype=torch.long))
         assert torch.equal(got_tokens, alone_tokens[0])
         torch.testing.assert_close(got, alone[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("shared_qk", [False, True])
+def test_a_token_is_written_where_the_state_of_a_cache_lies(shared_qk):
+    """Every token takes the place of another; a copy of the cache, and beams, go their own way."""
+    model = patch_model(tiny_model("llama", True), "lsh", **SMALL, shared_qk=shared_qk)
+    ids = random_tokens(2, 90)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        cache = model(ids[:, :70], use_cache=True).past_key_values
+        place = [layer.state.keys.data_ptr() for layer in cache.layers]
+        snapshot = copy.deepcopy(cache)
+        for n in range(70, 90):
+            if n == 80:
+                cache.reorder_cache(torch.tensor([0, 1]))
+                place = [layer.state.keys.data_ptr() for layer in cache.layers]
+            step = model(ids[:, n : n + 1], past_key_values=cache).logits
+            torch.testing.assert_close(step, whole[:, n : n + 1], rtol=1e-9, atol=1e-9)
+            assert [layer.state.keys.data_ptr() for layer in cache.layers] == place
+        again = model(ids[:, 70:71], past_key_values=snapshot).logits
+    torch.testing.assert_close(again, whole[:, 70:71], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("made", "read", "owned"),
+    [
+        (torch.no_grad, torch.no_grad, False),  # no cache has it
+        (torch.no_grad, torch.enable_grad, True),
+        (torch.enable_grad, torch.no_grad, True),  # a graph is made of it
+        (torch.inference_mode, torch.no_grad, True),  # its tensors cannot be changed
+    ],
+)
+def test_a_state_that_others_may_need_stays_as_it_is(made, read, owned):
+    case = Case("lsh", "llama", True, SMALL)
+    mechanism, heads = case.make(), case.heads(LENGTH)
+    with made():
+        state = mechanism(*(x[:, :, :-1].clone().requires_grad_(torch.is_grad_enabled()) for x in heads))[1]
+    state = mechanism.owned_state(state) if owned else state
+    before = [x.clone() for x in state]
+    with read():
+        output, _ = mechanism(*(x[:, :, -1:] for x in heads), state=state)
+    torch.testing.assert_close(output, mechanism(*heads)[0][:, :, -1:], rtol=1e-9, atol=1e-9, check_stride=False)
+    assert all(torch.equal(x, y) for x, y in zip(state, before, strict=True))
 
 
 def test_hashing_leaves_the_global_random_state_and_no_length_is_remembered():

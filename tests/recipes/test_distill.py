@@ -35,6 +35,7 @@ EVEN = {
     "block_size": 28, "max_train_tokens": 2016, "calibration_tokens": 280, "transfer_tokens": 672, "logging_steps": 1,
     "hidden_weight": 0.5, "long_tokens": 448, "long_block_size": 56,
 }  # fmt: skip
+HEADS = {"layer_search": "slope", "layer_unit": "head", "layer_signal": "divergence"}
 STAGES = ("calibration", "transfer", "recovered_training")
 
 
@@ -204,6 +205,16 @@ def test_two_processes_have_the_loss_curves_of_one_with_the_same_batch(
     assert {m.config.mechanism for m in hf_linattn.get_mechanisms(model).values()} == {"hybrid"}
 
 
+@pytest.mark.slow
+def test_two_processes_choose_the_heads_of_one_and_have_its_loss_curve(material, tmp_path):
+    changes = {**EVEN, "layers": "auto", "softmax_share": 0.25, **HEADS}
+    one, two = tmp_path / "one", tmp_path / "two"
+    expected = launched(material, one, "cpu", **changes)
+    curve = launched(material, two, "ddp_cpu", **changes, per_device_train_batch_size=2)
+    assert recorded(one, "plan")["kept"] == recorded(two, "plan")["kept"] != []
+    assert curve == pytest.approx(expected, rel=2e-4)
+
+
 def test_models_are_loaded_whole_where_zero3_shards_them(material, tmp_path):
     sharding = Mock(is_zero3=lambda: True)  # as DeepSpeed's launcher has transformers know of it
     set_hf_deepspeed_config(sharding)
@@ -301,8 +312,7 @@ def test_heads_are_chosen_by_a_search(material, tmp_path):
     out, original = tmp_path / "out", tmp_path / "llama"
     make_model("llama", std=0.05).bfloat16().save_pretrained(original)
     make_tokenizer().save_pretrained(original)
-    search = {"layer_search": "slope", "layer_unit": "head", "layer_signal": "divergence"}
-    changes = {"model_name_or_path": str(original), "layers": "auto", "softmax_share": 0.25, **search}
+    changes = {"model_name_or_path": str(original), "layers": "auto", "softmax_share": 0.25, **HEADS}
     report = run(flags(material, out, **changes))
     assert report.training.saved_dtype == "bfloat16"
     chosen = recorded(out, "plan")

@@ -23,6 +23,14 @@ def is_watched() -> bool:
     return functional or torch.jit.is_tracing()
 
 
+def may_write(*tensors: Tensor) -> bool:
+    """Whether memory of one's own may be written into: no gradient needs what is there, and nobody watches."""
+    if torch.is_grad_enabled() or is_watched():
+        return False
+    outside = not torch.is_inference_mode_enabled()  # where what was made inside must stay as it is
+    return not any(x.requires_grad or (outside and x.is_inference()) for x in tensors)
+
+
 def is_known(x: Tensor) -> bool:
     """Whether the values of x may decide what is done: not where that is recorded, nor where vmap maps over x."""
     if is_recorded():
