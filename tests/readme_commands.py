@@ -35,7 +35,7 @@ SHORTER = (
     "--block_size 256 --gradient_accumulation_steps 1 --max_train_tokens 512 --max_validation_tokens 512"
     " --max_test_documents 1 --speed_lengths 256 --plan_steps 0"
 )
-BOOK = 400_000  # characters
+BOOK = 1_500_000  # characters
 # Python of the README is one session; each block is answered with its time on the processor, or with what went wrong
 SESSION = """
 import json, os, sys, time, traceback
