@@ -18,6 +18,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from .errors import UnsupportedModelError
+from .masks import causal_by_itself
 from .mechanisms import AttentionLayer
 from .rope import Rotation, find_rotation
 
@@ -203,7 +204,7 @@ def describe_layer(
         num_heads=num_heads,
         num_key_value_heads=shared_heads or num_heads,
         head_dim=head_dim,
-        causal=is_causal(module),
+        causal=causal_by_itself(module),
         scaling=float(scaling) if isinstance(scaling, (int, float)) else head_dim**-0.5,
         device=torch.device(device if device is not None else "meta"),
         dtype=floating_dtype(module, model),
@@ -265,18 +266,6 @@ def _first_device(module: nn.Module, model: PreTrainedModel) -> torch.device:
     """Return where an attention module is stored; some quantised projections have buffers only, or neither."""
     tensors = chain(module.parameters(), module.buffers(), model.parameters(), model.buffers())
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-
-def is_causal(module: nn.Module) -> bool:
-    """Whether a self-attention module masks the future: its config says so, or else it says so or is a decoder's.
-
-    `config.is_causal` is what transformers tells its masks and attention functions in every call, where it is set: it
-    makes an encoder of a decoder.
-    """
-    if (asked := getattr(module.config, "is_causal", None)) is not None:
-        return bool(asked)
-    said = getattr(module, "is_causal", getattr(module.config, "is_decoder", False))
-    return bool(said or getattr(module, "is_decoder", False))
 
 
 def _first(module: nn.Module, config: PreTrainedConfig, names: tuple[str, ...]) -> Any:

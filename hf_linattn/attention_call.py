@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .mechanisms import CallOptions, Mechanism, Pairs
-from .operands import fitting_hidden
+from .mechanisms.forward import fitting_hidden
 from .ops.common.exact_softmax import softmax_attention
 from .ops.reference import allowed_pairs
 

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 
 from .errors import UnsupportedModeError
 from .masks import all_real
-from .operands import check_rows
+from .mechanisms.forward import check_rows
 from .ops.common.growing import held_bytes
 
 

@@ -22,11 +22,10 @@ def keeps_states(mechanism: Mechanism) -> bool:
     return mechanism.layer.mode != "bidirectional" and not isinstance(mechanism, SoftmaxMechanism)
 
 
-def find_layer(module: nn.Module, mechanism: Mechanism, given: Iterable[Any]) -> Any:
-    """Return the layer of the cache among a module's arguments, a state layer if a state is what it keeps; or None."""
-    cache = next((x for x in given if isinstance(x, Cache)), None)
+def find_layer(module: nn.Module, mechanism: Mechanism, given: Cache) -> Any:
+    """Return a module's layer of the cache that it is given, a state layer if a state is what it keeps; or None."""
     across = mechanism.layer.cross
-    if cache is None or (cache := _side_of(cache, across)) is None:
+    if (cache := _side_of(given, across)) is None:
         return None
     index: Any = module.layer_idx
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:

@@ -8,6 +8,7 @@ epsilon.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -37,6 +38,7 @@ class FeatureMap(nn.Module):
         positive: whether phi(q) . phi(k) is above zero for all q and k.
         width: how many features it makes by default, in units of D; None where no other number is possible.
         copies: how many features it makes of one direction.
+        native_weights: where weight and bias of its `native` form lie, if it has them.
     """
 
     estimates_softmax: ClassVar[bool] = False
@@ -44,6 +46,7 @@ class FeatureMap(nn.Module):
     positive: ClassVar[bool] = True
     width: ClassVar[int | None] = None
     copies: ClassVar[int] = 1
+    native_weights: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -74,8 +77,9 @@ class FeatureMap(nn.Module):
         """Return phi(x) itself [..., N, F], without log scales: the reference the stable form is tested against."""
         return self(x).values
 
+    @cached_property
     def native(self) -> NativeMap | None:
-        """Return what `ops.linear.cpu` needs to compute this map itself; None where it cannot."""
+        """What kernels need to compute this map themselves, beside its weights; None where they cannot."""
         return None
 
     def redraw(self, generator: torch.Generator) -> None:
@@ -98,6 +102,7 @@ class EluFeatureMap(FeatureMap):
             return Features(F.relu(x) + x.clamp(max=0).exp())
         return Features(_EluPlusOne.apply(dense(x)))
 
+    @cached_property
     def native(self) -> NativeMap:
         return NativeMap("elu")
 
@@ -129,6 +134,7 @@ class ReluFeatureMap(FeatureMap):
     def forward(self, x: Tensor) -> Features:
         return Features(F.relu(x))
 
+    @cached_property
     def native(self) -> NativeMap:
         return NativeMap("relu")
 
@@ -142,6 +148,7 @@ class RandomFeatureMap(FeatureMap):
     projection: Tensor
 
     width = 1
+    native_weights = ("projection.T",)
 
     def __init__(
         self,
@@ -188,9 +195,10 @@ class FavorSoftmaxFeatureMap(RandomFeatureMap):
         log_scale = (top * LN_2 - math.log(self.feature_dim) / 2).sub(size, alpha=self.scaling / 2)
         return Features(powers.sub_(top[..., None]).exp2_(), log_scale)
 
+    @cached_property
     def native(self) -> NativeMap:
         scale, offset = math.sqrt(self.scaling), -math.log(self.feature_dim) / 2
-        return NativeMap("exponential", self.weight(), scale=scale, quadratic=-self.scaling / 2, offset=offset)
+        return NativeMap("exponential", scale=scale, quadratic=-self.scaling / 2, offset=offset)
 
     def exact(self, x: Tensor) -> Tensor:
         half = x.square().sum(-1, keepdim=True) * self.scaling / 2
@@ -204,8 +212,15 @@ class FavorHyperbolicFeatureMap(FavorSoftmaxFeatureMap):
     width = 2
     copies = 2
 
-    def weight(self) -> Tensor:
+    native_weights = ("both_signs",)
+
+    @property
+    def both_signs(self) -> Tensor:
+        """`weight`."""
         return torch.cat([self.projection, -self.projection]).T
+
+    def weight(self) -> Tensor:
+        return self.both_signs
 
 
 @FEATURE_MAPS.register("favor_relu")
@@ -220,8 +235,9 @@ class FavorReluFeatureMap(RandomFeatureMap):
     def forward(self, x: Tensor) -> Features:
         return Features(F.relu(self.project(x)) / math.sqrt(self.feature_dim))
 
+    @cached_property
     def native(self) -> NativeMap:
-        return NativeMap("relu", self.weight(), scale=math.sqrt(self.scaling / self.feature_dim))
+        return NativeMap("relu", scale=math.sqrt(self.scaling / self.feature_dim))
 
 
 @FEATURE_MAPS.register("taylor")
@@ -256,6 +272,7 @@ class LearnedFeatureMap(FeatureMap):
 
     learned = True
     width = 4
+    native_weights: ClassVar[tuple[str, ...]] = ("weight", "bias")
     has_bias: ClassVar[bool] = True
 
     def __init__(
@@ -299,14 +316,16 @@ class HedgehogFeatureMap(LearnedFeatureMap):
     """
 
     copies = 2
+    native_weights = ("weight",)
     has_bias = False
 
     def forward(self, x: Tensor) -> Features:
         projected = self.project(x)
         return Features(torch.cat([projected.softmax(-1), (-projected).softmax(-1)], dim=-1))
 
+    @cached_property
     def native(self) -> NativeMap:
-        return NativeMap("softmax_pair", self.weight)
+        return NativeMap("softmax_pair")
 
 
 @FEATURE_MAPS.register("t2r")
@@ -318,8 +337,9 @@ class T2RFeatureMap(LearnedFeatureMap):
     def forward(self, x: Tensor) -> Features:
         return Features(F.relu(self.project(x)))
 
+    @cached_property
     def native(self) -> NativeMap:
-        return NativeMap("relu", self.weight, self.bias)
+        return NativeMap("relu")
 
 
 @FEATURE_MAPS.register("learned_exp")
@@ -335,8 +355,9 @@ class LearnedExpFeatureMap(LearnedFeatureMap):
         top = projected.detach().amax(-1)
         return Features(fast_exp(projected.sub_(top[..., None])), top)
 
+    @cached_property
     def native(self) -> NativeMap:
-        return NativeMap("exponential", self.weight, self.bias)
+        return NativeMap("exponential")
 
     def exact(self, x: Tensor) -> Tensor:
         return self.project(x).exp()

@@ -31,6 +31,7 @@ from . import transformers_bridge as bridge
 from .blueprints import blueprint, buffers_of, grown_modules, initialised, is_made, plain_attributes, shapes
 from .config import require_count
 from .errors import OptionError, PatchError, UnsupportedModelError
+from .pinning import own_config
 from .position_tables import served_positions
 
 logger = logging.getLogger(__name__)
@@ -205,7 +206,7 @@ def extend_positions(model: ModelT, max_length: int, method: str | None = None, 
     longer, rotary = copy.deepcopy(root.config), _is_rotary(root.config)
     fields = _scale_rotation(root, longer, max_length, method) if rotary else _lengthen(root, longer, max_length)
     changes = _changes(root, blueprint(root, longer), max_length, method, rotary)
-    bridge.own_config(model)
+    own_config(model)
     extension = Extension.of(root, changes, fields, tokenizer)
     extension.apply(root, longer, max_length)
     vars(root).setdefault(EXTENSIONS, []).append(extension)

@@ -1,4 +1,4 @@
-"""Masks as transformers hands them over: which keys are pads, and rules over pairs of a query and a key.
+"""Masks as transformers hands them over: which keys are pads, whether the future is seen, rules over pairs.
 
 A rule (`block_sequence_ids` of images, `or_mask_function`, `and_mask_function`, chunks) is made a mask of all pairs,
 as for transformers' own softmax, unless it comes to what layers do anyway. Layers that keep softmax obey that mask,
@@ -21,8 +21,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from .errors import UnsupportedModeError
 from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
-from .ops.common.once import once
-from .ops.common.tracing import is_known, is_recorded
+from .ops.common.tracing import is_known, is_recorded, once
 
 ROWS = 512  # queries for which a rule is compared at a time
 RULE = "_hf_linattn_rule"  # the attribute of a mask of pairs that names the rule it was made of
@@ -173,6 +172,18 @@ def _in_pattern(distance: Tensor, causal: bool, window: int | None) -> Tensor:
     """Return which pairs at these distances, of queries from their keys, see each other."""
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     return seen if window is None else seen & (distance.abs() < window)
+
+
+def causal_by_itself(module: nn.Module) -> bool:
+    """Whether a self-attention module masks the future: its config says so, or else it says so or is a decoder's.
+
+    `config.is_causal` is what transformers tells its masks and attention functions in every call, where it is set: it
+    makes an encoder of a decoder.
+    """
+    if (asked := getattr(module.config, "is_causal", None)) is not None:
+        return bool(asked)
+    said = getattr(module, "is_causal", getattr(module.config, "is_decoder", False))
+    return bool(said or getattr(module, "is_decoder", False))
 
 
 def window_of(config: PreTrainedConfig, sliding_window: int | None, causal: bool) -> int | None:

@@ -183,7 +183,7 @@ def _attached(
     if cross_attention is not None or config.cross is not None:
         config, crossing, across = _resolve_cross(root, config, cross_attention)
         attention, mechanisms = attention | crossing, mechanisms | across
-    bridge.own_config(model)
+    pinning.own_config(model)
     patch = Patch.of(config, attention, root)
     with ExitStack() as undo:
         undo.callback(patch.detach, root)

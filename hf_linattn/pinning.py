@@ -7,6 +7,7 @@ configs therefore refuse another choice, and its name is none that loads.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
+from .architecture import root_model
 from .errors import PatchError, UnsupportedModeError
 
 IMPLEMENTATION = "hf_linattn"  # the name of our attention and mask functions
@@ -37,12 +39,16 @@ class PinnedConfigMixin:
         # the class is made while running, where pickle cannot look it up by name
         return _new_config, (base_class(type(self)),), vars(self)
 
-    @property
-    def _attn_implementation(self) -> str | None:
-        return self.__dict__.get(CHOICE)
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse another attention; reading which one it is stays what it is in transformers, many times a forward."""
+        if name == CHOICE:  # `set_attn_implementation` and the class of a model, the only ones to write here
+            raise self._refusal(value)
+        if name != "_attn_implementation":
+            super().__setattr__(name, value)
+        else:
+            self._choose(value)
 
-    @_attn_implementation.setter
-    def _attn_implementation(self, value: str | dict[str, Any] | None) -> None:
+    def _choose(self, value: str | dict[str, Any] | None) -> None:
         """Choose what `unpatch_model` will go back to, where no model is attached yet."""
         if value != IMPLEMENTATION and any(vars(part).get(CHOICE) == IMPLEMENTATION for part in _nested(self)):
             raise self._refusal(value)
@@ -52,15 +58,6 @@ class PinnedConfigMixin:
             self._attn_implementation = value
         finally:
             self.__class__ = own
-
-    @property
-    def _attn_implementation_internal(self) -> str | None:
-        return self._attn_implementation
-
-    @_attn_implementation_internal.setter
-    def _attn_implementation_internal(self, value: str | None) -> None:
-        """Refuse `set_attn_implementation` and the class of a model, the only ones to write here."""
-        raise self._refusal(value)
 
     def _refusal(self, value: Any) -> PatchError:
         return PatchError(
@@ -84,6 +81,16 @@ def _new_config(base: Any) -> PreTrainedConfig:
     """Return an empty pinned config for pickle and copy to fill."""
     made: Any = _pinned_class(base)
     return made.__new__(made)
+
+
+def own_config(model: nn.Module) -> None:
+    """Give the model a config of its own: what is done to it must not reach another model made from the same one."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(root_model(model).config, copies)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig) and id(config) in copies:
+            module.config = copies[id(config)]
 
 
 def pin_config(config: PreTrainedConfig) -> None:

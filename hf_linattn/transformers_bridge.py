@@ -7,7 +7,6 @@ under the name `hf_linattn`) and forward pre-hooks (the cache layer). Which modu
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +16,25 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
-from . import architecture
-from .architecture import root_model
 from .attention_call import AttentionCall, begin_call, current_call, end_call, interceptor_of
 from .cache import EncoderStateLayer, StateLayer
 from .cache_layers import find_layer, has_begun, is_static_step, keeps_states, require_fitting, seen_columns
 from .errors import UnsupportedModeError, UnsupportedModelError
 from .frozen_mechanisms import warn_of_frozen
-from .masks import MaskSizes, handed_on, key_columns, mask_of_rule, masked_window, masks_of, require_batch, window_of
+from .masks import (
+    MaskSizes,
+    causal_by_itself,
+    handed_on,
+    key_columns,
+    mask_of_rule,
+    masked_window,
+    masks_of,
+    require_batch,
+    window_of,
+)  # fmt: skip
 from .mechanisms import Mechanism
 from .ops.common.exact_softmax import softmax_attention
-from .ops.common.once import begin_forward, end_forward, once
-from .ops.common.tracing import is_known
+from .ops.common.tracing import begin_forward, end_forward, is_known, once
 from .pinning import CHOICE, IMPLEMENTATION, refuse_paging, require_left_out
 from .position_tables import check_length, position_tables
 from .tensor_parallel import heads_apart, refuse_other_heads
@@ -43,16 +49,6 @@ RECORD = "_hf_linattn_layers"  # the attribute of a transformers model that hold
 def get_implementation(config: PreTrainedConfig) -> str:
     """Return the name of the attention function this config selects."""
     return config._attn_implementation
-
-
-def own_config(model: nn.Module) -> None:
-    """Give the model a config of its own: what is done to it must not reach another model made from the same one."""
-    copies: dict[int, Any] = {}
-    copy.deepcopy(root_model(model).config, copies)
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(config, PreTrainedConfig) and id(config) in copies:
-            module.config = copies[id(config)]
 
 
 def set_implementation(config: PreTrainedConfig, name: str) -> None:
@@ -128,7 +124,8 @@ def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     if get_implementation(module.config) != IMPLEMENTATION:
         return
     call.keep_input(mechanism, args, kwargs)
-    call.layer = find_layer(module, mechanism, (*kwargs.values(), *args))
+    cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
+    call.layer = None if cache is None else find_layer(module, mechanism, cache)
     call.read = None if call.layer is None else call.layer.get_seq_length()
 
 
@@ -164,7 +161,8 @@ def model_pre_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
     if model.training and not patched.warned:
         patched.warned = warn_of_frozen(model, patched.mechanisms())
     for mechanism in patched.mechanisms():
-        mechanism.before_forward()
+        if mechanism.scheduled:
+            mechanism.before_forward()
 
 
 def model_end_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -239,7 +237,7 @@ def attention_forward(
     if sliding_window is None and is_causal:
         sliding_window = masked_window(module)
     sliding_window = window_of(module.config, sliding_window, is_causal)
-    if is_static_step(layer, query, attention_mask):
+    if layer is not None and is_static_step(layer, query, attention_mask):
         attention_mask, sliding_window = seen_columns(attention_mask, layer, sliding_window), None
     else:
         key, value, attention_mask = _read_so_far(module, layer, query.shape[2], key, value, attention_mask)
@@ -303,7 +301,7 @@ def _require_as_patched(mechanism: Mechanism, query: Tensor, causal: bool) -> No
 def _is_causal(module: nn.Module, mechanism: Mechanism | None) -> bool:
     """Whether a call that does not say so is causal; attention to an encoder's tokens only if its module says so."""
     own = mechanism is not None and not mechanism.layer.cross
-    return architecture.is_causal(module) if own else bool(getattr(module, "is_causal", False))
+    return causal_by_itself(module) if own else bool(getattr(module, "is_causal", False))
 
 
 def _scaled(query: Tensor, scaling: float | None, mechanism: Mechanism) -> Tensor:

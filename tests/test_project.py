@@ -44,6 +44,7 @@ TEXT = [*CODE, *PAGES, ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "const
 # in the order of a reader
 PAGES_THAT_RUN = ("README.md", "docs/choose.md", "docs/memory.md", "docs/speed.md", "docs/gpu.md")
 MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 8
+LONGER = {"hf_linattn/ops": 600}  # folders whose files may be: a backend is one file
 FEW_PARAMETERS = ("hf_linattn/training",)  # folders whose functions keep to MAX_PARAMETERS
 
 
@@ -110,9 +111,13 @@ def facts() -> dict[Path, Facts]:
 
 def test_files_and_functions_stay_small(facts: dict[Path, Facts]) -> None:
     assert len(facts) > 400
-    assert {relative(path): file.lines for path, file in facts.items() if file.lines > MAX_LINES} == {}
+    assert {relative(path): file.lines for path, file in facts.items() if file.lines > most_lines(path)} == {}
     functions = [(relative(path), f) for path, file in facts.items() for f in file.functions]
     assert [(path, f.name) for path, f in functions if f.end_lineno - f.lineno >= MAX_FUNCTION_LINES] == []
+
+
+def most_lines(path: Path) -> int:
+    return max([MAX_LINES, *(most for folder, most in LONGER.items() if path.is_relative_to(ROOT / folder))])
 
 
 @pytest.mark.parametrize("folder", FEW_PARAMETERS)

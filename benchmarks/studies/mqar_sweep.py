@@ -197,7 +197,7 @@ def main(
 ) -> None:
     """Measure what is missing, row by row, and write the JSON and the plot beside it."""
     started = time.perf_counter()
-    document = read(output) if output.exists() else {"task": task(), "runs": [], "rows": []}
+    document: Document = read(output) if output.exists() else {"task": task(), "runs": [], "rows": []}
     if document["task"] != task():
         raise typer.BadParameter(f"{output} is of another task, {document['task']}; move it away")
     document["runs"].append(collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.mqar_sweep"))
@@ -208,7 +208,8 @@ def main(
             if time.perf_counter() - started > 60 * minutes:
                 break
             first = done.get(key_of({"mechanism": name, "options": options, "seed": SEEDS[0]}))
-            row = measure(original_of(seed, originals), name, options, seed, (first,) if first else RATES)
+            rates = RATES if first is None else (first,)
+            row = measure(original_of(seed, originals), name, options, seed, rates)
             document["rows"].append({**row, "run": len(document["runs"]) - 1})
             done[key_of(row)] = row["rate"]
             write_text(output, json.dumps(document, indent=1) + "\n")

@@ -23,7 +23,8 @@ def sweep_section(document: Document) -> str:
 
     Each is the mean over seeds, with the smallest and the largest of them behind it.
     """
-    task, kinds = document["task"], {}
+    task: Document = document["task"]
+    kinds: dict[tuple[int, str], list[Document]] = {}
     for row in document["rows"]:
         kinds.setdefault((row["state_bytes"], title_of(row)), []).append(row)
     longest = task["lengths"][-1]

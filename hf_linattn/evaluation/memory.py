@@ -21,7 +21,7 @@ from ..cache import state_bytes
 from ..config import require
 from ..errors import UnsupportedModelError
 from ..inference import evaluation_mode
-from ..ops.runtime.output_pool import KEPT
+from ..ops.runtime.cpu import KEPT
 from .speed import VARIANTS, check_lengths, prefill_cache, prefill_logits, random_input_ids
 
 
@@ -128,7 +128,7 @@ def peak_forward_bytes(model: nn.Module, length: int, *, batch_size: int = 1, se
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the storages that operations create, from their creation to their release.
 
-    No memory of large outputs is kept for later ones meanwhile, as `ops.runtime.output_pool` does else.
+    No memory of large outputs is kept for later ones meanwhile, as `ops.runtime.cpu` does else.
 
     Attributes:
         live: bytes alive now.

@@ -1,4 +1,4 @@
-"""The contract every mechanism keeps, and the code that keeps most of it for them."""
+"""The contract every mechanism keeps; `forward.py` has what is done around each of their calls."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accelerate_hooks import loaded
 from ..config import MechanismConfig
 from ..errors import UnsupportedModeError
-from ..operands import admitted, fitting, fitting_hidden, require_recordable
 from ..ops import reference
-from ..ops.dispatch import DEFAULT_BACKEND, Policy
+from ..ops.dispatch import DEFAULT_BACKEND
 from ..registry import MECHANISMS
-from .capabilities import Capabilities
-from .inputs import PLAIN, AttentionLayer, CallHooks, CallOptions, Pairs
+from .forward import Forward, fitting_hidden
+from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
 
 
-class Mechanism(Capabilities, CallHooks, nn.Module):
+class Mechanism(Forward):
     """Attention of one layer: q [B, H, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] -> [B, H, Nq, Dv].
 
     A subclass sets the class attributes of `Capabilities`, builds its parameters in `__init__` and writes
@@ -40,75 +38,6 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
         self.config, self.layer = config, layer
         self.calls = 0  # how often forward ran (outside compiled graphs): shows that the layer is really served
         self.backend = DEFAULT_BACKEND  # set by hf_linattn.backends
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        sequence_ids: Tensor | None = None,
-        state: Any = None,
-        *,
-        return_state: bool = True,
-        sink: Tensor | None = None,
-        hidden_states: Tensor | None = None,
-    ) -> tuple[Tensor, Any]:
-        """Return the output in the dtype of `value`, and the state after the last key (None if bidirectional).
-
-        Args:
-            query: as above, after position encoding. With Nk > Nq the queries are the last Nq positions, except in
-                cross-attention, where each sees all keys.
-            key: as above, after position encoding; in cross-attention not read with a state, which has them.
-            value: as `key`.
-            key_padding_mask: [B, Nk], true for real keys; None if all are.
-            sequence_ids: [B, Nk], equal inside a packed sequence; None if nothing is packed.
-            state: what an earlier call returned, if this one continues it. `OperandError` where these do not fit.
-            return_state: whether the state is of use; without it, what is returned in its place means nothing.
-            sink: the layer's own learned sinks [H], where `takes_sink` says that these are read.
-            hidden_states: the layer's input [B, Nk, E], where `reads_hidden` names options that read it.
-        """
-        key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
-        self.record_call()
-        require_recordable(self, query, key_padding_mask, sequence_ids)
-        call = self.call_options(return_state, sink, fitting_hidden(self, query, key, hidden_states))
-        with loaded(self), torch.autocast(query.device.type, enabled=False):
-            query, key, wide_value = admitted(self.takes_half and not self.layer.cross, query, key, value)
-            if self.layer.cross:
-                if state is None:
-                    state = self.run_hook(call, "cross_state", key, wide_value, key_padding_mask)
-                output, state = self.run_hook(call, "cross_attention", query, state)
-                return output.to(value.dtype), state
-            earlier = key.shape[2] - query.shape[2]
-            if earlier:  # keys that came without their queries, as from a prefix or another model's cache
-                query = torch.cat([query.new_zeros(*query.shape[:2], earlier, query.shape[3]), query], dim=2)
-            heads = (query, key, wide_value, key_padding_mask, sequence_ids)
-            if self.layer.causal:
-                output, state = self.run_hook(call, "causal_attention", *heads, state)
-            else:
-                output, state = self.run_hook(call, "bidirectional_attention", *heads), None
-            return (output[:, :, earlier:] if earlier else output).to(value.dtype), state
-
-    def run_hook(self, call: CallOptions, name: str, *operands: Any) -> Any:
-        """Return what one of `HOOKS` returns, which gets the options of the call if it asks for them."""
-        hook = getattr(self, name)
-        return hook(*operands, call=call) if name in self.reads_call else hook(*operands)
-
-    def keywords(self, exact: dict[str, Any]) -> dict[str, Any]:
-        """Return what `forward` takes of the layer's sliding window, soft cap, dropout, sink and input."""
-        takes = {"sink": self.takes_sink, "hidden_states": bool(self.reads_hidden)}
-        return {name: x for name, x in exact.items() if takes.get(name, self.takes_exact)}
-
-    def call_options(
-        self, return_state: bool, sink: Tensor | None, hidden_states: Tensor | None = None
-    ) -> CallOptions:
-        """Return what the methods of a call get; `UnsupportedModeError` for a sink that would be left out."""
-        if sink is not None and not self.takes_sink:
-            raise UnsupportedModeError(
-                f"mechanism {self.config.mechanism!r} has no softmax denominator for a sink, got sink"
-                f" {tuple(sink.shape)}; leave it out"
-            )
-        return CallOptions(return_state, sink, hidden_states)
 
     def causal_attention(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None,
@@ -187,21 +116,8 @@ class Mechanism(Capabilities, CallHooks, nn.Module):
         given: the layer's own. dtype: None for that of `like`. -inf where only other heads have one."""
         return None
 
-    @property
-    def policy(self) -> Policy:
-        """How operations choose their backends."""
-        return Policy(self.backend, self.training)
-
-    def record_call(self) -> None:
-        """Count a forward; a compiled graph does not, as a changing number would have it compiled anew."""
-        if not torch.compiler.is_compiling():
-            self.calls += 1
-
     def join(self, earlier: Sequence[Mechanism]) -> None:
         """Called once the mechanisms of all layers are made, with those of the layers before: to share parameters."""
-
-    def before_forward(self) -> None:
-        """Called once before every forward of the whole model, never between its layers; for scheduled changes."""
 
     def prepare(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> None:
         """Called by `calibrate` for each batch before parameters are fitted to it: to fit what gradients cannot.

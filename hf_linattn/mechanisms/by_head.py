@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..config import require
 from ..errors import OptionError
-from ..operands import fitting, fitting_hidden
 from ..plan import PlanEntry, heads_plan, parse_indices, read_entries
 from ..registry import MECHANISMS
 from .capabilities import ExactnessLimit
 from .composite import CompositeConfig, CompositeMechanism
+from .forward import fitting, fitting_hidden
 from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
 from .registration import register_mechanism
 

@@ -35,7 +35,7 @@ class Capabilities:
     continuous: whether nearby inputs give nearby outputs; not where rounding may change which keys are chosen.
     averages: whether outputs are weighted means of values (and of zero, with a sink), never beyond their range.
     growth: what 4,096 tokens cost, as a multiple of 2,048.
-    position_limit: most tokens of a sequence, or None. any_length: see `operands.require_recordable`.
+    position_limit: most tokens of a sequence, or None. any_length: see `forward.require_recordable`.
     static_steps: whether a step of one token looks at no number on a device and leaves the sizes of the `fixed_state`
     as they are, so that a static cache can hold it and one compiled graph serves all steps.
     takes_exact: whether `forward` takes the layer's own sliding window, soft cap and dropout as keywords.

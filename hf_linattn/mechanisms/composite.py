@@ -112,6 +112,7 @@ class CompositeMechanism(Mechanism):
         self.subquadratic = all(member.subquadratic for member in members)
         self.continuous = all(member.continuous for member in members)
         self.prepares = any(member.prepares for member in members)
+        self.scheduled = any(member.scheduled for member in members)
         self.averages = all(member.averages for member in members)
         self.growth = max(member.growth for member in members)
         self.takes_sink = any(member.takes_sink for member in members)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..ops import reference
-from ..ops.hybrid.gate import gate_logit
 from ..ops.hybrid.reference import Entered, Recall, kernel_recall, keys_in_state
+from ..ops.hybrid.types import gate_logit
 from .inputs import CallOptions
 
 

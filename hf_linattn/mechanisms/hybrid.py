@@ -16,8 +16,8 @@ from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import reference
 from ..ops.common.numerics import LOWEST
 from ..ops.common.precision import accum_dtype
-from ..ops.hybrid.gate import GATE_GAIN, gate_logit
-from ..ops.hybrid.interface import HybridState, HybridWeights, causal_hybrid_attention, hybrid_attention
+from ..ops.hybrid.interface import HYBRID
+from ..ops.hybrid.types import GATE_GAIN, HybridCall, HybridState, HybridWeights, gate_logit
 from ..registry import MECHANISMS
 from .capabilities import ExactnessLimit
 from .deltanet import DeltanetMechanism
@@ -184,13 +184,14 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
                 f"num_hard_keys={config.num_hard_keys} are chosen as a sequence goes on, which {layer.mode} layer"
                 f" {layer.index} does not do; leave it out"
             )
-        self.in_blocks = config.num_hard_keys > 0 or config.by_delta_rule  # how keys leave the window
+        self.by_delta_rule = config.by_delta_rule
+        self.in_blocks = config.num_hard_keys > 0 or self.by_delta_rule  # how keys leave the window
         self.continuous = not config.num_hard_keys
         self.averages = self.linear.averages
-        self.prepares = self.linear.prepares
+        self.prepares, self.scheduled = self.linear.prepares, self.linear.scheduled
         if config.window_scale == "maximum":
             self.window_share = nn.Parameter(torch.full((layer.num_heads,), FIRST_SHARE, device="cpu"))
-        elif not config.by_delta_rule:
+        elif not self.by_delta_rule:
             self.log_mix = nn.Parameter(self._matching_mix())
         self.far_gate = None
         if config.initial_share < 1:
@@ -217,7 +218,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     def _logs(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return g [H], as it is stored, and the log of the window's share [H] or None."""
         log_mix: Tensor
-        if self.config.by_delta_rule:
+        if self.by_delta_rule:
             log_mix, window_log = self.linear.output_scale.new_zeros(self.layer.num_heads), None
         elif self.config.window_scale == "exact":
             log_mix, window_log = self.log_mix, None
@@ -235,7 +236,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         config, layer = self.config, self.layer
         dtype = accum_dtype(like)
         log_mix, window_log = self._logs(dtype)
-        delta = config.by_delta_rule
+        delta = self.by_delta_rule
         maps: Any = (self.linear.query_entries, self.linear.key_entries) if delta else self._maps()
         return HybridWeights(
             1 if self.window_shut and self.training else config.window_size,
@@ -258,13 +259,13 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         call: CallOptions = PLAIN,
     ) -> tuple[Tensor, HybridState]:
         weights = self.pair_weights(key, call)
-        return causal_hybrid_attention(query, key, value, weights, lengths, state, policy=self.policy)
+        return HYBRID.run(HybridCall(query, key, value, weights, lengths, state, policy=self.policy))
 
     def bidirectional_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: CallOptions = PLAIN
     ) -> Tensor:
         weights = self.pair_weights(key, call)
-        return hybrid_attention(query, key, value, weights, lengths, policy=self.policy)
+        return HYBRID.run(HybridCall(query, key, value, weights, lengths, causal=False, policy=self.policy))[0]
 
     @property
     def has_scores(self) -> bool:

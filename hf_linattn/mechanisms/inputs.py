@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,19 +79,3 @@ class CallOptions(NamedTuple):
 
 
 PLAIN = CallOptions()
-# methods of a mechanism that get the `CallOptions` if they name an argument `call`
-HOOKS = (
-    "causal_attention", "bidirectional_attention", "cross_state", "cross_attention", "weights", "weights_given",
-    "causal_sequences", "bidirectional_sequences", "cross_sequences", "prepare",
-)  # fmt: skip
-
-
-class CallHooks:
-    """Base of `Mechanism`: which of `HOOKS` ask for the `CallOptions`."""
-
-    reads_call: ClassVar[frozenset[str]] = frozenset()  # those of `HOOKS` that name an argument `call`
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        hooks = {name: getattr(cls, name) for name in HOOKS if hasattr(cls, name)}
-        cls.reads_call = frozenset(x for x, hook in hooks.items() if "call" in inspect.signature(hook).parameters)

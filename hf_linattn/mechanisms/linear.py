@@ -16,8 +16,8 @@ from ..ops import reference
 from ..ops.common.numerics import positive
 from ..ops.common.precision import accum_dtype
 from ..ops.linear.attention_distance import matching_decay_rate
-from ..ops.linear.interface import causal_linear_attention, linear_attention, read_state, sum_keys
-from ..ops.linear.torch import LinearState
+from ..ops.linear.interface import LINEAR, read_state, sum_keys
+from ..ops.linear.types import LinearCall, LinearState
 from .base import Mechanism
 from .capabilities import ExactnessLimit
 from .inputs import AttentionLayer, Pairs
@@ -212,17 +212,16 @@ class LinearMechanism(FeatureMapMechanism):
         state: LinearState | None,
     ) -> tuple[Tensor, LinearState]:
         decay = self.log_decay(key, key_padding_mask)
-        output, state = causal_linear_attention(
-            query, key, value, *self.maps, key_padding_mask, sequence_ids, state, decay, policy=self.policy
-        )
+        heads = (query, key, value, *self.maps, key_padding_mask, sequence_ids)
+        output, state = LINEAR.run(LinearCall(*heads, state, decay, policy=self.policy))
         return self._beside_itself(output, query, key, value, key_padding_mask), state
 
     def bidirectional_attention(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None
     ) -> Tensor:
         decay = self.log_decay(key, key_padding_mask)
-        heads = (query, key, value, *self.maps, key_padding_mask, sequence_ids, decay)
-        output = linear_attention(*heads, policy=self.policy)
+        heads = (query, key, value, *self.maps, key_padding_mask, sequence_ids)
+        output, _ = LINEAR.run(LinearCall(*heads, None, decay, causal=False, policy=self.policy))
         if self.ridge is not None:
             output = self.ridge(output, query, key, value, self.maps, key_padding_mask, sequence_ids)
         return self._beside_itself(output, query, key, value, key_padding_mask)

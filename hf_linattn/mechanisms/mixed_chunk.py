@@ -87,7 +87,7 @@ class MixedChunkMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     def __init__(self, config: MixedChunkConfig, layer: AttentionLayer):
         super().__init__(config, layer)
         far = HybridMechanism(config.far_config(), layer)
-        self.linear, self.log_mix = far.linear, far.log_mix
+        self.linear, self.log_mix, self.scheduled = far.linear, far.log_mix, far.scheduled
         self.bias = None
         if config.inside == "relu2":
             self.bias = nn.Parameter(torch.ones(layer.num_heads, device="cpu"))

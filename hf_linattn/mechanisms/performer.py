@@ -62,7 +62,8 @@ class PerformerMechanism(LinearMechanism):
         super().__init__(config, layer)
         if self.ridge is None and (config.decay or config.self_weight or not self.feature_map.estimates_softmax):
             self.limit = LinearMechanism.limit
-        if config.redraw_interval is not None:
+        self.scheduled = config.redraw_interval is not None
+        if self.scheduled:
             # training forwards made so far; saved, so that a resumed run draws what an unbroken one would
             self.register_buffer("forwards", torch.zeros((), dtype=torch.int64, device="cpu"))
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.common.once import once
 from ..ops.common.padding import find_sequences, from_the_left
+from ..ops.common.tracing import once
 from .base import Mechanism
 from .inputs import PLAIN
 

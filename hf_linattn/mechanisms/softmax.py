@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedModeError
-from ..operands import fitting
 from ..ops import reference
 from ..ops.common.exact_softmax import softmax_attention
 from ..ops.common.fixed_keys import FixedKeys
 from ..ops.common.growing import grown
 from ..ops.common.precision import accum_dtype
 from .capabilities import ExactnessLimit
+from .forward import fitting
 from .inputs import PLAIN, CallOptions, Pairs
 from .registration import register_mechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism

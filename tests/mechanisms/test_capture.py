@@ -18,6 +18,7 @@ from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops.hybrid import triton as hybrid_triton
 from hf_linattn.ops.linear import triton as linear_triton
 from hf_linattn.ops.linear import triton_features as features
+from hf_linattn.ops.linear.types import native_map
 from tests.ops.triton.cases import make_mechanism
 
 # positions, or how full a memory is, decide there what is computed
@@ -52,7 +53,7 @@ def launched(monkeypatch):
     """Maps are known and kernels launched without values, too; how often."""
     found: list[Any] = []
     for module in (linear_triton, hybrid_triton):
-        monkeypatch.setattr(module, "native_maps", lambda *maps: [x.native() for x in maps])
+        monkeypatch.setattr(module, "native_maps", lambda *maps: [native_map(x) for x in maps])
     monkeypatch.setattr(features, "launch", lambda kernel, *_, **__: found.append(kernel))
     return found
 

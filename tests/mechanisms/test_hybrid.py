@@ -15,7 +15,7 @@ from hf_linattn.evaluation.fidelity import linear_share
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.linear import LinearMechanism
 from hf_linattn.ops import reference
-from hf_linattn.ops.hybrid.gate import gate_logit
+from hf_linattn.ops.hybrid.types import gate_logit
 from hf_linattn.testing import Case, random_tokens, tiny_model
 
 PERFORMER = {"linear": "performer", "linear_options": {"num_features": 16, "decay": "learned"}, "window_size": 9}

@@ -1,6 +1,6 @@
 /* Whether products of bfloat16 can be made here. */
 
-#include "amx.h"
+#include "products.h"
 
 #if !defined(HAS_NO_TILES) && defined(__linux__)
 #include <cpuid.h>

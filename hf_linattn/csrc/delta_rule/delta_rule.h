@@ -3,7 +3,6 @@
 #pragma once
 
 #include "../common/products.h"
-#include "../common/tensor.h"
 
 #define CHUNK 32    /* tokens read at a time: few pairs, all of them in the first cache */
 #define SEGMENT 512 /* tokens between two states that a backward pass goes on from, as in ops/delta_rule/cpu.py */

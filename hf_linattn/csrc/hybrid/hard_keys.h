@@ -5,7 +5,6 @@
 #include <math.h>
 
 #include "../common/online_softmax.h"
-#include "../common/products.h"
 #include "../linear/linear.h"
 
 #define CHUNK 64 /* tokens that leave the window at a time, as in ops/linear/types.py */

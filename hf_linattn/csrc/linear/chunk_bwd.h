@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "chunk.h"
+#include "linear.h"
 
 struct linear_bwd_args {
     struct linear_args forward;  /* sums, factor, log_max_after: as it left them */
@@ -29,7 +29,7 @@ struct recalled {
 };
 
 struct work {
-    struct workspace s;
+    struct chunk_space s;
     struct matrix grad, grad_pairs, d_query, d_key, turned_value, turned_state;
     float *slope, *own_log, *d_input;
     /* grad [chunk, values] is g, slope [chunk] is h; d_query, d_key [chunk, keys]: of features */
@@ -40,10 +40,10 @@ struct work {
 
 static int64_t arrange_all(struct work *w, const struct linear_bwd_args *p, float *memory)
 {
-    struct workspace *s = &w->s;
+    struct chunk_space *s = &w->s;
     const int64_t count = p->forward.groups + 1, parts = p->forward.parts;
-    int64_t used = workspace_init(s, &p->forward, memory);
-    s->fetched = p->forward.bidirectional ? FETCHED : FETCHED / 2; /* beside more products than in the forward pass */
+    int64_t used = chunk_space_init(s, &p->forward, memory);
+    s->fetched = p->forward.bidirectional ? ROWS_AHEAD : ROWS_AHEAD / 2; /* beside more products than forward */
     w->columns = p->forward.activation == SOFTMAX_PAIR ? round_up(p->forward.key_size / 2, TILE_COLUMNS) : s->keys;
     w->grad = matrix_alloc(memory, &used, s->chunk, s->values, parts, KEEP_A | KEEP_B);
     w->slope = arena_alloc(memory, &used, s->chunk);
@@ -149,7 +149,7 @@ static void reverse_features(struct work *w, const struct linear_args *p, struct
                              const float *d_scale, const tensor_view *to, int64_t batch, int64_t head, int64_t group,
                              int64_t at, int64_t count)
 {
-    struct workspace *s = &w->s;
+    struct chunk_space *s = &w->s;
     float *from = matrix_write(d_features);
     for (int64_t row = 0; row < count; row++)
         reverse_activation(from + row * s->keys, features->data + row * s->keys, p);

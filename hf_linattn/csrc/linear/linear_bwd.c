@@ -23,7 +23,7 @@ static void load_queries(struct work *w, const struct linear_bwd_args *p, int64_
                          int64_t at, int64_t count)
 {
     const struct linear_args *f = &p->forward;
-    struct workspace *s = &w->s;
+    struct chunk_space *s = &w->s;
     load_features(&s->query, s, f, &f->query, &f->query_map, NULL, batch, head, group, at, count);
     float *grads = matrix_write(&w->grad), *spare = matrix_write(&s->weighted);
     pack(grads, s->chunk, &p->d_sums, batch, head, group, at, count, f->value_size, s->values);
@@ -42,7 +42,7 @@ static void load_queries(struct work *w, const struct linear_bwd_args *p, int64_
 }
 
 /* Ask for the keys and values of one chunk, and for the first group of queries of another one, where there are any. */
-static void look_ahead_of_chunks(struct workspace *s, const struct linear_bwd_args *p, int64_t batch, int64_t head,
+static void look_ahead_of_chunks(struct chunk_space *s, const struct linear_bwd_args *p, int64_t batch, int64_t head,
                                  int64_t keys, int64_t queries)
 {
     const struct linear_args *f = &p->forward;
@@ -57,7 +57,7 @@ static void look_ahead_of_chunks(struct workspace *s, const struct linear_bwd_ar
 }
 
 /* The state [keys, values] and `weights` [keys] = those of [key_size, value_size + 1] numbers. */
-static void read_state(struct workspace *s, const struct linear_args *f, float *weights, const float *given)
+static void read_state(struct chunk_space *s, const struct linear_args *f, float *weights, const float *given)
 {
     const int64_t width = f->value_size + 1;
     float *state = matrix_write(&s->state);
@@ -73,7 +73,7 @@ static void read_state(struct workspace *s, const struct linear_args *f, float *
 static void add_keys(struct work *w, const struct linear_args *f, const struct recalled *own, struct recalled *next,
                      int64_t count, int scaled, float left)
 {
-    struct workspace *s = &w->s;
+    struct chunk_space *s = &w->s;
     float *state = matrix_write(&next->state);
     if (scaled)
         scale_rows(matrix_write(&s->value), s->weight, s->chunk, s->values);
@@ -90,7 +90,7 @@ static void read_segment(struct work *w, const struct linear_bwd_args *p, int64_
                          int64_t to)
 {
     const struct linear_args *f = &p->forward;
-    struct workspace *s = &w->s;
+    struct chunk_space *s = &w->s;
     const int scaled = has_scales(f);
     const struct checkpoint kept = checkpoint_of(f, head, from / SEGMENT);
     struct recalled *own = w->recalled;
@@ -118,7 +118,7 @@ static void write_queries(struct work *w, const struct linear_bwd_args *p, const
                           int64_t head, int64_t group, int64_t at, int64_t count)
 {
     const struct linear_args *f = &p->forward;
-    struct workspace *s = &w->s;
+    struct chunk_space *s = &w->s;
     float *d_query = matrix_write(&w->d_query);
     for (int64_t i = 0; i < s->chunk; i++)
         for (int64_t key = 0; key < s->keys; key++)
@@ -147,7 +147,7 @@ static float largest_exponent(const struct work *w, const struct linear_bwd_args
 /* Add the queries of one group to the state. */
 static void fold_queries(struct work *w, const struct linear_args *f, int64_t count)
 {
-    struct workspace *s = &w->s;
+    struct chunk_space *s = &w->s;
     gemm_t(s, matrix_write(&s->state), s->values, &s->query, &w->grad, round_up(f->key_size, TILE_ROWS), s->values,
            s->chunk, 1);
     add_rows(s->weights, 1.0f, w->slope, s->query.data, count, s->keys);
@@ -157,7 +157,7 @@ static void fold_queries(struct work *w, const struct linear_args *f, int64_t co
 static void add_queries(struct work *w, const struct linear_args *f, float *d_value, int64_t batch, int64_t head,
                         int64_t group, int64_t at, int64_t count, int scaled, float top)
 {
-    struct workspace *s = &w->s;
+    struct chunk_space *s = &w->s;
     form_pairs(&s->scores, s, &s->query, &s->turned, f->key_size, NULL, scaled);
     gemm_tril_t(s, matrix_write(&w->d_key), &w->grad_pairs, &s->query, s->keys);
     gemm_tril_t(s, d_value, &s->scores, &w->grad, s->values);
@@ -176,7 +176,7 @@ static void add_queries(struct work *w, const struct linear_args *f, float *d_va
 
 static void turn_state(struct work *w)
 {
-    const struct workspace *s = &w->s;
+    const struct chunk_space *s = &w->s;
     transpose(matrix_write(&w->turned_state), s->keys, s->state.data, s->values, s->keys, s->values);
 }
 
@@ -184,7 +184,7 @@ static void turn_state(struct work *w)
  * `weights` sum up, turned, too; `later` is their largest exponent as seen from the end of the chunk. */
 static void read_later(struct work *w, const struct linear_args *f, float *d_value, int scaled, float later)
 {
-    struct workspace *s = &w->s;
+    struct chunk_space *s = &w->s;
     float *d_key = matrix_write(&w->d_key);
     for (int64_t j = 0; j < s->chunk; j++)
         memcpy(d_key + j * s->keys, s->weights, s->keys * sizeof(float));
@@ -199,7 +199,7 @@ static void read_later(struct work *w, const struct linear_args *f, float *d_val
 }
 
 /* Let the state of later queries count from another largest exponent: `left` of it is left. */
-static void scale_state(struct workspace *s, float left)
+static void scale_state(struct chunk_space *s, float left)
 {
     float *state = matrix_write(&s->state);
     for (int64_t number = 0; number < s->keys * s->values; number++)
@@ -213,7 +213,7 @@ static void write_keys(struct work *w, const struct linear_bwd_args *p, const fl
                        int64_t head, int64_t at, int64_t count)
 {
     const struct linear_args *f = &p->forward;
-    struct workspace *s = &w->s;
+    struct chunk_space *s = &w->s;
     const int large = is_large(f->batches * f->heads * f->length * f->value_size);
     for (int64_t j = 0; j < count; j++) {
         write_row(&p->d_value, batch, head, 0, at + j, 1.0f, d_value + j * s->values, f->value_size, large);
@@ -233,7 +233,7 @@ static float read_chunk(struct work *w, const struct linear_bwd_args *p, struct 
                         int64_t head, int64_t at, float later)
 {
     const struct linear_args *f = &p->forward;
-    struct workspace *s = &w->s;
+    struct chunk_space *s = &w->s;
     const int scaled = has_scales(f);
     const int64_t count = min_i64(s->chunk, f->length - at);
     float left, *d_value = s->out;
@@ -266,7 +266,7 @@ static float read_chunk(struct work *w, const struct linear_bwd_args *p, struct 
 static void read_both_ways(struct work *w, const struct linear_bwd_args *p, int64_t batch, int64_t head, float later)
 {
     const struct linear_args *f = &p->forward;
-    struct workspace *s = &w->s;
+    struct chunk_space *s = &w->s;
     float left, *d_value = s->out;
     for (int64_t at = 0; at < f->length; at += s->chunk)
         for (int64_t group = 0; group < f->groups; group++) {
@@ -289,7 +289,7 @@ static void read_both_ways(struct work *w, const struct linear_bwd_args *p, int6
 static void read_sequence(struct work *w, const struct linear_bwd_args *p, int64_t batch, int64_t head)
 {
     const struct linear_args *f = &p->forward;
-    struct workspace *s = &w->s;
+    struct chunk_space *s = &w->s;
     const int64_t sequence = batch * f->heads + head, width = f->value_size + 1, size = f->key_size * width;
     const int left_one = f->leaves && p->d_state;
     float later = left_one || f->bidirectional ? -f->log_max_after[sequence] : LOWEST;

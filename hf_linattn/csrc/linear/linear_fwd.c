@@ -16,10 +16,10 @@
  * becomes one, chunk by chunk, through a `feature_map`.
  */
 
-#include "chunk.h"
+#include "linear.h"
 
 /* What row i is multiplied by in the end; queries that see all keys have no pairs: all are in the state before. */
-static float last_factor(const struct workspace *s, const struct linear_args *p, int64_t i, int scaled,
+static float last_factor(const struct chunk_space *s, const struct linear_args *p, int64_t i, int scaled,
                          const float *row_scale)
 {
     if (!p->normalise)
@@ -34,7 +34,7 @@ static float last_factor(const struct workspace *s, const struct linear_args *p,
 }
 
 /* Sums and factor of the queries of one group over one chunk; `at` is its first token. */
-static void read_chunk(struct workspace *s, const struct linear_args *p, int64_t batch, int64_t head, int64_t group,
+static void read_chunk(struct chunk_space *s, const struct linear_args *p, int64_t batch, int64_t head, int64_t group,
                        int64_t at, int64_t count, int scaled)
 {
     memset(s->query_scale, 0, sizeof(s->query_scale));
@@ -66,7 +66,7 @@ static void read_chunk(struct workspace *s, const struct linear_args *p, int64_t
 }
 
 /* state = left state + sum_j weight_j key_j value_j^T */
-static void fold_chunk(struct workspace *s, const struct linear_args *p, int scaled, float left)
+static void fold_chunk(struct chunk_space *s, const struct linear_args *p, int scaled, float left)
 {
     float *state = matrix_write(&s->state);
     struct matrix *value = &s->value;
@@ -88,7 +88,7 @@ static void fold_chunk(struct workspace *s, const struct linear_args *p, int sca
         add_rows(s->weights, scaled ? left : 1.0f, scaled ? s->weight : NULL, s->key->data, s->chunk, s->keys);
 }
 
-static void read_sequence(struct workspace *s, const struct linear_args *p, int64_t batch, int64_t head)
+static void read_sequence(struct chunk_space *s, const struct linear_args *p, int64_t batch, int64_t head)
 {
     const int scaled = has_scales(p);
     const int64_t sequence = batch * p->heads + head, width = p->value_size + (p->normalise ? 1 : 0);
@@ -134,9 +134,9 @@ static void read_sequence(struct workspace *s, const struct linear_args *p, int6
     p->log_max_after[sequence] = before;
 }
 
-static int64_t forward_init(struct workspace *s, struct matrix *key, const struct linear_args *p, float *memory)
+static int64_t forward_init(struct chunk_space *s, struct matrix *key, const struct linear_args *p, float *memory)
 {
-    int64_t used = workspace_init(s, p, memory);
+    int64_t used = chunk_space_init(s, p, memory);
     *key = matrix_alloc(memory, &used, s->chunk, s->keys, p->parts, KEEP_NONE);
     s->key = key;
     return used;
@@ -146,7 +146,7 @@ static void read_task(const void *args, float *memory, int64_t task)
 {
     const struct linear_args *p = args;
     const int64_t row = task / p->heads, head = task % p->heads;
-    struct workspace s;
+    struct chunk_space s;
     struct matrix key;
     for (int64_t number = first_of(p, row); number < first_of(p, row + 1); number++) {
         const struct linear_args own = problem_of(p, row, number);
@@ -160,7 +160,7 @@ static void read_task(const void *args, float *memory, int64_t task)
 /* Work through all rows of a call; returns 0, 1 where there was no memory to work in, or BAD_NUMBERS. */
 int causal_sums(const struct linear_args *p)
 {
-    struct workspace s;
+    struct chunk_space s;
     struct matrix key;
     if (!fits(p))
         return BAD_NUMBERS;

@@ -14,8 +14,7 @@ from torch import Tensor
 from ..common.derivatives import first_order
 from ..common.grad_accumulator import Source
 from ..common.precision import accum_dtype
-from ..runtime.cpu import dense_rows
-from ..runtime.output_pool import empty_like, empty_output, zeros_like
+from ..runtime.cpu import dense_rows, empty_like, empty_output, zeros_like
 
 
 class BlockSoftmax(NamedTuple):

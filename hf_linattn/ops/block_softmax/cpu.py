@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..runtime.cpu import KINDS, Operand, call, operation, product_parts, refusal
-from ..runtime.operands import require, size_of
+from ..runtime.cpu import KINDS, Operand, call, operation, product_parts, refusal, require, size_of
 from . import in_place
 from .autograd import BlockSoftmax, count_flops, count_reverse_flops
 from .patterns import trained_weights

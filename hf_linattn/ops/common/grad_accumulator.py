@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.output_pool import zeros
+from ..runtime.cpu import zeros
 from .tracing import is_watched
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from ..common.derivatives import first_order
 from ..common.numerics import bounded
 from ..linear.cpu import few_sequences
-from ..runtime.cpu import dense_rows, refusal
-from ..runtime.output_pool import empty_like, empty_output
+from ..runtime.cpu import dense_rows, empty_like, empty_output, refusal
 from .cpu_kernels import delta_rule, delta_rule_backward, delta_rule_step, segments
 from .types import DeltaCall, FeatureMap
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..linear.types import LEAST_WEIGHT
-from ..runtime.cpu import Operand, call, operation
-from ..runtime.operands import size_of
+from ..runtime.cpu import Operand, call, operation, size_of
 
 OPERANDS = ("query", "key", "value", "out", "beta", "log_gate")
 STATES = ("state", "state_after", "checkpoints")

@@ -14,10 +14,9 @@ from ..block_softmax.autograd import continue_blocks
 from ..block_softmax.cpu import NATIVE_BLOCKS
 from ..common.numerics import LOWEST
 from ..common.precision import accum_dtype, widened
-from ..linear.cpu import SUMS, few_sequences, mapped_attention, strict_step
-from ..linear.types import LinearState, native_maps
-from ..runtime.cpu import KINDS, refusal
-from ..runtime.output_pool import empty_output
+from ..linear.cpu import SUMS, few_sequences, mapped_attention, step_attention
+from ..linear.types import LinearState, NativeMap, log_weight, native_maps
+from ..runtime.cpu import KINDS, empty_output, refusal
 from . import cpu_hard_keys, fused
 from .fused import BLOCK_SIZE, Parts, beside_sink, can_let_in, distant, far_decay, gated, near_parts, remember
 from .types import HardKeyState, HybridCall, HybridState, HybridWeights, window_alone
@@ -174,7 +173,7 @@ def _step(
     decay = None if rate is None else (-rate[:, None]).expand(*key.shape[:2], 1)
     leaving = key[:, :, sinks : sinks + 1], value[:, :, sinks : sinks + 1]
     maps = native_maps(weights.query_map, weights.key_map)
-    far, far_log, sums = strict_step(grouped, *leaving, maps, decay, sums)
+    far, far_log, sums = _strict_step(grouped, *leaving, maps, decay, sums)
     far_log = far_log + weights.log_mix.view(key.shape[1], -1, 1)
     far_log = far_log if rate is None else far_log - (rate * weights.reach).view(-1, 1, 1)
     scores = (grouped.squeeze(3) @ key.mT).mul_(weights.scaling)
@@ -198,7 +197,7 @@ def _before(
     if state is not None:  # one query more has far keys
         last, maps = slice(start - 1, start), native_maps(weights.query_map, weights.key_map)
         one, own_key, own_value = widened(query[:, :, :, last], keys[:, :, :1], values[:, :, :1])
-        output[:, :, :, last], far_log, _ = strict_step(one, own_key, own_value, maps, None, state)
+        output[:, :, :, last], far_log, _ = _strict_step(one, own_key, own_value, maps, None, state)
         log[..., last] = distant(far_log, weights)
     state, log[..., start:] = _far(rows, keys, values, weights, state, output[:, :, :, start:])
     return log, state
@@ -241,3 +240,12 @@ def _read_near(
             NATIVE_BLOCKS, query, key, value, part, output, log, block_size=BLOCK_SIZE, scaling=weights.scaling,
             causal=causal, begin=begin, gate=gate,
         )  # fmt: skip
+
+
+def _strict_step(
+    query: Tensor, key: Tensor, value: Tensor, maps: list[NativeMap], log_decay: Tensor | None, state: LinearState
+) -> tuple[Tensor, Tensor, LinearState]:
+    """`step_attention` to what was there before the key; with the log of the weights of each query [B, Hkv, G, 1]."""
+    factor, top = query.new_empty(2, *query.shape[:4]).unbind()
+    output, after = step_attention(query, key, value, maps, None, log_decay, state, (factor, top))
+    return output, log_weight(factor, top), after

@@ -15,8 +15,7 @@ from torch import Tensor
 from ..common.precision import accum_dtype, wide
 from ..linear.cpu import few_sequences, map_operands
 from ..linear.types import CHUNK_SIZE, native_maps
-from ..runtime.cpu import KINDS, dense_rows, refusal
-from ..runtime.output_pool import empty_output
+from ..runtime.cpu import KINDS, dense_rows, empty_output, refusal
 from .cpu_kernels import hard_keys
 from .memory import Memory
 from .sums import Rows, make_rows, remember

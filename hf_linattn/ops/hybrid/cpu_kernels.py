@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..linear.cpu_kernels import COLUMNS, MAP_WEIGHTS, PAIR, MapOperands
+from ..linear.cpu import COLUMNS, MAP_WEIGHTS, PAIR, MapOperands
 from ..linear.types import CHUNK_SIZE, LEAST_WEIGHT
-from ..runtime.cpu import Operand, call, operation, product_parts
-from ..runtime.operands import require, size_of
+from ..runtime.cpu import Operand, call, operation, product_parts, require, size_of
 
 OPERANDS = (
     "query", "key", "value", "out", "ring_key", "ring_value", "sink_key", "sink_value", "hard_key", "hard_value",

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..linear.triton_kernels import HIDDEN, load_rows, load_state, store_state
-from .gate import GATE_GAIN, GATE_RANGE
+from .types import GATE_GAIN, GATE_RANGE
 
 GAIN, SHUT, OPEN = (tl.constexpr(x) for x in (GATE_GAIN, *GATE_RANGE))
 

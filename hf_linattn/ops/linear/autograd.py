@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from ..common.derivatives import first_order
-from ..common.numerics import LOWEST
 from ..runtime.cpu import dense_rows
-from .types import LinearState
+from .types import LinearState, log_weight
 
 
 class Operands(NamedTuple):
@@ -100,7 +99,7 @@ def attend(
         attended, log, *after = _LinearAttention.apply(kernels, how, weighed, reverse, *operands, *parameters)
         return attended, log, LinearState(*after)
     sums = kernels.forward(how, operands, parameters, output, weighed, False)
-    return sums.output, _log_weight(sums) if weighed else None, LinearState(sums.kv, sums.log_max)
+    return sums.output, log_weight(sums.factor, sums.top) if weighed else None, LinearState(sums.kv, sums.log_max)
 
 
 class _LinearAttention(torch.autograd.Function):
@@ -113,7 +112,8 @@ class _LinearAttention(torch.autograd.Function):
         ctx.kernels, ctx.how, ctx.reverse, ctx.count = kernels, how, reverse, len(parameters)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(sums.log_max)
-        return sums.output.to(operands.value.dtype), _log_weight(sums) if weighed else None, sums.kv, sums.log_max
+        log = log_weight(sums.factor, sums.top) if weighed else None
+        return sums.output.to(operands.value.dtype), log, sums.kv, sums.log_max
 
     @staticmethod
     @first_order()
@@ -133,15 +133,6 @@ class _LinearAttention(torch.autograd.Function):
         d_scale = None if operands.log_scale is None else made.scale
         heads = made.query, made.key, made.value, d_scale, d_decay, made.before, None
         return None, None, None, None, *heads, *made.parameters
-
-
-def _log_weight(sums: Sums) -> Tensor:
-    return log_weight(sums.factor, sums.top)
-
-
-def log_weight(factor: Tensor, top: Any) -> Tensor:
-    """Return the log of what the weights of each query add up to, `LOWEST` where that is nothing."""
-    return torch.where(factor > 0, top - factor.log(), LOWEST)
 
 
 def _decay_gradient(

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from ..common.numerics import LOWEST
 from ..common.precision import accum_dtype
-from ..runtime.cpu import dense_rows
-from ..runtime.output_pool import output_for
+from ..runtime.cpu import dense_rows, output_for
 from .autograd import join
 from .torch import joined, split
 from .types import LinearCall, LinearState, masked

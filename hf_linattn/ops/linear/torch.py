@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ..common.numerics import LN_2, LOWEST, dense, fast_exp
 from ..common.precision import widened
 from ..common.tracing import is_open
-from ..runtime.output_pool import output_for
+from ..runtime.cpu import output_for
 from .torch_open_length import OpenChunks, Passage, cut_whole
 from .types import CHUNK_SIZE, LEAST_WEIGHT, FeatureMap, Features, LinearCall, LinearState, masked
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..common.numerics import LOWEST
 from ..common.precision import accum_dtype, wide
-from ..runtime.output_pool import empty_output, output_for
+from ..runtime.cpu import empty_output, output_for
 from ..runtime.triton import kinds, no_kernels
 from ..runtime.triton_row_products import row_products
 from .autograd import Gradients, Kernels, Operands, Sums, attend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,15 @@ class NativeMap(NamedTuple):
         return self.weight if self.weight is None or self.scale is None else self.weight.float() * self.scale
 
 
+def native_map(feature_map: Any) -> NativeMap | None:
+    """Return a map as kernels know it, with the weights that it has now; None where they do not know it."""
+    native: NativeMap | None = getattr(feature_map, "native", None)
+    if native is None or not feature_map.native_weights:
+        return native
+    weight, bias, *_ = *(attrgetter(place)(feature_map) for place in feature_map.native_weights), None, None
+    return native._replace(weight=weight, bias=bias)
+
+
 def native_maps(query_map: Any, key_map: Any) -> list[NativeMap]:
     """Return the two maps as kernels know them, nothing where they do not know them.
 
@@ -58,7 +68,7 @@ def native_maps(query_map: Any, key_map: Any) -> list[NativeMap]:
         UnsupportedModelError: they have no weights, which an operation would not notice.
     """
     both = (query_map,) if query_map is key_map else (query_map, key_map)
-    maps: list[Any] = [getattr(x, "native", lambda: None)() for x in both]
+    maps: list[Any] = [native_map(x) for x in both]
     if not all(maps):
         return []
     if any(x.is_meta for own in maps for x in (own.weight, own.bias) if x is not None):
@@ -138,3 +148,8 @@ def masked(keys: Features, key_padding_mask: Tensor | None, scaled: bool = False
         values = values.masked_fill(hidden[..., None], 0.0)
         log_scale = None if log_scale is None else log_scale.masked_fill(hidden, LOWEST)
     return Features(values, log_scale)
+
+
+def log_weight(factor: Tensor, top: Any) -> Tensor:
+    """Return the log of what the weights of each query add up to, `LOWEST` where that is nothing."""
+    return torch.where(factor > 0, top - factor.log(), LOWEST)

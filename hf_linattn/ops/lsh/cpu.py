@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..common.derivatives import first_order
-from ..runtime.cpu import Operand, call, dense_rows, operation, product_parts, refusal
-from ..runtime.operands import require, size_of
-from ..runtime.output_pool import empty_output
+from ..runtime.cpu import Operand, call, dense_rows, empty_output, operation, product_parts, refusal, require, size_of
 from .types import Lists, LshCall
 
 OPERANDS = ("query", "key", "value", "out", "log", "grad", "weight_grad", "d_query", "d_key", "d_value")

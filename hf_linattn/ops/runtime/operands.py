@@ -1,17 +1,11 @@
-"""What the operands of each function of the C must be: the C itself believes what it is told.
-
-A call is checked once, before the C has seen it. What was found right is remembered by its sizes, strides and dtypes,
-so that the steps of decoding, which all look the same, only look it up.
-"""
+"""What the operands of each function of the C must be: the C itself believes what it is told."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...errors import OperandError
 
@@ -147,28 +141,12 @@ NEEDED = {"causal_step": {"state", "log_max"}}
 ABSENT = {"causal_step": {"factor", "top"}}  # what may be so there
 
 
-def size_of(x: Tensor | None, dim: int) -> int:
-    """A size of a tensor; 0 where there is no such dimension or none at all, which `check_operands` then says."""
-    return x.shape[dim] if x is not None and x.dim() > dim else 0
-
-
-def require(function: str, name: str, number: int, least: int, end: int = MOST) -> None:
-    """Raise `OperandError` where a number is none that the C can count with."""
-    if not least <= number < end:
-        raise OperandError(f"{function}: {name} is {number}, which must be at least {least} and less than {end}")
-
-
-def check_operands(function: str, operands: Mapping[str, Tensor | None], sizes: Iterable[tuple[str, int]]) -> None:
+def check(function: str, seen: Sequence[tuple[str, Any]], given: Sequence[tuple[str, int]]) -> None:
     """Raise `OperandError` unless the operands of a call fit each other and what the C expects of them.
 
-    operands: by their names in `FORMS`; None where there is none. sizes: what the call says of dimensions of forms.
+    seen: (name, (shape, stride, dtype)) of each by its name in `FORMS`; (name, None) where there is none. given: what
+    the call says of dimensions of forms.
     """
-    seen = tuple([(name, None if x is None else (x.shape, x.stride(), x.dtype)) for name, x in operands.items()])
-    _check(function, seen, tuple(sizes))
-
-
-@functools.lru_cache(maxsize=1024)
-def _check(function: str, seen: Sequence[tuple[str, Any]], given: Sequence[tuple[str, int]]) -> None:
     sizes, known = dict(given), FORMS[function]
     found = {name: what for name, what in seen if what is not None}
     _check_presence(function, found, known)

@@ -11,8 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..common.derivatives import first_order
 from ..common.grad_accumulator import Source
-from ..runtime.cpu import Operand, call, dense_rows, operation
-from ..runtime.operands import require, size_of
+from ..runtime.cpu import Operand, call, dense_rows, operation, require, size_of
 
 OPERANDS = ("row", "mean", "weight", "total", "d_row", "d_mean", "d_weight", "d_total")
 SIZES = ("batches", "heads", "segments", "segment_size", "row_size", "threads")

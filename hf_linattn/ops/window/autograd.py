@@ -16,8 +16,7 @@ from ..block_softmax.autograd import Before
 from ..common.derivatives import first_order
 from ..common.grad_accumulator import Source
 from ..common.precision import accum_dtype
-from ..runtime.cpu import dense_rows
-from ..runtime.output_pool import empty_like, empty_output
+from ..runtime.cpu import dense_rows, empty_like, empty_output
 
 
 class WindowSoftmax(NamedTuple):

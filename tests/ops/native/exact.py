@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_linattn.ops.runtime import output_pool as memory
+from hf_linattn.ops.runtime import cpu as library
 
 
 def exact(x: Any) -> Any:
@@ -84,11 +84,11 @@ class ExactOperands(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def exact_operands():
     """All tests of a run with this plugin."""
-    with memory.KEPT.paused(), ExactOperands():
+    with library.KEPT.paused(), ExactOperands():
         yield
 
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
-    with memory.KEPT.paused():
+    with library.KEPT.paused():
         runpy.run_path(sys.argv[0], run_name="__main__")

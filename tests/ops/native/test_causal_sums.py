@@ -12,7 +12,7 @@ from hf_linattn.feature_maps import FEATURE_MAPS, FeatureMap
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
 from hf_linattn.ops.dispatch import Policy
 from hf_linattn.ops.linear import cpu as linear_cpu
-from hf_linattn.ops.linear.cpu_kernels import SEGMENT
+from hf_linattn.ops.linear.cpu import SEGMENT
 from hf_linattn.ops.linear.interface import causal_linear_attention, linear_attention
 from hf_linattn.ops.linear.types import CHUNK_SIZE, LinearCall, LinearState
 from hf_linattn.ops.runtime import cpu as library
@@ -110,7 +110,7 @@ def test_feature_maps(variant, name, options, decay, masked):
         results.append([*outputs, total, both_ways(*heads, mask)[0]])
     # calls, each after it was seen to be there; what decays is read from both ends
     assert len(variant) == 2 * (len(parts) + 1) + (decay is not None)
-    assert causal.maps[0].native() is not None
+    assert causal.maps[0].native is not None
     for want, got in zip(*results, strict=True):
         assert_close(got.double(), want, 2e-5 * max(1.0, float(want.abs().max())))
 

@@ -7,7 +7,7 @@ import torch
 
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
-from hf_linattn.ops.runtime import output_pool as memory
+from hf_linattn.ops.runtime import cpu as library
 
 HEADS, LENGTH, DIM = 8, 4111, 64  # 8.4 MB, of which one head has 1 MB
 
@@ -20,7 +20,7 @@ def test_all_heads_together_are_what_each_is_alone(variant, name, causal):
     # from the third row of a larger tensor on, in the order of models: rows begin on whole vectors, tokens are apart
     heads = [torch.randn(1, LENGTH + 2, HEADS, DIM, generator=generator)[:, 2:].transpose(1, 2) for _ in range(3)]
     weights = torch.randn(1, HEADS, LENGTH, DIM, generator=generator)
-    assert weights.nbytes >= memory.LARGE_BYTES > weights[:, :1].nbytes
+    assert weights.nbytes >= library.LARGE_BYTES > weights[:, :1].nbytes
     together = output_and_gradients(name, causal, heads, weights)
     for head in (0, HEADS - 1):
         part = slice(head, head + 1)
@@ -46,6 +46,6 @@ def test_pages_are_fetched_inside_the_memory_alone(variant):
     before = torch.full((8 << 20,), 1.1)  # no byte of it is zero, which is what is written
     after = before.clone()
     start, end = (1 << 20) + 3, (7 << 20) - 5  # neither begins nor ends on a large page
-    memory.fetch_pages(after[start:end])
+    library.fetch_pages(after[start:end])
     assert torch.equal(after[:start], before[:start]) and torch.equal(after[end:], before[end:])
     assert (after != before).sum() <= 12  # one number of each large page of 24 MB at most

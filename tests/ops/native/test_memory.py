@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hf_linattn.evaluation import memory as evaluation_memory
 from hf_linattn.evaluation.memory import LiveBytes
-from hf_linattn.ops.runtime import output_pool as memory
+from hf_linattn.ops.runtime import cpu as library
 
 SHAPES = (torch.Size((1, 8, 1, 4111, 64)), torch.Size((1, 8, 4111, 64)))  # of query and value: 8.4 MB
 
@@ -18,13 +18,13 @@ SHAPES = (torch.Size((1, 8, 1, 4111, 64)), torch.Size((1, 8, 4111, 64)))  # of q
 @pytest.fixture(autouse=True)
 def kept(variant, monkeypatch):
     """None yet, and a PyTorch that counts."""
-    monkeypatch.setattr(memory, "KEPT", memory.Kept())
-    assert memory.can_keep()
-    return memory.KEPT
+    monkeypatch.setattr(library, "KEPT", library.Kept())
+    assert library.can_keep()
+    return library.KEPT
 
 
 def make_output() -> torch.Tensor:
-    return memory.empty_output(torch.empty(SHAPES[0], device="meta"), torch.empty(1).expand(SHAPES[1]))
+    return library.empty_output(torch.empty(SHAPES[0], device="meta"), torch.empty(1).expand(SHAPES[1]))
 
 
 def test_what_is_free_is_taken_up_again():
@@ -64,23 +64,23 @@ def test_what_anybody_holds_is_not(hold):
 
 def test_another_size_and_what_is_small_are_made_anew(kept):
     place = make_output().data_ptr()
-    assert memory.zeros(torch.empty(1), torch.Size((4112, 512))).data_ptr() != place
+    assert library.zeros(torch.empty(1), torch.Size((4112, 512))).data_ptr() != place
     assert len(kept.storages) == 2
-    memory.zeros(torch.empty(1), torch.Size((100,)))
+    library.zeros(torch.empty(1), torch.Size((100,)))
     assert len(kept.storages) == 2
 
 
 def test_zeros_are_zeros_and_layouts_are_kept():
     make_output().fill_(3.0)
     like = torch.empty(1, 4111, 8, 64).transpose(1, 2)
-    zeros = memory.zeros_like(like)
+    zeros = library.zeros_like(like)
     assert zeros.stride() == like.stride() and not zeros.any()
-    turned = memory.empty_like(torch.empty(1, 8, 64, 4111).mT)  # the last dimension is contiguous all the same
+    turned = library.empty_like(torch.empty(1, 8, 64, 4111).mT)  # the last dimension is contiguous all the same
     assert turned.shape == (1, 8, 4111, 64) and turned.stride(-1) == 1
 
 
 def test_no_more_is_kept_than_said(kept, monkeypatch):
-    monkeypatch.setattr(memory, "KEPT_BYTES", 20 << 20)
+    monkeypatch.setattr(library, "KEPT_BYTES", 20 << 20)
     outputs = [make_output() for _ in range(5)]
     assert [x.data_ptr() for x in kept.storages] == [x.data_ptr() for x in outputs[3:]]
 
@@ -94,21 +94,21 @@ def test_a_storage_that_was_given_away_is_left_alone():
 
 def test_tensors_without_memory_keep_none(kept):
     with FakeTensorMode():
-        output = memory.zeros(torch.empty(1), torch.Size((4112, 512)))
+        output = library.zeros(torch.empty(1), torch.Size((4112, 512)))
     assert isinstance(output, FakeTensor) and not kept.storages
 
 
 def test_what_is_alive_is_counted_as_if_nothing_were_kept(monkeypatch):
     """Whatever was kept before, and no more afterwards."""
-    monkeypatch.setattr(memory, "KEPT", evaluation_memory.KEPT)
+    monkeypatch.setattr(library, "KEPT", evaluation_memory.KEPT)
     counts, like, shape = [], torch.empty(1), torch.Size((4112, 512))
     for _ in range(2):
         with LiveBytes() as count:
-            outputs = [memory.zeros(like, shape), memory.zeros(like, shape)]
+            outputs = [library.zeros(like, shape), library.zeros(like, shape)]
             del outputs
-            memory.zeros(like, shape)
+            library.zeros(like, shape)
         counts.append((count.peak, count.live))
-        memory.zeros(like, shape)
+        library.zeros(like, shape)
     assert counts == [(2 * shape.numel() * 4, 0)] * 2
 
 

@@ -20,7 +20,6 @@ from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
 from hf_linattn.ops.block_softmax.cpu import block_softmax
 from hf_linattn.ops.runtime import cpu as library
 from hf_linattn.ops.runtime import operands
-from hf_linattn.ops.runtime import output_pool as memory
 from tests.ops.native.exact import ExactOperands, exact
 
 CALLS = int(os.environ.get("FUZZ_CALLS", "300"))
@@ -124,7 +123,7 @@ def test_calls_stay_inside_their_operands():
         run(name, scenario, masked, packed, causal, seed, mode)
         counted[0] = mode.calls * (1 + MISFITS_OF_A_CALL)
 
-    with memory.KEPT.paused():
+    with library.KEPT.paused():
         search()
     assert counted[0] >= min(CALLS, 200)
     assert len(found) > 20 and any("hard_keys" in name for name in found), found
@@ -133,14 +132,14 @@ def test_calls_stay_inside_their_operands():
 @pytest.mark.parametrize("function", operands.FORMS)
 def test_every_function_refuses_what_is_missing_and_what_is_of_another_dtype(function):
     with pytest.raises(OperandError, match=f"{function}: there is no '"):
-        operands.check_operands(function, {}, ())
+        library.check_operands(function, {}, ())
     for name, form in operands.FORMS[function].items():
         given = dict.fromkeys(operands.FORMS[function])
         given |= {x: torch.empty(0) for x, own in operands.FORMS[function].items() if x not in operands.OPTIONAL}
         if name in operands.OPTIONAL:
             continue
         with pytest.raises(OperandError, match=function):
-            operands.check_operands(function, given | {name: torch.zeros([2] * len(form.dims), dtype=torch.bool)}, ())
+            library.check_operands(function, given | {name: torch.zeros([2] * len(form.dims), dtype=torch.bool)}, ())
 
 
 def test_no_call_passes_the_check(monkeypatch):
@@ -154,7 +153,7 @@ def test_no_call_passes_the_check(monkeypatch):
 @pytest.mark.parametrize("name", ["query_weight", "key_weight"])
 def test_weights_with_fewer_columns_than_are_read_are_refused(monkeypatch, name):
     """They are read in whole vectors of columns."""
-    calls, check = [], operands.check_operands
+    calls, check = [], library.check_operands
     monkeypatch.setattr(library, "check_operands", lambda *call: calls.append(call) or check(*call))
     layer = AttentionLayer(0, 2, 2, 8, True, 0.35, torch.device("cpu"), torch.float32)
     MECHANISMS.get("performer")(make_config("performer", {"num_features": 20}), layer)(*torch.randn(3, 2, 2, 70, 8))

@@ -21,7 +21,7 @@ from tests.ops.triton.cases import ON_TRITON, make_mechanism
 
 MADE = [  # features that Triton makes
     name for name in ON_TRITON
-    if issubclass(MECHANISMS.get(name), LinearMechanism) and make_mechanism(name).maps[0].native()
+    if issubclass(MECHANISMS.get(name), LinearMechanism) and make_mechanism(name).maps[0].native
 ]  # fmt: skip
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 3e-3}
 

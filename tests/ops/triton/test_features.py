@@ -9,6 +9,7 @@ from hf_linattn.feature_maps import FEATURE_MAPS
 from hf_linattn.ops.linear import triton_features as features
 from hf_linattn.ops.linear.cpu import NativeMap
 from hf_linattn.ops.linear.triton_features import make_features
+from hf_linattn.ops.linear.types import native_map
 
 BATCH, KV_HEADS, GROUPS, LENGTH, HEAD_DIM = 2, 2, 2, 37, 20
 
@@ -23,7 +24,7 @@ def make_map(name: str, heads: tuple[int, ...]) -> torch.nn.Module:
     return feature_map
 
 
-KNOWN = [name for name in FEATURE_MAPS.names() if make_map(name, ()).native()]
+KNOWN = [name for name in FEATURE_MAPS.names() if native_map(make_map(name, ()))]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}  # the interpreter has no bfloat16
 
 
@@ -47,7 +48,7 @@ def test_features_and_gradients(name, shape, kind):
     results = []
     for feature_map, dtype in ((exact, torch.float64), (own, kind)):
         x = given.detach().to(dtype).requires_grad_()
-        made = feature_map(x) if dtype == torch.float64 else make_features(x, feature_map.native())
+        made = feature_map(x) if dtype == torch.float64 else make_features(x, native_map(feature_map))
         assert made.values.dtype == dtype
         loss = (made.values * torch.arange(made.values.numel()).sin().view_as(made.values)).sum()
         if made.log_scale is not None:
@@ -89,11 +90,11 @@ def test_weights_are_read_as_they_are_stored(monkeypatch, own, shape, kind):
         torch.testing.assert_close(made.log_scale.double(), log_scale, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN if make_map(name, ()).native().activation == "exponential"])
+@pytest.mark.parametrize("name", [name for name in KNOWN if make_map(name, ()).native.activation == "exponential"])
 def test_exponents_neither_overflow_nor_vanish(name):
     """Heads a hundred times as large: the largest feature of a token is one, the rest is in the log scale."""
     feature_map, x = make_map(name, ()), 100 * torch.randn(1, 2, 19, HEAD_DIM)
-    made, want = make_features(x, feature_map.native()), feature_map.double()(x.double())
+    made, want = make_features(x, native_map(feature_map)), feature_map.double()(x.double())
     assert torch.equal(made.values.amax(-1), torch.ones(1, 2, 19))
     torch.testing.assert_close(made.log_scale.double(), want.log_scale, rtol=1e-5, atol=1e-3)
 
@@ -103,6 +104,6 @@ def test_an_infinite_loss_elsewhere_stays_there(name):
     """A token without a gradient gets none, whatever the others' are."""
     feature_map = make_map(name, ())
     x = torch.randn(1, 2, 21, HEAD_DIM, requires_grad=True)
-    made = make_features(x, feature_map.native()).values
+    made = make_features(x, native_map(feature_map)).values
     (gradient,) = torch.autograd.grad(made[:, :, 3].square().sum() * 1e30, x)
     assert gradient[:, :, 3].any() and not gradient[:, :, 4:].any() and not gradient[:, :, :3].any()
