@@ -136,6 +136,9 @@ heads: install ## time and bytes of a few exact heads beside windows: make heads
 depth: install ## memory of a training step against the number of layers, its table and its plot: 5 minutes
 	$(BIN)/python -m benchmarks.studies.depth
 
+start: install ## seconds on the processor until `import hf_linattn` and commands that need no model are done: 1 minute
+	$(BIN)/python -m benchmarks.studies.start
+
 peers: install ## other libraries' mechanisms beside ours, and the table: 2 minutes
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[peers]"
 	$(BIN)/python -m benchmarks.measure.peers
@@ -253,9 +256,16 @@ test-package: install ## build the source distribution and the wheel, install th
 	$(BIN)/python -m build --outdir $(PACKAGE)/dist .
 	$(BIN)/twine check --strict $(PACKAGE)/dist/*
 	$(PYTHON) -m venv $(PACKAGE)/venv
-	CC=/bin/false CXX=/bin/false $(PACKAGE)/venv/bin/pip install --quiet -c constraints.txt $(PACKAGE)/dist/*.whl
+	CC=/bin/false CXX=/bin/false $(PACKAGE)/venv/bin/pip install --quiet -c constraints.txt "$$(echo $(PACKAGE)/dist/*.whl)[all]"
 	cp tests/installed.py $(PACKAGE)/empty
 	cd $(PACKAGE)/empty && PATH=$(abspath $(PACKAGE))/venv/bin:$$PATH HF_HUB_OFFLINE=1 CC=/bin/false python installed.py
+
+# README_MODEL=models/SmolLM2-135M-Instruct answers to its name on the Hub, and times are held to those of the page
+README_MODEL ?=
+TRIED := $(BIN)/python -m tests.readme_commands $(README_MODEL:%=--model %)
+readme: test-package ## every command of the README, in a clone and in an empty folder with the wheel, on a small model
+	$(TRIED) wheel --environment $(PACKAGE)/venv
+	$(TRIED) clone
 
 release-check: test-browser test-package notebooks test-demo ## what a release needs beside the tests: site, browser, wheel, notebooks, demonstration: at most 30 minutes
 	@echo "ready: RELEASE.md says how to go on"

@@ -24,6 +24,7 @@ from benchmarks.result_files import (
     ROOT,
     SPEED_FILES,
     SPEED_PAGE_FILES,
+    START_FILE,
     Document,
     board_reports,
     read_all,
@@ -43,6 +44,7 @@ from benchmarks.tables.speed import (
     milliseconds_table,
     operations_table,
     peers_table,
+    start_table,
     summary_table,
     targets_table,
 )
@@ -53,6 +55,7 @@ SECTIONS = {
     "results.md": ("board", "recovery", "tasks", "documents", "documents-speed", "retrieval"),
     "memory.md": ("depth",),
     "gpu.md": ("passes", "steps"),
+    "command-line.md": ("start",),
 }  # of the pages under docs
 CLASSIFIERS = {
     "tasks": (ENCODER_TASKS_FILE, tasks_table),
@@ -114,7 +117,7 @@ def write_tables(root: Path = ROOT) -> None:
     """Rewrite the results page and the generated sections of other pages from whatever result files exist."""
     results = root / "benchmarks" / "results"
     documents, long_inputs = (read_all(results, *names) for names in (SPEED_FILES, LONG_INPUTS_FILES))
-    single = read_all(results, PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE, HEADS_FILE, COMPILED_DECODING_FILE)
+    single = read_all(results, PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE, HEADS_FILE, COMPILED_DECODING_FILE, START_FILE)
     peers, depth, retrieved = (single.get(name) for name in (PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE))
     reports = recovery_reports(results)
     results.mkdir(parents=True, exist_ok=True)
@@ -125,6 +128,7 @@ def write_tables(root: Path = ROOT) -> None:
         "prompts": prompts_section(long_inputs),
         "whole": whole_model_section(single[HEADS_FILE]) if HEADS_FILE in single else "",
         "graphs": graphs_section(single[COMPILED_DECODING_FILE]) if COMPILED_DECODING_FILE in single else "",
+        "start": start_table(single[START_FILE]) if START_FILE in single else "",
         "board": board_table(board) if board else "",
         "recovery": recovery_table(reports) if reports else "",
         "retrieval": retrieval_table(retrieved) if retrieved else "",

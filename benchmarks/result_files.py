@@ -29,6 +29,7 @@ CALIBRATION_FILE = "calibration.json"
 LONG_INPUTS_FILES = ("cpu_long_inputs.json", "cpu_long_inputs_bfloat16.json")
 PEERS_FILE = "cpu_peers.json"
 DEPTH_FILE, DEPTH_PLOT = "depth.json", "depth.png"
+START_FILE = "start.json"
 REAL_BOARD = "real_board"  # a folder, with a file for each row
 HEADS_FILE = "heads_speed.json"
 HARD_KEYS_FILE = "hard_keys_speed.json"

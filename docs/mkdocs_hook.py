@@ -1,6 +1,6 @@
 """A hook of mkdocs: pages that lie elsewhere in the repository become pages of the site, and links follow them.
 
-A link to a file that is no page of the site, such as a source file, becomes its text.
+A link to a file that is no page of the site, such as a source file, becomes its text. A link to nothing is an error.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,8 +51,11 @@ def linked(path: str, places: dict[str, str]) -> str:
 
     def follow(link: re.Match[str]) -> str:
         picture, text, target, anchor = link.groups()
-        place = places.get(posixpath.normpath(posixpath.join(posixpath.dirname(path), target)))
+        named = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+        place = places.get(named)
         if place is None:
+            if not (ROOT / named).exists():
+                raise PluginError(f"{path} has a link to {target}, which does not exist")
             return text
         relative = posixpath.relpath(place, posixpath.dirname(places[path]) or ".")
         return f"{picture}[{text}]({relative}{anchor or ''})"

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def calibrate(
     model: nn.Module, batches: Iterable[Mapping[str, Any]] | Sequence[str], *,
-    tokenizer: PreTrainedTokenizerBase | None = None, steps: int = 20, progress: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None, steps: int = 20, progress: bool | None = None,
 ) -> Calibration:  # fmt: skip
     """Fit each mechanism's own parameters to the softmax attention of its layer, and nothing else in the model.
 
@@ -52,7 +52,7 @@ def calibrate(
             8,192 tokens from all over are taken, in rows of 512 or as many as the model has positions for.
         tokenizer: the model's own, where `batches` are texts.
         steps: L-BFGS iterations per layer and batch.
-        progress: show a progress bar over the batches.
+        progress: show a progress bar over the batches; None: where standard error is a terminal.
 
     Returns:
         Path of the attention module -> the error above for each batch, before the layer was fitted to it: unseen text.
@@ -83,7 +83,7 @@ def calibrate(
     with ExitStack() as undo:
         undo.callback(write, tensors, [tensor.detach().clone() for tensor in tensors])
         with evaluation_mode(model), _trainable(parameters), torch.no_grad():
-            found = _fit(model, mechanisms, fitted, steps, tqdm(batches, desc="calibrate", disable=not progress))
+            found = _fit(model, mechanisms, fitted, steps, _shown(batches, progress))
         undo.pop_all()
     return found
 
@@ -116,6 +116,11 @@ def _fit(
                 show(batch)
 
     return Calibration({path: fit.errors for path, fit in fits.items()}, take_the_better(judges, show_again))
+
+
+def _shown(batches: Iterable[Any], progress: bool | None) -> Iterable[Any]:
+    """Return batches with a bar; tqdm's None is ours."""
+    return tqdm(batches, desc="calibrate", disable=None if progress is None else not progress)
 
 
 def _rows_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Any) -> list[dict[str, Tensor]]:

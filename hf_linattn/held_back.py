@@ -16,6 +16,7 @@ from .mechanisms import Mechanism
 logger = logging.getLogger(__name__)
 
 HELD_BACK = 4  # the second of every 4 rows is held back
+NAMED = 3  # layers that a warning names
 
 
 class HeldBack(NamedTuple):
@@ -100,11 +101,11 @@ def take_the_better(judges: Mapping[str, Judge], measure: Callable[[], None]) ->
     measure()
     found = {path: judge.decide() for path, judge in judges.items() if judge.size}  # some may not be asked
     if kept := [path for path, result in found.items() if not result.taken]:
+        errors = [f"{path}: error {found[path].before:.4g} before, {found[path].after:.4g} after" for path in kept]
         logger.warning(
-            "calibrate: the fit of %s was no better on rows held back from it (%s), and what was before it is kept",
-            ", ".join(kept),
-            ", ".join(f"error {found[path].before:.4g} before, {found[path].after:.4g} after" for path in kept),
-        )
+            "calibrate: %d of %d layers keep what they had, as the fit was no better on rows held back (%s%s)",
+            len(kept), len(found), "; ".join(errors[:NAMED]), f"; {len(kept) - NAMED} more" * (len(kept) > NAMED),
+        )  # fmt: skip
     return found
 
 

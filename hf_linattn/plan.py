@@ -142,8 +142,10 @@ def _warn_of_unknown(data: Mapping[str, Any], known: Collection[str], place: str
 def parse_layers(spec: LayerSpec, num_layers: int) -> list[int]:
     """Return sorted layer indices from `None` (all), `3`, `"0-5"`, `"0-2,7"` or `[6, 7]`; negative ones count back.
 
-    >>> parse_layers("0-2,-1", num_layers=12)
-    [0, 1, 2, 11]
+    Every second layer is `"0-10:2"`.
+
+    >>> parse_layers("0-2,-1", num_layers=12), parse_layers("0-6:2,11", num_layers=12)
+    ([0, 1, 2, 11], [0, 2, 4, 6, 11])
     """
     return parse_indices(spec, num_layers, "layer", "the model has layers")
 
@@ -155,8 +157,7 @@ def parse_indices(spec: LayerSpec, count: int, kind: str, place: str) -> list[in
     indices: set[int] = set()
     parts = spec.split(",") if isinstance(spec, str) else spec if isinstance(spec, Iterable) else [spec]
     for part in parts:
-        first, last = _parse_range(part, spec, kind)
-        for index in range(first, last + 1):
+        for index in _parse_range(part, spec, kind):
             if not -count <= index < count:
                 raise OptionError(f"{kind}s {spec!r} names {kind} {index}, but {place} 0 to {count - 1}")
             indices.add(index % count)
@@ -165,16 +166,18 @@ def parse_indices(spec: LayerSpec, count: int, kind: str, place: str) -> list[in
     return sorted(indices)
 
 
-def _parse_range(part: object, spec: object, kind: str) -> tuple[int, int]:
-    """Return the first and last index of one part of a specification."""
-    head, dash, tail = str(part).strip().rpartition("-")
+def _parse_range(part: object, spec: object, kind: str) -> range:
+    """Return the indices of one part of a specification."""
+    places, stepped, step = str(part).strip().partition(":")
+    head, dash, tail = places.rpartition("-")
     try:
-        first, last = (int(head), int(tail)) if dash and head else (int(str(part)), int(str(part)))
+        first, last = (int(head), int(tail)) if dash and head else (int(places), int(places))
+        indices = range(first, last + 1, int(step) if stepped else 1)
     except ValueError:
-        first, last = 0, -1
-    if first > last:
-        raise OptionError(f"{kind}s must be like 3, '0-5', '0-2,7' or [6, 7], got {spec!r}")
-    return first, last
+        indices = range(0)
+    if not indices:
+        raise OptionError(f"{kind}s must be like 3, '0-5', '0-10:2', '0-2,7' or [6, 7], got {spec!r}")
+    return indices
 
 
 class PlanEntry(NamedTuple):

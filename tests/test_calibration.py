@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -272,6 +274,15 @@ def test_texts_are_tokenised_into_whole_rows_and_fitted_like_batches():
     assert found == expected and found.held_back == expected.held_back
     tensors = zip(state(by_batches).values(), state(by_texts).values(), strict=True)
     assert all(torch.equal(one, other) for one, other in tensors)
+
+
+@pytest.mark.parametrize(
+    ("asked", "terminal", "shown"), [(None, True, 1), (None, False, 0), (True, False, 1), (False, True, 0)]
+)
+def test_progress_is_shown_where_a_person_reads(asked, terminal, shown, capsys, monkeypatch):
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda stream: terminal)
+    calibrate(make_words(), [{"input_ids": torch.arange(5, 9)[None]}], steps=1, progress=asked)
+    assert ("calibrate:" in capsys.readouterr().err) == shown
 
 
 @pytest.mark.parametrize(

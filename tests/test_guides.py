@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hf_linattn.report import Report
+from tests import readme_commands
 from tests.test_project import ROOT, read
 
 RUNS = {"long-classifiers": "runs/files-local", "long-embeddings": "runs/embeddings-hedgehog"}
@@ -49,6 +50,16 @@ def test_a_guide_has_files_to_save_and_commands_that_use_them(guide):
     for _, language, code in found:
         if language == "python":
             compile(code, guide, "exec")
+
+
+def test_commands_and_their_times_are_read_from_a_page():
+    page = "Text\n\n    a b     # 3 minutes: why\n\n```python\n# 60 seconds\nx = 1\n```\n\n    c     # hours\n    d\n"
+    found = [(step.code, step.python, step.seconds, step.in_hours) for step in readme_commands.steps(page)]
+    blocks = [("# 60 seconds\nx = 1\n", True, 60, False), ("c", False, 3600, True), ("d", False, None, False)]
+    assert found == [("a b", False, 180, False), *blocks]
+    late = [readme_commands.Done(step, 100, 0, "").late() for step in readme_commands.steps(page)]
+    assert late == [False, True, False, True]
+    assert len([*readme_commands.steps(read("README.md"))]) > 10
 
 
 @pytest.mark.slow

@@ -30,12 +30,15 @@ from hf_linattn.testing import checks_of
 from hf_linattn.training.data import load_text_splits
 from tests.models import make_model
 from tests.mutants import MUTANTS
+from tests.readme_commands import NAME
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("hf_linattn", "recipes", "benchmarks", "docs", "examples", "tests")
 CODE = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 PAGES = [
-    path for folder in ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/**/*.md") for path in ROOT.glob(folder)
+    path
+    for folder in ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/**/*.md", "recipes/*.md")
+    for path in ROOT.glob(folder)
 ]
 TEXT = [*CODE, *PAGES, ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "constraints.txt", ROOT / ".ci" / "run"]
 # in the order of a reader
@@ -216,9 +219,11 @@ def test_the_example_of_contributing_works(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_python_of_the_pages_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Their blocks, one after the other, on the bundled model that the README names."""
+    """Their blocks, one after the other, on a bundled model under the name of the README's."""
     namespace: dict[str, object] = {}
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / NAME).parent.mkdir()
+    (tmp_path / NAME).symlink_to(ROOT / "recipes" / "pretrained" / "llama")
+    (tmp_path / "book.txt").write_text(read("docs/how-it-works.md"))
     monkeypatch.chdir(tmp_path)
     for page in PAGES_THAT_RUN:
         for block in code_blocks(page, "python"):

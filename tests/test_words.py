@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import re
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from hf_linattn.config import FORMER_OPTIONS
 from hf_linattn.registry import FORMER_MECHANISMS
@@ -42,6 +45,19 @@ PHRASES = {
     "unless told": "by default", "has any use for": "needs", "what it is told": "what it gets",
     "lie there are others now": "are stale",
 }  # fmt: skip
+
+# what the length of a sentence is not about: code, comments, headings, tables, and what links lead to
+NOT_PROSE = re.compile(r"^```.*?^```|<!--.*?-->|^(?:    |\||#)[^\n]*", re.M | re.S)
+LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\([^)]*\)")
+WORD = re.compile(r"(?<![\w\\])(?:[A-Za-z][a-z'-]+|a)(?![\w\\])")  # no symbols of formulas
+MOST_WORDS = 30  # of a sentence, or of its part up to a colon or semicolon
+
+
+def sentences(page: str) -> Iterator[str]:
+    """Yield the sentences of a page; a semicolon or colon ends one, too."""
+    for unit in re.split(r"\n\s*\n|\n\s*(?=(?:[-*]|\d+\.)\s)", NOT_PROSE.sub("\n\n", page)):
+        text = re.sub(r"`[^`]*`", "code", LINK.sub(r"\1", " ".join(unit.split())))
+        yield from re.split(r"(?<=[.!?;:])\)?\s+", text)
 
 
 def names_in(text: str, banned: dict[str, str]) -> set[str]:
@@ -95,3 +111,18 @@ def test_the_glossary_names_what_there_is():
             assert list((ROOT / "hf_linattn").glob(f"{code}*")), code
         else:
             assert all(re.search(rf"\b{name}\b", library) for name in re.findall(r"\w+", code)), code
+
+
+def test_no_sentence_is_longer_than_a_reader_keeps_in_mind():
+    found = {}
+    for path in PAGES:
+        if path.name != "CHANGELOG.md":  # a log
+            long = [x for x in sentences(path.read_text(encoding="utf-8")) if len(WORD.findall(x)) > MOST_WORDS]
+            found |= {relative(path): long} if long else {}
+    assert found == {}
+
+
+@pytest.mark.parametrize(("words", "longer"), [(MOST_WORDS, 0), (MOST_WORDS + 1, 1)])
+def test_a_sentence_of_more_words_is_seen(words, longer):
+    page = f"# head\n\n- an item\n- [{'word ' * (words - 1)}](far.md) `code of several words`.\n\n    {'code ' * 40}\n"
+    assert sum(len(WORD.findall(sentence)) > MOST_WORDS for sentence in sentences(page)) == longer

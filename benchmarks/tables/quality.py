@@ -53,7 +53,7 @@ def board_table(reports: dict[str, Document]) -> str:
         tokens = f"{first['training']['tokens'] / 1e6:.1f} M"
         figures = [tokens, str(len(several)), *numbers, f"**{ratio:.3f}**{spread}"]
         rows.append([model, recipe, what, *figures, verdict, code(f"recipes/models/{model}.yaml --row {recipe}")])
-    head = ["model", "recipe", "mechanism", "tokens", "seeds", "best", "converted", "recovered", "/ best", "target"]
+    head = ["model", "recipe", "mechanism", "tokens", "seeds", "best", "converted", "recovered", "x best", "target"]
     return table([*head, "configuration"], rows)
 
 
@@ -124,7 +124,7 @@ def calibration_table(document: Document, reports: dict[str, Document]) -> str:
             perplexities = [f"{x:,.1f}" for x in (result["zero_shot"], result["calibrated"], best)]
             name = [MODEL_NAMES.get(model, model), code(row["mechanism"]), code(options_text(row["options"]))]
             rows.append([*name, *perplexities, f"{way:z.0%}", f"{result['seconds']:.0f}"])
-    return table(["model", "mechanism", "options", "converted", "calibrated", "best", "of the way", "seconds"], rows)
+    return table(["model", "mechanism", "options", "converted", "calibrated", "best", "won back", "seconds"], rows)
 
 
 def recall_table(document: Document) -> str:

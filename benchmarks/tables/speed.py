@@ -116,6 +116,12 @@ def summary_table(document: Document) -> str:
     return table(head, rows)
 
 
+def start_table(document: Document) -> str:
+    """Return how long the processor works until something has started."""
+    source, rows = document["provenance"], [[row["started"], f"{row['seconds']:.2f}"] for row in document["rows"]]
+    return f"{source['device']}.\n\n{table(['started', 'seconds of the processor'], rows)}"
+
+
 def peers_table(document: Document) -> str:
     """Return how many times faster than other libraries' ours is, at every length."""
     lengths = sorted({row["length"] for row in document["rows"]})

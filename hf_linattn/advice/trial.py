@@ -107,7 +107,8 @@ def run_trial(model: PreTrainedModel, name: str, plan: Plan, material: Material)
     with patched(model, plan):
         if what_is_fitted(get_mechanisms(model)):
             rows = material.calibration.to(model.device)
-            calibrate(model, [{"input_ids": batch} for batch in rows.split(settings.batch_size)])
+            batches = [{"input_ids": batch} for batch in rows.split(settings.batch_size)]
+            calibrate(model, batches, progress=False)
         losses = token_losses(model, material.held_out).losses.mean(1)
         found = share_right(model, material)
         state = state_bytes_by_length(model, [material.length])[0]

@@ -16,7 +16,7 @@ Output = Annotated[Path, typer.Argument(help="folder that receives the converted
 PLAN_HELP = 'its name, or a plan as JSON: \'{"hybrid": "0-5", "linear": 6}\''
 Mechanism = Annotated[str | None, typer.Option(help=PLAN_HELP, autocompletion=mechanism_names)]
 Options = Annotated[str, typer.Option(help='options of the mechanism, as JSON: \'{"num_features": 128}\'')]
-Layers = Annotated[str | None, typer.Option(help="which layers, as 0-5 or 0-2,7; default: all")]
+Layers = Annotated[str | None, typer.Option(help="which layers, as 0-5, 0-10:2 or 0-2,7; default: all")]
 PlanFile = Annotated[
     str | None,
     typer.Option(help="a JSON file with a plan, or auto: choose one that keeps a tenth of the heads exact, or --keep"),

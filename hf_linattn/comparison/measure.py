@@ -206,7 +206,7 @@ class _Trial:
             batches = calibration_batches(
                 model, material.tokenizer, options.calibration, tokens=options.calibration_tokens
             )
-            calibrate(model, batches)
+            calibrate(model, batches, progress=False)
             self.say("perplexity after calibrate")
             self.found["calibrated"] = quality_of(model, material, options)
 

@@ -44,7 +44,7 @@ class DynamicSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     """Mixture of block attention (Lu et al. 2025): softmax over the own block and the best `num_blocks` others.
 
     Block J's gate for query i is q_i . mean(k_j, j in J). Causal: only blocks completed before the query's own can be
-    chosen, so no mean holds a key the query may not see, and the own block is seen up to the query itself. Every query
+    chosen, so no mean holds a key the query may not see. The own block is seen up to the query itself. Every query
     and head chooses for itself. The choice passes no gradient; what is chosen does.
 
     The gates cost N^2 / block_size products, which is little beside the attention below some hundred thousand tokens.

@@ -130,8 +130,8 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     key/value head that have left the window stay exact, and count as near ones above: those that the state recalls
     worst. Then the window counts in blocks of 64 tokens, from the row's first real one: it is a query's own block and
     the w = ceil((`window_size` - 1) / 64) before it. The keys of the block that leaves it, sinks aside, and the hard
-    keys there are, are ranked by |v - S k| / |v|, S k the normalised read-out at phi(k) of the state before, or with
-    `recall_error="absolute"`, as in the paper, by |v - S k|, which keeps fewer keys of small values. The M
+    keys there are, are ranked by |v - S k| / |v|, S k the normalised read-out at phi(k) of the state before. With
+    `recall_error="absolute"` it is by |v - S k|, as in the paper, which keeps fewer keys of small values. The M
     with the largest errors are the hard keys from there on; the others enter the state, where their distance is that
     of their positions. So the queries of a block see one state and one set of hard keys. Prefill, steps, padding and
     packing make the same choices, which have no gradient; the definition in full is that of

@@ -91,7 +91,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     In cross-attention the slots are those of the bidirectional form, made of the encoder's tokens once.
 
     Deviations: the paper's E is tied to one length and has no mask. Here its columns are relative positions, so that
-    every length and every padded row is served, and log c_s makes segments of unequal size weigh what their tokens do
+    every length and every padded row is served. log c_s makes segments of unequal size weigh what their tokens do
     (it cancels where k divides n). Peng et al. write every token into all slots; here into one of them, chosen by its
     position, as averages over all of the past say little to a model that was pretrained with softmax.
     """

@@ -61,7 +61,7 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     paper's ratio of running sums; pads do not count and codes without keys stay. This happens before the next training
     forward of the whole model, from `last_counts` and `last_means`, which each forward overwrites: so a forward and
     its recomputation by gradient checkpointing see the same codes, and evaluation changes nothing. All these are
-    buffers and no parameters: an optimizer would move codes away from the means that they are, and processes that
+    buffers and no parameters: an optimizer would move codes away from the means that they are. Processes that
     train together take buffers from the first, where parameters that each moves by its own keys would drift apart.
     They are saved, so that a resumed run goes on as an unbroken one.
 

@@ -44,7 +44,7 @@ CONVERTED = ("converted", "recovered")
 SPEED_NOTE = "Medians of repeats that alternate between the two in one run; in brackets the smallest and the largest."
 MEMORY_NOTE = "One sequence, without the weights."
 MEMORY_HEADS = ["tokens", "state bytes", "original", "peak bytes of a forward", "original"]
-WINDOW_HEADS = ["attention of the converted layers", "state bytes", "test perplexity", "/ best"]
+WINDOW_HEADS = ["attention of the converted layers", "state bytes", "test perplexity", "x best"]
 WINDOW_NOTE = "Decoding state of one sequence in these layers, in a bfloat16 model."
 RECALL_NOTE = "generated recall was trained on: tests of the same kinds are no longer untouched"
 READERS = ("recovered", "original", "control")  # of one text
@@ -147,7 +147,7 @@ def model_rows(report: Report) -> list[list[str]]:
 def score_heads(report: Report) -> list[str]:
     """Return the columns of a score: metrics first, where they are what a model is for."""
     metrics = [row.metric.replace("_", " ") for row in report.metrics]  # older reports have the accuracy alone
-    return [*(metrics or ["accuracy"] * (report.accuracy is not None)), "test perplexity", "/ best"]
+    return [*(metrics or ["accuracy"] * (report.accuracy is not None)), "test perplexity", "x best"]
 
 
 def _score(metric: str, value: float | None) -> str:

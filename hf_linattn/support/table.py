@@ -13,7 +13,7 @@ COLOURS = {"patched": "green", "partly": "yellow", "not": "red", "untried": "dim
 
 def support_table(found: Iterable[Support]) -> Table:
     """Return one row per architecture, for `rich.print`."""
-    table = Table("architecture", "class", "status", "layers", "what holds", "why not more")
+    table = Table("architecture", "class", "status", "layers", "what holds", "what is missing")
     for row in found:
         table.add_row(
             row.model_type, row.model_class, row.status, str(row.layers or ""), ", ".join(row.passed), row.reason,

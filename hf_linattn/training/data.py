@@ -87,7 +87,7 @@ def load_text_splits(
     one document per row), or, when nothing is given, from :func:`~hf_linattn.training.corpus.standard_library_corpus`.
 
     A held-out split that the source lacks is cut from the training split: 5 % of its documents, drawn alike each time,
-    so no document is ever in two splits. A training split of fewer than 3 documents cannot be divided.
+    so no document is ever in two splits. Of fewer than 3 documents the end of the longest is cut off, as of a book.
 
     Raises:
         DataError: a file is missing, empty, damaged or of an unknown kind, no split trains, ``text_column`` does not
@@ -298,9 +298,21 @@ def _column(
 def _hold_out(train: Dataset, split: str) -> tuple[Dataset, Dataset]:
     """Cut a held-out split from the training split."""
     if len(train) < 3:
-        raise DataError(f"{split}_file=None and {len(train)} training document(s) to cut it from; give {split}_file")
+        return _cut_off(train, split)
     parts = train.train_test_split(test_size=max(1, round(len(train) * HELD_OUT_SHARE)), seed=0)
     return parts["train"], parts["test"]
+
+
+def _cut_off(train: Dataset, split: str) -> tuple[Dataset, Dataset]:
+    """Cut a held-out split off the end of the longest document, between two lines; labels are of whole documents."""
+    texts = list(train["text"])
+    plain = train.column_names == ["text"] and all(isinstance(text, str) for text in texts)
+    whole = max(texts, key=len) if plain else ""
+    cut = whole.rfind("\n", 0, int(len(whole) * (1 - HELD_OUT_SHARE))) + 1
+    if not cut:
+        raise DataError(f"{split}_file=None and {len(train)} training document(s) to cut it from; give {split}_file")
+    texts[texts.index(whole)] = whole[:cut]
+    return Dataset.from_dict({"text": texts}), Dataset.from_dict({"text": [whole[cut:]]})
 
 
 def _tokenize(

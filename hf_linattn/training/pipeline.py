@@ -48,6 +48,7 @@ def main(argv: Sequence[str], kinds: Sequence[type], program: str, console: Cons
     arguments = parse_arguments(argv, kinds)
     training = arguments.training
     logging.basicConfig(level=logging.INFO if training.should_log else logging.WARNING, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else each request to the Hub is a line of the log
     with without_loading_bars(), logging_redirect_tqdm():  # lines of the log above a bar, not inside it
         return carry_out(prepare(arguments, program, argv), console)
 

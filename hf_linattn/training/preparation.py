@@ -282,7 +282,8 @@ def check_windows(run: TrainingRun, limit: int | None) -> None:
         try:
             whole_windows(run.tokenizer, run.splits[split]["text"], length)
         except OptionError as error:
-            raise OptionError(f"{name}={count}, windows of {what} in the {split} split: {error}") from error
+            remedy = f"; give longer texts, or leave it out with {name} 0"
+            raise OptionError(f"{name}={count}, windows of {what} in the {split} split: {error}{remedy}") from error
 
 
 def shared_control(run: TrainingRun, program: str = "", argv: Sequence[str] = ()) -> dict[str, dict[str, Any]]:

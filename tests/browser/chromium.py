@@ -22,7 +22,8 @@ FLAGS = (
     "--disable-background-networking",
     "--host-resolver-rules=MAP * ~NOTFOUND",
 )  # fmt: skip
-# what a reader at that width meets; pictures without a text are named, and links as the browser understands them
+# what a reader at that width meets; pictures without a text are named, links as the browser understands them, and of
+# tables how wide they are
 LOOK = """
 const wide = [...document.querySelectorAll('body *')].filter(element => {
   if (element.getBoundingClientRect().right <= arguments[0] + 1) return false;
@@ -39,6 +40,7 @@ return {
     .map(element => element.outerHTML.slice(0, 120)),
   broken: [...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src),
   links: [...document.querySelectorAll('a[href]')].map(link => link.href),
+  tables: [...document.querySelectorAll('table')].map(table => table.scrollWidth),
   anchors: [...document.querySelectorAll('[id], a[name]')].map(element => element.id || element.name),
 };
 """

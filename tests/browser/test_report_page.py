@@ -32,9 +32,11 @@ def test_what_would_be_wrong_is_seen(browser, tmp_path):
         "<meta name='viewport' content='width=device-width'><body style='margin: 0'><img src='missing.png'>"
         "<div style='width: 500px'>wide</div><p style='color: #bbb'>faint</p><script>missing()</script>"
         "<img src='http://example.org/a.png' alt='far'>"
+        "<div style='overflow: auto'><table><td><hr width='1300'></table>"
     )
     opened = browser.open(tmp_path / "page.html", PHONE)
     assert len(opened.errors) >= 2 and opened.fetched == ["http://example.org/a.png"]
+    assert opened.look["tables"][0] > 1300
     assert opened.look["width"] == 500 and "wide" in opened.look["wide"][0]
     assert len(opened.look["unnamed"]) == 1 and len(opened.look["broken"]) == 2
     assert "faint" in browser.driver.execute_script(FAINT)[0]

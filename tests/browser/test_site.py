@@ -39,6 +39,12 @@ def test_no_page_is_wider_than_a_phone(opened):
     assert wrong_pages(opened, lambda page, seen: seen.look["wide"] or max(0, seen.look["width"] - PHONE)) == {}
 
 
+def test_no_table_is_wider_than_a_screen(browser, opened):
+    widths = {page.relative_to(SITE).as_posix(): browser.open(page, SCREEN).look["tables"] for page in opened}
+    assert sum(map(len, widths.values())) > 100
+    assert {page: max(wide) for page, wide in widths.items() if max(wide, default=0) > SCREEN} == {}
+
+
 def test_pictures_are_there_and_have_a_text(opened):
     assert wrong_pages(opened, lambda page, seen: seen.look["unnamed"] + seen.look["broken"]) == {}
 

@@ -213,7 +213,7 @@ def test_the_bytes_of_a_cache_fall_with_the_heads_that_keep_softmax():
         ({"linear": {"heads": 2}}, OptionError, "heads 2 names head 2, but layer 0 has the key/value heads 0 to 1"),
         ({"linear": {"heads": "0-1"}, "local": {"heads": -1}}, OptionError, "head 1 to both 'linear' and 'local'; na"),
         ({"linear": {"heads": []}}, OptionError, r"heads must name at least one head, got \[\]; leave it out"),
-        ({"linear": {"heads": "a"}}, OptionError, "heads must be like 3, '0-5', '0-2,7' or .*got 'a'"),
+        ({"linear": {"heads": "a"}}, OptionError, "heads must be like 3, '0-5', '0-10:2', '0-2,7' or .*got 'a'"),
         ({"linear": {"heads": 0, "decoy": 1}}, OptionError, "no option 'decoy'; did you mean decay"),
         ({"linaer": {"heads": 0}}, UnknownNameError, "unknown mechanism 'linaer'; did you mean linear"),
         ({"fusion": {"heads": 0}}, OptionError, "a member of 'by_head' must be a mechanism that is not made of oth"),

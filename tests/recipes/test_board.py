@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from benchmarks.measure.targets import BOARD_TARGETS
@@ -115,6 +116,22 @@ def test_a_row_overrides_the_file_and_a_flag_both(mine):
     flags = ["--row", "second", "--seed", "7", "--output_dir", "there"]
     training = parse_arguments([str(mine / "mine.yaml"), *flags]).training
     assert (training.seed, Path(training.output_dir)) == (7, ROOT / "there")
+
+
+def test_text_of_ones_own_takes_the_place_of_the_files_data_set():
+    recipe = "recipes/models/smollm2-135m-heads.yaml"
+    data = parse_arguments([recipe, "--train_file=book.txt"], DISTILLATION).data
+    assert (data.dataset_name, data.train_file) == (None, "book.txt")
+    assert parse_arguments([recipe], DISTILLATION).data.dataset_name == "emozilla/pg19"
+
+
+def test_a_recipe_in_bfloat16_runs_on_a_machine_without_an_accelerator(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    training = parse_arguments(["recipes/models/smollm2-135m-heads.yaml"], DISTILLATION).training
+    assert training.bf16 and training.use_cpu
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    assert not parse_arguments(["recipes/models/smollm2-135m-heads.yaml"], DISTILLATION).training.use_cpu
 
 
 def test_rows_are_listed_with_what_trains_a_control_first(mine):

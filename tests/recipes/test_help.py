@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import re
 import sys
 from pathlib import Path
@@ -60,3 +61,11 @@ def test_every_group_of_the_help_has_options_and_a_percent_sign_is_printed_as_it
 def test_what_a_recipe_does_not_take_says_why(name):
     printed = help_text("distill", DISTILLATION)
     assert printed.index(ORDER[-1]) < printed.index(f"--{name} ")
+
+
+def test_requests_to_the_hub_are_no_lines_of_the_log(monkeypatch, tmp_path):
+    monkeypatch.setattr(logging.getLogger("httpx"), "level", logging.NOTSET)
+    monkeypatch.setattr(pipeline, "prepare", lambda *run: run)
+    monkeypatch.setattr(pipeline, "carry_out", lambda run, console: logging.getLogger("httpx").level)
+    flags = ["--model_name_or_path", "me/model", "--mechanism", "linear", "--output_dir", str(tmp_path)]
+    assert pipeline.main(flags, FINETUNING, "finetune") == logging.WARNING

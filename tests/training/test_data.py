@@ -193,6 +193,17 @@ def test_missing_held_out_splits_are_cut_from_training_without_overlap(tmp_path)
     assert len(splits["validation"]) == len(splits["test"]) == 5
 
 
+def test_held_out_splits_are_cut_off_the_end_of_a_single_text(tmp_path):
+    book = "".join(f"line {index} of a book\n" for index in range(1000))
+    (tmp_path / "book.txt").write_text(book)
+    splits = load_text_splits(train_file=tmp_path / "book.txt")
+    found = {split: list(dataset["text"]) for split, dataset in splits.items()}
+    assert all(len(texts) == 1 for texts in found.values())
+    train, validation, test = (found[split][0] for split in ("train", "validation", "test"))
+    assert train + test + validation == book and test.startswith("line ")
+    assert 0.05 <= len(validation) / len(book) < 0.052 and len(test) > 0.047 * len(book)
+
+
 def test_nothing_given_means_the_bundled_corpus():
     splits = load_text_splits()
     assert list(splits) == ["train", "validation", "test"]

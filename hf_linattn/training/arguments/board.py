@@ -18,6 +18,9 @@ MODELS = "models"  # entry of a row: the models that have it on their board -> w
 PRIVATE = "_"  # begins the name of what rows share and is no row
 # a command for the control has its own values of these
 OF_ONE_RUN = frozenset({"row", "output_dir", "overwrite_output_dir", "resume_from_checkpoint"})
+# where the text comes from: one kind of source among the flags takes the place of the other in the file
+DATA_SET = frozenset({"dataset_name", "dataset_config_name"})
+FILES = frozenset({"train_file", "validation_file", "test_file"})
 
 
 class CommandLine:
@@ -48,7 +51,12 @@ class CommandLine:
         return {name: row for name, row in content.items() if not name.startswith(PRIVATE)}
 
     def options(self) -> dict[str, Any]:
-        """Return the options of the file, those of the chosen row over them."""
+        """Return the options of the file, those of the chosen row over them, without a source that flags replace."""
+        given = names_in(self.flags)
+        replaced = (DATA_SET if given & FILES else frozenset()) | (FILES if given & DATA_SET else frozenset())
+        return {name: value for name, value in self._options().items() if name not in replaced}
+
+    def _options(self) -> dict[str, Any]:
         if self.row is None:
             return self.shared
         if self.board is None:
@@ -89,6 +97,15 @@ class CommandLine:
         return None
 
 
+def names_in(flags: Sequence[str]) -> frozenset[str]:
+    """Return the names of the options that are given.
+
+    >>> sorted(names_in(["--seed", "1", "--block-size=128"]))
+    ['block_size', 'seed']
+    """
+    return frozenset(flag[2:].partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--"))
+
+
 def without(flags: Sequence[str], names: Collection[str]) -> list[str]:
     """Return flags without these options and their values.
 
@@ -98,7 +115,7 @@ def without(flags: Sequence[str], names: Collection[str]) -> list[str]:
     kept, keeps = [], True
     for flag in flags:
         if flag.startswith("--"):
-            keeps = flag[2:].partition("=")[0].replace("-", "_") not in names
+            keeps = names_in([flag]).isdisjoint(names)
         if keeps:
             kept.append(flag)
     return kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -66,6 +67,8 @@ class FinetuningArguments(TrainingArguments):
         )  # checkpoints refer to each other by it
         if self.save_strategy == "no":
             self.load_best_model_at_end = False
+        if (self.bf16 or self.bf16_full_eval) and not torch.accelerator.is_available():
+            self.use_cpu = True  # which has bfloat16, but transformers wants it said
         super().__post_init__()
         # with it, every model loaded from now on would be an empty shard, which nothing but a Trainer can use
         unset_hf_deepspeed_config()
