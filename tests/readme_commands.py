@@ -182,13 +182,18 @@ def prepare(where: str, folder: Path, ready: Path | None, wheel: Path | None) ->
     return place, environment, left
 
 
+def absolute(path: str) -> Path:
+    """Return a path that means the same in every folder."""
+    return Path(path).absolute()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("where", choices=["clone", "wheel"])
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "readme", help="where it is tried; emptied")
-    parser.add_argument("--model", type=Path, help="the folder of the model that answers to the README's name")
-    parser.add_argument("--wheel", type=Path, help="the wheel that is installed")
-    parser.add_argument("--environment", type=Path, help="one that has the library; default: a new one")
+    parser.add_argument("--folder", type=absolute, default=ROOT / "build" / "readme", help="where it is tried; emptied")
+    parser.add_argument("--model", type=absolute, help="the folder of the model that answers to the README's name")
+    parser.add_argument("--wheel", type=absolute, help="the wheel that is installed")
+    parser.add_argument("--environment", type=absolute, help="one that has the library; default: a new one")
     given = parser.parse_args()
     shutil.rmtree(given.folder, ignore_errors=True)
     given.folder.mkdir(parents=True)

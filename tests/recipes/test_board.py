@@ -125,10 +125,14 @@ def test_text_of_ones_own_takes_the_place_of_the_files_data_set():
     assert parse_arguments([recipe], DISTILLATION).data.dataset_name == "emozilla/pg19"
 
 
-def test_a_recipe_in_bfloat16_runs_on_a_machine_without_an_accelerator(monkeypatch):
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_a_recipe_in_bfloat16_runs_on_a_machine_without_an_accelerator(monkeypatch, caplog, has_instructions):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
     training = parse_arguments(["recipes/models/smollm2-135m-heads.yaml"], DISTILLATION).training
-    assert training.bf16 and training.use_cpu
+    assert training.bf16 is has_instructions and training.use_cpu
+    assert ("bf16: float32 is taken" in caplog.text) is not has_instructions
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     assert not parse_arguments(["recipes/models/smollm2-135m-heads.yaml"], DISTILLATION).training.use_cpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +11,21 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hf_linattn.config import require
+
+logger = logging.getLogger(__name__)
+
+
+def bfloat16_pays() -> bool:
+    """Return whether this machine multiplies bfloat16 as fast as float32; where it does not, the log says so.
+
+    PyTorch's products of bfloat16 on an x86 processor without AVX512-BF16 or AMX take fifty times as long as those of
+    float32.
+    """
+    known = not torch.accelerator.is_available() and torch.backends.mkldnn.is_available()
+    if not known or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return True
+    logger.warning("bf16: float32 is taken, as this processor has no instructions for products of bfloat16")
+    return False
 
 
 @dataclass
@@ -67,8 +83,11 @@ class FinetuningArguments(TrainingArguments):
         )  # checkpoints refer to each other by it
         if self.save_strategy == "no":
             self.load_best_model_at_end = False
-        if (self.bf16 or self.bf16_full_eval) and not torch.accelerator.is_available():
+        half = self.bf16 or self.bf16_full_eval  # type: ignore[has-type]  # fields of transformers' dataclass
+        if half and not torch.accelerator.is_available():
             self.use_cpu = True  # which has bfloat16, but transformers wants it said
+            if not bfloat16_pays():
+                self.bf16, self.bf16_full_eval = False, False
         super().__post_init__()
         # with it, every model loaded from now on would be an empty shard, which nothing but a Trainer can use
         unset_hf_deepspeed_config()
