@@ -190,7 +190,7 @@ def absolute(path: str) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("where", choices=["clone", "wheel"])
-    parser.add_argument("--folder", type=absolute, default=ROOT / "build" / "readme", help="where it is tried; emptied")
+    parser.add_argument("--folder", type=absolute, default=ROOT / "build" / "readme", help="where; it is emptied")
     parser.add_argument("--model", type=absolute, help="the folder of the model that answers to the README's name")
     parser.add_argument("--wheel", type=absolute, help="the wheel that is installed")
     parser.add_argument("--environment", type=absolute, help="one that has the library; default: a new one")
