@@ -110,8 +110,9 @@ def test_a_share_of_the_control_has_an_interval_of_its_differences() -> None:
         for seed, score in enumerate(several)
     ]
     lines = tasks_table({"rows": rows}).splitlines()
-    assert lines[2:4] == ["| original |  |  | 0.600 |  |  |", "| control |  | 0.250 | 0.600 |  |  |"]
-    assert lines[4].startswith("| `linear` |  | 0.250 | 0.600 | **1.000** | ")
+    assert lines[0] == "3 seeds; tasks: RTE."
+    assert lines[4:6] == ["| original |  |  | 0.600 |  |  |", "| control |  | 0.250 | 0.600 |  |  |"]
+    assert lines[6].startswith("| `linear` |  | 0.250 | 0.600 | **1.000** | ")
 
 
 def test_batches_hold_texts_of_like_lengths_in_random_order() -> None:

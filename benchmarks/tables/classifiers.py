@@ -59,11 +59,14 @@ def tasks_table(document: Document) -> str:
         cells = [mean(own, task, field) for task in tasks for field in ("converted", "score")]
         paired = [place for place in own if place in controls]
         share, low, high = kept_share(*([x[place]["score"] for place in paired] for x in (own, controls)))
-        said = ["", ""] if name == CONTROL else [f"**{share:.3f}**", f"{low:.3f} to {high:.3f}"]
+        interval = "" if math.isnan(low) else f"{low:.3f} to {high:.3f}"
+        said = ["", ""] if name == CONTROL else [f"**{share:.3f}**", interval]
         shown = name if name == CONTROL else code(name)
         lines.append([shown, code(options_text(first["options"])), *cells, *said])
     heads = [f"{TASK_NAMES[task]}{after}" for task in tasks for after in (", converted", "")]
-    return table(["row", "options", *heads, "/ control", "95 % interval"], lines)
+    seeds = len({place[1] for place in controls})
+    what = f"{seeds} seed{'s' * (seeds > 1)}; tasks: {', '.join(TASK_NAMES[task] for task in tasks)}."
+    return "\n\n".join([what, table(["row", "options", *heads, "x control", "95 % interval"], lines)])
 
 
 def documents_table(document: Document) -> str:
