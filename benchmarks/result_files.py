@@ -11,8 +11,8 @@ Document = dict[str, Any]  # of a result file
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MACHINES = (
-    "cpu", "cpu_xeon", "cpu_emerald_rapids", "cpu_genoa", "cpu_granite_rapids", "cpu_granite_rapids_bfloat16", "gpu",
-    "gpu_small_tiles",
+    "cpu", "cpu_avx2", "cpu_xeon", "cpu_emerald_rapids", "cpu_genoa", "cpu_granite_rapids",
+    "cpu_granite_rapids_bfloat16", "gpu", "gpu_small_tiles",
 )  # fmt: skip
 SPEED_FILES = tuple(f"{machine}{kind}.json" for machine in MACHINES for kind in ("", "_torch", "_compiled", "_triton"))
 GPU_FILES = tuple(name for name in SPEED_FILES if name.startswith("gpu"))

@@ -28,7 +28,7 @@ from tests.hub_stand_in import Hub, Repository, hub_stand_in
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the model that the README names
-SECONDS, HOURS = {"second": 1, "minute": 60}, 3600
+SECONDS, MINUTES, HOURS = {"second": 1, "minute": 60}, 1200, 3600  # the last two: where no number is said
 UNSAID, SLACK = 30, 1.5  # seconds of a command without a time; by what factor one may be late
 INSTALLS, OF_A_CLONE = ("git ", "pip "), ("make ",)
 SHORTER = (
@@ -85,8 +85,8 @@ def steps(text: str) -> Iterator[Step]:
     """Yield what a reader of a page runs, in order."""
     for block in re.finditer(r"^```python\n(?P<python>[^`]*?)^```|^    (?P<line>\S[^\n]*)$", text, re.M):
         code = block["python"] or block["line"].split("     #")[0]
-        said = re.search(r"# (?:(\d+) (second|minute)|hours)", block[0])
-        stated = said and (int(said[1]) * SECONDS[said[2]] if said[1] else HOURS)
+        said = re.search(r"# (?:(\d+) (second|minute)|(minutes|hours))", block[0])
+        stated = said and (int(said[1]) * SECONDS[said[2]] if said[1] else MINUTES if said[3] == "minutes" else HOURS)
         yield Step(code, bool(block["python"]), stated)
 
 
