@@ -13,6 +13,7 @@ import pytest
 from datasets import Dataset
 
 from benchmarks.measure.classifiers import in_batches
+from benchmarks.measure.provenance import without_folders
 from benchmarks.result_files import CONTROL, ROOT
 from benchmarks.studies import encoder_tasks, long_documents, long_documents_speed
 from benchmarks.studies.encoder_tasks import CONVERSIONS, TASKS, Study
@@ -126,3 +127,8 @@ def test_batches_hold_texts_of_like_lengths_in_random_order() -> None:
         for first in range(0, 35, 5)
     )
     assert [len(ids) for ids in found[0][35:]] == [7, 7], "the short batch comes last"
+
+
+def test_commands_of_results_name_no_folder_of_their_machine() -> None:
+    given = ["/a/b/model", "--output", "runs/x.json", "0.5"]
+    assert [without_folders(x) for x in given] == ["model", "--output", "runs/x.json", "0.5"]

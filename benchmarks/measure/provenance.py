@@ -39,8 +39,13 @@ def collect_provenance(device: torch.device, dtype: torch.dtype, module: str = "
             **cuda,
         },
         "commit": os.environ.get("HF_LINATTN_COMMIT") or output_of("git", "rev-parse", "HEAD"),
-        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *map(without_folders, sys.argv[1:])]),
     }
+
+
+def without_folders(argument: str) -> str:
+    """Return an argument of a command; an absolute path without the folders of the machine it is on."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def cuda_versions() -> dict[str, Any]:

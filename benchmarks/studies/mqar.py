@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -129,21 +129,32 @@ def make_model() -> LlamaForCausalLM:
         return LlamaForCausalLM(config)
 
 
-def train(model: LlamaForCausalLM, stage: Stage, learning_rate: float) -> None:
-    """Train on fresh sequences."""
-    generator = torch.Generator().manual_seed(1)
+def answers(model: LlamaForCausalLM, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits where something is asked for [Q, V], and the right answers [Q]; no others are made."""
+    asked = labels != IGNORED
+    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+    return model.lm_head(hidden[asked]), labels[asked]
+
+
+def fit(model: LlamaForCausalLM, batches: Iterable[tuple[Tensor, Tensor]], steps: int, learning_rate: float) -> None:
+    """Train on as many batches as there are steps."""
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=stage.steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)
     model.train()
-    for _ in tqdm(range(stage.steps), leave=False):
-        tokens, labels = make_batch(stage.pairs, stage.length, generator)
-        logits = model(input_ids=tokens, use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    for tokens, labels in tqdm(batches, total=steps, leave=False):
+        loss = F.cross_entropy(*answers(model, tokens, labels))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+
+
+def train(model: LlamaForCausalLM, stage: Stage, learning_rate: float) -> None:
+    """Train on fresh sequences."""
+    generator = torch.Generator().manual_seed(1)
+    fresh = (make_batch(stage.pairs, stage.length, generator) for _ in range(stage.steps))
+    fit(model, fresh, stage.steps, learning_rate)
 
 
 @torch.no_grad()

@@ -20,13 +20,12 @@ from typing import Annotated, Any
 import torch
 import typer
 from matplotlib.ticker import EngFormatter, PercentFormatter
-from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.measure.provenance import collect_provenance
 from benchmarks.result_files import MQAR_SWEEP_FILE, MQAR_SWEEP_PLOT, RESULTS, Document, read
-from benchmarks.studies.mqar import IGNORED, make_batch, state_size
+from benchmarks.studies.mqar import answers, fit, make_batch, state_size
 from benchmarks.tables.mqar import mean_of, title_of
 from hf_linattn import calibrate, get_mechanisms, patch_model
 from hf_linattn.atomic_io import write_text
@@ -100,27 +99,6 @@ def make_model(seed: int) -> LlamaForCausalLM:
     return model
 
 
-def answers(model: LlamaForCausalLM, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits where something is asked for [Q, V], and the right answers [Q]; no others are made."""
-    asked = labels != IGNORED
-    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
-    return model.lm_head(hidden[asked]), labels[asked]
-
-
-def train(model: LlamaForCausalLM, steps: int, rate: float, seed: int) -> None:
-    """Train on fresh rows of all points."""
-    optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
-    model.train()
-    for tokens, labels in tqdm(batches(steps, TRAIN, seed), total=steps, leave=False):
-        loss = F.cross_entropy(*answers(model, tokens, labels))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-
-
 @torch.no_grad()
 def scores(model: LlamaForCausalLM, purpose: int, tokens: int) -> dict[str, float]:
     """Return "pairs | length" -> the share of right answers, in rows of about as many tokens."""
@@ -144,7 +122,7 @@ def measure(
     trained: dict[float, LlamaForCausalLM] = {}
     for rate in rates:
         trained[rate] = copy.deepcopy(converted)
-        train(trained[rate], STEPS, rate, seed)
+        fit(trained[rate], batches(STEPS, TRAIN, seed), STEPS, rate)
     best = max(rates, key=lambda rate: mean_of(scores(trained[rate], VALIDATION, BATCH_TOKENS)))
     return {**row, "trained": scores(trained[best], TEST, TEST_TOKENS), "rate": best}
 
@@ -167,7 +145,7 @@ def original_of(seed: int, folder: Path) -> LlamaForCausalLM:
     kept = folder / f"seed{seed}"
     if not kept.exists():
         model = make_model(seed)
-        train(model, SOFTMAX_STEPS, RATES[0], seed)
+        fit(model, batches(SOFTMAX_STEPS, TRAIN, seed), SOFTMAX_STEPS, RATES[0])
         model.save_pretrained(kept)
     return LlamaForCausalLM.from_pretrained(kept)
 
