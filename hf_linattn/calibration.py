@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from .architecture import root_model
 from .attention_call import AttentionCall, intercept_attention
 from .config import require_count
+from .dtypes import in_fast_dtype
 from .errors import OptionError
 from .held_back import Calibration, Judge, Split, squared_errors, take_the_better, write
 from .inference import accepted, evaluation_mode, without_labels
@@ -80,7 +81,7 @@ def calibrate(
     fitted = what_is_fitted(mechanisms)
     parameters = [parameter for several in fitted.values() for parameter in several]
     tensors = [*parameters, *(buffer for path in fitted for buffer in mechanisms[path].buffers())]
-    with ExitStack() as undo:
+    with in_fast_dtype(model), ExitStack() as undo:
         undo.callback(write, tensors, [tensor.detach().clone() for tensor in tensors])
         with evaluation_mode(model), _trainable(parameters), torch.no_grad():
             found = _fit(model, mechanisms, fitted, steps, _shown(batches, progress))

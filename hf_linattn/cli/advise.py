@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from ..reading import read_tokenizer
-from .common import Json, Model, exit_on_error, load, read_text, show, to_default_device
+from .common import Json, Model, exit_on_error, read_model, read_text, show
 
 
 def advise(
@@ -29,7 +29,7 @@ def advise(
         from ..advice import advise as find
 
         texts = [read_text(file, "text") for file in text]
-        loaded = to_default_device(load(model))
+        loaded = read_model("model", model, None)
         settings = Settings(recovery_tokens=recovery_tokens, prompts=prompts)
         found = find(loaded, read_tokenizer("model", model), texts, length, settings=settings, progress=not as_json)
     table = Table(

@@ -98,11 +98,24 @@ def load(model: str, *, option: str = "model", **options: Any) -> PreTrainedMode
 
 
 def read_model(option: str, name: str, dtype: str | None) -> PreTrainedModel:
-    """Load a model onto the default device, in another dtype than it was saved in if one is named."""
+    """Load a model onto the default device, in another dtype than it was saved in if one is named.
+
+    None is the dtype that it was saved in, or float32 where a CPU is slow in that.
+    """
     if dtype is None:
-        return to_default_device(load(name, option=option))
+        return placed(load(name, option=option), dtype)
     require_known("dtype", dtype, DTYPES)
-    return to_default_device(load(name, option=option, dtype=dtype))
+    return placed(load(name, option=option, dtype=dtype), dtype)
+
+
+def placed(model: PreTrainedModel, dtype: str | None) -> PreTrainedModel:
+    """Move a model to the default device, cast to float32 where that is slow in its dtype and none was named."""
+    from ..dtypes import to_fast_dtype
+
+    moved = to_default_device(model)
+    if dtype is None:
+        to_fast_dtype(moved)
+    return moved
 
 
 def read_language_model(option: str, name: str, dtype: str | None) -> PreTrainedModel:

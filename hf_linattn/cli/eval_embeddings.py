@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import LARGEST_COUNT, require, require_count
 from ..errors import DataError, OptionError
-from .common import DTYPES, to_default_device
+from .common import DTYPES, placed
 from .eval_classifier import RowOptions
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def embedding_scores(
             raise OptionError(f"{name}={value}: it is not of embedding models; leave it out")
     texts, window = read_texts(files, options), options.document_window
     modules = SentenceModel(model, dtype or "auto", "model")
-    encoder = to_default_device(modules.take_encoder())
+    encoder = placed(modules.take_encoder(), dtype)
     limit = position_limit(encoder)
     read, name = (max_length, "max_length") if window is None else (window, "document_window")
     if read is not None and limit is not None and read > limit:
@@ -87,7 +87,7 @@ def wanted(original: str | None, dtype: str | None, texts: Texts, reading: dict[
     if original is None:
         return None
     modules = SentenceModel(original, dtype or "auto", "original")
-    encoder = to_default_device(modules.take_encoder())
+    encoder = placed(modules.take_encoder(), dtype)
     limit, windows = position_limit(encoder), reading["windows"]
     if limit is not None and reading["max_length"] > limit and (windows is None or windows.length > limit):
         windows = windows_for(modules.tokenizer, limit)

@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from ..architecture import root_model
 from ..chosen_plan import ChosenPlan, PlanRecord
 from ..config import MechanismConfig, make_config, require, require_known
+from ..dtypes import in_fast_dtype
 from ..errors import DataError, OptionError
 from ..patching import original_attention
 from ..plan import read_entries
@@ -74,6 +75,7 @@ def choose_plan(
 
     Nothing is trained, and the model is as before, also after an error. The file's top has the method. Where recall
     cannot choose, for an encoder or a model that knows fewer than three answers, divergence does; a warning says so.
+    A processor that is slow in the model's dtype computes in float32, as a warning says.
 
     Args:
         model: a model that is not patched. tokenizer: its own; None where there is nothing to tokenise.
@@ -101,8 +103,9 @@ def choose_plan(
     config, texts = read_replacement(replace), list(batches or ())
     with gated(model, config, unit) as gates, torch.no_grad():
         count = number_to_keep(gates, keep, unit, settings)
-        chosen, reason = _signals(gates, tokenizer, signal, texts, settings)
-        scores = _scores(gates, SEARCHES[search], chosen, settings, count)
+        with in_fast_dtype(model):
+            chosen, reason = _signals(gates, tokenizer, signal, texts, settings)
+            scores = _scores(gates, SEARCHES[search], chosen, settings, count)
         record = PlanRecord(
             **_places(gates, scores, count), unit=unit, replace=_as_data(config), search=search, reason=reason,
             signal="divergence" if reason else signal, seed=settings.seed, seconds=time.perf_counter() - start,

@@ -11,18 +11,14 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hf_linattn.config import require
+from hf_linattn.dtypes import is_fast
 
 logger = logging.getLogger(__name__)
 
 
 def bfloat16_pays() -> bool:
-    """Return whether this machine multiplies bfloat16 as fast as float32; where it does not, the log says so.
-
-    PyTorch's products of bfloat16 on an x86 processor without AVX512-BF16 or AMX take fifty times as long as those of
-    float32.
-    """
-    known = not torch.accelerator.is_available() and torch.backends.mkldnn.is_available()
-    if not known or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    """Return whether this machine trains in bfloat16 as fast as in float32; where it does not, the log says so."""
+    if torch.accelerator.is_available() or is_fast(torch.bfloat16, torch.device("cpu")):
         return True
     logger.warning("bf16: float32 is taken, as this processor has no instructions for products of bfloat16")
     return False
