@@ -24,6 +24,7 @@ from ..mechanisms import Mechanism
 from ..patching import get_mechanisms, patch_model, unpatch_model
 
 UNITS = ("head", "layer")
+KEPT_BYTES = 2**31  # of activations, for one backward pass; layers beyond them are made again
 
 
 class Place(NamedTuple):
@@ -66,8 +67,7 @@ class Gates:
         return len(self.places)
 
     def run(self, values: Tensor, inputs: Mapping[str, Any]) -> Any:
-        """Return the model's output with these gates [U]; gradients reach those, and layers are made again for them.
-        """
+        """Return the model's output with these gates [U]; gradients reach those."""
         self.values = values
         options = accepted(self.model, use_cache=False)
         with ExitStack() as stack:
@@ -127,17 +127,37 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(wanted)
 
 
+class _Room:
+    """What layers may keep for the backward pass: `left` bytes, weights not counted."""
+
+    def __init__(self, model: nn.Module, size: int):
+        self.left = size
+        self._counted = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+
+    def counted(self) -> Any:
+        """Count what is kept inside."""
+        return torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor)
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._counted:
+            self._counted.add(storage.data_ptr())
+            self.left -= storage.nbytes()
+        return tensor
+
+
 @contextmanager
 def _made_again(model: nn.Module, paths: Sequence[str], within: Any) -> Iterator[None]:
-    """Keep of each layer its input alone, and make the rest again in the backward pass, inside `within()`.
+    """Keep of each layer its input alone once `KEPT_BYTES` are kept, and make the rest again in the backward pass.
 
-    That of transformers asks for training mode, and with it for dropout.
+    A layer is made again inside `within()`. Checkpointing of transformers asks for training mode, and with it for
+    dropout.
     """
-    layers = _layers(root_model(model), paths)
+    layers, room = _layers(root_model(model), paths), _Room(model, KEPT_BYTES)
     before = [(layer, vars(layer).get("forward")) for layer in layers]
     try:
         for layer in layers:
-            layer.forward = partial(_checkpointed, layer.forward, within)
+            layer.forward = partial(_run, layer.forward, within, room)
         yield
     finally:
         for layer, forward in before:
@@ -147,7 +167,12 @@ def _made_again(model: nn.Module, paths: Sequence[str], within: Any) -> Iterator
                 layer.forward = forward
 
 
-def _checkpointed(forward: Any, within: Any, *args: Any, **kwargs: Any) -> Any:
+def _run(forward: Any, within: Any, room: _Room, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer, whose activations are kept as far as there is room."""
+    if room.left > 0:
+        with room.counted():
+            return forward(*args, **kwargs)
+
     def run(*given: Any) -> Any:
         with within():  # the backward pass may be in another thread
             return forward(*given, **kwargs)

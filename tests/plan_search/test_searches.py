@@ -54,6 +54,21 @@ def difference(gates, signal, example, at: torch.Tensor, step: float = 1e-5) -> 
         ])  # fmt: skip
 
 
+def test_layers_beyond_what_may_be_kept_are_made_again_for_the_same_slopes(monkeypatch):
+    """As many layers as there is room for run once, the others twice, the first of them last."""
+    model, signal, runs = make_model("llama", num_hidden_layers=4), RecallSignal(random_prompts()[:1]), []
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, number=number: runs.append(number))
+    found = {}
+    with gated(model, SHORT, "head") as gates:
+        for room, again in {10**9: [], 1: [3, 2, 1], 0: [3, 2, 1, 0]}.items():
+            monkeypatch.setattr("hf_linattn.plan_search.gates.KEPT_BYTES", room)
+            runs.clear()
+            found[room] = slopes_at(gates, signal, torch.full_like(gates.values, 0.5), OPTIONS)
+            assert runs == [0, 1, 2, 3, *again]
+    assert found[0].any() and all(torch.equal(slopes, found[0]) for slopes in found.values())
+
+
 @pytest.mark.parametrize("unit", ["head", "layer"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_slopes_of_recall_are_the_differences_of_gates(name, unit):
@@ -178,9 +193,10 @@ def test_scores_are_averaged_by_group_whatever_their_size():
     assert_close(mean_scores(torch.zeros(1, 2), ["a"]), torch.zeros(2))
 
 
-def test_memory_of_a_backward_pass_is_that_of_one_layer():
+def test_memory_of_a_backward_pass_is_that_of_one_layer_beside_what_may_be_kept(monkeypatch):
     from hf_linattn.evaluation.memory import LiveBytes
 
+    monkeypatch.setattr("hf_linattn.plan_search.gates.KEPT_BYTES", 1)
     peaks = []
     for layers in (2, 8):
         model, prompts = make_model("llama", num_hidden_layers=layers), random_prompts()[:1]
