@@ -19,6 +19,7 @@ from benchmarks.result_files import (
     LONG_DOCUMENTS_FILE,
     LONG_DOCUMENTS_SPEED_FILE,
     LONG_INPUTS_FILES,
+    MQAR_SWEEP_FILE,
     PEERS_FILE,
     RETRIEVAL_FILE,
     ROOT,
@@ -36,6 +37,7 @@ from benchmarks.tables.gpu_page import passes_section, steps_section
 from benchmarks.tables.heads import whole_model_section
 from benchmarks.tables.markdown import replace_section
 from benchmarks.tables.memory import depth_parts, long_inputs_tables, prompts_table
+from benchmarks.tables.mqar import sweep_section
 from benchmarks.tables.quality import board_table, recovery_table, retrieval_table
 from benchmarks.tables.speed import (
     decoding_table,
@@ -52,7 +54,7 @@ from hf_linattn.atomic_io import write_text
 
 SECTIONS = {
     "speed.md": ("whole", "benchmarks", "prompts", "graphs"),
-    "results.md": ("board", "recovery", "tasks", "documents", "documents-speed", "retrieval"),
+    "results.md": ("board", "recovery", "tasks", "documents", "documents-speed", "retrieval", "recall-sweep"),
     "memory.md": ("depth",),
     "gpu.md": ("passes", "steps"),
     "command-line.md": ("start",),
@@ -117,7 +119,10 @@ def write_tables(root: Path = ROOT) -> None:
     """Rewrite the results page and the generated sections of other pages from whatever result files exist."""
     results = root / "benchmarks" / "results"
     documents, long_inputs = (read_all(results, *names) for names in (SPEED_FILES, LONG_INPUTS_FILES))
-    single = read_all(results, PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE, HEADS_FILE, COMPILED_DECODING_FILE, START_FILE)
+    single = read_all(
+        results, PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE, HEADS_FILE, COMPILED_DECODING_FILE, START_FILE,
+        MQAR_SWEEP_FILE,
+    )  # fmt: skip
     peers, depth, retrieved = (single.get(name) for name in (PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE))
     reports = recovery_reports(results)
     results.mkdir(parents=True, exist_ok=True)
@@ -133,6 +138,7 @@ def write_tables(root: Path = ROOT) -> None:
         "recovery": recovery_table(reports) if reports else "",
         "retrieval": retrieval_table(retrieved) if retrieved else "",
         "depth": "\n\n".join(depth_parts(depth)) if depth else "",
+        "recall-sweep": sweep_section(single[MQAR_SWEEP_FILE]) if MQAR_SWEEP_FILE in single else "",
     }
     of_classifiers = read_all(results, *(name for name, _ in CLASSIFIERS.values()))
     bodies |= {x: make(of_classifiers[name]) for x, (name, make) in CLASSIFIERS.items() if name in of_classifiers}
