@@ -235,7 +235,7 @@ def _read(job: _Job, state: HardKeyState | None) -> tuple[Tensor, Memory, HardKe
     """Return the output of the tokens of each row, and the state and the hard keys after them."""
     rows, store = job.rows, _first_store(job, state)
     aligned = _align_fresh(job) if state is None else _align(job, state)
-    # blocks that C reads in windows that lie one behind the other: more of them at once read less twice
+    # windows overlap: of more blocks at once fewer keys are read twice, and in C no scores fill the cache
     most = chunks_at_once(rows.query.whole.shape[:3].numel(), aligned.begin.device) * (2 if job.blocks else 1)
     memory, outputs = store.memory, []
     for start in range(0, aligned.blocks, most):
