@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..ops import reference
 from ..ops.common.numerics import bounded
+from ..ops.common.tracing import scaled
 from ..ops.delta_rule.interface import gated_delta_rule
 from ..ops.linear.torch import unit_length
 from .capabilities import ExactnessLimit
@@ -104,7 +105,7 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
         gates = self._beta(key, mask), self.gate(key, mask) if self.config.gate else None
         maps = (lambda x: query_map(x).values), (lambda x: key_map(x).values)
         output, memory = gated_delta_rule(query, key, value, *gates, state.memory, *maps, self.policy)
-        return output * bounded(self.output_scale.to(output.dtype))[:, None, None], DeltaState(memory)
+        return scaled(output, bounded(self.output_scale.to(output.dtype))[:, None, None]), DeltaState(memory)
 
     def key_entries(self, key: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return what keys [B, Hkv, N, D] write, anywhere: unit features, beta [B, Hkv, N], log g or None."""

@@ -15,6 +15,7 @@ from ..config import MechanismConfig, require, require_count
 from ..errors import UnsupportedModeError, UnsupportedModelError
 from ..ops import reference
 from ..ops.common.numerics import bounded
+from ..ops.common.tracing import scaled
 from ..ops.delta_rule.interface import gated_delta_rule
 from ..ops.delta_rule.types import FeatureMap
 from ..ops.linear.torch import unit_length
@@ -293,8 +294,8 @@ class GatedDeltanetMechanism(SequenceMechanism):
             said = output.unflatten(1, (mix.shape[0], copies, mix.shape[1]))
             output = (said * mix.mT[..., None, None]).sum(2).flatten(1, 2)
         if self.config.output_norm:
-            output = output * torch.rsqrt(output.square().mean(-1, keepdim=True) + LEAST_SQUARE)
-        return output * self._factor(output, hidden)
+            output = scaled(output, torch.rsqrt(output.square().mean(-1, keepdim=True) + LEAST_SQUARE))
+        return scaled(output, self._factor(output, hidden))
 
     def _factor(self, like: Tensor, hidden: Tensor | None) -> Tensor:
         """Return what outputs are multiplied by in the end [B or 1, H, N or 1, 1]."""

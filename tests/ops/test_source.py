@@ -38,6 +38,20 @@ def test_gradients_are_those_of_indexing(tensor, used):
     torch.testing.assert_close(*gradients, rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.parametrize("layout", [(0, 1, 2), (1, 0, 2), (2, 0, 1)], ids=str)
+def test_rows_of_heads_in_any_layout(tensor, layout):
+    """Those of a source, with its other parts, and their gradients."""
+    dims = [0, *(1 + x for x in layout)]
+    x = tensor.detach().permute(dims).contiguous().permute([dims.index(i) for i in range(4)]).requires_grad_()
+    place = torch.tensor([3, 9, 3, 0]).expand(2, 3, 4)
+    source = Source(x)
+    got = [source.rows(place), *parts(source)]
+    want = [x[:, :, place[0, 0]], *plain_parts(x)]
+    gradients = [torch.autograd.grad(sum(y.sin().sum() for y in made), x)[0] for made in (got, want)]
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(*gradients, rtol=1e-14, atol=1e-14)
+
+
 def test_a_second_backward_pass_starts_anew(tensor):
     total = sum(x.sum() for x in parts(Source(tensor)))
     once, twice = (torch.autograd.grad(total, tensor, retain_graph=True)[0].clone() for _ in range(2))

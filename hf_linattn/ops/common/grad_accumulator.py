@@ -39,6 +39,10 @@ class Source:
         """Return the entries at `index` [K] of these dimensions flattened to one, any of them any number of times."""
         return self._take(_select, first_dim, last_dim, index)
 
+    def rows(self, place: Tensor) -> Tensor:
+        """Return what stands at `place` [B, H, K] of each head in a tensor [B, H, L, D], any number of times."""
+        return self._take(rows_at, place)
+
     def _take(self, how: Any, *place: Any) -> Tensor:
         if self.gradient is None:
             return how(self.whole, *place)
@@ -92,6 +96,23 @@ def _select(x: Tensor, first_dim: int, last_dim: int, index: Tensor, add: Tensor
     """Return entries of x, or x with `add` added to them."""
     rows = x.flatten(first_dim, last_dim)
     return rows.index_select(first_dim, index) if add is None else rows.index_add_(first_dim, index, add)
+
+
+def rows_at(x: Tensor, place: Tensor, add: Tensor | None = None) -> Tensor:
+    """Return what stands at `place` [B, H, K] of each head in x [B, H, L, D], or x with `add` added to that."""
+    batch, heads, length, _ = x.shape
+    row, head = torch.arange(batch, device=x.device)[:, None, None], torch.arange(heads, device=x.device)[:, None]
+    turned = x.transpose(1, 2)  # as models give heads: whole rows of memory are copied, which index_select does fast
+    if x.is_contiguous():
+        rows, index = x.flatten(0, 2), (row * heads + head) * length + place
+    elif turned.is_contiguous():
+        rows, index = turned.flatten(0, 2), (row * length + place) * heads + head
+    else:
+        return x[row, head, place] if add is None else x.index_put_((row, head, place), add, accumulate=True)
+    if add is None:
+        return rows.index_select(0, index.flatten()).view(*place.shape, x.shape[3])
+    rows.index_add_(0, index.flatten(), add.flatten(0, 2))
+    return x
 
 
 class _Part(torch.autograd.Function):

@@ -37,6 +37,11 @@ def may_write(*tensors: Tensor) -> bool:
     return not any(x.requires_grad or (outside and x.is_inference()) for x in tensors)
 
 
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """Return x, which nobody else holds, times a factor of its dtype: in its own memory where that may be written."""
+    return x.mul_(factor) if may_write(x) else x * factor
+
+
 def is_known(x: Tensor) -> bool:
     """Whether the values of x may decide what is done: not where that is recorded, nor where vmap maps over x."""
     if is_recorded():

@@ -1,8 +1,8 @@
-"""`hard_keys` in C where no gradients are needed: prefill, what goes on after a state, and steps, in any padding.
+"""`hard_keys` in C: prefill, what goes on after a state, and steps, in any padding.
 
 One pass sorts a block and reads the queries that follow. What ranks a key is worked out in the same order wherever it
 stands, so that all of them choose the same keys, to the last bit. What a state by the delta rule is read and written
-with comes from PyTorch.
+with comes from PyTorch. In training the C reads exact keys and writes by the delta rule, and PyTorch does all else.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..block_softmax.cpu import NATIVE_BLOCKS
 from ..common.precision import accum_dtype, wide
 from ..linear.cpu import few_sequences, map_operands
 from ..linear.types import CHUNK_SIZE, native_maps
 from ..runtime.cpu import KINDS, dense_rows, empty_output, refusal
+from . import hard_keys as pytorch
 from .cpu_kernels import hard_keys
 from .memory import Memory
 from .sums import Rows, make_rows, remember
@@ -27,17 +29,19 @@ def unsupported(call: HybridCall) -> str | None:
     weights = call.weights
     if reason := refusal(call.query, kinds=KINDS):
         return reason
-    if not call.policy.inference:
-        return "a window in blocks with gradients or in training"
     if weights.window_log is not None:
         return "window_scale='maximum'"
-    if not weights.delta_rule and not native_maps(weights.query_map, weights.key_map):
+    if not call.policy.inference and call.state is not None:
+        return "tokens after a state with gradients or in training"
+    if call.policy.inference and not weights.delta_rule and not native_maps(weights.query_map, weights.key_map):
         return "a feature map that the C does not know"
     return few_sequences(call.key)
 
 
 def run(call: HybridCall) -> tuple[Tensor, HardKeyState]:
     """Return the output [B, H, N, Dv] and the state after the last real token of each row."""
+    if not call.policy.inference:
+        return pytorch.run(call._replace(weights=call.weights.beside(call.key)), NATIVE_BLOCKS)
     (query, key, value), weights, state = (dense_rows(x) for x in call[:3]), call.weights, call.state
     rows = make_rows(query, key, value, weights, call.lengths, state)
     grouped, batch = rows.query.whole, len(key)

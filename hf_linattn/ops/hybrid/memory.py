@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..common.numerics import LOWEST, dense, fast_exp
 from ..delta_rule.interface import gated_delta_rule
+from ..dispatch import Policy
 from ..linear.torch import ratio, with_ones
 from ..linear.types import FeatureMap
 from .sums import Sums, join
@@ -103,13 +104,13 @@ class DeltaMemory(NamedTuple):
 
     query_map: makes what queries [B, Hkv, G, N, D] at positions [B or 1, N] read with. key_map: makes of keys
     [B, Hkv, C, D] at positions [B or 1, Hkv or 1, C] what they write, features of length 1, beta [B, Hkv, C], log g or
-    None. log_mix: [H], the log of a factor of the state's share.
+    None. log_mix: [H], the log of a factor of the state's share. policy: which backends may write.
     """
 
     query_map: Callable[[Tensor, Tensor], Tensor]
     key_map: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
     log_mix: Tensor
-    rate: Tensor | None = None
+    policy: Policy
 
     def empty(self, parts: tuple[Tensor, ...]) -> Memory:
         features, value = parts[:2]
@@ -129,7 +130,8 @@ class DeltaMemory(NamedTuple):
     def write(self, memory: Memory, parts: tuple[Tensor, ...], real: Tensor, age: Any, passed: Any) -> Memory:
         features, value, beta, *gate = (x.masked_fill(~real[..., None], 0.0) for x in parts)
         log_gate = gate[0][..., 0] if gate else None
-        _, kv = gated_delta_rule(features, features, value, beta[..., 0], log_gate, memory.kv)  # answers are not read
+        heads = features, features, value  # answers are not read
+        _, kv = gated_delta_rule(*heads, beta[..., 0], log_gate, memory.kv, policy=self.policy)
         return memory._replace(kv=kv)
 
     def read(self, query: Tensor, memory: Memory, position: Tensor, begin: Tensor) -> Sums:
@@ -148,7 +150,10 @@ class DeltaMemory(NamedTuple):
 MemoryRule = KernelMemory | DeltaMemory
 
 
-def memory_rule(weights: HybridWeights) -> MemoryRule:
+def memory_rule(weights: HybridWeights, policy: Policy) -> MemoryRule:
     """Return what keys enter that have left the window and are no hard ones."""
-    kind: Any = DeltaMemory if weights.delta_rule else KernelMemory
-    return kind(weights.query_map, weights.key_map, weights.log_mix, weights.decay_rate)
+    query_map: Any = weights.query_map
+    key_map: Any = weights.key_map
+    if weights.delta_rule:
+        return DeltaMemory(query_map, key_map, weights.log_mix, policy)
+    return KernelMemory(query_map, key_map, weights.log_mix, weights.decay_rate)

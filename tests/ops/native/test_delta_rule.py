@@ -11,6 +11,9 @@ from torch import Tensor
 
 import hf_linattn
 from hf_linattn.errors import DerivativeError
+from hf_linattn.evaluation.memory import LiveBytes
+from hf_linattn.mechanisms import AttentionLayer
+from hf_linattn.mechanisms.gated_deltanet import GatedDeltanetConfig, GatedDeltanetMechanism
 from hf_linattn.ops.delta_rule import cpu, cpu_kernels
 from hf_linattn.ops.delta_rule.interface import gated_delta_rule
 from hf_linattn.ops.dispatch import Policy, recording
@@ -154,6 +157,25 @@ def test_a_second_derivative_is_refused():
     output, _ = gated_delta_rule(*problem, policy=AUTO)
     with pytest.raises(DerivativeError):
         torch.autograd.grad(output.sum(), problem.key, create_graph=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"output_gate": True}], ids=str)
+def test_inference_holds_one_output(options):
+    """It is scaled where it stands, to what it is with gradients, and heads stay as they are."""
+    layer = AttentionLayer(
+        index=0, num_heads=4, num_key_value_heads=2, head_dim=32, causal=True, scaling=32**-0.5,
+        device=torch.device("cpu"), dtype=torch.float32, hidden_size=8,
+    )  # fmt: skip
+    mechanism = GatedDeltanetMechanism(GatedDeltanetConfig(**options), layer).eval()
+    torch.nn.init.uniform_(mechanism.output_scale, 0.5, 2.0)
+    heads, hidden = [torch.randn(1, n, 2048, 32) for n in (4, 2, 2)], torch.randn(1, 2048, 8)
+    before = [x.clone() for x in heads]
+    given = {"hidden_states": hidden} if mechanism.reads_hidden else {}
+    with torch.no_grad(), LiveBytes() as count:
+        output, _ = mechanism(*heads, **given)
+    assert count.peak < 1.3 * output.nbytes, count.peak / output.nbytes
+    assert all(torch.equal(*pair) for pair in zip(heads, before, strict=True))
+    torch.testing.assert_close(output, mechanism(*heads, **given)[0].detach())
 
 
 def test_products_are_counted():

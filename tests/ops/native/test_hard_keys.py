@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from hf_linattn import OperandError
+from hf_linattn.evaluation.memory import LiveBytes
 from hf_linattn.mechanisms.inputs import CallOptions
 from hf_linattn.ops.dispatch import Policy, recording
-from hf_linattn.ops.hybrid import cpu_kernels
+from hf_linattn.ops.hybrid import cpu_kernels, hard_keys
 from hf_linattn.ops.hybrid.interface import causal_hybrid_attention
 from hf_linattn.ops.hybrid.types import HardKeyState
 from hf_linattn.ops.runtime import cpu as library
@@ -157,12 +158,54 @@ def test_the_first_of_equals_are_kept_and_what_has_no_value_is_none(variant):
     assert state.hard_position[:, 1].tolist() == [[0, 1, 2]] * 2
 
 
-def test_training_and_other_maps_are_pytorchs_and_say_why():
-    heads = make_heads(1, 200)
-    for linear, reason in (("hedgehog", "a window in blocks with gradients"), ("taylor", "a feature map")):
-        mechanism = make_mechanism("hybrid", True, linear=linear, num_hard_keys=3)
-        with torch.set_grad_enabled(linear == "hedgehog"), recording() as decisions:
-            mechanism(*heads)
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("linear", [*MAPS, *DELTA])
+@pytest.mark.parametrize("sizes", [*SIZES, (65, 3, 0)], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_gradients(variant, products, linear, sizes, padded, monkeypatch):
+    """Of blocks that are made again, two by two."""
+    monkeypatch.setattr(hard_keys, "chunks_at_once", lambda *_: 1)
+    mechanism = make_hard(linear, sizes if sizes[2] or linear in DELTA else SIZES[0])
+    heads, lengths = make_heads(2, LENGTH), torch.tensor([LENGTH, 203]) if padded else None
+    sink = torch.linspace(-1.0, 1.0, heads[0].shape[1])
+    results = []
+    for name, dtype in (("auto", torch.float32), ("torch", torch.float64)):
+        inputs = [x.to(dtype).requires_grad_() for x in (*heads, sink)]
+        weights = mechanism.to(dtype).pair_weights(inputs[1], CallOptions(sink=inputs[3]))
+        with recording() as decisions:
+            output, state = causal_hybrid_attention(*inputs[:3], weights, lengths, policy=Policy(name, training=True))
+        assert decisions[0].backend == {"auto": "cpu"}.get(name, name)
+        output = torch.cat([output[0], output[1, :, :203]] if padded else [*output], dim=1)
+        loss = output.sin().sum() + state.kv.sin().sum() + (state.hard_key.sum(-1) * state.hard_value.sum(-1)).sum()
+        inputs += [x for x in mechanism.parameters() if x.requires_grad]
+        results.append([output.detach(), *torch.autograd.grad(loss, inputs, allow_unused=True)])
+    assert all(x is not None for x in results[0])
+    for got, want in zip(*results, strict=True):
+        assert_close(got.double(), want, 1e-4 * max(1.0, float(want.abs().max())))
+
+
+def test_memory_of_training_is_that_of_a_few_blocks():
+    """Between the passes less than the heads themselves is kept of a block, and all in all little more is needed."""
+    kept, peaks = [], []
+    for blocks in (32, 64):
+        mechanism, heads = make_hard("hedgehog", (65, 0, 64)), [x.requires_grad_() for x in make_heads(2, 64 * blocks)]
+        with LiveBytes() as count:
+            loss = mechanism(*heads)[0].sum()
+            kept.append(count.live)
+            loss.backward()
+        peaks.append(count.peak)
+        del loss
+        assert count.live == sum(x.grad.nbytes for x in (*heads, *mechanism.parameters()) if x.grad is not None)
+    more = sum(x.nbytes for x in heads) / 2
+    assert kept[1] - kept[0] < more / 2 and peaks[1] - peaks[0] < 1.5 * more, (kept, peaks, more)
+
+
+def test_maps_that_the_c_does_not_know_are_pytorchs_and_say_why():
+    mechanism, heads = make_mechanism("hybrid", True, linear="taylor", num_hard_keys=3), make_heads(1, 200)
+    _, state = mechanism(*heads)
+    for grad, before, reason in ((False, None, "a feature map"), (True, state, "tokens after a state with gradients")):
+        with torch.set_grad_enabled(grad), recording() as decisions:
+            mechanism(*heads, state=before)
         assert decisions[0].backend == "torch" and decisions[0].passed_over["cpu"].startswith(reason)
 
 
