@@ -15,6 +15,7 @@ COUNTED = 2  # the step whose operations are counted; the first one makes what l
 # of the matrices that are multiplied to measure a machine's rate, and how many products are taken at a time; else:
 SIZES = {"cuda": (4096, 16)}
 SIZE = (1024, 1)
+LONG = 0.5  # seconds of a run that needs no other: of a dtype without instructions for it
 
 
 class Speed(TrainerCallback):
@@ -78,7 +79,7 @@ class _Whole(nullcontext[None]):
 
 @functools.cache
 def matrix_rate(device: str, dtype: torch.dtype) -> float:
-    """Return the operations a second of a large matrix product, two for each multiplication, the best of three."""
+    """Return the operations a second of a large matrix product, two for each multiplication, the best of four runs."""
     size, products = SIZES.get(device, SIZE)
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
@@ -89,6 +90,8 @@ def matrix_rate(device: str, dtype: torch.dtype) -> float:
             result = left @ right
         result.flatten()[0].item()  # which waits for the device
         best = min(best, time.perf_counter() - start)
+        if best > LONG:
+            break
     return 2 * size**3 * products / best
 
 
