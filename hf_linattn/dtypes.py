@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether products of a dtype take a device no longer than those of float32.
 
-    An x86 processor without AVX512-BF16 or AMX takes ten times as long for those of bfloat16, and fifty in training;
+    An x86 processor without AVX512-BF16 or AMX takes nine times as long for those of bfloat16, and fifty in training;
     one without AVX512-FP16 or AMX as much for float16. Where PyTorch cannot say, the answer is yes.
     """
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():

@@ -48,6 +48,7 @@ from tests.training.test_task import CLASSIFIER, classified, classifier
         ("--resume_from_checkpoint elsewhere", "resume_from_checkpoint must be 'True', the output_dir.*'elsewhere'"),
         ("--report_to comet", "report_to='comet' is not known.* Known: .*wandb"),
         ("--bf16 True --fp16 True", "fp16 and bf16"),
+        ("--bf16_full_eval True --fp16_full_eval True", "full eval"),
         ("--eval_strategy no", "load_best_model_at_end requires the save and eval strategy to match"),
         ("--lr_scheduler_type cosinus", r"lr_scheduler_type.*cosinus|cosinus.*lr_scheduler_type"),
         ("--lr_scheduler_kwargs {", "lr_scheduler_kwargs"),

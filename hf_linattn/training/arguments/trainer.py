@@ -82,7 +82,7 @@ class FinetuningArguments(TrainingArguments):
         half = self.bf16 or self.bf16_full_eval  # type: ignore[has-type]  # fields of transformers' dataclass
         if half and not torch.accelerator.is_available():
             self.use_cpu = True  # which has bfloat16, but transformers wants it said
-            both = self.fp16 and (self.bf16 or self.bf16_full_eval)  # type: ignore[has-type]  # transformers refuses it
+            both = self.fp16 or self.fp16_full_eval  # which transformers refuses
             if not both and not bfloat16_pays():
                 self.bf16, self.bf16_full_eval = False, False
         super().__post_init__()
