@@ -181,18 +181,16 @@ def _recall(
     if root.config.is_encoder_decoder or not all(kind.layer.causal for kind in gates.mechanisms.values()):
         return RecallSignal([]), f"{type(root).__name__} does not continue a prompt from left to right"
     asked = prompts_for(root, tokenizer, options)
-    known = asked
     if options.prompts is None and tokenizer is not None:
         with original_attention(gates.model):
             known = in_own_words(gates.model, tokenizer, asked, options.progress)
-    whole, none = torch.ones_like(gates.values), torch.zeros_like(gates.values)
-    answered = RecallSignal(RecallSignal(known).answered(gates, whole, options.progress))
-    still = answered.answered(gates, none, options.progress)
-    lost = [prompt for prompt in answered.examples if prompt not in still]
-    least = min(LEAST_PROMPTS, len(asked))
-    count = len(answered.examples)
-    few = f"{type(root).__name__} itself answers {count} of {len(asked)} prompts" if count < least else ""
-    return RecallSignal(lost) if len(lost) >= least else answered, few
+    else:
+        known = RecallSignal(asked).answered(gates, options.progress)
+    signal, least = RecallSignal(known), min(LEAST_PROMPTS, len(asked))
+    if len(known) < least:
+        return signal, f"{type(root).__name__} itself answers {len(known)} of {len(asked)} prompts"
+    signal.keep_lost(gates, least, options.progress)
+    return signal, ""
 
 
 def _scores(

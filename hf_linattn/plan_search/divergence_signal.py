@@ -11,15 +11,16 @@ from torch import Tensor
 from ..errors import UnsupportedModelError
 from ..inference import without_labels
 from .gates import Gates
+from .options import Signal
 
 
-class DivergenceSignal:
+class DivergenceSignal(Signal):
     """- KL(original || gated), the mean over a batch's real tokens, in nats."""
 
     name = "divergence"
 
     def __init__(self, batches: Sequence[Mapping[str, Any]]):
-        self.examples: list[Mapping[str, Any]] = list(batches)
+        super().__init__(batches)
         self._original: tuple[Any, Tensor] | None = None  # of the batch that was last asked for
 
     @property

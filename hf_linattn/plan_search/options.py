@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,18 +16,32 @@ from ..errors import OptionError, did_you_mean
 from .gates import Gates
 
 
-class Signal(Protocol):
+class Signal(ABC):
     """What a plan is to keep of a model: a number for each example and each setting of the gates."""
 
     name: str
-    examples: list[Any]
+
+    def __init__(self, examples: Sequence[Any]):
+        self.examples = list(examples)
 
     @property
+    @abstractmethod
     def groups(self) -> list[str]:
         """What each example is of; the groups count alike."""
 
+    @abstractmethod
     def value(self, gates: Gates, values: Tensor, example: Any) -> Tensor:
         """Return the signal [] of an example with these gates [U]: the higher, the better."""
+
+    def slopes(self, gates: Gates, values: Tensor, example: Any) -> Tensor:
+        """Return d signal / d g [U] of an example at these gates.
+
+        The exact outputs behind shut gates have no gradient but the gates' own, so with all gates shut the backward
+        pass is that of the model in which everything is replaced.
+        """
+        given = values.clone().requires_grad_()
+        with torch.enable_grad():
+            return torch.autograd.grad(self.value(gates, given, example), given)[0]
 
 
 @dataclass(frozen=True)

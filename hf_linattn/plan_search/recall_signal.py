@@ -13,9 +13,10 @@ from tqdm.auto import tqdm
 from ..architecture import root_model
 from ..inference import accepted
 from .gates import Gates
+from .options import Signal
 
 
-class RecallSignal:
+class RecallSignal(Signal):
     """log p(answer | prompt), summed over the answer's tokens, in nats; only the answer's logits are made.
 
     A prompt is what `hf_linattn.evaluation.recall.make_prompts` makes: it has a `task`, a `length`, `prompt_ids` and
@@ -25,7 +26,8 @@ class RecallSignal:
     name = "recall"
 
     def __init__(self, prompts: Sequence[Any]):
-        self.examples: list[Any] = list(prompts)
+        super().__init__(prompts)
+        self._first_slopes: dict[int, Tensor] = {}  # by id of the prompt: with all gates shut
 
     @property
     def groups(self) -> list[str]:
@@ -39,13 +41,36 @@ class RecallSignal:
         answer = torch.tensor(example.answer_ids, device=logits.device)
         return logits.log_softmax(-1).gather(1, answer[:, None]).sum()
 
-    def answered(self, gates: Gates, values: Tensor, progress: bool) -> list[Any]:
-        """Return the prompts whose answer is known with these gates: p >= 1/2 a token, in the geometric mean."""
-        prompts = tqdm(self.examples, desc="prompts that are answered", disable=not progress)
-        return [prompt for prompt in prompts if bool(self._mean(gates, values, prompt) >= -math.log(2))]
+    def slopes(self, gates: Gates, values: Tensor, example: Any) -> Tensor:
+        """Return d signal / d g [U] of a prompt at these gates."""
+        first = self._first_slopes.get(id(example))
+        return super().slopes(gates, values, example) if first is None or bool(values.any()) else first
 
-    def _mean(self, gates: Gates, values: Tensor, example: Any) -> Tensor:
-        return self.value(gates, values, example) / len(example.answer_ids)
+    def answered(self, gates: Gates, progress: bool) -> list[Any]:
+        """Return the prompts whose answer the original knows."""
+        prompts = tqdm(self.examples, desc="prompts that are answered", disable=not progress)
+        whole = torch.ones_like(gates.values)
+        return [prompt for prompt in prompts if is_known(float(self.value(gates, whole, prompt)), prompt.answer_ids)]
+
+    def keep_lost(self, gates: Gates, least: int, progress: bool) -> None:
+        """Leave the prompts alone whose answer is not known with all gates shut, if there are `least`.
+
+        The forward that says so is that of their first slopes, too.
+        """
+        lost = []
+        for prompt in tqdm(self.examples, desc="prompts that are lost", disable=not progress):
+            shut = torch.zeros_like(gates.values).requires_grad_()
+            with torch.enable_grad():
+                value = self.value(gates, shut, prompt)
+                if not is_known(float(value.detach()), prompt.answer_ids):
+                    lost.append(prompt)
+                    (self._first_slopes[id(prompt)],) = torch.autograd.grad(value, shut)
+        self.examples = lost if len(lost) >= least else self.examples
+
+
+def is_known(log_likelihood: float, answer_ids: Sequence[int]) -> bool:
+    """Say whether a model knows an answer: p >= 1/2 a token, in the geometric mean."""
+    return log_likelihood >= -math.log(2) * len(answer_ids)
 
 
 def _inputs(gates: Gates, prompt: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from ..config import require
 from ..errors import DataError, OptionError
 from ..position_tables import position_tables
 from .options import SearchOptions
+from .recall_signal import is_known
 
 LENGTHS = (256, 512, 1024, 2048)  # tokens of a prompt; the two longest that a model has positions for
 
@@ -58,15 +59,18 @@ def _suite(tokenizer: PreTrainedTokenizerBase | None, options: SearchOptions, li
 def in_own_words(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: list[Any], progress: bool
 ) -> list[Any]:
-    """Return the prompts that a model answers, with the answers as it writes them itself.
+    """Return the prompts whose answers a model knows, with these as it writes them itself.
 
     Where a model puts a colon first, the probability of an answer without one would speak of the colon.
     """
     from ..evaluation.recall import own_answers
 
     answers = own_answers(model, tokenizer, prompts, progress=progress)
-    written = zip(prompts, answers, strict=True)
-    return [dataclasses.replace(prompt, answer_ids=ids) for prompt, ids in written if ids is not None]
+    return [
+        dataclasses.replace(prompt, answer_ids=own.ids)
+        for prompt, own in zip(prompts, answers, strict=True)
+        if own is not None and is_known(own.log_likelihood, own.ids)
+    ]
 
 
 def _positions(root: PreTrainedModel) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -106,14 +107,17 @@ def test_own_answers_are_the_shortest_continuations_that_hold_the_answer(model, 
         for prompt, text in zip(prompts, written, strict=True)
     ]
     own = own_answers(model, bundled_tokenizer(), asked, batch_size=3, progress=False)
-    for prompt, text, ids in zip(asked, written, own, strict=True):
+    for prompt, text, answer in zip(asked, written, own, strict=True):
         found = [share_found(prompt, text[:end]) == 1 for end in range(len(text) + 1)]
-        assert (ids is None) == (not any(found))
-        if ids is not None:
+        assert (answer is None) == (not any(found))
+        if answer is not None:
+            ids, score = answer
+            assert score == pytest.approx(log_likelihood(model, prompt.prompt_ids, ids), abs=2e-3)
             said, before = (bundled_tokenizer().decode(part) for part in (ids, ids[:-1]))
             assert text.startswith(said) and share_found(prompt, said) == 1 > share_found(prompt, before)
     known = in_own_words(model, bundled_tokenizer(), asked, False)
-    assert [prompt.answer_ids for prompt in known] == [ids for ids in own if ids is not None]
+    found = [answer.ids for answer in own if answer and answer.log_likelihood >= -math.log(2) * len(answer.ids)]
+    assert [prompt.answer_ids for prompt in known] == found
 
 
 def test_batches_of_1_and_16_give_the_same(model, prompts):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from hf_linattn import (
     patch_model,
 )
 from hf_linattn.evaluation import state_bytes_by_length
+from hf_linattn.evaluation.recall import OwnAnswer
 from hf_linattn.plan_search.recall_signal import RecallSignal
 from tests.evaluation.recall_reader import bundled_tokenizer
 from tests.helpers import Snapshot, logits_of, make_tokenizer, make_tokens
@@ -232,7 +234,8 @@ def test_answers_are_those_that_the_original_writes(monkeypatch):
 
     def own_answers(asked, tokenizer, prompts, progress):
         assert torch.equal(logits_of(asked, ids), expected)  # not those of what replaces heads
-        return [[7, 8] if number % 2 else None for number in range(len(prompts))]
+        found = (OwnAnswer([7, 8], 2 * math.log(0.6)), OwnAnswer([9, 9], 2 * math.log(0.4)), None)
+        return [found[number % 3] for number in range(len(prompts))]
 
     def value(signal, gates, values, example):
         seen.append(example.answer_ids)
@@ -240,10 +243,19 @@ def test_answers_are_those_that_the_original_writes(monkeypatch):
 
     monkeypatch.setattr(import_module("hf_linattn.evaluation.recall"), "own_answers", own_answers)
     monkeypatch.setattr(RecallSignal, "value", value)
-    monkeypatch.setattr(RecallSignal, "_mean", lambda *_: torch.zeros(()))
-    options = {"tasks": ["single_noise"], "lengths": [900], "num_prompts": 6}
+    options = {"tasks": ["single_noise"], "lengths": [900], "num_prompts": 9}
     record = choose_plan(model, tokenizer, 1, replace=WINDOW, **options).record
     assert record.examples == {"single_noise 900": 3} and set(map(tuple, seen)) == {(7, 8)}
+
+
+def test_a_prompt_is_read_by_the_original_and_then_once_for_each_round():
+    """The forward in which it is lost is that of its first slopes."""
+    model, forwards, backwards = make_retriever(), [], []
+    model.register_forward_pre_hook(lambda *_: forwards.append(None))
+    model.lm_head.register_full_backward_hook(lambda *_: backwards.append(None))
+    record = choose(model, 2, rounds=2).record
+    count = sum(record.examples.values())
+    assert (len(forwards), len(backwards)) == ((1 + 2) * count, 2 * count) and count == len(make_prompts())
 
 
 @pytest.mark.parametrize("linear", ["hedgehog", "deltanet"])

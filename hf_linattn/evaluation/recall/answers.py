@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,13 @@ class RecallAnswer(TypedDict):
     letter: str | None
 
 
+class OwnAnswer(NamedTuple):
+    """A right answer as a model writes it: its token ids, and their log-likelihood in nats."""
+
+    ids: list[int]
+    log_likelihood: float
+
+
 def answer_prompts(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
@@ -86,15 +93,15 @@ def own_answers(
     *,
     batch_size: int = 4,
     progress: bool = True,
-) -> list[list[int] | None]:
-    """Return how a causal language model itself writes the answer of each prompt: token ids, None if it does not.
+) -> list[OwnAnswer | None]:
+    """Return how a causal language model itself writes the answer of each prompt; None if it does not.
 
-    They are its greedy continuation up to where that contains all answers. Arguments and errors are those of
+    It is its greedy continuation up to where that contains all answers. Arguments and errors are those of
     `answer_prompts`, but prompts of several tasks may be given at once.
     """
     batches = _batches(model, tokenizer, prompts, batch_size, progress)
     found = {
-        number: ids for numbers, batch in batches for number, ids in zip(numbers, batch.own_answers(), strict=True)
+        number: own for numbers, batch in batches for number, own in zip(numbers, batch.own_answers(), strict=True)
     }
     return [found[i] for i in range(len(prompts))]
 
@@ -164,20 +171,22 @@ class _Batch:
         candidates = [(prompt.answer_ids, *prompt.wrong_ids) for prompt in self.prompts]
         of_candidate = [self._score(continuations) for continuations in zip(*candidates, strict=True)]
         scores = list(zip(*of_candidate, strict=True))
-        written = [self._text(ids) for ids in self._write()]
+        written = [self._text(ids) for ids, _ in self._write()]
         return [
             self._answer(prompt, text, own[0], own[1:])
             for prompt, text, own in zip(self.prompts, written, scores, strict=True)
         ]
 
-    def own_answers(self) -> list[list[int] | None]:
+    def own_answers(self) -> list[OwnAnswer | None]:
         """Return what the model writes up to where all answers stand; afterwards the cache is used up."""
-        return [self._up_to_answer(prompt, ids) for prompt, ids in zip(self.prompts, self._write(), strict=True)]
+        written = zip(self.prompts, self._write(), strict=True)
+        return [self._up_to_answer(prompt, ids, scores) for prompt, (ids, scores) in written]
 
-    def _up_to_answer(self, prompt: RecallPrompt, ids: list[int]) -> list[int] | None:
+    def _up_to_answer(self, prompt: RecallPrompt, ids: list[int], scores: list[float]) -> OwnAnswer | None:
         if share_found(prompt, self._text(ids)) < 1:
             return None
-        return next(ids[:end] for end in range(1, len(ids) + 1) if share_found(prompt, self._text(ids[:end])) == 1)
+        end = next(end for end in range(1, len(ids) + 1) if share_found(prompt, self._text(ids[:end])) == 1)
+        return OwnAnswer(ids[:end], sum(scores[:end]))
 
     def _answer(self, prompt: RecallPrompt, written: str, right: float, wrong: Sequence[float]) -> RecallAnswer:
         letter = None
@@ -206,25 +215,23 @@ class _Batch:
         read = torch.cat([self.ids[:, -1:], rows[:, :-1]], dim=1)
         mask = torch.cat([self.mask, here[:, :-1].long()], dim=1)
         logits = self._forward(read, mask, copy.deepcopy(self.cache))
-        losses = nn.functional.cross_entropy(
-            logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
-            rows.flatten().to(logits.device),
-            reduction="none",
-        )
-        scores = -losses.view(rows.shape).cpu().double().masked_fill(~here.cpu(), 0.0).sum(1)
+        losses = _losses(logits.flatten(0, 1), rows.flatten())
+        scores = -losses.view(rows.shape).masked_fill(~here.cpu(), 0.0).sum(1)
         return scores.tolist()
 
-    def _write(self) -> list[list[int]]:
-        """Return the greedy continuations, each with as many tokens as its own answer allows."""
+    def _write(self) -> list[tuple[list[int], list[float]]]:
+        """Return the greedy continuations, each with as many tokens as its own answer allows, and their log p."""
         room = [len(prompt.answer_ids) * 3 // 2 + MORE_TOKENS for prompt in self.prompts]
         if self.limit:
             room = [min(count, self.limit - len(p.prompt_ids)) for count, p in zip(room, self.prompts, strict=True)]
-        ids = self.model.generate(  # type: ignore[operator]
+        written = self.model.generate(  # type: ignore[operator]
             self.ids, attention_mask=self.mask, past_key_values=self.cache, max_new_tokens=max(room),
-            pad_token_id=self.tokenizer.pad_token_id or 0, **GREEDY,
+            pad_token_id=self.tokenizer.pad_token_id or 0, output_logits=True, return_dict_in_generate=True, **GREEDY,
         )  # fmt: skip
-        new = ids[:, self.ids.shape[1] :].tolist()
-        return [row[:count] for row, count in zip(new, room, strict=True)]
+        new = written.sequences[:, self.ids.shape[1] :]
+        scores = [-_losses(logits, ids) for logits, ids in zip(written.logits, new.T, strict=True)]
+        rows = zip(new.tolist(), torch.stack(scores, dim=1).tolist(), room, strict=True)
+        return [(ids[:count], row[:count]) for ids, row, count in rows]
 
     def _text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -234,3 +241,9 @@ class _Batch:
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         options = accepted(self.model, position_ids=positions, logits_to_keep=kept)
         return self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options).logits
+
+
+def _losses(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the cross entropies [n] of tokens [n] by logits [n, V], in nats, float64 on the CPU."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return nn.functional.cross_entropy(wide, ids.to(wide.device), reduction="none").cpu().double()
