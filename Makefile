@@ -166,6 +166,10 @@ mqar: install ## associative recall of a small model converted to every mechanis
 mqar-sweep: install ## the same over numbers of pairs and lengths, two sizes of state, three seeds: hours; resumes
 	$(BIN)/python -m benchmarks.studies.mqar_sweep
 
+recall-board: install ## what conversions keep of models that look far back, which recipes/pretrain.py trains first: hours; resumes
+	$(BIN)/python -m benchmarks.studies.recall_board
+	$(BIN)/python -m docs.generate
+
 choose-plan: install ## recall with a tenth of the heads exact: make choose-plan MODEL=SmolLM2-135M-Instruct BOOKS=books; resumes
 	$(BIN)/python -m benchmarks.studies.choose_plan $(MODEL) $(BOOKS)
 

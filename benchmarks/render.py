@@ -21,6 +21,7 @@ from benchmarks.result_files import (
     LONG_INPUTS_FILES,
     MQAR_SWEEP_FILE,
     PEERS_FILE,
+    RECALL_BOARD_FILE,
     RETRIEVAL_FILE,
     ROOT,
     SPEED_FILES,
@@ -39,6 +40,7 @@ from benchmarks.tables.markdown import replace_section
 from benchmarks.tables.memory import depth_parts, long_inputs_tables, prompts_table
 from benchmarks.tables.mqar import sweep_section
 from benchmarks.tables.quality import board_table, recovery_table, retrieval_table
+from benchmarks.tables.recall_board import recall_board_section
 from benchmarks.tables.speed import (
     decoding_table,
     describe,
@@ -54,11 +56,13 @@ from hf_linattn.atomic_io import write_text
 
 SECTIONS = {
     "speed.md": ("whole", "benchmarks", "prompts", "graphs"),
-    "results.md": ("board", "recovery", "tasks", "documents", "documents-speed", "retrieval", "recall-sweep"),
+    "results.md": (
+        "board", "recovery", "tasks", "documents", "documents-speed", "retrieval", "recall-sweep", "recall-board",
+    ),
     "memory.md": ("depth",),
     "gpu.md": ("passes", "steps"),
     "command-line.md": ("start",),
-}  # of the pages under docs
+}  # of the pages under docs  # fmt: skip
 CLASSIFIERS = {
     "tasks": (ENCODER_TASKS_FILE, tasks_table),
     "documents": (LONG_DOCUMENTS_FILE, documents_table),
@@ -121,7 +125,7 @@ def write_tables(root: Path = ROOT) -> None:
     documents, long_inputs = (read_all(results, *names) for names in (SPEED_FILES, LONG_INPUTS_FILES))
     single = read_all(
         results, PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE, HEADS_FILE, COMPILED_DECODING_FILE, START_FILE,
-        MQAR_SWEEP_FILE,
+        MQAR_SWEEP_FILE, RECALL_BOARD_FILE,
     )  # fmt: skip
     peers, depth, retrieved = (single.get(name) for name in (PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE))
     reports = recovery_reports(results)
@@ -139,6 +143,7 @@ def write_tables(root: Path = ROOT) -> None:
         "retrieval": retrieval_table(retrieved) if retrieved else "",
         "depth": "\n\n".join(depth_parts(depth)) if depth else "",
         "recall-sweep": sweep_section(single[MQAR_SWEEP_FILE]) if MQAR_SWEEP_FILE in single else "",
+        "recall-board": recall_board_section(single[RECALL_BOARD_FILE]) if RECALL_BOARD_FILE in single else "",
     }
     of_classifiers = read_all(results, *(name for name, _ in CLASSIFIERS.values()))
     bodies |= {x: make(of_classifiers[name]) for x, (name, make) in CLASSIFIERS.items() if name in of_classifiers}

@@ -41,6 +41,7 @@ ENCODER_TASKS_FILE = "encoder_tasks.json"
 LONG_DOCUMENTS_FILE, LONG_DOCUMENTS_SPEED_FILE = "long_documents.json", "long_documents_speed.json"
 MQAR_FILE, MQAR_PLOT = "mqar.json", "mqar.png"
 MQAR_SWEEP_FILE, MQAR_SWEEP_PLOT = "mqar_sweep.json", "mqar_sweep.png"
+RECALL_BOARD_FILE, RECALL_BOARD_PLOT = "recall_board.json", "recall_board.png"
 CONTROL = "control"  # softmax, trained as the conversions are
 CUT, WINDOWS = "cut", "windows"  # rows of a classifier that reads the first window, or all of them
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism

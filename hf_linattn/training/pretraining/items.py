@@ -115,14 +115,18 @@ class Material:
 Maker = Callable[[list[Item]], Item]  # the items so far -> the next one
 
 
-def pairs(material: Material, length: int, rng: np.random.Generator) -> Maker:
-    """Keys, all different in their first token while there are any left, and values."""
+def pairs(material: Material, length: int, rng: np.random.Generator, bare: float = BARE) -> Maker:
+    """Keys, all different in their first token while there are any left, and values.
+
+    Args:
+        bare: the share of the rows that have neither marks nor ends.
+    """
     key_width, value_width = (int(width) for width in rng.integers(1, 3, size=2))
     # a word that is a key here and a value there would have two successors
     keys, values = np.array_split(rng.permutation(material.words), 2)
     first_tokens = keys.tolist()
-    bare = rng.random() < BARE
-    mark, end = (material.encode("" if bare else str(rng.choice(choices))) for choices in (MARKS, ENDS))
+    unmarked = rng.random() < bare
+    mark, end = (material.encode("" if unmarked else str(rng.choice(choices))) for choices in (MARKS, ENDS))
 
     def make(before: list[Item]) -> Item:
         rest = material.drawn(rng, keys, key_width - 1)

@@ -10,6 +10,7 @@ answers alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -57,12 +58,14 @@ class Kind(NamedTuple):
     filled: float
 
 
-# a row of pairs asks ten times as often as one of needles, so that these need more rows
+# a row of pairs asks ten times as often as one of needles, so that these need more rows; pairs without marks stand
+# closest to each other, and a model learns them last
 KINDS = {
-    "pairs": Kind(pairs, 0.3, 0.3),
-    "copies": Kind(copies, 0.1, 0.3),
-    "passages": Kind(passages, 0.1, 0.5),
-    "needles": Kind(needles, 0.45, 0.6),
+    "pairs": Kind(pairs, 0.27, 0.3),
+    "bare_pairs": Kind(partial(pairs, bare=1.0), 0.15, 0.3),
+    "copies": Kind(copies, 0.05, 0.3),
+    "passages": Kind(passages, 0.05, 0.5),
+    "needles": Kind(needles, 0.43, 0.6),
     "variables": Kind(variables, 0.05, 0.2),
 }
 
