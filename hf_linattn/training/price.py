@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import shutil
 import statistics
@@ -31,6 +32,8 @@ from hf_linattn.training.stages import TrainingStage, stages_of
 from hf_linattn.training.stages.training import TrainingPlan
 from hf_linattn.training.trainers import RecoveryTrainer
 from hf_linattn.training.training_run import TrainingRun
+
+logger = logging.getLogger(__name__)
 
 HEADS = ("stage", "tokens", "rows", "steps", "trained", "s/step", "time", "GB")
 
@@ -152,6 +155,7 @@ def price_of(run: TrainingRun) -> RunPrice:
 
 def price_of_stage(run: TrainingRun, stage: TrainingStage, place: int) -> StagePrice:
     """Take a few real steps of a stage on a model of its own; see `price_of`."""
+    logger.info("timing %d steps of %s", run.arguments.recipe.plan_steps or 1, stage.name)
     plan, teacher = stage.plan(run), stage.teacher(run)
     model = run.task.trainee(run, stage.fresh(run))
     kept = None if teacher is None else teacher.kept
