@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_linattn.errors import OptionError
+from hf_linattn.evaluation import PositionRow
 from hf_linattn.evaluation.next_token import TokenLosses
 from hf_linattn.training.arguments import parse_arguments
 from hf_linattn.training.arguments.parsing import DISTILLATION
@@ -44,6 +45,7 @@ def test_in_a_single_document_tokens_say_what_is_chance():
     still = torch.zeros(1, 255, dtype=torch.float64)
     rows = changes(made(still), made(change))
     assert rows[0].loss == pytest.approx(0.05) and [is_worse(row) for row in rows] == [False, False, True]
+    assert [is_worse(PositionRow(1, 63, 0.0, mean, mean / 2, 1.0)) for mean in (0.004, 0.006)] == [False, True]
     last = change[0, 127:].numpy()
     expected = last.mean() - 1.96 * last.std(ddof=1) / len(last) ** 0.5
     assert rows[2].low == pytest.approx(expected) and rows[2].low + rows[2].high == pytest.approx(2 * last.mean())

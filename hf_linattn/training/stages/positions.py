@@ -23,6 +23,7 @@ from hf_linattn.training.training_run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
+TOLERATED = 0.005  # nats per token, half a percent of perplexity
 BEYOND = 4  # times as long as the rows of a training are the windows on which it is checked
 
 
@@ -30,8 +31,8 @@ BEYOND = 4  # times as long as the rows of a training are the windows on which i
 class PositionCheck(OneProcessStage):
     """Compare a model before and after a stage on held-back windows, bucket by bucket of positions.
 
-    A bucket is worse where the lower end of the 95 % interval of its mean difference is above zero: a bootstrap over
-    the documents, or over the tokens of a single one.
+    A bucket is worse where its mean difference is above `TOLERATED` and the 95 % interval of that above zero: a
+    bootstrap over the documents, or over the tokens of a single one.
 
     Attributes:
         stage: that is checked. start: the one that it begins from. before, after: load their models.
@@ -127,5 +128,5 @@ def over_tokens(row: PositionRow, losses: Tensor) -> PositionRow:
 
 
 def is_worse(row: PositionRow) -> bool:
-    """Whether a change is one to the worse, and not one by chance."""
-    return row.low is not None and row.low > 0
+    """Whether a change is one to the worse that is worth a word, and not one by chance."""
+    return row.loss > TOLERATED and row.low is not None and row.low > 0
