@@ -13,8 +13,8 @@ from .side_by_side import ROLES, Row, SuiteReport, TaskMean
 
 NONE = "-"
 CAPTION = (
-    "95 % intervals, differences item by item; a perplexity's in nats; as good: share of items on which the converted"
-    " model is as good or better"
+    "beyond: prompts longer than the window; 95 % intervals, differences item by item, a perplexity's in nats;"
+    " as good: items on which the converted model is as good or better"
 )
 
 

@@ -237,7 +237,7 @@ def test_the_command_writes_what_it_shows(folders, task_dir, tmp_path):
     names = {row["name"] for row in document["rows"] if "depth" not in row["facts"]}
     assert "depths" not in shown, "these are for the page of a run"
     assert names == {"text", "positions 0 to 15", "single_text", "copa", "rte"}
-    assert all(name in shown for name in names)
+    assert all(name in shown for name in names) and f"written to {output}" in shown
     for row in document["rows"]:
         pairs = [(x["of"], x["to"]) for x in row["differences"]]
         assert pairs == [("converted", "original"), ("converted", "control"), ("control", "original")]
