@@ -12,6 +12,7 @@ from typing import Any
 from .atomic_io import write_text
 from .errors import CheckpointError, PatchError
 from .mechanisms import AttentionLayer
+from .plan import Plan, read_plan
 from .reading import reading
 
 FORMAT_VERSION = 1
@@ -135,6 +136,23 @@ class ChosenPlan(list[dict[str, Any]]):
         with reading("path", path, "give a file that ChosenPlan.save wrote"):
             text = Path(path).read_text(encoding="utf-8")
         return cls.from_json(text)
+
+
+def read_plan_file(path: Path, *others: str) -> Plan | ChosenPlan:
+    """Return what a JSON file has: a plan as `ChosenPlan.save` writes it, or as `patch_model` takes it.
+
+    others: what may be given in place of a file, for the error.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of a newer version. OptionError: it holds no plan.
+    """
+    remedy = "give " + ", or ".join([*others, "a JSON file with a plan, as plan.json beside a model made by --keep"])
+    with reading("plan", path, remedy):
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
+    if isinstance(content, dict) and "format_version" in content:
+        return ChosenPlan.from_json(text)
+    return read_plan("plan", text)
 
 
 def _counts(heads: Sequence[int]) -> str:

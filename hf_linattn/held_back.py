@@ -103,7 +103,8 @@ def take_the_better(judges: Mapping[str, Judge], measure: Callable[[], None]) ->
     if kept := [path for path, result in found.items() if not result.taken]:
         errors = [f"{path}: error {found[path].before:.4g} before, {found[path].after:.4g} after" for path in kept]
         logger.warning(
-            "calibrate: %d of %d layers keep what they had, as the fit was no better on rows held back (%s%s)",
+            "calibrate: %d of %d layers keep what they had, as the fit was no better on rows held back, beyond chance"
+            " (%s%s)",
             len(kept), len(found), "; ".join(errors[:NAMED]), f"; {len(kept) - NAMED} more" * (len(kept) > NAMED),
         )  # fmt: skip
     return found

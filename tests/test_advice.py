@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,10 @@ from tests.models import make_model
 
 LLAMA = "recipes/pretrained/llama"
 SETTINGS = Settings(calibration_tokens=128, windows=2, prompts=2, block_size=64, batch_size=2, lora_rank=2)
-PLANS = {"window": [{"mechanism": "streaming", "options": {"window_size": 8}}], "linear": [{"mechanism": "linear"}]}
+PLANS = {
+    "window": [{"mechanism": "streaming", "options": {"window_size": 8}}],
+    "linear": [{"mechanism": "linear", "options": {"decay": "learned"}}],
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +50,12 @@ def test_a_trial_says_what_a_patched_model_has_and_the_model_stays_as_it_was(tex
     steps = SETTINGS.recovery_tokens / (SETTINGS.block_size * SETTINGS.batch_size)
     assert found.recovery_seconds(window) == pytest.approx(steps * window.step_seconds)
     assert json.loads(json.dumps(found.document()))["trials"][0]["name"] == "window"
-    assert json.loads(found.command("m").split("'")[1]) == found.chosen.plan
+    assert [trial.calibrated for trial in found.trials] == [False, True], "a window has nothing that is fitted"
+    for name in PLANS:
+        command = shlex.split(replace(found, recommended=name).command("m", files=["a b.txt"]))
+        assert command[:4] == ["hf-linattn", "convert", "m", "converted"] and json.loads(command[5]) == PLANS[name]
+        fitted = ["--calibrate", "a b.txt", "--calibration-tokens", "128"]
+        assert command[6:] == (fitted if name == "linear" else []), "the model that was measured"
 
 
 def make_trial(name: str, recall: float, increase: float, state: int) -> Trial:

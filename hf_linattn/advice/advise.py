@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -55,9 +56,13 @@ class Advice:
         settings = self.settings
         return settings.recovery_tokens / (settings.block_size * settings.batch_size) * trial.step_seconds
 
-    def command(self, model: str, output: str = "converted") -> str:
-        """Return the command that makes the recommended plan."""
-        return f"hf-linattn convert {model} {output} --mechanism '{json.dumps(self.chosen.plan)}'"
+    def command(self, model: str, output: str = "converted", files: Sequence[str] = ("text.txt",)) -> str:
+        """Return the command that makes the recommended plan; files: of text, that it is fitted on as it was here."""
+        options = ["--mechanism", json.dumps(self.chosen.plan)]
+        if self.chosen.calibrated:
+            options += [part for file in files for part in ("--calibrate", file)]
+            options += ["--calibration-tokens", str(self.settings.calibration_tokens)]
+        return shlex.join(["hf-linattn", "convert", model, output, *options])
 
     def document(self) -> dict[str, Any]:
         """Return all of it as JSON."""
@@ -109,13 +114,14 @@ def advise(
     recall = share_right(model, material)
     if plans is None:
         plans = choose(model, material, progress) | candidate_plans(len(self_attention_modules(model)))
-    trials = tuple(
-        run_trial(model, name, plan, material)
-        for name, plan in tqdm(plans.items(), desc="advise", unit="plan", disable=not progress)
-    )
+    trials: list[Trial] = []
+    with tqdm(plans.items(), desc="advise", unit="plan", disable=not progress) as bar:
+        for name, plan in bar:
+            bar.set_postfix_str(name)
+            trials.append(run_trial(model, name, plan, material))
     return Advice(
-        length, float(material.original_losses.mean()), recall, trials, recommend(trials, recall, settings).name,
-        settings,
+        length, float(material.original_losses.mean()), recall, tuple(trials),
+        recommend(trials, recall, settings).name, settings,
     )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ class Trial:
         state_bytes, original_state_bytes: of one sequence after `length` tokens.
         speed: beside the original's, at `length`.
         step_seconds: of one training step of the recovery.
-        seconds: that this trial took.
+        seconds: that this trial took. calibrated: whether it has something that was fitted.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Trial:
     speed: SpeedRow
     step_seconds: float
     seconds: float
+    calibrated: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def run_trial(model: PreTrainedModel, name: str, plan: Plan, material: Material)
     """Patch a model, calibrate and measure it, and take all of it back."""
     start, settings = time.perf_counter(), material.settings
     with patched(model, plan):
-        if what_is_fitted(get_mechanisms(model)):
+        fitted = bool(what_is_fitted(get_mechanisms(model)))
+        if fitted:
             rows = material.calibration.to(model.device)
             batches = [{"input_ids": batch} for batch in rows.split(settings.batch_size)]
             calibrate(model, batches, progress=False)
@@ -118,7 +120,7 @@ def run_trial(model: PreTrainedModel, name: str, plan: Plan, material: Material)
     error = 1.96 * float(increase.std()) / math.sqrt(len(increase)) if len(increase) > 1 else math.inf
     return Trial(
         name, plan, float(losses.mean()), float(increase.mean()), error, found, state.patched, state.original, speed,
-        step, time.perf_counter() - start,
+        step, time.perf_counter() - start, fitted,
     )  # fmt: skip
 
 

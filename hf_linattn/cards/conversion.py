@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from huggingface_hub import ModelCard, ModelCardData
 
 from .. import __version__
+from ..config import MechanismConfig
 from ..markdown import markdown_table
 from ..plan import PatchConfig, read_entries
 from ..registry import MECHANISMS
@@ -16,7 +17,9 @@ from .loading import PIPELINE_TAGS, WRITTEN, library_of, loading_lines
 from .wording import KEPT, Measured, layers_in_words, measured_sentence
 
 UNTRAINED = "**UNTRAINED.**"
-USE = "Recover it before use (`hf-linattn distill`), and measure it on text of your own (`hf-linattn eval`)."
+USE = """\
+Measure it on text of your own before use (`hf-linattn eval`), and recover it where that shows a loss
+(`hf-linattn distill`)."""
 INTENDED = """\
 Long inputs and long generations, for which the cache or the time of softmax attention is too much. On short inputs
 softmax attention is as fast. What the original must not be used for, this model must not be used for either."""
@@ -125,10 +128,15 @@ def mechanism_names(patches: Mapping[str, PatchConfig]) -> list[str]:
     return sorted({name for config in patches.values() for name in _names(config)} - {KEPT})
 
 
+def names_in_layer(layer: MechanismConfig) -> list[str]:
+    """Return the mechanism of a layer, or those of its heads."""
+    plan = getattr(layer, "plan", None) if layer.mechanism == "by_head" else None
+    return [layer.mechanism] if plan is None else [entry.mechanism for entry in read_entries(plan, ("heads",))]
+
+
 def _names(config: PatchConfig) -> Iterator[str]:
     for layer in config.layers.values():
-        plan = getattr(layer, "plan", None) if layer.mechanism == "by_head" else None
-        yield from [layer.mechanism] if plan is None else [entry.mechanism for entry in read_entries(plan, ("heads",))]
+        yield from names_in_layer(layer)
     if config.cross is not None:
         yield from _names(config.cross)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from ..reading import read_tokenizer
@@ -45,5 +46,6 @@ def advise(
             "-" if decode is None else f"{decode:.2f}", f"{found.recovery_seconds(trial) / 3600:.1f}",
             style="green" if trial.name == found.recommended else None,
         )  # fmt: skip
-    document = {"model": model, **found.document(), "command": found.command(model)}
-    show(document, as_json, table, f"recommended: {found.recommended}", found.command(model))
+    command = found.command(model, files=[str(file) for file in text])
+    document = {"model": model, **found.document(), "command": command}
+    show(document, as_json, table, f"recommended: {found.recommended}", escape(command))

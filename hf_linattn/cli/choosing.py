@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import json_object, require
 from ..errors import OptionError
-from ..plan import Plan, name_or_plan, read_plan
-from ..reading import read_tokenizer, reading
+from ..plan import Plan, name_or_plan
+from ..reading import read_tokenizer
 from .common import read_text
 
 if TYPE_CHECKING:
@@ -61,7 +60,9 @@ class PlanRequest:
     def read(self) -> Plan | ChosenPlan | None:
         """Return the plan that is named or lies in a file, before a model is loaded; None: it is to be chosen."""
         if self.file is not None:
-            return read_plan_file(Path(self.file))
+            from ..chosen_plan import read_plan_file
+
+            return read_plan_file(Path(self.file), AUTO)
         options = json_object("options", self.options)
         if self.plan == AUTO or self.keep is not None:
             read_keep(self.keep or KEEP)
@@ -88,18 +89,6 @@ class PlanRequest:
             batches=text_batches(tokenizer, self.text, model) if self.text else None, unit=self.unit,
             signal=self.signal, search=self.search, seed=self.seed, progress=progress,
         )  # fmt: skip
-
-
-def read_plan_file(path: Path) -> Plan | ChosenPlan:
-    """Return what a JSON file has: a plan as `ChosenPlan.save` writes it, or as `patch_model` takes it."""
-    from .. import ChosenPlan
-
-    with reading("plan", path, "give auto, or a JSON file with a plan, as plan.json beside a model made by --keep"):
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text)
-    if isinstance(content, dict) and "format_version" in content:
-        return ChosenPlan.from_json(text)
-    return read_plan("plan", text)
 
 
 def read_keep(text: str) -> float | int:

@@ -16,7 +16,6 @@ from ..errors import OptionError
 from ..plan import Plan, name_or_plan
 from ..reading import read_tokenizer
 from .bench import numbers
-from .choosing import read_plan_file
 from .common import STOPPED, Json, exit_on_error, note, read_language_model, read_text, set_threads, show
 from .completion import mechanism_names
 
@@ -91,7 +90,11 @@ def check_apart(texts: Sequence[Path], calibrate: Sequence[Path]) -> None:
 
 def read_attention(name: str) -> Plan:
     """Return a mechanism's name, a plan in JSON, or the plan of a file."""
-    return read_plan_file(Path(name)) if name.endswith(PLAN_FILE) else name_or_plan("attention", name)
+    if not name.endswith(PLAN_FILE):
+        return name_or_plan("attention", name)
+    from ..chosen_plan import read_plan_file
+
+    return read_plan_file(Path(name))
 
 
 def run(

@@ -94,7 +94,7 @@ def run(wanted: Wanted) -> Done:
             modules.save(model, wanted.output)
         document |= write(model, wanted, conversion, chosen, beside.values())
     head = [] if chosen is None else [in_words(chosen)]
-    return Done(document, [*head, *words(document, conversion, wanted.model, wanted.calibrate)])
+    return Done(document, [*head, *words(document, conversion, wanted.model, wanted.calibrate, wanted.plan.text)])
 
 
 def check_empty(output: Path) -> None:

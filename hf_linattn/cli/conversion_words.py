@@ -17,16 +17,24 @@ if TYPE_CHECKING:
     from ..cards import Conversion
 
 CONFIGS = ("config.json", "configuration_hf_linattn.py", "README.md")  # written beside the weights
+TEXT = "text.txt"  # where none was given
 # Auto class -> how a model of it is measured; recipes recover the same ones
 MEASURED_BY = {
-    "AutoModelForCausalLM": "hf-linattn eval {output} text.txt --suite language --original {model}",
-    "AutoModelForMaskedLM": "hf-linattn eval {output} text.txt",
+    "AutoModelForCausalLM": "hf-linattn eval {output} {text} --suite language --original {model}",
+    "AutoModelForMaskedLM": "hf-linattn eval {output} {text}",
     "AutoModelForSequenceClassification": None,
 }
+# and what they learn from: a text, or rows with labels
+TAUGHT_BY = {
+    "AutoModelForSequenceClassification": "--train_file train.jsonl --validation_file validation.jsonl"
+    " --test_file test.jsonl"
+}  # fmt: skip
 
 
-def words(document: dict[str, Any], conversion: Conversion, model: str, calibrate: Sequence[Path]) -> list[Any]:
-    """Return what is shown of a conversion, done or not."""
+def words(
+    document: dict[str, Any], conversion: Conversion, model: str, calibrate: Sequence[Path], texts: Sequence[Path]
+) -> list[Any]:
+    """Return what is shown of a conversion, done or not; calibrate, texts: files that it was given."""
     from ..cards import in_bytes
 
     state, fitted, output = document["state"], document.get("calibration"), document["output"]
@@ -46,8 +54,9 @@ def words(document: dict[str, Any], conversion: Conversion, model: str, calibrat
         plan = ["plan.json", "plan.png"] if "kept" in document else []
         files = ", ".join([weights, *CONFIGS, *document["processors"], *plan])
         return [*said, f"{done}; to be written to {output}: {files}", "nothing was written (--dry-run)"]
-    steps = next_steps(conversion, model, output, document.get("max_positions"))
-    return [*said, f"{done}, saved to {output}", *map(escape, steps)]
+    text = str(next(iter([*calibrate, *texts]), TEXT))
+    steps = next_steps(conversion, model, output, text, plan_options(document, conversion.patches[""]))
+    return [*said, f"{done}, saved to {output}: UNTRAINED", *map(escape, steps)]
 
 
 def attention_table(document: dict[str, Any]) -> Table:
@@ -58,27 +67,29 @@ def attention_table(document: dict[str, Any]) -> Table:
     return table
 
 
-def next_steps(conversion: Conversion, model: str, output: str, positions: int | None) -> list[str]:
-    """Return the commands that measure and recover what was converted."""
+def next_steps(conversion: Conversion, model: str, output: str, text: str, plan: str) -> list[str]:
+    """Return the commands that measure and recover what was converted; plan: the options that ask for it again."""
     if conversion.loader not in MEASURED_BY:
-        return ["UNTRAINED: train and measure it with your own code; the recipes take language models and classifiers"]
+        return ["train and measure it with your own code; the recipes take language models and classifiers"]
+    quoted = {name: shlex.quote(x) for name, x in {"model": model, "output": output, "text": text}.items()}
     measure = MEASURED_BY[conversion.loader]
-    longer = f" --max_positions {positions}" if positions else ""
-    plan = plan_options(conversion.patches[""]) + longer
-    recover = (
-        f"recover: hf-linattn distill --model_name_or_path {shlex.quote(model)} {plan} --train_file train.jsonl"
-        f" --validation_file validation.jsonl --test_file test.jsonl --output_dir {shlex.quote(output)}-recovered"
-    )
-    quoted = {"model": shlex.quote(model), "output": shlex.quote(output)}
-    return [*([] if measure is None else [f"UNTRAINED. measure: {measure.format(**quoted)}"]), recover]
+    data = TAUGHT_BY.get(conversion.loader, f"--train_file {quoted['text']}")
+    recover = f"hf-linattn distill --model_name_or_path {quoted['model']} {plan} {data} --output_dir"
+    return [
+        *([] if measure is None else [f"measure: {measure.format(**quoted)}"]),
+        f"recover: {recover} {quoted['output']}-recovered",
+    ]
 
 
-def plan_options(config: PatchConfig) -> str:
-    """Return the options of a recipe that ask for the same plan."""
+def plan_options(document: dict[str, Any], config: PatchConfig) -> str:
+    """Return the options of a recipe that ask for the same plan: by its file where there is one."""
     from ..cards import changed_options
 
     groups = config.to_dict()["groups"]
     plan = [{**group, "options": changed_options(group["mechanism"], group["options"])} for group in groups]
+    longer = f" --max_positions {document['max_positions']}" if document.get("max_positions") else ""
+    if "plan" in document:
+        return f"--plan {shlex.quote(document['plan'])}{longer}"
     if len(plan) == 1 and len(plan[0]["layers"]) == config.num_layers and not plan[0]["options"]:
-        return f"--mechanism {plan[0]['mechanism']}"
-    return f"--plan {shlex.quote(json.dumps(plan))}"
+        return f"--mechanism {plan[0]['mechanism']}{longer}"
+    return f"--plan {shlex.quote(json.dumps(plan))}{longer}"

@@ -27,7 +27,10 @@ Keep = Annotated[
 Unit = Annotated[str, typer.Option(help="what keep counts: head or layer")]
 Signal = Annotated[str, typer.Option(help="what keep chooses by: recall, divergence or both")]
 Search = Annotated[str, typer.Option(help="how: slope, gates, restore_one or one_at_a_time")]
-Text = Annotated[list[Path] | None, typer.Option(help="a text file for the divergence; may be given again")]
+Text = Annotated[
+    list[Path] | None,
+    typer.Option(help="a text file for the divergence, also where recall cannot choose; may be given again"),
+]
 Seed = Annotated[int, typer.Option(help="of the prompts that keep chooses by")]
 Calibrate = Annotated[
     list[Path] | None,

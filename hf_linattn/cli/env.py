@@ -20,6 +20,10 @@ PACKAGES = (
 )  # fmt: skip
 
 
+# names in JSON that a person reads otherwise
+NAMES = {"cuda": "GPUs", "auto": "backend of each GPU", "native": "operations in C"}
+WORDS = {True: "yes", False: "no: they run in PyTorch, more slowly; reinstall where there is a C compiler"}
+NO_GPU = "none"
 LENGTH = 512  # tokens that a model is asked about, if it takes as many
 
 Explained = Annotated[
@@ -51,11 +55,20 @@ def env(model: Explained = None, as_json: Json = False) -> None:
     found["backend"] = DEFAULT_BACKEND
     table = Table("what", "value")
     for name, value in found.items():
-        table.add_row(name, "not installed" if value is None else str(value))
+        table.add_row(*in_words(name, value))
     if report is None:
         show(found, as_json, table)
     else:
         show(found | {"backends": report.document()}, as_json, table, str(report))
+
+
+def in_words(name: str, value: Any) -> tuple[str, str]:
+    """Return what is found and its value as a person reads them."""
+    if isinstance(value, bool):
+        value = WORDS[value]
+    elif isinstance(value, list):
+        value = ", ".join(value) or NO_GPU
+    return NAMES.get(name, name), "not installed" if value is None else str(value)
 
 
 def automatic(index: int) -> str:

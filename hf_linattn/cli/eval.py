@@ -99,8 +99,7 @@ def evaluate(
                 batch_size=batch_size, seed=seed, progress=not as_json,
             )  # fmt: skip
             paths = {"original": original, "control": control, "converted": model}
-            document, *shown = run_suite(suite, {k: path for k, path in paths.items() if path}, options, dtype)
-            write_text(output, json.dumps(document, indent=1) + "\n")
+            document, *shown = run_suite(suite, {k: path for k, path in paths.items() if path}, options, dtype, output)
     show(document, as_json, *shown)
 
 
@@ -143,8 +142,10 @@ def text_perplexity(
     return {"model": model, **found}, shown
 
 
-def run_suite(suite: str, paths: dict[str, str], options: SuiteOptions, dtype: str | None) -> tuple[Any, ...]:
-    """Return the JSON document, and the tables that are shown in its place; one model is in memory at a time."""
+def run_suite(
+    suite: str, paths: dict[str, str], options: SuiteOptions, dtype: str | None, output: Path
+) -> tuple[Any, ...]:
+    """Write and return the JSON document, and what is shown in its place; one model is in memory at a time."""
     from ..evaluation import side_by_side
     from ..evaluation import suite as suites
     from ..evaluation.suite_table import means_table, suite_table
@@ -171,7 +172,9 @@ def run_suite(suite: str, paths: dict[str, str], options: SuiteOptions, dtype: s
         "seconds": time.perf_counter() - start,
         "provenance": dataclasses.asdict(provenance),
     }
-    return document, suite_table(report), *([means_table(report.means)] if report.means else [])
+    write_text(output, json.dumps(document, indent=1) + "\n")
+    means = [means_table(report.means)] if report.means else []
+    return document, suite_table(report), *means, f"written to {output}"
 
 
 def check_tokenizer(role: str, paths: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -47,10 +48,23 @@ def main(argv: Sequence[str], kinds: Sequence[type], program: str, console: Cons
     help_if_asked(argv, program, kinds, console=console)
     arguments = parse_arguments(argv, kinds)
     training = arguments.training
-    logging.basicConfig(level=logging.INFO if training.should_log else logging.WARNING, format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # else each request to the Hub is a line of the log
-    with without_loading_bars(), logging_redirect_tqdm():  # lines of the log above a bar, not inside it
+    level = logging.INFO if training.should_log else logging.WARNING
+    # lines of the log above a bar, not inside it
+    with own_log(level), without_loading_bars(), logging_redirect_tqdm():
         return carry_out(prepare(arguments, program, argv), console)
+
+
+@contextmanager
+def own_log(level: int) -> Iterator[None]:
+    """Show what this library logs from a level on, and of others warnings alone, not each request to the Hub."""
+    logging.basicConfig(format="%(message)s")
+    own = logging.getLogger("hf_linattn")
+    before = own.level
+    own.setLevel(level)
+    try:
+        yield
+    finally:
+        own.setLevel(before)
 
 
 @contextmanager
@@ -76,6 +90,7 @@ def carry_out(run: TrainingRun, console: Console | None = None) -> Report:
         if training.should_log and (price.stages or recipe.dry_run):
             console.print(price.table())
     if recipe.dry_run:
+        console.print("nothing was written; without --dry_run the run begins", soft_wrap=True)
         raise SystemExit(0)
     resume = training.resume_from_checkpoint is not None
     run.directory.open(run.options, recipe.overwrite_output_dir, resume)
@@ -85,4 +100,5 @@ def carry_out(run: TrainingRun, console: Console | None = None) -> Report:
         console.print(stage_table(report))
         folder = run.directory.path
         console.print(f"saved to {folder}; reloaded from there, what it computes is bit-equal", soft_wrap=True)
+        console.print(f"look at it: hf-linattn report {shlex.quote(str(folder))} --html page.html", soft_wrap=True)
     return report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import shutil
 import statistics
@@ -21,7 +22,8 @@ from rich.table import Table
 from torch import nn
 from transformers import TrainerCallback
 
-from hf_linattn import get_mechanisms
+from hf_linattn import MechanismConfig, get_mechanisms
+from hf_linattn.cards import names_in_layer
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation.memory import LiveBytes
 from hf_linattn.training.finetuning import own_forward, stage_arguments, without_checkpoints
@@ -31,7 +33,9 @@ from hf_linattn.training.stages.training import TrainingPlan
 from hf_linattn.training.trainers import RecoveryTrainer
 from hf_linattn.training.training_run import TrainingRun
 
-HEADS = ("stage", "tokens", "rows", "steps", "trained", "s/step", "hours", "GB")
+logger = logging.getLogger(__name__)
+
+HEADS = ("stage", "tokens", "rows", "steps", "trained", "s/step", "time", "GB")
 
 
 @dataclass(frozen=True)
@@ -101,17 +105,18 @@ class RunPrice:
         later = "" if self.chosen else ", of which those that stay softmax are chosen first"
         table = Table(
             title=f"{self.model}: {self.parameters:,} parameters in {self.dtype}; layers: {layers}{later}",
-            box=box.SIMPLE, pad_edge=False,
-            caption=f"trained: parameters; GB: peak memory of a step. {self.hours:.2f} hours without evaluations; disk"
-            f" {gigabytes(self.disk_bytes)} of {gigabytes(self.free_bytes)} free",
+            box=box.SIMPLE, padding=0,  # a row has 80 columns
+            caption="trained: parameters; GB: peak memory of a step."
+            f" {in_time(self.hours * 3600)} of training, without evaluations;"
+            f" disk {gigabytes(self.disk_bytes)} of {gigabytes(self.free_bytes)} free",
         )  # fmt: skip
         for number, head in enumerate(HEADS):
             table.add_column(head, justify="right" if number else "left", no_wrap=not number)
         for stage in self.stages:
             row, count = stage.rows
             table.add_row(
-                f"{stage.place}/{self.places} {stage.name}", f"{stage.tokens:,}", f"{count}x{row}",
-                f"{stage.steps:,}", f"{stage.trained:,}", f"{stage.seconds:.3g}", f"{stage.hours:.2f}",
+                f"{stage.place}/{self.places} {stage.name}", in_short(stage.tokens), f"{count}x{row}",
+                f"{stage.steps:,}", in_short(stage.trained), f"{stage.seconds:.3g}", in_time(stage.hours * 3600),
                 f"{stage.peak_bytes / 1e9:.2f}",
             )  # fmt: skip
         return table
@@ -125,7 +130,7 @@ def price_of(run: TrainingRun) -> RunPrice:
             models and checkpoints do not fit on the disk; nothing is written.
     """
     converted, stages = run.convert(), stages_of(run.arguments)
-    layers = Counter(mechanism.config.mechanism for mechanism in get_mechanisms(converted).values())
+    layers = Counter(served_by(mechanism.config) for mechanism in get_mechanisms(converted).values())
     count, dtype = parameters(converted), str(converted.dtype).removeprefix("torch.")
     del converted
     todo = [
@@ -150,6 +155,7 @@ def price_of(run: TrainingRun) -> RunPrice:
 
 def price_of_stage(run: TrainingRun, stage: TrainingStage, place: int) -> StagePrice:
     """Take a few real steps of a stage on a model of its own; see `price_of`."""
+    logger.info("timing %d steps of %s", run.arguments.recipe.plan_steps or 1, stage.name)
     plan, teacher = stage.plan(run), stage.teacher(run)
     model = run.task.trainee(run, stage.fresh(run))
     kept = None if teacher is None else teacher.kept
@@ -236,6 +242,33 @@ class _Watch(TrainerCallback):
             self.counting.__exit__(None, None, None)
             self.peak, self.counting = self.counting.peak, None
         self.times.append(time.perf_counter() - self.start)
+
+
+def served_by(config: MechanismConfig) -> str:
+    """Return what serves a layer, in words."""
+    return " and ".join(names_in_layer(config)) + " in some heads" * (config.mechanism == "by_head")
+
+
+def in_short(count: int) -> str:
+    """Return a number in thousands or millions from ten thousand on.
+
+    >>> in_short(9_216), in_short(262_144), in_short(4_884_480)
+    ('9,216', '262 k', '4.88 M')
+    """
+    if count < 10_000:
+        return f"{count:,}"
+    return f"{count / 1e3:.0f} k" if count < 999_500 else f"{count / 1e6:.3g} M"
+
+
+def in_time(seconds: float) -> str:
+    """Return a time in the unit that suits it.
+
+    >>> in_time(41), in_time(571), in_time(40_000)
+    ('41 s', '10 min', '11.1 h')
+    """
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def checkpoints_at_once(training: Any) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -296,7 +295,8 @@ class Progress(TrainerCallback):
 
     def __init__(self, row_tokens: float):
         self.row_tokens = row_tokens
-        self.start, self.first, self.held_back = 0.0, 0, math.nan
+        self.start, self.first = 0.0, 0
+        self.held_back = ""  # in words; none before the first evaluation
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.start, self.first = time.perf_counter(), state.global_step
@@ -305,13 +305,14 @@ class Progress(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
     ) -> None:
         given, done = logs or {}, state.global_step - self.first
-        self.held_back = given.get("eval_loss", self.held_back)
+        if "eval_loss" in given:
+            self.held_back = f", held-back loss {given['eval_loss']:.4f}"
         if "loss" not in given or not done or not state.is_world_process_zero:
             return
         each = (time.perf_counter() - self.start) / done  # evaluations and checkpoints are part of it
         rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         logger.info(
-            "step %d of %d: %s tokens/s, loss %.4f, held-back loss %.4f, %.1f minutes left", state.global_step,
+            "step %d of %d: %s tokens/s, loss %.4f%s, %.1f minutes left", state.global_step,
             state.max_steps, f"{rows * self.row_tokens / each:,.0f}", given["loss"], self.held_back,
             each * (state.max_steps - state.global_step) / 60,
         )  # fmt: skip

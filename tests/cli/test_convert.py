@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 
 import hf_linattn
 from hf_linattn.cli import app
+from hf_linattn.errors import CheckpointError
+from hf_linattn.training.arguments import ModelArguments
 from tests.helpers import make_tokenizer
 from tests.models import make_model
 from tests.test_cross_attention import bart
@@ -80,7 +82,8 @@ def test_calibrate_fits_what_is_saved_on_whole_rows_of_the_text(original, tmp_pa
     assert all(torch.allclose(saved[name], tensor, atol=1e-5) for name, tensor in expected.state_dict().items())
     assert not all(torch.equal(saved[name], tensor) for name, tensor in untrained.items()), "it was fitted"
     assert "calibrated on 256 tokens of text.txt" in shown and "--mechanism hedgehog" in shown.split("recover: ")[1]
-    assert f"hf-linattn eval {tmp_path / 'out'} text.txt --suite language --original {original}" in shown
+    assert f"hf-linattn eval {tmp_path / 'out'} {text} --suite language --original {original}" in shown
+    assert f"--mechanism hedgehog --train_file {text} --output_dir" in shown, "the next command is complete"
 
 
 def test_a_plan_comes_from_a_file_or_is_chosen(original, tmp_path):
@@ -95,8 +98,14 @@ def test_a_plan_comes_from_a_file_or_is_chosen(original, tmp_path):
     choice = ["--signal", "divergence", "--text", original.parent / "text.txt", "--options", WINDOW, "--length", 0]
     auto = json.loads(run(tmp_path / "auto", "--plan", "auto", *choice, "--json"))
     assert (tmp_path / "auto" / "plan.json").exists() and len(auto["kept"]) == 1, "a tenth of a few, at least one"
-    again = json.loads(run(tmp_path / "again", "--plan", tmp_path / "auto" / "plan.json", "--json", "--length", 0))
-    assert again["kept"] == auto["kept"] and again["attention"] == auto["attention"]
+    shown = run(tmp_path / "again", "--plan", tmp_path / "auto" / "plan.json", "--length", 0)
+    first, again = (json.loads((tmp_path / name / "plan.json").read_text()) for name in ("auto", "again"))
+    assert again["kept"] == auto["kept"] and again["plan"] == first["plan"]
+    assert f"--plan {tmp_path / 'again' / 'plan.json'} --train_file text.txt" in shown
+    recipe = ModelArguments("gpt2", plan=str(tmp_path / "again" / "plan.json"))
+    assert type(recipe.plan) is list and recipe.plan == first["plan"], "the recipe takes the file"
+    with pytest.raises(CheckpointError, match=r"plan='absent\.json' cannot be read: .* give JSON, or a JSON file"):
+        ModelArguments("gpt2", plan="absent.json")
 
 
 REFUSED = {

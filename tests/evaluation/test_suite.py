@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -236,7 +237,7 @@ def test_the_command_writes_what_it_shows(folders, task_dir, tmp_path):
     names = {row["name"] for row in document["rows"] if "depth" not in row["facts"]}
     assert "depths" not in shown, "these are for the page of a run"
     assert names == {"text", "positions 0 to 15", "single_text", "copa", "rte"}
-    assert all(name in shown for name in names)
+    assert all(name in shown for name in names) and f"written to {output}" in shown
     for row in document["rows"]:
         pairs = [(x["of"], x["to"]) for x in row["differences"]]
         assert pairs == [("converted", "original"), ("converted", "control"), ("control", "original")]
@@ -281,3 +282,17 @@ def test_tables_show_every_row(measured):
     rows = tuple(compare(measured, WINDOW))
     report = SuiteReport("m", "o", None, WINDOW, rows, tuple(task_means(rows)))
     assert suite_table(report).row_count == len(rows) and means_table(report.means).row_count == 2
+
+
+def test_a_table_of_two_models_is_read_in_a_console_of_80_columns(measured):
+    two = {role: measured[role] for role in ("original", "converted")}
+    rows = tuple(row for row in compare(two, WINDOW) if row.suite == "language")
+    console = Console(record=True, width=80)
+    console.print(suite_table(SuiteReport("m", "o", None, WINDOW, rows, ())))
+    said = console.export_text()
+    assert "control" not in said.split("95 %")[0] and f"items: {rows[0].num_items}" in said, "once for all rows"
+    for row in rows:
+        line = next(line for line in said.splitlines() if f"{row.name}: {row.metric}" in line)
+        pair = row.differences[0]
+        for value in (f"{row.converted.value:.3f}", f"{pair.value:+.3f}", f"{pair.win_and_tie:.0%}"):
+            assert value in line, "…" not in line

@@ -36,7 +36,19 @@ def test_a_bucket_is_worse_where_its_mean_change_is_above_zero_beyond_chance():
     assert [(row.first, row.last) for row in rows] == [(1, 63), (64, 127), (128, 255)]
     assert [row.loss for row in rows] == pytest.approx([0.1 / 6, -0.5, 0.25])
     assert [is_worse(row) for row in rows] == [False, False, True]
-    assert is_worse(PositionRow(1, 63, 0.0, 0.1)) and not is_worse(PositionRow(1, 63, 0.0, -0.1)), "one document"
+
+
+def test_in_a_single_document_tokens_say_what_is_chance():
+    change = torch.randn(1, 255, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    change[:, :63] += 0.05 - change[:, :63].mean()
+    change[:, 127:] += 0.5
+    still = torch.zeros(1, 255, dtype=torch.float64)
+    rows = changes(made(still), made(change))
+    assert rows[0].loss == pytest.approx(0.05) and [is_worse(row) for row in rows] == [False, False, True]
+    assert [is_worse(PositionRow(1, 63, 0.0, mean, mean / 2, 1.0)) for mean in (0.004, 0.006)] == [False, True]
+    last = change[0, 127:].numpy()
+    expected = last.mean() - 1.96 * last.std(ddof=1) / len(last) ** 0.5
+    assert rows[2].low == pytest.approx(expected) and rows[2].low + rows[2].high == pytest.approx(2 * last.mean())
 
 
 def test_windows_are_four_rows_long_as_far_as_there_are_positions():

@@ -15,7 +15,7 @@ from hf_linattn.training import price
 from hf_linattn.training.arguments import DISTILLATION, parse_arguments
 from hf_linattn.training.pipeline import main
 from hf_linattn.training.preparation import prepare
-from hf_linattn.training.price import checkpoints_at_once, price_of
+from hf_linattn.training.price import checkpoints_at_once, in_short, in_time, price_of
 from tests.recipes.test_distill import flags
 from tests.recipes.test_finetune import material
 
@@ -31,7 +31,7 @@ def dry(material, tmp_path_factory) -> SimpleNamespace:
     found, real = [], price.price_of
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_linattn.training.pipeline.price_of", lambda run: found.append(real(run)) or found[0])
-        console = Console(record=True, width=200)
+        console = Console(record=True, width=80)
         before = torch.random.get_rng_state()
         with pytest.raises(SystemExit) as end:
             main([*given, "--dry_run", "true"], DISTILLATION, "recipe", console=console)
@@ -48,9 +48,10 @@ def test_a_dry_run_prints_the_stages_and_writes_nothing(dry):
         "long_training": (4 * 96, 4),
     }  # fmt: skip
     for stage in dry.price.stages:
-        assert f"{stage.place}/{dry.price.places} {stage.name}" in dry.text and f"{stage.trained:,}" in dry.text
+        assert f"{stage.place}/{dry.price.places} {stage.name}" in dry.text and in_short(stage.trained) in dry.text
         assert stage.seconds > 0 and stage.hours == pytest.approx(stage.steps * stage.seconds / 3600)
-    assert "layers: 2 hybrid" in dry.text and f"{dry.price.hours:.2f} hours" in dry.text
+    assert "layers: 2 hybrid" in dry.text and f"{in_time(dry.price.hours * 3600)} of training" in dry.text
+    assert "nothing was written" in dry.text and "…" not in dry.text, "it fits a console of 80 columns"
 
 
 def test_parameters_memory_and_disk_are_those_counted_by_hand(material, dry):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from hf_linattn.chosen_plan import read_plan_file
 from hf_linattn.config import json_object, require, require_count
 from hf_linattn.errors import OptionError
 from hf_linattn.plan import read_plan
@@ -53,7 +55,8 @@ class ModelArguments:
     plan: dict[str, Any] | str | list[dict[str, Any]] | None = field(
         default=None,
         metadata={
-            "help": 'In place of `mechanism`: JSON like `{"performer": "0-5", "linear": [6]}`, or a list like'
+            "help": 'In place of `mechanism`: a file, as the plan.json that `convert --keep` writes, or JSON like'
+            ' `{"performer": "0-5", "linear": [6]}` or like'
             ' `[{"mechanism": "performer", "layers": "0-5", "heads": 0, "options": {}}]`.'
         },
     )
@@ -74,7 +77,7 @@ class ModelArguments:
     def __post_init__(self) -> None:
         require("model_name_or_path", self.model_name_or_path, bool(self.model_name_or_path), "a folder or Hub name")
         require("dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
-        for name, read in {"mechanism_options": json_object, "plan": read_plan}.items():
+        for name, read in {"mechanism_options": json_object, "plan": given_plan}.items():
             given = getattr(self, name)
             setattr(self, name, None if given is None else read(name, given))
         require_count("chunk_feed_forward", self.chunk_feed_forward, optional=True)
@@ -99,3 +102,12 @@ class ModelArguments:
         layers = None if self.layers == AUTO else self.layers
         chosen = {"mechanism": self.plan or self.mechanism, "layers": layers}
         return {**chosen, "chunk_feed_forward": self.chunk_feed_forward, **options}
+
+
+def given_plan(name: str, value: Any) -> Any:
+    """Return a plan that is given as it is, as JSON, or as a file; an empty one is for others to refuse."""
+    in_file = isinstance(value, str) and value and not value.lstrip().startswith(("{", "["))
+    if not in_file:
+        return read_plan(name, value)
+    found: Any = read_plan_file(Path(value), "JSON")
+    return dict(found) if isinstance(found, dict) else list(found)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +23,7 @@ from hf_linattn.training.training_run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
+TOLERATED = 0.005  # nats per token, half a percent of perplexity
 BEYOND = 4  # times as long as the rows of a training are the windows on which it is checked
 
 
@@ -29,8 +31,8 @@ BEYOND = 4  # times as long as the rows of a training are the windows on which i
 class PositionCheck(OneProcessStage):
     """Compare a model before and after a stage on held-back windows, bucket by bucket of positions.
 
-    A bucket is worse where the mean difference of its losses is above zero, and with several documents the lower end
-    of its 95 % interval too, a bootstrap over the documents.
+    A bucket is worse where its mean difference is above `TOLERATED` and the 95 % interval of that above zero: a
+    bootstrap over the documents, or over the tokens of a single one.
 
     Attributes:
         stage: that is checked. start: the one that it begins from. before, after: load their models.
@@ -68,14 +70,13 @@ class PositionCheck(OneProcessStage):
         return {"windows": len(windows), "before": list(map(asdict, old)), "change": list(map(asdict, rows))}
 
     def _refusal(self, context: TrainingRun, row: PositionRow) -> str:
-        interval = "" if row.low is None else f" (95 % interval {row.low:.3f} to {row.high:.3f})"
         data, distillation = context.arguments.data, context.arguments.distillation
         sizes = ("block_size", data.block_size), ("long_block_size", distillation.long_block_size)
         name, size = sizes[self.long]
         return (
             f"{name}={size}: the stage {self.stage} made positions {row.first} to {row.last} worse by"
-            f" {row.loss:.3f} nats{interval}; give longer rows or a lower learning rate, as {name} {2 * (size or 0)}"
-            " in another output_dir, or go on here with position_windows 0"
+            f" {row.loss:.3f} nats (95 % interval {row.low:.3f} to {row.high:.3f}); give longer rows or a lower"
+            f" learning rate, as {name} {2 * (size or 0)} in another output_dir, or go on here with position_windows 0"
         )
 
 
@@ -114,9 +115,18 @@ def held_back(context: TrainingRun, length: int) -> tuple[Tensor, Tensor]:
 
 def changes(before: TokenLosses, after: TokenLosses) -> tuple[PositionRow, ...]:
     """Return by how much the losses of the same windows changed, with intervals, bucket by bucket."""
-    return loss_by_position(after._replace(losses=after.losses - before.losses))
+    change = after._replace(losses=after.losses - before.losses)
+    rows = loss_by_position(change)
+    return tuple(row if row.low is not None else over_tokens(row, change.losses) for row in rows)
+
+
+def over_tokens(row: PositionRow, losses: Tensor) -> PositionRow:
+    """Return a row with the interval that its tokens have, each counted as one of its own; losses: [B, N - 1]."""
+    inside = losses[:, row.first - 1 : row.last]
+    half = 1.96 * float(inside.std()) / math.sqrt(inside.numel())
+    return replace(row, low=row.loss - half, high=row.loss + half)
 
 
 def is_worse(row: PositionRow) -> bool:
-    """Whether a change is one to the worse, and not one by chance."""
-    return row.loss > 0 and (row.low is None or row.low > 0)
+    """Whether a change is one to the worse that is worth a word, and not one by chance."""
+    return row.loss > TOLERATED and row.low is not None and row.low > 0

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_linattn import get_patch_config, unpatch_model
+from hf_linattn.cards import mechanism_names
 from hf_linattn.evaluation import (
     Fidelity,
     LongLosses,
@@ -89,7 +90,6 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
     scores: dict[str, Any] = {name: results.get(name, {}) for name in SCORED}
     control, recovered = results.get("control_training", {}), results["recovered_training"]
     step = tokens_per_step(data_options, training)
-    mechanisms = {config.mechanism for config in get_patch_config(model).layers.values()}
     given: Any = model_options.plan or model_options.mechanism_options or {}  # a dict by now, or a list of them
     given = {"plan": given} if isinstance(given, list) else given
     layers = {"layers": model_options.layers} if model_options.layers else {}
@@ -99,7 +99,7 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
     classified = "accuracy" in scores["recovered"]
     return Report(
         base_model=model_options.model_name_or_path or "",
-        mechanism="+".join(sorted(mechanisms)),
+        mechanism="+".join(mechanism_names({"": get_patch_config(model)})) or "softmax",
         options=given | layers,
         data=", ".join(filter(None, sources)) or "documentation of Python's standard library",
         dataset_name=data_options.dataset_name,
