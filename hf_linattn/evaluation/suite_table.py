@@ -13,8 +13,8 @@ from .side_by_side import ROLES, Row, SuiteReport, TaskMean
 
 NONE = "-"
 CAPTION = (
-    "beyond: prompts longer than the window; 95 % intervals, differences item by item, a perplexity's in nats;"
-    " as good: items on which the converted model is as good or better"
+    "95 % intervals, differences item by item, a perplexity's in nats; as good: items on which the converted model is"
+    " as good or better"
 )
 
 
@@ -83,7 +83,7 @@ FACTS: dict[str, Callable[[Row], str]] = {
     "shots": lambda row: str(row.facts.get("shots", NONE)),
     "items": lambda row: f"{row.num_items:,}",
     "tokens": lambda row: f"{row.prompt_tokens[1]:,.0f}",
-    "beyond": lambda row: NONE if row.longer_than_window is None else f"{row.longer_than_window:.0%}",
+    "> window": lambda row: NONE if row.longer_than_window is None else f"{row.longer_than_window:.0%}",
 }
 SCORES: dict[str, Callable[[Row], str]] = {
     **{role: partial(_score, role=role) for role in ROLES},
