@@ -81,7 +81,7 @@ def test_loss_and_gradient_of_a_step_are_those_of_all_logits_at_once(tmp_path, m
 
 @pytest.fixture(scope="module")
 def wide():
-    """A model with so many tokens that nothing else is as large as its logits, its teacher and its data."""
+    """A model whose logits are larger than all else, by its tokens, its teacher and its data."""
     original = make_model("llama", std=0.3)
     data = make_data(original)
     original.resize_token_embeddings(20_000, mean_resizing=False)
