@@ -22,6 +22,7 @@ from benchmarks.result_files import (
     MQAR_SWEEP_FILE,
     PEERS_FILE,
     RECALL_BOARD_FILE,
+    RECIPE_PLANS_FILE,
     RETRIEVAL_FILE,
     ROOT,
     SPEED_FILES,
@@ -37,7 +38,7 @@ from benchmarks.tables.gpu import gpu_parts, gpu_results_parts
 from benchmarks.tables.gpu_page import passes_section, steps_section
 from benchmarks.tables.heads import whole_model_section
 from benchmarks.tables.markdown import replace_section
-from benchmarks.tables.memory import depth_parts, long_inputs_tables, prompts_table
+from benchmarks.tables.memory import depth_parts, long_inputs_tables, plans_parts, prompts_table
 from benchmarks.tables.mqar import sweep_section
 from benchmarks.tables.quality import board_table, recovery_table, retrieval_table
 from benchmarks.tables.recall_board import recall_board_section
@@ -60,7 +61,7 @@ SECTIONS = {
         "board", "recovery", "tasks", "documents", "documents-speed", "retrieval", "recall-sweep", "recall-board",
     ),
     "memory.md": ("depth",),
-    "gpu.md": ("passes", "steps"),
+    "gpu.md": ("passes", "steps", "plans"),
     "command-line.md": ("start",),
 }  # of the pages under docs  # fmt: skip
 CLASSIFIERS = {
@@ -125,7 +126,7 @@ def write_tables(root: Path = ROOT) -> None:
     documents, long_inputs = (read_all(results, *names) for names in (SPEED_FILES, LONG_INPUTS_FILES))
     single = read_all(
         results, PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE, HEADS_FILE, COMPILED_DECODING_FILE, START_FILE,
-        MQAR_SWEEP_FILE, RECALL_BOARD_FILE,
+        MQAR_SWEEP_FILE, RECALL_BOARD_FILE, RECIPE_PLANS_FILE,
     )  # fmt: skip
     peers, depth, retrieved = (single.get(name) for name in (PEERS_FILE, DEPTH_FILE, RETRIEVAL_FILE))
     reports = recovery_reports(results)
@@ -137,6 +138,7 @@ def write_tables(root: Path = ROOT) -> None:
         "prompts": prompts_section(long_inputs),
         "whole": whole_model_section(single[HEADS_FILE]) if HEADS_FILE in single else "",
         "graphs": graphs_section(single[COMPILED_DECODING_FILE]) if COMPILED_DECODING_FILE in single else "",
+        "plans": plans_parts(single[RECIPE_PLANS_FILE]) if RECIPE_PLANS_FILE in single else "",
         "start": start_table(single[START_FILE]) if START_FILE in single else "",
         "board": board_table(board) if board else "",
         "recovery": recovery_table(reports) if reports else "",

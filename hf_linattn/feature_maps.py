@@ -191,7 +191,7 @@ class FavorSoftmaxFeatureMap(RandomFeatureMap):
     def forward(self, x: Tensor) -> Features:
         powers = self.project(x, unit=LN_2)  # of two, see `fast_exp`
         top = powers.detach().amax(-1)
-        size = torch.linalg.vector_norm(x, dim=-1).square()
+        size = x.square().sum(-1)
         log_scale = (top * LN_2 - math.log(self.feature_dim) / 2).sub(size, alpha=self.scaling / 2)
         return Features(powers.sub_(top[..., None]).exp2_(), log_scale)
 

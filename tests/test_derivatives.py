@@ -28,37 +28,41 @@ def directions(tensors: list[Tensor], seed: int) -> list[Tensor]:
     return [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in tensors]
 
 
-def slope(mechanism: Mechanism, tensors: list[Tensor], create_graph: bool) -> Tensor:
-    """The derivative along fixed directions of a number made from the outputs, of heads and of all parameters."""
-    output, _ = mechanism(*tensors[:3])
+def slope(mechanism: Mechanism, tensors: list[Tensor], create_graph: bool, real: int | None = None) -> Tensor:
+    """The derivative along fixed directions of a number made from the outputs, of heads and of all parameters.
+
+    real: how many tokens of a second row are not padding; None: there is one row, without a mask.
+    """
+    mask = None if real is None else torch.arange(LENGTH) < torch.tensor([[LENGTH], [real]])
+    output, _ = mechanism(*tensors[:3], mask)
     gradients = torch.autograd.grad(output.sin().sum(), tensors, create_graph=create_graph, materialize_grads=True)
     return sum((x * way).sum() for x, way in zip(gradients, directions(tensors, 1), strict=True))
 
 
-def leaves(case: Case, mechanism: Mechanism, dtype: torch.dtype) -> list[Tensor]:
-    heads = case.heads(LENGTH, batch=1, dtype=dtype)
+def leaves(case: Case, mechanism: Mechanism, dtype: torch.dtype, rows: int) -> list[Tensor]:
+    heads = case.heads(LENGTH, batch=rows, dtype=dtype)
     return [*(x.requires_grad_() for x in heads), *(p for p in mechanism.parameters() if p.requires_grad)]
 
 
-def second_derivative(case: Case, backend: str, dtype: torch.dtype) -> Tensor:
+def second_derivative(case: Case, backend: str, dtype: torch.dtype, real: int | None = None) -> Tensor:
     """The derivative of `slope` along other directions."""
     mechanism = case.make(dtype)
     use_backend(mechanism, backend)
-    tensors = leaves(case, mechanism, dtype)
-    found = torch.autograd.grad(slope(mechanism, tensors, True), tensors, materialize_grads=True)
+    tensors = leaves(case, mechanism, dtype, 1 if real is None else 2)
+    found = torch.autograd.grad(slope(mechanism, tensors, True, real), tensors, materialize_grads=True)
     return sum((x * way).sum() for x, way in zip(found, directions(tensors, 2), strict=True))
 
 
-def measured(case: Case, step: float = 1e-5) -> Tensor:
+def measured(case: Case, real: int | None = None, step: float = 1e-5) -> Tensor:
     """The same by central differences of first derivatives in float64."""
     mechanism = case.make()
-    tensors = leaves(case, mechanism, torch.float64)
+    tensors = leaves(case, mechanism, torch.float64, 1 if real is None else 2)
     start, ends = [x.detach().clone() for x in tensors], []
     for sign in (1, -1):
         with torch.no_grad():
             for x, at, way in zip(tensors, start, directions(tensors, 2), strict=True):
                 x.copy_(at + sign * step * way)
-        ends.append(slope(mechanism, tensors, False))
+        ends.append(slope(mechanism, tensors, False, real))
     return (ends[0] - ends[1]) / (2 * step)
 
 
@@ -73,6 +77,14 @@ def test_second_derivatives_are_those_of_central_differences_or_refused(case):
         assert "create_graph=True" in str(error) and "SDPBackend.MATH" in str(error)
     else:
         torch.testing.assert_close(found.double(), want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("linear", ["gated_deltanet", "performer"])
+def test_second_derivatives_are_finite_where_rows_of_zeros_stand_for_padding(linear):
+    """The length of such a row has no derivative, also where a loss looks at what comes out for it."""
+    case = Case("hybrid", *ARCHITECTURE["causal"], {"window_size": 16, "num_hard_keys": 4, "linear": linear})
+    found = second_derivative(case, "torch", torch.float64, real=3)
+    torch.testing.assert_close(found, measured(case, real=3), rtol=1e-5, atol=1e-5)
 
 
 TRAINED = {

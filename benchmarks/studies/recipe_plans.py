@@ -4,27 +4,35 @@
 
 Parameters follow from the shape of the model alone. What is trained, and the bytes of a step, are counted on two
 layers of the model's width with random weights, at two lengths of rows, in the stages of the recipe; both are straight
-lines in layers and tokens. Nothing here is a measurement of the model itself, and no time is: a plan with times is
-what `--dry_run true` prints where the model and its GPU are.
+lines in layers and tokens. Of one recipe they are counted at its whole depth as well, with rows of 2,048 tokens: what
+`--dry_run true` prints as its memory. Matrix products are left out where bytes are counted, which are the same without
+them. Nothing here is a measurement of the model itself, and no time is: a plan with times is what `--dry_run true`
+prints where the model and its GPU are.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+import yaml
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.measure.provenance import collect_provenance
 from benchmarks.result_files import RECIPE_PLANS_FILE, RESULTS, ROOT
+from benchmarks.tables.memory import PEAKS
 from hf_linattn import patch_model
 from hf_linattn.atomic_io import write_text
+from hf_linattn.dtypes import is_fast
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.arguments import DISTILLATION, long_step, parse_arguments
 from hf_linattn.training.memory_limits import gigabytes
@@ -52,6 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 BYTES = 2  # of a weight in bfloat16
+WHOLE, WHOLE_LENGTH, WHOLE_BATCHES = "llama-3.2-1b-24gb", 2048, (1, 8)  # what is counted at its whole depth
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,27 @@ class Counted:
     trained: int
     tokens: int
     step_bytes: int
+
+
+class ProductsLeftOut(TorchDispatchMode):
+    """Matrix products and exact attention give zeros, at once: for counting bytes, which do not depend on numbers.
+
+    >>> with ProductsLeftOut():
+    ...     (torch.ones(2, 3) @ torch.ones(3, 2)).tolist()
+    [[0.0, 0.0], [0.0, 0.0]]
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func in (aten.mm.default, aten.bmm.default, aten.addmm.default):
+            left, right = args[-2:]
+            return left.new_zeros(*left.shape[:-1], right.shape[-1])
+        if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+            query, value = args[0], args[2]
+            # laid out as the kernel does: [B, N, H, D], looked at as [B, H, N, D]
+            output = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
+            return output, query.new_zeros(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+        return func(*args, **(kwargs or {}))
 
 
 def config_of(name: str, **changes: Any) -> Any:
@@ -92,24 +122,43 @@ def in_words(name: str) -> str:
     return f"{whole:,} parameters, {size} in bfloat16; {trained:,} trained, {state} with gradients and moments."
 
 
-def small_model(name: str, folder: Path) -> Path:
-    """Save two layers of a model's width with random weights, and a tokenizer of few words."""
+def random_model(name: str, folder: Path, **changes: Any) -> Path:
+    """Save a model of a recipe's shape with random weights, and a tokenizer of few words; `changes` of its config."""
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     torch.manual_seed(0)
-    config = config_of(name, num_hidden_layers=LAYERS, vocab_size=len(tokenizer))
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config_of(name, **changes), dtype=torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def run_of(name: str, model: Path, out: Path, **changes: Any) -> Any:
+def small_model(name: str, folder: Path) -> Path:
+    """Save two layers of a model's width that know no more words than the tokenizer has."""
+    words = len(AutoTokenizer.from_pretrained(TOKENIZER))
+    return random_model(name, folder, num_hidden_layers=LAYERS, vocab_size=words)
+
+
+def recipe_file(name: str) -> Path:
+    """Return the file of a recipe."""
+    return ROOT / "recipes" / "models" / f"{name}.yaml"
+
+
+def without_longer_rows(name: str, folder: Path) -> Path:
+    """Write a recipe without its last stage, and return the file."""
+    options = yaml.safe_load(recipe_file(name).read_text(encoding="utf-8"))
+    shorter = {option: value for option, value in options.items() if not option.startswith("long_")}
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump({**shorter, "board": str(ROOT / options["board"])}), encoding="utf-8")
+    return file
+
+
+def run_of(recipe: Path, model: Path, out: Path, **changes: Any) -> Any:
     """Return the run of a recipe on that model, with what the changes say."""
     options = {
         "model_name_or_path": model, "output_dir": out, "dataset_name": "", "max_validation_tokens": 4096,
         "max_test_documents": 2, "position_windows": 0, "fidelity_windows": 0, "speed_lengths": 32, "use_cpu": True,
         "disable_tqdm": True, "calibration_tokens": 0, **changes,
     }  # fmt: skip
-    flags = [f"recipes/models/{name}.yaml", *(part for key, x in options.items() for part in (f"--{key}", str(x)))]
+    flags = [str(recipe), *(part for key, x in options.items() for part in (f"--{key}", str(x)))]
     return prepare(parse_arguments(flags, DISTILLATION), "recipe_plans", flags)
 
 
@@ -126,16 +175,31 @@ def stages(name: str, steps: int, length: int) -> dict[str, Any]:
 
 def count(name: str, model: Path, out: Path, length: int) -> dict[str, Counted]:
     """Return what the stages of a recipe count, with rows of a length; the last stage has rows of twice it."""
-    run = run_of(name, model, out, plan_steps=2, **stages(name, 2, length))
+    with ProductsLeftOut():
+        run = run_of(recipe_file(name), model, out, plan_steps=2, **stages(name, 2, length))
+        price = price_of(run)
     weights = sum(p.nbytes for p in run.load().parameters())
     found = {}
-    for stage in price_of(run).stages:
+    for stage in price.stages:
         row, rows = stage.rows
         copies = 2 if stage.name == "long_training" else 1  # there a copy of the original teaches
         found[stage.name] = Counted(
             stage.trained, row * rows, stage.peak_bytes - copies * weights - state_bytes(stage.trained)
         )
     return found
+
+
+def count_whole(recipe: Path, model: Path, out: Path, batch: int, length: int) -> dict[str, int]:
+    """Return the peak that the plan of a recipe prints for each stage, with a batch of rows."""
+    tokens = batch * length
+    options: dict[str, Any] = {
+        "block_size": length, "per_device_train_batch_size": batch, "gradient_accumulation_steps": 1,
+        "per_device_eval_batch_size": batch, "transfer_tokens": 2 * tokens, "max_train_tokens": 4 * tokens,
+        "max_validation_tokens": max(4096, tokens), "control": "none", "plan_steps": 2,
+    }  # fmt: skip
+    with ProductsLeftOut():
+        stages_found = price_of(run_of(recipe, model, out, **options)).stages
+    return {stage.name: stage.peak_bytes for stage in stages_found}
 
 
 def state_bytes(trained: int) -> int:
@@ -171,30 +235,56 @@ def plan_of(name: str, counted: dict[int, dict[str, Counted]]) -> dict[str, dict
 
 
 def first_steps(name: str, model: Path, out: Path) -> dict[str, list[float]]:
-    """Take a recipe through all its stages, ten steps of the main one, and return the training losses."""
-    run = run_of(name, model, out, plan_steps=0, logging_steps=1, **stages(name, STEPS, LENGTHS[0]))
+    """Take a recipe through all its stages, ten steps of the main one, and return the training losses.
+
+    In float32 on a processor that has no instructions for products of bfloat16.
+    """
+    dtype = "bfloat16" if is_fast(torch.bfloat16, torch.device("cpu")) else "float32"
+    options = stages(name, STEPS, LENGTHS[0])
+    run = run_of(recipe_file(name), model, out, plan_steps=0, logging_steps=1, dtype=dtype, **options)
     run.directory.open(run.options)
     run_recipe(run)
     trained = [stage for stage in run.results if "history" in run.results[stage]]
     return {stage: [x["loss"] for x in run.results[stage]["history"] if "loss" in x] for stage in trained}
 
 
+def plan_and_parameters(name: str, folder: Path) -> dict[str, Any]:
+    """Return the size of a recipe's model, and what each of its stages takes, computed from two layers."""
+    model, number = small_model(name, folder / "model"), parameters(config_of(name))
+    counted = {length: count(name, model, folder / "out", length) for length in LENGTHS}
+    return {"parameters": number, "weight_bytes": BYTES * number, "stages": plan_of(name, counted)}
+
+
+def tried(name: str, folder: Path) -> dict[str, Any]:
+    """Return the losses of a recipe's first steps, on two layers."""
+    return {"first_steps": first_steps(name, small_model(name, folder / "model"), folder / "run")}
+
+
+def whole_depth(name: str, folder: Path, batch: int) -> dict[str, Any]:
+    """Return the peaks of a recipe without its last stage, on all its layers, with that many rows in a batch."""
+    model, recipe = random_model(name, folder / "whole"), without_longer_rows(name, folder)
+    return {f"{PEAKS}{batch}x{WHOLE_LENGTH}": count_whole(recipe, model, folder / "out", batch, WHOLE_LENGTH)}
+
+
+PARTS: dict[str, Callable[[str, Path], dict[str, Any]]] = {
+    "plan": plan_and_parameters,
+    "first_steps": tried,
+    **{f"depth_{batch}": functools.partial(whole_depth, batch=batch) for batch in WHOLE_BATCHES},
+}
+
+
 def main(
     recipes: Annotated[list[str] | None, typer.Argument(help="of which; default: all")] = None,
+    parts: Annotated[list[str] | None, typer.Option("--part", help=f"of {', '.join(PARTS)}; default: all")] = None,
     output: Annotated[Path, typer.Option(help="the result file")] = RESULTS / RECIPE_PLANS_FILE,
 ) -> None:
     """Compute and try the recipes, and write what came of it beside what the file has of others."""
     document = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {"recipes": {}}
-    for name in tqdm(recipes or list(SHAPES)):
+    wanted = [(name, part) for name in recipes or SHAPES for part in parts or PARTS]
+    for name, part in tqdm([pair for pair in wanted if "depth" not in pair[1] or pair[0] == WHOLE]):
         with tempfile.TemporaryDirectory() as folder:
-            model = small_model(name, Path(folder) / "model")
-            counted = {length: count(name, model, Path(folder) / "out", length) for length in LENGTHS}
-            losses = first_steps(name, model, Path(folder) / "run")
-        number = parameters(config_of(name))
-        document["recipes"][name] = {
-            "parameters": number, "weight_bytes": BYTES * number, "stages": plan_of(name, counted),
-            "first_steps": losses,
-        }  # fmt: skip
+            found = PARTS[part](name, Path(folder))
+        document["recipes"].setdefault(name, {}).update(found)
         source = "benchmarks.studies.recipe_plans"
         document["provenance"] = collect_provenance(torch.device("cpu"), torch.bfloat16, source)
         write_text(output, json.dumps(document, indent=1) + "\n")

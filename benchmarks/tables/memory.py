@@ -6,6 +6,8 @@ from benchmarks.measure.prompts import NOTHING
 from benchmarks.result_files import Document
 from benchmarks.tables.markdown import MODES, code, number, pivot, shown, table
 
+PEAKS = "peak_bytes_"  # begins the name of a count by rows of a batch and tokens of a row
+
 
 def long_inputs_tables(document: Document) -> list[str]:
     """Return what long inputs cost: memory of a training step, a token after a long context, a prompt."""
@@ -58,3 +60,24 @@ def depth_parts(document: Document) -> list[str]:
         f" bytes. Chunks are of {document['chunk_size']} tokens."
     )
     return [what, table(head, lines)]
+
+
+def plans_parts(document: Document) -> str:
+    """Return the peak memory of the stages of recipes, and of one recipe with more rows at a time."""
+    lines, whole = [], []
+    for name, found in document["recipes"].items():
+        for stage, plan in found.get("stages", {}).items():
+            peak = f"{plan['peak_bytes'] / 1e9:.1f}"
+            lines.append(
+                [code(name), code(stage), f"{plan['tokens_at_once']:,}", str(plan["copies_of_the_weights"]), peak]
+            )
+        for part, peaks in found.items():
+            if part.startswith(PEAKS):
+                rows, length = map(int, part.removeprefix(PEAKS).split("x"))
+                cells = [f"{bytes_ / 1e9:.1f}" for bytes_ in peaks.values()]
+                whole.append([code(name), f"{rows} x {length:,}", *cells])
+    stages = table(["recipe", "stage", "tokens at a time", "copies of the weights", "GB"], lines)
+    shown = "The first recipe without its last stage, counted on all its layers; matrix products are left out:"
+    return "\n\n".join(
+        [stages, shown, table(["recipe", "rows at a time", "GB in `transfer`", "in `recovered_training`"], whole)]
+    )

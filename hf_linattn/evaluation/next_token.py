@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,8 @@ def token_losses(
     batches = windows.split(max(1, min(ROWS, TOKENS // windows.shape[1])))
     with evaluation_mode(model), torch.no_grad():
         for batch in tqdm(batches, desc="reading", unit="batch", disable=not progress):
-            parts = [_judge(*part) for part in _logits_of_parts(model, batch.to(device_of(model)))]
+            given = {"input_ids": batch.to(device_of(model))}
+            parts = [_judge(*part) for part in logits_of_parts(model, given)]
             read.append((torch.cat([losses for losses, _ in parts], 1), torch.cat([right for _, right in parts], 1)))
     losses, right = (torch.cat(rows) for rows in zip(*read, strict=True))
     return TokenLosses(windows.cpu(), losses, right, torch.arange(len(windows)) if documents is None else documents)
@@ -98,27 +99,35 @@ def windows_of_documents(
     return torch.tensor(rows, dtype=torch.long), torch.tensor([text for text, _ in places])
 
 
-def _logits_of_parts(model: nn.Module, input_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the logits [B, C, V] of some positions after the others, in float32, and the tokens [B, C] they are for.
+def logits_of_parts(model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the logits [B, C, V] of some positions after the others, and the tokens [B, C] they are for.
 
-    Models scale or cap what their head gives, each in its own way: the model itself is asked, with a part of what its
-    layers came to for what they make of one token.
+    Logits are in float32 at least. Models scale or cap what their head gives, each in its own way: the model itself is
+    asked, with a part of what its layers came to for what they make of one token.
+
+    Args:
+        model: a causal one. inputs: `input_ids` [B, N] and what else its layers are given, such as a mask.
     """
-    root = architecture.root_model(model)
+    root, input_ids = architecture.root_model(model), inputs["input_ids"]
     body: Any = root.base_model
     options: Any = accepted(model, use_cache=False)
     length = input_ids.shape[1] - 1
-    if body is root:  # layers and head are one
-        yield model(input_ids=input_ids, **options).logits[:, :-1].float(), input_ids[:, 1:]
-        return
-    output = body(input_ids=input_ids, **accepted(body, use_cache=False))
-    hidden = output.last_hidden_state
     size = max(1, LOGITS // (len(input_ids) * root.config.get_text_config().vocab_size))
+    if body is root or size > length:  # layers and head are one, or there are few logits
+        yield _exact(model(**inputs, **options).logits[:, :-1]), input_ids[:, 1:]
+        return
+    output = body(**inputs, **accepted(body, use_cache=False))
+    hidden = output.last_hidden_state
     for first in range(0, length, size):
         part = type(output)(**{**output, "last_hidden_state": hidden[:, first : min(first + size, length)]})
         handle = body.register_forward_hook(lambda *_, part=part: part)
         try:
-            logits = model(input_ids=input_ids[:, :1], **options).logits.float()
+            logits = _exact(model(input_ids=input_ids[:, :1], **options).logits)
         finally:
             handle.remove()
         yield logits, input_ids[:, 1 + first : 1 + first + logits.shape[1]]
+
+
+def _exact(logits: Tensor) -> Tensor:
+    """Return logits in float32, or in their own dtype if that holds more."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import evaluate
 import torch
@@ -33,6 +33,7 @@ from ..errors import DataError, OptionError, UnsupportedModelError
 from ..inference import evaluation_mode
 from ..mechanisms.base import Mechanism
 from ..position_tables import position_tables
+from .next_token import logits_of_parts
 
 IGNORED_LABEL = -100
 
@@ -55,11 +56,15 @@ Returns:
 
 
 class PerplexityResult(TypedDict):
-    """perplexity = exp(loss); loss in nats per scored token; num_tokens is how many tokens were scored."""
+    """perplexity = exp(loss); loss in nats per scored token; num_tokens is how many tokens were scored.
+
+    document_tokens: how many of each document were read, where `max_tokens` left some out.
+    """
 
     perplexity: float
     loss: float
     num_tokens: int
+    document_tokens: NotRequired[int]
 
 
 class Window(NamedTuple):
@@ -105,6 +110,7 @@ def perplexity(
     batch_size: int = 8,
     seed: int = 0,
     mask_probability: float = 0.15,
+    max_tokens: int | None = None,
     progress: bool = True,
 ) -> PerplexityResult:
     """Return the perplexity of a causal or masked language model on `texts`.
@@ -120,6 +126,7 @@ def perplexity(
         batch_size: windows per forward.
         seed: masked only: of the masks, which depend on it, on the texts and on the tokenizer alone.
         mask_probability: masked only: share of the tokens to predict; special tokens are never masked.
+        max_tokens: of all documents: of each that is longer, as many of its first tokens are read; None: all.
         progress: show a progress bar.
 
     Raises:
@@ -131,7 +138,8 @@ def perplexity(
         raise DataError("texts must be a sequence of documents, got one string; pass [text]")
     masked = is_masked_language_model(model)
     _check_options(model, max_length, stride, batch_size, mask_probability, masked)
-    documents = _tokenize(tokenizer, texts)
+    require("max_tokens", max_tokens, max_tokens is None or max_tokens >= 1, "at least 1, or None")
+    documents, most = first_tokens(tokenizer, texts, max_tokens)
     if masked:
         windows = list(_masked_windows(documents, tokenizer, max_length, seed, mask_probability))
     else:
@@ -147,7 +155,9 @@ def perplexity(
             total += float(losses.cpu().double().sum())
             num_tokens += losses.numel()
     loss = total / num_tokens
-    return {"perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()), "loss": loss, "num_tokens": num_tokens}
+    value = float(torch.tensor(loss, dtype=torch.float64).exp())
+    found = PerplexityResult(perplexity=value, loss=loss, num_tokens=num_tokens)
+    return found if most is None else {**found, "document_tokens": most}
 
 
 def is_masked_language_model(model: nn.Module) -> bool:
@@ -207,6 +217,23 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
     return [torch.tensor(ids, dtype=torch.long) for ids in encoded["input_ids"]]
 
 
+def first_tokens(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int | None
+) -> tuple[list[Tensor], int | None]:
+    """Return the token ids [N] of each document, and to how many each was cut so that all have `most` together.
+
+    None: to none, as they have no more.
+    """
+    documents = _tokenize(tokenizer, texts)
+    if most is None or sum(map(len, documents)) <= most:
+        return documents, None
+    left, longer = most, sorted(map(len, documents))
+    while longer and longer[0] * len(longer) <= left:  # whole
+        left -= longer.pop(0)
+    size = max(1, left // len(longer))
+    return [ids[:size] for ids in documents], size
+
+
 def _strided_windows(documents: Sequence[Tensor], max_length: int, stride: int) -> Iterator[Window]:
     """Yield windows that score every token but the first of each document once."""
     for document in documents:
@@ -245,10 +272,18 @@ def _token_losses(model: nn.Module, windows: Sequence[Window], pad_token_id: int
     input_ids = pad_sequence([w.input_ids for w in windows], batch_first=True, padding_value=pad_token_id).to(device)
     labels = pad_sequence([w.labels for w in windows], batch_first=True, padding_value=IGNORED_LABEL).to(device)
     attention_mask = pad_sequence([torch.ones_like(w.input_ids) for w in windows], batch_first=True).to(device)
-    options = {} if masked else {"use_cache": False}
-    logits = model(input_ids=input_ids, attention_mask=attention_mask, **options).logits
-    if not masked:
-        logits, labels = logits[:, :-1], labels[:, 1:]
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if masked:
+        return _losses(model(**inputs).logits, labels)
+    parts, first = [], 1
+    for logits, targets in logits_of_parts(model, inputs):
+        parts.append(_losses(logits, labels[:, first : first + targets.shape[1]]))
+        first += targets.shape[1]
+    return torch.cat(parts)
+
+
+def _losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the negative log-likelihoods [T] of the labels [B, N] that are scored."""
     scored = labels != IGNORED_LABEL
     logits, labels = logits[scored.to(logits.device)], labels[scored]
     precision = torch.promote_types(logits.dtype, torch.float32)

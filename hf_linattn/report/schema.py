@@ -92,13 +92,15 @@ class Accuracies:
 class Evaluation:
     """How the perplexities were measured: tokens per window, stride (None: no overlap), scored tokens or texts.
 
-    problem: of a classifier, by transformers' name for it; `embedding` of an embedding model.
+    problem: of a classifier, by transformers' name for it; `embedding` of an embedding model. document_tokens: how
+    many of each document were read; None: all.
     """
 
     max_length: int
     num_tokens: int
     stride: int | None = None
     problem: str | None = None
+    document_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,8 @@ def how_measured(report: Report) -> str:
         read = f"{how.num_tokens:,} texts of the test split, cut to {how.max_length:,} tokens; one prediction each."
         return read + note
     stride = "masked tokens" if how.stride is None else f"stride {how.stride:,}"
-    return f"{how.num_tokens:,} scored tokens of the test split, windows of {how.max_length:,}, {stride}."
+    cut = "" if how.document_tokens is None else f", of each document the first {how.document_tokens:,}"
+    return f"{how.num_tokens:,} scored tokens of the test split{cut}, windows of {how.max_length:,}, {stride}."
 
 
 def _window_section(report: Report) -> list[str]:

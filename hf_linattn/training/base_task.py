@@ -83,6 +83,10 @@ class Task:
         """Return the `perplexity` of a test split, `num_tokens`, how many were predicted, and more."""
         raise NotImplementedError
 
+    def read_tokens(self, encoder: TextEncoder, test: Dataset) -> int:
+        """Return how many tokens a model reads to get its score; 0: that is not counted."""
+        return 0
+
     def samples(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, count: int) -> list[Sample]:
         """Return what the model makes of up to `count` test texts, the same for every model; may be none."""
         return []

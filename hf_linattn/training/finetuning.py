@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import math
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -24,13 +23,14 @@ from hf_linattn.inference import accepted, evaluation_mode
 from hf_linattn.reading import one_line
 from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.checkpoints import has_ended, last_complete_checkpoint, read_state
-from hf_linattn.training.classification import weighted_loss
+from hf_linattn.training.classification import SequenceClassification, weighted_loss
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
+from hf_linattn.training.losses.chunks import cross_entropy_by_chunks, separate_head
 from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.losses.loss_module import LossModule
 from hf_linattn.training.not_finite import NotFiniteError
 from hf_linattn.training.parameter_groups import float32_masters
-from hf_linattn.training.speed import Speed, product_dtype
+from hf_linattn.training.speed import Clock, Speed, product_dtype
 from hf_linattn.training.task import task_of
 from hf_linattn.training.trainers import RecoveryTrainer
 
@@ -72,9 +72,10 @@ def fine_tune(
 
     Returns:
         result: `learning_rate`, `eval_loss` (mean nats per predicted token, of the weights left in the model; None if
-        not finite), `steps`, `seconds` (of this call), `history` (the Trainer's log), what `Speed` found of this call
-        and, where the training ended because a loss was not finite, `not_finite`, its step. state: the whole weights,
-        on the main process, if training sharded the model (FSDP, ZeRO-3), which then is of no more use; else None.
+        not finite), `steps`, `seconds` (of all calls, see `Clock`), `history` (the Trainer's log), what `Speed` found
+        of this call and, where the training ended because a loss was not finite, `not_finite`, its step. state: the
+        whole weights, on the main process, if training sharded the model (FSDP, ZeRO-3), which then is of no more
+        use; else None.
     """
     arguments = stage_arguments(model, training, folder, learning_rate=learning_rate, max_steps=max_steps)
     checkpoint = last_complete_checkpoint(folder, training.world_size)
@@ -83,15 +84,15 @@ def fine_tune(
     speed = Speed(data.row_tokens, product_dtype(arguments, own))
     loss, state = None, None
     with own_forward(model), own_cache(model):
-        trainer = RecoveryTrainer(model, arguments, data, teacher, [speed, *callbacks])
+        clock = Clock.resumed(saved)
+        trainer = RecoveryTrainer(model, arguments, data, teacher, [speed, clock, *callbacks])
         trainer.has_ended = saved is not None and has_ended(saved, max_steps)
         if training.early_stopping_patience:
             trainer.add_callback(early_stopping(training.early_stopping_patience, saved))
-        start = time.perf_counter()
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         with nullcontext() if sharded else float32_masters(model):
             broken = _train(trainer, checkpoint, speed)
-        seconds = time.perf_counter() - start
+        seconds = clock.seconds
         if broken is None:
             loss = trainer.state.best_metric if arguments.load_best_model_at_end else trainer.evaluate()["eval_loss"]
             state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
@@ -162,15 +163,20 @@ def validation_loss(model: nn.Module, data: TrainingData, batch_size: int) -> fl
     if isinstance(model, LossModule):
         return _mean_loss(model, data, batch_size)
     task, total, count = task_of(model), 0.0, 0
+    head = None if isinstance(task, SequenceClassification) else separate_head(model)
     with evaluation_mode(model):
         for batch in DataLoader(data.validation, batch_size, collate_fn=data.evaluation_collator):  # type: ignore
             inputs = {name: value.to(architecture.root_model(model).device) for name, value in batch.items()}
+            inputs |= accepted(model, use_cache=False)
             predicted = int((task.predicted(inputs["labels"]) != IGNORED_LABEL).sum())
-            output = model(**inputs, **accepted(model, use_cache=False))
+            count += predicted
+            if head is not None:
+                total += float(cross_entropy_by_chunks(model, head, inputs)[0].logits)
+                continue
+            output = model(**inputs)
             weights = data.class_weights
             loss = weighted_loss(output.logits, inputs["labels"], weights) if weights else output.loss
             total += float(loss) * predicted
-            count += predicted
     return total / count
 
 

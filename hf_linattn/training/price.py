@@ -10,7 +10,8 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,16 @@ import torch
 from rich import box
 from rich.table import Table
 from torch import nn
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
 from hf_linattn import MechanismConfig, get_mechanisms
 from hf_linattn.cards import names_in_layer
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation.memory import LiveBytes
-from hf_linattn.training.finetuning import own_forward, stage_arguments, without_checkpoints
+from hf_linattn.training.base_task import TextEncoder
+from hf_linattn.training.finetuning import own_forward, stage_arguments, validation_loss, without_checkpoints
 from hf_linattn.training.memory_limits import gigabytes, is_out_of_memory, size_said, what_helps
+from hf_linattn.training.parameter_groups import float32_masters
 from hf_linattn.training.stages import TrainingStage, stages_of
 from hf_linattn.training.stages.training import TrainingPlan
 from hf_linattn.training.trainers import RecoveryTrainer
@@ -46,7 +49,8 @@ class StagePrice:
         name: of the stage. place: its number among all stages of the run.
         tokens, steps: of all its trainings, those that search for a learning rate too.
         rows: tokens of a row, by rows of a step. trained: parameters.
-        seconds: of one step, the median of those timed. peak_bytes: of weights, teacher, optimizer and the step.
+        seconds: of one step, the median of those timed. peak_bytes: of weights, teacher, optimizer and the step, or
+            of a batch of the validation where that is more.
         checkpoint_bytes: of all its checkpoints, and a teacher's kept logits, that lie on disk at once.
         kept_bytes: of the model it leaves.
     """
@@ -69,6 +73,30 @@ class StagePrice:
 
 
 @dataclass(frozen=True)
+class TestPrice:
+    """What it takes to score models on the test split: one after the other, each reads `tokens` of them.
+
+    Attributes:
+        models: how many. rows: tokens of a window, by windows of a batch. seconds: of one batch of the converted one.
+    """
+
+    models: int
+    tokens: int
+    rows: tuple[int, int]
+    seconds: float
+
+    @property
+    def batches(self) -> int:
+        """Of one model."""
+        return math.ceil(self.tokens / math.prod(self.rows))
+
+    @property
+    def hours(self) -> float:
+        """Hours for all models."""
+        return self.models * self.batches * self.seconds / 3600
+
+
+@dataclass(frozen=True)
 class RunPrice:
     """What a run takes.
 
@@ -76,6 +104,7 @@ class RunPrice:
         model: its name. parameters: how many it has, converted. dtype: of the weights while training.
         layers: how many layers each mechanism has. chosen: whether these are the run's, and not still to be chosen.
         stages: those that train and are not done yet. places: how many stages the run has, of all kinds.
+        test: of the models that are still to be scored; None: there are none, or the model is no language model.
         free_bytes: on the disk of the output folder.
     """
 
@@ -86,6 +115,7 @@ class RunPrice:
     chosen: bool
     places: int
     stages: tuple[StagePrice, ...]
+    test: TestPrice | None
     free_bytes: int
 
     @property
@@ -96,8 +126,8 @@ class RunPrice:
 
     @property
     def hours(self) -> float:
-        """Hours of all steps, without evaluations and measurements."""
-        return sum(stage.hours for stage in self.stages)
+        """Hours of all steps and of the test, without validation and other measurements."""
+        return sum(stage.hours for stage in self.stages) + (self.test.hours if self.test else 0.0)
 
     def table(self) -> Table:
         """Return the plan for `rich.print`."""
@@ -106,8 +136,8 @@ class RunPrice:
         table = Table(
             title=f"{self.model}: {self.parameters:,} parameters in {self.dtype}; layers: {layers}{later}",
             box=box.SIMPLE, padding=0,  # a row has 80 columns
-            caption="trained: parameters; GB: peak memory of a step."
-            f" {in_time(self.hours * 3600)} of training, without evaluations;"
+            caption="trained: parameters; GB: peak memory."
+            f" {in_time(self.hours * 3600)} without validation;"
             f" disk {gigabytes(self.disk_bytes)} of {gigabytes(self.free_bytes)} free",
         )  # fmt: skip
         for number, head in enumerate(HEADS):
@@ -118,6 +148,12 @@ class RunPrice:
                 f"{stage.place}/{self.places} {stage.name}", in_short(stage.tokens), f"{count}x{row}",
                 f"{stage.steps:,}", in_short(stage.trained), f"{stage.seconds:.3g}", in_time(stage.hours * 3600),
                 f"{stage.peak_bytes / 1e9:.2f}",
+            )  # fmt: skip
+        if (test := self.test) is not None:
+            row, count = test.rows
+            table.add_row(
+                f"test, {test.models} models", in_short(test.models * test.tokens), f"{count}x{row}",
+                f"{test.models * test.batches:,}", "", f"{test.seconds:.3g}", in_time(test.hours * 3600), "",
             )  # fmt: skip
         return table
 
@@ -132,6 +168,8 @@ def price_of(run: TrainingRun) -> RunPrice:
     converted, stages = run.convert(), stages_of(run.arguments)
     layers = Counter(served_by(mechanism.config) for mechanism in get_mechanisms(converted).values())
     count, dtype = parameters(converted), str(converted.dtype).removeprefix("torch.")
+    scored = [stage for stage in stages if stage.scores and run.directory.finished(stage.name) is None]
+    test = price_of_test(run, converted, len(scored))
     del converted
     todo = [
         (place, stage)
@@ -142,7 +180,7 @@ def price_of(run: TrainingRun) -> RunPrice:
     price = RunPrice(
         model=str(options.model_name_or_path), parameters=count, dtype=dtype, layers=dict(layers),
         chosen=options.layers != "auto", places=len(stages),
-        stages=tuple(price_of_stage(run, stage, place) for place, stage in todo),
+        stages=tuple(price_of_stage(run, stage, place) for place, stage in todo), test=test,
         free_bytes=shutil.disk_usage(nearest_folder(run.directory.path)).free,
     )  # fmt: skip
     if price.disk_bytes > price.free_bytes:
@@ -153,11 +191,34 @@ def price_of(run: TrainingRun) -> RunPrice:
     return price
 
 
+def price_of_test(run: TrainingRun, model: PreTrainedModel, models: int) -> TestPrice | None:
+    """Read a batch of validation rows with the converted model, and count how many tokens the test split has."""
+    options, batch = run.arguments.data, run.arguments.training.per_device_eval_batch_size
+    tokens = run.task.read_tokens(TextEncoder(run.tokenizer, options), options.tested(run.splits["test"]))
+    if not models or not tokens:
+        return None
+    rows = min(batch, len(run.data.validation))
+    data = replace(run.data, validation=run.data.validation.select(range(rows)))
+    start = time.perf_counter()
+    with torch.random.fork_rng(devices=[]):
+        validation_loss(model, data, batch)
+    seconds = (time.perf_counter() - start) * batch / rows
+    return TestPrice(models, tokens, (options.block_size, batch), seconds)
+
+
 def price_of_stage(run: TrainingRun, stage: TrainingStage, place: int) -> StagePrice:
     """Take a few real steps of a stage on a model of its own; see `price_of`."""
     logger.info("timing %d steps of %s", run.arguments.recipe.plan_steps or 1, stage.name)
-    plan, teacher = stage.plan(run), stage.teacher(run)
     model = run.task.trainee(run, stage.fresh(run))
+    with float32_masters(model):  # as in the training itself
+        price = _price_of_training(run, stage, place, model)
+    del model
+    gc.collect()
+    return price
+
+
+def _price_of_training(run: TrainingRun, stage: TrainingStage, place: int, model: nn.Module) -> StagePrice:
+    plan, teacher = stage.plan(run), stage.teacher(run)
     kept = None if teacher is None else teacher.kept
     teacher = teacher and replace(teacher, kept=None)  # nothing is written
     other = None if teacher is None else teacher.model
@@ -187,36 +248,39 @@ def price_of_stage(run: TrainingRun, stage: TrainingStage, place: int) -> StageP
     saved = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapters) + 2 * state // 3
     steps = plan.max_steps + searched
     logits = kept.row_bytes(rows) * min(len(plan.data.train), steps * batch) if kept else 0
-    price = StagePrice(
+    return StagePrice(
         stage.name, place, steps * plan.step_tokens, steps, (rows, batch), trained, watch.seconds,
         weights + watch.peak, saved * checkpoints_at_once(training) + logits,
         size(model) if stage.keeps_model else 0,
     )  # fmt: skip
-    del model, teacher, other
-    gc.collect()
-    return price
 
 
 def _take_steps(run: TrainingRun, plan: TrainingPlan, model: nn.Module, teacher: Any, watch: _Watch) -> None:
-    """Train a model for `plan_steps` steps, in a folder that is gone afterwards."""
+    """Train a model for `plan_steps` steps, in a folder that is gone afterwards, and read a batch to validate it."""
     silent: Mapping[str, Any] = {"logging_strategy": "no", "disable_tqdm": True}
-    training = replace(without_checkpoints(plan.training), **silent)
+    training, held_back = replace(without_checkpoints(plan.training), **silent), plan.data.validation
+    batch = held_back.select(range(min(len(held_back), training.eval_batch_size)))
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), own_forward(model):
         arguments = stage_arguments(
             model, training, Path(folder), learning_rate=plan.learning_rates[0],
             max_steps=run.arguments.recipe.plan_steps or 1, report_to="none",
         )  # fmt: skip
-        RecoveryTrainer(model, arguments, plan.data, teacher, [watch]).train()
+        trainer = RecoveryTrainer(model, arguments, replace(plan.data, validation=batch), teacher, [watch])
+        trainer.train()
+        with watch.counted():
+            trainer.evaluate()
 
 
 @dataclass
 class _Watch(TrainerCallback):
-    """Counts what the first step holds at once beside the weights, and times the others."""
+    """Counts what a step holds at once beside the weights, and times all but the first."""
 
     device: torch.device
     peak: int = 0
     times: list[float] = field(default_factory=list)
     counting: LiveBytes | None = None
+    computed: int = 0  # what the first step had held when its gradients were known
+    state: int = 0  # what it leaves: the optimizer's moments
 
     @property
     def seconds(self) -> float:
@@ -234,14 +298,32 @@ class _Watch(TrainerCallback):
             self.counting.__enter__()
         self.start = time.perf_counter()
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.counting is not None:
+            self.computed = self.counting.peak
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self.peak = torch.cuda.max_memory_allocated(self.device) - self.before
         if self.counting is not None:
             self.counting.__exit__(None, None, None)
-            self.peak, self.counting = self.counting.peak, None
+            self.state = self.counting.live
+            self.peak = max(self.counting.peak, self.computed + self.state)  # later steps begin with the moments
+            self.counting = None
         self.times.append(time.perf_counter() - self.start)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what is computed inside beside what the steps left."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            yield
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device) - self.before)
+            return
+        with LiveBytes() as count:
+            yield
+        self.peak = max(self.peak, self.state + count.peak)
 
 
 def served_by(config: MechanismConfig) -> str:

@@ -46,7 +46,7 @@ FREE = frozenset((
 # how a step is divided into batches
 BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
 
-FORMER = {"control": FULL}  # what older runs did where they recorded nothing
+FORMER = {"control": FULL, "max_test_tokens": 0}  # what older runs did where they recorded nothing
 
 # what is recorded beside the options: of what it is the digest, and which options it comes from
 DIGESTS = {

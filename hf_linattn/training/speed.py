@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 COUNTED = 2  # the step whose operations are counted; the first one makes what later ones find
 # of the matrices that are multiplied to measure a machine's rate, and how many products are taken at a time; else:
@@ -69,6 +71,34 @@ class Speed(TrainerCallback):
         if self.operations:
             found["matrix_share"] = round(self.operations / each / self.rate, 4)
         return found
+
+
+class Clock(TrainerCallback, ExportableState):
+    """Says how long a training took, over all calls that took its steps; checkpoints hold what it said then.
+
+    What a call did after the checkpoint from which the next one went on is not part of it: those steps are taken anew.
+
+    Args:
+        before: seconds of the calls before.
+    """
+
+    def __init__(self, before: float = 0.0):
+        self.before, self.start = before, time.perf_counter()
+
+    @classmethod
+    def resumed(cls, saved: Mapping[str, Any] | None) -> Clock:
+        """Return one that goes on from the state of a checkpoint; None: there is none."""
+        recorded = (saved or {}).get("stateful_callbacks", {}).get(cls.__name__, {})
+        return cls(**recorded.get("attributes", {}))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until now."""
+        return self.before + time.perf_counter() - self.start
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        return {"args": {}, "attributes": {"before": self.seconds}}
 
 
 class _Whole(nullcontext[None]):

@@ -15,6 +15,7 @@ from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError
 from hf_linattn.evaluation import is_masked_language_model, perplexity
 from hf_linattn.evaluation.label_metrics import problem_of
+from hf_linattn.evaluation.perplexity import first_tokens
 from hf_linattn.evaluation.samples import LENGTH, Sample, continued, filled
 from hf_linattn.position_tables import position_tables
 from hf_linattn.reading import reading
@@ -60,8 +61,16 @@ class LanguageModeling(Task):
         found = perplexity(
             model, tokenizer, test["text"], max_length=data.block_size, batch_size=batch_size,
             stride=self.stride(data), mask_probability=data.eval_mlm_probability,
+            max_tokens=data.max_test_tokens or None,
         )  # fmt: skip
         return dict(found)
+
+    def read_tokens(self, encoder: TextEncoder, test: Dataset) -> int:
+        tokenizer, data = encoder
+        documents, _ = first_tokens(tokenizer, test["text"], data.max_test_tokens or None)
+        step = self.stride(data) or data.block_size
+        overlap = data.block_size - step
+        return sum(len(ids) + overlap * max(0, -(-(len(ids) - data.block_size) // step)) for ids in documents)
 
 
 class CausalLanguageModeling(LanguageModeling):

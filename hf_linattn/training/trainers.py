@@ -29,9 +29,17 @@ from hf_linattn.errors import OptionError
 from hf_linattn.inference import without_labels
 from hf_linattn.training.classification import SequenceClassification, weighted_loss
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
-from hf_linattn.training.losses.chunks import chunk_rows, replaced_head, same, separate_head, sum_by_chunks
+from hf_linattn.training.losses.chunks import (
+    chunk_rows,
+    cross_entropy_by_chunks,
+    replaced_head,
+    same,
+    separate_head,
+    sum_by_chunks,
+)
 from hf_linattn.training.losses.distillation import Teacher, check_teacher, distillation_loss, hidden_error
 from hf_linattn.training.losses.kept_logits import likeliest
+from hf_linattn.training.losses.loss_module import LossModule
 from hf_linattn.training.losses.shared_layers import shared_layers
 from hf_linattn.training.not_finite import NotFiniteError, has_finite_weights
 from hf_linattn.training.parameter_groups import group_parameters
@@ -171,8 +179,13 @@ class RecoveryTrainer(Trainer):
     ) -> Any:
         labels, counted = inputs.get("labels"), num_items_in_batch if self.model_accepts_loss_kwargs else None
         if self.teacher is None or not model.training:
-            loss, output = super().compute_loss(model, inputs, True, num_items_in_batch)
-            loss = self._weighted(loss, output, model, labels, counted)
+            if self._head is not None and labels is not None and (model.training or self.args.prediction_loss_only):
+                smoothing = self.smoothing if model.training else 0.0
+                output, count = cross_entropy_by_chunks(model, self._head, inputs, smoothing)
+                loss = self._mean(output.logits, count, counted)
+            else:
+                loss, output = super().compute_loss(model, inputs, True, num_items_in_batch)
+                loss = self._weighted(loss, output, model, labels, counted)
             return (loss, output) if return_outputs else loss
         if self._head is not None:
             return self._taught_by_chunks(self._head, self.teacher, model, inputs, counted)
@@ -237,8 +250,7 @@ class RecoveryTrainer(Trainer):
 
         with replaced_head(model, losses), shared.replayed() if shared else nullcontext():
             output = model(**given)
-        predicted = output.logits
-        loss = predicted / chosen.sum().clamp(min=1) if counted is None else predicted / counted * self._processes
+        loss = self._mean(output.logits, chosen.sum(), counted)
         if teacher.hidden_weight:
             hidden = hidden_error(output.hidden_states, example.hidden_states, inputs.get("attention_mask"))
             shares = 1 if counted is None else self.args.gradient_accumulation_steps
@@ -248,11 +260,15 @@ class RecoveryTrainer(Trainer):
     def _head_of_chunks(self) -> nn.Module | None:
         """Return the projection whose logits are made some positions at a time; None: the model makes them all."""
         other = self.args.torch_compile or self.args.n_gpu > 1 or self.args.fp16  # small gradients need its scaling
-        if self.teacher is None or other or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+        if other or self.is_fsdp_enabled or self.is_deepspeed_enabled or isinstance(self.model, LossModule):
             return None
         classifies = isinstance(task_of(self.model), SequenceClassification)
         head = None if classifies else separate_head(self.model)
         return head if head is None or type(head) is nn.Linear else None  # with adapters it would not be the teacher's
+
+    def _mean(self, total: Tensor, count: Tensor, counted: Tensor | int | None) -> Tensor:
+        """Return what a sum over the predictions of a batch, `count` of them, is of the mean over those of a step."""
+        return total / count.clamp(min=1) if counted is None else total / counted * self._processes
 
     @property
     def _processes(self) -> int:

@@ -22,7 +22,7 @@ from transformers import (
 
 from hf_linattn import original_attention, patch_model, unpatch_model
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
-from hf_linattn.evaluation import Perplexity, is_masked_language_model, perplexity, position_limit
+from hf_linattn.evaluation import Perplexity, is_masked_language_model, next_token, perplexity, position_limit
 
 SPECIAL = ["<|end|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 VOCABULARY = {token: index for index, token in enumerate([*SPECIAL, *map(str, range(60))])}
@@ -122,6 +122,28 @@ def test_default_stride_is_half_a_window(tokenizer, texts):
     default = perplexity(model, tokenizer, texts, max_length=12, progress=False)
     assert default == perplexity(model, tokenizer, texts, max_length=12, stride=6, progress=False)
     assert default["loss"] != perplexity(model, tokenizer, texts, max_length=12, stride=11, progress=False)["loss"]
+
+
+def test_of_a_limit_every_document_has_its_share_of_first_tokens(tokenizer, texts):
+    model = make_model("llama")
+    limited = perplexity(model, tokenizer, texts, max_length=6, max_tokens=30, progress=False)
+    cut = [" ".join(text.split()[:9]) for text in texts]  # 1 + 8 + 0 + 2, and 9 of both longer ones
+    assert limited == {**perplexity(model, tokenizer, cut, max_length=6, progress=False), "document_tokens": 9}
+    assert perplexity(model, tokenizer, cut, max_length=6, max_tokens=29, progress=False) == {
+        name: x for name, x in limited.items() if name != "document_tokens"
+    }
+    with pytest.raises(OptionError, match="max_tokens"):
+        perplexity(model, tokenizer, texts, max_length=6, max_tokens=0)
+
+
+def test_logits_that_are_many_are_made_a_few_positions_at_a_time(tokenizer, texts, monkeypatch):
+    model, made = make_model("llama", "linear"), []
+    whole = perplexity(model, tokenizer, texts, max_length=10, progress=False)
+    monkeypatch.setattr(next_token, "LOGITS", 8 * 3 * len(VOCABULARY))
+    model.lm_head.register_forward_hook(lambda *call: made.append(call[2].shape[:2].numel()))
+    parts = perplexity(model, tokenizer, texts, max_length=10, progress=False)
+    assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-12) and parts["num_tokens"] == whole["num_tokens"]
+    assert max(made) == 8 * 3
 
 
 def test_documents_do_not_see_each_other(tokenizer, texts):

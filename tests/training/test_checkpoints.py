@@ -53,9 +53,15 @@ def unbroken(request, tmp_path_factory):
 @pytest.mark.parametrize("step", [STEPS, STEPS - 1, 2])
 def test_a_training_takes_exactly_the_steps_that_were_left(unbroken, tmp_path, step):
     folder, adapters, result, weights = unbroken
-    copied(folder, step, tmp_path / "stage")
+    state = copied(folder, step, tmp_path / "stage") / "trainer_state.json"
+    saved = json.loads(state.read_text())
+    recorded = saved["stateful_callbacks"]["Clock"]["attributes"]
+    assert 0 < recorded["before"] <= result["seconds"] + 0.05
+    recorded["before"] += 1000
+    state.write_text(json.dumps(saved))
     for _ in range(2):  # killed once more, when it had ended
         again, resumed = train(tmp_path / "stage", adapters)
+        assert 1000 < again["seconds"] < 2000, "of all calls"
         assert (again["steps"], again["eval_loss"]) == (STEPS, result["eval_loss"])
         assert all(torch.equal(resumed[name], x) for name, x in weights.items())
         assert max(int(path.name.rpartition("-")[2]) for path in (tmp_path / "stage").iterdir()) == STEPS

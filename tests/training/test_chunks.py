@@ -13,6 +13,7 @@ from transformers import GraniteConfig, GraniteForCausalLM
 
 from hf_linattn import patch_model
 from hf_linattn.training.adapters import add_adapters
+from hf_linattn.training.finetuning import validation_loss
 from hf_linattn.training.losses import chunks
 from hf_linattn.training.losses.chunks import replaced_head, separate_head, sum_by_chunks
 from hf_linattn.training.losses.distillation import Teacher
@@ -78,22 +79,40 @@ def test_loss_and_gradient_of_a_step_are_those_of_all_logits_at_once(tmp_path, m
         torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_no_tensor_of_a_step_is_as_large_as_its_logits(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def wide():
+    """A model whose logits are larger than all else, by its tokens, its teacher and its data."""
     original = make_model("llama", std=0.3)
     data = make_data(original)
-    original.resize_token_embeddings(20_000, mean_resizing=False)  # so that nothing else is as large
-    teacher, model = patch_model(copy.deepcopy(original), "softmax"), patch_model(original, "linear")
-    training = make_training(tmp_path, save_strategy="no", remove_unused_columns=False)
-    trainer = RecoveryTrainer(model.train(), training, data, Teacher(teacher, kl_weight=1.0))
+    original.resize_token_embeddings(20_000, mean_resizing=False)
+    return patch_model(copy.deepcopy(original), "linear"), patch_model(original, "softmax"), data
+
+
+@pytest.mark.parametrize("what", ["taught", "alone", "evaluated", "validated"])
+def test_no_tensor_of_a_step_or_a_validation_is_as_large_as_its_logits(tmp_path, monkeypatch, wide, what):
+    model, teacher, data = wide
+    training = make_training(tmp_path, save_strategy="no", remove_unused_columns=False, prediction_loss_only=True)
+    taught = Teacher(teacher, kl_weight=1) if what == "taught" else None
+    trainer = RecoveryTrainer(model.train(), training, data, taught)
     batch = data.collator([data.train[i] for i in range(8)])
-    logits, sizes = batch["labels"].numel() * 20_000, {}
+    held_back = data.evaluation_collator([data.validation[i] for i in range(8)])
     trainer.state.max_steps = 10
+    run = {
+        "evaluated": lambda: trainer.prediction_step(model.eval(), dict(held_back), True)[0],
+        "validated": lambda: validation_loss(model, data, 8),
+    }.get(what, lambda: trainer.compute_loss(model, dict(batch)).backward())
+    logits, sizes, losses = batch["labels"].numel() * 20_000, {}, []
     for elements in (logits // 20, 2 * logits):
         monkeypatch.setattr(chunks, "ELEMENTS", elements)
         with Largest() as made:
-            trainer.compute_loss(model, dict(batch)).backward()
+            losses.append(run())
         sizes[elements] = made.size
     assert sizes[logits // 20] < logits / 3 and sizes[2 * logits] > 0.8 * logits
+    if what == "evaluated":
+        loss = model(**held_back).loss.item()
+        assert losses[0].item() == pytest.approx(loss, rel=1e-5) and losses[1].item() == pytest.approx(loss, rel=1e-5)
+    if what == "validated":
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_the_parts_of_the_step_add_up_over_accumulated_batches(tmp_path):

@@ -50,7 +50,10 @@ def test_a_dry_run_prints_the_stages_and_writes_nothing(dry):
     for stage in dry.price.stages:
         assert f"{stage.place}/{dry.price.places} {stage.name}" in dry.text and in_short(stage.trained) in dry.text
         assert stage.seconds > 0 and stage.hours == pytest.approx(stage.steps * stage.seconds / 3600)
-    assert "layers: 2 hybrid" in dry.text and f"{in_time(dry.price.hours * 3600)} of training" in dry.text
+    test = dry.price.test  # original, converted, window, control and recovered read windows that overlap
+    assert test.models == 5 and "test, 5 models" in dry.text and test.seconds > 0
+    assert dry.price.hours == pytest.approx(test.hours + sum(stage.hours for stage in dry.price.stages))
+    assert "layers: 2 hybrid" in dry.text and f"{in_time(dry.price.hours * 3600)} without validation" in dry.text
     assert "nothing was written" in dry.text and "…" not in dry.text, "it fits a console of 80 columns"
 
 

@@ -371,8 +371,8 @@ def ratio(sums: Tensor) -> tuple[Tensor, Tensor]:
 
 def inverse_length(features: Tensor) -> Tensor:
     """Return 1 / |features| [..., 1] of features [..., F], zero where all but nothing is there."""
-    size = torch.linalg.vector_norm(features, dim=-1, keepdim=True)
-    return torch.threshold(size, LEAST_WEIGHT[size.dtype], math.inf).reciprocal()
+    square = features.square().sum(-1, keepdim=True)  # a norm's second derivative is NaN where nothing is there
+    return torch.threshold(square, 0.0, math.inf).sqrt().reciprocal()
 
 
 def unit_length(features: Tensor) -> Tensor:

@@ -72,6 +72,10 @@ class DataArguments:
     )
     max_validation_tokens: int | None = field(default=None, metadata={"help": "Use at most that many for validation."})
     max_test_documents: int | None = field(default=None, metadata={"help": "Use at most that many test documents."})
+    max_test_tokens: int = field(
+        default=131_072,
+        metadata={"help": "Score language models on at most that many, the first of each test document; 0: all."},
+    )
     stride: int | None = field(
         default=None, metadata={"help": "Test windows of a causal model start this many tokens apart; default: half."}
     )
@@ -91,6 +95,7 @@ class DataArguments:
         for name in ("max_validation_tokens", "max_test_documents", "stride"):
             value = getattr(self, name)
             require(name, value, value is None or value > 0, "a positive number, or absent")
+        require("max_test_tokens", self.max_test_tokens, self.max_test_tokens >= 0, "a positive number, or 0")
         self.class_weights = _weights(self.class_weights)
         whole = self.document_window is None or self.document_window >= 0
         require("document_window", self.document_window, whole, "a positive number, 0 or absent")

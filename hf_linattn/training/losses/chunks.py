@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from hf_linattn.architecture import root_model
-from hf_linattn.inference import accepted, evaluation_mode
+from hf_linattn.inference import accepted, evaluation_mode, without_labels
+from hf_linattn.training.data import IGNORED_LABEL
 from hf_linattn.training.losses.attention_transfer import Prepared
 from hf_linattn.training.task import task_of
 
@@ -77,6 +79,34 @@ def replaced_head(model: nn.Module, function: Callable[[Tensor], Tensor]) -> Ite
             del head.forward
         else:
             head.forward = before
+
+
+def cross_entropy_by_chunks(
+    model: nn.Module, head: nn.Module, inputs: Mapping[str, Any], smoothing: float = 0.0
+) -> tuple[Any, Tensor]:
+    """Return the output of a language model and how many tokens it predicts.
+
+    In place of logits the output has the sum of their cross-entropy, with its gradient.
+
+    Args:
+        model: may be wrapped. head: its `separate_head`. inputs: with `labels`. smoothing: of the labels.
+    """
+    task, project = task_of(model), head.forward
+    wanted = task.predicted(inputs["labels"])
+    chosen = wanted != IGNORED_LABEL
+
+    def loss_of(states: Tensor, labels: Tensor) -> Tensor:
+        logits = project(states)
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return cross_entropy(exact, labels, reduction="sum", label_smoothing=smoothing)
+
+    def losses(states: Tensor) -> Tensor:
+        size = chunk_rows(root_model(model).config.get_text_config().vocab_size)
+        parameters = [p for p in head.parameters() if p.requires_grad]
+        return sum_by_chunks(loss_of, size, task.predicting(states)[chosen], wanted[chosen], parameters=parameters)
+
+    with replaced_head(model, losses):
+        return model(**without_labels(inputs)), chosen.sum()
 
 
 def same(states: Tensor) -> Tensor:

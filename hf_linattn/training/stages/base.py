@@ -12,11 +12,12 @@ class Stage(Protocol):
 
     Attributes:
         name: of its record in the run directory. inputs: names of earlier stages whose results or files it reads,
-            those that the recipe has.
+            those that the recipe has. scores: whether a model reads the test split.
     """
 
     name: str
     inputs: tuple[str, ...]
+    scores: bool
 
     def run(self, context: TrainingRun) -> dict[str, Any]:
         """Return the result as it is recorded; it is computed first if it is not recorded yet."""
@@ -27,6 +28,7 @@ class OneProcessStage:
 
     name: str
     inputs: tuple[str, ...] = ()
+    scores: bool = False
 
     def run(self, context: TrainingRun) -> dict[str, Any]:
         return context.directory.once(self.name, lambda: self.compute(context))

@@ -26,6 +26,9 @@ class Measurement(OneProcessStage):
     inputs: tuple[str, ...] = ()
     measure: Callable[[TrainingRun, PreTrainedModel], dict[str, Any]] = TrainingRun.score
 
+    def __post_init__(self) -> None:
+        self.scores = self.measure is TrainingRun.score
+
     def compute(self, context: TrainingRun) -> dict[str, Any]:
         return self.measure(context, self.make_model(context))
 

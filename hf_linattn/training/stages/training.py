@@ -49,6 +49,7 @@ class TrainingStage:
 
     name: str
     inputs: tuple[str, ...] = ()
+    scores = False
     keeps_model = True  # whether a model is left in a folder
 
     def plan(self, context: TrainingRun) -> TrainingPlan:

@@ -27,6 +27,7 @@ class WindowMeasurement(OneProcessStage):
 
     name = "window"
     inputs: tuple[str, ...] = ("layers",)
+    scores = True
 
     def compute(self, context: TrainingRun) -> dict[str, Any]:
         found = describe_window(context)
@@ -54,6 +55,7 @@ class TrainedWindowMeasurement(OneProcessStage):
 
     name = "window_trained"
     inputs: tuple[str, ...] = ("window", "window_training")
+    scores = True
 
     def compute(self, context: TrainingRun) -> dict[str, Any]:
         found = {name: context.results["window"][name] for name in ("plan", "bytes")}
