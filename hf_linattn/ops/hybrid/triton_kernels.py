@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..linear.triton_feature_kernels import feature_numbers, features_of_row
 from ..linear.triton_kernels import HIDDEN, load_rows, load_state, store_state
 from .types import GATE_GAIN, GATE_RANGE
 
@@ -127,45 +128,63 @@ def keep_rows(
 
 @triton.jit
 def step_hybrid(
-    query, key, value, query_features, query_log, key_features, key_log,
-    ring_key, ring_value, sink_key, sink_value, kv, log_max, length,
+    query, key, value, query_weight, query_bias, key_weight, key_bias, ring_key, ring_value, sink_key, sink_value, kv,
+    log_max, length,
     log_mix, decay_rate, window_log, sink, far_gate, sums,
     ring_key_after, ring_value_after, sink_key_after, sink_value_after, kv_after, log_max_after, length_after,
-    query_batch, query_head, key_batch, key_head, value_batch, value_head, heads, groups, scaling, least_weight,
-    KEY_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUES: tl.constexpr,
-    NUM_FEATURES: tl.constexpr, FEATURES: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
-    SINK_ROWS: tl.constexpr, SCALED: tl.constexpr, DECAYED: tl.constexpr, SHARED: tl.constexpr, BESIDE: tl.constexpr,
+    query_batch, query_head, key_batch, key_head, value_batch, value_head,
+    query_weight_head, query_weight_group, query_weight_row, query_weight_column,
+    query_bias_head, query_bias_group, query_bias_column,
+    key_weight_head, key_weight_row, key_weight_column, key_bias_head, key_bias_column,
+    heads, groups, scaling, scale, quadratic, offset, least_weight,
+    INPUT_SIZE: tl.constexpr, SIZE: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr, WEIGHED: tl.constexpr, BIASED: tl.constexpr, NUM_FEATURES: tl.constexpr,
+    KEYS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUES: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
+    SINKS: tl.constexpr, SINK_ROWS: tl.constexpr, DECAYED: tl.constexpr, SHARED: tl.constexpr, BESIDE: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
     """One more token of a sequence, and all queries of its groups, in VALUES columns of its values.
 
-    key_features, key_log: of the oldest of RING keys, of the new one if there are none. Log scales are read where
-    SCALED, decay_rate where DECAYED, window_log where SHARED, sink where BESIDE, far_gate where GATED.
+    The key that enters the sums is the oldest of RING keys, the new one if there are none. decay_rate is read where
+    DECAYED, window_log where SHARED, sink where BESIDE, far_gate where GATED. What makes features: as in
+    `features_of_row`.
     """
     sequence, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    batch, head, inputs, features = sequence // heads, sequence % heads, tl.arange(0, KEYS), tl.arange(0, FEATURES)
+    batch, head, inputs = sequence // heads, sequence % heads, tl.arange(0, KEYS)
+    features = feature_numbers(SIZE, COLUMNS, ACTIVATION == "softmax_pair")
+    scaled: tl.constexpr = ACTIVATION == "exponential"
     columns = part * VALUES + tl.arange(0, VALUES)
-    new_key = load_row(key + batch * key_batch + head * key_head, inputs, KEY_SIZE)
+    key += batch * key_batch + head * key_head
+    leaving_key, leaving_log = features_of_row(
+        ring_key + sequence * RING * INPUT_SIZE if RING > 0 else key, key_weight + head * key_weight_head,
+        key_bias + head * key_bias_head, key_weight_row, key_weight_column, key_bias_column, scale, quadratic, offset,
+        INPUT_SIZE, SIZE, INPUTS, COLUMNS, ACTIVATION, WEIGHED, BIASED,
+    )  # fmt: skip
+    new_key = load_row(key, inputs, INPUT_SIZE)
     new_value = load_row(value + batch * value_batch + head * value_head, columns, VALUE_SIZE)
     kept, total = load_state(kv, sequence, NUM_FEATURES, features, columns, NUM_FEATURES, VALUE_SIZE, True)
     position, before, leaving = tl.load(length + batch), tl.load(log_max + sequence), new_value
     leaves = position >= SINKS + RING  # else the oldest key is a sink, or there is none
-    leaving_key = load_row(key_features + sequence * NUM_FEATURES, features, NUM_FEATURES)
     leaving_key = tl.where(leaves, leaving_key, 0.0)
-    leaving_log = tl.where(leaves, tl.load(key_log + sequence, mask=SCALED, other=0.0), HIDDEN)
+    leaving_log = tl.where(leaves, leaving_log, HIDDEN)
     if RING > 0:
         leaving = load_row(ring_value + sequence * RING * VALUE_SIZE, columns, VALUE_SIZE)
     rate = tl.load(decay_rate + head, mask=DECAYED, other=0.0)
     before -= rate
     for group in range(groups):
         own, row = head * groups + group, sequence * groups + group
-        asked = load_row(query_features + row * NUM_FEATURES, features, NUM_FEATURES)
-        log = before - rate * RING + tl.load(log_mix + own).to(tl.float32)
-        log += tl.load(query_log + row, mask=SCALED, other=0.0)
+        here = query + batch * query_batch + own * query_head
+        asked, query_log = features_of_row(
+            here, query_weight + head * query_weight_head + group * query_weight_group,
+            query_bias + head * query_bias_head + group * query_bias_group, query_weight_row, query_weight_column,
+            query_bias_column, scale, quadratic, offset,
+            INPUT_SIZE, SIZE, INPUTS, COLUMNS, ACTIVATION, WEIGHED, BIASED,
+        )  # fmt: skip
+        log = before - rate * RING + tl.load(log_mix + own).to(tl.float32) + query_log
         top, weight, near = see_near(
-            load_row(query + batch * query_batch + own * query_head, inputs, KEY_SIZE), new_key, new_value,
+            load_row(here, inputs, INPUT_SIZE), new_key, new_value,
             tl.load(sink + own, mask=BESIDE, other=HIDDEN).to(tl.float32), ring_key, ring_value, sink_key, sink_value,
-            sequence, position, scaling, inputs, columns, RING, ROWS, SINKS, SINK_ROWS, KEY_SIZE, VALUE_SIZE,
+            sequence, position, scaling, inputs, columns, RING, ROWS, SINKS, SINK_ROWS, INPUT_SIZE, VALUE_SIZE,
         )  # fmt: skip
         near_log = tl.load(window_log + own).to(tl.float32) if SHARED else top
         far_weight, far = tl.sum(asked * total, 0), tl.sum(asked[:, None] * kept, 0)
@@ -175,11 +194,11 @@ def step_hybrid(
         tl.store(sums + row * VALUE_SIZE + columns, result, mask=columns < VALUE_SIZE)
     fold_key(
         leaving_key, leaving_log, leaving, before, kept, total, kv_after, log_max_after, sequence, features, columns,
-        part == 0, NUM_FEATURES, VALUE_SIZE, SCALED or DECAYED,
+        part == 0, NUM_FEATURES, VALUE_SIZE, scaled or DECAYED,
     )  # fmt: skip
-    keep_rows(ring_key, ring_key_after, sequence, new_key, RING - 1, part, parts, inputs, KEY_SIZE, RING, ROWS, 1)
+    keep_rows(ring_key, ring_key_after, sequence, new_key, RING - 1, part, parts, inputs, INPUT_SIZE, RING, ROWS, 1)
     keep_rows(ring_value, ring_value_after, sequence, new_value, RING - 1, 0, 1, columns, VALUE_SIZE, RING, ROWS, 1)
-    keep_rows(sink_key, sink_key_after, sequence, new_key, position, part, parts, inputs, KEY_SIZE, SINKS, SINK_ROWS)
+    keep_rows(sink_key, sink_key_after, sequence, new_key, position, part, parts, inputs, INPUT_SIZE, SINKS, SINK_ROWS)
     keep_rows(sink_value, sink_value_after, sequence, new_value, position, 0, 1, columns, VALUE_SIZE, SINKS, SINK_ROWS)
     if (head == 0) & (part == 0):
         tl.store(length_after + batch, position + 1)
