@@ -40,12 +40,12 @@ def test_local_equals_sdpa_with_a_band_mask(causal, window_size, block_size):
 @pytest.mark.parametrize("length", [9, 10, 14])
 @pytest.mark.parametrize(("window", "sinks"), [(8, 3), (1, 4), (5, 0)])
 def test_rows_that_have_passed_their_window_keep_what_is_looked_for_elsewhere(length, window, sinks):
-    """The same state as that of rows whose length is told."""
+    """The same state as that of rows whose length is given."""
     options = {"window_size": window, "num_sink_tokens": sinks, "block_size": 4}
     pattern = Case("streaming", "llama", True, options).make()
     key, value = torch.randn(2, 2, length, 6), torch.randn(2, 2, length, 5)
-    told = keep_keys(key, value, pattern, torch.full((2,), length))
-    for got, want in zip(keep_keys(key, value, pattern), told, strict=True):
+    expected = keep_keys(key, value, pattern, torch.full((2,), length))
+    for got, want in zip(keep_keys(key, value, pattern), expected, strict=True):
         assert torch.equal(got, want) and got.dtype == want.dtype
 
 
