@@ -10,6 +10,19 @@ from .triton_kernels import HIDDEN, load_state, store_state
 
 
 @triton.jit
+def add_key(key, log_scale, values, kept, total, before, RESCALED: tl.constexpr):
+    """Sums over keys with one more, their last column, and their largest exponent; log factors where RESCALED."""
+    after = before
+    if RESCALED:
+        after = tl.maximum(before, log_scale)
+        left = tl.exp(before - after)
+        key *= tl.exp(log_scale - after)
+        kept *= left
+        total *= left
+    return kept + key[:, None] * values[None, :], total + key, after
+
+
+@triton.jit
 def step_token(
     query, key, value, query_weight, query_bias, key_weight, key_bias, log_decay, mask, sums, state, log_max,
     state_after, log_max_after, query_batch, query_head, query_group, key_batch, key_head, value_batch, value_head,
@@ -44,17 +57,9 @@ def step_token(
     values = tl.load(value + columns, mask=columns < VALUE_SIZE, other=0.0).to(tl.float32)
     kept, total = load_state(state, sequence, NUM_FEATURES, features, columns, NUM_FEATURES, VALUE_SIZE, True)
     before = tl.load(log_max + sequence)
-    after = before
-    if scaled or DECAYED:
-        if DECAYED:
-            before += tl.load(log_decay + batch * decay_batch + head * decay_head)
-        after = tl.maximum(before, log_scale)
-        left = tl.exp(before - after)
-        own *= tl.exp(log_scale - after)
-        kept *= left
-        total *= left
-    kept += own[:, None] * values[None, :]
-    total += own
+    if DECAYED:
+        before += tl.load(log_decay + batch * decay_batch + head * decay_head)
+    kept, total, after = add_key(own, log_scale, values, kept, total, before, scaled or DECAYED)
     first = tl.program_id(1) == 0
     store_state(
         state_after, sequence, NUM_FEATURES, features, columns, kept, total, first, NUM_FEATURES, VALUE_SIZE, True

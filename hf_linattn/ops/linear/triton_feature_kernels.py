@@ -51,6 +51,45 @@ def softmax_rows(values, columns, SIZE: tl.constexpr):
 
 
 @triton.jit
+def write_activations(
+    result, size, bias, mask, features, log_scale, bias_column, mask_token, row, length, columns, quadratic, offset,
+    SIZE: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Features and log scales of some rows, from what their activation is of, without bias, and their squares."""
+    if BIASED:
+        place = bias + columns * bias_column
+        result += tl.load(place, mask=columns < SIZE, other=0.0).to(tl.float32)[None]
+    if ACTIVATION == "elu":
+        result = tl.where(result > 0, result + 1, tl.exp(tl.minimum(result, 0.0)))
+    elif ACTIVATION == "relu":
+        result = tl.maximum(result, 0.0)
+    elif ACTIVATION == "exponential":
+        result = tl.where((columns < SIZE)[None, :], result, float("-inf"))
+        top = tl.max(result, 1)
+        result = tl.exp(result - top[:, None])
+        size = top + quadratic * size + offset
+    if ACTIVATION != "exponential":
+        size = tl.zeros_like(size)
+    real = row < length
+    if MASKED:
+        real = tl.load(mask + row * mask_token, mask=row < length, other=0) != 0
+        size = tl.where(real, size, HIDDEN)
+    if SCALED:
+        tl.store(log_scale + row, size, mask=row < length)
+    if ACTIVATION == "softmax_pair":
+        opposite = softmax_rows(-result, columns, SIZE)
+        result = softmax_rows(result, columns, SIZE)
+        if MASKED:
+            result, opposite = tl.where(real[:, None], result, 0.0), tl.where(real[:, None], opposite, 0.0)
+        store_rows(features, row, length, columns, SIZE, 2 * SIZE, result)
+        store_rows(features + SIZE, row, length, columns, SIZE, 2 * SIZE, opposite)
+    else:
+        if MASKED:
+            result = tl.where(real[:, None], result, 0.0)
+        store_rows(features, row, length, columns, SIZE, SIZE, result)
+
+
+@triton.jit
 def write_features(
     x, weight, bias, mask, features, log_scale, x_batch, x_head, x_group, x_token, mask_batch, mask_token,
     weight_head, weight_group, weight_row, weight_column, bias_head, bias_group, bias_column,
@@ -96,37 +135,10 @@ def write_features(
         else:
             result = load_rows(x, x_token, row, length, columns, SIZE, False).to(tl.float32)
             size = tl.sum(result * result, 1)
-        if BIASED:
-            place = bias + columns * bias_column
-            result += tl.load(place, mask=columns < SIZE, other=0.0).to(tl.float32)[None]
-        if ACTIVATION == "elu":
-            result = tl.where(result > 0, result + 1, tl.exp(tl.minimum(result, 0.0)))
-        elif ACTIVATION == "relu":
-            result = tl.maximum(result, 0.0)
-        elif ACTIVATION == "exponential":
-            result = tl.where((columns < SIZE)[None, :], result, float("-inf"))
-            top = tl.max(result, 1)
-            result = tl.exp(result - top[:, None])
-            size = top + quadratic * size + offset
-        if ACTIVATION != "exponential":
-            size = tl.zeros([ROWS], dtype=tl.float32)
-        real = row < length
-        if MASKED:
-            real = tl.load(mask + row * mask_token, mask=row < length, other=0) != 0
-            size = tl.where(real, size, HIDDEN)
-        if SCALED:
-            tl.store(log_scale + sequence * length + row, size, mask=row < length)
-        if ACTIVATION == "softmax_pair":
-            opposite = softmax_rows(-result, columns, SIZE)
-            result = softmax_rows(result, columns, SIZE)
-            if MASKED:
-                result, opposite = tl.where(real[:, None], result, 0.0), tl.where(real[:, None], opposite, 0.0)
-            store_rows(features, row, length, columns, SIZE, 2 * SIZE, result)
-            store_rows(features + SIZE, row, length, columns, SIZE, 2 * SIZE, opposite)
-        else:
-            if MASKED:
-                result = tl.where(real[:, None], result, 0.0)
-            store_rows(features, row, length, columns, SIZE, SIZE, result)
+        write_activations(
+            result, size, bias, mask, features, log_scale + sequence * length, bias_column, mask_token, row, length,
+            columns, quadratic, offset, SIZE, ACTIVATION, BIASED, MASKED, SCALED,
+        )  # fmt: skip
 
 
 @triton.jit

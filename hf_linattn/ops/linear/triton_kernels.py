@@ -261,10 +261,7 @@ def read_states(
     ZEROED: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr, PAIRS: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums [segment, VALUES] of queries of one head, and with ENDS the state after the last; see above.
-
-    log_max_after: the state's largest exponent, which is written here where it is ZEROED, without scales.
-    """
+    """Sums [segment, VALUES] of queries of one head, and the state after the last where ENDS; see above."""
     sequence, segment = tl.program_id(0).to(tl.int64) // num_segments, tl.program_id(0) % num_segments
     batch, head, group = sequence // groups // heads, sequence // groups % heads, sequence % groups
     number, numbers = sequence // shared_by, sequence // shared_by * num_chunks * ROWS
@@ -310,9 +307,8 @@ def read_states(
             first = tl.program_id(1) == 0 if FEATURES_FIRST else tl.program_id(1) >= 0
             store_state(state_after, number, features, keys, columns, tile, total, first, KEY_SIZE, VALUE_SIZE,
                         FEATURES_FIRST)  # fmt: skip
-            if ZEROED:
-                if tl.program_id(1) == 0:
-                    tl.store(log_max_after + number, 0.0)
+            if ZEROED:  # the state's largest exponent, without scales
+                tl.store(log_max_after + number, 0.0)
 
 
 @triton.jit

@@ -68,13 +68,29 @@ def load_scales(
 
 
 @triton.jit
+def find_largest(
+    own, before, starts, chunk, place, there, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """The largest exponent that each query sees, and what it sees of the state before its chunk [CHUNKS, SIZE]."""
+    gains = tl.zeros([CHUNKS, SIZE], dtype=tl.float32)
+    seen = before[:, None] + gains
+    if PACKED:
+        start = tl.load(starts + place, mask=there[:, None], other=0)
+        earlier = tl.load(starts + tl.maximum(place - 1, 0), mask=there[:, None], other=0)
+        carried = tl.load(starts + tl.maximum(chunk * SIZE - 1, 0), mask=there, other=0)
+        gains = tl.where((place > chunk[:, None] * SIZE) & (start != earlier), LEAST, 0.0)
+        seen = tl.where(start == carried[:, None], seen, LEAST)
+    largest, _ = tl.associative_scan((own, gains), 1, raise_by)
+    return tl.maximum(tl.maximum(largest, seen), LEAST / 2), seen
+
+
+@triton.jit
 def write_scales(
     log_scale, log_decay, log_max, factor, seen_top, starts, exponent, top, kept, weight, left, through, after,
     row_top, row_factor, decay_batch, decay_head, decay_token, heads, repeats, groups, length, num_chunks,
-    segment_chunks, num_segments,
-    SIZE: tl.constexpr, CHUNKS: tl.constexpr, SEGMENT: tl.constexpr, SCALED: tl.constexpr, DECAYED: tl.constexpr,
-    SHARES: tl.constexpr, TOPPED: tl.constexpr, PACKED: tl.constexpr, BEGINS: tl.constexpr, TOPS: tl.constexpr,
-    FACTORS: tl.constexpr, REVERSE: tl.constexpr,
+    segment_chunks, num_segments, SIZE: tl.constexpr, CHUNKS: tl.constexpr, SEGMENT: tl.constexpr,
+    SCALED: tl.constexpr, DECAYED: tl.constexpr, SHARES: tl.constexpr, TOPPED: tl.constexpr, PACKED: tl.constexpr,
+    BEGINS: tl.constexpr, TOPS: tl.constexpr, FACTORS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """The `Scales` of one of `heads`, of whose keys each is that of `repeats` heads.
 
@@ -85,8 +101,7 @@ def write_scales(
     batch, head = sequence // heads, sequence % heads
     log_scale += (sequence // repeats) * length
     log_decay += batch * decay_batch + (head // repeats) * decay_head
-    factor += sequence * length
-    seen_top += sequence * length
+    factor, seen_top = factor + sequence * length, seen_top + sequence * length
     starts += batch * num_chunks * SIZE
     first_place, number = sequence * num_chunks * SIZE, sequence * num_chunks
     begin = tl.load(log_max + sequence) if BEGINS else LEAST / 2
@@ -108,16 +123,7 @@ def write_scales(
         )  # fmt: skip
         last = tl.maximum(added, before + going_on)
         there, place = chunk < num_chunks, chunk[:, None] * SIZE + own_place[None, :]
-        gains = tl.zeros([CHUNKS, SIZE], dtype=tl.float32)
-        seen = before[:, None] + gains
-        if PACKED:
-            start = tl.load(starts + place, mask=there[:, None], other=0)
-            earlier = tl.load(starts + tl.maximum(place - 1, 0), mask=there[:, None], other=0)
-            carried = tl.load(starts + tl.maximum(chunk * SIZE - 1, 0), mask=there, other=0)
-            gains = tl.where((own_place > 0)[None, :] & (start != earlier), LEAST, 0.0)
-            seen = tl.where(start == carried[:, None], seen, LEAST)
-        largest, _ = tl.associative_scan((own, gains), 1, raise_by)
-        largest = tl.maximum(tl.maximum(largest, seen), LEAST / 2)
+        largest, seen = find_largest(own, before, starts, chunk, place, there, SIZE, CHUNKS, PACKED)
         tl.store(exponent + first_place + place, own, mask=there[:, None])
         tl.store(top + first_place + place, largest, mask=there[:, None])
         tl.store(kept + first_place + place, tl.exp(seen - largest), mask=there[:, None])
