@@ -13,6 +13,7 @@ from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
+from hf_linattn.ops.block_softmax.interface import keep_keys
 from hf_linattn.ops.block_softmax.patterns import make_parts
 from hf_linattn.testing import Case, random_tokens, tiny_model
 
@@ -34,6 +35,18 @@ def test_local_equals_sdpa_with_a_band_mask(causal, window_size, block_size):
     mask = band(LENGTH, window_size, causal)
     want = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("length", [9, 10, 14])
+@pytest.mark.parametrize(("window", "sinks"), [(8, 3), (1, 4), (5, 0)])
+def test_rows_that_have_passed_their_window_keep_what_is_looked_for_elsewhere(length, window, sinks):
+    """The same state as that of rows whose length is given."""
+    options = {"window_size": window, "num_sink_tokens": sinks, "block_size": 4}
+    pattern = Case("streaming", "llama", True, options).make()
+    key, value = torch.randn(2, 2, length, 6), torch.randn(2, 2, length, 5)
+    expected = keep_keys(key, value, pattern, torch.full((2,), length))
+    for got, want in zip(keep_keys(key, value, pattern), expected, strict=True):
+        assert torch.equal(got, want) and got.dtype == want.dtype
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -98,12 +98,31 @@ def attend_window_step(call: BlockSoftmaxCall, state: KeptKeys) -> tuple[Tensor,
 
 def keep_keys(key: Tensor, value: Tensor, pattern: Pattern, lengths: Tensor | None = None) -> KeptKeys:
     """Return the state after rows that start at position 0, in their dtype."""
+    if lengths is None and has_passed_window(key.shape[2], pattern):
+        return _keep_window(key, value, pattern)
     count = count_real(lengths, 0, key)
     steps = torch.arange(key.shape[2], device=key.device)
     position = torch.where(steps < count[:, None], steps + 1, 0)[:, None]
     if pattern.capacity is None:  # a state is never a view of what it was made from
         key, value = key.clone(), value.clone()
     return forget(KeptKeys(key, value, position, count), pattern)
+
+
+def has_passed_window(length: int, pattern: Pattern) -> bool:
+    """Whether rows of that many tokens keep the first of them and a whole window of the last, and nothing else."""
+    window = pattern.window
+    return window is not None and pattern.capacity == window - 1 and length >= pattern.num_global + window - 1
+
+
+def _keep_window(key: Tensor, value: Tensor, pattern: Pattern) -> KeptKeys:
+    """`keep_keys` of rows that have passed their window: copies of two parts, for which nothing is looked for."""
+    (batch, _, length, _), first = key.shape, pattern.num_global
+    last = length - (pattern.window or 1) + 1
+    steps = torch.arange(1, length + 1, device=key.device)
+    key, value, position = (
+        torch.cat([x[:, :, :first], x[:, :, last:]], dim=2) for x in (key, value, steps.expand(batch, 1, -1))
+    )
+    return KeptKeys(key, value, position, torch.full((batch,), length, device=key.device))
 
 
 def count_real(lengths: Tensor | None, start: int, key: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..block_softmax.triton import TRITON_BLOCKS, no_blocks
 from ..linear.triton import SUMS, own_maps
+from ..linear.triton_features import no_step
 from ..linear.types import native_maps
 from ..runtime.triton import no_kernels
 from . import fused
@@ -30,14 +31,13 @@ def unsupported(call: HybridCall) -> str | None:
         return "one token with gradients or in training"
     if reason := no_kernels(call.key):
         return reason
-    known = native_maps(call.weights.query_map, call.weights.key_map)
-    return None if known else "a feature map that its kernels do not know"
+    return no_step(call.weights.query_map, call.weights.key_map)
 
 
 def run(call: HybridCall) -> tuple[Tensor, HybridState | None]:
     """Return the output [B, H, N, Dv], and the state after a causal call."""
     if call.state is None:
         return fused.attend(PARTS, call)
-    maps = own_maps(call.weights.query_map, call.weights.key_map)
+    maps = native_maps(call.weights.query_map, call.weights.key_map)
     output, after = step_attention(call.query, call.key, call.value, call.weights, maps, call.state)
     return output, HybridState(*after)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..linear.triton_feature_kernels import feature_numbers, features_of_row
 from ..linear.triton_kernels import HIDDEN, load_rows, load_state, store_state
 from .types import GATE_GAIN, GATE_RANGE
 
@@ -34,13 +35,13 @@ def see_rows(query, scaling, keys, values, seen, top, weight, total):
 
 @triton.jit
 def see_near(
-    query, new_key, new_value, beside, ring_key, ring_value, sink_key, sink_value, sequence, position, scaling,
+    query, new_key, new_value, sink, ring_key, ring_value, sink_key, sink_value, sequence, position, scaling,
     inputs, columns, RING: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr, SINK_ROWS: tl.constexpr,
-    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """The softmax over what of RING tokens is no sink, over SINKS and the new token, as `see_rows` returns it.
 
-    beside: the score of one more key, of no value.
+    sink: the score of one more key, of no value, is read there where BESIDE.
     """
     slot = tl.arange(0, SINK_ROWS)  # sinks, and behind them the new token
     first_keys = load_rows(sink_key + sequence * SINKS * KEY_SIZE, KEY_SIZE, slot, SINKS, inputs, KEY_SIZE, False)
@@ -50,7 +51,7 @@ def see_near(
     ring_key += sequence * RING * KEY_SIZE
     ring_value += sequence * RING * VALUE_SIZE
     # of no weight beside the new token, and still above what is hidden
-    top = tl.maximum(beside, HIDDEN / 2)
+    top = tl.maximum(tl.load(sink, mask=BESIDE, other=HIDDEN).to(tl.float32), HIDDEN / 2)
     weight, total = tl.exp(top - top), tl.zeros_like(new_value)
     for first in range(0, RING, ROWS):
         row = first + tl.arange(0, ROWS)
@@ -82,15 +83,31 @@ def join(log, weight, total, far_log, far_weight, far_total, least_weight, gate,
 
 
 @triton.jit
+def let_in(
+    top, weight, near, asked, log, kept, total, window_log, far_gate, least_weight, SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """What near keys, as in `see_rows`, and the far sums `kept` say to a query of features `asked`, see `join`.
+
+    window_log is read where SHARED, far_gate where GATED.
+    """
+    near_log = tl.load(window_log).to(tl.float32) if SHARED else top
+    far_weight, far = tl.sum(asked * total, 0), tl.sum(asked[:, None] * kept, 0)
+    gate = tl.load(far_gate, mask=GATED, other=0.0).to(tl.float32)
+    opening = tl.sigmoid(tl.minimum(tl.maximum(gate, SHUT), OPEN) * GAIN)
+    return join(near_log, weight, near, log, far_weight, far, least_weight, opening, GATED)
+
+
+@triton.jit
 def fold_key(
-    key, key_log, value, before, kept, total, kv_after, log_max_after, sequence, features, columns, first,
+    there, key, key_log, value, before, kept, total, kv_after, log_max_after, sequence, features, columns, first,
     NUM_FEATURES: tl.constexpr, VALUE_SIZE: tl.constexpr, RESCALED: tl.constexpr,
 ):  # fmt: skip
     """Write the sums over far keys with one more, from those before it, `kept` and `total`; log factors if RESCALED.
 
-    first: whether these are the first columns.
+    there: whether there is a key. first: whether these are the first columns.
     """
-    after = before
+    key, key_log, after = tl.where(there, key, 0.0), tl.where(there, key_log, HIDDEN), before
     if RESCALED:
         after = tl.maximum(before, key_log)
         left = tl.exp(before - after)
@@ -127,59 +144,62 @@ def keep_rows(
 
 @triton.jit
 def step_hybrid(
-    query, key, value, query_features, query_log, key_features, key_log,
-    ring_key, ring_value, sink_key, sink_value, kv, log_max, length,
-    log_mix, decay_rate, window_log, sink, far_gate, sums,
-    ring_key_after, ring_value_after, sink_key_after, sink_value_after, kv_after, log_max_after, length_after,
-    query_batch, query_head, key_batch, key_head, value_batch, value_head, heads, groups, scaling, least_weight,
-    KEY_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUES: tl.constexpr,
-    NUM_FEATURES: tl.constexpr, FEATURES: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
-    SINK_ROWS: tl.constexpr, SCALED: tl.constexpr, DECAYED: tl.constexpr, SHARED: tl.constexpr, BESIDE: tl.constexpr,
+    query, key, value, query_weight, query_bias, key_weight, key_bias, ring_key, ring_value, sink_key, sink_value, kv,
+    log_max, length, log_mix, decay_rate, window_log, sink, far_gate, sums, ring_key_after, ring_value_after,
+    sink_key_after, sink_value_after, kv_after, log_max_after, length_after, query_batch, query_head, key_batch,
+    key_head, value_batch, value_head, query_weight_head, query_weight_group, query_weight_row, query_weight_column,
+    query_bias_head, query_bias_group, query_bias_column, key_weight_head, key_weight_row, key_weight_column,
+    key_bias_head, key_bias_column, heads, groups, scaling, scale, quadratic, offset, least_weight,
+    INPUT_SIZE: tl.constexpr, SIZE: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr, WEIGHED: tl.constexpr, BIASED: tl.constexpr, NUM_FEATURES: tl.constexpr,
+    KEYS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUES: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
+    SINKS: tl.constexpr, SINK_ROWS: tl.constexpr, DECAYED: tl.constexpr, SHARED: tl.constexpr, BESIDE: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
     """One more token of a sequence, and all queries of its groups, in VALUES columns of its values.
 
-    key_features, key_log: of the oldest of RING keys, of the new one if there are none. Log scales are read where
-    SCALED, decay_rate where DECAYED, window_log where SHARED, sink where BESIDE, far_gate where GATED.
+    The oldest of RING keys enters the sums, the new one if there are none. What makes features: see `features_of_row`.
     """
     sequence, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    batch, head, inputs, features = sequence // heads, sequence % heads, tl.arange(0, KEYS), tl.arange(0, FEATURES)
+    batch, head, inputs = sequence // heads, sequence % heads, tl.arange(0, KEYS)
+    features = feature_numbers(SIZE, COLUMNS, ACTIVATION == "softmax_pair")
     columns = part * VALUES + tl.arange(0, VALUES)
-    new_key = load_row(key + batch * key_batch + head * key_head, inputs, KEY_SIZE)
+    key += batch * key_batch + head * key_head
+    leaving_key, leaving_log = features_of_row(
+        ring_key + sequence * RING * INPUT_SIZE if RING > 0 else key, key_weight + head * key_weight_head,
+        key_bias + head * key_bias_head, key_weight_row, key_weight_column, key_bias_column, scale, quadratic, offset,
+        INPUT_SIZE, SIZE, INPUTS, COLUMNS, ACTIVATION, WEIGHED, BIASED,
+    )  # fmt: skip
+    new_key = load_row(key, inputs, INPUT_SIZE)
     new_value = load_row(value + batch * value_batch + head * value_head, columns, VALUE_SIZE)
     kept, total = load_state(kv, sequence, NUM_FEATURES, features, columns, NUM_FEATURES, VALUE_SIZE, True)
-    position, before, leaving = tl.load(length + batch), tl.load(log_max + sequence), new_value
-    leaves = position >= SINKS + RING  # else the oldest key is a sink, or there is none
-    leaving_key = load_row(key_features + sequence * NUM_FEATURES, features, NUM_FEATURES)
-    leaving_key = tl.where(leaves, leaving_key, 0.0)
-    leaving_log = tl.where(leaves, tl.load(key_log + sequence, mask=SCALED, other=0.0), HIDDEN)
-    if RING > 0:
-        leaving = load_row(ring_value + sequence * RING * VALUE_SIZE, columns, VALUE_SIZE)
-    rate = tl.load(decay_rate + head, mask=DECAYED, other=0.0)
-    before -= rate
+    position, rate = tl.load(length + batch), tl.load(decay_rate + head, mask=DECAYED, other=0.0).to(tl.float32)
+    before = tl.load(log_max + sequence) - rate
+    leaving = load_row(ring_value + sequence * RING * VALUE_SIZE, columns, VALUE_SIZE) if RING > 0 else new_value
     for group in range(groups):
         own, row = head * groups + group, sequence * groups + group
-        asked = load_row(query_features + row * NUM_FEATURES, features, NUM_FEATURES)
-        log = before - rate * RING + tl.load(log_mix + own).to(tl.float32)
-        log += tl.load(query_log + row, mask=SCALED, other=0.0)
-        top, weight, near = see_near(
-            load_row(query + batch * query_batch + own * query_head, inputs, KEY_SIZE), new_key, new_value,
-            tl.load(sink + own, mask=BESIDE, other=HIDDEN).to(tl.float32), ring_key, ring_value, sink_key, sink_value,
-            sequence, position, scaling, inputs, columns, RING, ROWS, SINKS, SINK_ROWS, KEY_SIZE, VALUE_SIZE,
+        here = query + batch * query_batch + own * query_head
+        asked, query_log = features_of_row(
+            here, query_weight + head * query_weight_head + group * query_weight_group,
+            query_bias + head * query_bias_head + group * query_bias_group, query_weight_row, query_weight_column,
+            query_bias_column, scale, quadratic, offset, INPUT_SIZE, SIZE, INPUTS, COLUMNS, ACTIVATION, WEIGHED, BIASED
         )  # fmt: skip
-        near_log = tl.load(window_log + own).to(tl.float32) if SHARED else top
-        far_weight, far = tl.sum(asked * total, 0), tl.sum(asked[:, None] * kept, 0)
-        gate = tl.load(far_gate + own, mask=GATED, other=0.0).to(tl.float32)
-        opening = tl.sigmoid(tl.minimum(tl.maximum(gate, SHUT), OPEN) * GAIN)
-        result = join(near_log, weight, near, log, far_weight, far, least_weight, opening, GATED)
+        log = before - rate * RING + tl.load(log_mix + own).to(tl.float32) + query_log
+        top, weight, near = see_near(
+            load_row(here, inputs, INPUT_SIZE), new_key, new_value, sink + own, ring_key, ring_value, sink_key,
+            sink_value, sequence, position, scaling, inputs, columns, RING, ROWS, SINKS, SINK_ROWS, INPUT_SIZE,
+            VALUE_SIZE, BESIDE,
+        )  # fmt: skip
+        result = let_in(
+            top, weight, near, asked, log, kept, total, window_log + own, far_gate + own, least_weight, SHARED, GATED
+        )  # fmt: skip
         tl.store(sums + row * VALUE_SIZE + columns, result, mask=columns < VALUE_SIZE)
-    fold_key(
-        leaving_key, leaving_log, leaving, before, kept, total, kv_after, log_max_after, sequence, features, columns,
-        part == 0, NUM_FEATURES, VALUE_SIZE, SCALED or DECAYED,
+    fold_key(  # unless the oldest key is a sink, or there is none
+        position >= SINKS + RING, leaving_key, leaving_log, leaving, before, kept, total, kv_after, log_max_after,
+        sequence, features, columns, part == 0, NUM_FEATURES, VALUE_SIZE, ACTIVATION == "exponential" or DECAYED,
     )  # fmt: skip
-    keep_rows(ring_key, ring_key_after, sequence, new_key, RING - 1, part, parts, inputs, KEY_SIZE, RING, ROWS, 1)
+    keep_rows(ring_key, ring_key_after, sequence, new_key, RING - 1, part, parts, inputs, INPUT_SIZE, RING, ROWS, 1)
     keep_rows(ring_value, ring_value_after, sequence, new_value, RING - 1, 0, 1, columns, VALUE_SIZE, RING, ROWS, 1)
-    keep_rows(sink_key, sink_key_after, sequence, new_key, position, part, parts, inputs, KEY_SIZE, SINKS, SINK_ROWS)
+    keep_rows(sink_key, sink_key_after, sequence, new_key, position, part, parts, inputs, INPUT_SIZE, SINKS, SINK_ROWS)
     keep_rows(sink_value, sink_value_after, sequence, new_value, position, 0, 1, columns, VALUE_SIZE, SINKS, SINK_ROWS)
-    if (head == 0) & (part == 0):
-        tl.store(length_after + batch, position + 1)
+    tl.store(length_after + batch, position + 1, mask=(head == 0) & (part == 0))

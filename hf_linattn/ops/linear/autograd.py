@@ -42,8 +42,8 @@ class Sums(NamedTuple):
     """What kernels write.
 
     output: [B, Hkv, G, N, Dv]. factor: [B, Hkv, G, N], exp(top) / sum of the weights. top: [B, Hkv, G, N], the largest
-    log scale that a query saw, None where it was not asked for. kv, log_max: the state after the last key. kept: what
-    else the backward pass needs.
+    log scale that a query saw, None where it was not asked for, or where there are none. kv, log_max: the state after
+    the last key. kept: what else the backward pass needs.
     """
 
     output: Tensor

@@ -14,7 +14,15 @@ from ..common.precision import accum_dtype
 from ..runtime.cpu import dense_rows, output_for
 from .autograd import join
 from .torch import joined, split
-from .types import LinearCall, LinearState, masked
+from .types import FeatureMap, Features, LinearCall, LinearState, masked
+
+
+def make_keys(
+    key_map: FeatureMap, key: Tensor, mask: Tensor | None, scaled: bool = False
+) -> tuple[Features, bool]:  # fmt: skip
+    """`FeatureKernels.keys`, by PyTorch's operations."""
+    made = key_map(key)
+    return masked(made, mask, scaled), made.log_scale is not None
 
 
 class FeatureKernels(NamedTuple):
@@ -23,10 +31,13 @@ class FeatureKernels(NamedTuple):
     attend: called with (sequence_ids, output, query, key, value, log_scale, log_decay, state, weighed), returns the
         output, the log of its weights if `weighed`, and the state after the last key.
     kinds: returns the dtypes that features may have, which are then rounded to that of the values.
+    keys: called with (key_map, key, mask, scaled), returns the features of keys as `types.masked` has them, and
+        whether the map itself makes log scales.
     """
 
     attend: Callable[..., tuple[Tensor, Tensor | None, LinearState]]
     kinds: Callable[[], Sequence[torch.dtype]]
+    keys: Callable[..., tuple[Features, bool]] = make_keys
 
     def heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return them in a dtype that sums are formed of, dense."""
@@ -59,11 +70,10 @@ class FeatureKernels(NamedTuple):
         for query, key, value, mask, own, decay, place in split(size, *operands):
             if last is not None and own is not None:  # a sequence may end where a part does
                 state = _kept(state, last == own[:, 0])
-            features = call.key_map(key)
-            keys, log_scale = masked(features, mask, decay is not None or own is not None)
+            (keys, log_scale), scaled = self.keys(call.key_map, key, mask, decay is not None or own is not None)
             heads = self.heads(call.query_map(query).values, keys, value)
             part, _, state = self.attend(own, place, *heads, log_scale, decay, state, False)
-            if features.log_scale is None and decay is None:  # which no scale is, even where a row has no keys
+            if log_scale is not None and not scaled and decay is None:  # which no scale is, even in a row without keys
                 state = state._replace(log_max=torch.zeros_like(state.log_max))
             last = None if own is None else own[:, -1]
             parts.append(part)
@@ -74,7 +84,7 @@ class FeatureKernels(NamedTuple):
         log_decay = cast(Tensor, call.log_decay)
         ids = None if call.sequence_ids is None else call.sequence_ids.expand(call.key.shape[0], -1)
         query, value = call.query_map(call.grouped_query).values, call.value
-        key, scale = masked(call.key_map(call.key), call.key_padding_mask, True)
+        (key, scale), _ = self.keys(call.key_map, call.key, call.key_padding_mask, True)
         log_scale = cast(Tensor, scale)
         output, log, _ = self.weighed(query, key, log_scale, value, log_decay, ids)
         if key.shape[2] > 1:

@@ -6,7 +6,6 @@ gradient of a query's weight is a sum of its output and that one's gradient, of 
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,16 +13,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..common.numerics import LOWEST
-from ..common.precision import accum_dtype, wide
+from ..common.precision import wide
 from ..runtime.cpu import empty_output, output_for
 from ..runtime.triton import kinds, no_kernels
 from ..runtime.triton_row_products import row_products
 from .autograd import Gradients, Kernels, Operands, Sums, attend
-from .features import FeatureKernels
+from .features import FeatureKernels, make_keys
 from .triton_decode import step_attention
-from .triton_features import make_features
+from .triton_features import FeatureMaker, make_features, no_step
 from .triton_launch import causal_sums_backward_triton, causal_sums_triton, cut_for
-from .types import FeatureMap, LinearCall, LinearState, masked, native_maps
+from .types import FeatureMap, Features, LinearCall, LinearState, native_maps
 
 
 def unsupported(call: LinearCall) -> str | None:
@@ -33,7 +32,7 @@ def unsupported(call: LinearCall) -> str | None:
     if call.is_step:
         if not call.policy.inference:
             return "one token with gradients or in training"
-        return None if native_maps(call.query_map, call.key_map) else "a feature map that its kernels do not know"
+        return no_step(call.query_map, call.key_map)
     if call.causal or call.log_decay is not None:
         return None
     if call.sequence_ids is not None:
@@ -43,21 +42,21 @@ def unsupported(call: LinearCall) -> str | None:
 
 def run(call: LinearCall) -> tuple[Tensor, LinearState | None]:
     """Return the output [B, H, N, Dv], and the state after a causal call."""
-    if maps := own_maps(call.query_map, call.key_map):
-        call = call._replace(query_map=maps[0], key_map=maps[1])
+    if call.is_step:
+        maps = native_maps(call.query_map, call.key_map)
+        rest: Any = call.value, call.log_decay, call.key_padding_mask, call.state
+        attended, after = step_attention(call.grouped_query, call.key, maps, *rest)
+        return attended.flatten(1, 2), after
+    if makers := own_maps(call.query_map, call.key_map):
+        call = call._replace(query_map=makers[0], key_map=makers[1])
     else:
         call = call._replace(query=wide(call.query), key=wide(call.key))
-    if call.is_step:
-        features, keys = call.query_map(call.grouped_query).values, call.key_map(call.key)
-        rest: Any = call.value, call.log_decay, call.key_padding_mask, call.state
-        attended, after = step_attention(features, *keys, *rest)
-        return attended.flatten(1, 2), after
     if call.causal:
         return SUMS.causal(call, call.key.shape[2])
     if call.log_decay is not None:
         return SUMS.two_way(call), None
     query = call.query_map(call.grouped_query).values
-    features, log_scale = masked(call.key_map(call.key), call.key_padding_mask)
+    (features, log_scale), _ = SUMS.keys(call.key_map, call.key, call.key_padding_mask)
     query, features, value = SUMS.heads(query, features, call.value)
     output = output_for(call.query, call.value)
     attended, _, _ = _attend(None, output, query, features, value, log_scale, None, None, False, causal=False)
@@ -66,7 +65,15 @@ def run(call: LinearCall) -> tuple[Tensor, LinearState | None]:
 
 def own_maps(query_map: FeatureMap, key_map: FeatureMap) -> list[Any]:
     """Return what makes the features of both maps by Triton, from heads as they are; nothing for unknown ones."""
-    return [functools.partial(make_features, native=x) for x in native_maps(query_map, key_map)]
+    return [FeatureMaker(x) for x in native_maps(query_map, key_map)]
+
+
+def _make_keys(key_map: Any, key: Tensor, mask: Tensor | None, scaled: bool = False) -> tuple[Features, bool]:
+    """`FeatureKernels.keys`: one kernel makes features and hides those of masked keys, where it knows the map."""
+    if not isinstance(key_map, FeatureMaker):
+        return make_keys(key_map, key, mask, scaled)
+    made = make_features(key, key_map.native, mask, scaled)
+    return made, key_map.native.activation == "exponential"
 
 
 class _How(NamedTuple):
@@ -85,15 +92,8 @@ def _attend(
     starts = starts_back = None
     if sequence_ids is not None:
         starts, starts_back = sequence_starts(sequence_ids), sequence_starts(sequence_ids.flip(1))
-    scaled = log_scale is not None or log_decay is not None
-    before = (None, _least(value, scaled)) if state is None else state
-    operands = Operands(query, key, value, log_scale, log_decay, *before)
+    operands = Operands(query, key, value, log_scale, log_decay, *((None, None) if state is None else state))
     return attend(KERNELS, _How(starts, starts_back, causal), operands, (), output, weighed)
-
-
-def _least(value: Tensor, scaled: bool) -> Tensor:
-    """The largest exponent of an empty state [B, Hkv]."""
-    return value.new_full(value.shape[:2], LOWEST / 2 if scaled else 0.0, dtype=accum_dtype(value))
 
 
 def sequence_starts(sequence_ids: Tensor) -> Tensor:
@@ -111,10 +111,11 @@ def _forward(
     output = empty_output(query, value) if output is None else output
     rest = torch.empty_like(output) if keep and value.dtype != torch.float32 else None
     factor = query.new_empty(query.shape[:4], dtype=torch.float32)
-    top = torch.empty_like(factor) if weighed else None
+    scaled = log_scale is not None or log_decay is not None
+    top = torch.empty_like(factor) if weighed and scaled else None
     kv = None if kv is None else kv.contiguous()
     kv_after = factor.new_empty(*key.shape[:2], key.shape[-1], value.shape[-1] + 1)
-    max_after = torch.empty_like(cast(Tensor, log_max))
+    max_after = factor.new_empty(key.shape[:2])
     states = factor.new_empty(*key.shape[:2], cut_for(query, value).num_segments - how.causal, *kv_after.shape[2:])
     causal_sums_triton(
         query, key, value, log_scale, log_decay, output, rest, factor, top, kv, log_max, states, kv_after, max_after,
@@ -130,8 +131,7 @@ def _backward(
     """`Kernels.backward`."""
     query, key, value, log_scale, log_decay, kv, log_max = cast(Any, operands)
     (rest, states), factor = sums.kept, sums.factor
-    extra = -row_products(d_output, sums.output, rest)
-    extra = extra if d_log is None else extra + d_log
+    extra = row_products(d_output, sums.output, rest, d_log, negative=True)
     (batch, heads, groups, length, key_size), value_size = query.shape, value.shape[-1]
     kind = value.dtype if groups == 1 else torch.float32  # of what is added up over groups
     d_query = torch.empty_like(query)
@@ -139,9 +139,9 @@ def _backward(
         value.new_empty(batch, heads, groups, length, size, dtype=kind) for size in (key_size, value_size)
     )
     before, before_max = (factor.new_empty(batch, heads, groups, *shape) for shape in (sums.kv.shape[2:], ()))
-    d_max = torch.full_like(before_max, LOWEST / 2)
-    d_state = None
+    d_state = d_max = None
     if d_kv is not None:  # part of the first group's only
+        d_max = torch.full_like(before_max, LOWEST / 2)
         d_state = F.pad(d_kv[:, :, None], (*(0,) * 4, 0, groups - 1)).contiguous()
         d_max[:, :, 0] = -sums.log_max
     causal_sums_backward_triton(
@@ -152,11 +152,11 @@ def _backward(
     d_key, d_value = (x.squeeze(2) if groups == 1 else x.sum(2).to(value.dtype) for x in (d_key, d_value))
     d_before = None
     if kv is not None:
-        passed = 0 if log_decay is None else log_decay[:, :, :1]
+        passed = 0.0 if log_decay is None else log_decay[:, :, :1]
         d_before = (before * (before_max + passed + log_max[:, :, None]).exp()[..., None, None]).sum(2)
     d_scale = None if log_scale is None and log_decay is None else row_products(key, d_key)
     return Gradients(d_query, d_key, d_value, d_scale, d_before)
 
 
 KERNELS = Kernels(_forward, _backward)
-SUMS = FeatureKernels(_attend, kinds)
+SUMS = FeatureKernels(_attend, kinds, _make_keys)

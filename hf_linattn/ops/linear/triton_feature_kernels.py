@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_kernels import load_rows
+from .triton_kernels import HIDDEN, load_rows
 
 
 @triton.jit
@@ -51,17 +51,57 @@ def softmax_rows(values, columns, SIZE: tl.constexpr):
 
 
 @triton.jit
+def write_activations(
+    result, size, bias, mask, features, log_scale, bias_column, mask_token, row, length, columns, quadratic, offset,
+    SIZE: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Features and log scales of some rows, from what their activation is of, without bias, and their squares."""
+    if BIASED:
+        place = bias + columns * bias_column
+        result += tl.load(place, mask=columns < SIZE, other=0.0).to(tl.float32)[None]
+    if ACTIVATION == "elu":
+        result = tl.where(result > 0, result + 1, tl.exp(tl.minimum(result, 0.0)))
+    elif ACTIVATION == "relu":
+        result = tl.maximum(result, 0.0)
+    elif ACTIVATION == "exponential":
+        result = tl.where((columns < SIZE)[None, :], result, float("-inf"))
+        top = tl.max(result, 1)
+        result = tl.exp(result - top[:, None])
+        size = top + quadratic * size + offset
+    if ACTIVATION != "exponential":
+        size = tl.zeros_like(size)
+    real = row < length
+    if MASKED:
+        real = tl.load(mask + row * mask_token, mask=row < length, other=0) != 0
+        size = tl.where(real, size, HIDDEN)
+    if SCALED:
+        tl.store(log_scale + row, size, mask=row < length)
+    if ACTIVATION == "softmax_pair":
+        opposite = softmax_rows(-result, columns, SIZE)
+        result = softmax_rows(result, columns, SIZE)
+        if MASKED:
+            result, opposite = tl.where(real[:, None], result, 0.0), tl.where(real[:, None], opposite, 0.0)
+        store_rows(features, row, length, columns, SIZE, 2 * SIZE, result)
+        store_rows(features + SIZE, row, length, columns, SIZE, 2 * SIZE, opposite)
+    else:
+        if MASKED:
+            result = tl.where(real[:, None], result, 0.0)
+        store_rows(features, row, length, columns, SIZE, SIZE, result)
+
+
+@triton.jit
 def write_features(
-    x, weight, bias, features, log_scale, x_batch, x_head, x_group, x_token,
+    x, weight, bias, mask, features, log_scale, x_batch, x_head, x_group, x_token, mask_batch, mask_token,
     weight_head, weight_group, weight_row, weight_column, bias_head, bias_group, bias_column,
     heads, groups, length, scale, quadratic, offset,
     INPUT_SIZE: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
     COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHED: tl.constexpr, BIASED: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The features of TILES ROWS tokens of one head, [length, SIZE], twice as wide for "softmax_pair".
 
-    log_scale: [length], written for "exponential". ACTIVATION: as in `NativeMap`. SPLIT: whether the weight has more
+    log_scale: [length], written where SCALED, zero but for "exponential". mask: tokens that have no features, and no
+    log scale to speak of, where MASKED. ACTIVATION: as in `NativeMap`. SPLIT: whether the weight has more
     digits than heads, beside which a number of it counts as two.
     """
     sequence = tl.program_id(0).to(tl.int64)
@@ -71,6 +111,7 @@ def write_features(
     weight += head * weight_head + group * weight_group
     bias += head * bias_head + group * bias_group
     kind: tl.constexpr = x.dtype.element_ty
+    mask += batch * mask_batch
     features += sequence * length * (2 * SIZE if ACTIVATION == "softmax_pair" else SIZE)
     if WEIGHED and INPUTS >= INPUT_SIZE:  # one weight for all tiles
         inputs = tl.arange(0, INPUTS)
@@ -94,23 +135,61 @@ def write_features(
         else:
             result = load_rows(x, x_token, row, length, columns, SIZE, False).to(tl.float32)
             size = tl.sum(result * result, 1)
-        if BIASED:
-            place = bias + columns * bias_column
-            result += tl.load(place, mask=columns < SIZE, other=0.0).to(tl.float32)[None]
-        if ACTIVATION == "elu":
-            result = tl.where(result > 0, result + 1, tl.exp(tl.minimum(result, 0.0)))
-        elif ACTIVATION == "relu":
-            result = tl.maximum(result, 0.0)
-        elif ACTIVATION == "exponential":
-            result = tl.where((columns < SIZE)[None, :], result, float("-inf"))
-            top = tl.max(result, 1)
-            result = tl.exp(result - top[:, None])
-            tl.store(log_scale + sequence * length + row, top + quadratic * size + offset, mask=row < length)
-        if ACTIVATION == "softmax_pair":
-            store_rows(features, row, length, columns, SIZE, 2 * SIZE, softmax_rows(result, columns, SIZE))
-            store_rows(features + SIZE, row, length, columns, SIZE, 2 * SIZE, softmax_rows(-result, columns, SIZE))
-        else:
-            store_rows(features, row, length, columns, SIZE, SIZE, result)
+        write_activations(
+            result, size, bias, mask, features, log_scale + sequence * length, bias_column, mask_token, row, length,
+            columns, quadratic, offset, SIZE, ACTIVATION, BIASED, MASKED, SCALED,
+        )  # fmt: skip
+
+
+@triton.jit
+def feature_numbers(SIZE: tl.constexpr, COLUMNS: tl.constexpr, PAIRED: tl.constexpr):
+    """Which features `features_of_row` returns at each place; the number of all features where there is none."""
+    place = tl.arange(0, 2 * COLUMNS if PAIRED else COLUMNS)
+    if PAIRED:  # as `tl.join` puts them
+        place = tl.where(place // 2 < SIZE, place % 2 * SIZE + place // 2, 2 * SIZE)
+    return place
+
+
+@triton.jit
+def features_of_row(
+    x, weight, bias, weight_row, weight_column, bias_column, scale, quadratic, offset,
+    INPUT_SIZE: tl.constexpr, SIZE: tl.constexpr, INPUTS: tl.constexpr, COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr, WEIGHED: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """The features of one row of heads, in float32, in the order of `feature_numbers`, and its log scale or zero."""
+    columns = tl.arange(0, COLUMNS)
+    shown = columns < SIZE
+    if WEIGHED:
+        products, squares = tl.zeros([INPUTS, COLUMNS], dtype=tl.float32), tl.zeros([INPUTS], dtype=tl.float32)
+        for part in range(0, INPUT_SIZE, INPUTS):
+            inputs = part + tl.arange(0, INPUTS)
+            own = tl.load(x + inputs, mask=inputs < INPUT_SIZE, other=0.0).to(tl.float32)
+            place = weight + inputs.to(tl.int64)[:, None] * weight_row + columns[None, :] * weight_column
+            inside = (inputs < INPUT_SIZE)[:, None] & shown[None, :]
+            products += own[:, None] * tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            squares += own * own
+        result = tl.sum(products, 0) * scale
+    else:
+        result = tl.load(x + columns, mask=shown, other=0.0).to(tl.float32)
+        squares = result * result
+    if BIASED:
+        result += tl.load(bias + columns * bias_column, mask=shown, other=0.0).to(tl.float32)
+    log_scale = 0.0
+    if ACTIVATION == "elu":
+        result = tl.where(result > 0, result + 1, tl.exp(tl.minimum(result, 0.0)))
+    elif ACTIVATION == "relu":
+        result = tl.maximum(result, 0.0)
+    elif ACTIVATION == "exponential":
+        top = tl.max(tl.where(shown, result, float("-inf")), 0)
+        result = tl.exp(tl.where(shown, result - top, float("-inf")))
+        log_scale = top + quadratic * tl.sum(squares, 0) + offset
+    if ACTIVATION == "softmax_pair":
+        both = tl.where(shown[:, None], tl.join(result, -result), float("-inf"))
+        both = tl.exp(both - tl.max(both, 0)[None, :])
+        made = tl.reshape(both / tl.sum(both, 0)[None, :], [2 * COLUMNS])
+    else:
+        made = tl.where(shown, result, 0.0)
+    return made, log_scale
 
 
 @triton.jit

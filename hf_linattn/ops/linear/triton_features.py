@@ -6,7 +6,8 @@ What the maps' activations are differentiated by is in the features, so the back
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ..runtime.cpu import dense_rows
 from ..runtime.triton import is_large, launch, padded, precision, require_kernels, strides
 from .interface import Features
 from .triton_feature_kernels import write_features, write_slopes
-from .types import NativeMap, for_all_heads
+from .types import FeatureMap, NativeMap, for_all_heads, native_maps
 
 INPUT_BYTES = {True: 256, False: 64}  # of a row of heads at a time, by `is_large`
 WEIGHT_BYTES = {True: 131072, False: 65536}  # of a weight at a time at most, by `is_large`
@@ -26,23 +27,39 @@ PAIR_NUMBERS = 8192  # the same of what "softmax_pair" is made from
 TILES = 4  # of tokens in a program, where there are as many
 OPTIONS, PAIR_OPTIONS = {"num_warps": 8, "num_stages": 2}, {"num_warps": 4, "num_stages": 2}
 SLOPE_NUMBERS = 8192  # in a tile of gradients
+ROW_NUMBERS = 4096  # in a tile of a weight that one row is multiplied with
 
 
-def make_features(x: Tensor, native: NativeMap) -> Features:
+class FeatureMaker(NamedTuple):
+    """A feature map by Triton, see `make_features`."""
+
+    native: NativeMap
+
+    def __call__(self, x: Tensor) -> Features:
+        return make_features(x, self.native)
+
+
+def make_features(
+    x: Tensor, native: NativeMap, mask: Tensor | None = None, scaled: bool = False
+) -> Features:  # fmt: skip
     """Return the features of x [B, Hkv, N, D] or [B, Hkv, G, N, D] in the dtype of x, log scales in float32.
+
+    Args:
+        mask: [B, N], true for real keys; the others have no features, as `types.masked` has it.
+        scaled: whether there are log scales for sure.
 
     Raises:
         OptionError: x is on a CPU, and Triton was not imported to interpret kernels there.
     """
     if not torch.is_grad_enabled():
-        return Features(*read(x, native))
-    return Features(*_MakeFeatures.apply(x, native.scaled_weight(), native.bias, native))
+        return Features(*read(x, native, mask, scaled))
+    return Features(*_MakeFeatures.apply(x, native.scaled_weight(), native.bias, native, mask, scaled))
 
 
 class _MakeFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, native):
-        features, log_scale = read(x, native)
+    def forward(ctx, x, weight, bias, native, mask, scaled):
+        features, log_scale = read(x, native, mask, scaled)
         ctx.save_for_backward(x, weight, bias, features)
         ctx.native = native._replace(weight=None, bias=None)
         ctx.set_materialize_grads(False)
@@ -62,7 +79,7 @@ class _MakeFeatures(torch.autograd.Function):
             of_bias = slopes.sum(-2, dtype=torch.float32).sum_to_size(bias.shape).to(bias.dtype)
         if log_gradient is not None and ctx.native.quadratic:
             of_x = of_x.addcmul(x, (2 * ctx.native.quadratic * log_gradient[..., None]).to(x.dtype))
-        return of_x, of_weight, of_bias, None
+        return of_x, of_weight, of_bias, None, None, None
 
 
 def input_tile(input_size: int, columns: int, itemsize: int, split: bool, large: bool) -> int:
@@ -81,8 +98,57 @@ def stored(x: Tensor | None, heads: int, groups: int, dims: int) -> Tensor | Non
     return None if x is None else for_all_heads(x.float() if x.dtype == torch.float64 else x, heads, groups, dims)
 
 
-def read(x: Tensor, native: NativeMap) -> tuple[Tensor, Tensor | None]:
-    """Return features and log scales, if the map has them."""
+def no_step(query_map: FeatureMap, key_map: FeatureMap) -> str | None:
+    """Return why a step's kernel does not make the features of both maps."""
+    maps = native_maps(query_map, key_map)
+    if not maps:
+        return "a feature map that its kernels do not know"
+    query, key = ([x.weight is None, x.bias is None, *x._replace(weight=None, bias=None)] for x in maps)
+    return None if query == key else "queries and keys with maps of other kinds"
+
+
+class OneRow(NamedTuple):
+    """What a kernel of one token needs to make features itself: see `triton_feature_kernels.features_of_row`.
+
+    weights: weight and bias of queries [Hkv, G, D, m] and [Hkv, G, m], then those of keys [Hkv, D, m] and [Hkv, m].
+    numbers: scale, quadratic, offset. sizes: what kernels are compiled for. width: F.
+    """
+
+    weights: list[Tensor | None]
+    numbers: tuple[float, float, float]
+    sizes: dict[str, Any]
+    width: int
+
+    @classmethod
+    def of(cls, maps: Sequence[NativeMap], heads: int, groups: int, input_size: int) -> OneRow:
+        """Of the maps of queries and of keys, which are alike but for their weights."""
+        query, key = maps
+        of_keys = stored(key.weight, heads, 1, 2), stored(key.bias, heads, 1, 1)
+        weights = [stored(query.weight, heads, groups, 2), stored(query.bias, heads, groups, 1)]
+        weights += [None if x is None else x[:, 0] for x in of_keys]
+        size = input_size if key.weight is None else key.weight.shape[-1]
+        columns = padded(size)
+        inputs = max(1, min(padded(input_size), ROW_NUMBERS // columns))
+        sizes: dict[str, Any] = {"INPUT_SIZE": input_size, "SIZE": size, "INPUTS": inputs, "COLUMNS": columns}
+        sizes |= {"ACTIVATION": key.activation, "WEIGHED": key.weight is not None, "BIASED": key.bias is not None}
+        numbers = 1.0 if key.scale is None else key.scale, key.quadratic, key.offset
+        return cls(weights, numbers, sizes, key.width(input_size))
+
+    @property
+    def tile(self) -> int:
+        """How many features are in a tile of them."""
+        return self.sizes["COLUMNS"] * (2 if self.sizes["ACTIVATION"] == "softmax_pair" else 1)
+
+    def steps(self) -> list[int]:
+        """Numbers from one head, group, row and column of each weight to the next, and of each bias."""
+        given = zip(self.weights, (4, 3, 3, 2), strict=True)
+        return [step for x, dims in given for step in ((0,) * dims if x is None else x.stride())]
+
+
+def read(
+    x: Tensor, native: NativeMap, mask: Tensor | None = None, scaled: bool = False
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return features and log scales, if the map has them or they are `scaled`."""
     require_kernels(x)
     rows = dense_rows(x if x.dim() == 5 else x.unsqueeze(2))
     batch, heads, groups, length, input_size = rows.shape
@@ -90,7 +156,8 @@ def read(x: Tensor, native: NativeMap) -> tuple[Tensor, Tensor | None]:
     size = input_size if weight is None else weight.shape[-1]
     columns = padded(size)
     features = x.new_empty(*x.shape[:-1], native.width(input_size))
-    scaled = native.activation == "exponential"
+    scaled = scaled or native.activation == "exponential"
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.bool()
     log_scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if scaled else None
     split = weight is not None and torch.finfo(weight.dtype).eps < torch.finfo(x.dtype).eps
     paired = native.activation == "softmax_pair"
@@ -101,13 +168,13 @@ def read(x: Tensor, native: NativeMap) -> tuple[Tensor, Tensor | None]:
     sizes |= PAIR_OPTIONS if paired else OPTIONS
     launch(
         write_features, (batch * heads * groups, -(-length // (tile * tiles))), rows,
-        rows, *(features if other is None else other for other in (weight, bias)), features,
-        features if log_scale is None else log_scale, *rows.stride()[:4],
+        rows, *(features if other is None else other for other in (weight, bias, mask)), features,
+        features if log_scale is None else log_scale, *rows.stride()[:4], *((0, 0) if mask is None else mask.stride()),
         *((0,) * 4 if weight is None else weight.stride()), *((0,) * 3 if bias is None else bias.stride()),
         heads, groups, length, 1.0 if native.scale is None else native.scale, native.quadratic, native.offset,
         INPUT_SIZE=input_size, SIZE=size, **sizes,
         ACTIVATION=native.activation, WEIGHED=weight is not None, BIASED=bias is not None, SPLIT=split,
-        PRECISION=precision(),
+        MASKED=mask is not None, SCALED=scaled, PRECISION=precision(),
     )  # fmt: skip
     return features, log_scale
 

@@ -3,7 +3,7 @@
 A sequence is cut into segments, so that there is work for the whole GPU. `write_states` adds up what each of them
 brings; a program of `read_states` begins with the sum of those before its own, and takes `ROWS` tokens at a time: what
 the state says to the queries, the pairs among these tokens, and then what the keys add to the state. What scales and
-decays make of keys, queries and states is worked out before, a number per token (`causal_scales.Scales`), so that here
+decays make of keys, queries and states is worked out before, a number per token (`triton_scales.Scales`), so that here
 they are factors.
 
 A state is [features, values + 1], its last column the sum of the features. Forward, features are the keys of these
@@ -251,16 +251,17 @@ def write_rows(
 @triton.jit
 def read_states(
     query, key, value, sums, rest, partial, factor, weights, weights_after, row_factor, extra, exponent, top, kept,
-    weight, left, starts, state, states, through, state_after,
+    weight, left, starts, state, states, through, state_after, log_max_after,
     query_batch, query_head, query_group, query_token, key_batch, key_head, key_group, key_token,
     value_batch, value_head, value_group, value_token, sums_batch, sums_head, sums_group, sums_token,
     heads, groups, shared_by, length, num_chunks, segment_chunks, num_segments, features, least_weight,
     KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     FEATURES_FIRST: tl.constexpr, NORMALISE: tl.constexpr, WEIGHED: tl.constexpr, EXTRA: tl.constexpr,
     EXACT: tl.constexpr, ADDS: tl.constexpr, GOES_ON: tl.constexpr, BEGINS: tl.constexpr, ENDS: tl.constexpr,
-    SCALED: tl.constexpr, PACKED: tl.constexpr, PAIRS: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    ZEROED: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr, PAIRS: tl.constexpr, REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums [segment, VALUES] of queries of one head, and with ENDS the state after the last; see above."""
+    """Sums [segment, VALUES] of queries of one head, and the state after the last where ENDS; see above."""
     sequence, segment = tl.program_id(0).to(tl.int64) // num_segments, tl.program_id(0) % num_segments
     batch, head, group = sequence // groups // heads, sequence // groups % heads, sequence % groups
     number, numbers = sequence // shared_by, sequence // shared_by * num_chunks * ROWS
@@ -306,14 +307,21 @@ def read_states(
             first = tl.program_id(1) == 0 if FEATURES_FIRST else tl.program_id(1) >= 0
             store_state(state_after, number, features, keys, columns, tile, total, first, KEY_SIZE, VALUE_SIZE,
                         FEATURES_FIRST)  # fmt: skip
+            if ZEROED:  # the state's largest exponent, without scales
+                tl.store(log_max_after + number, 0.0)
 
 
 @triton.jit
 def multiply_rows(
-    x, y, rest, products, x_batch, x_head, x_group, x_token, y_batch, y_head, y_group, y_token, heads, groups, length,
+    x, y, rest, beside, products, x_batch, x_head, x_group, x_token, y_batch, y_head, y_group, y_token, heads, groups,
+    length,
     SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,
+    NEGATIVE: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Products [ROWS] of the rows of x and y of one head; y has `rest` besides where EXACT."""
+    """Products [ROWS] of the rows of x and y of one head; y has `rest` besides where EXACT.
+
+    What is written is less than nothing by them where NEGATIVE, or than `beside` where BESIDE, too.
+    """
     sequence = tl.program_id(0).to(tl.int64)
     batch, head, group = sequence // groups // heads, sequence // groups % heads, sequence % groups
     at = batch * y_batch + head * y_head + group * y_group
@@ -322,4 +330,9 @@ def multiply_rows(
     other = load_rows(y + at, y_token, row, length, columns, SIZE, False).to(tl.float32)
     if EXACT:
         other += load_rows(rest + at, y_token, row, length, columns, SIZE, False).to(tl.float32)
-    tl.store(products + sequence * length + row, tl.sum(own.to(tl.float32) * other, 1), mask=row < length)
+    result = tl.sum(own.to(tl.float32) * other, 1)
+    if NEGATIVE:
+        result = -result
+    if BESIDE:
+        result += tl.load(beside + sequence * length + row, mask=row < length, other=0.0)
+    tl.store(products + sequence * length + row, result, mask=row < length)

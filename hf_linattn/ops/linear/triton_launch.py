@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from ...errors import OptionError
@@ -132,19 +131,20 @@ def read_part(
     extra: Tensor | None = None, extra_of: str | None = None, features_first: bool = True, normalise: bool = False,
     reverse: bool = False, shared: bool = True, partial: Tensor | None = None,
     weights: Sequence[Tensor | None] = (None, None), adds: bool = False, goes_on: bool = False, features: int = 0,
-    pairs: bool = True,
+    pairs: bool = True, log_max_after: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Run `read_states`, see there, over sums [B, Hkv, G, N, Dv]; shared: whether groups have states in common.
 
     features: how many all are, where these are a part. pairs: whether queries see keys up to their own only.
+    log_max_after: is written zero, as it is without scales.
     """
     batch, heads, groups, length, value_size = sums.shape
     tiles, unused = tiles_for(query), states  # in the place of what is not read
     columns = min(tiles.values, padded(value_size))
     of_tokens = (unused,) * 5 if scales is None else scales[:5]
-    through = unused if scales is None else scales.through(cut.chunks)
+    through = unused if scales is None else scales.through
     of_rows = (rest, partial, factor, *weights, row_factor, extra)
-    given = (*of_rows, *of_tokens, starts, state, states, through, state_after)
+    given = (*of_rows, *of_tokens, starts, state, states, through, state_after, log_max_after)
     launch(
         read_states, (batch * heads * groups * cut.num_segments, -(-value_size // columns)), query,
         query, key, value, sums, *(unused if x is None else x for x in given),
@@ -154,36 +154,26 @@ def read_part(
         KEY_SIZE=query.shape[-1], VALUE_SIZE=value_size, ROWS=cut.rows,
         KEYS=padded(query.shape[-1]), VALUES=columns, FEATURES_FIRST=features_first,
         NORMALISE=normalise, WEIGHED=row_factor is not None, EXTRA=extra_of, EXACT=rest is not None, ADDS=adds,
-        GOES_ON=goes_on, BEGINS=state is not None, ENDS=state_after is not None, SCALED=scales is not None,
-        PACKED=starts is not None, PAIRS=pairs, REVERSE=reverse, PRECISION=precision(), num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        GOES_ON=goes_on, BEGINS=state is not None, ENDS=state_after is not None, ZEROED=log_max_after is not None,
+        SCALED=scales is not None, PACKED=starts is not None, PAIRS=pairs, REVERSE=reverse, PRECISION=precision(),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-
-
-def scales_of(
-    cut: Cut, like: Tensor, log_scale: Tensor | None, log_decay: Tensor | None, log_max: Tensor, starts: Tensor | None,
-    causal: bool,
-) -> Scales | None:  # fmt: skip
-    """Return the scales of the forward pass of keys `like`, if there are any."""
-    if log_scale is None and log_decay is None:
-        return None
-    scale, decay = (log_max.new_zeros(like.shape[:3]) if x is None else x for x in (log_scale, log_decay))
-    return Scales.of(cut.rows, scale, decay, log_max, starts) if causal else Scales.of_all(cut.rows, scale)
 
 
 @operation("sums", "rest", "factor", "top", "states", "state_after", "log_max_after", devices=("CPU", "CUDA"))
 def causal_sums_triton(
     query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None, sums: Tensor,
-    rest: Tensor | None, factor: Tensor, top: Tensor | None, state: Tensor | None, log_max: Tensor, states: Tensor,
-    state_after: Tensor, log_max_after: Tensor, starts: Tensor | None, causal: bool,
+    rest: Tensor | None, factor: Tensor, top: Tensor | None, state: Tensor | None, log_max: Tensor | None,
+    states: Tensor, state_after: Tensor, log_max_after: Tensor, starts: Tensor | None, causal: bool,
 ) -> None:  # fmt: skip
     """Kernel attention of features; see `causal_attention.attend`.
 
     Args:
         query: [B, Hkv, G, N, F]. key: [B, Hkv, N, F]. value: [B, Hkv, N, Dv]. log_scale, log_decay: [B, Hkv, N].
         sums: [B, Hkv, G, N, Dv], the output. rest: like `sums`, what it lacks for having been rounded.
-        factor: [B, Hkv, G, N], one over the weights of each query, which exp(top) more belongs to.
-        state: [B, Hkv, F, Dv + 1], contiguous, zero for None. log_max: [B, Hkv]. Likewise what they become.
+        factor: [B, Hkv, G, N], one over the weights of each query, which exp(top) more belongs to. top: the same, with
+            scales.
+        state: [B, Hkv, F, Dv + 1], contiguous. log_max: [B, Hkv]. Both None at the start. Likewise what they become.
         states: what segments add to the state [B, Hkv, T, F, Dv + 1]: all but the last, or all if not `causal`.
         starts: [B, N], where the sequence of each token starts, if rows hold several; with log scales.
         causal: whether queries see keys up to their own only; if not, there is nothing before and no decay.
@@ -198,20 +188,21 @@ def causal_sums_triton(
     require_kernels(query)
     cut = cut_for(query, value)
     starts = pack(starts, cut)
-    scales = scales_of(cut, key, log_scale, log_decay, log_max, starts, causal)
-    add_up(key, value, states, cut, scales=scales)
-    if scales is not None:
-        log_max = scales.after
-    if top is not None and scales is not None:
-        tops = scales.row_top(query.shape[3]) if causal else scales.after[..., None]
-        top.copy_(tops[:, :, None].expand_as(top))
-    elif top is not None:
-        top.zero_()
-    log_max_after.copy_(log_max)
+    scaled = log_scale is not None or log_decay is not None
     how: dict[str, Any] = {"rest": rest, "factor": factor, "normalise": True}
     if causal:
+        scales = None
+        if scaled:
+            scales = Scales.of(cut, key, log_scale, log_decay, log_max, starts, log_max_after, top)
         how |= {"scales": scales, "starts": starts, "state": state, "state_after": state_after}
+        how |= {} if scaled else {"log_max_after": log_max_after}
+        add_up(key, value, states, cut, scales=scales)
     else:
+        scales = None if log_scale is None else Scales.of_all(cut.rows, log_scale)
+        add_up(key, value, states, cut, scales=scales)
+        log_max_after.zero_() if scales is None else log_max_after.copy_(scales.after)
+        if top is not None:
+            top.copy_(log_max_after[:, :, None, None].expand_as(top))
         how |= {"state": torch.sum(states, 2, out=state_after), "pairs": False}
     walk(query, key, value, sums, states, cut, **how)
 
@@ -219,9 +210,9 @@ def causal_sums_triton(
 @operation("d_query", "d_key", "d_value", "before", "before_max", devices=("CPU", "CUDA"))
 def causal_sums_backward_triton(
     query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None, grad: Tensor,
-    extra: Tensor, factor: Tensor, top: Tensor, state: Tensor | None, log_max: Tensor, states: Tensor,
-    d_state: Tensor | None, d_state_max: Tensor, d_query: Tensor, d_key: Tensor, d_value: Tensor, before: Tensor,
-    before_max: Tensor, starts: Tensor | None, starts_back: Tensor | None, causal: bool,
+    extra: Tensor, factor: Tensor, top: Tensor | None, state: Tensor | None, log_max: Tensor | None, states: Tensor,
+    d_state: Tensor | None, d_state_max: Tensor | None, d_query: Tensor, d_key: Tensor, d_value: Tensor,
+    before: Tensor, before_max: Tensor, starts: Tensor | None, starts_back: Tensor | None, causal: bool,
 ) -> None:  # fmt: skip
     """Write the gradients of queries, and for each group of queries those of keys and values; arguments as before.
 
@@ -243,39 +234,32 @@ def causal_sums_backward_triton(
     """
     cut = cut_for(query, value)
     of_keys, of_queries = pack(starts, cut), pack(starts_back, cut)
-    scales = scales_of(cut, key, log_scale, log_decay, log_max, of_keys, True) if causal else None
+    scales = None
+    if causal and (log_scale is not None or log_decay is not None):
+        scales = Scales.of(cut, key, log_scale, log_decay, log_max, of_keys)
     walk(
         grad, value, key, d_query, states, cut, scales=scales, starts=of_keys, state=state, row_factor=factor,
         extra=extra, extra_of="rows", features_first=False, pairs=causal,
     )  # fmt: skip
-    # a query without weight has no gradient; as a key that is read from the end it must not be the largest
-    share = torch.where(factor > 0, factor.log() - top, LOWEST).flatten(1, 2)
-    back = _back(cut, share, log_decay, d_state_max, of_queries) if causal else Scales.of_all(cut.rows, share)
-    before_max.copy_(back.after.view_as(before_max))
-    tops = (back.row_top(query.shape[3], reverse=True) if causal else back.after[..., None]).view(
-        *factor.shape[:3], -1
-    )
-    own = tops if log_scale is None else tops + log_scale[:, :, None]
+    row_factor = torch.empty_like(factor)
+    if causal:
+        given = (top, log_scale, log_decay, d_state_max, of_queries)
+        back = Scales.of_queries(cut, factor, *given, before_max, row_factor)
+    else:
+        share = torch.where(factor > 0, factor.log() - (0.0 if top is None else top), LOWEST).flatten(1, 2)
+        back = Scales.of_all(cut.rows, share)
+        before_max.copy_(back.after.view_as(before_max))
+        own = before_max[..., None] if log_scale is None else before_max[..., None] + log_scale[:, :, None]
+        row_factor.copy_(own.exp().expand_as(row_factor))
     states = states.new_empty(*query.shape[:3], *states.shape[2:])
     add_up(query, grad, states, cut, scales=back, extra=extra, reverse=causal)
     how: dict[str, Any] = {
         "scales": back, "starts": of_queries, "state": d_state if causal else states.sum(3), "reverse": causal,
-        "row_factor": own.exp().expand(factor.shape).contiguous(), "shared": False, "pairs": causal,
+        "row_factor": row_factor, "shared": False, "pairs": causal,
     }  # fmt: skip
     walk(key, query, grad, d_value, states, cut, **how)
     how |= {"extra": extra, "extra_of": "keys", "features_first": False, "state_after": before if causal else None}
     walk(value, grad, query, d_key, states, cut, **how)
-
-
-def _back(
-    cut: Cut, share: Tensor, log_decay: Tensor | None, log_max: Tensor, starts: Tensor | None
-) -> Scales:  # fmt: skip
-    """Return the scales of queries that are read as keys from the end; share: theirs [B, H, N]."""
-    share, decay = share.flip(-1), torch.zeros_like(share)
-    if log_decay is not None:  # between two tokens that are read backwards comes the decay of the later one
-        groups = share.shape[1] // log_decay.shape[1]
-        decay = F.pad(log_decay[:, :, 1:], (0, 1)).flip(-1).repeat_interleave(groups, 1)
-    return Scales.of(cut.rows, share, decay, log_max.flatten(1), starts)
 
 
 def count_flops(query: Any, key: Any, value: Any) -> int:

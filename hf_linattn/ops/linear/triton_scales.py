@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..common.numerics import LOWEST
+from ..runtime.triton import launch
+from .triton_scale_kernels import write_scales
 
-
-def running_max(value: Tensor, gain: Tensor) -> Tensor:
-    """Return m_t = max(value_t, m_{t-1} + gain_t) along the last dimension, in steps of twice the distance each."""
-    distance = 1
-    while distance < value.shape[-1]:
-        earlier = F.pad(value[..., :-distance], (distance, 0), value=LOWEST)
-        value = torch.maximum(value, earlier + gain)
-        gain = gain + F.pad(gain[..., :-distance], (distance, 0))
-        distance *= 2
-    return value
+TILE = 4096  # tokens of a sequence at a time
 
 
 class Scales(NamedTuple):
@@ -27,8 +21,8 @@ class Scales(NamedTuple):
 
     exponent: of the keys, counted from where their chunk begins. top: the largest exponent a query sees, counted so,
     and kept: what the state before its chunk weighs beside it. weight: of the keys as seen from the end of their
-    chunk. All [B, H, T, S]. left: of a state at the end of a chunk [B, H, T]. after: the next state's largest exponent
-    [B, H]. passed: what a token's own place adds to `top` [B, H, T, S].
+    chunk. All [B, H, T, S]. left: of a state at the end of a chunk [B, H, T]. through: the same of a segment
+    [B, H, segments]. after: the next state's largest exponent [B, H].
     """
 
     exponent: Tensor
@@ -36,46 +30,70 @@ class Scales(NamedTuple):
     kept: Tensor
     weight: Tensor
     left: Tensor
+    through: Tensor
     after: Tensor
-    passed: Tensor
 
     @classmethod
     def of(
-        cls, size: int, log_scale: Tensor, log_decay: Tensor, log_max: Tensor, starts: Tensor | None = None
-    ) -> Scales:
-        """Work them out for log_scale and log_decay [B, H, N] after a state of the largest exponent `log_max`.
+        cls, cut: Any, like: Tensor, log_scale: Tensor | None, log_decay: Tensor | None, log_max: Tensor | None,
+        starts: Tensor | None = None, after: Tensor | None = None, row_top: Tensor | None = None,
+    ) -> Scales:  # fmt: skip
+        """Work them out in one launch for keys `like` [B, H, N, F] after a state of the largest exponent `log_max`.
 
-        size: S. starts: [B, T S], where the sequence of each place starts; None if rows hold one.
+        Args:
+            cut: a `Cut`. log_scale, log_decay: [B, H, N]. log_max: [B, H], None for an empty state.
+            starts: [B, T S], where the sequence of each place starts; None if rows hold one.
+            after: where `after` is written. row_top: [B, H, G, N], the log of what the sums of every query were
+                divided by, is written.
         """
-        missing = (0, -log_scale.shape[-1] % size)
-        log_scale = F.pad(log_scale, missing, value=LOWEST).unflatten(-1, (-1, size))
-        passed = F.pad(log_decay, missing).unflatten(-1, (-1, size)).cumsum(-1)
-        exponent, through = log_scale - passed, passed[..., -1]
-        at_end, going_on, top, continues = exponent, through, exponent.cummax(-1).values, None
-        if starts is not None:
-            start = starts[:, None].unflatten(-1, (-1, size))
-            last = start[..., -1:]
-            carried = torch.cat([start[:, :, :1, :1], last[:, :, :-1]], dim=2)  # the sequence of the state before
-            continues = start == carried
-            at_end = exponent.masked_fill(start != last, LOWEST)
-            going_on = through.masked_fill((last != carried)[..., 0], LOWEST)
-            begins = F.pad(start[..., 1:] != start[..., :-1], (1, 0))
-            top = running_max(exponent, torch.where(begins, LOWEST, 0.0).expand_as(exponent))
-        own = (at_end.amax(-1) + through).clamp(min=LOWEST / 2)
-        own = torch.cat([torch.maximum(own[..., :1], log_max[..., None] + going_on[..., :1]), own[..., 1:]], dim=-1)
-        after = running_max(own, going_on)
-        before = torch.cat([log_max[..., None], after[..., :-1]], dim=-1)
-        seen = before[..., None] if continues is None else torch.where(continues, before[..., None], LOWEST)
-        top = torch.maximum(top, seen).clamp(min=LOWEST / 2)
-        return cls(
-            exponent.contiguous(),
-            top.contiguous(),
-            (seen - top).exp().contiguous(),
-            (at_end + (through - after)[..., None]).exp().contiguous(),
-            (before + going_on - after).exp().contiguous(),
-            after[..., -1],
-            passed,
+        batch, heads, length = like.shape[:3]
+        made = cls._empty(cut, like, batch, heads, after)
+        made._write(cut, length, log_scale, log_decay, log_max, starts, row_top=row_top)
+        return made
+
+    @classmethod
+    def of_queries(
+        cls, cut: Any, factor: Tensor, top: Tensor | None, log_scale: Tensor | None, log_decay: Tensor | None,
+        log_max: Tensor | None, starts: Tensor | None, after: Tensor, row_factor: Tensor,
+    ) -> Scales:  # fmt: skip
+        """The same of queries [B, H, G, N] that are read as keys from the end, with log scales log(factor) - top.
+
+        log_scale, log_decay: [B, H, N], of the keys. log_max, after: [B, H, G]. row_factor: [B, H, G, N], what sums
+        are multiplied by, is written.
+        """
+        batch, heads, groups, length = factor.shape
+        made = cls._empty(cut, factor, batch, heads * groups, after)
+        rest: dict[str, Any] = {"factor": factor, "top": top, "row_factor": row_factor, "repeats": groups}
+        made._write(cut, length, log_scale, log_decay, log_max, starts, **rest)
+        return made
+
+    @classmethod
+    def _empty(cls, cut: Any, like: Tensor, batch: int, heads: int, after: Tensor | None) -> Scales:
+        tokens, chunks, segments, one = (
+            (batch, heads, *rest) for rest in ((cut.num_chunks, cut.rows), (cut.num_chunks,), (cut.num_segments,), ())
         )
+        made = [like.new_empty(x, dtype=torch.float32) for x in (*(tokens,) * 4, chunks, segments)]
+        return cls._make([*made, like.new_empty(one, dtype=torch.float32) if after is None else after])
+
+    def _write(
+        self, cut: Any, length: int, log_scale: Tensor | None, log_decay: Tensor | None, log_max: Tensor | None,
+        starts: Tensor | None, factor: Tensor | None = None, top: Tensor | None = None, row_top: Tensor | None = None,
+        row_factor: Tensor | None = None, repeats: int = 1,
+    ) -> None:  # fmt: skip
+        batch, heads = self.left.shape[:2]
+        log_scale, log_max = (x if x is None else x.contiguous() for x in (log_scale, log_max))
+        unused = self.left  # in the place of what is not there
+        given = (log_scale, log_decay, log_max, factor, top, starts, *self, row_top, row_factor)
+        chunks = max(1, min(TILE // cut.rows, triton.next_power_of_2(cut.num_chunks)))
+        launch(
+            write_scales, (batch * heads,), self.left, *(unused if x is None else x for x in given),
+            *((0,) * 3 if log_decay is None else log_decay.stride()), heads, repeats,
+            1 if row_top is None else row_top.shape[2], length, cut.num_chunks, cut.chunks, cut.num_segments,
+            SIZE=cut.rows, CHUNKS=chunks, SEGMENT=triton.next_power_of_2(cut.chunks), SCALED=log_scale is not None,
+            DECAYED=log_decay is not None, SHARES=factor is not None, TOPPED=top is not None,
+            PACKED=starts is not None, BEGINS=log_max is not None, TOPS=row_top is not None,
+            FACTORS=row_factor is not None, REVERSE=factor is not None, num_warps=8,
+        )  # fmt: skip
 
     @classmethod
     def of_all(cls, size: int, log_scale: Tensor) -> Scales:
@@ -84,14 +102,5 @@ class Scales(NamedTuple):
         missing = (0, -log_scale.shape[-1] % size)
         seen = F.pad((log_scale - largest[..., None]).exp(), missing).unflatten(-1, (-1, size))
         whole = torch.ones_like(seen)
-        return cls(seen, seen, whole, seen, whole[..., 0].contiguous(), largest, seen)
-
-    def row_top(self, length: int, reverse: bool = False) -> Tensor:
-        """The log of what the sums of every query were divided by [B, H, N]."""
-        top = (self.top + self.passed).flatten(-2)[..., :length]
-        return top.flip(-1) if reverse else top
-
-    def through(self, chunks: int) -> Tensor:
-        """What is left of a state after every segment of so many chunks [B, H, segments]."""
-        missing = -self.left.shape[-1] % chunks
-        return F.pad(self.left, (0, missing), value=1.0).unflatten(-1, (-1, chunks)).prod(-1).contiguous()
+        none = whole[..., 0].contiguous()
+        return cls(seen, seen, whole, seen, none, none, largest)

@@ -151,5 +151,5 @@ def masked(keys: Features, key_padding_mask: Tensor | None, scaled: bool = False
 
 
 def log_weight(factor: Tensor, top: Any) -> Tensor:
-    """Return the log of what the weights of each query add up to, `LOWEST` where that is nothing."""
-    return torch.where(factor > 0, top - factor.log(), LOWEST)
+    """Return the log of what the weights of each query add up to, `LOWEST` where that is nothing; no `top` is zero."""
+    return torch.where(factor > 0, (0.0 if top is None else top) - factor.log(), LOWEST)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.nn import functional as F
 
 from hf_linattn.backends import use_backend
-from hf_linattn.mechanisms import MECHANISMS, Mechanism
+from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.linear import LinearMechanism
-from hf_linattn.ops.hybrid import triton_decode as hybrid_step
 from hf_linattn.ops.linear import triton as linear_triton
 from hf_linattn.ops.linear import triton_decode as causal_step
 from hf_linattn.ops.linear import triton_features as features
 from hf_linattn.ops.linear.torch import LinearState
+from hf_linattn.ops.linear.types import NativeMap
 from tests.ops.triton.cases import ON_TRITON, make_mechanism
 
 MADE = [  # features that Triton makes
@@ -65,78 +62,46 @@ def test_steps_are_what_pytorch_makes_of_them(steps, name, kind):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("decayed", [False, True])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_values_decays_and_masks_lie_as_they_come(monkeypatch, scaled, decayed, masked):
+@pytest.mark.parametrize("activation", ["elu", "exponential", "softmax_pair"])
+def test_values_decays_and_masks_lie_as_they_come(monkeypatch, activation, decayed, masked):
     """As slices of a fused projection and expanded, beside sizes that are no powers of two, against the formula."""
     monkeypatch.setattr(causal_step, "MOST_VALUES", 4)
+    monkeypatch.setattr(features, "ROW_NUMBERS", 64)
     draw = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))  # noqa: E731
-    query, key = draw(2, 3, 2, 1, 17).abs(), draw(2, 3, 1, 17).abs()
+    query, key = draw(2, 1, 3, 2, 20)[..., :17].movedim(1, 3), draw(2, 1, 3, 18)[..., 1:].transpose(1, 2)
     value = draw(2, 1, 3, 10)[..., 4:9].transpose(1, 2)
-    state = LinearState(draw(2, 3, 17, 6).abs(), draw(2, 3) * (scaled or decayed))
+    weights = draw(3, 2, 11, 17).mT / 4, draw(3, 11, 17).mT / 4
+    maps = [NativeMap(activation, x, x[..., 0, :] / 2, 0.7, -0.3, 0.2) for x in weights]
+    if activation == "softmax_pair":
+        maps = [x._replace(bias=None) for x in maps]
+    scaled, width = activation == "exponential", maps[0].width(17)
+    state = LinearState(draw(2, 3, width, 6).abs(), draw(2, 3) * (scaled or decayed))
     mask = torch.tensor([[True, False], [False, True]])[:, 1:] if masked else None
     real = torch.ones(2, 1) if mask is None else mask
-    # a hidden key has no say in the largest exponent
-    log_scale = torch.where(real[:, :, None] > 0, 3 * draw(2, 3, 1), 200.0) if scaled else None
+    if scaled:  # a hidden key has no say in the largest exponent
+        key = torch.where(real[:, :, None, None] > 0, key, 200.0)
     log_decay = draw(3).abs().neg()[None, :, None].expand(2, 3, 1) if decayed else None
-    output, after = causal_step.step_attention(query, key, log_scale, value, log_decay, mask, state)
+    output, after = causal_step.step_attention(query, key, maps, value, log_decay, mask, state)
+    asked, own = (exact_features(x, native) for x, native in zip((query, key), maps, strict=True))
     values = torch.cat([value, torch.ones(2, 3, 1, 1)], dim=-1).double()
-    power, passed = (torch.zeros(2, 3, 1) if x is None else x.double() for x in (log_scale, log_decay))
+    passed = torch.zeros(2, 3, 1) if log_decay is None else log_decay.double()
     total = state.kv.double() * (state.log_max[..., None] + passed).double().exp()[..., None]
-    total += key.double().mT * values * (power.exp() * real[:, :, None])[..., None]
-    want = query.double() @ total[:, :, None]
+    total += torch.where(real[:, :, None, None] > 0, own, 0.0).mT * values
+    want = asked @ total[:, :, None]
     torch.testing.assert_close(output.double(), want[..., :-1] / want[..., -1:], rtol=1e-5, atol=1e-5)
     got = after.kv.double() * after.log_max.double().exp()[..., None, None]
     torch.testing.assert_close(got, total, rtol=1e-5, atol=1e-5)
 
 
-class Kernels(TorchDispatchMode):
-    """Names what runs on a GPU: launches, and operations that make a tensor which is neither a view nor empty."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        for module in (features, causal_step, hybrid_step):
-            monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: self.found.append(kernel.__name__))
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        made = any(isinstance(x, torch.Tensor) for x in tree_leaves(result))
-        if made and not function.is_view and "empty" not in function.name():
-            self.found.append(function.name())
-        return result
-
-
-@torch.no_grad()
-def kernels_of_a_step(monkeypatch: pytest.MonkeyPatch, mechanism: Mechanism, masked: bool) -> list[str]:
-    """Of heads in half precision, grouped, that are slices of one projection."""
-    use_backend(mechanism.eval(), "triton")
-    token = torch.randn(2, 1, 4, 8).half().transpose(1, 2).split([2, 1, 1], 1)
-    mask = torch.tensor([[True], [False]]) if masked else None
-    _, state = mechanism(*token, mask)
-    with Kernels(monkeypatch) as kernels:
-        mechanism(*token, mask, state=state)
-    return kernels.found
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["linear", "hedgehog", "performer"])
-def test_a_step_is_three_kernels(monkeypatch, name, own, masked):
-    """Whatever dtype the weights have, of which no copy is made, nor of values that lie beside queries and keys."""
-    kernels = kernels_of_a_step(monkeypatch, make_mechanism(name).to(own), masked)
-    assert kernels == ["write_features", "write_features", "step_token"]
-
-
-@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_so_is_one_of_a_window_before_a_far_part(monkeypatch, own):
-    kernels = kernels_of_a_step(monkeypatch, make_mechanism("hybrid").to(own), masked=False)
-    assert kernels == ["write_features", "write_features", "step_hybrid"]
-
-
-def test_a_decay_costs_a_step_no_more_than_its_bounded_rate(monkeypatch):
-    kernels = kernels_of_a_step(monkeypatch, make_mechanism("linear", decay="learned"), masked=False)
-    assert kernels == ["aten::clamp", "aten::exp", "aten::neg", "write_features", "write_features", "step_token"]
+def exact_features(x: torch.Tensor, native: NativeMap) -> torch.Tensor:
+    """The features of x [B, *heads, 1, D] by their formula, in float64, with log scales multiplied in."""
+    x = x.double()
+    z = 0.7 * x @ native.weight.double() + (0.0 if native.bias is None else native.bias.double()[..., None, :])
+    if native.activation == "softmax_pair":
+        return torch.cat([z.softmax(-1), (-z).softmax(-1)], dim=-1)
+    if native.activation == "elu":
+        return F.elu(z) + 1
+    return (z - 0.3 * x.square().sum(-1, keepdim=True) + 0.2).exp()
 
 
 @torch.no_grad()

@@ -219,17 +219,21 @@ def test_its_products_are_counted():
 
 # compiles the kernels as they run on a GPU, each once or all ways, and says how much shared memory they take
 PROGRAM = """
-import json, sys, triton
+import json, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_linattn.ops.linear import triton_kernels as causal_kernels
 from hf_linattn.ops.linear import triton_launch as causal_sums
 from hf_linattn.ops.linear import triton_feature_kernels as feature_kernels
 from hf_linattn.ops.linear import triton_features as features
+from hf_linattn.ops.linear import triton_decode as steps
 from hf_linattn.ops.linear import triton_decode_kernels as step_kernels
+from hf_linattn.ops.linear import triton_scale_kernels as scale_kernels
+from hf_linattn.ops.linear import triton_scales as scales
+from hf_linattn.ops.linear.types import NativeMap
 
 NUMBERS = ("batch", "head", "group", "token", "row", "column", "heads", "groups", "shared_by", "length", "chunks",
-           "segments")
+           "segments", "repeats")
 PRECISE = {"least_weight": "fp32", "scale": "fp32", "quadratic": "fp32", "offset": "fp32", "starts": "*i32",
            "mask": "*i1"}
 HEADS = ("query", "key", "value", "sums", "rest", "x", "features", "gradient", "slopes")
@@ -251,7 +255,7 @@ def cases(precision, capability):
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     size = causal_sums.MOST_BYTES // itemsize
     walk = {"KEY_SIZE": size, "VALUE_SIZE": size, "ROWS": tiles.rows, "KEYS": size, "VALUES": tiles.values}
-    walk |= dict.fromkeys(("ADDS", "BEGINS", "ENDS", "SCALED", "PACKED", "PAIRS"), True) | {"GOES_ON": False}
+    walk |= dict.fromkeys(("ADDS", "BEGINS", "ENDS", "ZEROED", "SCALED", "PACKED", "PAIRS"), True) | {"GOES_ON": False}
     forward = walk | {"FEATURES_FIRST": True, "NORMALISE": True, "WEIGHED": False, "EXTRA": None, "EXACT": True,
                       "REVERSE": False}
     back = walk | {"FEATURES_FIRST": False, "NORMALISE": False, "WEIGHED": True, "EXTRA": "keys", "EXACT": False,
@@ -262,9 +266,17 @@ def cases(precision, capability):
         split = itemsize == 2
         return {"INPUT_SIZE": 128, "SIZE": columns, "ROWS": features.row_tile(columns, numbers),
                 "TILES": features.TILES, "INPUTS": features.input_tile(128, columns, itemsize, split, large),
-                "COLUMNS": columns, "WEIGHED": True, "BIASED": True, "SPLIT": split, **how}
-    step = {"KEY_SIZE": 256, "KEYS": 256, "VALUE_SIZE": 128, "VALUES": 16}
-    step |= dict.fromkeys(("SCALED", "DECAYED", "MASKED"), True)
+                "COLUMNS": columns, "WEIGHED": True, "BIASED": True, "SPLIT": split,
+                "MASKED": True, "SCALED": True, **how}
+    numbers, warps = steps.NUMBERS[True]
+    def step(activation):
+        native = NativeMap(activation, torch.empty(4, 128, 256), torch.empty(4, 256), 1.0)
+        row = features.OneRow.of([native, native], 4, 1, 128)
+        values = min(steps.MOST_VALUES, numbers // row.tile)
+        own = {"NUM_FEATURES": row.width, "VALUE_SIZE": 128, "VALUES": values, "DECAYED": True, "MASKED": True}
+        return {**row.sizes, **own}
+    names = ("SCALED", "DECAYED", "SHARES", "TOPPED", "PACKED", "BEGINS", "TOPS", "FACTORS", "REVERSE")
+    scale = {"SIZE": tiles.rows, "CHUNKS": scales.TILE // tiles.rows, "SEGMENT": 8, **dict.fromkeys(names, True)}
     yield causal_kernels.read_states, forward, options
     yield causal_kernels.read_states, back, options
     yield causal_kernels.write_states, states, causal_sums.STATE_OPTIONS[large]
@@ -274,8 +286,11 @@ def cases(precision, capability):
         powers = maps(columns, features.NUMBERS, ACTIVATION="exponential")
         yield feature_kernels.write_features, powers, features.OPTIONS
     yield feature_kernels.write_slopes, pairs | {"ROWS": 32}, {}
-    yield step_kernels.step_token, step, {}
-    yield causal_kernels.multiply_rows, {"SIZE": 128, "ROWS": 32, "COLUMNS": 128, "EXACT": True}, {}
+    for activation in ("exponential", "softmax_pair"):
+        yield step_kernels.step_token, step(activation), {"num_warps": warps}
+    rows = {"SIZE": 128, "ROWS": 32, "COLUMNS": 128, **dict.fromkeys(("EXACT", "NEGATIVE", "BESIDE"), True)}
+    yield causal_kernels.multiply_rows, rows, {}
+    yield scale_kernels.write_scales, scale, {"num_warps": 8}
 
 def all_of(capability):
     return [(precision, *case) for precision in ("fp32", "bf16") for case in cases(precision, capability)]
@@ -297,7 +312,7 @@ def test_kernels_compile_for_gpus_and_fit_their_shared_memory():
     done = run(PROGRAM, "all")
     assert done.returncode == 0, done.stderr
     memory = json.loads(done.stdout)
-    assert {x: len(sizes) for x, sizes in memory.items()} == {"80": 18, "90": 18}
+    assert {x: len(sizes) for x, sizes in memory.items()} == {"80": 22, "90": 22}
     for capability, sizes in memory.items():
         assert all(size <= {"80": 99, "90": 227}[capability] * 1024 for size in sizes), memory
 

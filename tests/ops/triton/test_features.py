@@ -9,7 +9,7 @@ from hf_linattn.feature_maps import FEATURE_MAPS
 from hf_linattn.ops.linear import triton_features as features
 from hf_linattn.ops.linear.cpu import NativeMap
 from hf_linattn.ops.linear.triton_features import make_features
-from hf_linattn.ops.linear.types import native_map
+from hf_linattn.ops.linear.types import masked, native_map
 
 BATCH, KV_HEADS, GROUPS, LENGTH, HEAD_DIM = 2, 2, 2, 37, 20
 
@@ -97,6 +97,18 @@ def test_exponents_neither_overflow_nor_vanish(name):
     made, want = make_features(x, native_map(feature_map)), feature_map.double()(x.double())
     assert torch.equal(made.values.amax(-1), torch.ones(1, 2, 19))
     torch.testing.assert_close(made.log_scale.double(), want.log_scale, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@torch.no_grad()
+def test_masked_keys_are_hidden_as_their_features_are_made(name):
+    """With log scales where these are asked for, too."""
+    native, x = native_map(make_map(name, ())), torch.randn(2, 2, 19, HEAD_DIM)
+    mask = torch.rand(2, 19, generator=torch.Generator().manual_seed(3)) > 0.5
+    for scaled in (False, True):
+        want = masked(make_features(x, native), mask, scaled)
+        for got, known in zip(make_features(x, native, mask, scaled), want, strict=True):
+            assert (got is None and known is None) or torch.equal(got, known)
 
 
 @pytest.mark.parametrize("name", KNOWN)

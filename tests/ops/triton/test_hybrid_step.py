@@ -258,6 +258,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_linattn.ops.hybrid.fused import HybridState
 from hf_linattn.ops.hybrid import triton_decode as hybrid_step
+from hf_linattn.ops.linear.types import NativeMap
 
 KINDS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", int: "i32", float: "fp32"}
 memory, CAPABILITIES = [], (80, 90)
@@ -280,15 +281,17 @@ WAYS = [
 if sys.argv[1] == "once":
     WAYS, CAPABILITIES = WAYS[1:2], CAPABILITIES[:1]
 for kind, size, window, full in WAYS:
-    def make(x):
-        return x.new_empty(*x.shape[:-1], size), torch.empty(x.shape[:-1]) if full else None
+    def make(*groups):
+        if full:
+            return NativeMap("exponential", torch.empty(2, *groups, size, size), torch.empty(2, *groups, size), 1.0)
+        return NativeMap("softmax_pair", torch.empty(2, *groups, size, size // 2, dtype=kind))
     heads = [torch.empty(1, h, 1, size, dtype=kind) for h in (4, 2, 2)]
     rows = [torch.empty(1, 2, count, size) for count in (window - 1, window - 1, 4, 4)]
     state = HybridState(*rows, torch.empty(1, 2, size, size + 1), torch.empty(1, 2), torch.zeros(1, dtype=torch.long))
     numbers = {"decay_rate": torch.empty(2), **{name: torch.empty(4) for name in ("window_log", "sink", "far_gate")}}
     numbers = {name: x if full else None for name, x in numbers.items()}
     weights = SimpleNamespace(reach=window - 1, scaling=1.0, log_mix=torch.empty(4, dtype=kind), **numbers)
-    hybrid_step.step_attention(*heads, weights, [make, make], state)
+    hybrid_step.step_attention(*heads, weights, [make(2), make()], state)
 print(json.dumps(memory))
 """
 

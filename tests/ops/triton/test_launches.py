@@ -1,0 +1,139 @@
+"""How many kernels a layer runs on a GPU, PyTorch's included; those of Triton are counted and not run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from hf_linattn.backends import use_backend
+from hf_linattn.ops.hybrid import triton as hybrid  # noqa: F401 - all that launches is there
+from hf_linattn.ops.runtime import triton as launching
+from tests.ops.triton.cases import make_mechanism
+
+LENGTH = 1100  # several segments of chunks
+FEATURES, SLOPES = ["write_features"] * 2, ["write_slopes"] * 2
+SUMS = ["write_states", "read_states"]
+# what gives a view or a number to Python, and what does nothing where a tensor is as it should be
+NO_KERNELS = set(
+    "view _unsafe_view _reshape_alias reshape transpose t numpy_T permute expand unsqueeze squeeze slice select narrow"
+    " split split_with_sizes unbind unflatten flatten as_strided detach alias lift_fresh"
+    " resize_ set_ resolve_conj resolve_neg to promote_types result_type scalar_tensor is_nonzero item".split()
+)
+
+
+@pytest.fixture
+def kernels_of(monkeypatch) -> Callable[..., list[str]]:
+    """Return what names the kernels that a function runs, in their order: Triton's, and PyTorch's by operation."""
+    own = launching.launch
+
+    def launch(kernel: Any, *_: Any, **__: Any) -> None:
+        with record_function(f"triton::{kernel.__name__}"):
+            pass
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("hf_linattn.ops") and vars(module).get("launch") is own:
+            monkeypatch.setattr(module, "launch", launch)
+
+    def find(event: Any) -> list[str]:
+        kind, _, name = event.name.partition("::")
+        if kind == "triton":
+            return [name]
+        if "empty" in name:  # tests of operations fill it
+            return []
+        found = [name for x in event.cpu_children for name in find(x)]
+        return found or ([name] if kind == "aten" and name not in NO_KERNELS else [])
+
+    def run(function: Callable[[], Any]) -> list[str]:
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            function()
+        return [name for event in profiler.events() if event.cpu_parent is None for name in find(event)]
+
+    return run
+
+
+def make_heads(length: int, grouped: bool) -> tuple[torch.Tensor, ...]:
+    """Heads in half precision that are slices of one projection."""
+    sizes = [2, 1, 1] if grouped else [1, 1, 1]
+    return torch.randn(2, length, sum(sizes), 8).half().transpose(1, 2).split(sizes, 1)
+
+
+def left_padded(length: int, padded: bool) -> torch.Tensor | None:
+    return (torch.arange(length) >= torch.tensor([[length // 3], [0]])) if padded else None
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("linear", [*FEATURES, *SUMS]),
+        ("performer", [*FEATURES, "write_scales", *SUMS]),
+        ("hedgehog", [*FEATURES, *SUMS]),
+    ],
+)
+@torch.no_grad()
+def test_a_prompt(kernels_of, name, want, padded):
+    """Of which nothing was read before; masked keys are hidden where features are made."""
+    mechanism = make_mechanism(name).half().eval()
+    use_backend(mechanism, "triton")
+    heads, mask = make_heads(LENGTH, True), left_padded(LENGTH, padded)
+    assert kernels_of(lambda: mechanism(*heads, mask)) == want
+
+
+@torch.no_grad()
+def test_a_prompt_of_a_window(kernels_of):
+    """Its attention, then copies of the keys and values that are still seen, their places, and how many were read."""
+    mechanism = make_mechanism("local").half().eval()
+    use_backend(mechanism, "triton")
+    heads = make_heads(LENGTH, True)
+    found = kernels_of(lambda: mechanism(*heads))
+    assert len(found) == 6 and found.count("cat") == 3 and found[0] == "attend_window", found
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_gradients_of_linear(kernels_of, grouped, padded):
+    """What the groups of a key give it is added up by PyTorch, and rounded."""
+    mechanism = make_mechanism("linear")
+    use_backend(mechanism, "triton")
+    heads, mask = [x.detach().requires_grad_() for x in make_heads(LENGTH, grouped)], left_padded(LENGTH, padded)
+    found: list[torch.Tensor] = []
+    forward = kernels_of(lambda: found.append(mechanism(*heads, mask)[0]))
+    assert forward == [*FEATURES, *SUMS]
+    (output,), gradient = found, torch.randn(found[0].shape).half()
+    backward = kernels_of(lambda: torch.autograd.grad(output, heads, gradient))
+    sums = ["multiply_rows", "read_states", "write_scales", "write_states", "read_states", "read_states"]
+    assert [x for x in backward if x not in ("fill_", "copy_")] == [*sums, *SLOPES]
+    assert len(backward) == (12 if grouped else 8), backward
+
+
+STEPS = {"linear": "step_token", "hedgehog": "step_token", "performer": "step_token", "hybrid": "step_hybrid"}
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", STEPS)
+@torch.no_grad()
+def test_a_step_is_one_kernel(kernels_of, name, own, padded):
+    """Whatever dtype the weights have, of which no copy is made, nor of values that lie beside queries and keys."""
+    mechanism = make_mechanism(name).to(own).eval()
+    use_backend(mechanism, "triton")
+    token = make_heads(1, True)
+    mask = torch.tensor([[True], [False]]) if padded and name != "hybrid" else None
+    _, state = mechanism(*token, mask)
+    assert kernels_of(lambda: mechanism(*token, mask, state=state)) == [STEPS[name]]
+
+
+@torch.no_grad()
+def test_a_decay_costs_a_step_no_more_than_its_bounded_rate(kernels_of):
+    mechanism = make_mechanism("linear", decay="learned").eval()
+    use_backend(mechanism, "triton")
+    token = make_heads(1, True)
+    _, state = mechanism(*token)
+    found = kernels_of(lambda: mechanism(*token, state=state))
+    assert found == ["clamp", "exp", "neg", "step_token"]
