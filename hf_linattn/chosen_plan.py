@@ -16,6 +16,7 @@ from .plan import Plan, read_plan
 from .reading import reading
 
 FORMAT_VERSION = 1
+PLAN_SUFFIX = ".json"  # how the name of a file that holds a plan ends
 
 
 @dataclass(frozen=True)

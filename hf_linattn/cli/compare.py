@@ -22,7 +22,6 @@ from .completion import mechanism_names
 if TYPE_CHECKING:
     from ..comparison import Comparison
 
-PLAN_FILE = ".json"
 
 Names = Annotated[
     list[str],
@@ -90,10 +89,10 @@ def check_apart(texts: Sequence[Path], calibrate: Sequence[Path]) -> None:
 
 def read_attention(name: str) -> Plan:
     """Return a mechanism's name, a plan in JSON, or the plan of a file."""
-    if not name.endswith(PLAN_FILE):
-        return name_or_plan("attention", name)
-    from ..chosen_plan import read_plan_file
+    from ..chosen_plan import PLAN_SUFFIX, read_plan_file
 
+    if not name.endswith(PLAN_SUFFIX):
+        return name_or_plan("attention", name)
     return read_plan_file(Path(name))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.chosen_plan import read_plan_file
+from hf_linattn.chosen_plan import PLAN_SUFFIX, read_plan_file
 from hf_linattn.config import json_object, require, require_count
 from hf_linattn.errors import OptionError
 from hf_linattn.plan import read_plan
@@ -105,9 +105,8 @@ class ModelArguments:
 
 
 def given_plan(name: str, value: Any) -> Any:
-    """Return a plan that is given as it is, as JSON, or as a file; an empty one is for others to refuse."""
-    in_file = isinstance(value, str) and value and not value.lstrip().startswith(("{", "["))
-    if not in_file:
+    """Return a plan that is given as it is, as JSON, or as a JSON file; an empty one is for others to refuse."""
+    if not (isinstance(value, str) and value.endswith(PLAN_SUFFIX)):
         return read_plan(name, value)
     found: Any = read_plan_file(Path(value), "JSON")
     return dict(found) if isinstance(found, dict) else list(found)
