@@ -10,6 +10,7 @@ of held-out text and of prompts that no training had. The study goes on with the
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import tempfile
@@ -116,9 +117,7 @@ class Original:
     def converted(self, plan: Plan) -> PreTrainedModel:
         """Return a copy with a plan, untrained."""
         chosen = plan(self.model, self.tokenizer) if callable(plan) else plan
-        copied = type(self.model)(self.model.config).eval()
-        copied.load_state_dict(self.model.state_dict())
-        return patch_model(copied, chosen)
+        return patch_model(copy.deepcopy(self.model), chosen)
 
     def measured(self, model: PreTrainedModel) -> Document:
         """Return needles, pairs and losses by position on what no training had."""
@@ -137,16 +136,14 @@ class Original:
                 warmup_steps=steps // 10, weight_decay=0.1, adam_beta2=0.98, max_grad_norm=1.0, seed=SEED,
                 per_device_train_batch_size=1, train_sampling_strategy="sequential", use_cpu=True, bf16=False,
                 eval_strategy="no", save_strategy="no", load_best_model_at_end=False, report_to="none",
-                remove_unused_columns=False,
-                logging_steps=max(1, steps // 10), disable_tqdm=True,
+                remove_unused_columns=False, logging_steps=max(1, steps // 10), disable_tqdm=True,
             )  # fmt: skip
             teacher = Teacher(self.model, kl_weight=1.0, ce_weight=0.5)
             RecoveryTrainer(model, arguments, data, teacher).train()
 
 
 def _bytes_of_delta(model: PreTrainedModel) -> int:
-    copied = type(model)(model.config).eval()
-    return state_size(patch_model(copied, ROWS["gated_deltanet"]), LENGTH)  # type: ignore[arg-type]
+    return state_size(patch_model(copy.deepcopy(model), ROWS["gated_deltanet"]), LENGTH)  # type: ignore[arg-type]
 
 
 def measure(original: Original, plan: Plan, tokens: int, rate: float) -> Document:
