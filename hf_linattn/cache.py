@@ -208,7 +208,8 @@ class StaticStateLayer(StateLayer):
         return mask.index_select(1, columns)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return max(self.room, query_length), 0
+        # a window that is full hands out one key less than it keeps in front of the new ones
+        return self.room - 1 + query_length if self.is_sliding else max(self.room, query_length), 0
 
     def get_max_length(self) -> int:
         return self.room

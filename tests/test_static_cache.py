@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,22 @@ def test_a_static_cache_is_read_on_in_pieces_and_stays_where_it_is(plan):
     real, position = torch.cat([real, torch.ones_like(two)], dim=1), torch.tensor([[21, 22], [16, 17]])
     got = model(two, attention_mask=real, position_ids=position, past_key_values=cache).logits
     assert_close(got[:1], logits_of(model, torch.cat([ids[:1], two[:1]], dim=1))[:, -2:])
+
+
+@pytest.mark.parametrize("pieces", [(12, 5, 1, 3), (4, 10, 1, 6)])
+@torch.no_grad()
+def test_layers_that_keep_softmax_with_a_sliding_window_see_no_pads(pieces):
+    """transformers asks a state layer how wide the mask of all sliding layers is, full windows or not."""
+    model, (ids, mask) = make_model("mistral"), pad([make_tokens(1, 21)[0], make_tokens(1, 12, seed=1)[0]], 0)
+    patch_model(model, {"local": {**WINDOW, "layers": [0]}})
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    want = logits_of(model, ids, attention_mask=mask, position_ids=position)
+    cache, start = StaticCache(config=model.config, max_cache_len=32), 0
+    for end in itertools.accumulate(pieces):
+        now = {"attention_mask": mask[:, :end], "position_ids": position[:, start:end]}
+        got, real = logits_of(model, ids[:, start:end], past_key_values=cache, **now), mask[:, start:end].bool()
+        assert_close(got[real], want[:, start:end][real])
+        start = end
 
 
 @each_plan
