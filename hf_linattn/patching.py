@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -48,8 +49,8 @@ class Patch:
 
     @classmethod
     def of(cls, config: PatchConfig, attention: dict[str, nn.Module], model: PreTrainedModel) -> Patch:
-        """Remember what attention modules compute now."""
-        configs = {id(module.config): module.config for module in attention.values()}.values()
+        """Remember what attention modules compute now, and the models that make their masks."""
+        configs = pinning.configs_of([*attention.values(), *bridge.owners(model, attention)])
         softmax = "sdpa" if model._supports_sdpa else "eager"  # of a model that was asked to be ours when it was made
         chosen = [(c, bridge.get_implementation(c)) for c in configs]
         return cls(config, attention, [(c, softmax if x == bridge.IMPLEMENTATION else x) for c, x in chosen])
@@ -69,7 +70,7 @@ class Patch:
             self.handles.append(owner.register_forward_pre_hook(bridge.model_pre_hook, with_kwargs=True))
             self.handles.append(owner.register_forward_hook(bridge.model_post_hook, with_kwargs=True))
             self.handles.append(owner.register_forward_hook(bridge.model_end_hook, with_kwargs=True, always_call=True))
-        self.exact = pinning.keeping_softmax(model, self.attention)
+        self.exact = pinning.keeping_softmax(model, self.attention, [config for config, _ in self.implementations])
         for module in self.exact:
             setattr(module, pinning.EXACT, True)
         for config, _ in self.implementations:
@@ -94,7 +95,7 @@ class Patch:
         for part in self.pageable:
             delattr(part, pinning.PAGING)
         saved_config.unmark_config(model.config)
-        for config, original in self.implementations:
+        for config, original in pinning.with_copies(self.implementations, [model, *self.owners]):
             pinning.unpin_config(config)
             bridge.set_implementation(config, original)
         for module in self.exact:
@@ -255,16 +256,19 @@ def original_attention(model: ModelT) -> Iterator[ModelT]:
     Raises:
         PatchError: the model is not patched.
     """
-    patches = [patch for _, patch in _patches_of(architecture.root_model(model)).values()]
-    implementations = [chosen for patch in patches for chosen in patch.implementations]
-    before = [(config, bridge.get_implementation(config)) for config, _ in implementations]
+    switched = [
+        (part, patch, config, original, bridge.get_implementation(config))
+        for part, patch in _patches_of(architecture.root_model(model)).values()
+        for config, original in pinning.with_copies(patch.implementations, [part, *patch.owners])
+    ]
     try:
-        for config, original in implementations:
+        for _, _, config, original, _ in switched:
             bridge.set_implementation(config, original)
         yield model
     finally:
-        for config, implementation in before:
-            bridge.set_implementation(config, implementation)
+        for part, patch, config, _, before in switched:
+            if vars(part).get(PATCH) is patch:  # and was not undone meanwhile
+                bridge.set_implementation(config, before)
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -386,15 +390,11 @@ def _warn_of_sinks(mechanisms: Mapping[str, Mechanism], family: str) -> None:
         logger.warning(
             "%s: %s have learned sinks in the denominator of their softmax, which %s leaves out, as it has no such"
             " denominator; to keep them use a mechanism there that has one, such as hybrid or local",
-            family,
-            ", ".join(lost),
-            " and ".join(sorted({name for path in lost for name in losing[path]})),
-        )
+            family, ", ".join(lost), " and ".join(sorted({name for path in lost for name in losing[path]})),
+        )  # fmt: skip
 
 
 def _forget_compiled(model: nn.Module) -> None:
     """Drop graphs that were compiled with the other attention."""
-    import torch
-
     if any(isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()):
         torch.compiler.reset()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -83,6 +83,21 @@ def _new_config(base: Any) -> PreTrainedConfig:
     return made.__new__(made)
 
 
+def configs_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the configs of modules, each once.
+
+    A model may have another config than the attention modules in it: a pair of models gives its halves new ones.
+    """
+    return list({id(module.config): module.config for module in modules}.values())
+
+
+def with_copies(chosen: list[tuple[Any, str]], models: Iterable[nn.Module]) -> list[tuple[Any, str]]:
+    """Return configs that select our attention and what each selected before, those that `models` got since, too."""
+    known = {id(config) for config, _ in chosen}
+    copies = [config for config in configs_of(models) if id(config) not in known]
+    return chosen + [(config, chosen[0][1]) for config in copies if vars(config).get(CHOICE) == IMPLEMENTATION]
+
+
 def own_config(model: nn.Module) -> None:
     """Give the model a config of its own: what is done to it must not reach another model made from the same one."""
     copies: dict[int, Any] = {}
@@ -123,14 +138,16 @@ def _nested(config: Any) -> Iterator[PreTrainedConfig]:
 # -- what keeps softmax -----------------------------------------------------------------------------------------------
 
 
-def keeping_softmax(model: nn.Module, attention: Mapping[str, nn.Module]) -> list[nn.Module]:
+def keeping_softmax(
+    model: nn.Module, attention: Mapping[str, nn.Module], configs: Iterable[PreTrainedConfig]
+) -> list[nn.Module]:
     """Return the modules that share a config with the attention modules and are none of them: these get no mechanism.
     """
-    configs, served = {id(module.config) for module in attention.values()}, {id(m) for m in attention.values()}
+    chosen, served = {id(config) for config in configs}, {id(m) for m in attention.values()}
     return [
         module
         for module in model.modules()
-        if id(getattr(module, "config", None)) in configs
+        if id(getattr(module, "config", None)) in chosen
         and id(module) not in served
         and not isinstance(module, PreTrainedModel)
     ]
@@ -155,7 +172,7 @@ def take_names(root: PreTrainedModel) -> list[tuple[Any, str, str]]:
     the config, which model cards have, too, and which is therefore empty.
     """
     parts = [part for part in root.modules() if isinstance(part, PreTrainedModel)]
-    configs = {id(part.config): part.config for part in parts}.values()
+    configs = configs_of(parts)
     names = [(part, "name_or_path", part.name_or_path) for part in parts]
     names += [(config, "_name_or_path", config._name_or_path) for config in configs]
     for part in parts:

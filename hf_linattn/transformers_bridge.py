@@ -107,14 +107,19 @@ class PatchedModel:
         return found
 
 
-def base_models(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[PreTrainedModel, PatchedModel]:
-    """Return the innermost transformers models around the modules: each of them is called once per forward."""
+def owners(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[PreTrainedModel, dict[str, nn.Module]]:
+    """Return the innermost transformers models around the modules, which make their masks, with those of each."""
     parts = {path: part for path, part in model.named_modules() if isinstance(part, PreTrainedModel)}
-    owned: dict[str, dict[str, nn.Module]] = {}
+    owned: dict[PreTrainedModel, dict[str, nn.Module]] = {}
     for path, module in modules.items():
         owner = max((p for p in parts if p == "" or path.startswith(p + ".")), key=len)
-        owned.setdefault(owner, {})[path] = module
-    return {parts[owner]: PatchedModel.of(parts[owner], attention) for owner, attention in owned.items()}
+        owned.setdefault(parts[owner], {})[path] = module
+    return owned
+
+
+def base_models(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[PreTrainedModel, PatchedModel]:
+    """Return what the hooks of these models need to know; each of them is called once per forward."""
+    return {owner: PatchedModel.of(owner, attention) for owner, attention in owners(model, modules).items()}
 
 
 def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    EncoderDecoderModel,
     MambaConfig,
     MambaForCausalLM,
     T5Config,
@@ -49,6 +50,7 @@ from tests.helpers import (
     logits_of,
     make_patched,
     make_tokens,
+    pad,
 )
 from tests.models import NUM_LAYERS, SPINE, make_model
 
@@ -252,12 +254,44 @@ def test_original_attention_is_the_original_bit_for_bit(name, mechanism):
     before.assert_kept(model)
 
 
+@pytest.mark.parametrize("patched", ["whole", "halves"])
+def test_a_pair_of_models_takes_padded_rows_until_it_is_unpatched(patched):
+    """A pair gives its halves new configs, by which they make masks; their attention modules keep the old ones."""
+    halves = make_model("bert", "Model"), make_model("bert", "LMHeadModel", is_decoder=True, add_cross_attention=True)
+    ids, mask = pad([make_tokens(1, 9)[0], make_tokens(1, 4, seed=1)[0]], 0, "right")
+    given = {"attention_mask": mask, "decoder_input_ids": ids[:, :3]}
+    plain = EncoderDecoderModel(encoder=copy.deepcopy(halves[0]), decoder=copy.deepcopy(halves[1])).eval()
+    softmax, before = logits_of(plain, ids, **given), Snapshot.of(plain)
+    if patched == "whole":
+        model = patch_model(plain, "linear")
+    else:
+        encoder, decoder = (patch_model(half, "linear") for half in halves)
+        model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
+    got = logits_of(model, ids, **given)
+    assert not torch.allclose(got, softmax)
+    assert_close(got[1:], logits_of(model, ids[1:, :4], decoder_input_ids=ids[1:, :3]))
+    with original_attention(model):
+        assert torch.equal(logits_of(model, ids, **given), softmax)
+    assert torch.equal(logits_of(model, ids, **given), got)
+    assert torch.equal(logits_of(unpatch_model(model), ids, **given), softmax)
+    if patched == "whole":
+        before.assert_kept(model)
+
+
 @each_family
 def test_original_attention_ends_with_an_exception(name):
     model = make_patched(name)
     before = Snapshot.of(model)
     with pytest.raises(ZeroDivisionError), original_attention(model), original_attention(model):
         raise ZeroDivisionError
+    before.assert_kept(model)
+
+
+def test_a_model_that_is_unpatched_within_original_attention_stays_so():
+    model = make_model("llama")
+    before = Snapshot.of(model)
+    with original_attention(patch_model(model, "performer")):
+        unpatch_model(model)
     before.assert_kept(model)
 
 
