@@ -273,6 +273,11 @@ class EncoderStateLayer(StateLayer):
     def values(self, values: Any) -> None:
         self._values = values
 
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        super()._map(function)
+        if self._keys is not None:  # empty, but as many rows as the next call has
+            self._keys, self._values = function(self._keys), function(self._values)
+
     def _kept(self, number: int) -> Any:
         if self.is_initialized and not self.expected:
             raise UnsupportedModeError(

@@ -126,6 +126,26 @@ def test_a_cache_that_softmax_filled_is_continued(mechanism):
     assert torch.allclose(got, want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("move", "argument", "order"),
+    [
+        ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2]),
+        ("batch_select_indices", torch.tensor([2, 0]), [2, 0]),
+        ("reorder_cache", torch.tensor([1, 1, 0, 2]), [1, 1, 0, 2]),
+    ],
+)
+def test_other_rows_than_before_are_read_on(move, argument, order):
+    source, target = random_tokens(3, 41), random_tokens(3, 6, seed=1)
+    model, cache = patch_model(bart(), "linear", cross_attention="linear"), EncoderDecoderCache(
+        DynamicCache(), DynamicCache()
+    )
+    logits(model, source, target[:, :5], past_key_values=cache)
+    getattr(cache, move)(argument)
+    got = logits(model, source[order], target[order, 5:], past_key_values=cache)
+    want = logits(model, source[order], target[order])[:, 5:]
+    assert torch.allclose(got, want, rtol=0, atol=1e-12)
+
+
 def test_softmax_refuses_what_a_mechanism_keeps():
     model, cache = patch_model(bart(), "softmax", cross_attention="linear"), EncoderDecoderCache(
         DynamicCache(), DynamicCache()
