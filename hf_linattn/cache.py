@@ -21,6 +21,7 @@ class StateLayer(CacheLayerMixin):
     `update` hands back the new keys and values only; the mechanism reads and replaces `state`, a named tuple of
     tensors whose first dimension is the batch. Keys and values that a softmax layer had cached before (a prefix, a
     cache returned by the original model) are handed out once, in front of the first new ones, and so enter the state.
+    Tokens count as read once a state was made of them, so that a call which is refused leaves the cache as it was.
     """
 
     is_sliding = False
@@ -32,6 +33,7 @@ class StateLayer(CacheLayerMixin):
         self.state: Any = None
         self.made_by: Any = None  # the config of the mechanism that made it
         self.seq_length = 0
+        self.handed = 0  # new tokens of the last update, which `hold` counts
         self.expected = False  # whether a mechanism announced that it will read what the next update hands out
         self.pending: tuple[Tensor, Tensor] | None = None
 
@@ -70,7 +72,7 @@ class StateLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Count the new positions and return their keys and values [B, Hkv, N, D]."""
+        """Return keys and values [B, Hkv, N, D] of the new tokens, behind those that are pending."""
         if not self.expected:
             raise UnsupportedModeError(
                 "past_key_values holds a decoding state of a patched layer, which softmax attention cannot continue;"
@@ -81,23 +83,25 @@ class StateLayer(CacheLayerMixin):
             if kept is not None:
                 check_rows(kept, key_states.shape[0])
         self._keep_none(key_states, value_states)
-        self._count(key_states)
-        self.is_initialized = True
+        self.handed = key_states.shape[-2]
         if self.pending is not None:
             key_states, value_states = (
                 torch.cat([old.to(new), new], dim=-2)
                 for old, new in zip(self.pending, (key_states, value_states), strict=True)
             )
-            self.pending = None
         return key_states, value_states
 
     def hold(self, state: Any, mechanism: Any) -> None:
-        """Remember the state that a mechanism returned."""
+        """Remember the state that a mechanism returned of the tokens handed out, and count these."""
+        self._write(state, mechanism)
+        self._count()
+        self.pending, self.is_initialized = None, True
+
+    def _write(self, state: Any, mechanism: Any) -> None:
         self.state, self.made_by = mechanism.owned_state(state), mechanism.config
 
-    def _count(self, key_states: Tensor) -> None:
-        """Count new keys [B, Hkv, N, D]."""
-        self.seq_length += key_states.shape[-2]
+    def _count(self) -> None:
+        self.seq_length += self.handed
 
     def _keep_none(self, *states: Tensor) -> None:
         # some models ask how many are kept; an empty slice would keep the memory of all the others
@@ -184,9 +188,8 @@ class StaticStateLayer(StateLayer):
         self.read = self.read.to(key_states.device)
         _stay(self.read)
         super()._keep_none(key_states, value_states)
-        super().lazy_initialization(key_states, value_states)
 
-    def hold(self, state: Any, mechanism: Any) -> None:
+    def _write(self, state: Any, mechanism: Any) -> None:
         """Write the state that a mechanism returned into the one there is, where it has not done so itself."""
         state = mechanism.fixed_state(state, self.room)
         kept = self.state
@@ -204,7 +207,8 @@ class StaticStateLayer(StateLayer):
         mask = super().own_mask(mask, count)
         if mask is None or mask.dim() != 2 or mask.shape[1] == count:
             return mask
-        columns = torch.arange(-count, 0, device=mask.device) + self.read.clamp(max=mask.shape[1])
+        columns = torch.arange(self.handed - count, self.handed, device=mask.device)
+        columns = columns + self.read.clamp(max=mask.shape[1] - self.handed)
         return mask.index_select(1, columns)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -214,8 +218,8 @@ class StaticStateLayer(StateLayer):
     def get_max_length(self) -> int:
         return self.room
 
-    def _count(self, key_states: Tensor) -> None:
-        self.read.add_(key_states.shape[-2])
+    def _count(self) -> None:
+        self.read.add_(self.handed)
 
     def _keep_none(self, *states: Tensor) -> None:
         if self.keys is None:
@@ -242,10 +246,11 @@ class EncoderStateLayer(StateLayer):
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.state, self.pending, self.seq_length = None, None, 0  # of tokens before these
-        handed = super().update(key_states, value_states, *args, **kwargs)
+        self.state, self.pending = None, None  # of tokens before these
+        self.pending = super().update(key_states, value_states, *args, **kwargs)
+        self.seq_length, self.is_initialized = self.handed, True
         self.expected = True  # until the state is made of them
-        return handed
+        return self.pending
 
     def own_mask(self, mask: Tensor | None, count: int) -> Tensor | None:
         return mask

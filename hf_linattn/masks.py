@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -94,14 +94,37 @@ def all_real(mask: Tensor, count: int) -> bool:
 
 def require_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse a 2-D mask of another batch than a model's input, before the model makes another shape of it."""
-    mask, names = kwargs.get("attention_mask"), ("input_ids", "inputs_embeds")
-    given = next((x for x in (*map(kwargs.get, names), *args[:1]) if x is not None), None)
+    mask, given = kwargs.get("attention_mask"), _given(args, kwargs)
     if not (isinstance(mask, Tensor) and isinstance(given, Tensor)) or mask.dim() != 2:
         return
     if len(mask) != len(given):
         raise UnsupportedModeError(
             f"attention_mask is {tuple(mask.shape)}, but the call has a batch of {len(given)}; give it a row for each"
         )
+
+
+def require_no_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any], mechanisms: Iterable[Mechanism]) -> None:
+    """Refuse masks of pairs that only some layers could take, before these put the tokens into their cache."""
+    masks = {name: kwargs.get(name) for name in ("attention_mask", "encoder_attention_mask")}
+    pairs = {name: x for name, x in masks.items() if isinstance(x, Tensor) and x.dim() == 4 and not hasattr(x, RULE)}
+    if not pairs:
+        return
+    given = _given(args, kwargs)
+    one = isinstance(given, Tensor) and given.shape[1] == 1
+    for mechanism in mechanisms:
+        mask = pairs.get("encoder_attention_mask" if mechanism.layer.cross else "attention_mask")
+        if not (mask is None or _is_softmax(mechanism) or _same_for_all(mask, one, mechanism.layer.causal)):
+            _refuse_pairs(mask, mechanism)
+
+
+def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return a model's input [B, N, ...]."""
+    return next((x for x in (*map(kwargs.get, ("input_ids", "inputs_embeds")), *args[:1]) if x is not None), None)
+
+
+def _same_for_all(mask: Tensor, one: bool, causal: bool) -> bool:
+    """Whether a mask of pairs says the same of all queries, of which there is but one or which see the future."""
+    return mask.shape[1] == mask.shape[2] == 1 and (one or not causal)
 
 
 def rule_of(mask_function: Any, use_vmap: bool, local_size: int | None, config: Any) -> str | None:
@@ -235,7 +258,7 @@ def masks_of(
     window = None if softmax else getattr(mask, WINDOW, None)
     if window is not None and window[0] == causal:
         return masks_of(window[1], query, key, causal, cached, mechanism)
-    if mask.dim() == 4 and shape[1] == shape[2] == 1 and not softmax and (num_queries == 1 or not causal):
+    if mask.dim() == 4 and not softmax and _same_for_all(mask, num_queries == 1, causal):
         mask = mask[:, 0, 0]  # what some models add to the scores of all queries alike
         mask = mask if mask.dtype == torch.bool else mask >= 0
         unmasked = num_queries > 1 and is_known(mask) and bool(mask.all())

@@ -30,6 +30,7 @@ from .masks import (
     masked_window,
     masks_of,
     require_batch,
+    require_no_pairs,
     window_of,
 )  # fmt: skip
 from .mechanisms import Mechanism
@@ -161,6 +162,7 @@ def model_pre_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
             return  # a step of `generate`, whose prompt was read and checked before
         modules = patched.attention.values()
         require_fitting(cache, modules, map(mechanism_of, modules))
+        require_no_pairs(args, kwargs, map(mechanism_of, modules))
         if has_begun(cache):
             return  # a forward that continues another one changes nothing
     if model.training and not patched.warned:

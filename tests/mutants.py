@@ -136,7 +136,7 @@ MUTANTS = [
     _ops("C: dtypes are not checked", "runtime/operands.py", "if dtype not in form.dtypes:", "if False:", "tests/ops/native/test_operands.py"),
     # bridge and cache
     Mutant("beams are not reordered", "hf_linattn/cache.py", "lambda t: t.index_select(0, beam_idx.to(t.device))", "lambda t: t", "tests/test_cache.py tests/test_integration.py"),
-    Mutant("a cache counts one token", "hf_linattn/cache.py", "self.seq_length += key_states.shape[-2]", "self.seq_length += 1", "tests/test_cache.py tests/test_integration.py"),
+    Mutant("a cache counts one token", "hf_linattn/cache.py", "self.seq_length += self.handed", "self.seq_length += 1", "tests/test_cache.py tests/test_integration.py"),
     Mutant("what was handed out cannot be read", "hf_linattn/cache.py", "self.is_initialized and not self.expected", "self.is_initialized or not self.expected", "tests/test_cross_attention.py"),
     Mutant("what softmax had cached is lost", "hf_linattn/cache.py", "torch.cat([old.to(new), new], dim=-2)", "new", "tests/test_cache.py tests/test_integration.py"),
     Mutant("a state of another mechanism is read", "hf_linattn/cache_layers.py", "            layers[index].require_own(mechanism.config, mechanism.layer.index)\n", "            pass\n", "tests/test_cache.py"),

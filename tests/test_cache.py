@@ -196,15 +196,27 @@ def test_keys_that_cannot_be_read_are_named(steps):
         read(patch_model(original, "linear"), make_tokens(1, 1), past_key_values=cache)
 
 
-def test_a_failed_forward_does_not_poison_the_next():
-    model, ids = make_patched("gpt2"), make_tokens(1, 5)
-    expected = logits_of(model, ids)
-    cache = DynamicCache(config=model.config)
-    with pytest.raises(UnsupportedModeError):
-        read(model, ids, past_key_values=cache, attention_mask=torch.ones(1, 1, 5, 5))
-    assert torch.equal(logits_of(model, ids), expected)
-    cache.reset()
-    assert torch.equal(read(model, ids, past_key_values=cache).logits, expected)
+@pytest.mark.parametrize("plan", ["linear", {"linear": [1]}], ids=["all layers", "some layers"])
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_a_refused_call_leaves_the_cache_as_it_was(plan, kind):
+    """By a mask before any layer ran; by a direction in the first one, which then had a prompt of the original's."""
+    model, (ids, more) = make_model("llama"), make_tokens(2, 13).split([9, 4], dim=1)
+    cache = kind(model.config, 32) if kind is StaticCache else kind(config=model.config)
+    read(model, ids, past_key_values=cache)
+    patch_model(model, plan)
+    expected = read(model, more, past_key_values=copy.deepcopy(cache)).logits
+    refused = {"attention_mask": torch.ones(2, 1, 4, 13)}, {"attention_mask": torch.ones(2, 1, 1, 13)}
+    for options in refused:
+        with pytest.raises(UnsupportedModeError, match="attention_mask has 4 dimensions"):
+            read(model, more, past_key_values=cache, **options)
+    if plan == "linear":
+        model.config.is_causal = False
+        with pytest.raises(UnsupportedModeError, match="is_causal=False was asked of layer 0"):
+            read(model, more, past_key_values=cache)
+        del model.config.is_causal
+    assert cache.get_seq_length() == 9
+    assert torch.equal(read(model, more, past_key_values=cache).logits, expected)
+    assert cache.get_seq_length() == 13
 
 
 BOTH_WAYS = [name for name in list_mechanisms() if "bidirectional" in MECHANISMS.get(name).modes]

@@ -146,6 +146,23 @@ def test_other_rows_than_before_are_read_on(move, argument, order):
     assert torch.allclose(got, want, rtol=0, atol=1e-12)
 
 
+def test_a_refused_call_leaves_the_cache_as_it_was():
+    """By a mask before any layer ran; in a layer across, which is not given the tokens again."""
+    model, target = patch_model(bart(), "linear", cross_attention="linear"), random_tokens(2, 9, seed=1)
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    encoded, want = model.model.encoder(random_tokens(2, 41)), logits(model, target=target)
+    options = {"encoder_outputs": encoded, "past_key_values": cache}
+    with pytest.raises(UnsupportedModeError, match="attention_mask has 4 dimensions"):
+        model(decoder_input_ids=target, attention_mask=torch.ones(2, 1, 9, 41), **options)
+    assert cache.get_seq_length() == 0
+    across = model.model.decoder.layers[0].encoder_attn
+    states = torch.randn(2, 9, 32, dtype=torch.float64), encoded.last_hidden_state
+    with pytest.raises(UnsupportedModeError, match="attention_mask has 4 dimensions"):
+        across(*states, past_key_values=cache, attention_mask=torch.ones(2, 1, 9, 41))
+    got = logits(model, target=target, past_key_values=cache)
+    assert torch.allclose(got, want, rtol=0, atol=1e-12)
+
+
 def test_softmax_refuses_what_a_mechanism_keeps():
     model, cache = patch_model(bart(), "softmax", cross_attention="linear"), EncoderDecoderCache(
         DynamicCache(), DynamicCache()
