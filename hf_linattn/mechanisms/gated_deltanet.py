@@ -346,7 +346,7 @@ def _convolved(x: Tensor, taps: Tensor | None, tail: Tensor, lengths: Tensor | N
     parts = (longer[:, :, i : i + count] * weight[:, i, None] for i in range(weight.shape[1]))
     mixed = functools.reduce(torch.add, parts)
     if lengths is None:
-        return mixed, longer[:, :, count:]
+        return mixed, longer[:, :, count:].clone()  # a view would keep all tokens of a prompt
     last = lengths[:, None] + torch.arange(tail.shape[2], device=x.device)
     return mixed, longer.gather(2, last[:, None, :, None].expand_as(tail))
 

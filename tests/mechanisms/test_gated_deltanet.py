@@ -140,6 +140,8 @@ def test_calls_of_any_size_continue_the_state(options):
     torch.testing.assert_close(torch.cat(parts, 2) * real, want * real, rtol=1e-10, atol=1e-10)
     for a, b in zip(state, last, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    _, state = mechanism(*heads, **extra)
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in state)  # no views of all that was read
 
 
 @pytest.mark.parametrize("check", NUMBERS)
