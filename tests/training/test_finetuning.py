@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -195,8 +197,7 @@ def test_fine_tuning_lowers_the_validation_loss_and_keeps_the_best(tmp_path, arc
     model.eval()
     with torch.no_grad():
         loss = model(**batch).loss.item()
-    if architecture != "bert":  # there batches hold different numbers of masks, and the Trainer averages over batches
-        assert loss == pytest.approx(result["eval_loss"], rel=1e-3), "the model holds other weights than the best ones"
+    assert loss == pytest.approx(result["eval_loss"], rel=1e-3), "the model holds other weights than the best ones"
     assert getattr(model.config, "use_cache", True), "the Trainer's use_cache=False would be saved"
 
 
@@ -324,3 +325,31 @@ def test_the_validation_loss_is_the_mean_over_predicted_tokens(name):
         count += int(chosen.sum())
     assert finetuning.validation_loss(model.train(), data, 3) == pytest.approx(total / count, rel=1e-5)
     assert model.training
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_trainer_weighs_tokens_alike_whatever_the_batches_of_a_validation(tmp_path, at_once):
+    model = patch_model(make_model("gpt2", std=0.6), "linear")
+    data = make_data(model)
+    rows = [{name: x.clone() for name, x in data.validation[i].items()} for i in range(3)]
+    for row, learnt in zip(rows, (1, 15, 5), strict=True):
+        row["labels"][: 16 - learnt] = -100
+    columns = {name: [row[name].tolist() for row in rows] for name in rows[0]}
+    data = dataclasses.replace(data, validation=Dataset.from_dict(columns).with_format("torch"))
+    expected = finetuning.validation_loss(model, data, 1)
+    options = {"remove_unused_columns": False, "prediction_loss_only": not at_once}
+    for size in (1, 2, 3):
+        training = make_training(tmp_path, per_device_eval_batch_size=size, **options)
+        trainer = trainers.RecoveryTrainer(model, training, data)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_rows_that_fill_up_a_last_batch_count_in_no_process(tmp_path):
+    trainer = trainers.RecoveryTrainer(model := make_model("gpt2"), make_training(tmp_path), make_data(model))
+    for remainder, end, expected in ((3, True, [3, 0]), (5, True, [4, 1]), (0, True, [4, 4]), (5, False, [4, 4])):
+        state = SimpleNamespace(end_of_dataloader=end, remainder=remainder)
+        found = []
+        for process in range(2):
+            trainer.accelerator = SimpleNamespace(gradient_state=state, process_index=process)
+            found.append(trainer._own_rows(4))
+        assert found == expected
