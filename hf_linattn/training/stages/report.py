@@ -169,8 +169,8 @@ def window_row(result: Mapping[str, Any], trained: bool) -> WindowRow:
 
 
 def tried(training: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the learning rates that were tried for a training."""
-    return tuple(trial["learning_rate"] for trial in training["search"]) or (training["learning_rate"],)
+    """Return the learning rates that were tried for a training; the last may be half of one that diverged."""
+    return tuple(dict.fromkeys([trial["learning_rate"] for trial in training["search"]] + [training["learning_rate"]]))
 
 
 def teaching_options(arguments: Arguments) -> dict[str, Any]:
