@@ -101,6 +101,7 @@ def test_tokens_per_step_counts_accumulation():
         (["--max_train_tokens", "10"], "max_train_tokens leaves 10 tokens, less than one step"),
         (["--learning_rate", "1e-3", "--learning_rates", "1e-3", "1e-2"], "give one of them"),
         (["--learning_rates", "1e-3", "-1"], "learning_rates"),
+        (["--overwrite_output_dir", "true", "--resume_from_checkpoint", "True"], "deletes .* give one of them"),
         (["--kl_weight", "-1"], "kl_weight must be at least 0, got -1"),
         (["--eval_mlm_probability", "1"], "eval_mlm_probability must be between 0 and 1"),
         (["--mechanism_options", "{num_features"], "mechanism_options must be a JSON object"),
@@ -290,8 +291,9 @@ def test_an_output_folder_is_continued_only_with_the_same_options(tmp_path):
     with pytest.raises(OptionError, match="holds a run with seed=0, got 1"):
         run.open({"seed": 1, "betas": (0.9, 0.99)})
     assert run.finished("original") == {"loss": 1.0}
+    (run.path / "adapter").mkdir()
     run.open({"seed": 1}, overwrite=True)
-    assert run.finished("original") is None
+    assert run.finished("original") is None and not (run.path / "adapter").exists()
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path):
