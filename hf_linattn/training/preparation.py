@@ -94,6 +94,7 @@ def prepare(
         long_data=long_data,
         long_length=min(LONGER * data_options.block_size, limit or math.inf),  # type: ignore[arg-type]  # an int
         speed_lengths=timed or [limit or data_options.block_size],
+        in_memory=datasets is not None,
         digests=digests | {f"{name}_digest": rows_digest(rows) for name, rows in read.items()},
     )
     check_windows(run, limit)
