@@ -34,6 +34,7 @@ from ..plan import PatchConfig
 from ..saved_config import read_patches
 from .schema import EMBEDDING, Report
 from .tables import sections
+from .teaching import is_taught
 
 EVAL_RESULTS_FILE = ".eval_results/hf_linattn.yaml"
 LOADERS = {tag: loader for loader, tag in reversed(PIPELINE_TAGS.items())}
@@ -131,7 +132,7 @@ def measured(report: Report) -> Measured:
 
 def how_trained(report: Report) -> str:
     """Return how the model was recovered, in a sentence."""
-    taught = "with the original as its teacher" if report.training.teaching else "without a teacher"
+    taught = "with the original as its teacher" if is_taught(report) else "without a teacher"
     return f"Recovered on {report.training.tokens:,} tokens of {report.data}, {taught}."
 
 

@@ -112,7 +112,8 @@ class Training:
         recovered_learning_rate, control_learning_rate: the chosen peak learning rates.
         learning_rate_grid, control_learning_rate_grid: the learning rates that were tried for each.
         search_tokens: training tokens of each trial of the search.
-        teaching: the options of calibration, transfer and distillation that were set; their tokens count in `tokens`.
+        teaching: the options of calibration, transfer and distillation that were set, with those of adapters and of
+            longer rows; their tokens count in `tokens`.
         saved_dtype: of the weights in the folder, as in the checkpoint that was converted; None in older reports.
         control: what of the control was trained: `full`, all weights, or `lora`, adapters; `none`: there is none.
     """
