@@ -93,7 +93,7 @@ class Evaluation:
     """How the perplexities were measured: tokens per window, stride (None: no overlap), scored tokens or texts.
 
     problem: of a classifier, by transformers' name for it; `embedding` of an embedding model. document_tokens: how
-    many of each document were read; None: all.
+    many of each document were read; None: all. held_out: whether the test split was cut from the training split.
     """
 
     max_length: int
@@ -101,6 +101,7 @@ class Evaluation:
     stride: int | None = None
     problem: str | None = None
     document_tokens: int | None = None
+    held_out: bool = False
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ MEMORY_HEADS = ["tokens", "state bytes", "original", "peak bytes of a forward", 
 WINDOW_HEADS = ["attention of the converted layers", "state bytes", "test perplexity", "x best"]
 WINDOW_NOTE = "Decoding state of one sequence in these layers, in a bfloat16 model."
 RECALL_NOTE = "generated recall was trained on: tests of the same kinds are no longer untouched"
+HELD_OUT = "; it has no test split: test texts were held out of its training split"
 READERS = ("recovered", "original", "control")  # of one text
 
 
@@ -345,7 +346,7 @@ def training_rows(report: Report) -> list[list[str]]:
     """Return what the training was, by name."""
     training = report.training
     return [
-        ["data", report.data],
+        ["data", report.data + HELD_OUT * report.evaluation.held_out],
         ["options", listed(report.options) or "defaults"],
         ["training tokens, of recovered and control each", f"{training.tokens:,}"],
         ["what is trained of the control", training.control],

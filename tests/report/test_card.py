@@ -12,7 +12,7 @@ from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.report import Accuracies, model_card, save_card
 from hf_linattn.report.card import EVAL_RESULTS_FILE, how_trained
 from hf_linattn.report.schema import EMBEDDING
-from hf_linattn.report.tables import training_rows
+from hf_linattn.report.tables import to_markdown, training_rows
 from hf_linattn.report.teaching import TEACHING
 from tests.report.test_tables import report
 
@@ -44,6 +44,10 @@ def test_the_scores_on_a_data_set_of_the_hub_are_collected_by_its_name(report, t
     (entry,) = parse_eval_result_entries(yaml.safe_load((tmp_path / EVAL_RESULTS_FILE).read_text()))
     assert (entry.dataset_id, entry.task_id) == ("Salesforce/wikitext", "perplexity")
     assert entry.value == pytest.approx(report.perplexity.recovered) and "wikitext-2-raw-v1, test" in entry.notes
+    report = replace(report, evaluation=replace(report.evaluation, held_out=True))
+    result = ModelCard.load(save_card(report, tmp_path)).data.eval_results[0]
+    assert (result.dataset_split, result.metric_name) == ("train", "held-out perplexity")
+    assert not (tmp_path / EVAL_RESULTS_FILE).exists() and "held out of its training split" in to_markdown(report)
 
 
 @pytest.mark.parametrize("name", [None, *TEACHING, EMBEDDING])

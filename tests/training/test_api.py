@@ -47,6 +47,7 @@ def test_fine_tuning_from_python_is_the_recipe(material, tmp_path):
         material["model_name_or_path"], plan, given["train"], tmp_path / "api", given["validation"], given["test"],
         **options,
     ).run()  # fmt: skip
+    assert not report.evaluation.held_out, "all of these are the train split of a file"
     assert (report.data, report.dataset_name) == ("data sets given from Python", None)
     changes = {"control": "none", "max_train_tokens": 512, "learning_rates": "1e-3", "lr_search_tokens": None}
     assert report.perplexity == finetune(command(material, tmp_path / "cli", **changes)).perplexity

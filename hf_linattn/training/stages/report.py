@@ -113,6 +113,7 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
             context.task.stride(data_options),
             getattr(context.task, "problem", None),
             scores["recovered"].get("document_tokens"),
+            context.held_out,
         ),
         training=Training(
             tokens=context.steps(options.max_train_tokens) * step,
