@@ -34,6 +34,7 @@ from ..plan import PatchConfig
 from ..saved_config import read_patches
 from .schema import EMBEDDING, Report
 from .tables import sections
+from .teaching import is_taught
 
 EVAL_RESULTS_FILE = ".eval_results/hf_linattn.yaml"
 LOADERS = {tag: loader for loader, tag in reversed(PIPELINE_TAGS.items())}
@@ -86,8 +87,10 @@ def save_card(report: Report, directory: str | os.PathLike[str], name: str | Non
     name: under which the model is loaded in the example; None: that of the directory.
     """
     folder, entries = Path(directory), eval_result_entries(report)
+    scores = folder / EVAL_RESULTS_FILE
+    scores.unlink(missing_ok=True)  # of a run before
     if entries:
-        write_text(folder / EVAL_RESULTS_FILE, yaml_dump(eval_result_entries_to_yaml(entries)))
+        write_text(scores, yaml_dump(eval_result_entries_to_yaml(entries)))
     shown = name or (folder.name if folder.is_absolute() else folder.as_posix())
     return write_text(folder / CARD_FILE, str(model_card(report, shown, patches_in(folder))))
 
@@ -131,7 +134,7 @@ def measured(report: Report) -> Measured:
 
 def how_trained(report: Report) -> str:
     """Return how the model was recovered, in a sentence."""
-    taught = "with the original as its teacher" if report.training.teaching else "without a teacher"
+    taught = "with the original as its teacher" if is_taught(report) else "without a teacher"
     return f"Recovered on {report.training.tokens:,} tokens of {report.data}, {taught}."
 
 
@@ -153,19 +156,21 @@ def scores_of(report: Report) -> dict[str, float]:
 
 def eval_results(report: Report, task: str) -> list[EvalResult]:
     """Return the scores for the `model-index`."""
+    split, said = ("train", "held-out") if report.evaluation.held_out else ("test", "test")
     return [
         EvalResult(
             task_type=task, dataset_type=report.dataset_name or "text", dataset_name=report.data,
-            dataset_config=report.dataset_config_name, dataset_split="test", metric_type=metric, metric_value=value,
-            metric_name=f"test {metric}",
+            dataset_config=report.dataset_config_name, dataset_split=split, metric_type=metric, metric_value=value,
+            metric_name=f"{said} {metric}",
         )
         for metric, value in scores_of(report).items()
     ]  # fmt: skip
 
 
 def eval_result_entries(report: Report) -> list[EvalResultEntry]:
-    """Return the scores as the Hub collects them by data set; none where the data set is not one of the Hub's."""
-    if report.dataset_name is None:
+    """Return the scores as the Hub collects them by data set; none where that is not the Hub's, or has no test split.
+    """
+    if report.dataset_name is None or report.evaluation.held_out:
         return []
     how = f"{report.dataset_config_name or 'default'}, test split, {report.evaluation.max_length} tokens at a time"
     return [

@@ -93,7 +93,7 @@ class Evaluation:
     """How the perplexities were measured: tokens per window, stride (None: no overlap), scored tokens or texts.
 
     problem: of a classifier, by transformers' name for it; `embedding` of an embedding model. document_tokens: how
-    many of each document were read; None: all.
+    many of each document were read; None: all. held_out: whether the test split was cut from the training split.
     """
 
     max_length: int
@@ -101,6 +101,7 @@ class Evaluation:
     stride: int | None = None
     problem: str | None = None
     document_tokens: int | None = None
+    held_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class Training:
         recovered_learning_rate, control_learning_rate: the chosen peak learning rates.
         learning_rate_grid, control_learning_rate_grid: the learning rates that were tried for each.
         search_tokens: training tokens of each trial of the search.
-        teaching: the options of calibration, transfer and distillation that were set; their tokens count in `tokens`.
+        teaching: the options of calibration, transfer and distillation that were set, with those of adapters and of
+            longer rows; their tokens count in `tokens`.
         saved_dtype: of the weights in the folder, as in the checkpoint that was converted; None in older reports.
         control: what of the control was trained: `full`, all weights, or `lora`, adapters; `none`: there is none.
     """

@@ -16,6 +16,7 @@ from ..markdown import markdown_table
 from .plots import PLOTS, save_plots
 from .samples import sample_section
 from .schema import EMBEDDING, LongContext, Report, WindowRow
+from .teaching import listed, teaching_rows
 
 MARKDOWN_FILE = "report.md"
 STAGE_HEADS = ["stage", "training tokens", "seconds", "tokens/s", "of matrix rate"]
@@ -47,6 +48,7 @@ MEMORY_HEADS = ["tokens", "state bytes", "original", "peak bytes of a forward", 
 WINDOW_HEADS = ["attention of the converted layers", "state bytes", "test perplexity", "x best"]
 WINDOW_NOTE = "Decoding state of one sequence in these layers, in a bfloat16 model."
 RECALL_NOTE = "generated recall was trained on: tests of the same kinds are no longer untouched"
+HELD_OUT = "; it has no test split: test texts were held out of its training split"
 READERS = ("recovered", "original", "control")  # of one text
 
 
@@ -344,8 +346,8 @@ def training_rows(report: Report) -> list[list[str]]:
     """Return what the training was, by name."""
     training = report.training
     return [
-        ["data", report.data],
-        ["options", ", ".join(f"{k}={v}" for k, v in report.options.items()) or "defaults"],
+        ["data", report.data + HELD_OUT * report.evaluation.held_out],
+        ["options", listed(report.options) or "defaults"],
         ["training tokens, of recovered and control each", f"{training.tokens:,}"],
         ["what is trained of the control", training.control],
         ["dtype of the saved weights", training.saved_dtype or "as trained"],
@@ -355,7 +357,7 @@ def training_rows(report: Report) -> list[list[str]]:
         ["learning rates tried for control", _listed(training.control_learning_rate_grid)],
         ["training tokens of each trial", f"{training.search_tokens:,}"],
         *([["recall", RECALL_NOTE]] if training.teaching.get("recall_share") else []),
-        ["how the original taught it", ", ".join(f"{k}={v}" for k, v in training.teaching.items()) or "not at all"],
+        *teaching_rows(report),
     ]
 
 

@@ -207,8 +207,10 @@ class Distillation(Recipe):
         for stage in stages:
             named |= stage.options()
         rates = [stage.learning_rate for stage in stages if isinstance(stage, Distill)]
+        if (rate := options.pop("learning_rate", None)) is not None:
+            raise OptionError(f"learning_rate={rate}: stages have their own; give Distill(learning_rate={rate})")
+        named.pop("learning_rate", None)  # of `Distill`, which is a grid of one
         named |= {"learning_rates": rates} | options
-        named.pop("learning_rate", None)
         super().__init__(model, plan, train_dataset, output_dir, eval_dataset, test_dataset, **named)
 
 

@@ -77,10 +77,13 @@ class SequenceClassification(Task):
         rows = {}
         for name, limit in limits.items():
             # a row counts as block_size tokens; data sets may be sorted by class
-            chosen = splits[name].shuffle(seed=0) if name == "train" else splits[name]
+            chosen = splits[name]
             count = len(chosen) if limit is None else min(len(chosen), max(1, limit // data.block_size))
+            if name == "train" or count < len(chosen):
+                chosen = chosen.shuffle(seed=0)
             rows[name] = self.encode(chosen.select(range(count)), encoder, config, name)
-        check_several("train", rows["train"]["labels"][:], "give texts of the others, or raise max_train_tokens")
+            remedy = f"give texts of the others, or raise max_{name}_tokens"
+            check_several(name, rows[name]["labels"][:], remedy)
         if "test" in splits:  # now, and not after hours
             test = self.encode(data.tested(splits["test"]), encoder, config, "test")
             check_several("test", test["labels"][:], "shuffle the test texts, or raise max_test_documents")

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, NamedSplit
 
 from hf_linattn.errors import DataError
 
@@ -60,7 +60,7 @@ def standard_library_corpus(include_source: bool = False) -> DatasetDict:
         {"text": text.strip() + "\n", "module": f"{TOPICS_PACKAGE}.topics:{name}"}
         for name, text in sorted(topics.items())
     )
-    return DatasetDict({split: Dataset.from_list(documents) for split, documents in rows.items()})
+    return DatasetDict({split: Dataset.from_list(rows[split], split=NamedSplit(split)) for split in SPLITS})
 
 
 def installed_documentation(packages: Sequence[str] = DOCUMENTED_PACKAGES) -> Dataset:

@@ -145,6 +145,11 @@ def text_splits(
     return DatasetDict(texts)
 
 
+def is_held_out(splits: Mapping[str, Dataset]) -> bool:
+    """Return whether the test split of :func:`load_text_splits` was cut from the training split of its source."""
+    return splits["test"].split == splits["train"].split  # the source's names, which parts of a split keep
+
+
 def tokenize_and_pack(
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,

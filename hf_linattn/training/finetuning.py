@@ -94,7 +94,8 @@ def fine_tune(
             broken = _train(trainer, checkpoint, speed)
         seconds = clock.seconds
         if broken is None:
-            loss = trainer.state.best_metric if arguments.load_best_model_at_end else trainer.evaluate()["eval_loss"]
+            loss = trainer.state.best_metric if arguments.load_best_model_at_end else None
+            loss = trainer.evaluate()["eval_loss"] if loss is None else loss  # shorter than eval_steps: none yet
             state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
     unset_hf_deepspeed_config()  # the Trainer set it, see `FinetuningArguments`
     if broken is None and (loss is None or not math.isfinite(loss)):

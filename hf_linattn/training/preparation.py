@@ -23,7 +23,7 @@ from hf_linattn.reading import read_tokenizer
 from hf_linattn.training.arguments import NONE, WINDOW, Arguments, ModelArguments
 from hf_linattn.training.arguments.board import CommandLine
 from hf_linattn.training.base_task import Task, refuse
-from hf_linattn.training.data import TrainingData
+from hf_linattn.training.data import TrainingData, is_held_out
 from hf_linattn.training.loading import load_task
 from hf_linattn.training.losses.chunks import separate_head
 from hf_linattn.training.recall_rows import with_recall
@@ -94,6 +94,8 @@ def prepare(
         long_data=long_data,
         long_length=min(LONGER * data_options.block_size, limit or math.inf),  # type: ignore[arg-type]  # an int
         speed_lengths=timed or [limit or data_options.block_size],
+        in_memory=datasets is not None,
+        held_out=is_held_out(loaded) if datasets is None else "test" not in datasets,
         digests=digests | {f"{name}_digest": rows_digest(rows) for name, rows in read.items()},
     )
     check_windows(run, limit)

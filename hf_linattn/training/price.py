@@ -31,7 +31,7 @@ from hf_linattn.training.base_task import TextEncoder
 from hf_linattn.training.finetuning import own_forward, stage_arguments, validation_loss, without_checkpoints
 from hf_linattn.training.memory_limits import gigabytes, is_out_of_memory, size_said, what_helps
 from hf_linattn.training.parameter_groups import float32_masters
-from hf_linattn.training.stages import TrainingStage, stages_of
+from hf_linattn.training.stages import Stage, TrainingStage, stages_of
 from hf_linattn.training.stages.training import TrainingPlan
 from hf_linattn.training.trainers import RecoveryTrainer
 from hf_linattn.training.training_run import TrainingRun
@@ -165,22 +165,17 @@ def price_of(run: TrainingRun) -> RunPrice:
         OptionError: weights, teacher and optimizer do not fit into the memory that is left, a step runs out of it, or
             models and checkpoints do not fit on the disk; nothing is written.
     """
-    converted, stages = run.convert(), stages_of(run.arguments)
+    converted, todo = run.convert(), stages_to_do(run)
     layers = Counter(served_by(mechanism.config) for mechanism in get_mechanisms(converted).values())
     count, dtype = parameters(converted), str(converted.dtype).removeprefix("torch.")
-    scored = [stage for stage in stages if stage.scores and run.directory.finished(stage.name) is None]
-    test = price_of_test(run, converted, len(scored))
+    test = price_of_test(run, converted, sum(stage.scores for stage in todo.values()))
     del converted
-    todo = [
-        (place, stage)
-        for place, stage in enumerate(stages, start=1)
-        if isinstance(stage, TrainingStage) and run.directory.finished(stage.name) is None
-    ]
+    trained = {place: stage for place, stage in todo.items() if isinstance(stage, TrainingStage)}
     options = run.arguments.model
     price = RunPrice(
         model=str(options.model_name_or_path), parameters=count, dtype=dtype, layers=dict(layers),
-        chosen=options.layers != "auto", places=len(stages),
-        stages=tuple(price_of_stage(run, stage, place) for place, stage in todo), test=test,
+        chosen=options.layers != "auto", places=len(stages_of(run.arguments)),
+        stages=tuple(price_of_stage(run, stage, place) for place, stage in trained.items()), test=test,
         free_bytes=shutil.disk_usage(nearest_folder(run.directory.path)).free,
     )  # fmt: skip
     if price.disk_bytes > price.free_bytes:
@@ -189,6 +184,13 @@ def price_of(run: TrainingRun) -> RunPrice:
             f" {gigabytes(price.free_bytes)} are free; give {what_helps(run.arguments, disk=True)}"
         )
     return price
+
+
+def stages_to_do(run: TrainingRun) -> dict[int, Stage]:
+    """Return the stages that are not done yet, by their places; those of a run that is overwritten are all to do."""
+    anew, stages = run.arguments.recipe.overwrite_output_dir, stages_of(run.arguments)
+    done = [not anew and run.directory.finished(stage.name) is not None for stage in stages]
+    return {place: stage for place, stage in enumerate(stages, start=1) if not done[place - 1]}
 
 
 def price_of_test(run: TrainingRun, model: PreTrainedModel, models: int) -> TestPrice | None:

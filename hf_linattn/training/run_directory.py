@@ -16,6 +16,7 @@ from hf_linattn.training.same_run import DIGESTS, difference, told_difference
 
 logger = logging.getLogger(__name__)
 
+ADAPTER = "adapter"  # folder of a run for what adapters have trained
 STAGES = "stages"  # the folder of a run that holds the results of its finished stages
 RECIPE = "recipe"  # the record of the options the run was started with
 
@@ -40,7 +41,7 @@ class RunDirectory:
         """
         with self.training.main_process_first(local=False):
             if self.training.should_save and overwrite:
-                for folder in (STAGES, "control", WINDOW):
+                for folder in (STAGES, "control", WINDOW, ADAPTER):
                     shutil.rmtree(self.path / folder, ignore_errors=True)
             started = self.finished(RECIPE)
             if started is not None:

@@ -22,6 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import EvalLoopOutput
 
 from hf_linattn import architecture
 from hf_linattn.architecture import root_model
@@ -84,6 +85,7 @@ class RecoveryTrainer(Trainer):
         self.class_weights = data.class_weights
         self.has_ended = False  # before it was resumed: there is no step left to take
         self._broken: Tensor | None = None  # whether a loss of the step so far is not finite
+        self._losses: list[Tensor] = []  # of an evaluation's batches: the sum, and over how many predictions
         self._averages = False
         self.model_accepts_loss_kwargs: bool
         if self.model_accepts_loss_kwargs:
@@ -170,6 +172,53 @@ class RecoveryTrainer(Trainer):
         finally:
             self.data_collator = training_collator
 
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate, with the mean over all predictions as the loss; transformers has that over batches' means."""
+        self._losses = []
+        found = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if self._losses:
+            total, count = self.accelerator.gather(torch.stack(self._losses)).cpu().double().sum(0)
+            found.metrics[f"{metric_key_prefix}_loss"] = float(total / count)
+        return found
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        rows = len(inputs["input_ids"])
+        own = self._own_rows(rows)
+        if own < rows and prediction_loss_only:
+            inputs = {name: value[: max(1, own)] for name, value in inputs.items()}  # no process may stand aside
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None:
+            count = torch.as_tensor(self._predictions(inputs) if own else 0, dtype=torch.float32, device=loss.device)
+            total = torch.where(count > 0, loss.float() * count, 0.0)  # the mean of none is no number
+            self._losses.append(torch.stack([total, count]))
+        return loss, logits, labels
+
+    def _own_rows(self, rows: int) -> int:
+        """Return how many rows of a batch this process evaluates; the last batch is filled up with rows of others."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return rows
+        return min(rows, max(0, state.remainder - rows * self.accelerator.process_index))
+
+    def _predictions(self, inputs: dict[str, Any]) -> Tensor | int:
+        """Return over how many tokens or texts the loss of a batch is a mean."""
+        if isinstance(self.accelerator.unwrap_model(self.model), LossModule):
+            return len(inputs["input_ids"])
+        return (task_of(self.model).predicted(inputs["labels"]) != IGNORED_LABEL).sum()
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -177,6 +226,8 @@ class RecoveryTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
+        if not model.training:
+            num_items_in_batch = None  # of all processes; what a batch counts is settled by `evaluation_loop`
         labels, counted = inputs.get("labels"), num_items_in_batch if self.model_accepts_loss_kwargs else None
         if self.teacher is None or not model.training:
             if self._head is not None and labels is not None and (model.training or self.args.prediction_loss_only):

@@ -33,7 +33,8 @@ class TrainingRun:
     Attributes:
         arguments: the options, by group; the stage that chooses the layers sets those of the model.
         command: how the run was started. directory: its output folder.
-        tokenizer: of the model. task: what the model predicts. splits: the texts.
+        tokenizer: of the model. task: what the model predicts. splits: the texts. in_memory: whether they were given
+            as data sets, and not named by the options. held_out: whether the test split was cut from the training one.
         data: rows of `block_size` tokens. long_data: longer ones for a last stage; None: there is no such stage.
         long_length: tokens of the windows of `long_windows`.
         speed_lengths: the lengths to time that the model has positions for.
@@ -52,6 +53,8 @@ class TrainingRun:
     long_data: TrainingData | None
     long_length: int
     speed_lengths: list[int]
+    in_memory: bool = False
+    held_out: bool = False
     digests: dict[str, str] = field(default_factory=dict)
     shared_control: dict[str, dict[str, Any]] = field(default_factory=dict)
     results: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -10,7 +10,10 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.report import Accuracies, model_card, save_card
-from hf_linattn.report.card import EVAL_RESULTS_FILE
+from hf_linattn.report.card import EVAL_RESULTS_FILE, how_trained
+from hf_linattn.report.schema import EMBEDDING
+from hf_linattn.report.tables import to_markdown, training_rows
+from hf_linattn.report.teaching import TEACHING
 from tests.report.test_tables import report
 
 __all__ = ["report"]
@@ -41,6 +44,23 @@ def test_the_scores_on_a_data_set_of_the_hub_are_collected_by_its_name(report, t
     (entry,) = parse_eval_result_entries(yaml.safe_load((tmp_path / EVAL_RESULTS_FILE).read_text()))
     assert (entry.dataset_id, entry.task_id) == ("Salesforce/wikitext", "perplexity")
     assert entry.value == pytest.approx(report.perplexity.recovered) and "wikitext-2-raw-v1, test" in entry.notes
+    report = replace(report, evaluation=replace(report.evaluation, held_out=True))
+    result = ModelCard.load(save_card(report, tmp_path)).data.eval_results[0]
+    assert (result.dataset_split, result.metric_name) == ("train", "held-out perplexity")
+    assert not (tmp_path / EVAL_RESULTS_FILE).exists() and "held out of its training split" in to_markdown(report)
+
+
+@pytest.mark.parametrize("name", [None, *TEACHING, EMBEDDING])
+def test_a_teacher_is_named_where_the_original_taught_alone(report, name):
+    own, said = {"lora_rank": 8, "window_dropout": 0.5}, {} if name in (None, EMBEDDING) else {name: 2, "top_k": 4}
+    how = replace(report.evaluation, problem=EMBEDDING if name == EMBEDDING else None)
+    given = replace(report, training=replace(report.training, teaching=own | said), evaluation=how)
+    rows = dict(training_rows(given))
+    sentence, told = how_trained(given), rows["how the original taught it"]
+    assert sentence.endswith("without a teacher." if name is None else "with the original as its teacher.")
+    expected = {None: "not at all", EMBEDDING: "by its embeddings"}
+    assert told == expected.get(name, f"{name}=2, top_k=4")
+    assert rows["other options of the training"] == "lora_rank=8, window_dropout=0.5"
 
 
 def test_a_folder_is_no_base_model_and_a_classifier_has_its_accuracy(report, tmp_path):

@@ -42,10 +42,13 @@ def test_fine_tuning_from_python_is_the_recipe(material, tmp_path):
     options = {name: value for name, value in SAME.items() if name != "window_dropout"}
     options |= {"max_train_tokens": 512, "learning_rates": [1e-3], "block_size": 32}
     plan = {"performer": {"num_features": 16}}
+    options["dataset_name"] = "of/a-recipe"  # gives way, as to a file
     report = Finetuning(
         material["model_name_or_path"], plan, given["train"], tmp_path / "api", given["validation"], given["test"],
         **options,
     ).run()  # fmt: skip
+    assert not report.evaluation.held_out, "all of these are the train split of a file"
+    assert (report.data, report.dataset_name) == ("data sets given from Python", None)
     changes = {"control": "none", "max_train_tokens": 512, "learning_rates": "1e-3", "lr_search_tokens": None}
     assert report.perplexity == finetune(command(material, tmp_path / "cli", **changes)).perplexity
 
@@ -62,6 +65,8 @@ def test_stages_in_an_impossible_order_are_refused(tmp_path, stages):
 def test_options_are_those_of_the_recipe_and_checked(tmp_path):
     with pytest.raises(OptionError, match="unknown option 'learning_rte'; did you mean"):
         Distillation("gpt2", "linear", None, [Distill(8192)], tmp_path, learning_rte=1)
+    with pytest.raises(OptionError, match=r"learning_rate=0.0001: .* give Distill\(learning_rate=0.0001\)"):
+        Distillation("gpt2", "linear", None, [Distill(8192)], tmp_path, learning_rate=1e-4)
     with pytest.raises(OptionError, match="tokens must be"):
         Distill(0)
     with pytest.raises(OptionError, match="max_train_tokens leaves 8 tokens"):

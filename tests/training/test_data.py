@@ -12,7 +12,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_linattn.errors import DataError
-from hf_linattn.training.data import IGNORED_LABEL, PackedMaskingCollator, load_text_splits, tokenize_and_pack
+from hf_linattn.training.data import (
+    IGNORED_LABEL,
+    PackedMaskingCollator,
+    is_held_out,
+    load_text_splits,
+    tokenize_and_pack,
+)
 
 BLOCK_SIZE = 16
 SPECIAL = ["<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
@@ -188,7 +194,9 @@ def test_missing_held_out_splits_are_cut_from_training_without_overlap(tmp_path)
     path = tmp_path / "data.jsonl"
     texts = [f"document {index}" for index in range(100)]
     path.write_text(WRITERS[".jsonl"](texts))
-    splits = {split: list(dataset["text"]) for split, dataset in load_text_splits(train_file=path).items()}
+    cut, whole = load_text_splits(train_file=path), load_text_splits(train_file=path, test_file=path)
+    assert is_held_out(cut) and not is_held_out(whole)
+    splits = {split: list(dataset["text"]) for split, dataset in cut.items()}
     assert sorted(flat(splits.values())) == sorted(texts)
     assert len(splits["validation"]) == len(splits["test"]) == 5
 
@@ -197,6 +205,7 @@ def test_held_out_splits_are_cut_off_the_end_of_a_single_text(tmp_path):
     book = "".join(f"line {index} of a book\n" for index in range(1000))
     (tmp_path / "book.txt").write_text(book)
     splits = load_text_splits(train_file=tmp_path / "book.txt")
+    assert is_held_out(splits)
     found = {split: list(dataset["text"]) for split, dataset in splits.items()}
     assert all(len(texts) == 1 for texts in found.values())
     train, validation, test = (found[split][0] for split in ("train", "validation", "test"))
@@ -206,7 +215,7 @@ def test_held_out_splits_are_cut_off_the_end_of_a_single_text(tmp_path):
 
 def test_nothing_given_means_the_bundled_corpus():
     splits = load_text_splits()
-    assert list(splits) == ["train", "validation", "test"]
+    assert list(splits) == ["train", "validation", "test"] and not is_held_out(splits)
     assert any(text.startswith("Help on module json") for text in splits["train"]["text"])
 
 

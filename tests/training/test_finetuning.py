@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -99,6 +101,7 @@ def test_tokens_per_step_counts_accumulation():
         (["--max_train_tokens", "10"], "max_train_tokens leaves 10 tokens, less than one step"),
         (["--learning_rate", "1e-3", "--learning_rates", "1e-3", "1e-2"], "give one of them"),
         (["--learning_rates", "1e-3", "-1"], "learning_rates"),
+        (["--overwrite_output_dir", "true", "--resume_from_checkpoint", "True"], "deletes .* give one of them"),
         (["--kl_weight", "-1"], "kl_weight must be at least 0, got -1"),
         (["--eval_mlm_probability", "1"], "eval_mlm_probability must be between 0 and 1"),
         (["--mechanism_options", "{num_features"], "mechanism_options must be a JSON object"),
@@ -195,8 +198,7 @@ def test_fine_tuning_lowers_the_validation_loss_and_keeps_the_best(tmp_path, arc
     model.eval()
     with torch.no_grad():
         loss = model(**batch).loss.item()
-    if architecture != "bert":  # there batches hold different numbers of masks, and the Trainer averages over batches
-        assert loss == pytest.approx(result["eval_loss"], rel=1e-3), "the model holds other weights than the best ones"
+    assert loss == pytest.approx(result["eval_loss"], rel=1e-3), "the model holds other weights than the best ones"
     assert getattr(model.config, "use_cache", True), "the Trainer's use_cache=False would be saved"
 
 
@@ -289,8 +291,9 @@ def test_an_output_folder_is_continued_only_with_the_same_options(tmp_path):
     with pytest.raises(OptionError, match="holds a run with seed=0, got 1"):
         run.open({"seed": 1, "betas": (0.9, 0.99)})
     assert run.finished("original") == {"loss": 1.0}
+    (run.path / "adapter").mkdir()
     run.open({"seed": 1}, overwrite=True)
-    assert run.finished("original") is None
+    assert run.finished("original") is None and not (run.path / "adapter").exists()
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path):
@@ -324,3 +327,31 @@ def test_the_validation_loss_is_the_mean_over_predicted_tokens(name):
         count += int(chosen.sum())
     assert finetuning.validation_loss(model.train(), data, 3) == pytest.approx(total / count, rel=1e-5)
     assert model.training
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_trainer_weighs_tokens_alike_whatever_the_batches_of_a_validation(tmp_path, at_once):
+    model = patch_model(make_model("gpt2", std=0.6), "linear")
+    data = make_data(model)
+    rows = [{name: x.clone() for name, x in data.validation[i].items()} for i in range(3)]
+    for row, learnt in zip(rows, (1, 15, 5), strict=True):
+        row["labels"][: 16 - learnt] = -100
+    columns = {name: [row[name].tolist() for row in rows] for name in rows[0]}
+    data = dataclasses.replace(data, validation=Dataset.from_dict(columns).with_format("torch"))
+    expected = finetuning.validation_loss(model, data, 1)
+    options = {"remove_unused_columns": False, "prediction_loss_only": not at_once}
+    for size in (1, 2, 3):
+        training = make_training(tmp_path, per_device_eval_batch_size=size, **options)
+        trainer = trainers.RecoveryTrainer(model, training, data)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_rows_that_fill_up_a_last_batch_count_in_no_process(tmp_path):
+    trainer = trainers.RecoveryTrainer(model := make_model("gpt2"), make_training(tmp_path), make_data(model))
+    for remainder, end, expected in ((3, True, [3, 0]), (5, True, [4, 1]), (0, True, [4, 4]), (5, False, [4, 4])):
+        state = SimpleNamespace(end_of_dataloader=end, remainder=remainder)
+        found = []
+        for process in range(2):
+            trainer.accelerator = SimpleNamespace(gradient_state=state, process_index=process)
+            found.append(trainer._own_rows(4))
+        assert found == expected

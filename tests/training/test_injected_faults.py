@@ -58,22 +58,23 @@ def test_a_loss_that_is_no_number_sends_a_stage_back_to_its_checkpoint_with_half
     def fails(trainer) -> bool:
         stage, step = stage_of(trainer), trainer.state.global_step + 1
         steps.append((stage, step, trainer.args.learning_rate))
-        full = {"transfer": 1e-2, "recovered_training": 1e-3}[stage]
+        full = {"transfer": 1e-2}.get(stage, 1e-3)
         return (stage, step) in (("transfer", 2), ("recovered_training", 6)) and trainer.args.learning_rate == full
 
     failing(monkeypatch, fails)
-    run(flags(material, out, **SHORT))
+    run(flags(material, out, **SHORT | {"learning_rates": "1e-3 1e-9", "lr_search_tokens": 256}))
     assert recorded(out, "transfer")["learning_rate"] == 5e-3, "there was no checkpoint yet: it began anew"
     assert [s for stage, s, rate in steps if stage == "transfer" and rate == 5e-3] == [1, 2, 3, 4, 5, 6]
     done = recorded(out, "recovered_training")
     assert (done["learning_rate"], done["steps"]) == (5e-4, 8)
-    assert [s for stage, s, rate in steps if stage != "transfer" and rate == 5e-4] == [5, 6, 7, 8]
+    assert [s for stage, s, rate in steps if stage == "recovered_training" and rate == 5e-4] == [5, 6, 7, 8]
     assert recorded(out, "recovered_training-halved") == {"steps": [6]}
     whole, halved = (rates(folder, "recovered_training") for folder in (unbroken, out))
     assert [halved[step] for step in range(1, 5)] == [whole[step] for step in range(1, 5)]
     assert [halved[step] for step in range(5, 8)] == pytest.approx([whole[step] / 2 for step in range(5, 8)])
     assert "stage recovered_training: the loss of step 6 is not finite; back to the last checkpoint" in caplog.text
-    assert Report.load(out).training.recovered_learning_rate == 5e-4
+    training = Report.load(out).training
+    assert (training.recovered_learning_rate, training.learning_rate_grid) == (5e-4, (1e-3, 1e-9, 5e-4))
 
 
 def test_a_stage_whose_loss_stays_no_number_stops_by_name_and_keeps_what_was_finite(material, tmp_path, monkeypatch):

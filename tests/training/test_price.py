@@ -15,7 +15,9 @@ from hf_linattn.training import price
 from hf_linattn.training.arguments import DISTILLATION, parse_arguments
 from hf_linattn.training.pipeline import main
 from hf_linattn.training.preparation import prepare
-from hf_linattn.training.price import checkpoints_at_once, in_short, in_time, price_of
+from hf_linattn.training.price import checkpoints_at_once, in_short, in_time, price_of, stages_to_do
+from hf_linattn.training.run_directory import RunDirectory
+from hf_linattn.training.stages import stages_of
 from tests.recipes.test_distill import flags
 from tests.recipes.test_finetune import material
 
@@ -69,6 +71,18 @@ def test_parameters_memory_and_disk_are_those_counted_by_hand(material, dry):
     assert control.kept_bytes >= 4 * count and stages["transfer"].kept_bytes == 0
     assert control.checkpoint_bytes == 2 * 12 * count, "save_steps 0.5: two checkpoints of weights and moments"
     assert dry.price.disk_bytes == control.checkpoint_bytes + sum(stage.kept_bytes for stage in stages.values())
+
+
+def test_what_is_done_is_not_counted_but_where_the_run_is_overwritten(tmp_path):
+    given = ["--model_name_or_path", "m", "--mechanism", "linear", "--output_dir", str(tmp_path)]
+    for anew in (False, True):
+        arguments = parse_arguments([*given, "--overwrite_output_dir", str(anew)])
+        run = SimpleNamespace(arguments=arguments, directory=RunDirectory(tmp_path, arguments.training))
+        run.directory.record("control_training", {})
+        names = [stage.name for stage in stages_of(arguments)]
+        todo = {place: stage.name for place, stage in stages_to_do(run).items()}
+        done = names.index("control_training") + 1
+        assert todo == {i: name for i, name in enumerate(names, 1) if anew or i != done}
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ from tests.training.test_task import CLASSIFIER, classified, classifier
         ("--bf16 True --fp16 True", "fp16 and bf16"),
         ("--bf16_full_eval True --fp16_full_eval True", "full eval"),
         ("--eval_strategy no", "load_best_model_at_end requires the save and eval strategy to match"),
+        ("--save_steps 0.25", "save_steps must be eval_steps=0.125, .* or save_strategy 'best', got 0.25"),
         ("--lr_scheduler_type cosinus", r"lr_scheduler_type.*cosinus|cosinus.*lr_scheduler_type"),
         ("--lr_scheduler_kwargs {", "lr_scheduler_kwargs"),
         ("--transfer_output_weight 0 --transfer_weights_weight 0", "transfer_output_weight must be above 0"),
@@ -80,6 +81,7 @@ FIT = [
     {"label_smoothing_factor": 0.1}, {"neftune_noise_alpha": 5.0}, {"gradient_accumulation_steps": 2},
     {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 3}}, {"optim": "sgd"},
     {"early_stopping_patience": 1}, {"include_num_input_tokens_seen": "all"}, {"save_strategy": "best"},
+    {"eval_delay": 3},
 ]  # fmt: skip
 
 

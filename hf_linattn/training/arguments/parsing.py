@@ -71,6 +71,11 @@ def parse_arguments(argv: Sequence[str], kinds: Sequence[type] = FINETUNING) -> 
 def _check_together(arguments: Arguments) -> None:
     """Settle what depends on several groups: the grid of learning rates and the length of the runs."""
     _, data, recipe, training, distillation = arguments
+    if recipe.overwrite_output_dir and training.resume_from_checkpoint is not None:
+        raise OptionError(
+            "overwrite_output_dir=True deletes the run with which"
+            f" resume_from_checkpoint={training.resume_from_checkpoint!r} goes on; give one of them"
+        )
     if recipe.learning_rates and training.learning_rate:
         raise OptionError(
             f"learning_rate={training.learning_rate} and learning_rates={recipe.learning_rates} were both given;"

@@ -18,7 +18,8 @@ from hf_linattn.training.arguments.trainer import FinetuningArguments
 REFUSED = {
     "num_train_epochs": "the length of a run is given by max_train_tokens",
     "auto_find_batch_size": "a run counts the tokens of its steps; give per_device_train_batch_size",
-    "enable_jit_checkpoint": "a run that was killed goes on from its last checkpoint by itself; lower save_steps",
+    "enable_jit_checkpoint": "a run that was killed goes on from its last checkpoint by itself; lower save_steps and"
+        " eval_steps",
     "save_only_model": "a run cannot go on from a checkpoint without its optimizer",
     "ignore_data_skip": "a run that goes on would see rows twice",
     "eval_on_start": "the loss before training is measured by stages of their own",
@@ -57,10 +58,20 @@ def check_stages(training: FinetuningArguments) -> None:
     require("early_stopping_patience", patience, patience is None or patience >= 1, "an integer >= 1, or absent")
     evaluated = getattr(training.eval_strategy, "value", training.eval_strategy) != "no"
     require("early_stopping_patience", patience, patience is None or evaluated, "absent where eval_strategy is 'no'")
+    check_best(training)
     resumed, folder = training.resume_from_checkpoint, Path(training.output_dir or "")
     own = resumed in (None, "True") or Path(resumed).expanduser().resolve() == folder
     require("resume_from_checkpoint", resumed, own, "'True', the output_dir, whose last checkpoint goes on, or absent")
     check_reports(training.report_to)
+
+
+def check_best(training: FinetuningArguments) -> None:
+    """Raise `OptionError` where weights are evaluated that are not saved: the best of them could not be kept."""
+    by_steps = getattr(training.save_strategy, "value", training.save_strategy) == "steps"
+    saved, evaluated = training.save_steps, training.eval_steps
+    kept = saved == evaluated or not (by_steps and training.load_best_model_at_end)
+    expected = f"eval_steps={evaluated}, as the best weights may be any that are evaluated, or save_strategy 'best'"
+    require("save_steps", saved, kept, expected)
 
 
 def check_reports(names: str | list[str] | None) -> None:

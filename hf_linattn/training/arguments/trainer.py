@@ -47,7 +47,9 @@ class FinetuningArguments(TrainingArguments):
     eval_strategy: str = field(default="steps", metadata={"help": "When to measure the validation loss."})
     eval_steps: float = field(default=0.125, metadata={"help": "Steps between evaluations, or a share of the run."})
     save_strategy: str = field(default="steps", metadata={"help": "When to save; `no` cannot resume within a stage."})
-    save_steps: float = field(default=0.125, metadata={"help": "Steps between checkpoints, or a share of the run."})
+    save_steps: float = field(
+        default=0.125, metadata={"help": "Steps between checkpoints; eval_steps, where the best weights are kept."}
+    )
     save_total_limit: int | None = field(default=1, metadata={"help": "Checkpoints kept beside the best one."})
     load_best_model_at_end: bool = field(
         default=True, metadata={"help": "Keep the weights with the lowest validation loss, not the last ones."}

@@ -25,14 +25,13 @@ from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.losses.kept_logits import KeptLogits
 from hf_linattn.training.not_finite import with_halved_rates
 from hf_linattn.training.parameter_groups import cast_as_loaded
+from hf_linattn.training.run_directory import ADAPTER
 from hf_linattn.training.stages.training import TrainingPlan, TrainingStage
 from hf_linattn.training.task import Task, load_model
 from hf_linattn.training.training_run import TrainingRun
 from hf_linattn.training.window_dropout import WindowDropout
 
 logger = logging.getLogger(__name__)
-
-ADAPTER = "adapter"  # folder of a run for what adapters have trained
 
 
 class ModelTraining(TrainingStage):

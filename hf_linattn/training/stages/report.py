@@ -93,17 +93,16 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
     given: Any = model_options.plan or model_options.mechanism_options or {}  # a dict by now, or a list of them
     given = {"plan": given} if isinstance(given, list) else given
     layers = {"layers": model_options.layers} if model_options.layers else {}
-    files = [getattr(data_options, f"{split}_file") for split in context.splits]
-    sources = [data_options.dataset_name, data_options.dataset_config_name, *files]
+    named = (None, None) if context.in_memory else (data_options.dataset_name, data_options.dataset_config_name)
     searched = max(len(options.learning_rates or ()), len(options.control_learning_rates or ())) > 1
     classified = "accuracy" in scores["recovered"]
     return Report(
         base_model=model_options.model_name_or_path or "",
         mechanism="+".join(mechanism_names({"": get_patch_config(model)})) or "softmax",
         options=given | layers,
-        data=", ".join(filter(None, sources)) or "documentation of Python's standard library",
-        dataset_name=data_options.dataset_name,
-        dataset_config_name=data_options.dataset_config_name,
+        data=data_said(context),
+        dataset_name=named[0],
+        dataset_config_name=named[1],
         perplexity=Perplexities(**{name: score.get("perplexity") for name, score in scores.items()}),
         accuracy=Accuracies(**{name: score.get("accuracy") for name, score in scores.items()}) if classified else None,
         metrics=metric_rows(scores),
@@ -114,6 +113,7 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
             context.task.stride(data_options),
             getattr(context.task, "problem", None),
             scores["recovered"].get("document_tokens"),
+            context.held_out,
         ),
         training=Training(
             tokens=context.steps(options.max_train_tokens) * step,
@@ -137,6 +137,16 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
         windows=tuple(window_row(results[stage], trained) for stage, trained in WINDOWS.items() if results.get(stage)),
         samples=read_samples(context, model),
     )
+
+
+def data_said(context: TrainingRun) -> str:
+    """Return in words what was trained and tested on."""
+    if context.in_memory:
+        return "data sets given from Python"
+    options = context.arguments.data
+    files = [getattr(options, f"{split}_file") for split in context.splits]
+    sources = [options.dataset_name, options.dataset_config_name, *files]
+    return ", ".join(filter(None, sources)) or "documentation of Python's standard library"
 
 
 def metric_rows(scores: Mapping[str, Any]) -> tuple[MetricRow, ...]:
@@ -169,8 +179,8 @@ def window_row(result: Mapping[str, Any], trained: bool) -> WindowRow:
 
 
 def tried(training: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the learning rates that were tried for a training."""
-    return tuple(trial["learning_rate"] for trial in training["search"]) or (training["learning_rate"],)
+    """Return the learning rates that were tried for a training; the last may be half of one that diverged."""
+    return tuple(dict.fromkeys([trial["learning_rate"] for trial in training["search"]] + [training["learning_rate"]]))
 
 
 def teaching_options(arguments: Arguments) -> dict[str, Any]:
