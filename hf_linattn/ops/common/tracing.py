@@ -106,7 +106,7 @@ def counts_positions() -> bool:
 
     Not of programs that Dynamo makes (`strict=True`), which does not see this.
     """
-    forwards = getattr(_RUNNING, "forwards", None) if torch.compiler.is_exporting() else None
+    forwards: Any = getattr(_RUNNING, "forwards", None) if torch.compiler.is_exporting() else None
     return bool(forwards) and not forwards[-1].positioned
 
 
