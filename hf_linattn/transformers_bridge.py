@@ -34,7 +34,7 @@ from .masks import (
 )  # fmt: skip
 from .mechanisms import Mechanism
 from .ops.common.exact_softmax import softmax_attention
-from .ops.common.tracing import begin_forward, end_forward, is_known, once
+from .ops.common.tracing import begin_forward, counts_positions, end_forward, is_known, once
 from .pinning import CHOICE, IMPLEMENTATION, refuse_paging, require_left_out
 from .position_tables import check_length, position_tables
 from .tensor_parallel import heads_apart, refuse_other_heads
@@ -136,7 +136,7 @@ def attention_post_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 def model_pre_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse what no patched model can answer, before anything ran; then let mechanisms do scheduled changes."""
-    begin_forward()
+    begin_forward(positioned=len(args) > 2 or kwargs.get("position_ids") is not None)
     patched: PatchedModel = getattr(model, RECORD)
     if not patched.active:
         return
@@ -370,7 +370,7 @@ def _sequence_ids(
     if cu_seq_lens is not None:
         steps = torch.arange(num_queries, device=cu_seq_lens.device)
         return torch.searchsorted(cu_seq_lens[1:].to(steps.dtype), steps, right=True)[None]
-    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != num_queries:
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != num_queries or counts_positions():
         return None
     restart = position_ids[:, 1:] <= position_ids[:, :-1]
     if key_padding_mask is not None:

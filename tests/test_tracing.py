@@ -33,6 +33,10 @@ OF_KINDS = marked(lambda case: case.mechanism in KINDS)
 EACH_ONCE = marked(lambda case: case.causal or case.mechanism in KINDS or "causal" not in case.mechanism_class.modes)
 
 
+CHOSEN_BY_VALUES = ("lsh", "learned_sparse")  # whose keys the data or the weights choose
+EXPORTED = marked(lambda case: case.causal and case.mechanism in KINDS)
+
+
 class Alone(nn.Module):
     """A mechanism whose output is all there is."""
 
@@ -51,8 +55,9 @@ class Logits(nn.Module):
         super().__init__()
         self.model = patch_model(tiny_model(architecture, architecture == "llama", torch.float32), name)
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        return self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    def forward(self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        given = {"attention_mask": mask, "position_ids": positions}
+        return self.model(input_ids=ids, use_cache=False, **{k: v for k, v in given.items() if v is not None}).logits
 
 
 def make_mask(length: int) -> Tensor:
@@ -123,6 +128,28 @@ def test_a_program_for_all_lengths_is_right_at_each(name, architecture, length):
     shapes = (*({2: sizes},) * 3, {1: sizes})
     program = torch.export.export(alone, inputs(case, length), dynamic_shapes=shapes, strict=False).module()
     check(case, program, alone, 7, 64, 300)
+
+
+@pytest.mark.parametrize("case", EXPORTED)
+@torch.no_grad()
+def test_a_model_without_a_mask_exports_with_static_sizes(case):
+    """Whatever goes by lengths: they are those of the program, and a model that counts positions packs nothing."""
+    model, ids = Logits(case.mechanism, case.architecture), random_tokens(2, 70)
+    if case.mechanism in CHOSEN_BY_VALUES:
+        with pytest.raises(UnsupportedModeError, match="export cannot record"):
+            torch.export.export(model, (ids,), strict=False)
+        return
+    program = torch.export.export(model, (ids,), strict=False).module()
+    ids = ids.flip(1)
+    torch.testing.assert_close(program(ids), model(ids), rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_positions_that_may_pack_rows_are_refused_by_what_goes_by_them():
+    model, ids = Logits("hybrid", "llama"), random_tokens(2, 21)
+    positions = torch.arange(21).remainder(9)[None]
+    with pytest.raises(UnsupportedModeError, match="'hybrid' of layer 0 works by"):
+        torch.export.export(model, (ids, None, positions), strict=False)
 
 
 @pytest.mark.parametrize("case", FORMS)

@@ -236,8 +236,8 @@ def require_recordable(mechanism: Any, query: Tensor, *masks: Tensor | None) -> 
         f"mechanism {mechanism.config.mechanism!r} of layer {mechanism.layer.index} works by the length, padding and"
         " packing that it sees, and torch.jit.trace, torch.export with dynamic sizes or a mask, and torch.func.vmap"
         " over masks make one program for all: patch with a mechanism on the linear base (linear, performer,"
-        " hedgehog, gla, retention, ...) or softmax, or export with static sizes and neither attention_mask nor"
-        " position_ids"
+        " hedgehog, gla, retention, ...) or softmax, or export with strict=False, static sizes and neither"
+        " attention_mask nor position_ids"
     )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import require
+from ..errors import UnsupportedModeError
 from .block_sparse import BlockSparseConfig, BlockSparseMechanism
 from .capabilities import ExactnessLimit
 from .inputs import AttentionLayer
@@ -84,6 +85,11 @@ class LearnedSparseMechanism(BlockSparseMechanism):
 
     def key_table(self, num_blocks: int, causal: bool) -> Tensor:
         blocks, distances = torch.arange(num_blocks)[:, None, None], self.distances()
+        if torch.compiler.is_exporting():
+            raise UnsupportedModeError(
+                "learned_sparse sees the blocks that its weights choose, which torch.export cannot record; run it"
+                " eagerly, or use another mechanism"
+            )
         if self.num_kept == len(distances):
             return blocks - distances
         order = self.kept().to("cpu", torch.uint8).argsort(dim=1, descending=True)[:, : int(self.num_kept)]

@@ -15,6 +15,7 @@ from ..common.fused_attention import fused_attention
 from ..common.numerics import LOWEST, bounded
 from ..common.precision import accum_dtype, widened
 from ..common.sink_logit import attenuate, with_sink_key
+from ..common.tracing import unrecorded
 from ..window.autograd import Window, attend_window
 from .autograd import BlockSoftmax, Keys, attend_blocks
 from .types import BlockSoftmaxCall, Pattern
@@ -63,7 +64,8 @@ def trained_weights(call: BlockSoftmaxCall) -> str | None:
 def parts_of(call: BlockSoftmaxCall) -> tuple[list[Part], list[Tensor | None]]:
     """Return the parts of rows that begin, and of each the real tokens [B], None where these hide nothing."""
     length = call.query.shape[2]
-    parts = make_parts(call.query, call.key, call.pattern, min(call.pattern.block_size, length), length, call.causal)
+    size = min(call.pattern.block_size, length)
+    parts = unrecorded(make_parts, call.query, call.key, call.pattern, size, length, call.causal)
     real = torch.full(call.query.shape[:1], length, device=call.query.device) if call.lengths is None else call.lengths
     seen = [call.causal or (call.lengths is None and part.end <= length) for part in parts]
     return parts, [None if x else real for x in seen]

@@ -134,7 +134,7 @@ def attend_blocks(
                 VALUE_SIZE, BIASED, PRECISION,
             )  # fmt: skip
             top, weight, result = take_in(scores, met, top, weight, result, PRECISION)
-    some, weight = weight > 0, tl.where(weight > 0, weight, 1.0)
+    some, weight = weight != 0, tl.where(weight != 0, weight, 1.0)  # one that is no number is some, and shown
     out += batch * out_batch + own * out_head + at.to(tl.int64)[:, None] * out_token + values[None, :]
     result = tl.where(some[:, None], result / weight[:, None], 0.0)
     tl.store(out, result, mask=here[:, None] & (values < VALUE_SIZE)[None, :])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,22 +64,50 @@ def is_open(x: Tensor) -> bool:
     return torch.jit.is_tracing()
 
 
-_FORWARDS = threading.local()  # its list `found`: what the forwards that run in this thread found, the innermost last
+def unrecorded(function: Callable[..., Any], *given: Any) -> Any:
+    """Return function(*given), which torch.export does not see: what is recorded is what one thread does.
+
+    For what follows from sizes alone and is a constant of the program.
+    """
+    if not torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling():
+        return function(*given)
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(function, *given).result()
 
 
-def begin_forward() -> None:
-    """Begin a forward of a model, which `end_forward` ends, however it went."""
-    if is_recorded():
+class _Forward(NamedTuple):
+    positioned: bool  # whether its caller gave it positions
+    found: dict[Any, Any]
+
+
+_RUNNING = threading.local()  # its list `forwards`: those that run in this thread, the innermost last
+
+
+def begin_forward(positioned: bool) -> None:
+    """Begin a forward of a model, which `end_forward` ends, however it went.
+
+    positioned: whether its caller gave it positions, rather than leaving them to the model, which counts.
+    """
+    if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
         return
-    if not hasattr(_FORWARDS, "found"):
-        _FORWARDS.found = []
-    _FORWARDS.found.append({})
+    if not hasattr(_RUNNING, "forwards"):
+        _RUNNING.forwards = []
+    _RUNNING.forwards.append(_Forward(positioned, {}))
 
 
 def end_forward() -> None:
-    """Forget what the innermost forward found."""
-    if not is_recorded() and getattr(_FORWARDS, "found", None):
-        _FORWARDS.found.pop()
+    """Forget the innermost forward and what it found."""
+    if not (torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing()) and getattr(_RUNNING, "forwards", None):
+        _RUNNING.forwards.pop()
+
+
+def counts_positions() -> bool:
+    """Whether torch.export records a forward of a model that counts positions itself: none of its rows are packed.
+
+    Not of programs that Dynamo makes (`strict=True`), which does not see this.
+    """
+    forwards = getattr(_RUNNING, "forwards", None) if torch.compiler.is_exporting() else None
+    return bool(forwards) and not forwards[-1].positioned
 
 
 def once(function: Callable[..., Any], *given: Any) -> Any:
@@ -86,10 +115,10 @@ def once(function: Callable[..., Any], *given: Any) -> Any:
 
     Outside a forward, and where it is recorded, the function is called.
     """
-    forwards = None if is_recorded() else getattr(_FORWARDS, "found", None)
+    forwards = None if is_recorded() else getattr(_RUNNING, "forwards", None)
     if not forwards:
         return function(*given)
-    key = (function, *(id(x) if isinstance(x, Tensor) else x for x in given))
-    if key not in forwards[-1]:
-        forwards[-1][key] = given, function(*given)  # the tensors are kept, so that no others get their ids
-    return forwards[-1][key][1]
+    key, found = (function, *(id(x) if isinstance(x, Tensor) else x for x in given)), forwards[-1].found
+    if key not in found:
+        found[key] = given, function(*given)  # the tensors are kept, so that no others get their ids
+    return found[key][1]

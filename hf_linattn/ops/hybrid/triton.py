@@ -24,7 +24,7 @@ def unsupported(call: HybridCall) -> str | None:
     if call.causal and call.lengths is not None:
         return "padded rows"
     if call.state is None:
-        return window_alone(call) or no_blocks(call.query, call.key)
+        return window_alone(call) or no_blocks(call.query, call.key, call.value)
     if call.key.shape[2] > 1:
         return "several tokens after a state"
     if not call.policy.inference:

@@ -21,7 +21,7 @@ from .autograd import Gradients, Kernels, Operands, Sums, attend
 from .features import FeatureKernels, make_keys
 from .triton_decode import step_attention
 from .triton_features import FeatureMaker, make_features, no_step
-from .triton_launch import causal_sums_backward_triton, causal_sums_triton, cut_for
+from .triton_launch import causal_sums_backward_triton, causal_sums_triton, cut_for, too_wide
 from .types import FeatureMap, Features, LinearCall, LinearState, native_maps
 
 
@@ -33,6 +33,8 @@ def unsupported(call: LinearCall) -> str | None:
         if not call.policy.inference:
             return "one token with gradients or in training"
         return no_step(call.query_map, call.key_map)
+    if reason := too_wide(call.value):
+        return reason
     if call.causal or call.log_decay is not None:
         return None
     if call.sequence_ids is not None:
@@ -130,6 +132,7 @@ def _backward(
 ) -> Gradients:  # fmt: skip
     """`Kernels.backward`."""
     query, key, value, log_scale, log_decay, kv, log_max = cast(Any, operands)
+    kv = None if kv is None else kv.contiguous()
     (rest, states), factor = sums.kept, sums.factor
     extra = row_products(d_output, sums.output, rest, d_log, negative=True)
     (batch, heads, groups, length, key_size), value_size = query.shape, value.shape[-1]

@@ -38,6 +38,12 @@ STATE_OPTIONS = {True: {"num_warps": 4, "num_stages": 3}, False: {"num_warps": 8
 PROGRAMS, LEAST_CHUNKS = 256, 8  # as many programs keep a GPU busy; a segment has at least so many chunks
 
 
+def too_wide(value: Tensor) -> str | None:
+    """Return why there are no tiles for values of so many numbers, None if there are."""
+    fits = padded(value.shape[-1]) * value.itemsize <= max(TILES)
+    return None if fits else f"values of {value.shape[-1]} numbers of {value.dtype}"
+
+
 def tiles_for(rows: Tensor, size: int | None = None) -> Tiles:
     """Return the tiles for rows of `size` numbers, those of `rows` [..., D] for None."""
     size = rows.shape[-1] if size is None else size

@@ -98,6 +98,7 @@ class Scales(NamedTuple):
     @classmethod
     def of_all(cls, size: int, log_scale: Tensor) -> Scales:
         """Scales where every query sees all keys: these as seen from the end, which is all there is to say."""
+        log_scale = log_scale.contiguous()  # kernels read one row after the other
         largest = log_scale.amax(-1).clamp(min=LOWEST / 2)
         missing = (0, -log_scale.shape[-1] % size)
         seen = F.pad((log_scale - largest[..., None]).exp(), missing).unflatten(-1, (-1, size))

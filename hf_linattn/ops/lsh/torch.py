@@ -248,10 +248,10 @@ class _Tiles(NamedTuple):
 
 
 def _make_tiles(lists: Lists, runs: Runs, key_code: Tensor, own_code: Tensor | None, longest: int) -> _Tiles:
-    if is_watched() and not is_recorded() and not is_known(key_code):
+    if torch.compiler.is_exporting() or (is_watched() and not is_recorded() and not is_known(key_code)):
         raise UnsupportedModeError(
-            "lsh lists keys by the buckets that their values fall into, which torch.func.vmap cannot map over;"
-            " give it one batch, or use another mechanism"
+            "lsh lists keys by the buckets that their values fall into, which torch.func.vmap cannot map over and"
+            " torch.export cannot record; give it one batch, run it eagerly, or use another mechanism"
         )
     rounds, batch, heads, length = runs.start.shape
     kv_heads, listed, num_keys = *lists.code.shape[2:], key_code.shape[3]

@@ -152,9 +152,10 @@ def product_parts(*heads: Tensor, exact: bool = True) -> int:
     """Of how many numbers of bfloat16 a number is made in products of the matrix unit; 0 for products without it.
 
     One, the nearest, where heads have no more digits themselves, or where
-    `torch.set_float32_matmul_precision("medium")` allows it; else three, which have all digits of float32.
+    `torch.set_float32_matmul_precision("medium")` or `torch.backends.mkldnn.matmul.fp32_precision = "bf16"` allows it;
+    else three, which have all digits of float32.
     """
-    few = all(x.dtype == torch.bfloat16 for x in heads) or torch.get_float32_matmul_precision() == "medium"
+    few = all(x.dtype == torch.bfloat16 for x in heads) or torch.backends.mkldnn.matmul.fp32_precision == "bf16"
     parts = 1 if few else 3 if exact else 0
     return parts if parts and has_matrix_unit() else 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ from .cpu import KINDS
 HOPPER = 90  # the generation as Triton's compiler counts them
 SOUND = (13, 3)  # the CUDA whose `ptxas` is, see `is_large`
 GROUPS = ("DISABLE_MMA_V3", "DISABLE_MMA_V5")  # what Triton's compiler asks for in the environment
+_LOCK = threading.Lock()
+_BEFORE: list[dict[str, str | None]] = []  # what the environment had, for each thread that compiles without groups
 
 
 def require_kernels(heads: Tensor) -> None:
@@ -96,18 +99,25 @@ def without_groups(device: torch.device) -> Iterator[None]:
     if is_large(device):
         yield
         return
-    before = {name: os.environ.get(name) for name in GROUPS}
-    os.environ.update(dict.fromkeys(GROUPS, "1"))
+    with _LOCK:  # threads share the environment: the first one in sets it, the last one out puts it back
+        _BEFORE.append(_BEFORE[0] if _BEFORE else {name: os.environ.get(name) for name in GROUPS})
+        os.environ.update(dict.fromkeys(GROUPS, "1"))
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        with _LOCK:
+            before = _BEFORE.pop()
+            for name, value in before.items() if not _BEFORE else ():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def precision() -> str:
-    """How products of float32 are made, by `torch.set_float32_matmul_precision`: "highest" is three of TF32."""
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    """How products of float32 are made: in one of TF32 where PyTorch may make them so, else in three.
+
+    `torch.set_float32_matmul_precision` and `torch.backends.fp32_precision` say so; the former's getter raises where
+    the latter was set.
+    """
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 def padded(size: int) -> int:

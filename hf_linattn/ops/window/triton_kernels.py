@@ -119,7 +119,7 @@ def attend_window(
         top, weight, result = take_in(scores, met, top, weight, result, PRECISION)
     if BEGINS:
         result += tl.where(some, tl.exp2(begin_top - top), 0.0)[:, None] * given.to(tl.float32)
-    found, weight = weight > 0, tl.where(weight > 0, weight, 1.0)
+    found, weight = weight != 0, tl.where(weight != 0, weight, 1.0)  # one that is no number is found, and shown
     result = tl.where(found[:, None], result / weight[:, None], 0.0)
     offset = batch * out_batch + own * out_head + at.to(tl.int64)[:, None] * out_token + values[None, :]
     shown = here[:, None] & (values < VALUE_SIZE)[None, :]

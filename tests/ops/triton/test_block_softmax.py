@@ -166,6 +166,20 @@ def test_every_mechanism_on_it(calls, name, mode):
     assert calls
 
 
+@pytest.mark.parametrize("name", ["local", "random_blocks"])  # by the kernel of windows and by that of blocks
+@torch.no_grad()
+def test_what_is_not_finite_shows_where_it_is_seen(calls, name):
+    mechanism = make_small(name, True)
+    use_backend(mechanism, "triton")
+    for part, number in itertools.product(range(3), (torch.nan, torch.inf)):
+        heads = [torch.randn(1, h, LENGTH, 8, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)]
+        heads[part][:, :, 19] = number
+        output, _ = mechanism(*heads)
+        assert not output[:, :, 19].isfinite().any(-1).any(), (part, number)
+        assert part or output[:, :, :19].isfinite().all(), number  # of later tokens' values in a tile, 0 times them
+    assert calls
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("window_size", [1, 11])
 @pytest.mark.parametrize("decay", [None, "learned"])

@@ -19,8 +19,9 @@ from hf_linattn.mechanisms.hybrid import HybridMechanism
 from hf_linattn.mechanisms.linformer import LinformerMechanism
 from hf_linattn.ops.dispatch import Policy
 from hf_linattn.ops.linear import triton as linear_triton
-from hf_linattn.ops.linear.interface import causal_linear_attention
+from hf_linattn.ops.linear.interface import causal_linear_attention, linear_attention
 from hf_linattn.ops.linear.torch import LinearState
+from hf_linattn.ops.linear.types import Features
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close, logits_of, make_tokens, pad
 from tests.models import make_model
@@ -66,7 +67,7 @@ def test_outputs_states_and_all_gradients(small_tiles, heads, kv_heads, feature_
     for dtype, backend in ((torch.float64, "torch"), (torch.float32, "triton")):
         rate = -rates.to(dtype)[None, :, None].expand(2, -1, LENGTH)
         rate = (rate if mask is None else rate * mask[:, None]) if decay else None
-        state = LinearState(kv.to(dtype), log_max.to(dtype)) if continued else None
+        state = LinearState(kv.to(dtype).mT.contiguous().mT, log_max.to(dtype)) if continued else None  # not dense
         operands = [*(x.to(dtype) for x in given), feature_map, feature_map, mask, ids, state, rate]
         output, after = causal_linear_attention(*operands, policy=Policy(backend))
         with torch.no_grad():  # written in place
@@ -133,6 +134,22 @@ def test_every_query_sees_all_keys(small_tiles, monkeypatch, name, kind, padded)
     for want, got in zip(*results, strict=True):
         assert (got.double() - want).norm() < {torch.float32: 1e-5, torch.float16: 3e-3}[kind] * want.norm()
     assert len(taken) == (0 if name in ("gla", "retention") else 2)  # whose weights decay
+
+
+def permuted_map(x: torch.Tensor) -> Features:
+    """Features whose log scale [..., N] does not lie in memory as it is read."""
+    return Features(x.exp(), x[..., 0].mT.contiguous().mT)
+
+
+@torch.no_grad()
+def test_every_query_sees_keys_of_scales_that_are_not_dense(small_tiles):
+    """A length of whole chunks, which no padding copies."""
+    heads = [torch.randn(2, 2, 32, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    want, got = (
+        linear_attention(*(x.to(dtype) for x in heads), elu_map, permuted_map, policy=Policy(backend))
+        for dtype, backend in ((torch.float64, "torch"), (torch.float32, "triton"))
+    )
+    assert_close(got.double(), want, 1e-5)
 
 
 @pytest.mark.parametrize(

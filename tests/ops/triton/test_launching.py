@@ -10,7 +10,11 @@ import torch
 from triton.backends.nvidia import compiler
 
 from hf_linattn.ops.dispatch import Policy, absent, no_triton
+from hf_linattn.ops.linear.triton import unsupported
+from hf_linattn.ops.linear.types import LinearCall
 from hf_linattn.ops.runtime import triton as launching
+from hf_linattn.ops.runtime.cpu import product_parts
+from tests.ops.feature_maps import elu_map
 
 GPU = torch.device("cuda", 0)
 CACHED = (no_triton, launching.is_large, launching.assembler_version)
@@ -72,3 +76,47 @@ def test_kernels_do_without_products_of_warp_groups_where_these_go_wrong(machine
         assert {os.environ.get(name) for name in launching.GROUPS} == ({"0", None} if trusted else {"1"})
         raise ValueError
     assert {name: os.environ.get(name) for name in launching.GROUPS} == before
+
+
+def test_threads_that_compile_at_a_time_leave_the_environment_as_it_was(machine, monkeypatch):
+    machine(8, "13.3")
+    monkeypatch.setenv(launching.GROUPS[0], "0")
+    monkeypatch.delenv(launching.GROUPS[1], raising=False)
+    first, second = launching.without_groups(GPU), launching.without_groups(GPU)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert {os.environ.get(name) for name in launching.GROUPS} == {"1"}, "the second one still compiles"
+    second.__exit__(None, None, None)
+    assert [os.environ.get(name) for name in launching.GROUPS] == ["0", None]
+
+
+@pytest.mark.parametrize(("said", "want"), [("ieee", "tf32x3"), ("tf32", "tf32"), ("none", "tf32x3")])
+def test_products_are_as_exact_as_torch_backends_asks(said, want):
+    """As `TrainingArguments(tf32=True)` does, after which `torch.get_float32_matmul_precision` raises."""
+    before = torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = said
+        assert launching.precision() == want
+        assert product_parts(torch.empty(1)) in (0, 3), "no processor has products of TF32"
+    finally:
+        torch.backends.fp32_precision = before
+
+
+@pytest.mark.parametrize(("asked", "want"), [("highest", "tf32x3"), ("high", "tf32"), ("medium", "tf32")])
+def test_products_are_as_exact_as_the_matmul_precision(asked, want):
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(asked)
+        assert launching.precision() == want
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "fits"),
+    [(torch.float32, 256, True), (torch.float32, 257, False), (torch.float16, 512, True), (torch.float16, 513, False)],
+)
+def test_values_that_no_tile_holds_are_left_to_other_backends(kind, size, fits):
+    query, value = (torch.empty(1, 1, 4, x, dtype=kind) for x in (8, size))
+    assert (unsupported(LinearCall(query, query, value, elu_map, elu_map)) is None) == fits
