@@ -24,8 +24,8 @@ def teaching_rows(report: Report) -> list[list[str]]:
     given, is_pupil = report.training.teaching, is_taught(report)
     taught = {name: value for name, value in given.items() if is_pupil and name.startswith(OF_TEACHER)}
     others = {name: value for name, value in given.items() if name not in taught}
-    told = listed(taught) or ("by its embeddings" if is_pupil else "not at all")
-    rows = [["how the original taught it", told], ["other options of the training", listed(others)]]
+    shown = listed(taught) or ("by its embeddings" if is_pupil else "not at all")
+    rows = [["how the original taught it", shown], ["other options of the training", listed(others)]]
     return rows if others else rows[:1]
 
 

@@ -56,10 +56,10 @@ def test_a_teacher_is_named_where_the_original_taught_alone(report, name):
     how = replace(report.evaluation, problem=EMBEDDING if name == EMBEDDING else None)
     given = replace(report, training=replace(report.training, teaching=own | said), evaluation=how)
     rows = dict(training_rows(given))
-    sentence, told = how_trained(given), rows["how the original taught it"]
+    sentence, shown = how_trained(given), rows["how the original taught it"]
     assert sentence.endswith("without a teacher." if name is None else "with the original as its teacher.")
     expected = {None: "not at all", EMBEDDING: "by its embeddings"}
-    assert told == expected.get(name, f"{name}=2, top_k=4")
+    assert shown == expected.get(name, f"{name}=2, top_k=4")
     assert rows["other options of the training"] == "lora_rank=8, window_dropout=0.5"
 
 
