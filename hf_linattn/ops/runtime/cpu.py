@@ -155,7 +155,8 @@ def product_parts(*heads: Tensor, exact: bool = True) -> int:
     `torch.set_float32_matmul_precision("medium")` or `torch.backends.mkldnn.matmul.fp32_precision = "bf16"` allows it;
     else three, which have all digits of float32.
     """
-    few = all(x.dtype == torch.bfloat16 for x in heads) or torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    settings: Any = torch.backends.mkldnn
+    few = all(x.dtype == torch.bfloat16 for x in heads) or settings.matmul.fp32_precision == "bf16"
     parts = 1 if few else 3 if exact else 0
     return parts if parts and has_matrix_unit() else 0
 
