@@ -66,7 +66,7 @@ class HybridConfig(SoftmaxTypeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         kinds = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
-        linear = [n for n, kind in kinds.items() if _is_kernel(kind) or _is_delta_rule(kind)]
+        linear = [n for n, kind in kinds.items() if is_kernel(kind) or _is_delta_rule(kind)]
         require("linear", self.linear, self.linear in linear, f"one of {', '.join(linear)}")
         options = self.linear_options
         require("linear_options", options, options is None or isinstance(options, dict), "None or a dict of options")
@@ -99,7 +99,7 @@ class HybridConfig(SoftmaxTypeConfig):
         return make_config(self.linear, {"seed": self.seed, **(self.linear_options or {})})
 
 
-def _is_kernel(kind: type) -> bool:
+def is_kernel(kind: type) -> bool:
     """Whether a mechanism has nothing but q, k and their distance in its weights."""
     return issubclass(kind, LinearMechanism) and kind.decays_by_distance
 
