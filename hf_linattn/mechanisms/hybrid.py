@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -19,7 +20,9 @@ from ..ops.common.precision import accum_dtype
 from ..ops.hybrid.interface import HYBRID
 from ..ops.hybrid.types import GATE_GAIN, HybridCall, HybridState, HybridWeights, gate_logit
 from ..registry import MECHANISMS
+from .base import Mechanism
 from .capabilities import ExactnessLimit
+from .composite import single_mechanisms
 from .deltanet import DeltanetMechanism
 from .gated_deltanet import GatedDeltanetMechanism
 from .hard_keys import matrix_in_blocks
@@ -197,7 +200,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         if config.initial_share < 1:
             start = math.log(config.initial_share / (1 - config.initial_share)) / GATE_GAIN
             self.far_gate = nn.Parameter(torch.full((layer.num_heads,), start, device="cpu"))
-        self.window_shut = False  # in training a query then sees its own key and the sinks alone exactly
+        self.window_shut = False  # in training a query then sees exactly what it sees with window_size=1
         self.far_shut = False  # for measuring what the far part is worth: its weights are then zero
 
     @torch.no_grad()
@@ -363,6 +366,11 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     def before_forward(self) -> None:
         self.linear.before_forward()
+
+
+def hybrids_of(mechanisms: Iterable[Mechanism]) -> list[HybridMechanism]:
+    """Return those that are hybrids, members of others too."""
+    return [x for x in single_mechanisms(mechanisms) if isinstance(x, HybridMechanism)]
 
 
 def _softmax(scores: Tensor, among: Tensor, sink: Tensor | None) -> Tensor:
