@@ -141,7 +141,10 @@ def _far_shares(mechanism: Mechanism, pairs: Pairs) -> Iterator[Tensor]:
             yield from _far_shares(member, own)
     elif isinstance(mechanism, HybridMechanism):
         scores = mechanism.scores(pairs).masked_fill(~pairs.allowed, torch.finfo(torch.float32).min)
-        far = (scores.softmax(-1) * ~mechanism.is_exact(pairs)).sum(-1)
+        total, sink = scores.logsumexp(-1, keepdim=True), mechanism.log_sink(scores, pairs.sink)
+        if sink is not None:
+            total = torch.logaddexp(total, sink[:, None, None])
+        far = ((scores - total).exp() * ~mechanism.is_exact(pairs)).sum(-1)
         yield far.double().flatten()
 
 

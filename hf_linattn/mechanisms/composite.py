@@ -128,8 +128,10 @@ class CompositeMechanism(Mechanism):
 
     def pairs_of_members(self, pairs: Pairs) -> list[Pairs]:
         """Return what each member gets of pairs: those of its heads."""
+        heads, sinks = self.heads_of_members(pairs.query, pairs.key), self.sinks_of_members(pairs.sink)
         return [
-            pairs._replace(query=query, key=key) for query, key in self.heads_of_members(pairs.query, pairs.key)
+            pairs._replace(query=query, key=key, sink=sink)
+            for (query, key), sink in zip(heads, sinks, strict=True)
         ]
 
     def ask(

@@ -278,16 +278,17 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         """scaling q_i . k_j near and on sinks, g_h + log(phi(q_i) . phi(k_j)) - r |i - j| elsewhere.
 
         With a share s_h for the window m_i - log sigmoid(s_h) is added elsewhere, which comes to the same, and with a
-        gate log(c_h / (1 + (1 - c_h) A_i / N_i)), where A_i and N_i are the sums of a query's far and exact weights.
+        gate log(c_h / (1 + (1 - c_h) A_i / N_i)), where A_i and N_i are the sums of a query's far and exact weights,
+        the sink's among these.
         """
         near = pairs.query @ reference.repeat_heads(pairs.key, pairs.query).transpose(-1, -2) * self.layer.scaling
         log_mix, window_log = self._logs(near.dtype)
         far = self.linear.scores(pairs) + log_mix.to(near.dtype)[:, None, None]
-        exact = self.is_exact(pairs)
+        exact, sink = self.is_exact(pairs), self.log_sink(near, pairs.sink)
         if window_log is not None:
-            far = far + _largest(near, exact & pairs.allowed, self.log_sink(near)) - window_log[:, None, None]
+            far = far + _largest(near, exact & pairs.allowed, sink) - window_log[:, None, None]
         if self.far_gate is not None:
-            far = far + self._log_gate(near, far, exact, pairs.allowed)
+            far = far + self._log_gate(near, far, exact, pairs.allowed, sink)
         return torch.where(exact, near, far)
 
     def softmax_beside(self, exact: Tensor, query: Tensor, key: Tensor, call: CallOptions) -> Tensor:
@@ -295,13 +296,14 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         scores = torch.einsum("bhid,bhjd->bhij", query, reference.repeat_heads(key, query)) * self.layer.scaling
         return _softmax(scores, exact, self.log_sink(key, call.sink))
 
-    def _log_gate(self, near: Tensor, far: Tensor, exact: Tensor, allowed: Tensor) -> Tensor:
+    def _log_gate(
+        self, near: Tensor, far: Tensor, exact: Tensor, allowed: Tensor, sink: Tensor | None
+    ) -> Tensor:
         """Return what the gate takes from the scores of a query's far keys: [B, H, C, 1]."""
         if self.far_gate is None:
             return near.new_zeros(())
         lowest = torch.finfo(near.dtype).min / 4
         own = near.masked_fill(~(exact & allowed), lowest).logsumexp(-1, keepdim=True)
-        sink = self.log_sink(near)
         own = own if sink is None else torch.logaddexp(own, sink[:, None, None])
         others = far.masked_fill(exact | ~allowed, lowest).logsumexp(-1, keepdim=True)
         logit = gate_logit(self.far_gate.to(near.dtype))[:, None, None]

@@ -61,7 +61,8 @@ def far_weights(model, windows) -> list[torch.Tensor]:
 
     def watch(mechanism):
         def answer(call):
-            found.append((mechanism.attention_matrix(call.query.double(), call.key.double()) * ~near).sum(-1))
+            matrix = mechanism.attention_matrix(call.query.double(), call.key.double(), sink=call.exact["sink"])
+            found.append((matrix * ~near).sum(-1))
             return call.run(mechanism)
 
         return answer
@@ -72,9 +73,10 @@ def far_weights(model, windows) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("scale", ["exact", "maximum"])
-def test_the_linear_share_is_that_of_the_attention_matrices(scale):
-    model, _ = make_pair("gpt2", window_size=3, num_sink_tokens=1, window_scale=scale, initial_share=0.6)
+@pytest.mark.parametrize(("scale", "sink"), [("exact", None), ("maximum", None), ("exact", "one")])
+def test_the_linear_share_is_that_of_the_attention_matrices(scale, sink):
+    options = {"window_scale": scale, "initial_share": 0.6, "sink_logit": sink}
+    model, _ = make_pair("gpt2", window_size=3, num_sink_tokens=1, **options)
     windows = make_tokens(2, 13)
     expected = float(torch.stack(far_weights(model, windows)).mean())
     assert 0.01 < expected < 0.99 and linear_share(model, windows) == pytest.approx(expected, rel=1e-4)
