@@ -92,7 +92,7 @@ class AttentionCall(NamedTuple):
             mask, ids = (None if x is None else x[:, :seen] for x in (self.key_padding_mask, self.sequence_ids))
             allowed = allowed_pairs(end - first, seen, causal, mask, ids, query.device, first)
             heads, places = (query[:, :, first:end], key[:, :, :seen]), (own[:, first:end], position[:, :seen])
-            yield Pairs(*heads, *places, allowed, real[:, None, first:end, None], first)
+            yield Pairs(*heads, *places, allowed, real[:, None, first:end, None], first, self.exact.get("sink"))
 
     def _positions(self) -> Tensor:
         """Return each token's position in its own sequence, pads not counted: [B or 1, N]."""

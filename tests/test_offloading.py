@@ -48,10 +48,11 @@ def test_a_patched_model_is_offloaded(name, mechanism):
         ("hybrid", HYBRID),
         ("mixed_chunk", {"linear": "learned_exp"}),
         ("fusion", {"members": {"hybrid": HYBRID, "gla": {}}}),
+        ("linformer", {"sharing": "layers"}),  # the second layer reads the weights of the first
     ],
-    ids=["hybrid", "mixed_chunk", "fusion"],
+    ids=["hybrid", "mixed_chunk", "fusion", "linformer"],
 )
-def test_what_consists_of_mechanisms_is_offloaded_with_theirs(mechanism, options):
+def test_what_reads_weights_of_other_mechanisms_is_offloaded_with_these(mechanism, options):
     ids = make_tokens(2, 9)
     model = patch_model(make_model("llama"), mechanism, **options)
     expected = generate(model, ids)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..attention_call import AttentionCall, intercept_attention
 from ..config import require
 from ..inference import accepted, evaluation_mode
-from ..mechanisms.hybrid import HybridMechanism
+from ..mechanisms import Mechanism, Pairs
+from ..mechanisms.composite import CompositeMechanism
+from ..mechanisms.hybrid import HybridMechanism, hybrids_of
 from ..patching import get_mechanisms, is_patched
 from .generation import Continuations, compared, continuations
 from .next_token import device_of, token_losses, whole_windows
@@ -33,8 +34,8 @@ class Fidelity:
         greedy, sampled, original_greedy, original_sampled: continuations.
         recurrences, original_recurrences: loss by how far back the same two tokens stood together.
         control_positions, control_recurrences: those of the control; empty where it was not read.
-        linear_share: share of the attention weights that hybrid mechanisms give to keys beyond window and sinks, mean
-            over queries, heads and layers; None without hybrid mechanisms.
+        linear_share: share of the attention weights that hybrid mechanisms, of single heads too, give to keys beyond
+            window and sinks, mean over queries, heads and layers; None without any, and where one has no scores.
         perplexity_without_linear: on the test split, with that share taken away (`without_far_keys`); None if not
             measured.
     """
@@ -106,37 +107,54 @@ def fidelity(
 
 
 def linear_share(model: nn.Module, windows: Tensor) -> float | None:
-    """Return the share of attention weight that hybrid mechanisms give to far keys; None without any."""
+    """Return the share of attention weight that hybrid mechanisms give to far keys.
+
+    None without any, and where one, as with hard keys, has no scores to tell.
+    """
     if not is_patched(model):
         return None
     shares: list[Tensor] = []
-    hybrids = {path: m for path, m in get_mechanisms(model).items() if isinstance(m, HybridMechanism)}
+    mechanisms = get_mechanisms(model)
+    hybrids = hybrids_of(mechanisms.values())
+    if not hybrids or not all(hybrid.has_scores for hybrid in hybrids):
+        return None
 
-    def watch(mechanism: HybridMechanism) -> Any:
+    def watch(mechanism: Mechanism) -> Any:
         def answer(call: AttentionCall) -> Tensor:
             for pairs in call.pairs(mechanism.layer.causal, BLOCK):
-                scores = mechanism.scores(pairs).masked_fill(~pairs.allowed, torch.finfo(torch.float32).min)
-                far = (scores.softmax(-1) * ~mechanism.is_exact(pairs)).sum(-1)
-                shares.append(far.double().flatten())
+                shares.extend(_far_shares(mechanism, pairs))
             return call.run(mechanism)
 
         return answer
 
-    usable = {path: watch(mechanism) for path, mechanism in hybrids.items() if mechanism.has_scores}
-    if not usable:
-        return None
-    mechanisms = get_mechanisms(model)
-    itself = {path: partial(AttentionCall.run, mechanism=mechanism) for path, mechanism in mechanisms.items()}
-    with evaluation_mode(model), torch.no_grad(), intercept_attention(mechanisms, {**itself, **usable}):
+    watching = {path: watch(mechanism) for path, mechanism in mechanisms.items()}
+    with evaluation_mode(model), torch.no_grad(), intercept_attention(mechanisms, watching):
         for batch in windows.split(8):
             model(input_ids=batch.to(device_of(model)), **accepted(model, use_cache=False))
     return float(torch.cat(shares).mean())
 
 
+def _far_shares(mechanism: Mechanism, pairs: Pairs) -> Iterator[Tensor]:
+    """Yield what each query gives to far keys, of all its weight, in each hybrid of a layer: [B H C]."""
+    if isinstance(mechanism, CompositeMechanism):
+        for member, own in zip(mechanism.parts(), mechanism.pairs_of_members(pairs), strict=True):
+            yield from _far_shares(member, own)
+    elif isinstance(mechanism, HybridMechanism):
+        scores = mechanism.scores(pairs).masked_fill(~pairs.allowed, torch.finfo(torch.float32).min)
+        total, sink = scores.logsumexp(-1, keepdim=True), mechanism.log_sink(scores, pairs.sink)
+        if sink is not None:
+            total = torch.logaddexp(total, sink[:, None, None])
+        far = ((scores - total).exp() * ~mechanism.is_exact(pairs)).sum(-1)
+        yield far.double().flatten()
+
+
 @contextmanager
 def without_far_keys(model: nn.Module) -> Iterator[nn.Module]:
-    """Take the linear part out of all hybrid mechanisms for a while: what is left is window and sinks."""
-    hybrids = [m for m in get_mechanisms(model).values() if isinstance(m, HybridMechanism)]
+    """Take the linear part out of all hybrid mechanisms, of single heads too, for a while.
+
+    What is left is window and sinks, and hard keys where there are some.
+    """
+    hybrids = hybrids_of(get_mechanisms(model).values())
     try:
         for hybrid in hybrids:
             hybrid.far_shut = True

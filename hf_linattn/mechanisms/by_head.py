@@ -163,12 +163,8 @@ class ByHeadMechanism(CompositeMechanism):
 
     def scores(self, pairs: Pairs) -> Tensor:
         """Those of each member for its heads."""
-        return self._put_back(
-            [
-                member.scores(pairs._replace(query=self._share(pairs.query, runs), key=self._share(pairs.key, runs)))
-                for member, runs in zip(self.parts(), self._runs.values(), strict=True)
-            ]
-        )
+        owned = zip(self.parts(), self.pairs_of_members(pairs), strict=True)
+        return self._put_back([member.scores(own) for member, own in owned])
 
     def log_sink(
         self, like: Tensor, given: Tensor | None = None, dtype: torch.dtype | None = None

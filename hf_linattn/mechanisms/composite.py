@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import MechanismConfig, make_config, require
 from ..registry import MECHANISMS
 from .base import Mechanism
-from .inputs import PLAIN, AttentionLayer, CallOptions
+from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
 
 
 @dataclass
@@ -126,6 +126,14 @@ class CompositeMechanism(Mechanism):
         """Return what each member gets of the layer's heads: all of them, unless a subclass shares them out."""
         return [heads] * len(self.members)
 
+    def pairs_of_members(self, pairs: Pairs) -> list[Pairs]:
+        """Return what each member gets of pairs: those of its heads."""
+        heads, sinks = self.heads_of_members(pairs.query, pairs.key), self.sinks_of_members(pairs.sink)
+        return [
+            pairs._replace(query=query, key=key, sink=sink)
+            for (query, key), sink in zip(heads, sinks, strict=True)
+        ]
+
     def ask(
         self,
         heads: Sequence[Sequence[Tensor]],
@@ -182,9 +190,7 @@ class CompositeMechanism(Mechanism):
         return [name for member in self.parts() for name in member.mechanisms_dropping_sinks()]
 
     def join(self, earlier: Sequence[Mechanism]) -> None:
-        found: list[Mechanism] = []
-        for other in earlier:
-            found.extend(other.parts() if isinstance(other, CompositeMechanism) else [other])
+        found = single_mechanisms(earlier)
         for member in self.parts():
             member.join(found)
 
@@ -197,3 +203,12 @@ class CompositeMechanism(Mechanism):
     def before_forward(self) -> None:
         for member in self.parts():
             member.before_forward()
+
+
+def single_mechanisms(mechanisms: Iterable[Mechanism]) -> list[Any]:
+    """Return the mechanisms that are not made of others, and the members of those that are."""
+    return [
+        single
+        for mechanism in mechanisms
+        for single in (mechanism.parts() if isinstance(mechanism, CompositeMechanism) else [mechanism])
+    ]

@@ -124,6 +124,10 @@ class Forward(Capabilities, nn.Module):
     def before_forward(self) -> None:
         """Called once before every forward of the whole model, never between its layers; for scheduled changes."""
 
+    def borrowed(self) -> tuple[nn.Module, ...]:
+        """Return the mechanisms of other layers whose own weights this one reads."""
+        return ()
+
 
 def fitting(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sequence_ids: Tensor | None, state: Any
@@ -241,14 +245,15 @@ def require_recordable(mechanism: Any, query: Tensor, *masks: Tensor | None) -> 
     )
 
 
-def loaded(module: nn.Module) -> AbstractContextManager[object]:
-    """Return a context in which all parts of a module have their weights, where accelerate keeps them elsewhere.
+def loaded(mechanism: Forward) -> AbstractContextManager[object]:
+    """Return a context in which all parts of a mechanism have their weights, where accelerate keeps them elsewhere.
 
-    It loads them for a call of the part that has them, but a mechanism hands weights of its parts to an
-    operation without calling these.
+    It loads them for a call of the part that has them, but a mechanism hands weights of its parts, and those that it
+    borrows, to an operation without calling these.
     """
     # not with hasattr, which takes five times as long, in every step of decoding
-    hooked = [part for part in module.modules() if part is not module and "_hf_hook" in part.__dict__]
+    parts = (*mechanism.modules(), *mechanism.borrowed())
+    hooked = [part for part in parts if part is not mechanism and "_hf_hook" in part.__dict__]
     if not hooked:
         return nullcontext()
     stack = ExitStack()

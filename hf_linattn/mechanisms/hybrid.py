@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -19,7 +20,9 @@ from ..ops.common.precision import accum_dtype
 from ..ops.hybrid.interface import HYBRID
 from ..ops.hybrid.types import GATE_GAIN, HybridCall, HybridState, HybridWeights, gate_logit
 from ..registry import MECHANISMS
+from .base import Mechanism
 from .capabilities import ExactnessLimit
+from .composite import single_mechanisms
 from .deltanet import DeltanetMechanism
 from .gated_deltanet import GatedDeltanetMechanism
 from .hard_keys import matrix_in_blocks
@@ -66,7 +69,7 @@ class HybridConfig(SoftmaxTypeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         kinds = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
-        linear = [n for n, kind in kinds.items() if _is_kernel(kind) or _is_delta_rule(kind)]
+        linear = [n for n, kind in kinds.items() if is_kernel(kind) or _is_delta_rule(kind)]
         require("linear", self.linear, self.linear in linear, f"one of {', '.join(linear)}")
         options = self.linear_options
         require("linear_options", options, options is None or isinstance(options, dict), "None or a dict of options")
@@ -99,7 +102,7 @@ class HybridConfig(SoftmaxTypeConfig):
         return make_config(self.linear, {"seed": self.seed, **(self.linear_options or {})})
 
 
-def _is_kernel(kind: type) -> bool:
+def is_kernel(kind: type) -> bool:
     """Whether a mechanism has nothing but q, k and their distance in its weights."""
     return issubclass(kind, LinearMechanism) and kind.decays_by_distance
 
@@ -197,7 +200,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         if config.initial_share < 1:
             start = math.log(config.initial_share / (1 - config.initial_share)) / GATE_GAIN
             self.far_gate = nn.Parameter(torch.full((layer.num_heads,), start, device="cpu"))
-        self.window_shut = False  # in training a query then sees its own key and the sinks alone exactly
+        self.window_shut = False  # in training a query then sees exactly what it sees with window_size=1
         self.far_shut = False  # for measuring what the far part is worth: its weights are then zero
 
     @torch.no_grad()
@@ -275,16 +278,17 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         """scaling q_i . k_j near and on sinks, g_h + log(phi(q_i) . phi(k_j)) - r |i - j| elsewhere.
 
         With a share s_h for the window m_i - log sigmoid(s_h) is added elsewhere, which comes to the same, and with a
-        gate log(c_h / (1 + (1 - c_h) A_i / N_i)), where A_i and N_i are the sums of a query's far and exact weights.
+        gate log(c_h / (1 + (1 - c_h) A_i / N_i)), where A_i and N_i are the sums of a query's far and exact weights,
+        the sink's among these.
         """
         near = pairs.query @ reference.repeat_heads(pairs.key, pairs.query).transpose(-1, -2) * self.layer.scaling
         log_mix, window_log = self._logs(near.dtype)
         far = self.linear.scores(pairs) + log_mix.to(near.dtype)[:, None, None]
-        exact = self.is_exact(pairs)
+        exact, sink = self.is_exact(pairs), self.log_sink(near, pairs.sink)
         if window_log is not None:
-            far = far + _largest(near, exact & pairs.allowed, self.log_sink(near)) - window_log[:, None, None]
+            far = far + _largest(near, exact & pairs.allowed, sink) - window_log[:, None, None]
         if self.far_gate is not None:
-            far = far + self._log_gate(near, far, exact, pairs.allowed)
+            far = far + self._log_gate(near, far, exact, pairs.allowed, sink)
         return torch.where(exact, near, far)
 
     def softmax_beside(self, exact: Tensor, query: Tensor, key: Tensor, call: CallOptions) -> Tensor:
@@ -292,13 +296,14 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         scores = torch.einsum("bhid,bhjd->bhij", query, reference.repeat_heads(key, query)) * self.layer.scaling
         return _softmax(scores, exact, self.log_sink(key, call.sink))
 
-    def _log_gate(self, near: Tensor, far: Tensor, exact: Tensor, allowed: Tensor) -> Tensor:
+    def _log_gate(
+        self, near: Tensor, far: Tensor, exact: Tensor, allowed: Tensor, sink: Tensor | None
+    ) -> Tensor:
         """Return what the gate takes from the scores of a query's far keys: [B, H, C, 1]."""
         if self.far_gate is None:
             return near.new_zeros(())
         lowest = torch.finfo(near.dtype).min / 4
         own = near.masked_fill(~(exact & allowed), lowest).logsumexp(-1, keepdim=True)
-        sink = self.log_sink(near)
         own = own if sink is None else torch.logaddexp(own, sink[:, None, None])
         others = far.masked_fill(exact | ~allowed, lowest).logsumexp(-1, keepdim=True)
         logit = gate_logit(self.far_gate.to(near.dtype))[:, None, None]
@@ -363,6 +368,11 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     def before_forward(self) -> None:
         self.linear.before_forward()
+
+
+def hybrids_of(mechanisms: Iterable[Mechanism]) -> list[HybridMechanism]:
+    """Return those that are hybrids, members of others too."""
+    return [x for x in single_mechanisms(mechanisms) if isinstance(x, HybridMechanism)]
 
 
 def _softmax(scores: Tensor, among: Tensor, sink: Tensor | None) -> Tensor:

@@ -50,6 +50,7 @@ class Pairs(NamedTuple):
 
     query [B, H, C, D], key [B, Hkv, N, D], query_position [B or 1, C], key_position [B or 1, N], allowed
     [B or 1, 1, C, N], real [B or 1, 1, C, 1]: queries that are no pads. first: place of the first query in its row.
+    sink: the layer's own learned sinks [H], for mechanisms with `takes_sink`; None if it has none.
     """
 
     query: Tensor
@@ -59,6 +60,7 @@ class Pairs(NamedTuple):
     allowed: Tensor
     real: Tensor
     first: int
+    sink: Tensor | None = None
 
     @property
     def distance(self) -> Tensor:

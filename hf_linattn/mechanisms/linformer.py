@@ -129,6 +129,9 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
                 self.key_projection, self._holder = None, (other,)
                 return
 
+    def borrowed(self) -> tuple[nn.Module, ...]:
+        return self._holder
+
     def projections(self, like: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Return E and F [Hkv or 1, k, P], in blocks e and f [Hkv or 1, D], where `like` is, in its dtype for None."""
         first: Any = self._holder[0].key_projection if self._holder else self.key_projection

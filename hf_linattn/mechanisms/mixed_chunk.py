@@ -13,8 +13,9 @@ from ..config import require, require_known
 from ..ops import reference
 from ..ops.common.numerics import bounded
 from ..ops.hybrid.mixed_chunk import MixedState, MixedWeights, causal_mixed_attention, mixed_attention
+from ..registry import MECHANISMS
 from .capabilities import ExactnessLimit
-from .hybrid import HybridConfig, HybridMechanism
+from .hybrid import HybridConfig, HybridMechanism, is_kernel
 from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
 from .registration import register_mechanism
 from .sequence import SequenceMechanism
@@ -42,6 +43,8 @@ class MixedChunkConfig(SoftmaxTypeConfig):
         require_known("inside", self.inside, INSIDE)
         none = self.sink_logit is None or self.inside == "softmax"
         require("sink_logit", self.sink_logit, none, "None with inside='relu2', whose denominator is another")
+        linear = [name for name in MECHANISMS.names() if is_kernel(MECHANISMS.get(name))]
+        require("linear", self.linear, self.linear in linear, f"one of {', '.join(linear)}")
         self.far_config()
 
     def far_config(self) -> HybridConfig:

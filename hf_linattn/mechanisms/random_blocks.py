@@ -54,7 +54,8 @@ class RandomBlocksMechanism(BlockSparseMechanism):
         block = block.clamp(min=0)  # where there is padding
         heads = torch.arange(self.layer.num_heads, device=block.device).view(-1, *(1,) * (block.dim() - 2))
         numbers = torch.arange(self.config.num_random, device=block.device)
-        mixed = scramble(torch.full_like(block, self.config.seed * 1_000_003 + self.layer.index))
+        first = (self.config.seed * 1_000_003 + self.layer.index) & 0xFFFFFFFF  # so that any seed fits into int64
+        mixed = scramble(torch.full_like(block, first))
         mixed = scramble(mixed + heads)
         mixed = scramble(scramble(mixed + block)[..., None] + numbers)
         return mixed % (block + 1 if self.layer.causal else 2 * block + 2)[..., None]

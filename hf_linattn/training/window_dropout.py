@@ -10,15 +10,17 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_linattn import get_mechanisms
 from hf_linattn.errors import OptionError
-from hf_linattn.mechanisms.hybrid import HybridMechanism
+from hf_linattn.mechanisms.hybrid import HybridMechanism, hybrids_of
 
 
 class WindowDropout(TrainerCallback):
     """Shuts the windows of hybrid mechanisms for some steps, so that the model cannot hide behind them.
 
-    In each step the window of each layer shows a query its own key alone with a probability that falls linearly from
-    `probability` to zero over the run; sinks stay. (Scheduled sliding-window dropout, 2025, arXiv 2510.05901.) Which
-    windows are shut depends on the seed and the step alone, so a resumed run shuts the same ones.
+    In each step the window of each hybrid, in a layer or on some of its heads, shows a query its own key alone with a
+    probability that falls linearly from `probability` to zero over the run; sinks stay. (Scheduled sliding-window
+    dropout, 2025, arXiv 2510.05901.) Where windows count in blocks, as with hard keys or a delta rule, a query's own
+    block and the hard keys stay, too. Which windows are shut depends on the seed and the step alone, so a resumed run
+    shuts the same ones.
     """
 
     def __init__(self, model: nn.Module, probability: float, seed: int = 0):
@@ -27,7 +29,7 @@ class WindowDropout(TrainerCallback):
             raise OptionError(f"window_dropout={probability}: the model has no hybrid mechanism; leave it out")
 
     def _hybrids(self) -> list[HybridMechanism]:
-        return [m for m in get_mechanisms(self.model).values() if isinstance(m, HybridMechanism)]
+        return hybrids_of(get_mechanisms(self.model).values())
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

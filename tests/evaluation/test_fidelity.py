@@ -54,16 +54,15 @@ def test_losses_by_recurrence_are_those_of_a_loop_over_pairs():
     assert [row.last for row in loss_by_recurrence(token_losses(model, torch.arange(5, 17).view(4, 3)))] == [0]
 
 
-@pytest.mark.parametrize("scale", ["exact", "maximum"])
-def test_the_linear_share_is_that_of_the_attention_matrices(scale):
-    model, _ = make_pair("gpt2", window_size=3, num_sink_tokens=1, window_scale=scale, initial_share=0.6)
-    windows, shares = make_tokens(2, 13), []
-    steps = torch.arange(13)
+def far_weights(model, windows) -> list[torch.Tensor]:
+    """Return what each query of each layer gives to keys beyond a window of 3 and one sink, by the matrices."""
+    steps, found = torch.arange(windows.shape[1]), []
     near = ((steps[:, None] - steps).abs() < 3) | (steps == 0)
+
     def watch(mechanism):
         def answer(call):
-            matrix = mechanism.attention_matrix(call.query.double(), call.key.double())
-            shares.append((matrix * ~near).sum(-1))
+            matrix = mechanism.attention_matrix(call.query.double(), call.key.double(), sink=call.exact["sink"])
+            found.append((matrix * ~near).sum(-1))
             return call.run(mechanism)
 
         return answer
@@ -71,10 +70,34 @@ def test_the_linear_share_is_that_of_the_attention_matrices(scale):
     mechanisms = get_mechanisms(model)
     with torch.no_grad(), intercept_attention(mechanisms, {path: watch(m) for path, m in mechanisms.items()}):
         model(windows, use_cache=False)
-    expected = float(torch.stack(shares).mean())
+    return found
+
+
+@pytest.mark.parametrize(("scale", "sink"), [("exact", None), ("maximum", None), ("exact", "one")])
+def test_the_linear_share_is_that_of_the_attention_matrices(scale, sink):
+    options = {"window_scale": scale, "initial_share": 0.6, "sink_logit": sink}
+    model, _ = make_pair("gpt2", window_size=3, num_sink_tokens=1, **options)
+    windows = make_tokens(2, 13)
+    expected = float(torch.stack(far_weights(model, windows)).mean())
     assert 0.01 < expected < 0.99 and linear_share(model, windows) == pytest.approx(expected, rel=1e-4)
     assert linear_share(make_pair(mechanism="linear")[0], windows) is None
+    unsaid = [{"mechanism": "hybrid", "layers": n, "options": {"num_hard_keys": 8 * n}} for n in (0, 1)]
+    assert linear_share(make_pair(mechanism=unsaid)[0], windows) is None
     assert linear_share(make_model("gpt2"), windows) is None
+
+
+def test_hybrids_of_some_heads_and_in_a_fusion_count_beside_those_of_whole_layers():
+    options = {"window_size": 3, "num_sink_tokens": 1, "initial_share": 0.6}
+    entry = {"mechanism": "hybrid", "options": options}
+    model, _ = make_pair("gpt2", [{**entry, "layers": 0, "heads": 1}, {**entry, "layers": 1}])
+    windows = make_tokens(2, 13)
+    first, second = far_weights(model, windows)
+    expected = float(torch.cat([first[:, 1:2], second], 1).mean())
+    assert linear_share(model, windows) == pytest.approx(expected, rel=1e-4)
+    with without_far_keys(model):
+        assert linear_share(model, windows) == 0
+    fused, _ = make_pair("gpt2", "fusion", members={"hybrid": options, "linear": {}})
+    assert 0.01 < linear_share(fused, windows) < 0.99
 
 
 def test_without_far_keys_a_hybrid_is_its_window_and_sinks():

@@ -257,6 +257,20 @@ def test_the_input_reaches_every_call(tmp_path):
     assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "options"), [("gated_deltanet", {}), ("hybrid", {"linear": "gated_deltanet"})])
+def test_positions_that_count_pads_are_not_undone(name, options):
+    """A limit: the turns that are undone are those of a sequence's own tokens (docs/limits.md has the remedy)."""
+    model, tokens = patch_model(tiny_model("llama", True, torch.float64), name, **options), random_tokens(1, 90)
+    for mechanism in get_mechanisms(model).values():
+        train(mechanism)
+    want, mask = model(tokens[:, 7:]).logits, (torch.arange(90) >= 7).long()[None]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    padded = model(tokens, attention_mask=mask, position_ids=positions).logits[:, 7:]
+    torch.testing.assert_close(padded, want, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(model(tokens, attention_mask=mask).logits[:, 7:], want, rtol=1e-6, atol=1e-6)
+
+
 def test_the_input_reaches_calibration_and_training():
     model, tokens = patch_model(tiny_model("llama", True), "gated_deltanet", **HIDDEN), random_tokens(8, 24)
     errors = calibrate(model, [{"input_ids": tokens[:4]}, {"input_ids": tokens[4:]}], steps=3)

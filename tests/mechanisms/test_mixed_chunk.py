@@ -204,6 +204,8 @@ def test_the_state_is_constant_and_per_key_value_head():
         ({"block_size": 0}, OptionError, "block_size must be an integer >= 1, got 0"),
         ({"inside": "relu"}, UnknownNameError, "unknown inside 'relu'; did you mean relu2"),
         ({"linear": "mixed_chunk"}, OptionError, "linear must be one of .*performer.*, got 'mixed_chunk'"),
+        ({"linear": "gated_deltanet"}, OptionError, "linear must be one of .*performer.*, got 'gated_deltanet'"),
+        ({"linear": "deltanet"}, OptionError, "linear must be one of (?!.*deltanet, ).*, got 'deltanet'"),
         ({"linear": "performer", "linear_options": {"num_feature": 3}}, OptionError, "did you mean num_features"),
     ],
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_linattn import OptionError, list_mechanisms
+from hf_linattn.attention_call import AttentionCall
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
@@ -152,6 +153,23 @@ def test_a_layers_own_sinks_are_as_learned_ones(name, causal):
     assert torch.equal(*matrices) and bool((matrices[0].sum(-1) < 1).all())
     assert "sink" not in " ".join(mechanism.state_dict()) and mechanism.log_sink(heads[0]) is None
     assert not torch.equal(mechanism(*heads)[0], got)  # nothing of it is left
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scale", ["exact", "maximum"])
+@pytest.mark.parametrize("heads", [None, 1], ids=["hybrid", "by_head"])
+def test_scores_of_a_hybrid_know_the_layers_own_sinks(scale, heads):
+    """The share of far keys is limited beside the exact weights, and a sink is one of these."""
+    options = {"window_size": 9, "num_sink_tokens": 2, "window_scale": scale, "initial_share": 0.4}
+    of_heads = {"plan": {"hybrid": {"heads": heads, **options}}}
+    case = Case(*(("hybrid", "llama", True, options) if heads is None else ("by_head", "llama", True, of_heads)))
+    mechanism, (query, key, value), sink = case.make(), case.heads(LENGTH, size=0.7), SINK + 2
+    matrix = mechanism.attention_matrix(query, key, sink=sink)
+    for pairs in AttentionCall(query, key, value, None, None, {"sink": sink}).pairs(True, 32):
+        scores = mechanism.scores(pairs).masked_fill(~pairs.allowed, -1e30)
+        beside = mechanism.log_sink(scores, sink)[:, None, None].expand(*scores.shape[:3], 1)
+        want = matrix[:, :, pairs.first : pairs.first + scores.shape[2], : scores.shape[3]]
+        torch.testing.assert_close(torch.cat([scores, beside], -1).softmax(-1)[..., :-1], want)
 
 
 @pytest.mark.covering(1)

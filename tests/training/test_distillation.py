@@ -155,6 +155,12 @@ def test_windows_are_shut_less_and_less_often_and_alike_after_a_resumption():
         WindowDropout(patch_model(make_model("gpt2"), "linear"), 0.5)
 
 
+def test_windows_of_single_heads_are_shut_too():
+    model = patch_model(make_model("gpt2"), {"hybrid": {"heads": 1}})
+    WindowDropout(model, 1.0).on_step_begin(None, SimpleNamespace(global_step=0, max_steps=4), None)
+    assert all(m.members["hybrid"].window_shut for m in get_mechanisms(model).values())
+
+
 def test_hidden_states_are_compared_token_by_token_and_layer_by_layer():
     student, teacher = (make_model("bert", std=0.3).bert for _ in range(2))
     patch_model(student, "linear")
