@@ -147,12 +147,13 @@ def read_original(
     limit, longest = position_limit(model), max(options.lengths)
     fits = limit is None or longest <= limit
     require("lengths", longest, fits and min(options.lengths) >= 1, f"1 to {limit}, the positions of the model")
+    window = options.window or longest
+    require("window", window, limit is None or window <= limit, f"2 to {limit}, the positions of the model")
     for plan in plans.values():
         patch_model(model, plan)
         unpatch_model(model)
     if options.calibration:
         calibration_batches(model, tokenizer, options.calibration, tokens=options.calibration_tokens)
-    window = options.window or longest
     material = Material(tokenizer, tuple(texts), window, ())
     return Material(tokenizer, tuple(texts), window, losses_of(model, material, options))
 

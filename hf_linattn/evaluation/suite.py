@@ -85,6 +85,9 @@ def language(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: Suit
     many texts as there are, then their next ones. Positions come in the buckets of `doubling_edges`.
     """
     require("texts", len(options.texts), bool(options.texts), "text files to read")
+    limit = position_limit(model)
+    fits = limit is None or options.length <= limit
+    require("length", options.length, fits, f"2 to {limit}, the positions that the model has")
     windows, documents = windows_of_documents(tokenizer, options.texts, options.length)
     chosen = in_turn(documents)[: options.num_windows]
     losses = token_losses(model, windows[chosen], documents[chosen], progress=options.progress).losses

@@ -215,6 +215,9 @@ def test_options_and_suites_are_checked(options, tokenizer):
     assert suite_names("all") == list(SUITES)
     with pytest.raises(OptionError, match="texts must be text files to read, got 0"):
         measure(make_model("llama"), tokenizer, ["language"], SuiteOptions())
+    longer = dataclasses.replace(options, length=65)
+    with pytest.raises(OptionError, match="length must be 2 to 64, the positions that the model has, got 65"):
+        measure(make_model("gpt2"), tokenizer, ["language"], longer)
     with pytest.raises(OptionError, match="suite needs a causal language model, got a masked one"):
         measure(make_model("bert"), tokenizer, ["language"], options)
     for name in ("length", "limit", "long_prompts", "num_windows", "batch_size", "num_samples"):
