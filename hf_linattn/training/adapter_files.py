@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -129,18 +130,25 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_traina
         )
     config.inference_mode, base = not is_trainable, config.base_model_name_or_path
     config.base_model_name_or_path = None  # PEFT would warn that a folder was called otherwise where it was trained
-    patched = patch_as(model, config)
-    adapted: Any = get_peft_model(model, config)
-    known = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    other = unlike(known, state)
-    if other is not None:
-        adapted.unload()
-        if patched:
-            unpatch_model(model)
-        raise CheckpointError(f"path={str(path)!r} belongs to another model: {other}; give the one it was trained on")
-    set_peft_model_state_dict(adapted, state)
+    with ExitStack() as undo:
+        if patch_as(model, config):
+            undo.callback(unpatch_model, model)
+        try:
+            adapted: Any = get_peft_model(model, config)
+        except ValueError as error:  # PEFT found none of the modules
+            raise _of_another(path, error) from error
+        undo.callback(adapted.unload)
+        known = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        if (difference := unlike(known, state)) is not None:
+            raise _of_another(path, difference)
+        set_peft_model_state_dict(adapted, state)
+        undo.pop_all()
     config.base_model_name_or_path = base
     return adapted.train(is_trainable)
+
+
+def _of_another(path: str | os.PathLike[str], reason: object) -> CheckpointError:
+    return CheckpointError(f"path={str(path)!r} belongs to another model: {reason}; give the one it was trained on")
 
 
 def unlike(known: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:

@@ -106,6 +106,10 @@ def test_what_does_not_fit_leaves_the_model_as_it_was(tmp_path):
     with pytest.raises(CheckpointError, match=r"belongs to another model: .* is of .*, the model's of .*; give the"):
         load_adapter(larger, folder)
     assert not is_patched(larger) and torch.equal(logits_of(larger), before)
+    other = make_model("gpt2", std=0.3)
+    with pytest.raises(CheckpointError, match=r"belongs to another model: .*; give the one it was trained on"):
+        load_adapter(other, folder)
+    assert not is_patched(other) and torch.equal(logits_of(other), logits_of(make_model("gpt2", std=0.3)))
     with pytest.raises(PatchError, match="is patched otherwise than the adapter was trained with"):
         load_adapter(patch_model(original(), "linear"), folder)
     with pytest.raises(PatchError, match="is patched otherwise"):
