@@ -21,7 +21,7 @@ from hf_linattn.evaluation.suite import SUITES, SuiteOptions, exact_window, meas
 from hf_linattn.evaluation.suite_table import means_table, suite_table
 from tests.evaluation.test_harness import TASK_FILES, rows_of, task_dir, tokenizer, words
 from tests.evaluation.test_paired import QUANTILE
-from tests.helpers import logits_of, make_tokenizer
+from tests.helpers import logits_of, make_tokenizer, watch_models
 from tests.models import make_model
 
 __all__ = ["task_dir", "tokenizer"]
@@ -225,7 +225,8 @@ def test_options_and_suites_are_checked(options, tokenizer):
             SuiteOptions(**{name: 0})
 
 
-def test_the_command_writes_what_it_shows(folders, task_dir, tmp_path):
+def test_the_command_writes_what_it_shows(folders, task_dir, tmp_path, monkeypatch):
+    left = watch_models(monkeypatch, "eval")
     text, output = tmp_path / "text.txt", tmp_path / "out" / "found.json"
     text.write_text(words(120, 3))
     beside = "--original", folders["original"], "--control", folders["control"]
@@ -233,6 +234,7 @@ def test_the_command_writes_what_it_shows(folders, task_dir, tmp_path):
     made = "--recall", "single_text", "--lengths", 160, "--samples", 2
     shared = "--max-length", 16, "--long-prompts", 100, "--output", output
     shown = run(folders["converted"], text, "--suite", "all", *beside, *flags, *made, *shared)
+    assert left == [0, 0, 0], "one model is in memory at a time"
     document = json.loads(output.read_text())
     assert document["window"] == WINDOW and document["provenance"]["command"].startswith("hf-linattn")
     fields = {field.name for field in dataclasses.fields(SuiteReport)}
