@@ -30,6 +30,9 @@ from .saved_config import (
 
 __all__ = ["HfLinattnConfig", "load_checkpoint"]  # the first is what the module beside saved configs imports
 
+# options of `from_pretrained` that say where files come from, and those that say so of code
+WHERE = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
+CODE = ("code_revision", "trust_remote_code")
 # what matches the paths of mechanisms and their parts where quantisers look for layers to leave as they are
 NOT_QUANTISED = rf".*\.{MODEL_TYPE}"
 
@@ -45,12 +48,12 @@ def load_checkpoint(name_or_path: str, **options: Any) -> PreTrainedModel:
     """Load a folder or a model of the Hub, converted or not, as the class that it was saved as.
 
     Args:
-        **options: of `from_pretrained`.
+        **options: of `from_pretrained`; those of the Hub, as `revision` and `token`, hold for the config as well.
 
     Raises:
         CheckpointError: no Auto class knows it by the name in its `architectures`.
     """
-    config = AutoConfig.from_pretrained(name_or_path)
+    config = AutoConfig.from_pretrained(name_or_path, **only(options, *WHERE, *CODE))
     saved_as = (class_names(config) or ["no class"])[0]
     for auto_class, model_class in auto_classes(type(config)):
         if model_class.__name__ == saved_as:
@@ -92,7 +95,8 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
                     name, *args, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs
                 )
             except (SafetensorError, json.JSONDecodeError) as error:
-                raise CheckpointError(f"{damaged_file(name)} is damaged ({error}); fetch or save it again") from error
+                file = damaged_file(name, **only(kwargs, *WHERE))
+                raise CheckpointError(f"{file} is damaged ({error}); fetch or save it again") from error
             check_loaded(model, info, name, ignore_mismatched_sizes)
             return (model, info) if output_loading_info else model
 
@@ -140,9 +144,9 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], name: Any, ign
         )
 
 
-def damaged_file(name: Any) -> str:
-    """Return the first file of the weights of a checkpoint that cannot be read."""
-    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+def damaged_file(name: Any, **where: Any) -> str:
+    """Return the first file of the weights of a checkpoint that cannot be read; where: see `WHERE`."""
+    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **where)
     files = [SAFE_WEIGHTS_NAME]
     if index is not None:
         try:
@@ -150,13 +154,18 @@ def damaged_file(name: Any) -> str:
         except (json.JSONDecodeError, KeyError):
             return repr(index)
     for file in files:
-        path = cached_file(name, file)
+        path = cached_file(name, file, **where)
         try:
             with safe_open(path, "pt"):
                 pass
         except SafetensorError:
             return repr(path)
     return f"one of the files {files} of {str(name)!r}"
+
+
+def only(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return the options of these names, as far as they are given."""
+    return {name: options[name] for name in names if name in options}
 
 
 saving.install()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +212,17 @@ def pages_with_markers(root: Path, body: str = "") -> Path:
         marked = [f"<!-- {section}:begin -->\n{body}\n<!-- {section}:end -->\n" for section in sections]
         (docs / name).write_text("before\n" + "between\n".join(marked) + "after\n")
     return docs
+
+
+def watch_models(monkeypatch: Any, command: str) -> list[int]:
+    """Return a list that gets, whenever a command reads a model, how many of those before are still in memory."""
+    module = import_module(f"hf_linattn.cli.{command}")
+    read, alive, left = module.read_language_model, weakref.WeakSet(), []  # type: ignore[var-annotated]
+
+    def watched(*arguments: Any) -> Any:
+        left.append(len(alive))
+        alive.add(model := read(*arguments))
+        return model
+
+    monkeypatch.setattr(module, "read_language_model", watched)
+    return left

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from typer.testing import CliRunner
 
 from hf_linattn import DataError, OptionError, PatchError, UnsupportedModelError, advice, patch_model
 from hf_linattn.advice import Advice, Settings, Trial, advise, candidate_plans, recommend
+from hf_linattn.advice.advise import ROOM
 from hf_linattn.advice.candidates import with_share_kept
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.cli import app
+from hf_linattn.cli.advise import advise as command
 from hf_linattn.evaluation import Spread, state_bytes_by_length
 from hf_linattn.evaluation.speed import SpeedRow
 from hf_linattn.plan import PatchConfig
@@ -114,6 +117,8 @@ def test_what_cannot_be_advised_on_is_refused(texts):
         advise(make_model("bert"), tokenizer, texts, 16)
     with pytest.raises(OptionError, match="length must be at most"):
         advise(make_model("gpt2"), tokenizer, texts, 10**6)
+    (said,) = re.findall(r"advise gpt2 .*--length (\d+)", command.__doc__)
+    assert int(said) + ROOM <= GPT2Config().n_positions
     with pytest.raises(OptionError, match="plans must be"):
         advise(model, tokenizer, texts, 16, plans={})
     with pytest.raises(DataError, match="windows of 64 tokens for windows"):

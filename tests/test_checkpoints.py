@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hf_linattn import CheckpointError, HfLinattnError, PatchConfig, PatchError, get_mechanisms, patch_model
+from hf_linattn.hub import load_checkpoint
 from hf_linattn.mechanisms import MECHANISMS
 from tests.helpers import logits_of, make_patched, make_tokens
 from tests.models import make_model
@@ -109,6 +110,16 @@ def test_a_shard_cut_short_or_gone_is_named(folder):
     (folder / INDEX).write_text((folder / INDEX).read_text()[:50])
     with pytest.raises(CheckpointError, match=f"{folder / INDEX}' is damaged"):
         load(folder)
+
+
+def test_config_weights_and_what_is_damaged_are_looked_for_in_one_place(folder):
+    make_model("bert").save_pretrained(folder)
+    part = folder / "part"
+    make_patched("llama", "hedgehog").save_pretrained(part)
+    assert type(load_checkpoint(folder, subfolder="part")) is type(make_model("llama"))
+    (part / WEIGHTS).write_bytes(b"half")
+    with pytest.raises(CheckpointError, match=f"{part / WEIGHTS}' is damaged"):
+        load_checkpoint(folder, subfolder="part")
 
 
 def test_a_renamed_file_is_missed(folder):

@@ -217,3 +217,14 @@ def test_an_upload_that_breaks_off_leaves_the_repository_as_it_was(user, hub, tm
     hub.failing = ""
     user.run("push", tmp_path / "1", "me/model")
     assert hub.repositories["me/model"].files["model.safetensors"] != before["model.safetensors"]
+
+
+def test_no_weights_of_an_earlier_push_stay_beside_those_of_a_model(user, hub, tmp_path):
+    for size in ("1MB", "30KB"):
+        patch_model(make_model("gpt2"), "linear").save_pretrained(tmp_path / size, max_shard_size=size)
+    others = {"models/model.safetensors", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+    for number, size in enumerate(("1MB", "30KB", "1MB")):
+        user.run("push", tmp_path / size, "me/model")
+        files = hub.repositories["me/model"].files
+        assert set(files) == {file.name for file in (tmp_path / size).iterdir()} | (others if number else set())
+        files |= dict.fromkeys(["adapter_config.json", "adapter_model.safetensors", *others], b"{}")

@@ -23,7 +23,7 @@ def advise(
 ) -> None:
     """Try candidate plans on a model: what each keeps after `calibrate`, its state, its speed here, its recovery.
 
-    `hf-linattn advise gpt2 --text book.txt --length 1024` ends with the command that makes the recommended plan.
+    `hf-linattn advise gpt2 --text book.txt --length 1000` ends with the command that makes the recommended plan.
     """
     with exit_on_error():
         from ..advice import Settings

@@ -105,10 +105,13 @@ def read_keep(text: str) -> float | int:
 
 def text_batches(tokenizer: Any, texts: Sequence[Path], model: PreTrainedModel) -> list[dict[str, Any]]:
     """Return the first tokens of each text as rows [1, N]."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", TEXT_LENGTH)
+    from ..evaluation import position_limit
+
+    said = getattr(model.config.get_text_config(), "max_position_embeddings", TEXT_LENGTH)
+    size = min(TEXT_LENGTH, said, position_limit(model) or said)  # RoBERTa's config says two too many
     batches = []
     for file in texts[:TEXT_ROWS]:
-        options = {"truncation": True, "max_length": min(TEXT_LENGTH, limit), "return_tensors": "pt"}
+        options = {"truncation": True, "max_length": size, "return_tensors": "pt"}
         batches.append(dict(tokenizer(read_text(file, "text"), return_token_type_ids=False, **options)))
     return batches
 

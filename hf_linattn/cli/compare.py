@@ -113,6 +113,7 @@ def run(
     provenance = collect_provenance(
         options.seed, f"hf-linattn {shlex.join(sys.argv[1:])}", device=loaded.device, dtype=loaded.dtype
     )
+    del loaded  # before it is read again
     say_lines(comparison.head_lines(found), as_json)
     for entry in comparison.compare(load, plans, material, options, note):
         found.entries.append(entry)

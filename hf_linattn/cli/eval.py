@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import shlex
 import sys
@@ -159,14 +160,16 @@ def run_suite(
     for role, path in paths.items():  # the converted one is the last
         loaded = read_language_model("model" if role == "converted" else role, path, dtype)
         measured[role] = suites.measure(loaded, tokenizer, chosen, options)
-        window = suites.exact_window(loaded)
+        window, placed = suites.exact_window(loaded), {"device": loaded.device, "dtype": loaded.dtype}
+        del loaded
+        gc.collect()  # before the next one is read; modules may refer to each other in a ring
     rows = side_by_side.compare(measured, window)
     report = side_by_side.SuiteReport(
         model=paths["converted"], original=paths.get("original"), control=paths.get("control"), window=window,
         rows=tuple(rows), means=tuple(side_by_side.task_means(rows)),
     )  # fmt: skip
     command = f"hf-linattn {shlex.join(sys.argv[1:])}"
-    provenance = collect_provenance(options.seed, command, device=loaded.device, dtype=loaded.dtype)
+    provenance = collect_provenance(options.seed, command, **placed)
     document = {
         **report.to_dict(),
         "seconds": time.perf_counter() - start,

@@ -9,10 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
+from ..adapter_config import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 from ..atomic_io import write_text
 from ..errors import CheckpointError
 from ..reading import reading
 from .common import Json, exit_on_error, show
+
+SHARD = "[0-9]" * 5
+# of an earlier push, what transformers would load in place of a new model's weights, or onto them
+EARLIER = [
+    "model.safetensors", "model.safetensors.index.json", f"model-{SHARD}-of-{SHARD}.safetensors",
+    CONFIG_FILE, WEIGHTS_FILE,
+]  # fmt: skip
 
 
 def push(
@@ -22,7 +30,10 @@ def push(
     message: Annotated[str, typer.Option(help="message of the commit")] = "Upload a model converted with hf_linattn",
     as_json: Json = False,
 ) -> None:
-    """Upload a converted model, or its adapter, in one commit, all of it or nothing, with its model card."""
+    """Upload a converted model, or its adapter, in one commit, all of it or nothing, with its model card.
+
+    That of a model deletes the weights that an earlier one has at the top of the repository, and an adapter there.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -36,6 +47,7 @@ def push(
             commit = api.upload_folder(
                 repo_id=repository, folder_path=folder, commit_message=message,
                 ignore_patterns=["stages/**", "control/**", ".[0-9]*"],  # the last: of a write that was killed
+                delete_patterns=EARLIER if read_adapter_config(folder) is None else None,
             )  # fmt: skip
         except (unreachable, HFValidationError, OSError, RuntimeError) as error:  # the last: an upload broke off
             raise CheckpointError(f"repository={repository!r}: the Hub refused the upload: {error}") from error
@@ -60,7 +72,6 @@ def write_card(folder: Path, repository: str) -> None:
     """Write the card that follows from a recipe's report, or, without one, from what the config says."""
     from transformers import AutoConfig
 
-    from ..adapter_config import read_adapter_config
     from ..cards import CARD_FILE, SENTENCES, Base, Conversion, conversion_card, loader_of, read_base
     from ..report import REPORT_FILE, Report, save_adapter_card, save_card
     from ..saved_config import read_patches
@@ -88,7 +99,6 @@ def write_card(folder: Path, repository: str) -> None:
 
 def check_converted(folder: Path) -> None:
     """Raise `CheckpointError` unless a folder holds a converted model, or an adapter of one."""
-    from ..adapter_config import read_adapter_config
     from ..checkpoint_config import MODEL_TYPE
 
     if read_adapter_config(folder) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -147,12 +148,13 @@ def read_original(
     limit, longest = position_limit(model), max(options.lengths)
     fits = limit is None or longest <= limit
     require("lengths", longest, fits and min(options.lengths) >= 1, f"1 to {limit}, the positions of the model")
+    window = options.window or longest
+    require("window", window, limit is None or window <= limit, f"2 to {limit}, the positions of the model")
     for plan in plans.values():
         patch_model(model, plan)
         unpatch_model(model)
     if options.calibration:
         calibration_batches(model, tokenizer, options.calibration, tokens=options.calibration_tokens)
-    window = options.window or longest
     material = Material(tokenizer, tuple(texts), window, ())
     return Material(tokenizer, tuple(texts), window, losses_of(model, material, options))
 
@@ -167,8 +169,11 @@ def compare(
         load: returns the original, each time as new: after a plan whose time was up a new one is taken.
         say: gets what is being measured, in words.
     """
-    model = load()
+    model = None
     for number, (name, plan) in enumerate(plans.items(), 1):
+        if model is None:
+            gc.collect()  # the one before; modules may refer to each other in a ring
+            model = load()
         trial = _Trial(name, plan, say, f"{number} of {len(plans)}, {name}")
         try:
             with time_limit(options.limit_minutes):
@@ -177,7 +182,7 @@ def compare(
                 unpatch_model(model)
         except TimeIsUpError:
             say(f"{name}: its {options.limit_minutes:g} minutes are up")
-            trial.found["stopped"], model = True, load()
+            trial.found["stopped"], model = True, None  # a new one is read when the error, which holds it, is gone
         yield trial.entry()
 
 

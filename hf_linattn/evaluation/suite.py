@@ -23,7 +23,7 @@ from ..mechanisms.composite import CompositeMechanism
 from ..patching import get_mechanisms, is_patched
 from .harness import TaskRun, load_task, run_task, task_names
 from .next_token import token_losses, windows_of_documents
-from .perplexity import is_masked_language_model
+from .perplexity import is_masked_language_model, position_limit
 from .positions import doubling_edges, in_turn
 from .recall import RECALL_TASKS, answer_prompts, make_prompts
 from .recall.measure import by_depth
@@ -85,6 +85,9 @@ def language(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: Suit
     many texts as there are, then their next ones. Positions come in the buckets of `doubling_edges`.
     """
     require("texts", len(options.texts), bool(options.texts), "text files to read")
+    limit = position_limit(model)
+    fits = limit is None or options.length <= limit
+    require("length", options.length, fits, f"2 to {limit}, the positions that the model has")
     windows, documents = windows_of_documents(tokenizer, options.texts, options.length)
     chosen = in_turn(documents)[: options.num_windows]
     losses = token_losses(model, windows[chosen], documents[chosen], progress=options.progress).losses
@@ -106,8 +109,9 @@ def recall(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteO
     found = []
     for name, length in product(options.recall_tasks or RECALL_TASKS, options.lengths):
         prompts = make_prompts(
-            name, tokenizer, length, count=options.num_samples, seed=options.seed, haystack=options.texts or None
-        )
+            name, tokenizer, length, count=options.num_samples, seed=options.seed, haystack=options.texts or None,
+            positions=position_limit(model),
+        )  # fmt: skip
         answers = answer_prompts(model, tokenizer, prompts, batch_size=options.batch_size, progress=options.progress)
         tokens = tuple(len(prompt.prompt_ids) for prompt in prompts)
         values = {"found": [x["found"] for x in answers], "first": [float(x["rank"] == 1) for x in answers]}

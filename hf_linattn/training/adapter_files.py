@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -25,10 +26,11 @@ from transformers import PreTrainedModel
 
 from hf_linattn import get_patch_config, is_patched, patch_model, unpatch_model
 from hf_linattn.adapter_config import ADAPTER_TYPE, CONFIG_FILE, WEIGHTS_FILE
+from hf_linattn.architecture import root_model
 from hf_linattn.atomic_io import write_text, write_whole
 from hf_linattn.errors import CheckpointError, PatchError
-from hf_linattn.evaluation import position_limit
 from hf_linattn.plan import PatchConfig
+from hf_linattn.position_tables import position_tables
 from hf_linattn.reading import reading
 from hf_linattn.training.task import CAUSAL, task_of
 from hf_linattn.transformers_bridge import MECHANISM
@@ -74,20 +76,33 @@ def patch_as(model: Any, config: AdapterConfig) -> bool:
     """Patch a model as an adapter says, and return whether it was not patched yet.
 
     Raises:
-        PatchError: it is patched otherwise.
+        PatchError: it is patched otherwise, or with fewer positions.
     """
-    wanted = PatchConfig.from_dict(config.hf_linattn)
+    wanted, limit, longest = PatchConfig.from_dict(config.hf_linattn), positions_of(model), config.max_positions
+    extended = longest if longest is not None and limit is not None and limit < longest else None
     if is_patched(model):
         if get_patch_config(model).to_dict() != wanted.to_dict():
             raise PatchError(
                 f"{type(model).__name__} is patched otherwise than the adapter was trained with; give the original"
                 " model, or unpatch_model(model) first"
             )
+        if extended is not None:
+            raise PatchError(
+                f"{type(model).__name__} is patched with {limit} positions, and the adapter was trained with"
+                f" {extended}; give the original model, or unpatch_model(model) first"
+            )
         return False
-    limit, longest = position_limit(model), config.max_positions
-    extended = longest if longest is not None and limit is not None and limit < longest else None
     patch_model(model, wanted, max_positions=extended)
     return True
+
+
+def positions_of(model: nn.Module) -> int | None:
+    """Return how many positions a model has, patched or not: of rotary ones what its config says, else its table's."""
+    root = root_model(model)
+    config = root.config.get_text_config()
+    if getattr(config, "rope_parameters", None):
+        return getattr(config, "max_position_embeddings", None)
+    return min((end - first for first, end in position_tables(root, of_parts=True).values()), default=None)
 
 
 def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_trainable: bool = False) -> PeftModel:
@@ -115,18 +130,25 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_traina
         )
     config.inference_mode, base = not is_trainable, config.base_model_name_or_path
     config.base_model_name_or_path = None  # PEFT would warn that a folder was called otherwise where it was trained
-    patched = patch_as(model, config)
-    adapted: Any = get_peft_model(model, config)
-    known = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    other = unlike(known, state)
-    if other is not None:
-        adapted.unload()
-        if patched:
-            unpatch_model(model)
-        raise CheckpointError(f"path={str(path)!r} belongs to another model: {other}; give the one it was trained on")
-    set_peft_model_state_dict(adapted, state)
+    with ExitStack() as undo:
+        if patch_as(model, config):
+            undo.callback(unpatch_model, model)
+        try:
+            adapted: Any = get_peft_model(model, config)
+        except ValueError as error:  # PEFT found none of the modules
+            raise _of_another(path, error) from error
+        undo.callback(adapted.unload)
+        known = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        if (difference := unlike(known, state)) is not None:
+            raise _of_another(path, difference)
+        set_peft_model_state_dict(adapted, state)
+        undo.pop_all()
     config.base_model_name_or_path = base
     return adapted.train(is_trainable)
+
+
+def _of_another(path: str | os.PathLike[str], reason: object) -> CheckpointError:
+    return CheckpointError(f"path={str(path)!r} belongs to another model: {reason}; give the one it was trained on")
 
 
 def unlike(known: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:

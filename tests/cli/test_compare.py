@@ -21,7 +21,7 @@ from hf_linattn.comparison import time_limit
 from hf_linattn.comparison.deadline import TimeIsUpError
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.linear import LinearMechanism
-from tests.helpers import make_tokenizer
+from tests.helpers import make_tokenizer, watch_models
 from tests.models import make_model
 
 ROW = 64  # positions of the tiny GPT-2
@@ -121,10 +121,10 @@ def test_a_mechanism_that_another_package_registered_is_one_like_others(place, m
 
 
 def test_a_plan_whose_time_is_up_keeps_what_was_measured_and_the_next_one_starts_anew(place, monkeypatch):
-    measure, calls = comparing.measure_memory, []
+    measure, calls, left = comparing.measure_memory, [], watch_models(monkeypatch, "compare")
 
     def slow_at_first(*arguments, **options):
-        calls.append(arguments)
+        calls.append(options)
         start = time.perf_counter()
         while len(calls) == 1 and time.perf_counter() - start < 60:
             pass
@@ -138,6 +138,7 @@ def test_a_plan_whose_time_is_up_keeps_what_was_measured_and_the_next_one_starts
     assert all(line.split("|")[3].strip() != "-" for line in lines), "its perplexity was measured before"
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["linear", "linear"]
     assert "local: its 0.05 minutes are up" in result.stderr
+    assert left == [0, 0, 0], "one model is in memory at a time"
 
 
 @pytest.fixture
@@ -164,8 +165,8 @@ REFUSED = {
     ("perfomer",): "did you mean performer",
     ("missing.json",): "plan='missing.json' cannot be read",
     ("linear", "--lengths", "16,65"): "lengths must be 1 to 64, the positions of the model, got 65",
+    ("linear", "--max-length", "65"): "window must be 2 to 64, the positions of the model, got 65",
     ("linear", "--lengths", "a"): "lengths must be numbers",
-    ("linear", "--max-length", "500"): "documents with at least max_length=500 tokens",
     ("linear", "--limit-minutes", "0"): "limit_minutes must be a number of minutes above 0, got 0.0",
     ("linear", "--repeats", "0"): "repeats must be an integer >= 1, got 0",
     ("linear", "--dtype", "float8"): "unknown dtype 'float8'",

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import hf_linattn
 from hf_linattn.cli import app
+from hf_linattn.cli.choosing import text_batches
 from hf_linattn.errors import CheckpointError
 from hf_linattn.training.arguments import ModelArguments
 from tests.helpers import make_tokenizer
@@ -106,6 +107,12 @@ def test_a_plan_comes_from_a_file_or_is_chosen(original, tmp_path):
     assert type(recipe.plan) is list and recipe.plan == first["plan"], "the recipe takes the file"
     with pytest.raises(CheckpointError, match=r"plan='absent\.json' cannot be read: .* give JSON, or a JSON file"):
         ModelArguments("gpt2", plan="absent.json")
+
+
+@pytest.mark.parametrize(("name", "positions"), [("roberta", 62), ("gpt2", ROW), ("llama", ROW)])
+def test_texts_are_cut_to_the_positions_that_serve_them(original, name, positions):
+    (batch,) = text_batches(make_tokenizer(), [original.parent / "text.txt"], model := make_model(name))
+    assert batch["input_ids"].shape == (1, positions) and torch.isfinite(model(**batch).logits).all()
 
 
 REFUSED = {

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from hf_linattn import DataError, OptionError, UnknownNameError, UnsupportedModelError, patch_model
+from hf_linattn.evaluation import suite
 from hf_linattn.evaluation.recall import (
     RecallPrompt,
     answer_prompts,
@@ -30,6 +31,7 @@ from hf_linattn.evaluation.recall import (
     share_found,
     wilson_interval,
 )
+from hf_linattn.evaluation.suite import SuiteOptions
 from hf_linattn.plan_search.suite_prompts import in_own_words
 from tests.evaluation.recall_reader import bundled_tokenizer, byte_tokenizer
 from tests.helpers import make_tokenizer
@@ -127,6 +129,30 @@ def test_batches_of_1_and_16_give_the_same(model, prompts):
     for a, b in zip(one, many, strict=True):
         assert a["log_likelihood"] == pytest.approx(b.pop("log_likelihood"), abs=2e-3)
         assert {name: value for name, value in a.items() if name != "log_likelihood"} == b
+
+
+def test_prompts_may_end_where_the_position_table_does():
+    torch.manual_seed(0)
+    tokenizer, tasks = bundled_tokenizer(), ("single_uuid", "single_noise")
+    sizes = {"vocab_size": len(tokenizer), "eos_token_id": None, "bos_token_id": None, "initializer_range": 0.3}
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=LENGTH, **sizes)).eval()
+
+    plain, fitting = (
+        [p for task in tasks for p in make_prompts(task, tokenizer, LENGTH, count=2, positions=positions)]
+        for positions in (None, LENGTH)
+    )
+    with pytest.raises(OptionError, match="make it with length and positions of at most 300"):
+        answer_prompts(model, tokenizer, plain)
+    assert own_answers(model, tokenizer, plain, progress=False) == [None] * 4
+    one, many = (answer_prompts(model, tokenizer, fitting, batch_size=size, progress=False) for size in (1, 4))
+    for prompt, a, b in zip(fitting, one, many, strict=True):
+        right = log_likelihood(model, prompt.prompt_ids, prompt.answer_ids)
+        assert a["written"] == b["written"] and b["log_likelihood"] == pytest.approx(right, abs=2e-3)
+    options = SuiteOptions(recall_tasks=tasks[:1], lengths=(LENGTH,), num_samples=2, progress=False)
+    assert suite.recall(model, tokenizer, options)[0].prompt_tokens == tuple(len(p.prompt_ids) for p in fitting[:2])
+    assert len(recall(model, tokenizer, tasks[:1], [LENGTH], num_samples=2, progress=False)) == 3
+    with pytest.raises(OptionError, match="length must be at most 300, the model's positions, got 301"):
+        recall(model, tokenizer, tasks, [LENGTH + 1])
 
 
 def test_a_prompt_makes_no_logits_but_those_of_continuations(model, prompts):

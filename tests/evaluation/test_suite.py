@@ -21,7 +21,7 @@ from hf_linattn.evaluation.suite import SUITES, SuiteOptions, exact_window, meas
 from hf_linattn.evaluation.suite_table import means_table, suite_table
 from tests.evaluation.test_harness import TASK_FILES, rows_of, task_dir, tokenizer, words
 from tests.evaluation.test_paired import QUANTILE
-from tests.helpers import logits_of, make_tokenizer
+from tests.helpers import logits_of, make_tokenizer, watch_models
 from tests.models import make_model
 
 __all__ = ["task_dir", "tokenizer"]
@@ -215,6 +215,9 @@ def test_options_and_suites_are_checked(options, tokenizer):
     assert suite_names("all") == list(SUITES)
     with pytest.raises(OptionError, match="texts must be text files to read, got 0"):
         measure(make_model("llama"), tokenizer, ["language"], SuiteOptions())
+    longer = dataclasses.replace(options, length=65)
+    with pytest.raises(OptionError, match="length must be 2 to 64, the positions that the model has, got 65"):
+        measure(make_model("gpt2"), tokenizer, ["language"], longer)
     with pytest.raises(OptionError, match="suite needs a causal language model, got a masked one"):
         measure(make_model("bert"), tokenizer, ["language"], options)
     for name in ("length", "limit", "long_prompts", "num_windows", "batch_size", "num_samples"):
@@ -222,7 +225,8 @@ def test_options_and_suites_are_checked(options, tokenizer):
             SuiteOptions(**{name: 0})
 
 
-def test_the_command_writes_what_it_shows(folders, task_dir, tmp_path):
+def test_the_command_writes_what_it_shows(folders, task_dir, tmp_path, monkeypatch):
+    left = watch_models(monkeypatch, "eval")
     text, output = tmp_path / "text.txt", tmp_path / "out" / "found.json"
     text.write_text(words(120, 3))
     beside = "--original", folders["original"], "--control", folders["control"]
@@ -230,6 +234,7 @@ def test_the_command_writes_what_it_shows(folders, task_dir, tmp_path):
     made = "--recall", "single_text", "--lengths", 160, "--samples", 2
     shared = "--max-length", 16, "--long-prompts", 100, "--output", output
     shown = run(folders["converted"], text, "--suite", "all", *beside, *flags, *made, *shared)
+    assert left == [0, 0, 0], "one model is in memory at a time"
     document = json.loads(output.read_text())
     assert document["window"] == WINDOW and document["provenance"]["command"].startswith("hf-linattn")
     fields = {field.name for field in dataclasses.fields(SuiteReport)}

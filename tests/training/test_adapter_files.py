@@ -37,10 +37,14 @@ def logits_of(model) -> torch.Tensor:
         return model.eval()(input_ids=IDS).logits
 
 
-def saved(folder: Path, train_mechanisms: bool = True, **options) -> torch.Tensor:
+def patched(max_positions: int | None = None):
+    return patch_model(original(), "hybrid", layers="1", window_size=4, max_positions=max_positions)
+
+
+def saved(folder: Path, train_mechanisms: bool = True, max_positions: int | None = None, **options) -> torch.Tensor:
     """Write the adapter of a model whose adapters and mechanisms were changed, and return its logits."""
     original().save_pretrained(folder / "base")
-    model = patch_model(original(), "hybrid", layers="1", window_size=4)
+    model, options = patched(max_positions), {"max_positions": max_positions, **options}
     adapted = add_adapters(model, rank=2, train_mechanisms=train_mechanisms)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -54,20 +58,22 @@ def saved(folder: Path, train_mechanisms: bool = True, **options) -> torch.Tenso
 WAYS = {
     "load_adapter": lambda folder: load_adapter(original(), folder / "adapter"),
     "merged": lambda folder: load_adapter(original(), str(folder / "adapter")).merge_and_unload(),
-    "patched already": lambda folder: load_adapter(
-        patch_model(original(), "hybrid", layers="1", window_size=4), folder / "adapter"
-    ),
     "PeftModel": lambda folder: PeftModel.from_pretrained(original(), folder / "adapter"),
     "AutoPeftModel": lambda folder: AutoPeftModelForCausalLM.from_pretrained(folder / "adapter"),
     "AutoModel": lambda folder: AutoModelForCausalLM.from_pretrained(folder / "adapter"),
 }
 
 
-@pytest.mark.parametrize("train_mechanisms", [True, False], ids=["trained", "fitted"])
-def test_every_way_in_patches_the_model_first(tmp_path, train_mechanisms):
-    expected = saved(tmp_path, train_mechanisms)
-    assert not torch.allclose(logits_of(patch_model(original(), "hybrid", layers="1", window_size=4)), expected)
-    for name, load in WAYS.items():
+@pytest.mark.parametrize(
+    ("train_mechanisms", "max_positions"),
+    [(True, None), (False, None), (True, 128)],
+    ids=["trained", "fitted", "long"],
+)
+def test_every_way_in_patches_the_model_first(tmp_path, train_mechanisms, max_positions):
+    expected = saved(tmp_path, train_mechanisms, max_positions)
+    assert not torch.allclose(logits_of(patched(max_positions)), expected)
+    already = {"patched already": lambda folder: load_adapter(patched(max_positions), folder / "adapter")}
+    for name, load in (WAYS | already).items():
         model = load(tmp_path)
         assert is_patched(model), name
         torch.testing.assert_close(logits_of(model), expected, msg=name)
@@ -100,6 +106,10 @@ def test_what_does_not_fit_leaves_the_model_as_it_was(tmp_path):
     with pytest.raises(CheckpointError, match=r"belongs to another model: .* is of .*, the model's of .*; give the"):
         load_adapter(larger, folder)
     assert not is_patched(larger) and torch.equal(logits_of(larger), before)
+    other = make_model("gpt2", std=0.3)
+    with pytest.raises(CheckpointError, match=r"belongs to another model: .*; give the one it was trained on"):
+        load_adapter(other, folder)
+    assert not is_patched(other) and torch.equal(logits_of(other), logits_of(make_model("gpt2", std=0.3)))
     with pytest.raises(PatchError, match="is patched otherwise than the adapter was trained with"):
         load_adapter(patch_model(original(), "linear"), folder)
     with pytest.raises(PatchError, match="is patched otherwise"):
@@ -158,3 +168,5 @@ def test_the_config_says_how_it_is_loaded(tmp_path):
     assert mechanisms == ["hybrid"] and config["base_model_name_or_path"].endswith("base")
     state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {x.dtype for x in state.values()} == {torch.bfloat16}
+    with pytest.raises(PatchError, match="is patched with 64 positions, and the adapter was trained with 128; give"):
+        load_adapter(patched(), tmp_path / "adapter")

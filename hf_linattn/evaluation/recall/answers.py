@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -79,7 +79,7 @@ def answer_prompts(
     """
     if len({len(prompt.wrong_ids) for prompt in prompts}) > 1:
         raise DataError("prompts have unlike numbers of wrong answers; give those of one task at a time")
-    batches = _batches(model, tokenizer, prompts, batch_size, progress)
+    batches = _batches(model, tokenizer, prompts, batch_size, progress, _longest)
     found = {
         number: answer for numbers, batch in batches for number, answer in zip(numbers, batch.answers(), strict=True)
     }
@@ -97,9 +97,9 @@ def own_answers(
     """Return how a causal language model itself writes the answer of each prompt; None if it does not.
 
     It is its greedy continuation up to where that contains all answers. Arguments and errors are those of
-    `answer_prompts`, but prompts of several tasks may be given at once.
+    `answer_prompts`, but prompts of several tasks may be given at once, and their wrong answers count for nothing.
     """
-    batches = _batches(model, tokenizer, prompts, batch_size, progress)
+    batches = _batches(model, tokenizer, prompts, batch_size, progress, _right)
     found = {
         number: own for numbers, batch in batches for number, own in zip(numbers, batch.own_answers(), strict=True)
     }
@@ -107,27 +107,48 @@ def own_answers(
 
 
 def _batches(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[RecallPrompt], size: int, progress: bool
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[RecallPrompt],
+    size: int,
+    progress: bool,
+    tokens: Callable[[RecallPrompt], int],
 ) -> Iterator[tuple[list[int], _Batch]]:
-    """Yield numbers of prompts, the longest first, and these read; errors as `answer_prompts` says."""
+    """Yield numbers of prompts, the longest first, and these read; errors as `answer_prompts` says.
+
+    tokens: of a prompt with what is read behind it.
+    """
     require_count("batch_size", size)
     root, limit = architecture.root_model(model), position_limit(model)
     if is_masked_language_model(model):
         raise UnsupportedModelError(f"{type(root).__name__} has no causal language-modelling head, which recall needs")
     if not prompts:
         raise DataError("prompts is empty; give at least one")
-    longest = max(prompts, key=_tokens)
-    if limit and _tokens(longest) > limit:
+    longest = max(prompts, key=tokens)
+    if limit and tokens(longest) > limit:
         raise OptionError(
-            f"length={longest.length}: a prompt of {longest.task!r} has {_tokens(longest)} tokens with its answer, and"
-            f" the model {limit} positions; give a length of at most {limit}"
+            f"length={longest.length}: a prompt of {longest.task!r} has {tokens(longest)} tokens with its answer, and"
+            f" the model {limit} positions; make it with length and positions of at most {limit}"
         )
-    order = sorted(range(len(prompts)), key=lambda i: -_tokens(prompts[i]))
     with evaluation_mode(model), torch.no_grad(), tqdm(total=len(prompts), desc="recall", disable=not progress) as bar:
-        for start in range(0, len(order), size):
-            numbers = order[start : start + size]
+        for numbers in _groups(prompts, size, limit):
             yield numbers, _Batch(root, tokenizer, [prompts[i] for i in numbers], limit)
             bar.update(len(numbers))
+
+
+def _groups(prompts: Sequence[RecallPrompt], size: int, limit: int | None) -> Iterator[list[int]]:
+    """Yield the numbers of prompts that are read together, the longest first.
+
+    All rows of a batch write as much as the one with the most room: only those are together that have it.
+    """
+    group: list[int] = []
+    for number in sorted(range(len(prompts)), key=lambda i: -len(prompts[i].prompt_ids)):
+        longest = len(prompts[group[0] if group else number].prompt_ids)
+        if group and (len(group) == size or (limit and longest + _room(prompts[number], limit) > limit)):
+            yield group
+            group = []
+        group.append(number)
+    yield group
 
 
 def share_found(prompt: RecallPrompt, written: str) -> float:
@@ -141,9 +162,20 @@ def share_found(prompt: RecallPrompt, written: str) -> float:
     return sum(answer.lower() in written.lower() for answer in prompt.answers) / len(prompt.answers)
 
 
-def _tokens(prompt: RecallPrompt) -> int:
+def _right(prompt: RecallPrompt) -> int:
+    """Return the tokens of a prompt with its right answer."""
+    return len(prompt.prompt_ids) + len(prompt.answer_ids)
+
+
+def _longest(prompt: RecallPrompt) -> int:
     """Return the tokens of a prompt with its longest continuation."""
     return len(prompt.prompt_ids) + max(map(len, (prompt.answer_ids, *prompt.wrong_ids)))
+
+
+def _room(prompt: RecallPrompt, limit: int | None) -> int:
+    """Return how many tokens a model may write behind a prompt."""
+    wanted = len(prompt.answer_ids) * 3 // 2 + MORE_TOKENS
+    return min(wanted, limit - len(prompt.prompt_ids)) if limit else wanted
 
 
 class _Batch:
@@ -221,9 +253,7 @@ class _Batch:
 
     def _write(self) -> list[tuple[list[int], list[float]]]:
         """Return the greedy continuations, each with as many tokens as its own answer allows, and their log p."""
-        room = [len(prompt.answer_ids) * 3 // 2 + MORE_TOKENS for prompt in self.prompts]
-        if self.limit:
-            room = [min(count, self.limit - len(p.prompt_ids)) for count, p in zip(room, self.prompts, strict=True)]
+        room = [_room(prompt, self.limit) for prompt in self.prompts]
         written = self.model.generate(  # type: ignore[operator]
             self.ids, attention_mask=self.mask, past_key_values=self.cache, max_new_tokens=max(room),
             pad_token_id=self.tokenizer.pad_token_id or 0, output_logits=True, return_dict_in_generate=True, **GREEDY,

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ...config import require, require_count
+from ..perplexity import position_limit
 from .answers import RecallAnswer, answer_prompts
 from .needles import LETTERS
 from .prompts import make_prompts
@@ -98,6 +99,7 @@ def recall(
     require("lengths", lengths, len(lengths) > 0, "a list of numbers of tokens, at least one")
     require_count("num_samples", num_samples)
     options = {"count": num_samples, "seed": seed, "haystack": haystack, "chat": chat}
+    options["positions"] = position_limit(model)
     prompts = [
         make_prompts(task, tokenizer, length, **options)  # type: ignore[arg-type]  # mypy takes the values for one type
         for task in tasks

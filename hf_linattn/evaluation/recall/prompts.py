@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from ...config import require_count, require_known
+from ...config import require, require_count, require_known
 from ...errors import DataError, OptionError
 from .draft import Draft, Question, Source
 from .draws import Draws
@@ -55,6 +55,7 @@ def make_prompts(
     seed: int = 0,
     haystack: Sequence[str] | None = None,
     chat: bool = False,
+    positions: int | None = None,
 ) -> list[RecallPrompt]:
     """Return prompts of one task, whose needles lie at depths (i + 1/2) / count, i = 0 to count - 1.
 
@@ -69,19 +70,24 @@ def make_prompts(
         haystack: texts to hide needles in, for tasks that have a text; None takes the one that comes with the library,
             chapters of "Alice's Adventures in Wonderland".
         chat: write the prompt as the turn of a user, through the tokenizer's chat template.
+        positions: of the model that is to answer, so that the wrong answers, which may be longer than the right one,
+            fit as well; None: any number.
 
     Raises:
         UnknownNameError: no task has that name.
-        OptionError: `count` is below 1, or `length` too short for the task with this tokenizer.
+        OptionError: `count` is below 1, or `length` beyond the positions or too short for the task with this
+            tokenizer.
         DataError: the haystack is one string or has less than 50 words, the tokenizer has no chat template that is
             asked for, or it cannot spell an answer.
     """
     require_known("recall task", task, RECALL_TASKS)
     require_count("length", length)
     require_count("count", count)
+    require("length", length, positions is None or length <= positions, f"at most {positions}, the model's positions")
     if chat and not tokenizer.chat_template:
         raise DataError("chat=True: the tokenizer has no chat_template; set one or leave chat out")
-    words, writer, prompts, size = words_of(haystack), _Writer(tokenizer, chat), list[RecallPrompt](), 1
+    writer = _Writer(tokenizer, chat, spare=None if positions is None else positions - length)
+    words, prompts, size = words_of(haystack), list[RecallPrompt](), 1
     for number in range(count):
         for rotation in range(RECALL_TASKS[task].rotations):
             source = Source(Draws(task, length, seed, number), (number + 0.5) / count, words, rotation)
@@ -117,10 +123,10 @@ def _largest_size(question: Question, writer: _Writer, length: int, guess: int, 
 
 
 class _Writer:
-    """Writes drafts with one tokenizer."""
+    """Writes drafts with one tokenizer; `spare` tokens are left to what a wrong answer is longer, None: any number."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool):
-        self.tokenizer, self.chat = tokenizer, chat
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool, spare: int | None):
+        self.tokenizer, self.chat, self.spare = tokenizer, chat, spare
         plain, whole = self._encode(PROBE), list(tokenizer(PROBE)["input_ids"])
         starts = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
         self.first_ids = whole[: starts[0]] if starts and not chat else []
@@ -133,8 +139,12 @@ class _Writer:
         return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) + draft.prefix
 
     def count(self, draft: Draft) -> int:
-        """Return the tokens of prompt and answer."""
-        return len(self.first_ids) + len(self._encode(f"{self.text(draft)} {draft.right}"))
+        """Return the tokens of prompt and answer, and those of the longest wrong one that find no room behind it."""
+        right = len(self.first_ids) + len(self._encode(f"{self.text(draft)} {draft.right}"))
+        if self.spare is None:
+            return right
+        own, *wrong = (len(self._continue(draft.prefix, x)) for x in (draft.right, *draft.wrong))
+        return right + max(0, max(wrong) - own - self.spare)
 
     def write(self, draft: Draft, **fields: object) -> RecallPrompt:
         """Return the prompt as token ids."""
