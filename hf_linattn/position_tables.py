@@ -1,4 +1,4 @@
-"""Learned position tables: how many tokens they serve, so that a longer input is named before the look-up fails."""
+"""Positions: which configs say how many, and what learned tables serve, so that a longer input is named at once."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ def position_tables(model: PreTrainedModel, of_parts: bool = False) -> dict[str,
         and isinstance(table, nn.Embedding)
         and not path.startswith(others)
     }
+
+
+def position_configs(config: Any) -> list[Any]:
+    """Return the config of a model and, where it has one, that of its text model."""
+    text = config.get_text_config()
+    return [config] if text is config else [config, text]
 
 
 def served_positions(table: nn.Embedding) -> tuple[int, int]:
