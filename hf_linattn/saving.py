@@ -43,11 +43,14 @@ def save_pretrained(self: PreTrainedModel, save_directory: str | os.PathLike[str
     Raises:
         PatchError: the model is a part, with a config of its own, of one that is patched as a whole; or the positions
             of a part were extended, which the config of the whole cannot say.
+        UnsupportedModelError: no Auto class would load it, as its config class is none that `AutoConfig` knows.
     """
     described, folder = describe_patches(self), Path(save_directory)
     if (described is None and not is_marked(folder)) or folder.is_file():
         with positions_of_parts(self):
             return PLAIN_SAVE(self, save_directory, *args, **kwargs)
+    if described is not None:
+        saved_config.require_registered(self.config)
     call = SIGNATURE.bind(self, save_directory, *args, **kwargs)
     if call.arguments.get("push_to_hub"):
         call.arguments.setdefault("kwargs", {}).setdefault("repo_id", folder.name)
