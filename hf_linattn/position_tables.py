@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.configuration_utils import PreTrainedConfig
 
 from .errors import UnsupportedModeError
 from .ops.common.tracing import is_known
@@ -33,9 +34,12 @@ def position_tables(model: PreTrainedModel, of_parts: bool = False) -> dict[str,
 
 
 def position_configs(config: Any) -> list[Any]:
-    """Return the config of a model and, where it has one, that of its text model."""
-    text = config.get_text_config()
-    return [config] if text is config else [config, text]
+    """Return the config of a model and, where it has them, those of its text model and of an encoder of tokens."""
+    found = [config, config.get_text_config()]
+    encoder = getattr(config, "encoder", None)  # of a pair, whose text model is its decoder
+    if isinstance(encoder, PreTrainedConfig) and hasattr(encoder.get_text_config(), "max_position_embeddings"):
+        found.append(encoder.get_text_config())
+    return list({id(one): one for one in found}.values())
 
 
 def served_positions(table: nn.Embedding) -> tuple[int, int]:

@@ -111,16 +111,16 @@ def require_registered(config: Any) -> None:
     base = base_class(type(config))
     if base.model_type not in CONFIG_MAPPING or CONFIG_MAPPING[base.model_type] is not base:
         raise UnsupportedModelError(
-            f"{base.__name__} is not what AutoConfig has for model_type {base.model_type!r}, so that nothing would load"
-            f" what is saved; {how_to_register(base.model_type)}"
+            f"{base.__name__} is not what AutoConfig has for model_type {base.model_type!r}, so that nothing would"
+            f" load what is saved; {how_to_register(base.model_type)}"
         )
 
 
 def how_to_register(model_type: Any) -> str:
     """Return what has to be done for a config class that is none of transformers."""
     return (
-        f"call AutoConfig.register({model_type!r}, its config class) and register(config class, model class) of an Auto"
-        " class such as AutoModelForCausalLM, before patching and before loading"
+        f"call AutoConfig.register({model_type!r}, its config class) and register(config class, model class) of an"
+        " Auto class such as AutoModelForCausalLM, before patching and before loading"
     )
 
 

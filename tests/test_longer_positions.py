@@ -295,6 +295,25 @@ def test_a_whole_is_saved_with_the_positions_of_its_part(name, patched, tmp_path
     assert said_by(whole) == said
 
 
+def test_both_halves_of_a_pair_are_extended_saved_and_undone(tmp_path):
+    whole = make_bert2bert()
+    before, said = read_pair(whole, OLD), said_by(whole)
+    extend_positions(whole, NEW)
+    assert whole.config.encoder.max_position_embeddings == whole.config.decoder.max_position_embeddings == NEW
+    assert torch.equal(read_pair(whole, OLD), before)
+    after = read_pair(whole, NEW)
+    whole.save_pretrained(tmp_path)
+    assert torch.equal(read_pair(EncoderDecoderModel.from_pretrained(tmp_path).eval(), NEW), after)
+    unpatch_model(whole)
+    assert torch.equal(read_pair(whole, OLD), before) and said_by(whole) == said
+
+
+def read_pair(model: PreTrainedModel, length: int) -> torch.Tensor:
+    tokens = torch.arange(length)[None]
+    with torch.no_grad():
+        return model(input_ids=tokens, decoder_input_ids=tokens).logits
+
+
 def test_a_whole_whose_config_cannot_say_the_positions_of_its_part_is_not_saved(tmp_path):
     whole = make("BartModel")
     extend_positions(whole.encoder, NEW)
