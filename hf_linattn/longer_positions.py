@@ -15,6 +15,7 @@ Rotary positions have no table: their config gets transformers' own rope paramet
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -32,7 +33,8 @@ from .blueprints import blueprint, buffers_of, grown_modules, initialised, is_ma
 from .config import require_count
 from .errors import OptionError, PatchError, UnsupportedModelError
 from .pinning import own_config
-from .position_tables import served_positions
+from .position_tables import position_configs, served_positions
+from .saved_config import REGISTERING
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +125,7 @@ class Extension:
     """What was done to a model, its configs and its tokenizer."""
 
     changes: list[ModuleChange]
-    fields: list[tuple[int, str, Any]]  # which of `_configs`, name, value before: `patch_model` copies configs
+    fields: list[tuple[int, str, Any]]  # which of `position_configs`, name, value before: `patch_model` copies configs
     tokenizer: tuple[Any, Any]  # and its model_max_length before
 
     @classmethod
@@ -131,7 +133,7 @@ class Extension:
         cls, root: PreTrainedModel, changes: list[ModuleChange], fields: list[tuple[int, str]], tokenizer: Any
     ) -> Extension:
         """Remember what configs and tokenizer say now."""
-        configs = _configs(root.config)
+        configs = position_configs(root.config)
         before = [(index, name, getattr(configs[index], name)) for index, name in fields]
         return cls(changes, before, (tokenizer, getattr(tokenizer, "model_max_length", None)))
 
@@ -139,7 +141,7 @@ class Extension:
         """Put the changes in place, and what the longer config says."""
         for change in self.changes:
             change.apply()
-        configs, new = _configs(root.config), _configs(longer)
+        configs, new = position_configs(root.config), position_configs(longer)
         for index, name, _ in self.fields:
             setattr(configs[index], name, getattr(new[index], name))
         if self.tokenizer[0] is not None:
@@ -149,7 +151,7 @@ class Extension:
         """Put everything back."""
         for change in self.changes:
             change.undo()
-        configs, (tokenizer, length) = _configs(root.config), self.tokenizer
+        configs, (tokenizer, length) = position_configs(root.config), self.tokenizer
         for index, name, value in self.fields:
             setattr(configs[index], name, value)
         if tokenizer is not None:
@@ -177,7 +179,7 @@ def extend_positions(model: ModelT, max_length: int, method: str | None = None, 
     then; `patch_model(..., max_positions=...)` is a shortcut with the default method, undone with the patch.
 
     Args:
-        model: a transformers model, or a wrapper around one; not patched.
+        model: a transformers model, a part of one, or a wrapper around one; not patched.
         max_length: tokens of the longest input.
         method: copy (default), mirror or interpolate for learned tables; yarn (default), linear or dynamic for rotary
             positions; None alone for sinusoids.
@@ -206,6 +208,7 @@ def extend_positions(model: ModelT, max_length: int, method: str | None = None, 
     longer, rotary = copy.deepcopy(root.config), _is_rotary(root.config)
     fields = _scale_rotation(root, longer, max_length, method) if rotary else _lengthen(root, longer, max_length)
     changes = _changes(root, blueprint(root, longer), max_length, method, rotary)
+    importlib.import_module(REGISTERING)  # what saves a whole whose part this is
     own_config(model)
     extension = Extension.of(root, changes, fields, tokenizer)
     extension.apply(root, longer, max_length)
@@ -226,14 +229,9 @@ def undo_last_extension(root: PreTrainedModel) -> bool:
 # -- what the config says ---------------------------------------------------------------------------------------------
 
 
-def _configs(config: Any) -> list[Any]:
-    """Return the config of a model and, where it has one, that of its text model."""
-    text = config.get_text_config()
-    return [config] if text is config else [config, text]
-
-
 def _is_rotary(config: Any) -> bool:
-    return not getattr(config, "alibi", False) and any(getattr(x, "rope_parameters", None) for x in _configs(config))
+    configs = position_configs(config)
+    return not getattr(config, "alibi", False) and any(getattr(x, "rope_parameters", None) for x in configs)
 
 
 def _scale_rotation(
@@ -242,7 +240,7 @@ def _scale_rotation(
     """Write rope parameters into each config that has some; return which fields of which were written."""
     method = _known(root, "whose positions are rotary", method, ROPE_METHODS)
     written = []
-    for index, part in enumerate(_configs(longer)):
+    for index, part in enumerate(position_configs(longer)):
         if not getattr(part, "rope_parameters", None):
             continue
         length = getattr(part, "max_position_embeddings", None)
@@ -267,10 +265,10 @@ def _lengthen(root: PreTrainedModel, longer: Any, max_length: int) -> list[tuple
     """Write the new length into each field of a config by which something of the model grows; return which."""
     before = blueprint(root, copy.deepcopy(longer))
     lengths: dict[tuple[int, str], int] = {}
-    for index, part in enumerate(_configs(longer)):
+    for index, part in enumerate(position_configs(longer)):
         for name in (name for name in FIELDS if isinstance(getattr(part, name, None), int)):
             probe = copy.deepcopy(longer)
-            setattr(_configs(probe)[index], name, getattr(part, name) + 1)
+            setattr(position_configs(probe)[index], name, getattr(part, name) + 1)
             grown = grown_modules(before, blueprint(root, probe))
             if grown:
                 tables = [before.get_submodule(path) for path, table in grown.items() if table]
@@ -282,7 +280,7 @@ def _lengthen(root: PreTrainedModel, longer: Any, max_length: int) -> list[tuple
     written = []
     for (index, name), length in lengths.items():
         if length < max_length:
-            part = _configs(longer)[index]
+            part = position_configs(longer)[index]
             setattr(part, name, getattr(part, name) + max_length - length)
             written.append((index, name))
     return written

@@ -21,6 +21,7 @@ from .errors import PatchError, UnsupportedModeError
 
 IMPLEMENTATION = "hf_linattn"  # the name of our attention and mask functions
 CHOICE = "_attn_implementation_internal"  # the field of a config that holds such a name
+SHARED = "_hf_linattn_shared_configs"  # the attribute of a transformers model that holds the configs it had before
 EXACT = "_hf_linattn_exact"  # the attribute of modules that keep softmax beside patched ones, as cross-attention does
 PAGING = "init_continuous_batching"  # the method of a model that all of continuous batching goes through
 NAME_IN_MEMORY = (
@@ -50,7 +51,7 @@ class PinnedConfigMixin:
 
     def _choose(self, value: str | dict[str, Any] | None) -> None:
         """Choose what `unpatch_model` will go back to, where no model is attached yet."""
-        if value != IMPLEMENTATION and any(vars(part).get(CHOICE) == IMPLEMENTATION for part in _nested(self)):
+        if value != IMPLEMENTATION and any(vars(part).get(CHOICE) == IMPLEMENTATION for part in nested_configs(self)):
             raise self._refusal(value)
         own = type(self)
         self.__class__ = base_class(own)
@@ -99,13 +100,21 @@ def with_copies(chosen: list[tuple[Any, str]], models: Iterable[nn.Module]) -> l
 
 
 def own_config(model: nn.Module) -> None:
-    """Give the model a config of its own: what is done to it must not reach another model made from the same one."""
+    """Give the model a config of its own: what is done to it must not reach another model made from the same one.
+
+    It remembers the old one. Where it is a part of a model, that is the one in the config of the whole.
+    """
     copies: dict[int, Any] = {}
-    copy.deepcopy(root_model(model).config, copies)
+    root = root_model(model)
+    old = root.config
+    copy.deepcopy(old, copies)
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig) and id(config) in copies:
             module.config = copies[id(config)]
+        shared = vars(module).get(SHARED, [])
+        shared[:] = [copies.get(id(config), config) for config in shared]
+    vars(root).setdefault(SHARED, []).append(old)
 
 
 def pin_config(config: PreTrainedConfig) -> None:
@@ -122,17 +131,18 @@ def unpin_config(config: PreTrainedConfig) -> None:
 
 def free_config(config: PreTrainedConfig) -> None:
     """Make a copy of a patched model's config, and those in it, ones that a model can be made from."""
-    for part in _nested(config):
+    for part in nested_configs(config):
         unpin_config(part)
         if vars(part).get(CHOICE) == IMPLEMENTATION:
             vars(part)[CHOICE] = None  # transformers chooses
 
 
-def _nested(config: Any) -> Iterator[PreTrainedConfig]:
+def nested_configs(config: Any) -> Iterator[PreTrainedConfig]:
+    """Yield a config and those in it."""
     yield config
     for value in list(vars(config).values()):
         if isinstance(value, PreTrainedConfig):
-            yield from _nested(value)
+            yield from nested_configs(value)
 
 
 # -- what keeps softmax -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Learned position tables: how many tokens they serve, so that a longer input is named before the look-up fails."""
+"""Positions: which configs say how many, and what learned tables serve, so that a longer input is named at once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.configuration_utils import PreTrainedConfig
 
 from .errors import UnsupportedModeError
 from .ops.common.tracing import is_known
@@ -30,6 +31,15 @@ def position_tables(model: PreTrainedModel, of_parts: bool = False) -> dict[str,
         and isinstance(table, nn.Embedding)
         and not path.startswith(others)
     }
+
+
+def position_configs(config: Any) -> list[Any]:
+    """Return the config of a model and, where it has them, those of its text model and of an encoder of tokens."""
+    found = [config, config.get_text_config()]
+    encoder = getattr(config, "encoder", None)  # of a pair, whose text model is its decoder
+    if isinstance(encoder, PreTrainedConfig) and hasattr(encoder.get_text_config(), "max_position_embeddings"):
+        found.append(encoder.get_text_config())
+    return list({id(one): one for one in found}.values())
 
 
 def served_positions(table: nn.Embedding) -> tuple[int, int]:

@@ -37,7 +37,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from .atomic_io import write_text
 from .checkpoint_config import MODEL_TYPE, HfLinattnConfig
-from .errors import CheckpointError
+from .errors import CheckpointError, UnsupportedModelError
 from .pinning import PinnedConfigMixin, base_class, unpin_config
 from .plan import PatchConfig
 
@@ -74,6 +74,7 @@ class LinearizedConfigMixin(PinnedConfigMixin):
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
         """Write the nested form, each file whole or not at all, and the module that `trust_remote_code` loads."""
         base = json.loads(self.to_json_string(use_diff=use_diff))  # type: ignore[attr-defined]
+        base.pop("auto_map", None)  # of remote code, which would load the original
         outer = {
             "model_type": MODEL_TYPE,
             "base_model_type": base.pop("model_type"),
@@ -102,6 +103,27 @@ def size_field(config: Any) -> str:
     return "vocab_size" if "vocab_size" in sizes else next(iter([*sizes, *base.sub_configs]), "vocab_size")
 
 
+def require_registered(config: Any) -> None:
+    """Raise `UnsupportedModelError` unless `AutoConfig` finds the class of a config, marked or not, by its model type.
+
+    Classes of remote code are found beside the original alone.
+    """
+    base = base_class(type(config))
+    if base.model_type not in CONFIG_MAPPING or CONFIG_MAPPING[base.model_type] is not base:
+        raise UnsupportedModelError(
+            f"{base.__name__} is not what AutoConfig has for model_type {base.model_type!r}, so that nothing would"
+            f" load what is saved; {how_to_register(base.model_type)}"
+        )
+
+
+def how_to_register(model_type: Any) -> str:
+    """Return what has to be done for a config class that is none of transformers."""
+    return (
+        f"call AutoConfig.register({model_type!r}, its config class) and register(config class, model class) of an"
+        " Auto class such as AutoModelForCausalLM, before patching and before loading"
+    )
+
+
 def unfinished(config: Any) -> dict[str, Any]:
     """Return what stands in place of config.json while the files of a checkpoint are replaced by others."""
     return {
@@ -128,7 +150,7 @@ def read_config(config_dict: dict[str, Any], **kwargs: Any) -> Any:
     if model_type == MODEL_TYPE or model_type not in CONFIG_MAPPING:
         raise CheckpointError(
             f"config.json has base_model_type {model_type!r}, which is no model type that this version of"
-            " transformers knows; try a newer one, or save the model again"
+            f" transformers knows; try a newer one, or, for code that is not its own, {how_to_register(model_type)}"
         )
     architectures = config_dict.get("architectures", config_dict["base_config"].get("architectures"))
     base = {**config_dict["base_config"], "architectures": architectures}
@@ -205,7 +227,9 @@ def linearized_config_class(base: Any) -> Any:
     if issubclass(base, LinearizedConfigMixin):
         return base
     importlib.import_module(REGISTERING)
-    made = type(base.__name__, (LinearizedConfigMixin, base), {"__module__": __name__, "__doc__": base.__doc__})
+    # what copies the file of a class of remote code must not find this one
+    own = {"__module__": __name__, "__doc__": base.__doc__, "_auto_class": None}
+    made = type(base.__name__, (LinearizedConfigMixin, base), own)
     for register in _REGISTERS:
         register(base, made)
     return made

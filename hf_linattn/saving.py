@@ -29,6 +29,7 @@ from transformers.utils import CONFIG_NAME
 from . import saved_config
 from .atomic_io import write_text
 from .errors import PatchError
+from .extended_parts import positions_of_parts
 from .patching import is_patched, patched_parts
 
 PLAIN_SAVE = PreTrainedModel.save_pretrained
@@ -40,15 +41,20 @@ def save_pretrained(self: PreTrainedModel, save_directory: str | os.PathLike[str
     """Save a model so that it loads as what it computes; see transformers for the arguments.
 
     Raises:
-        PatchError: the model is a part, with a config of its own, of one that is patched as a whole.
+        PatchError: the model is a part, with a config of its own, of one that is patched as a whole; or the positions
+            of a part were extended, which the config of the whole cannot say.
+        UnsupportedModelError: no Auto class would load it, as its config class is none that `AutoConfig` knows.
     """
     described, folder = describe_patches(self), Path(save_directory)
     if (described is None and not is_marked(folder)) or folder.is_file():
-        return PLAIN_SAVE(self, save_directory, *args, **kwargs)
+        with positions_of_parts(self):
+            return PLAIN_SAVE(self, save_directory, *args, **kwargs)
+    if described is not None:
+        saved_config.require_registered(self.config)
     call = SIGNATURE.bind(self, save_directory, *args, **kwargs)
     if call.arguments.get("push_to_hub"):
         call.arguments.setdefault("kwargs", {}).setdefault("repo_id", folder.name)
-    with _marked(self.config, described):
+    with positions_of_parts(self), _marked(self.config, described):
         if call.arguments.get("distributed_checkpoint"):  # written by many processes at once, to go on training
             return PLAIN_SAVE(*call.args, **call.kwargs)
         with _whole(folder, call.arguments.get("variant"), self.config) as aside:

@@ -34,6 +34,7 @@ from .masks import (
     window_of,
 )  # fmt: skip
 from .mechanisms import Mechanism
+from .mixed_adapters import refuse_mixed_adapters
 from .ops.common.exact_softmax import softmax_attention
 from .ops.common.tracing import begin_forward, counts_positions, end_forward, is_known, once
 from .pinning import CHOICE, IMPLEMENTATION, refuse_paging, require_left_out
@@ -64,10 +65,15 @@ def mechanism_of(module: nn.Module) -> Any:
     """Return the mechanism attached to an attention module, or None.
 
     PEFT wraps it where `modules_to_save` names it, beside the copy that it trains: the active one is returned.
+
+    Raises:
+        UnsupportedModeError: PEFT was given the adapter of each row, and these have mechanisms of their own.
     """
     attached: Any = getattr(module, MECHANISM, None)
     if attached is None or isinstance(attached, Mechanism):
         return attached
+    if attached._forward_pre_hooks:
+        refuse_mixed_adapters(attached)
     if attached.disable_adapters or not attached.active_adapters:
         return attached.original_module
     return attached.modules_to_save[attached.active_adapters[0]]

@@ -20,6 +20,7 @@ from hf_linattn import patch_model
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
 from hf_linattn.mechanisms.learned_sparse import LearnedSparseMechanism
+from hf_linattn.pinning import SHARED
 from tests.models import ENCODERS, VOCAB_SIZE, make_model
 
 # smaller than the defaults, for speed; a mechanism that is not named here is tested with its defaults
@@ -198,8 +199,9 @@ def _facts(module: nn.Module) -> dict[str, Any]:
     """Class, attributes, hooks and attention implementation of one module."""
     hooks = {name: list(value.values()) for name, value in vars(module).items() if name.endswith("_hooks") and value}
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    attributes = sorted(set(vars(module)) - {SHARED})  # that a model once had another config is all that stays
     return {
-        "class": type(module), "attributes": sorted(vars(module)), "hooks": hooks, "implementation": implementation,
+        "class": type(module), "attributes": attributes, "hooks": hooks, "implementation": implementation,
         "children": list(module._modules), "buffers": list(module._buffers), "training": module.training,
     }  # fmt: skip
 

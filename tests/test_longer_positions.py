@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +12,11 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, EncoderDecoderConfig, EncoderDecoderModel, PreTrainedModel
 
-from hf_linattn import extend_positions, patch_model, unpatch_model
+from hf_linattn import extend_positions, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import OptionError, PatchError, UnsupportedModeError, UnsupportedModelError
+from hf_linattn.hub import load_checkpoint
 from hf_linattn.support.tiny import tiny_config
 from tests.helpers import make_tokenizer
 from tests.models import fill, make_model
@@ -258,3 +261,71 @@ def test_a_patched_model_and_a_rope_type_of_its_own_are_refused():
     model = extend_positions(make("LlamaModel"), NEW)
     with pytest.raises(UnsupportedModelError, match="rope type is 'yarn' already"):
         extend_positions(model, 2 * NEW)
+
+
+def make_bert2bert() -> PreTrainedModel:
+    """Return an encoder and a decoder whose configs are in that of the whole."""
+    half = config_of("BertModel").to_dict()
+    decoder = half | {"is_decoder": True, "add_cross_attention": True}
+    ids = {"decoder_start_token_id": 2, "pad_token_id": 1}
+    return fill(EncoderDecoderModel(EncoderDecoderConfig(encoder=half, decoder=decoder, **ids)))
+
+
+# what makes a whole -> the path of a part of it
+WHOLES: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
+    "llama": (lambda: fill(transformers.LlamaForCausalLM(copy.deepcopy(config_of("LlamaModel")))), "model"),
+    "bert": (lambda: fill(transformers.BertForMaskedLM(copy.deepcopy(config_of("BertModel")))), "bert"),
+    "bert2bert": (make_bert2bert, "encoder"),
+}
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("name", WHOLES)
+def test_a_whole_is_saved_with_the_positions_of_its_part(name, patched, tmp_path):
+    make_whole, path = WHOLES[name]
+    whole, tokens = make_whole(), torch.arange(NEW)[None]
+    said, part = said_by(whole), whole.get_submodule(path)
+    patch_model(unpatch_model(patch_model(part, "linear")), "linear", max_positions=NEW)
+    if not patched:
+        extend_positions(unpatch_model(part), NEW)
+    after = part(tokens).last_hidden_state
+    whole.save_pretrained(tmp_path)
+    loaded = load_checkpoint(str(tmp_path)).eval()
+    assert torch.equal(loaded.get_submodule(path)(tokens).last_hidden_state, after) and is_patched(loaded) == patched
+    assert said_by(whole) == said
+
+
+def test_both_halves_of_a_pair_are_extended_saved_and_undone(tmp_path):
+    whole = make_bert2bert()
+    before, said = read_pair(whole, OLD), said_by(whole)
+    extend_positions(whole, NEW)
+    assert whole.config.encoder.max_position_embeddings == whole.config.decoder.max_position_embeddings == NEW
+    assert torch.equal(read_pair(whole, OLD), before)
+    after = read_pair(whole, NEW)
+    whole.save_pretrained(tmp_path)
+    assert torch.equal(read_pair(EncoderDecoderModel.from_pretrained(tmp_path).eval(), NEW), after)
+    unpatch_model(whole)
+    assert torch.equal(read_pair(whole, OLD), before) and said_by(whole) == said
+
+
+def read_pair(model: PreTrainedModel, length: int) -> torch.Tensor:
+    tokens = torch.arange(length)[None]
+    with torch.no_grad():
+        return model(input_ids=tokens, decoder_input_ids=tokens).logits
+
+
+def test_a_whole_whose_config_cannot_say_the_positions_of_its_part_is_not_saved(tmp_path):
+    whole = make("BartModel")
+    extend_positions(whole.encoder, NEW)
+    with pytest.raises(PatchError, match=r"'encoder' were extended, and BartModel has one config.*of 'decoder'"):
+        whole.save_pretrained(tmp_path)
+    extend_positions(whole.decoder, NEW + 1)
+    with pytest.raises(PatchError, match=r"not extended alike"):
+        whole.save_pretrained(tmp_path)
+    unpatch_model(whole.decoder)
+    extend_positions(whole.decoder, NEW).save_pretrained(tmp_path / "part")
+    whole.save_pretrained(tmp_path)
+    assert torch.equal(read(AutoModel.from_pretrained(tmp_path).eval(), NEW), read(whole, NEW))
+    whole.config = copy.deepcopy(config_of("BartModel"))
+    with pytest.raises(PatchError, match=r"'encoder' were extended, and its config is not in that of BartModel"):
+        whole.save_pretrained(tmp_path)

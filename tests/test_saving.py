@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -23,11 +24,14 @@ from transformers import (
     BertLMHeadModel,
     BertModel,
     EncoderDecoderModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_linattn import CheckpointError, PatchError, get_mechanisms, is_patched, patch_model, unpatch_model
+from hf_linattn.errors import UnsupportedModelError
 from hf_linattn.saving import PLAIN_SAVE
 from tests.helpers import logits_of, make_patched, make_tokens
 from tests.models import SIZES, SPINE, TOKENS, fill, make_model
@@ -156,6 +160,40 @@ def test_no_other_engine_finds_a_model_of_its_own(tmp_path, name):
     assert "architectures" not in in_file["base_config"]
     unpatched = unpatch_model(AutoModel.from_pretrained(tmp_path))
     assert unpatched.config.architectures == [type(model).__name__]
+
+
+def make_own(kind: str) -> PreTrainedModel:
+    """Return a patched model whose classes are none of transformers, found as `AutoConfig` finds remote code."""
+
+    class OwnConfig(LlamaConfig):
+        model_type = kind
+
+    class Own(LlamaForCausalLM):
+        config_class = OwnConfig
+
+    OwnConfig.register_for_auto_class()
+    config = make_model("llama").config.to_dict() | {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+    if kind == "known":
+        AutoConfig.register(kind, OwnConfig)
+        AutoModelForCausalLM.register(OwnConfig, Own)
+    return patch_model(Own(OwnConfig.from_dict(config | {"model_type": kind})), "linear").eval()
+
+
+def test_classes_that_are_none_of_transformers_are_saved_once_they_are_registered(tmp_path, monkeypatch):
+    for mapping in (CONFIG_MAPPING, AutoModelForCausalLM._model_mapping):
+        monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
+    for kind in ("unknown", "llama"):
+        with pytest.raises(UnsupportedModelError, match=rf"OwnConfig is not what .*AutoConfig.register\('{kind}'"):
+            make_own(kind).save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    model = make_own("known")
+    model.save_pretrained(tmp_path)
+    for trusted in ({}, {"trust_remote_code": True}):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, **trusted).eval()
+        assert type(loaded) is type(model) and torch.equal(logits_of(loaded, IDS), logits_of(model, IDS))
+    CONFIG_MAPPING._extra_content.pop("known")
+    with pytest.raises(CheckpointError, match=r"'known', which is no.*AutoConfig.register\('known'"):
+        AutoConfig.from_pretrained(tmp_path)
 
 
 # -- interrupted saves ------------------------------------------------------------------------------------------------

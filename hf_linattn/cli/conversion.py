@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from ..cards import Calibrated, Conversion, Measured
     from ..sentence_models import SentenceModel
 
-PROCESSORS = {"tokenizer_config.json": "AutoTokenizer", "preprocessor_config.json": "AutoProcessor"}
+TOKENIZER = "tokenizer_config.json"
+# the files that tell of a processor: the first is what transformers writes now, the others what it wrote before
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 CAUSAL = "AutoModelForCausalLM"
 LENGTH = 2048  # tokens after which the decoding state is measured
 MEASURING = "evaluate"  # the package that measurements need, of the extra [eval]
@@ -245,16 +247,20 @@ def processors(model: str, max_length: int | None = None, modules: SentenceModel
 
     max_length: tokens of the longest input; None: as the tokenizer says. modules: have the tokenizer already.
     """
-    import transformers
+    from transformers import AutoProcessor, AutoTokenizer
     from transformers.utils.hub import cached_file
 
-    found = {
-        file: getattr(transformers, auto_class).from_pretrained(model)
-        for file, auto_class in PROCESSORS.items()
-        if cached_file(model, file, _raise_exceptions_for_missing_entries=False) is not None
-    }
+    def is_there(file: str) -> bool:
+        return cached_file(model, file, _raise_exceptions_for_missing_entries=False) is not None
+
+    found: dict[str, Any] = {}
     if modules is not None:
-        found = {"tokenizer_config.json": modules.tokenizer}
+        found = {TOKENIZER: modules.tokenizer}
+    else:
+        if is_there(TOKENIZER):
+            found[TOKENIZER] = AutoTokenizer.from_pretrained(model)
+        if file := next(filter(is_there, PROCESSORS), None):
+            found[file] = AutoProcessor.from_pretrained(model)
     for tokenizer in (getattr(processor, "tokenizer", processor) for processor in found.values()):
         if max_length is not None and hasattr(tokenizer, "model_max_length"):
             tokenizer.model_max_length = max_length

@@ -11,13 +11,22 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoProcessor,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperProcessor,
+)
 from typer.testing import CliRunner
 
 import hf_linattn
 from hf_linattn.cli import app
 from hf_linattn.cli.choosing import text_batches
+from hf_linattn.cli.conversion import processors
 from hf_linattn.errors import CheckpointError
+from hf_linattn.support.tiny import tiny_config
 from hf_linattn.training.arguments import ModelArguments
 from tests.helpers import make_tokenizer
 from tests.models import make_model
@@ -180,3 +189,15 @@ def test_a_length_is_refused_where_there_is_no_decoding_state(tmp_path):
         arguments = ["convert", tmp_path / name, tmp_path / "out", "--mechanism", "linear", "--json"]
         assert message in answer(*arguments, "--length", 8, code=1) and not (tmp_path / "out").exists()
         assert json.loads(answer(*arguments, "--dry-run"))["state"] is None
+
+
+def test_a_processor_goes_beside_the_converted_model(tmp_path):
+    given = WhisperProcessor(WhisperFeatureExtractor(feature_size=8), make_tokenizer())
+    WhisperForConditionalGeneration(tiny_config(WhisperConfig)).save_pretrained(tmp_path / "original")
+    given.save_pretrained(tmp_path / "original")
+    places = tmp_path / "original", tmp_path / "out"
+    document = json.loads(answer("convert", *places, "--mechanism", "linear", "--json"))
+    assert document["processors"] == ["tokenizer_config.json", "processor_config.json"]
+    assert AutoProcessor.from_pretrained(tmp_path / "out").to_dict() == given.to_dict()
+    (places[0] / "processor_config.json").rename(places[0] / "preprocessor_config.json")  # as transformers 4 wrote it
+    assert list(processors(str(places[0]))) == ["tokenizer_config.json", "preprocessor_config.json"]
