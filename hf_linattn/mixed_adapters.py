@@ -15,13 +15,13 @@ from torch import nn
 
 from .errors import UnsupportedModeError
 
-TOLD = "adapter_names"  # what a hook of PEFT adds to the arguments of each wrapper, for the time of a forward
+ARGUMENT = "adapter_names"  # what a hook of PEFT adds to the arguments of each wrapper, for the time of a forward
 
 
 def refuse_mixed_adapters(wrapper: nn.Module) -> None:
     """Raise `UnsupportedModeError` if the forward that runs was given the adapter of each row."""
-    told = next((hook.keywords[TOLD] for _, hook in _hooks(wrapper)), None)
-    if told is None:
+    adapters = next((hook.keywords[ARGUMENT] for _, hook in _hooks(wrapper)), None)
+    if adapters is None:
         return
     for running in list(_running(wrapper)):
         for module in running.modules():  # PEFT leaves the hooks after an error, and every later batch would be mixed
@@ -29,14 +29,14 @@ def refuse_mixed_adapters(wrapper: nn.Module) -> None:
                 del module._forward_pre_hooks[handle]
                 module._forward_pre_hooks_with_kwargs.pop(handle, None)
     raise UnsupportedModeError(
-        f"adapter_names={told!r} mixes adapters in a batch, and each has mechanisms of its own (modules_to_save); give"
-        " each adapter a batch of its own, after set_adapter(name)"
+        f"adapter_names={adapters!r} mixes adapters in a batch, and each has mechanisms of its own (modules_to_save);"
+        " give each adapter a batch of its own, after set_adapter(name)"
     )
 
 
 def _hooks(module: nn.Module) -> Iterator[tuple[int, Any]]:
     for handle, hook in module._forward_pre_hooks.items():
-        if TOLD in getattr(hook, "keywords", ()):
+        if ARGUMENT in getattr(hook, "keywords", ()):
             yield handle, hook
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -14,7 +13,6 @@ from transformers import AutoModelForMaskedLM, DynamicCache, Trainer, TrainingAr
 
 from hf_linattn import get_mechanisms, is_patched, list_mechanisms, patch_model, unpatch_model
 from hf_linattn.calibration import own_parameters
-from hf_linattn.errors import UnsupportedModeError
 from hf_linattn.mechanisms import MECHANISMS
 from tests.helpers import (
     KINDS,
@@ -327,27 +325,6 @@ def test_layers_that_share_parameters_share_those_that_peft_trains(tmp_path):
     assert not torch.allclose(after, before)
     merged.save_pretrained(tmp_path)
     assert torch.equal(logits_of(AutoModelForMaskedLM.from_pretrained(tmp_path).eval(), ids), after)
-
-
-@torch.no_grad()
-def test_a_batch_that_mixes_adapters_with_mechanisms_of_their_own_is_refused_and_leaves_nothing():
-    ids, lora = make_tokens(2, 9), LoraConfig(r=2, target_modules="all-linear", modules_to_save=["hf_linattn"])
-    wrapped = get_peft_model(make_patched("llama", "hedgehog"), lora, "first").eval()
-    wrapped.add_adapter("second", lora)
-    for name, parameter in wrapped.named_parameters():
-        if ".second." in name:
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    alone = {}
-    for adapter in ("first", "second"):
-        wrapped.set_adapter(adapter)
-        alone[adapter] = logits_of(wrapped, ids)
-    assert not torch.equal(*alone.values())
-    for call in (wrapped, partial(wrapped.generate, max_new_tokens=2)):
-        with pytest.raises(UnsupportedModeError, match=r"adapter_names=\['first', 'second'\] mixes.*set_adapter"):
-            call(input_ids=ids, adapter_names=["first", "second"])
-        for adapter, logits in alone.items():
-            wrapped.set_adapter(adapter)
-            assert torch.equal(logits_of(wrapped, ids), logits)
 
 
 # -- precision --------------------------------------------------------------------------------------------------------

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hf_linattn import UnsupportedModeError, UnsupportedModelError, architecture, original_attention, patch_model
@@ -190,3 +193,24 @@ def test_a_decoder_that_its_config_makes_an_encoder(name, tmp_path):
     model.config.is_causal = True
     with pytest.raises(UnsupportedModeError, match="is_causal=True was asked of layer 0, which was patched with is_c"):
         model(ids)
+
+
+@torch.no_grad()
+def test_a_batch_that_mixes_adapters_with_mechanisms_of_their_own_is_refused_and_leaves_nothing():
+    ids, lora = make_tokens(2, 9), LoraConfig(r=2, target_modules="all-linear", modules_to_save=["hf_linattn"])
+    wrapped = get_peft_model(make_patched("llama", "hedgehog"), lora, "first").eval()
+    wrapped.add_adapter("second", lora)
+    for name, parameter in wrapped.named_parameters():
+        if ".second." in name:
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    alone = {}
+    for adapter in ("first", "second"):
+        wrapped.set_adapter(adapter)
+        alone[adapter] = logits_of(wrapped, ids)
+    assert not torch.equal(*alone.values())
+    for call in (wrapped, partial(wrapped.generate, max_new_tokens=2)):
+        with pytest.raises(UnsupportedModeError, match=r"adapter_names=\['first', 'second'\] mixes.*set_adapter"):
+            call(input_ids=ids, adapter_names=["first", "second"])
+        for adapter, logits in alone.items():
+            wrapped.set_adapter(adapter)
+            assert torch.equal(logits_of(wrapped, ids), logits)
