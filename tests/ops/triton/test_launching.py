@@ -94,13 +94,17 @@ def test_threads_that_compile_at_a_time_leave_the_environment_as_it_was(machine,
 @pytest.mark.parametrize(("said", "want"), [("ieee", "tf32x3"), ("tf32", "tf32"), ("none", "tf32x3")])
 def test_products_are_as_exact_as_torch_backends_asks(said, want):
     """As `TrainingArguments(tf32=True)` does, after which `torch.get_float32_matmul_precision` raises."""
-    before = torch.backends.fp32_precision
+    asked = torch.get_float32_matmul_precision()
+    products = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     try:
+        for settings in products:
+            settings.fp32_precision = "none"  # as it is until the other way sets it: what is said of all holds
         torch.backends.fp32_precision = said
         assert launching.precision() == want
         assert product_parts(torch.empty(1)) in (0, 3), "no processor has products of TF32"
     finally:
-        torch.backends.fp32_precision = before
+        torch.backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision(asked)
 
 
 @pytest.mark.parametrize(("asked", "want"), [("highest", "tf32x3"), ("high", "tf32"), ("medium", "tf32")])
