@@ -230,18 +230,20 @@ def undo_last_extension(root: PreTrainedModel) -> bool:
 
 
 def _is_rotary(config: Any) -> bool:
-    configs = position_configs(config)
-    return not getattr(config, "alibi", False) and any(getattr(x, "rope_parameters", None) for x in configs)
+    return not getattr(config, "alibi", False) and any(_rope_parameters(config, x) for x in position_configs(config))
 
 
-def _scale_rotation(
-    root: PreTrainedModel, longer: Any, max_length: int, method: str | None
-) -> list[tuple[int, str]]:
+def _rope_parameters(config: Any, part: Any) -> Any:
+    """Return the rope parameters of one of its `position_configs`; None in those of a pair's encoder, which stay."""
+    return getattr(part, "rope_parameters", None) if part is config or part is config.get_text_config() else None
+
+
+def _scale_rotation(root: PreTrainedModel, longer: Any, max_length: int, method: str | None) -> list[tuple[int, str]]:
     """Write rope parameters into each config that has some; return which fields of which were written."""
     method = _known(root, "whose positions are rotary", method, ROPE_METHODS)
     written = []
     for index, part in enumerate(position_configs(longer)):
-        if not getattr(part, "rope_parameters", None):
+        if not _rope_parameters(longer, part):
             continue
         length = getattr(part, "max_position_embeddings", None)
         if not isinstance(length, int):

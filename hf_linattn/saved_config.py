@@ -106,10 +106,12 @@ def size_field(config: Any) -> str:
 def require_registered(config: Any) -> None:
     """Raise `UnsupportedModelError` unless `AutoConfig` finds the class of a config, marked or not, by its model type.
 
-    Classes of remote code are found beside the original alone.
+    Classes of remote code are found beside the original alone. Others may add to the one that is found.
     """
     base = base_class(type(config))
-    if base.model_type not in CONFIG_MAPPING or CONFIG_MAPPING[base.model_type] is not base:
+    known = CONFIG_MAPPING[base.model_type] if base.model_type in CONFIG_MAPPING else None
+    adds = known is not None and issubclass(base, known) and base._auto_class is None
+    if base is not known and not adds:
         raise UnsupportedModelError(
             f"{base.__name__} is not what AutoConfig has for model_type {base.model_type!r}, so that nothing would"
             f" load what is saved; {how_to_register(base.model_type)}"
@@ -118,9 +120,10 @@ def require_registered(config: Any) -> None:
 
 def how_to_register(model_type: Any) -> str:
     """Return what has to be done for a config class that is none of transformers."""
+    own = "give the class a model_type of its own, " if model_type in CONFIG_MAPPING else ""
     return (
-        f"call AutoConfig.register({model_type!r}, its config class) and register(config class, model class) of an"
-        " Auto class such as AutoModelForCausalLM, before patching and before loading"
+        f"{own}call AutoConfig.register({model_type!r}, its config class) and register(config class, model class) of"
+        " an Auto class such as AutoModelForCausalLM, before patching and before loading"
     )
 
 

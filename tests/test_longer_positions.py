@@ -295,6 +295,16 @@ def test_a_whole_is_saved_with_the_positions_of_its_part(name, patched, tmp_path
     assert said_by(whole) == said
 
 
+def test_a_table_of_a_pair_is_extended_beside_an_encoder_whose_positions_are_rotary():
+    encoder, decoder = config_of("ModernBertModel").to_dict(), config_of("GPT2Model").to_dict()
+    encoder |= {"max_position_embeddings": 2 * NEW}
+    decoder |= {"is_decoder": True, "add_cross_attention": True}
+    whole = fill(EncoderDecoderModel(EncoderDecoderConfig(encoder=encoder, decoder=decoder)))
+    rotation = copy.deepcopy(whole.config.encoder.rope_parameters)
+    extend_positions(whole, NEW)
+    assert len(whole.decoder.transformer.wpe.weight) == NEW and whole.config.encoder.rope_parameters == rotation
+
+
 def test_both_halves_of_a_pair_are_extended_saved_and_undone(tmp_path):
     whole = make_bert2bert()
     before, said = read_pair(whole, OLD), said_by(whole)

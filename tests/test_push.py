@@ -228,3 +228,6 @@ def test_no_weights_of_an_earlier_push_stay_beside_those_of_a_model(user, hub, t
         files = hub.repositories["me/model"].files
         assert set(files) == {file.name for file in (tmp_path / size).iterdir()} | (others if number else set())
         files |= dict.fromkeys(["adapter_config.json", "adapter_model.safetensors", *others], b"{}")
+    patch_model(make_model("gpt2"), "linear").save_pretrained(tmp_path / "half", variant="half")
+    user.run("push", tmp_path / "half", "me/model")
+    assert {"model.safetensors", "model.half.safetensors"} <= set(hub.repositories["me/model"].files)

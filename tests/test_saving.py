@@ -196,6 +196,16 @@ def test_classes_that_are_none_of_transformers_are_saved_once_they_are_registere
         AutoConfig.from_pretrained(tmp_path)
 
 
+def test_a_config_that_adds_to_one_of_transformers_is_saved_as_that_one(tmp_path):
+    class More(LlamaConfig):
+        pass
+
+    model = patch_model(LlamaForCausalLM(More.from_dict(make_model("llama").config.to_dict())), "linear").eval()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits_of(loaded, IDS), logits_of(model, IDS))
+
+
 # -- interrupted saves ------------------------------------------------------------------------------------------------
 
 SHARDS = {"one file": {}, "shards": {"max_shard_size": "60KB"}}

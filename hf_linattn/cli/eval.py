@@ -147,7 +147,7 @@ def run_suite(
     suite: str, paths: dict[str, str], options: SuiteOptions, dtype: str | None, output: Path
 ) -> tuple[Any, ...]:
     """Write and return the JSON document, and what is shown in its place; one model is in memory at a time."""
-    from ..evaluation import side_by_side
+    from ..evaluation import position_limit, side_by_side
     from ..evaluation import suite as suites
     from ..evaluation.suite_table import means_table, suite_table
     from ..report.schema import collect_provenance
@@ -159,6 +159,8 @@ def run_suite(
     measured, window = {}, None
     for role, path in paths.items():  # the converted one is the last
         loaded = read_language_model("model" if role == "converted" else role, path, dtype)
+        # prompts that the original has positions for are those of the others, too
+        options = dataclasses.replace(options, positions=suites.fewest(options.positions, position_limit(loaded)))
         measured[role] = suites.measure(loaded, tokenizer, chosen, options)
         window, placed = suites.exact_window(loaded), {"device": loaded.device, "dtype": loaded.dtype}
         del loaded

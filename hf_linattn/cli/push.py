@@ -16,11 +16,10 @@ from ..reading import reading
 from .common import Json, exit_on_error, show
 
 SHARD = "[0-9]" * 5
-# of an earlier push, what transformers would load in place of a new model's weights, or onto them
-EARLIER = [
-    "model.safetensors", "model.safetensors.index.json", f"model-{SHARD}-of-{SHARD}.safetensors",
-    CONFIG_FILE, WEIGHTS_FILE,
-]  # fmt: skip
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# of an earlier push, what transformers would load in place of a new model's weights, and onto them
+EARLIER = [WHOLE, INDEX, f"model-{SHARD}-of-{SHARD}.safetensors"]
+ADAPTER = [CONFIG_FILE, WEIGHTS_FILE]
 
 
 def push(
@@ -47,12 +46,19 @@ def push(
             commit = api.upload_folder(
                 repo_id=repository, folder_path=folder, commit_message=message,
                 ignore_patterns=["stages/**", "control/**", ".[0-9]*"],  # the last: of a write that was killed
-                delete_patterns=EARLIER if read_adapter_config(folder) is None else None,
+                delete_patterns=replaced(folder),
             )  # fmt: skip
         except (unreachable, HFValidationError, OSError, RuntimeError) as error:  # the last: an upload broke off
             raise CheckpointError(f"repository={repository!r}: the Hub refused the upload: {error}") from error
     document = {"repository": repository, "commit": commit.oid, "url": commit.commit_url}
     show(document, as_json, f"pushed to {commit.commit_url}")
+
+
+def replaced(folder: Path) -> list[str] | None:
+    """Return patterns of what a push deletes: nothing for an adapter, no weights where those of a variant come."""
+    if read_adapter_config(folder) is not None:
+        return None
+    return [*ADAPTER, *(EARLIER if any((folder / name).exists() for name in (WHOLE, INDEX)) else [])]
 
 
 def name_card(folder: Path, repository: str) -> None:

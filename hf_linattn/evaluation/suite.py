@@ -40,7 +40,8 @@ class SuiteOptions:
         texts: documents of `language`, and the haystack of `recall`; without them that has one of its own.
         length: tokens of the windows of `language`. num_windows: how many of them, the first.
         recall_tasks: names in `RECALL_TASKS`; none: all of them. lengths: tokens of their prompts. num_samples: how
-            many questions for each task and length.
+            many questions for each task and length. positions: that a prompt of theirs and each answer may take beside
+            those of the model; None: these alone.
         tasks: names of files in `task_files`; none: all of them. task_dir: a folder with their rows; None: the Hub.
         limit: the first items of each task; None: all.
         long_prompts: tasks run again with as many examples as make each prompt longer than this; None: they do not.
@@ -55,6 +56,7 @@ class SuiteOptions:
     recall_tasks: tuple[str, ...] = ()
     lengths: tuple[int, ...] = (1024,)
     num_samples: int = 20
+    positions: int | None = None
     tasks: tuple[str, ...] = ()
     task_files: Path = Path("recipes/tasks")
     task_dir: Path | None = None
@@ -70,7 +72,7 @@ class SuiteOptions:
         require_count("batch_size", self.batch_size)
         require_count("num_samples", self.num_samples)
         require("lengths", self.lengths, len(self.lengths) > 0, "numbers of tokens, at least one")
-        for name in ("num_windows", "limit", "long_prompts"):
+        for name in ("num_windows", "limit", "long_prompts", "positions"):
             require_count(name, getattr(self, name), optional=True)
         require_count("num_generated", self.num_generated, least=0, optional=True)
 
@@ -106,11 +108,11 @@ def recall(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteO
 
     What it writes comes by quarters of the depths of the needle too, as rows with a `depth` in their facts.
     """
-    found = []
+    found, positions = [], fewest(options.positions, position_limit(model))
     for name, length in product(options.recall_tasks or RECALL_TASKS, options.lengths):
         prompts = make_prompts(
             name, tokenizer, length, count=options.num_samples, seed=options.seed, haystack=options.texts or None,
-            positions=position_limit(model),
+            positions=positions,
         )  # fmt: skip
         answers = answer_prompts(model, tokenizer, prompts, batch_size=options.batch_size, progress=options.progress)
         tokens = tuple(len(prompt.prompt_ids) for prompt in prompts)
@@ -124,6 +126,11 @@ def recall(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteO
                 Measurement("recall", title, "found", own, some, facts={**facts, "task": name, "depth": depth})
             )
     return found
+
+
+def fewest(*positions: int | None) -> int | None:
+    """Return the least of some limits, None where there is none."""
+    return min((limit for limit in positions if limit is not None), default=None)
 
 
 def tasks(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteOptions) -> list[Measurement]:

@@ -82,7 +82,8 @@ class SequenceClassification(Task):
             if name == "train" or count < len(chosen):
                 chosen = chosen.shuffle(seed=0)
             rows[name] = self.encode(chosen.select(range(count)), encoder, config, name)
-            remedy = f"give texts of the others, or raise max_{name}_tokens"
+            more = "" if limit is None else f", or raise max_{name}_tokens"
+            remedy = f"give texts of the others in {name}_file{more}"
             check_several(name, rows[name]["labels"][:], remedy)
         if "test" in splits:  # now, and not after hours
             test = self.encode(data.tested(splits["test"]), encoder, config, "test")
@@ -304,7 +305,7 @@ def class_numbers(labels: Sequence[int | str], known: Mapping[str, int], count: 
 
 def check_several(split: str, labels: Tensor, remedy: str) -> None:
     """Raise `DataError` where all texts have the same label: there is nothing to learn, and nothing to measure."""
-    if len(labels) and bool((labels == labels[0]).all()):
+    if len(labels) > 1 and bool((labels == labels[0]).all()):
         raise DataError(f"label: all {len(labels)} texts of the {split} split have {labels[0].tolist()}; {remedy}")
 
 

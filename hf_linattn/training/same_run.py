@@ -24,7 +24,7 @@ FREE = frozenset((
     "overwrite_output_dir", "plan_steps", "dry_run", "position_windows", "text_samples", "chunk_feed_forward", "row",
     "board",
     # where results go, and whether they are continued
-    "output_dir", "resume_from_checkpoint", "save_total_limit", "save_on_each_node",
+    "output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit", "save_on_each_node",
     # what is said meanwhile
     "disable_tqdm", "logging_dir", "logging_first_step", "logging_steps", "logging_strategy", "log_level",
     "log_level_replica", "log_on_each_node", "report_to", "run_name", "project", "trackio_space_id",

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 from hf_linattn import OptionError, UnknownNameError, patch_model
 from hf_linattn.cli import app
+from hf_linattn.evaluation import position_limit
 from hf_linattn.evaluation.recall import recall
 from hf_linattn.evaluation.side_by_side import SuiteReport, compare, task_means
-from hf_linattn.evaluation.suite import SUITES, SuiteOptions, exact_window, measure, suite_names
+from hf_linattn.evaluation.suite import SUITES, SuiteOptions, exact_window, fewest, measure, suite_names
 from hf_linattn.evaluation.suite_table import means_table, suite_table
 from tests.evaluation.test_harness import TASK_FILES, rows_of, task_dir, tokenizer, words
 from tests.evaluation.test_paired import QUANTILE
@@ -197,6 +198,20 @@ def test_recall_is_what_its_own_function_returns(spelling):
     ]  # fmt: skip
     assert len(parts) > 1
     assert all(row.longer_than_window == 1 and 200 < row.prompt_tokens[0] < 256 for row in rows)
+
+
+def test_models_of_unlike_positions_have_the_same_prompts(spelling):
+    """Those that the original has positions for, as the command line asks."""
+    options = SuiteOptions(recall_tasks=("single_uuid", "single_noise"), lengths=(256,), num_samples=2)
+    models = {
+        role: make_model("gpt2", n_positions=positions, vocab_size=len(spelling))
+        for role, positions in (("original", 256), ("converted", 512))
+    }
+    measured = {}
+    for role, model in models.items():
+        options = dataclasses.replace(options, positions=fewest(options.positions, position_limit(model)))
+        measured[role] = measure(model, spelling, ["recall"], options)
+    assert compare(measured, None)
 
 
 def test_models_measured_on_other_items_are_refused(options, tokenizer):

@@ -18,13 +18,13 @@ from tests.training.test_finetuning import make_training
 
 OTHERS = {
     "lr_scheduler_kwargs": {"num_cycles": 3}, "label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0,
-    "optim_args": "foreach=False", "save_steps": 0.25, "optim": "sgd", "seed": 1, "adam_beta2": 0.5,
+    "optim_args": "foreach=False", "optim": "sgd", "seed": 1, "adam_beta2": 0.5,
     "gradient_accumulation_steps": 2, "max_grad_norm": 3.0, "load_best_model_at_end": False, "eval_steps": 0.0625,
     "dataloader_drop_last": True, "full_determinism": True, "train_sampling_strategy": "sequential",
     "early_stopping_patience": 3, "warmup_steps": 7, "weight_decay": 0.3, "per_device_train_batch_size": 3,
 }  # fmt: skip
-MAY_DIFFER = {"logging_steps": 0.5, "report_to": "none", "save_total_limit": 4, "run_name": "x", "disable_tqdm": False,
-              "per_device_eval_batch_size": 3, "gradient_checkpointing": True}  # fmt: skip
+MAY_DIFFER = {"logging_steps": 0.5, "save_steps": 0.25, "report_to": "none", "save_total_limit": 4, "run_name": "x",
+              "disable_tqdm": False, "per_device_eval_batch_size": 3, "gradient_checkpointing": True}  # fmt: skip
 
 
 def test_every_option_of_a_training_is_compared_but_the_free_ones(tmp_path):

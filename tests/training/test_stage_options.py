@@ -49,6 +49,7 @@ from tests.training.test_task import CLASSIFIER, classified, classifier
         ("--report_to comet", "report_to='comet' is not known.* Known: .*wandb"),
         ("--bf16 True --fp16 True", "fp16 and bf16"),
         ("--bf16_full_eval True --fp16_full_eval True", "full eval"),
+        ("--fp16_full_eval True", "fp16_full_eval=True: it rounds the weights that are trained"),
         ("--eval_strategy no", "load_best_model_at_end requires the save and eval strategy to match"),
         ("--save_steps 0.25", "save_steps must be eval_steps=0.125, .* or save_strategy 'best', got 0.25"),
         ("--lr_scheduler_type cosinus", r"lr_scheduler_type.*cosinus|cosinus.*lr_scheduler_type"),

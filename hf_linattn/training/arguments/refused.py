@@ -22,6 +22,8 @@ REFUSED = {
         " eval_steps",
     "save_only_model": "a run cannot go on from a checkpoint without its optimizer",
     "ignore_data_skip": "a run that goes on would see rows twice",
+    "bf16_full_eval": "it rounds the weights that are trained; bf16 evaluates in bfloat16, too",
+    "fp16_full_eval": "it rounds the weights that are trained; fp16 evaluates in float16, too",
     "eval_on_start": "the loss before training is measured by stages of their own",
     "label_names": "rows have the column labels",
     "greater_is_better": "the best weights are those with the lowest validation loss",
