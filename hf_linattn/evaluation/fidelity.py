@@ -120,8 +120,10 @@ def linear_share(model: nn.Module, windows: Tensor) -> float | None:
         return None
 
     def watch(mechanism: Mechanism) -> Any:
+        watched = bool(hybrids_of([mechanism]))
+
         def answer(call: AttentionCall) -> Tensor:
-            for pairs in call.pairs(mechanism.layer.causal, BLOCK):
+            for pairs in call.pairs(mechanism.layer.causal, BLOCK) if watched else ():
                 shares.extend(_far_shares(mechanism, pairs))
             return call.run(mechanism)
 
