@@ -12,7 +12,7 @@ must lose a lot by that.
 
 ``gpt2-recall`` and ``llama-recall`` look back over 1,024 tokens. A quarter of their tokens is generated recall
 (``hf_linattn/training/pretraining/rows.py``), the text is grown by the documentation of installed packages, and rows
-become longer in the course of the training. Their log has the share of needles and pairs they find, and the loss by
+become longer in the course of the training, whose learning rate falls to zero in the end. Their log has the share of needles and pairs they find, and the loss by
 position, on rows and text that were held out. With ``--checkpoint_dir`` the training goes on where it was stopped.
 """
 
@@ -48,6 +48,7 @@ from transformers import (
 )
 
 from hf_linattn import patch_model, unpatch_model
+from hf_linattn.config import require
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation import perplexity
 from hf_linattn.reading import exit_with_one_line
@@ -62,6 +63,7 @@ from hf_linattn.training.pretraining.architectures import (
     train_tokenizer,
     wrap_tokenizer,
 )
+from hf_linattn.training.pretraining.cooldown import CooledTrainer
 from hf_linattn.training.pretraining.items import Material
 from hf_linattn.training.pretraining.kept import same_run_or_new, text_with_documentation
 from hf_linattn.training.pretraining.measures import measure_recall
@@ -103,6 +105,10 @@ class PretrainArguments:
     warmup_steps: int | None = field(
         default=None, metadata={"help": "Steps of linear warm-up; default: the architecture's."}
     )
+    cooldown: float | None = field(
+        default=None,
+        metadata={"help": "Share of the steps, behind the cosine, that end at zero; default: the architecture's."},
+    )
     weight_decay: float = field(default=0.1, metadata={"help": "AdamW's decoupled weight decay."})
     recall_samples: int = field(
         default=100, metadata={"help": "Prompts and rows of each kind on which a model with recall is measured."}
@@ -129,12 +135,16 @@ class PretrainArguments:
         self.learning_rate = self.learning_rate or architecture.learning_rate
         if self.warmup_steps is None:
             self.warmup_steps = architecture.warmup_steps
-        if self.checkpoint_dir and not architecture.looks_far_back:
-            known = ", ".join(name for name, known in ARCHITECTURES.items() if known.looks_far_back)
-            raise OptionError(
-                f"checkpoint_dir={self.checkpoint_dir!r}: {self.architecture} is trained in one go; leave it out, or"
-                f" take an architecture that looks far back: {known}"
-            )
+        if self.cooldown is None:
+            self.cooldown = architecture.cooldown
+        require("cooldown", self.cooldown, 0 <= self.cooldown < 1, "a share of the steps, from 0 to less than 1")
+        for name in ("checkpoint_dir", "cooldown"):
+            if getattr(self, name) and not architecture.looks_far_back:
+                known = ", ".join(name for name, known in ARCHITECTURES.items() if known.looks_far_back)
+                raise OptionError(
+                    f"{name}={getattr(self, name)!r}: {self.architecture} is trained in one go; leave it out, or"
+                    f" take an architecture that looks far back: {known}"
+                )
 
 
 @contextmanager
@@ -300,12 +310,13 @@ def train_on_mixture(
         chosen = {name: value for name, value in asdict(options).items() if name not in FREE}
         same_run_or_new(checkpoints, chosen | {"train_digest": rows_digest(corpus["train"])})
     use_cache, model.config.use_cache = model.config.use_cache, False
-    trainer = Trainer(
+    trainer = CooledTrainer(
         model=model,
         args=arguments,
         train_dataset=rows["train"],
         eval_dataset=rows["validation"],
         data_collator=lambda batches: batches[0],
+        cooldown=options.cooldown,
     )
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(checkpoints))
     model.config.use_cache = use_cache

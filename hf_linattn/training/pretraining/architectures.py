@@ -28,22 +28,24 @@ BLOCK_SIZE = 512
 VOCAB_SIZE = 2048
 RECALL_LENGTH = 1024
 RECALL: dict[str, Any] = {  # what the models that look far back have in common
-    # a quarter of all tokens is recall. It comes first, without any text, and copies before all others: so the circuit
-    # that the models start with becomes a strong one within a few hundred steps. Text wears it off a little; the end,
-    # at low rates, has more recall again
+    # millions of tokens, a quarter of them recall. It comes first, without any text, and copies before all others: so
+    # the circuit that the models start with becomes a strong one within a few hundred steps. Text wears it off a
+    # little; the end, at low rates, has more recall again
     "stages": (
-        Stage(128, 0.006, 1.0, "copies"),
-        Stage(128, 0.03, 1.0),
-        Stage(256, 0.04, 1.0),
-        Stage(512, 0.04, 1.0),
-        Stage(RECALL_LENGTH, 0.06, 1.0),
-        Stage(512, 0.3, 0.03),
-        Stage(RECALL_LENGTH, 0.424, 0.03),
-        Stage(RECALL_LENGTH, 0.1, 0.523),
+        Stage(128, 0.288, 1.0, "copies"),
+        Stage(128, 1.44, 1.0),
+        Stage(256, 1.92, 1.0),
+        Stage(512, 1.92, 1.0),
+        Stage(RECALL_LENGTH, 2.88, 1.0),
+        Stage(512, 14.4, 0.03),
+        Stage(RECALL_LENGTH, 20.352, 0.03),
+        Stage(RECALL_LENGTH, 4.8, 0.523),
+        Stage(RECALL_LENGTH, 3.0, 0.4),
     ),
+    "cooldown": 3 / 51,  # the last of them
     "packages": DOCUMENTED_PACKAGES,
     "saved_dtype": torch.float16,
-    "train_tokens": 48_000_000,
+    "train_tokens": 51_000_000,
     "batch_tokens": 2048,
     "learning_rate": 1e-3,
     "warmup_steps": 50,
@@ -68,7 +70,7 @@ class Architecture:
         stages: the lengths of the rows, in their order, and what the rows are.
         packages: installed packages whose documentation is trained on beside the standard library's.
         saved_dtype: of the weights in the checkpoint, which loads as float32 all the same.
-        train_tokens, batch_tokens, learning_rate, warmup_steps: the defaults of these options.
+        train_tokens, batch_tokens, learning_rate, warmup_steps, cooldown: the defaults of these options.
     """
 
     config_class: type
@@ -89,6 +91,7 @@ class Architecture:
     batch_tokens: int = 2048
     learning_rate: float = 3e-3
     warmup_steps: int = 200
+    cooldown: float = 0.0
 
     @property
     def looks_far_back(self) -> bool:

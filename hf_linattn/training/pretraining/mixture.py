@@ -22,7 +22,8 @@ class Stage(NamedTuple):
     """A part of a training.
 
     Attributes:
-        length: tokens of a row. share: of the training's steps. recall: share of generated recall among the rows.
+        length: tokens of a row. share: of the training's steps, beside those of the other stages; they need not add up
+            to 1. recall: share of generated recall among the rows.
         kind: the one kind that these rows have, a name in `KINDS`; None: all kinds by their shares.
     """
 
@@ -65,8 +66,9 @@ class Mixture(torch.utils.data.Dataset):
                 raise OptionError(f"a stage's share of recall must be from 0 to 1, got {stage.recall}")
         self.material, self.seed = material, (seed, _SPLITS[split])
         self.batch_tokens, self.stages = batch_tokens, tuple(stages)
-        ends = np.round(np.cumsum([stage.share for stage in stages]) * steps).astype(int)
-        self.ends = [*ends[:-1].tolist(), steps]
+        ends = np.cumsum([stage.share for stage in stages])
+        ends = np.round(ends / ends[-1] * steps).astype(int)
+        self.ends = ends.tolist()
 
     def __len__(self) -> int:
         return self.ends[-1]
