@@ -11,9 +11,10 @@ queries set to zero, when every query attends to all its keys alike: a model on 
 must lose a lot by that.
 
 ``gpt2-recall`` and ``llama-recall`` look back over 1,024 tokens. A quarter of their tokens is generated recall
-(``hf_linattn/training/pretraining/rows.py``), the text is grown by the documentation of installed packages, and rows
-become longer in the course of the training, whose learning rate falls to zero in the end. Their log has the share of needles and pairs they find, and the loss by
-position, on rows and text that were held out. With ``--checkpoint_dir`` the training goes on where it was stopped.
+(``hf_linattn/training/pretraining/rows.py``), the text is grown by the documentation of installed packages, rows
+become longer in the course of the training, and its learning rate falls to zero in the end. Their log has the share
+of needles and pairs they find, and the loss by position, on rows and text that were held out. With
+``--checkpoint_dir`` the training goes on where it was stopped.
 """
 
 from __future__ import annotations
