@@ -15,11 +15,11 @@ from ... import architecture
 from ...config import require_count
 from ...errors import DataError, OptionError, UnsupportedModelError
 from ...inference import accepted, evaluation_mode
+from ..generation import GREEDY
 from ..perplexity import is_masked_language_model, position_limit
 from .prompts import RecallPrompt
 
 MORE_TOKENS = 16  # than one and a half times the answer's, which a model may write around it
-GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
 class RecallAnswer(TypedDict):
