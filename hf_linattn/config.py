@@ -88,7 +88,7 @@ def require_count(name: str, value: Any, least: int = 1, optional: bool = False)
 
 
 def require_finite(name: str, scores: Iterable[float]) -> None:
-    """Raise `OptionError` unless all scores of a model are finite: one that is no number compares as if it were best."""
+    """Raise `OptionError` unless all scores of a model are finite: no other one is greater than NaN."""
     broken = [score for score in scores if not math.isfinite(score)]
     require(name, broken[:1], not broken, "finite, or the model is broken: look at what it predicts")
 
