@@ -126,6 +126,11 @@ def test_texts_are_cut_to_the_positions_that_serve_them(original, name, position
 
 REFUSED = {
     "--plan atuo": r"CheckpointError: plan='atuo' cannot be read: .*give auto, or a JSON file",
+    '--plan plan.json --options {"window_size":8}': r"options must be absent where plan is a file",
+    "--plan plan.json --options {": r"options must be a JSON object",
+    "--plan plan.json --signal divergence": r"signal must be absent where no plan is chosen; give keep, or plan auto",
+    "--mechanism linear --text a.txt": r"text must be absent where no plan is chosen; .* got \['a.txt'\]",
+    "--mechanism linear --seed 1": r"seed must be absent where no plan is chosen",
     "--plan auto --layers 0": r"layers='0' is for a mechanism alone",
     "--plan auto --keep few": r"keep must be a share like 0.1",
     "--mechanism hedgehog --calibrate missing.txt": r"DataError: calibrate: .* give a text file in UTF-8",
