@@ -92,7 +92,8 @@ def test_calibrate_fits_what_is_saved_on_whole_rows_of_the_text(original, tmp_pa
     assert all(torch.allclose(saved[name], tensor, atol=1e-5) for name, tensor in expected.state_dict().items())
     assert not all(torch.equal(saved[name], tensor) for name, tensor in untrained.items()), "it was fitted"
     assert "calibrated on 256 tokens of text.txt" in shown and "--mechanism hedgehog" in shown.split("recover: ")[1]
-    assert f"hf-linattn eval {tmp_path / 'out'} {text} --suite language --original {original}" in shown
+    measure = f"hf-linattn eval {tmp_path / 'out'} test.txt --suite language --original {original}"
+    assert measure in shown, "on no text that was fitted to"
     assert f"--mechanism hedgehog --train_file {text} --output_dir" in shown, "the next command is complete"
 
 
