@@ -11,7 +11,7 @@ from ..config import json_object, require
 from ..errors import OptionError
 from ..plan import Plan, name_or_plan
 from ..reading import read_tokenizer
-from .common import read_text
+from .common import read_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -118,9 +118,9 @@ def text_batches(tokenizer: Any, texts: Sequence[Path], model: PreTrainedModel) 
     said = getattr(model.config.get_text_config(), "max_position_embeddings", TEXT_LENGTH)
     size = min(TEXT_LENGTH, said, position_limit(model) or said)  # RoBERTa's config says two too many
     batches = []
-    for file in texts[:TEXT_ROWS]:
+    for text in read_texts(texts, "text")[:TEXT_ROWS]:
         options = {"truncation": True, "max_length": size, "return_tensors": "pt"}
-        batches.append(dict(tokenizer(read_text(file, "text"), return_token_type_ids=False, **options)))
+        batches.append(dict(tokenizer(text, return_token_type_ids=False, **options)))
     return batches
 
 
