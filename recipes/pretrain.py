@@ -62,14 +62,13 @@ from hf_linattn.training.checkpoints import last_complete_checkpoint
 from hf_linattn.training.data import PackedMaskingCollator, load_text_splits, tokenize_and_pack
 from hf_linattn.training.pretraining.architectures import (
     ARCHITECTURES,
-    Architecture,
     build_model,
     wrap_tokenizer,
 )
 from hf_linattn.training.pretraining.cooldown import CooledTrainer
 from hf_linattn.training.pretraining.items import Material
 from hf_linattn.training.pretraining.kept import same_run_or_new, text_with_documentation, tokenizer_of
-from hf_linattn.training.pretraining.measures import measure_recall
+from hf_linattn.training.pretraining.measures import measure_recall, queries_zeroed
 from hf_linattn.training.pretraining.mixture import Mixture, text_tokens
 from hf_linattn.training.same_run import rows_digest
 
@@ -99,9 +98,7 @@ class PretrainArguments:
     validation_file: str | None = field(default=None, metadata={"help": "Default: cut from the training text."})
     test_file: str | None = field(default=None, metadata={"help": "Default: cut from the training text."})
     train_tokens: int | None = field(default=None, metadata={"help": "Over all epochs; default: the architecture's."})
-    batch_tokens: int | None = field(
-        default=None, metadata={"help": "Tokens per step; default: the architecture's."}
-    )
+    batch_tokens: int | None = field(default=None, metadata={"help": "Tokens per step; default: the architecture's."})
     learning_rate: float | None = field(
         default=None, metadata={"help": "Peak; default: the architecture's. Cosine to a tenth."}
     )
@@ -149,24 +146,6 @@ class PretrainArguments:
                     f"{name}={getattr(self, name)!r}: {self.architecture} is trained in one go; leave it out, or"
                     f" take an architecture that looks far back: {known}"
                 )
-
-
-@contextmanager
-def queries_zeroed(model: PreTrainedModel, architecture: Architecture) -> Iterator[None]:
-    """Set the query weights and biases to zero for a while: attention becomes a plain average."""
-    queries = [
-        architecture.query_of(parameter.data)
-        for name, parameter in model.named_parameters()
-        if name.rpartition(".")[0].endswith(architecture.query_module)
-    ]
-    kept = [query.clone() for query in queries]
-    try:
-        for query in queries:
-            query.zero_()
-        yield
-    finally:
-        for query, values in zip(queries, kept, strict=True):
-            query.copy_(values)
 
 
 def training_arguments(options: PretrainArguments, folder: Path, steps: int, **others: Any) -> TrainingArguments:

@@ -1,7 +1,9 @@
-"""What a pretrained model finds in its context: needles, pairs, and its loss by position, on held-out rows."""
+"""What a pretrained model finds in its context: needles, pairs, its loss by position, what its queries are worth."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn.evaluation.recall import make_prompts
 from hf_linattn.training.data import IGNORED_LABEL
+from hf_linattn.training.pretraining.architectures import Architecture
 from hf_linattn.training.pretraining.items import Material
 from hf_linattn.training.pretraining.mixture import Mixture, Stage
 from hf_linattn.training.pretraining.rows import recall_row
@@ -20,6 +23,24 @@ NEEDLE_LENGTH = 512
 SEED = 1_000_000  # of what is measured on; no training has it, as its rows come from another split
 BUCKETS = 8
 RECALL = 0.25  # of the mixture's rows
+
+
+@contextmanager
+def queries_zeroed(model: PreTrainedModel, architecture: Architecture) -> Iterator[None]:
+    """Set the query weights and biases to zero for a while: attention becomes a plain average."""
+    queries = [
+        architecture.query_of(parameter.data)
+        for name, parameter in model.named_parameters()
+        if name.rpartition(".")[0].endswith(architecture.query_module)
+    ]
+    kept = [query.clone() for query in queries]
+    try:
+        for query in queries:
+            query.zero_()
+        yield
+    finally:
+        for query, values in zip(queries, kept, strict=True):
+            query.copy_(values)
 
 
 def measure_recall(model: PreTrainedModel, material: Material, length: int, samples: int) -> dict[str, Any]:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.result_files import ROOT
 from hf_linattn.training.pretraining.measures import loss_by_position, measure_recall, needle_accuracy, pairs_accuracy
 from hf_linattn.training.pretraining.mixture import Mixture, Stage
 from tests.training.pretraining.test_rows import material
@@ -70,3 +72,10 @@ def test_the_report_has_all_kinds():
         found = [loss for loss in measured[name] if loss is not None]  # an eighth may ask for nothing
         assert len(measured[name]) == 8 and found == pytest.approx([0] * len(found))
     assert None not in measured["text_loss"]
+
+
+def test_the_bundled_llama_finds_what_stands_512_tokens_back():
+    folder = ROOT / "recipes" / "pretrained" / "llama-recall"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    assert needle_accuracy(model, tokenizer, "single_noise", 10) >= 0.9
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 6e6
