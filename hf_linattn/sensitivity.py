@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from .attention_call import AttentionCall, Interceptor, intercept_attention
 from .config import require
-from .errors import OptionError
+from .errors import OptionError, UnsupportedModelError
 from .inference import accepted, evaluation_mode, without_labels
 from .mechanisms.softmax import SoftmaxMechanism
 from .patching import get_mechanisms
@@ -35,6 +35,7 @@ def layer_sensitivity(
     Raises:
         PatchError: the model is not patched.
         OptionError: no batches.
+        UnsupportedModelError: the model predicts no tokens, as a classifier of texts.
 
     >>> import torch, hf_linattn
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -50,7 +51,7 @@ def layer_sensitivity(
         for batch in tqdm(batches, desc="layer sensitivity", disable=not progress):
             inputs = without_labels(batch) | accepted(model, use_cache=False)
             original, mask = _predict(model, inputs, {}), inputs.get("attention_mask")
-            real = torch.ones(original.shape[:2], device=original.device) if mask is None else mask.to(original.dtype)
+            real = torch.ones_like(original[..., 0]) if mask is None else mask.to(original.dtype)
             for path, mechanism in converted.items():
                 alone = _predict(model, inputs, {path: partial(AttentionCall.run, mechanism=mechanism)})
                 divergence = (original.exp() * (original - alone)).sum(-1)
@@ -76,4 +77,20 @@ def choose_layers(sensitivity: Mapping[str, float], share: float) -> list[int]:
 def _predict(model: nn.Module, inputs: Mapping[str, Any], interceptors: Mapping[str, Interceptor]) -> Tensor:
     """Return the log probabilities [B, N, V] when all layers without an interceptor answer with softmax."""
     with intercept_attention(get_mechanisms(model), interceptors):
-        return model(**inputs).logits.float().log_softmax(-1)
+        return log_probabilities(model(**inputs))
+
+
+def log_probabilities(output: Any) -> Tensor:
+    """Return what a model predicts of each token, log probabilities [B, N, V], in float32 or wider.
+
+    Raises:
+        UnsupportedModelError: the output has no logits, or those of texts.
+    """
+    logits = getattr(output, "logits", None)
+    if logits is None or logits.ndim != 3:
+        has = "no logits" if logits is None else f"logits {list(logits.shape)}, which are not of tokens"
+        raise UnsupportedModelError(
+            f"{type(output).__name__} has {has}: by the divergence of these layers and heads are chosen; load the"
+            " checkpoint with its language-modelling head, as by AutoModelForMaskedLM, or name the layers"
+        )
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

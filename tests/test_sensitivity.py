@@ -7,7 +7,14 @@ import copy
 import pytest
 import torch
 
-from hf_linattn import OptionError, choose_layers, get_mechanisms, layer_sensitivity, patch_model
+from hf_linattn import (
+    OptionError,
+    UnsupportedModelError,
+    choose_layers,
+    get_mechanisms,
+    layer_sensitivity,
+    patch_model,
+)
 from hf_linattn.attention_call import interceptor_of
 from tests.helpers import logits_of, make_tokens, pad
 from tests.models import SPINE, make_model
@@ -44,6 +51,9 @@ def test_the_most_sensitive_layers_keep_softmax_within_the_budget(share, kept):
 def test_what_cannot_be_measured_is_refused():
     with pytest.raises(OptionError, match="at least one batch"):
         layer_sensitivity(patch_model(make_model("gpt2"), "linear"), [])
+    number = make_model("bert", "ForSequenceClassification", num_labels=1)
+    with pytest.raises(UnsupportedModelError, match=r"has logits \[1, 1\], which are not of tokens"):
+        layer_sensitivity(patch_model(number, "linear"), [{"input_ids": make_tokens(1, 5)}])
     with pytest.raises(OptionError, match="softmax_share must be at least 0 and below 1, got 1"):
         choose_layers({"a": 1.0}, 1)
 

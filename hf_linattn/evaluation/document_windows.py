@@ -9,13 +9,14 @@ text not counted. So a model with 512 positions answers for a document of any le
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ..architecture import root_model
 from ..config import require, require_count
 
 TOKENS_AT_ONCE = 16_384
@@ -70,12 +71,18 @@ class DocumentWindows:
 
     @torch.no_grad()
     def pooled_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return a classifier's pooled logits [B, K] for `input_ids` and `attention_mask` [B, N]; see `pooled`."""
+        """Return a classifier's pooled logits [B, K] for `input_ids` and `attention_mask` [B, N]; see `pooled`.
+
+        Short windows are filled with the pad token of the model's config, if it has one: a classifier that reads its
+        last token looks for that in front of these.
+        """
+        own = getattr(root_model(model).config.get_text_config(), "pad_token_id", None)
+        windows = self if own is None else replace(self, pad_token_id=own)
 
         def read(ids: Tensor, mask: Tensor) -> Tensor:
             return model(input_ids=ids, attention_mask=mask).logits
 
-        return self.pooled(read, batch["input_ids"], batch["attention_mask"])
+        return windows.pooled(read, batch["input_ids"], batch["attention_mask"])
 
     @torch.no_grad()
     def pooled(self, read: Callable[[Tensor, Tensor], Tensor], ids: Tensor, attention_mask: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ def fidelity(
     new_tokens: int = 64,
     seed: int = 0,
     control: PreTrainedModel | None = None,
+    add_special_tokens: bool = True,
 ) -> Fidelity:
     """Compare a converted causal language model with its original.
 
@@ -75,13 +76,14 @@ def fidelity(
             `prompt_length` tokens of each are continued by `new_tokens`, greedily and sampled at temperature 1.
         num_positions: into how many parts the positions of a window are divided.
         control: the original, fine-tuned: what recurs is read with it, too.
+        add_special_tokens: as for `whole_windows`.
 
     Raises:
         OptionError: the texts hold no whole window, or a prompt and its continuation do not fit into one.
     """
     fits = prompt_length + new_tokens <= max_length
     require("new_tokens", new_tokens, fits, f"at most max_length - prompt_length = {max_length - prompt_length}")
-    windows = whole_windows(tokenizer, texts, max_length)[:num_windows]
+    windows = whole_windows(tokenizer, texts, max_length, add_special_tokens)[:num_windows]
     prompts = windows[:, :prompt_length]
     reference = continuations(original, prompts, new_tokens)
 

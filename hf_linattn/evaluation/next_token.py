@@ -73,9 +73,14 @@ def device_of(model: nn.Module) -> Any:
     return architecture.root_model(model).device
 
 
-def whole_windows(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int) -> Tensor:
-    """Return the windows of `length` tokens that the texts hold, each of one text: [B, N]; `OptionError` if none."""
-    return windows_of_documents(tokenizer, texts, length)[0]
+def whole_windows(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int, add_special_tokens: bool = True
+) -> Tensor:
+    """Return the windows of `length` tokens that the texts hold, each of one text: [B, N]; `OptionError` if none.
+
+    add_special_tokens: those that the tokenizer puts around a text; False for one that a chat template wrote.
+    """
+    return windows_of_documents(tokenizer, texts, length, add_special_tokens)[0]
 
 
 def evenly(rows: Tensor, count: int) -> Tensor:
@@ -89,10 +94,10 @@ def evenly(rows: Tensor, count: int) -> Tensor:
 
 
 def windows_of_documents(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int, add_special_tokens: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Return `whole_windows` [B, N] and the number of the text that each is from [B]."""
-    encoded = tokenizer(list(texts), verbose=False)["input_ids"]
+    encoded = tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     places = [(text, i) for text, ids in enumerate(encoded) for i in range(0, len(ids) - length + 1, length)]
     require("texts", len(texts), bool(places), f"documents with at least max_length={length} tokens")
     rows = [encoded[text][i : i + length] for text, i in places]

@@ -6,6 +6,7 @@ Documents are tokenised one by one, with the special tokens that the tokenizer a
 
 - Causal models read strided windows (https://huggingface.co/docs/transformers/perplexity): every token but the first
   of each document is scored exactly once, with at least `max_length - stride` tokens of context where they exist.
+  Of conversations that a chat template wrote, the answers alone are scored.
 - Masked models get the pseudo-perplexity of one fixed set of masks: windows without overlap, a share of the tokens
   replaced by the mask token, and the loss on these alone. Of the masks of pretraining (Devlin et al. 2019) only the
   mask token is kept: tokens left as they are or replaced at random would blur the comparison of two models.
@@ -36,6 +37,7 @@ from ..position_tables import position_tables
 from .next_token import logits_of_parts
 
 IGNORED_LABEL = -100
+Places = Sequence[Sequence[int]]  # in a text: of each, [first character, one past the last]
 
 _CITATION = """\
 @article{jelinek1977perplexity,
@@ -68,7 +70,7 @@ class PerplexityResult(TypedDict):
 
 
 class Window(NamedTuple):
-    """What one forward reads of a document [N], and what it is scored on: [N], `IGNORED_LABEL` elsewhere."""
+    """What is read of a document [N], all of it or in one forward, and what is scored: [N], else `IGNORED_LABEL`."""
 
     input_ids: Tensor
     labels: Tensor
@@ -111,6 +113,7 @@ def perplexity(
     seed: int = 0,
     mask_probability: float = 0.15,
     max_tokens: int | None = None,
+    answers: Sequence[Places] | None = None,
     progress: bool = True,
 ) -> PerplexityResult:
     """Return the perplexity of a causal or masked language model on `texts`.
@@ -127,6 +130,8 @@ def perplexity(
         seed: masked only: of the masks, which depend on it, on the texts and on the tokenizer alone.
         mask_probability: masked only: share of the tokens to predict; special tokens are never masked.
         max_tokens: of all documents: of each that is longer, as many of its first tokens are read; None: all.
+        answers: causal only: of each text, the places [first character, one past the last] whose tokens alone are
+            scored. The texts then are as a chat template wrote them, and get no special tokens more.
         progress: show a progress bar.
 
     Raises:
@@ -134,12 +139,11 @@ def perplexity(
         DataError: `texts` is one string, holds no token to score, or a masked model's tokenizer has no mask token.
         UnsupportedModelError: the model has no language-modelling head.
     """
-    if isinstance(texts, str):
-        raise DataError("texts must be a sequence of documents, got one string; pass [text]")
     masked = is_masked_language_model(model)
     _check_options(model, max_length, stride, batch_size, mask_probability, masked)
-    require("max_tokens", max_tokens, max_tokens is None or max_tokens >= 1, "at least 1, or None")
-    documents, most = first_tokens(tokenizer, texts, max_tokens)
+    if masked and answers is not None:
+        raise OptionError("answers: a masked model answers nothing; leave it out")
+    documents, most = first_tokens(tokenizer, texts, max_tokens, answers)
     if masked:
         windows = list(_masked_windows(documents, tokenizer, max_length, seed, mask_probability))
     else:
@@ -208,55 +212,79 @@ def _check_options(
     require("mask_probability", mask_probability, 0 < mask_probability <= 1, "above 0 and at most 1")
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Tensor]:
-    """Return the token ids [N] of each document."""
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], answers: Sequence[Places] | None
+) -> list[Window]:
+    """Return each document as a window of its own; see `perplexity` for `answers`."""
+    if isinstance(texts, str):
+        raise DataError("texts must be a sequence of documents, got one string; pass [text]")
     if not len(texts):
         raise DataError("texts is empty; give at least one document")
     # verbose=False: a document longer than the model is the normal case here, and no reason to warn
-    encoded = tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False)
-    return [torch.tensor(ids, dtype=torch.long) for ids in encoded["input_ids"]]
+    encoded = tokenizer(
+        list(texts), add_special_tokens=answers is None, return_offsets_mapping=answers is not None,
+        return_attention_mask=False, return_token_type_ids=False, verbose=False,
+    )  # fmt: skip
+    documents = [torch.tensor(ids, dtype=torch.long) for ids in encoded["input_ids"]]
+    if answers is None:
+        return [Window(ids, ids) for ids in documents]
+    asked = [tokens_inside(*given) for given in zip(encoded["offset_mapping"], answers, strict=True)]
+    return [Window(ids, ids.where(own, IGNORED_LABEL)) for ids, own in zip(documents, asked, strict=True)]
+
+
+def tokens_inside(tokens: Places, places: Places) -> Tensor:
+    """Return which tokens [N] begin in one of some places; both are [first character, one past the last] of a text.
+
+    >>> tokens_inside([[0, 2], [2, 3], [3, 3], [3, 6]], [[2, 4]])
+    tensor([False,  True, False,  True])
+    """
+    begins, ends = torch.tensor(tokens, dtype=torch.long).view(-1, 2, 1).unbind(1)
+    first, last = torch.tensor(places, dtype=torch.long).view(-1, 2).unbind(1)
+    return ((begins >= first) & (begins < last) & (ends > begins)).any(1)
 
 
 def first_tokens(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int | None
-) -> tuple[list[Tensor], int | None]:
-    """Return the token ids [N] of each document, and to how many each was cut so that all have `most` together.
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int | None, answers: Sequence[Places] | None = None
+) -> tuple[list[Window], int | None]:
+    """Return each document as a window of its own, and to how many tokens each was cut so that all have `most`.
 
     None: to none, as they have no more.
     """
-    documents = _tokenize(tokenizer, texts)
-    if most is None or sum(map(len, documents)) <= most:
+    require("max_tokens", most, most is None or most >= 1, "at least 1, or None")
+    documents = _tokenize(tokenizer, texts, answers)
+    lengths = [len(document.input_ids) for document in documents]
+    if most is None or sum(lengths) <= most:
         return documents, None
-    left, longer = most, sorted(map(len, documents))
+    left, longer = most, sorted(lengths)
     while longer and longer[0] * len(longer) <= left:  # whole
         left -= longer.pop(0)
     size = max(1, left // len(longer))
-    return [ids[:size] for ids in documents], size
+    return [Window(ids[:size], labels[:size]) for ids, labels in documents], size
 
 
-def _strided_windows(documents: Sequence[Tensor], max_length: int, stride: int) -> Iterator[Window]:
-    """Yield windows that score every token but the first of each document once."""
-    for document in documents:
+def _strided_windows(documents: Sequence[Window], max_length: int, stride: int) -> Iterator[Window]:
+    """Yield windows that score every token but the first of each document once, as far as it is to be scored."""
+    for document, wanted in documents:
         scored = 1
         for begin in range(0, len(document), stride):
             if scored >= len(document):
                 break
-            input_ids = document[begin : begin + max_length]
-            labels = input_ids.clone()
+            labels = wanted[begin : begin + max_length].clone()
             labels[: scored - begin] = IGNORED_LABEL
-            scored = begin + len(input_ids)
-            yield Window(input_ids, labels)
+            scored = begin + len(labels)
+            if bool((labels != IGNORED_LABEL).any()):
+                yield Window(document[begin : begin + max_length], labels)
 
 
 def _masked_windows(
-    documents: Sequence[Tensor], tokenizer: PreTrainedTokenizerBase, max_length: int, seed: int, probability: float
+    documents: Sequence[Window], tokenizer: PreTrainedTokenizerBase, max_length: int, seed: int, probability: float
 ) -> Iterator[Window]:
     """Yield windows without overlap, in which some tokens are replaced by the mask token and scored."""
     if tokenizer.mask_token_id is None:
         raise DataError("mask_token=None: a masked language model needs a tokenizer that has a mask token")
     special = torch.tensor(tokenizer.all_special_ids)
     generator = torch.Generator().manual_seed(seed)
-    for document in documents:
+    for document, _ in documents:
         chosen = (torch.rand(len(document), generator=generator) < probability) & ~torch.isin(document, special)
         input_ids = document.masked_fill(chosen, tokenizer.mask_token_id)
         labels = document.masked_fill(~chosen, IGNORED_LABEL)

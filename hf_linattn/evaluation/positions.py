@@ -83,6 +83,7 @@ def long_losses(
     num_windows: int = 16,
     seed: int = 0,
     progress: bool = True,
+    add_special_tokens: bool = True,
 ) -> LongLosses:
     """Return loss by position and by distance of recurrence on long documents.
 
@@ -96,6 +97,7 @@ def long_losses(
         num_windows: how many are read at most.
         seed: of the resamples.
         progress: show a progress bar.
+        add_special_tokens: as for `whole_windows`.
 
     Raises:
         OptionError: no document is that long, `length` is beyond the positions of the model, or an option is out of
@@ -113,7 +115,7 @@ def long_losses(
     beyond = limit is not None and length > limit
     require("length", length, length >= 2 and not beyond, f"2 to {limit}, the positions that the model has")
     require("num_windows", num_windows, num_windows >= 1, "at least 1")
-    windows, documents = windows_of_documents(tokenizer, texts, length)
+    windows, documents = windows_of_documents(tokenizer, texts, length, add_special_tokens)
     chosen = in_turn(documents)[:num_windows]
     read = token_losses(model, windows[chosen], documents[chosen], progress=progress)
     return LongLosses(

@@ -27,14 +27,15 @@ class Sample(NamedTuple):
 
 def continued(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], count: int, *,
-    length: int = LENGTH,
+    length: int = LENGTH, add_special_tokens: bool = True,
 ) -> list[Sample]:  # fmt: skip
     """Return how a causal model goes on, greedily, after the beginnings of the first `count` texts.
 
     Args:
         length: tokens of a beginning and what follows, half each. Shorter texts are left out, so there may be none.
+        add_special_tokens: as for `whole_windows`.
     """
-    rows = _beginnings(tokenizer, texts, count, length, least=length)
+    rows = _beginnings(tokenizer, texts, count, length, length, add_special_tokens)
     if not rows:
         return []
     prompts, truths = torch.tensor(rows).split([length - length // 2, length // 2], dim=1)
@@ -70,12 +71,14 @@ def shortened(text: str, longest: int = SHOWN) -> str:
 
 
 def _beginnings(
-    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], count: int, length: int, least: int
-) -> list[list[int]]:
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], count: int, length: int, least: int,
+    add_special_tokens: bool = True,
+) -> list[list[int]]:  # fmt: skip
     """Return the first `length` tokens of the first `count` texts that have at least `least` of them."""
     rows: list[list[int]] = []
+    options: Any = {"truncation": True, "max_length": length, "add_special_tokens": add_special_tokens}
     for text in texts if count else ():
-        ids = tokenizer(text, truncation=True, max_length=length, verbose=False)["input_ids"]
+        ids = tokenizer(text, **options, verbose=False)["input_ids"]
         if len(ids) >= least:
             rows.append(ids)
         if len(rows) == count:

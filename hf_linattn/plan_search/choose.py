@@ -92,7 +92,7 @@ def choose_plan(
     Raises:
         OptionError, UnknownNameError: an option that does not exist or is out of range, as nothing or everything kept.
         DataError: the tokenizer lacks what prompts need, or recall cannot choose and there are no `batches`.
-        PatchError, UnsupportedModelError, UnsupportedModeError: as for `patch_model`.
+        PatchError, UnsupportedModelError, UnsupportedModeError: as for `patch_model`; it predicts no tokens.
 
     The package's top has an example that runs.
     """
@@ -178,7 +178,8 @@ def _recall(
     Those that the model with everything replaced answers, too, say nothing: they count only if there are no others.
     """
     root = root_model(gates.model)
-    if root.config.is_encoder_decoder or not all(kind.layer.causal for kind in gates.mechanisms.values()):
+    causal = root.can_generate() and all(kind.layer.causal for kind in gates.mechanisms.values())
+    if root.config.is_encoder_decoder or not causal:
         return RecallSignal([]), f"{type(root).__name__} does not continue a prompt from left to right"
     asked = prompts_for(root, tokenizer, options)
     if options.prompts is None and tokenizer is not None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedModelError
 from ..inference import without_labels
+from ..sensitivity import log_probabilities
 from .gates import Gates
 from .options import Signal
 
@@ -32,7 +32,7 @@ class DivergenceSignal(Signal):
         """Return the signal [] of a batch with these gates [U]: the higher, the better."""
         inputs = without_labels(example)
         original = self._predictions_of_original(gates, inputs, example)
-        found = _log_probabilities(gates.run(values, inputs))
+        found = log_probabilities(gates.run(values, inputs))
         mask = inputs.get("attention_mask")
         divergence = (original.exp() * (original - found)).sum(-1)
         real = torch.ones_like(divergence) if mask is None else mask.to(divergence.dtype)
@@ -40,16 +40,5 @@ class DivergenceSignal(Signal):
 
     def _predictions_of_original(self, gates: Gates, inputs: Mapping[str, Any], example: Any) -> Tensor:
         if self._original is None or self._original[0] is not example:
-            self._original = example, _log_probabilities(gates.run_original(inputs))
+            self._original = example, log_probabilities(gates.run_original(inputs))
         return self._original[1]
-
-
-def _log_probabilities(output: Any) -> Tensor:
-    """Return log probabilities [B, N, V], in float32 or wider."""
-    logits = getattr(output, "logits", None)
-    if logits is None:
-        raise UnsupportedModelError(
-            f"{type(output).__name__} has no logits, whose divergence chooses a plan; load the checkpoint with its"
-            " language-modelling head, as by AutoModelForMaskedLM"
-        )
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

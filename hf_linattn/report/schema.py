@@ -94,6 +94,7 @@ class Evaluation:
 
     problem: of a classifier, by transformers' name for it; `embedding` of an embedding model. document_tokens: how
     many of each document were read; None: all. held_out: whether the test split was cut from the training split.
+    answers: whether the answers of conversations alone were scored.
     """
 
     max_length: int
@@ -102,6 +103,7 @@ class Evaluation:
     problem: str | None = None
     document_tokens: int | None = None
     held_out: bool = False
+    answers: bool = False
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ class Lengthen(StageOptions):
     names = {"tokens": "long_tokens", "block_size": "long_block_size", "learning_rate": "long_learning_rate"}
 
 
+IN_MEMORY = {"train_file": "train_dataset", "validation_file": "eval_dataset", "test_file": "test_dataset"}
 WEIGHTS = {"kl_weight": 1.0, "ce_weight": 0.0}  # of a model that predicts
 ORDER = (Calibrate, Align, Distill, Lengthen)
 
@@ -124,6 +125,9 @@ class Recipe:
         test_dataset: Dataset | None = None,
         **options: Any,
     ):
+        for name, argument in IN_MEMORY.items():
+            if (file := options.get(name)) is not None:
+                raise OptionError(f"{name}={file!r}: data sets are given in memory here; load it and give {argument}=")
         converted = {"mechanism": plan} if isinstance(plan, str) else {"plan": _plain(plan)}
         named = {"model_name_or_path": os.fspath(model), "output_dir": os.fspath(output_dir), **converted, **options}
         known = {f.name for kind in self.kinds for f in fields(kind) if f.init}

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.evaluation.samples import Sample
-from hf_linattn.training.arguments import Arguments, DataArguments, RecipeArguments
+from hf_linattn.training.arguments import AUTO, Arguments, DataArguments, ModelArguments, RecipeArguments
 from hf_linattn.training.conversations import render_conversations
 from hf_linattn.training.data import TrainingData, load_text_splits, text_splits
 
@@ -113,6 +113,12 @@ class Task:
     def answers(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
         """Return what a model, in eval mode, makes of tokens [B, N]: what has to be the same when it is reloaded."""
         return model(input_ids=input_ids).logits
+
+
+def refuse_chosen_layers(options: ModelArguments) -> None:
+    """Refuse to choose layers by predictions of tokens where there are none."""
+    if options.layers == AUTO:
+        raise OptionError(f"layers={AUTO!r}: layers are chosen by what is predicted of tokens; name them")
 
 
 def refuse(name: str, value: Any, reason: str) -> None:

@@ -14,16 +14,16 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn.errors import DataError, OptionError, did_you_mean
 from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.evaluation.label_metrics import REGRESSION, SEVERAL, SINGLE, chosen_metrics, label_scores
 from hf_linattn.evaluation.samples import Sample, shortened
 from hf_linattn.inference import evaluation_mode
-from hf_linattn.training.arguments import DataArguments, RecipeArguments
+from hf_linattn.training.arguments import Arguments, DataArguments, RecipeArguments
 from hf_linattn.training.arguments.data import BALANCED
-from hf_linattn.training.base_task import Task, TextEncoder, refuse
+from hf_linattn.training.base_task import Task, TextEncoder, refuse, refuse_chosen_layers
 from hf_linattn.training.data import TrainingData, read_splits, text_splits
 from hf_linattn.training.heads import check_classes
 
@@ -57,6 +57,10 @@ class SequenceClassification(Task):
         if data.text_pair_column:
             refuse("document_window", data.document_window, "windows of two texts have no rule")
 
+    def check_options(self, arguments: Arguments) -> None:
+        super().check_options(arguments)
+        refuse_chosen_layers(arguments.model)
+
     def load(self, data: DataArguments) -> DatasetDict:
         files = data.train_file, data.validation_file, data.test_file
         return self.select(read_splits(data.dataset_name, data.dataset_config_name, *files), data)
@@ -67,12 +71,7 @@ class SequenceClassification(Task):
 
     def rows(self, splits: DatasetDict, encoder: TextEncoder, model: PreTrainedModel, max_tokens: int) -> TrainingData:
         config: Any = model.config
-        tokenizer, data = encoder
-        if tokenizer.pad_token_id is None or (config.pad_token_id is None and "pad_token_id" in config):
-            raise DataError(
-                f"pad_token: the tokenizer has {tokenizer.pad_token!r}, the model's config {config.pad_token_id!r}; a"
-                " batch of texts of several lengths needs one, set both and save them"
-            )
+        data, collator = encoder.options, PaddingCollator.of(encoder.tokenizer, config)
         limits = {"train": max_tokens, "validation": data.max_validation_tokens}
         rows = {}
         for name, limit in limits.items():
@@ -88,7 +87,6 @@ class SequenceClassification(Task):
         if "test" in splits:  # now, and not after hours
             test = self.encode(data.tested(splits["test"]), encoder, config, "test")
             check_several("test", test["labels"][:], "shuffle the test texts, or raise max_test_documents")
-        collator = PaddingCollator(tokenizer.pad_token_id, tokenizer.pad_token_type_id)
         given: Any = data.class_weights  # numbers by now, or a word
         weights = class_weights(given, rows["train"]["labels"][:], config)
         return TrainingData(**rows, collator=collator, evaluation_collator=collator, class_weights=weights)
@@ -142,9 +140,8 @@ class SequenceClassification(Task):
         windows: DocumentWindows | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return the logits [B, K] of texts and their labels."""
-        rows = self.encode(test, encoder, model.config)
-        tokenizer, found = encoder.tokenizer, []
-        collator: Any = PaddingCollator(tokenizer.pad_token_id, tokenizer.pad_token_type_id)  # type: ignore[arg-type]
+        collator: Any = PaddingCollator.of(encoder.tokenizer, model.config)
+        rows, found = self.encode(test, encoder, model.config), []
         batches: Any = DataLoader(rows, batch_size, collate_fn=collator)  # type: ignore[arg-type]
         with evaluation_mode(model), torch.no_grad():
             for batch in tqdm(batches, desc="classification", unit="batch"):
@@ -267,6 +264,23 @@ class PaddingCollator:
     pad_token_id: int
     pad_token_type_id: int = 0
 
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, config: Any) -> PaddingCollator:
+        """Pad with what a classifier knows as padding: one that reads its last token looks for that in front of it.
+
+        Raises:
+            DataError: neither model nor tokenizer has a token for it, or the model lacks the one that it looks for.
+        """
+        text_config = config.get_text_config()
+        own = getattr(text_config, "pad_token_id", None)
+        found: Any = tokenizer.pad_token_id if own is None else own
+        if found is None or found < 0 or (own is None and "pad_token_id" in text_config):
+            raise DataError(
+                f"pad_token: the tokenizer has {tokenizer.pad_token!r}, the model's config {own!r}; a batch of texts"
+                " of several lengths needs one, set both and save them"
+            )
+        return cls(found, tokenizer.pad_token_type_id)
+
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         names = [name for name in TOKENS if name in rows[0]]
         columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in names}
@@ -280,10 +294,15 @@ def by_name(texts: Dataset, known: Mapping[str, int]) -> Sequence[Any]:
 
     A data set may number its classes otherwise than the model does.
     """
-    feature, labels = texts.features["label"], texts["label"][:]
+    column, labels = texts.features["label"], texts["label"][:]
+    feature = getattr(column, "feature", column)  # of a list of labels, or of the label
     if not isinstance(feature, ClassLabel) or not {*feature.names} <= {*known}:
         return labels
-    return [feature.names[label] if label is not None and label >= 0 else label for label in labels]
+
+    def name(label: int | None) -> int | str | None:
+        return feature.names[label] if label is not None and label >= 0 else label
+
+    return [name(label) for label in labels] if feature is column else [[*map(name, row or ())] for row in labels]
 
 
 def class_numbers(labels: Sequence[int | str], known: Mapping[str, int], count: int) -> list[int]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -14,13 +14,15 @@ from hf_linattn.reading import one_line
 
 ANSWERS = "answers"  # the column of their places
 ASSISTANT = "assistant"
+TOLD = 60  # characters of a conversation in a message
 
 
 def render_conversations(splits: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
     """Return splits whose `text` is a conversation as the tokenizer's chat template writes it.
 
     Args:
-        splits: their column `text` holds a list of turns, each a mapping with `role` and `content`.
+        splits: their column `text` holds a list of turns, each a mapping with `role` and `content`, or a mapping of
+            lists, as a `Sequence` of such turns is read.
 
     Returns:
         columns `text`, and `answers`: the places [first character, one past the last] of the assistant's turns.
@@ -44,8 +46,30 @@ def render_conversations(splits: DatasetDict, tokenizer: PreTrainedTokenizerBase
     )
 
 
-def conversation(turns: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def answers_of(texts: Dataset) -> Any:
+    """Return the places of the answers in each of some texts; None where these are no conversations."""
+    return texts[ANSWERS] if ANSWERS in texts.column_names else None
+
+
+def turns_of(given: Any) -> list[dict[str, Any]]:
+    """Return the turns of a conversation, without what Arrow fills in: keys that other turns have alone, as None.
+
+    Raises:
+        DataError: these are no turns.
+
+    >>> turns_of({"role": ["user", "assistant"], "content": ["one?", "a number"], "tool_calls": [None, None]})
+    [{'role': 'user', 'content': 'one?'}, {'role': 'assistant', 'content': 'a number'}]
+    """
+    columns = isinstance(given, Mapping) and all(isinstance(values, list) for values in given.values())
+    turns = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)] if columns else given
+    if isinstance(turns, Mapping) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise DataError(f"a conversation is {str(given)[:TOLD]!r}; give a list of turns with `role` and `content`")
+    return [{name: value for name, value in turn.items() if value is not None} for turn in turns]
+
+
+def conversation(given: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the `text` of a conversation and the places of its `answers`; see `render_conversations`."""
+    turns = turns_of(given)
     answers = [i for i, turn in enumerate(turns) if turn.get("role") == ASSISTANT]
     if not answers or not answers[0]:
         raise DataError(
@@ -54,9 +78,8 @@ def conversation(turns: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokeni
         )
 
     def written(count: int, asks: bool = False) -> str:
-        given = [dict(turn) for turn in turns[:count]]
         try:
-            return str(tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=asks))
+            return str(tokenizer.apply_chat_template(turns[:count], tokenize=False, add_generation_prompt=asks))
         except TemplateError as error:
             raise DataError(
                 f"completion_only=True: the chat template refuses a conversation ({one_line(error)}); leave such rows"

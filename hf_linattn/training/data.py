@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, default_data_collator
 
 from hf_linattn.errors import DataError, did_you_mean
+from hf_linattn.evaluation.perplexity import tokens_inside
 from hf_linattn.reading import one_line, reading
 from hf_linattn.training.conversations import ANSWERS
 from hf_linattn.training.corpus import standard_library_corpus
@@ -339,7 +340,7 @@ def _tokenize(
             documents.extend(np.array([*head, *ids, *tail], dtype=np.int64) for ids in encoded)
             if answered:
                 places = zip(found["offset_mapping"], batch[ANSWERS], strict=True)
-                learnt.extend(_inside(np.array(tokens).reshape(-1, 2), answers) for tokens, answers in places)
+                learnt.extend(tokens_inside(*given).numpy() for given in places)
             else:
                 learnt.extend(np.ones(len(document), dtype=bool) for document in documents[len(learnt) :])
             count += sum(map(len, documents[-len(encoded) :]))
@@ -347,11 +348,3 @@ def _tokenize(
             if max_tokens is not None and count >= max_tokens:
                 break
     return documents, learnt
-
-
-def _inside(tokens: np.ndarray, answers: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return which tokens begin in an answer; both are places [first character, one past the last] of a text."""
-    begins = tokens[:, :1]
-    first, end = np.array(answers).reshape(-1, 2).T
-    inside = (begins >= first) & (begins < end) & (tokens[:, 1:] > begins)
-    return np.asarray(inside.any(axis=1))

@@ -17,8 +17,8 @@ from hf_linattn.evaluation.samples import Sample, shortened
 from hf_linattn.inference import evaluation_mode
 from hf_linattn.report.schema import EMBEDDING
 from hf_linattn.sentence_models import SentenceModel
-from hf_linattn.training.arguments import AUTO, Arguments, DataArguments
-from hf_linattn.training.base_task import Task, TextEncoder, refuse
+from hf_linattn.training.arguments import Arguments, DataArguments
+from hf_linattn.training.base_task import Task, TextEncoder, refuse, refuse_chosen_layers
 from hf_linattn.training.classification import PaddingCollator
 from hf_linattn.training.data import TrainingData, read_splits, text_splits
 from hf_linattn.training.losses.embeddings import EmbeddingDistillation, EmbeddingWeights
@@ -69,8 +69,7 @@ class Embeddings(Task):
             refuse(name, given[name], reason)
         for name, default in {"ce_weight": 1.0, "temperature": 1.0}.items():
             refuse(name, given[name] if given[name] != default else None, "there are no predictions to compare")
-        if model.layers == AUTO:
-            raise OptionError(f"layers={AUTO!r}: layers are chosen by what is predicted; name them")
+        refuse_chosen_layers(model)
         weights = weights_of(arguments)
         if not any(weights):
             raise OptionError("cosine_weight, similarity_weight and hidden_weight are 0; nothing teaches, raise one")

@@ -18,7 +18,7 @@ from hf_linattn import get_mechanisms
 from hf_linattn.architecture import attention_projections, root_model
 from hf_linattn.errors import OptionError
 from hf_linattn.pinning import free_config
-from hf_linattn.training.losses.loss_module import LossModule
+from hf_linattn.training.losses.attention_transfer import Transfer
 from hf_linattn.transformers_bridge import MECHANISM
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -49,7 +49,8 @@ def group_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, options
     """Give the parameters of mechanisms and of attention their own learning rate and weight decay.
 
     Args:
-        optimizer: of the parameters of `model`, a patched one; its groups are divided.
+        optimizer: of the parameters of `model`, a patched one, or a loss that holds it; its groups are divided. Those
+            of attention transfer, which trains mechanisms alone at a rate of its own, are left as they are.
         options: has `mechanism_rate` and `attention_rate`, which multiply the learning rate, and
             `mechanism_weight_decay` and `attention_weight_decay`, None: as for the rest. Parameters that are not to
             decay, such as biases, do not with any of these.
@@ -57,7 +58,7 @@ def group_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, options
     Raises:
         OptionError: the optimizer holds other tensors than the model's parameters, as where training shards it.
     """
-    if not others_than_one(options) or isinstance(model, LossModule):
+    if not others_than_one(options) or isinstance(model, Transfer):
         return
     root = root_model(model)
     mechanisms = get_mechanisms(model)
@@ -136,20 +137,28 @@ def float32_masters(model: nn.Module) -> Iterator[None]:
     A step of 1e-4 moves no bfloat16 of 1: its neighbours are 4e-3 apart. Vectors, such as the weights of norms and
     biases, and all parameters of mechanisms, are kept in float32 and rounded to the dtype of the model where it uses
     them, so an optimizer adds up what is smaller than a rounding; checkpoints meanwhile hold them in float32. Matrices
-    are left as they are: for float32 copies of these, load the model in float32 and train it with `bf16`.
+    are left as they are: for float32 copies of these, load the model in float32 and train it with `bf16`. What several
+    modules have in common, such as a tied bias, stays one parameter.
     """
-    chosen = [
-        (module, name)
-        for path, module in model.named_modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.requires_grad
-        and parameter.dtype in HALVES
-        and (parameter.ndim <= 1 or f".{MECHANISM}." in f".{path}.")
-    ]
-    for module, name in chosen:
-        parametrize.register_parametrization(module, name, _Rounded(getattr(module, name).dtype), unsafe=True)
+    chosen: dict[nn.Parameter, list[tuple[Any, str]]] = {}  # a parameter: modules and what it is called there
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            small = parameter.ndim <= 1 or f".{MECHANISM}." in f".{path}."
+            if parameter.requires_grad and parameter.dtype in HALVES and small:
+                chosen.setdefault(parameter, []).append((module, name))
+    for parameter, places in chosen.items():
+        masters = []
+        for module, name in places:
+            parametrize.register_parametrization(module, name, _Rounded(parameter.dtype), unsafe=True)
+            masters.append(module.parametrizations[name])
+        for tied in masters[:-1]:  # the last one, a projection, has it alone: no tensor can be saved under two names
+            del tied.original0
+            vars(tied)["original0"] = masters[-1].original0
     try:
         yield
     finally:
-        for module, name in chosen:
-            parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+        for *others, (last, own) in chosen.values():
+            parametrize.remove_parametrizations(last, own, leave_parametrized=True)
+            for module, name in others:
+                parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+                setattr(module, name, getattr(last, own))

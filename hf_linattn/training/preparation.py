@@ -282,7 +282,7 @@ def check_windows(run: TrainingRun, limit: int | None) -> None:
         if not count:
             continue
         try:
-            whole_windows(run.tokenizer, run.splits[split]["text"], length)
+            whole_windows(run.tokenizer, run.splits[split]["text"], length, not run.arguments.data.completion_only)
         except OptionError as error:
             remedy = f"; give longer texts, or leave it out with {name} 0"
             raise OptionError(f"{name}={count}, windows of {what} in the {split} split: {error}{remedy}") from error

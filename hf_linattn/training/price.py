@@ -212,8 +212,7 @@ def price_of_stage(run: TrainingRun, stage: TrainingStage, place: int) -> StageP
     """Take a few real steps of a stage on a model of its own; see `price_of`."""
     logger.info("timing %d steps of %s", run.arguments.recipe.plan_steps or 1, stage.name)
     model = run.task.trainee(run, stage.fresh(run))
-    with float32_masters(model):  # as in the training itself
-        price = _price_of_training(run, stage, place, model)
+    price = _price_of_training(run, stage, place, model)
     del model
     gc.collect()
     return price
@@ -224,41 +223,47 @@ def _price_of_training(run: TrainingRun, stage: TrainingStage, place: int, model
     kept = None if teacher is None else teacher.kept
     teacher = teacher and replace(teacher, kept=None)  # nothing is written
     other = None if teacher is None else teacher.model
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    weights = size(model) + sum(map(size, filter(None, (other, *getattr(model, "_model", ())))))
-    state = sum(3 * p.nbytes for p in model.parameters() if p.requires_grad)  # gradients and two moments
-    left = free_memory(run.arguments.training.device)
-    if state > left:
-        raise OptionError(
-            f"the stage {stage.name} needs {gigabytes(state)} for gradients and optimizer beside"
-            f" {gigabytes(weights)} of weights, {gigabytes(left)} are left; give {what_helps(run.arguments)}"
-        )
     watch = _Watch(run.arguments.training.device)
-    try:
-        _take_steps(run, plan, model, teacher, watch)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OptionError(
-            f"the stage {stage.name} runs out of memory in a step, {size_said(error)};"
-            f" give {what_helps(run.arguments)}"
-        ) from error
+    with _trainer(run, plan, model, teacher, watch) as trainer, float32_masters(model):  # as in the training itself
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        weights = size(model) + sum(map(size, filter(None, (other, *getattr(model, "_model", ())))))
+        state = sum(3 * p.nbytes for p in model.parameters() if p.requires_grad)  # gradients and two moments
+        left = free_memory(run.arguments.training.device)
+        if state > left:
+            raise OptionError(
+                f"the stage {stage.name} needs {gigabytes(state)} for gradients and optimizer beside"
+                f" {gigabytes(weights)} of weights, {gigabytes(left)} are left; give {what_helps(run.arguments)}"
+            )
+        try:
+            trainer.train()
+            with watch.counted():
+                trainer.evaluate()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OptionError(
+                f"the stage {stage.name} runs out of memory in a step, {size_said(error)};"
+                f" give {what_helps(run.arguments)}"
+            ) from error
+        adapters = trained < parameters(model)
+        saved = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapters) + 2 * state // 3
+        left_behind = size(model) if stage.keeps_model else 0
     searched = len(plan.candidates) * plan.search_steps
     training, rows = plan.training, round(plan.data.row_tokens)
     batch = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
-    adapters = trained < parameters(model)
-    saved = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapters) + 2 * state // 3
     steps = plan.max_steps + searched
     logits = kept.row_bytes(rows) * min(len(plan.data.train), steps * batch) if kept else 0
     return StagePrice(
         stage.name, place, steps * plan.step_tokens, steps, (rows, batch), trained, watch.seconds,
-        weights + watch.peak, saved * checkpoints_at_once(training) + logits,
-        size(model) if stage.keeps_model else 0,
+        weights + watch.peak, saved * checkpoints_at_once(training) + logits, left_behind,
     )  # fmt: skip
 
 
-def _take_steps(run: TrainingRun, plan: TrainingPlan, model: nn.Module, teacher: Any, watch: _Watch) -> None:
-    """Train a model for `plan_steps` steps, in a folder that is gone afterwards, and read a batch to validate it."""
+@contextmanager
+def _trainer(
+    run: TrainingRun, plan: TrainingPlan, model: nn.Module, teacher: Any, watch: _Watch
+) -> Iterator[RecoveryTrainer]:
+    """Give what trains a model for `plan_steps` steps, in a folder that is gone afterwards, and validates a batch."""
     silent: Mapping[str, Any] = {"logging_strategy": "no", "disable_tqdm": True}
     training, held_back = replace(without_checkpoints(plan.training), **silent), plan.data.validation
     batch = held_back.select(range(min(len(held_back), training.eval_batch_size)))
@@ -267,10 +272,7 @@ def _take_steps(run: TrainingRun, plan: TrainingPlan, model: nn.Module, teacher:
             model, training, Path(folder), learning_rate=plan.learning_rates[0],
             max_steps=run.arguments.recipe.plan_steps or 1, report_to="none",
         )  # fmt: skip
-        trainer = RecoveryTrainer(model, arguments, replace(plan.data, validation=batch), teacher, [watch])
-        trainer.train()
-        with watch.counted():
-            trainer.evaluate()
+        yield RecoveryTrainer(model, arguments, replace(plan.data, validation=batch), teacher, [watch])
 
 
 @dataclass

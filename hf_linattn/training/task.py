@@ -23,6 +23,7 @@ from hf_linattn.sentence_models import SentenceModel, is_sentence_model
 from hf_linattn.training.arguments import DataArguments, RecipeArguments
 from hf_linattn.training.base_task import Task, TextEncoder, refuse
 from hf_linattn.training.classification import Regression, SequenceClassification, SeveralLabels
+from hf_linattn.training.conversations import answers_of
 from hf_linattn.training.data import PackedMaskingCollator, TrainingData, tokenize_and_pack
 from hf_linattn.training.heads import trained_head
 
@@ -61,16 +62,17 @@ class LanguageModeling(Task):
         found = perplexity(
             model, tokenizer, test["text"], max_length=data.block_size, batch_size=batch_size,
             stride=self.stride(data), mask_probability=data.eval_mlm_probability,
-            max_tokens=data.max_test_tokens or None,
+            max_tokens=data.max_test_tokens or None, answers=answers_of(test),
         )  # fmt: skip
         return dict(found)
 
     def read_tokens(self, encoder: TextEncoder, test: Dataset) -> int:
         tokenizer, data = encoder
-        documents, _ = first_tokens(tokenizer, test["text"], data.max_test_tokens or None)
+        documents, _ = first_tokens(tokenizer, test["text"], data.max_test_tokens or None, answers_of(test))
+        lengths = [len(document.input_ids) for document in documents]
         step = self.stride(data) or data.block_size
         overlap = data.block_size - step
-        return sum(len(ids) + overlap * max(0, -(-(len(ids) - data.block_size) // step)) for ids in documents)
+        return sum(length + overlap * max(0, -(-(length - data.block_size) // step)) for length in lengths)
 
 
 class CausalLanguageModeling(LanguageModeling):
@@ -90,7 +92,8 @@ class CausalLanguageModeling(LanguageModeling):
     def samples(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, count: int) -> list[Sample]:
         tokenizer, data = encoder
         texts = (row["text"] for row in test)  # type: ignore[index, call-overload]  # a row is a dict
-        return continued(model, tokenizer, texts, count, length=min(LENGTH, data.block_size))
+        options: Any = {"length": min(LENGTH, data.block_size), "add_special_tokens": not data.completion_only}
+        return continued(model, tokenizer, texts, count, **options)
 
 
 class MaskedLanguageModeling(LanguageModeling):

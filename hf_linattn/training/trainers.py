@@ -252,7 +252,7 @@ class RecoveryTrainer(Trainer):
         if counted is not None:
             # as with the cross-entropy, the Trainer adds up what accumulated batches and averages what processes say
             divergence = divergence * self._processes
-            hidden = hidden / self.args.gradient_accumulation_steps
+            hidden = hidden / self.current_gradient_accumulation_steps
         schedule = self.teacher.schedule(self.state.global_step, self.state.max_steps)
         loss = self.teacher.ce_weight * loss + schedule * (divergence + hidden)
         return (loss, output) if return_outputs else loss
@@ -304,7 +304,7 @@ class RecoveryTrainer(Trainer):
         loss = self._mean(output.logits, chosen.sum(), counted)
         if teacher.hidden_weight:
             hidden = hidden_error(output.hidden_states, example.hidden_states, inputs.get("attention_mask"))
-            shares = 1 if counted is None else self.args.gradient_accumulation_steps
+            shares = 1 if counted is None else self.current_gradient_accumulation_steps
             loss = loss + schedule * teacher.hidden_weight * hidden / shares
         return loss
 

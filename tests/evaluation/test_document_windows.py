@@ -42,7 +42,7 @@ def test_windows_hold_every_token_and_overlap_as_asked(length, stride, head, tai
 def test_pooled_logits_are_the_mean_over_windows_by_their_tokens(name):
     model = make_model(name, "ForSequenceClassification", std=0.4, num_labels=3).double()
     pad = model.config.pad_token_id
-    windows = DocumentWindows(8, 4, head=1, tail=1, pad_token_id=pad)
+    windows = DocumentWindows(8, 4, head=1, tail=1, pad_token_id=pad + 7)  # the tokenizer's, which is not the model's
     rows = [make_tokens(1, n, seed=n)[0] for n in (23, 5, 8)]
     ids = torch.nn.utils.rnn.pad_sequence(rows, True, pad)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], True)

@@ -20,6 +20,7 @@ from hf_linattn import (
     PatchError,
     UnknownNameError,
     UnsupportedModeError,
+    UnsupportedModelError,
     choose_plan,
     get_mechanisms,
     get_patch_config,
@@ -175,6 +176,14 @@ def test_where_recall_cannot_choose_divergence_does_and_says_so(caplog):
         assert f"recall cannot choose: {reason}" in caplog.text and "divergence is used" in caplog.text
         assert chosen.record.signal == "divergence" and chosen.record.reason.startswith(reason)
         assert list(chosen) == list(choose(model, 1, signal="divergence", batches=text))
+
+
+def test_a_classifier_predicts_no_tokens_to_choose_by():
+    model = make_model("llama", "ForSequenceClassification")
+    with pytest.raises(DataError, match="recall cannot choose: LlamaForSequenceClassification does not continue"):
+        choose(model, 1)
+    with pytest.raises(UnsupportedModelError, match=r"has logits \[2, 2\], which are not of tokens"):
+        choose(model, 1, batches=TEXT)
 
 
 def test_both_is_the_mean_of_the_two():

@@ -78,6 +78,8 @@ def test_markdown_has_the_four_models(report):
     assert cells(models, "control")[2:] == ["8.00", "1.000"]
     assert cells(models, "recovered")[2:] == ["10.00", "1.250"]
     assert "98,765 scored tokens of the test split, windows of 512, stride 256." in markdown
+    answers = dataclasses.replace(report, evaluation=dataclasses.replace(report.evaluation, answers=True))
+    assert "98,765 scored tokens of the answers in the test split, windows" in to_markdown(answers)
 
 
 def test_markdown_has_the_losses_on_long_documents(report):

@@ -67,6 +67,9 @@ def test_options_are_those_of_the_recipe_and_checked(tmp_path):
         Distillation("gpt2", "linear", None, [Distill(8192)], tmp_path, learning_rte=1)
     with pytest.raises(OptionError, match=r"learning_rate=0.0001: .* give Distill\(learning_rate=0.0001\)"):
         Distillation("gpt2", "linear", None, [Distill(8192)], tmp_path, learning_rate=1e-4)
+    for name, argument in {"train_file": "train", "validation_file": "eval", "test_file": "test"}.items():
+        with pytest.raises(OptionError, match=f"{name}='rows.jsonl': .* load it and give {argument}_dataset="):
+            Finetuning("gpt2", "linear", None, tmp_path, **{name: "rows.jsonl"})
     with pytest.raises(OptionError, match="tokens must be"):
         Distill(0)
     with pytest.raises(OptionError, match="max_train_tokens leaves 8 tokens"):

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
-from datasets import Dataset, DatasetDict
+import torch
+from datasets import Dataset, DatasetDict, Features, List, Sequence, Value
+from tokenizers.processors import TemplateProcessing
+from torch.nn.functional import cross_entropy
 
+from hf_linattn import patch_model
 from hf_linattn.errors import DataError, OptionError
-from hf_linattn.training.arguments import DataArguments
+from hf_linattn.evaluation import perplexity
+from hf_linattn.training.arguments import DataArguments, DistillationArguments, RecipeArguments
 from hf_linattn.training.conversations import conversation, render_conversations
 from hf_linattn.training.data import load_text_splits, tokenize_and_pack
+from hf_linattn.training.preparation import check_windows
+from hf_linattn.training.stages.positions import held_back
+from hf_linattn.training.stages.report import compare_with_original, read_long_documents
 from hf_linattn.training.task import CAUSAL, CLASSIFICATION, MASKED, TextEncoder
 from tests.evaluation.recall_reader import byte_tokenizer
 from tests.models import make_model
@@ -32,6 +41,14 @@ def tokenizer():
     return tokenizer
 
 
+@pytest.fixture
+def conversations(tokenizer):
+    """A tokenizer that puts a token in front of a text, and two conversations as its template writes them."""
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<end> $A", special_tokens=[("<end>", 0)])
+    rows = DatasetDict({"test": Dataset.from_dict({"text": [TURNS, TURNS[:2]]})})
+    return tokenizer, render_conversations(rows, tokenizer)["test"]
+
+
 def test_the_tokens_of_the_answers_and_of_their_ends_are_learnt_and_no_others(tokenizer):
     rows = DatasetDict({"train": Dataset.from_dict({"text": [TURNS, TURNS[:2]]})})
     written = render_conversations(rows, tokenizer)["train"]
@@ -43,6 +60,67 @@ def test_the_tokens_of_the_answers_and_of_their_ends_are_learnt_and_no_others(to
     assert tokenizer.decode(first["input_ids"]) == text, "no token is put around it"
     kept = first["labels"] != -100
     assert (first["labels"][kept] == first["input_ids"][kept]).all()
+
+
+def test_turns_come_as_lists_of_their_parts_too_and_without_what_arrow_fills_in(tokenizer):
+    tokenizer.chat_template = TEMPLATE.replace("|", "{% if 'tool_calls' in m %}CALLS{% endif %}|", 1)
+    expected = conversation(TURNS, tokenizer)
+    filled = [{**turn, "tool_calls": None} for turn in TURNS]
+    part = {name: Value("string") for name in ("role", "content", "tool_calls")}
+    for feature in (List(part), Sequence(part)):
+        columns = {name: [turn[name] for turn in filled] for name in part}
+        rows = [filled if isinstance(feature, List) else columns]
+        splits = DatasetDict({"train": Dataset.from_dict({"text": rows}, features=Features({"text": feature}))})
+        assert render_conversations(splits, tokenizer)["train"][0] == expected
+    for wrong in ({"role": "user", "content": "one"}, ["user", "one"]):
+        with pytest.raises(DataError, match=r"a conversation is .*; give a list of turns with `role` and `content`"):
+            conversation(wrong, tokenizer)
+
+
+@torch.no_grad()
+def test_the_answers_alone_are_scored(conversations):
+    tokenizer, texts = conversations
+    model = patch_model(make_model("llama", vocab_size=300), "linear")
+    encoder, losses = TextEncoder(tokenizer, DataArguments(block_size=100, completion_only=True)), []
+    for text in texts["text"]:
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+        each = cross_entropy(model(input_ids=ids[None]).logits[0, :-1].double(), ids[1:], reduction="none")
+        for answer in ("a number|", "a lètter|")[: text.count("[assistant]")]:
+            first = len(text[: text.index(answer)].encode()) - 1
+            losses += each[first : first + len(answer.encode())].tolist()
+    found = CAUSAL.score(model, encoder, texts, batch_size=2)
+    assert found["num_tokens"] == len(losses) == 9 + 9 + 10
+    assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    with pytest.raises(OptionError, match="answers: a masked model answers nothing"):
+        perplexity(make_model("bert"), tokenizer, ["w"], max_length=8, answers=[[[0, 1]]])
+
+
+def test_no_token_is_put_around_a_conversation_whatever_reads_it(conversations, tmp_path, monkeypatch):
+    tokenizer, texts = conversations
+    model, asked, call = patch_model(make_model("llama", vocab_size=300), "linear"), [], type(tokenizer).__call__
+    recipe = RecipeArguments(fidelity_windows=2, long_windows=2, position_windows=2)
+    options = DataArguments(block_size=16, completion_only=True)
+    arguments = SimpleNamespace(data=options, recipe=recipe, distillation=DistillationArguments())
+    context = SimpleNamespace(
+        arguments=arguments, tokenizer=tokenizer, splits={"validation": texts, "test": texts}, long_length=20,
+        load=lambda: model, directory=SimpleNamespace(path=tmp_path), long_data=None, windows=None,
+    )  # fmt: skip
+
+    def watch(self, *given, **how):
+        asked.append(how["add_special_tokens"])
+        return call(self, *given, **how)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", watch)
+    encoder = TextEncoder(tokenizer, options)
+    CAUSAL.score(model, encoder, texts, batch_size=2)
+    assert CAUSAL.read_tokens(encoder, texts) > sum(len(text.encode()) for text in texts["text"]), "windows overlap"
+    assert len(CAUSAL.samples(model, encoder, texts, 1)) == 1
+    check_windows(context, None)
+    windows, _ = held_back(context, 20)
+    assert tokenizer.decode(windows[0]) == texts["text"][0][:20]
+    compare_with_original(context, model)
+    read_long_documents(context, model)
+    assert asked == [False] * 10
 
 
 def test_rows_without_an_answer_are_left_out(tokenizer):

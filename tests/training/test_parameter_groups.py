@@ -11,6 +11,8 @@ from hf_linattn import patch_model
 from hf_linattn.errors import OptionError
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.finetuning import fine_tune
+from hf_linattn.training.losses.attention_transfer import AttentionTransfer
+from hf_linattn.training.losses.embeddings import EmbeddingDistillation, EmbeddingWeights
 from hf_linattn.training.parameter_groups import cast_as_loaded, float32_masters, group_parameters
 from hf_linattn.training.task import load_model
 from hf_linattn.training.trainers import RecoveryTrainer
@@ -40,6 +42,22 @@ def test_every_parameter_is_in_one_group_with_the_rate_of_its_place(tmp_path, ar
             assert rate == pytest.approx(0.3) and decay == (0.0 if "bias" in name else 0.5), name
         else:
             assert rate == 0.1 and decay in (0.0, 0.2) and not lora, name
+
+
+def test_the_encoder_that_an_embedding_loss_holds_is_divided_and_attention_transfer_is_not():
+    student, options = patch_model(make_model("bert", "Model"), "hedgehog"), SimpleNamespace(**RATES)
+    taught = EmbeddingDistillation(student, make_model("bert", "Model"), None, EmbeddingWeights())
+    optimizer = torch.optim.SGD(taught.parameters(), lr=0.1)
+    group_parameters(optimizer, taught, options)
+    found = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in student.named_parameters():
+        around = "attention" in name and "LayerNorm" not in name
+        rate = 1.0 if "hf_linattn" in name else 0.3 if around else 0.1
+        assert found[id(parameter)] == pytest.approx(rate), name
+    transfer = AttentionTransfer(student)
+    optimizer = torch.optim.SGD(transfer.parameters(), lr=0.1)
+    group_parameters(optimizer, transfer, options)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1]
 
 
 def test_an_optimizer_of_other_tensors_is_refused():
@@ -78,6 +96,22 @@ def test_masters_are_vectors_and_mechanisms_and_are_gone_afterwards_also_after_a
         1 / 0  # noqa: B018
     assert list(model.state_dict()) == names or sorted(model.state_dict()) == sorted(names)
     assert all(p.dtype == torch.bfloat16 and p.requires_grad for p in model.parameters())
+
+
+def test_a_tied_bias_stays_one_parameter_that_is_trained_and_saved_once(tmp_path):
+    model = patch_model(make_model("bert", std=0.3).bfloat16(), "hedgehog")
+    head, data = model.cls.predictions, make_data(model)
+    assert head.bias is head.decoder.bias
+    before, names = head.bias.detach().clone(), [name for name, _ in model.named_parameters()]
+    with float32_masters(model):
+        masters = {name for name, _ in model.named_parameters() if name.startswith("cls") and "bias" in name}
+        parts = ("decoder", "transform.dense", "transform.LayerNorm")
+        assert masters == {f"cls.predictions.{part}.parametrizations.bias.original0" for part in parts}
+    assert [name for name, _ in model.named_parameters()] == names
+    options = {"lr_scheduler_type": "constant", "warmup_steps": 0, "eval_steps": 1, "save_steps": 1}
+    training = make_training(tmp_path, **options)  # a checkpoint is written, and read at the end
+    fine_tune(model, data, training, tmp_path / "x", learning_rate=0.01, max_steps=2)
+    assert head.bias is head.decoder.bias and head.bias.requires_grad and not torch.equal(head.bias, before)
 
 
 @pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama", "gemma2"])

@@ -15,9 +15,11 @@ from hf_linattn.training import price
 from hf_linattn.training.arguments import DISTILLATION, parse_arguments
 from hf_linattn.training.pipeline import main
 from hf_linattn.training.preparation import prepare
-from hf_linattn.training.price import checkpoints_at_once, in_short, in_time, price_of, stages_to_do
+from hf_linattn.training.price import checkpoints_at_once, in_short, in_time, price_of, price_of_stage, stages_to_do
 from hf_linattn.training.run_directory import RunDirectory
-from hf_linattn.training.stages import stages_of
+from hf_linattn.training.stages import TrainingStage, stages_of
+from tests.helpers import make_tokenizer
+from tests.models import make_model
 from tests.recipes.test_distill import flags
 from tests.recipes.test_finetune import material
 
@@ -71,6 +73,21 @@ def test_parameters_memory_and_disk_are_those_counted_by_hand(material, dry):
     assert control.kept_bytes >= 4 * count and stages["transfer"].kept_bytes == 0
     assert control.checkpoint_bytes == 2 * 12 * count, "save_steps 0.5: two checkpoints of weights and moments"
     assert dry.price.disk_bytes == control.checkpoint_bytes + sum(stage.kept_bytes for stage in stages.values())
+
+
+def test_the_trainer_is_made_before_small_parameters_have_copies_as_in_the_training(material, tmp_path, monkeypatch):
+    """A head whose bias has one would not be known as a plain projection, and all logits of a step counted."""
+    make_model("bert", "LMHeadModel", is_decoder=True).save_pretrained(tmp_path / "bert")
+    make_tokenizer().save_pretrained(tmp_path / "bert")
+    changes = {"model_name_or_path": tmp_path / "bert", "dtype": "bfloat16", "mechanism": "linear", "control": "none"}
+    absent = "mechanism_options", "window_dropout", "lora_rank", "calibration_tokens", "transfer_tokens"
+    given = flags(material, tmp_path / "out", **changes, **dict.fromkeys(absent))
+    run = prepare(parse_arguments(given, DISTILLATION))
+    made, real = [], price.RecoveryTrainer
+    monkeypatch.setattr(price, "RecoveryTrainer", lambda *given: made.append(real(*given)) or made[0])
+    (stage,) = (stage for stage in stages_of(run.arguments) if isinstance(stage, TrainingStage))
+    price_of_stage(run, stage, 1)
+    assert isinstance(made[0]._head, torch.nn.Linear)
 
 
 def test_what_is_done_is_not_counted_but_where_the_run_is_overwritten(tmp_path):

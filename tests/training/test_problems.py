@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict
+from datasets import ClassLabel, Dataset, DatasetDict, Sequence
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
 from hf_linattn import patch_model
 from hf_linattn.errors import DataError, OptionError
-from hf_linattn.training.arguments import DataArguments, RecipeArguments
+from hf_linattn.training.arguments import DataArguments, RecipeArguments, parse_arguments
 from hf_linattn.training.classification import class_weights
 from hf_linattn.training.finetuning import validation_loss
 from hf_linattn.training.losses.distillation import Teacher, distillation_loss
@@ -20,7 +20,7 @@ from hf_linattn.training.task import CLASSIFICATION, PROBLEMS, TextEncoder, task
 from hf_linattn.training.trainers import RecoveryTrainer
 from tests.helpers import make_tokenizer
 from tests.models import make_model
-from tests.training.test_finetuning import make_text, make_training
+from tests.training.test_finetuning import REQUIRED, make_text, make_training
 
 HEAD = "ForSequenceClassification"
 NAMES = {"label2id": {"a": 0, "b": 1, "c": 2}, "id2label": {0: "a", 1: "b", 2: "c"}}
@@ -181,6 +181,10 @@ def test_a_data_set_that_numbers_its_classes_otherwise_is_read_by_their_names():
     for names, expected in ((["c", "a", "b"], [2, 0, 1, 0]), (["x", "y", "z"], [0, 1, 2, 1])):
         named = texts.cast_column("label", ClassLabel(names=names))
         assert CLASSIFICATION.encode(named, encoder, config)["labels"][:].tolist() == expected
+    lists = Dataset.from_dict({"text": TEXTS[:3], "label": [[0], [1, 2], []]})
+    named = lists.cast_column("label", Sequence(ClassLabel(names=["c", "a", "b"])))
+    found = PROBLEMS["multi_label_classification"].encode(named, encoder, make_model("bert", HEAD, **SEVERAL).config)
+    assert found["labels"][:].tolist() == [[0, 0, 1], [1, 1, 0], [0, 0, 0]]
     missing = texts.cast_column("label", ClassLabel(names=["a", "b", "c"])).map(lambda row: {"label": -1})
     with pytest.raises(DataError, match="label -1 is none of the model's 3 classes"):
         CLASSIFICATION.encode(missing, encoder, config)
@@ -197,5 +201,7 @@ def test_options_of_classifiers_are_refused_elsewhere():
     number = make_model("bert", HEAD, num_labels=1)
     with pytest.raises(OptionError, match="class_weights=balanced: the classifier's problem is regression"):
         task_of(number).check(number, DataArguments(class_weights=["balanced"]), recipe)
+    with pytest.raises(OptionError, match="layers='auto': layers are chosen by what is predicted of tokens"):
+        task_of(number).check_options(parse_arguments([*REQUIRED, "--layers", "auto"]))
     with pytest.raises(OptionError, match="metric 'accuracy' is of"):
         task_of(number).check(number, DataArguments(metrics=["accuracy"]), recipe)

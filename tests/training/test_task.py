@@ -55,6 +55,7 @@ def test_a_checkpoint_is_loaded_as_what_it_was_saved_as(tmp_path, name, head, ta
 def test_the_score_of_a_classifier_is_that_of_its_texts_one_by_one(name):
     model, tokenizer, test = classifier(name, std=0.4), make_tokenizer(), classified(11)
     patch_model(model, "linear")
+    tokenizer.pad_token = "[MASK]"  # another one than the model's, as in Qwen2.5
     found = CLASSIFICATION.score(model, TextEncoder(tokenizer, DataArguments(block_size=9)), test, batch_size=4)
     losses, right = [], 0
     for text, label in zip(test["text"], test["label"], strict=True):
@@ -116,6 +117,7 @@ def test_accumulated_batches_weigh_every_prediction_alike(tmp_path, name, head):
     else:
         data = make_data(original)
         data = replace(data, collator=data.evaluation_collator)  # the same masks in both runs
+    data = replace(data, train=data.train.select(range(6)))  # of two steps the last is of half as many rows
     found = []
     for size, accumulated in ((4, 1), (2, 2)):
         model = patch_model(copy.deepcopy(original), "linear")
@@ -161,7 +163,12 @@ def test_what_makes_no_sense_for_a_task_is_refused():
     unknown = make_model("bert", CLASSIFIER, num_labels=3, problem_type="regression")
     with pytest.raises(OptionError, match=r"num_labels=3 .* give a classifier of one problem"):
         CLASSIFICATION.check(unknown, data, recipe)
-    tokenizer, splits = make_tokenizer(), DatasetDict({"train": classified(4), "validation": classified(4)})
-    tokenizer.pad_token = None
-    with pytest.raises(DataError, match=r"pad_token: the tokenizer has None"):
-        CLASSIFICATION.rows(splits, TextEncoder(tokenizer, data), classifier("gpt2"), 64)
+    splits = DatasetDict({"train": classified(4), "validation": classified(4)})
+    for own, padded in ((None, False), (None, True), (-1, True)):
+        tokenizer, model = make_tokenizer(), classifier("gpt2", pad_token_id=own)
+        tokenizer.pad_token = "[PAD]" if padded else None
+        message = f"pad_token: the tokenizer has {tokenizer.pad_token!r}, the model's config {own}"
+        with pytest.raises(DataError, match=message.replace("[", r"\[")):
+            CLASSIFICATION.rows(splits, TextEncoder(tokenizer, data), model, 64)
+        with pytest.raises(DataError, match=message.replace("[", r"\[")):
+            CLASSIFICATION.score(model, TextEncoder(tokenizer, data), classified(4), 2)

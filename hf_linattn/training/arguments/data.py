@@ -83,8 +83,8 @@ class DataArguments:
     completion_only: bool = field(
         default=False,
         metadata={
-            "help": "Learn the assistant's answers alone: text_column holds lists of turns with `role` and `content`,"
-            " written with the tokenizer's chat template. Causal only."
+            "help": "Learn and score the assistant's answers alone: text_column holds lists of turns with `role` and"
+            " `content`, written with the tokenizer's chat template. Causal only."
         },
     )
 

@@ -108,7 +108,8 @@ def checked_length(arguments: Arguments, limit: int | None, long: bool) -> int:
 
 def held_back(context: TrainingRun, length: int) -> tuple[Tensor, Tensor]:
     """Return windows [B, N] of the validation split and the document of each, documents in turn."""
-    windows, documents = windows_of_documents(context.tokenizer, context.splits["validation"]["text"], length)
+    texts, special = context.splits["validation"]["text"], not context.arguments.data.completion_only
+    windows, documents = windows_of_documents(context.tokenizer, texts, length, special)
     chosen = in_turn(documents)[: context.arguments.recipe.position_windows]
     return windows[chosen], documents[chosen]
 

@@ -114,6 +114,7 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
             getattr(context.task, "problem", None),
             scores["recovered"].get("document_tokens"),
             context.held_out,
+            data_options.completion_only,
         ),
         training=Training(
             tokens=context.steps(options.max_train_tokens) * step,
@@ -214,6 +215,7 @@ def compare_with_original(context: TrainingRun, model: PreTrainedModel) -> Fidel
         model, context.load(), context.tokenizer, texts, max_length=size,
         num_windows=context.arguments.recipe.fidelity_windows, prompt_length=prompt,
         new_tokens=min(64, size - prompt), control=load_control(context),
+        add_special_tokens=not context.arguments.data.completion_only,
     )  # fmt: skip
     if found.linear_share is None:
         return found
@@ -223,10 +225,13 @@ def compare_with_original(context: TrainingRun, model: PreTrainedModel) -> Fidel
 
 def read_long_documents(context: TrainingRun, model: PreTrainedModel) -> LongContext:
     """Read long documents of the test split with the recovered model, the original and the control."""
-    texts, count = context.splits["test"]["text"], context.arguments.recipe.long_windows
+    texts, options = context.splits["test"]["text"], context.arguments
 
     def read(reader: PreTrainedModel) -> LongLosses:
-        return long_losses(reader, context.tokenizer, texts, length=context.long_length, num_windows=count)
+        return long_losses(
+            reader, context.tokenizer, texts, length=context.long_length, num_windows=options.recipe.long_windows,
+            add_special_tokens=not options.data.completion_only,
+        )  # fmt: skip
 
     control = load_control(context)
     return LongContext(read(model), read(context.load()), None if control is None else read(control))
