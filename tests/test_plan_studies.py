@@ -41,9 +41,9 @@ def test_the_heads_of_the_largest_scores_stay_exact():
 @pytest.mark.parametrize("length", [2048, 8192])
 def test_windows_of_equal_bytes_hold_as_many_keys_as_exact_heads_and_windows_do(length):
     (options,) = choose_plan.equal_windows(replace(RECORD, kept=[[1, 0]]), length).values()
-    held = 4 * (options["window_size"] + options["num_sink_tokens"] - 1)  # beside its own key a window has the sinks
+    keys = 4 * (options["window_size"] + options["num_sink_tokens"] - 1)  # beside its own key a window has the sinks
     own = length + 3 * (256 + 4 - 1)
-    assert own - 4 < held <= own and options["num_sink_tokens"] == 4
+    assert own - 4 < keys <= own and options["num_sink_tokens"] == 4
 
 
 class Asked:
