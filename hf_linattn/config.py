@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -84,6 +85,12 @@ def require_count(name: str, value: Any, least: int = 1, optional: bool = False)
     integer = isinstance(value, int) and not isinstance(value, bool)
     require(name, value, integer and value >= least, f"{either}an integer >= {least}")
     require(name, value, value <= LARGEST_COUNT, f"{either}at most {LARGEST_COUNT:,}")
+
+
+def require_finite(name: str, scores: Iterable[float]) -> None:
+    """Raise `OptionError` unless all scores of a model are finite: no other one is greater than NaN."""
+    broken = [score for score in scores if not math.isfinite(score)]
+    require(name, broken[:1], not broken, "finite, or the model is broken: look at what it predicts")
 
 
 def require_known(kind: str, name: object, known: Iterable[str]) -> None:

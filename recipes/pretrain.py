@@ -13,7 +13,10 @@ must lose a lot by that.
 ``gpt2-recall`` and ``llama-recall`` look back over 1,024 tokens. A quarter of their tokens is generated recall
 (``hf_linattn/training/pretraining/rows.py``), the text is grown by the documentation of installed packages, and rows
 become longer in the course of the training. Their log has the share of needles and pairs they find, and the loss by
-position, on rows and text that were held out. With ``--checkpoint_dir`` the training goes on where it was stopped.
+position, on rows and text that were held out. With ``--checkpoint_dir`` the training goes on where it was stopped,
+with the tokenizer and the text that it began with.
+
+The training is one process on one device. The checkpoint is put in its place before it is measured, its log later.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ from transformers import (
 )
 
 from hf_linattn import patch_model, unpatch_model
-from hf_linattn.errors import OptionError
+from hf_linattn.atomic_io import write_text
+from hf_linattn.config import require_count
+from hf_linattn.errors import DataError, OptionError
 from hf_linattn.evaluation import perplexity
 from hf_linattn.reading import exit_with_one_line
 from hf_linattn.training.arguments.help import help_if_asked
@@ -59,11 +64,10 @@ from hf_linattn.training.pretraining.architectures import (
     ARCHITECTURES,
     Architecture,
     build_model,
-    train_tokenizer,
     wrap_tokenizer,
 )
 from hf_linattn.training.pretraining.items import Material
-from hf_linattn.training.pretraining.kept import same_run_or_new, text_with_documentation
+from hf_linattn.training.pretraining.kept import same_run_or_new, text_with_documentation, tokenizer_of
 from hf_linattn.training.pretraining.measures import measure_recall
 from hf_linattn.training.pretraining.mixture import Mixture, text_tokens
 from hf_linattn.training.same_run import rows_digest
@@ -87,7 +91,7 @@ class PretrainArguments:
     """Options of the recipe; the defaults made the bundled checkpoints."""
 
     architecture: str = field(metadata={"help": "Which model to train.", "choices": sorted(ARCHITECTURES)})
-    output_dir: str = field(metadata={"help": "Where the checkpoint goes; replaced as a whole, at the end."})
+    output_dir: str = field(metadata={"help": "Where the checkpoint goes; replaced as a whole, once trained."})
     train_file: str | None = field(
         default=None, metadata={"help": "Training text; default: the documentation of Python's standard library."}
     )
@@ -129,6 +133,7 @@ class PretrainArguments:
         self.learning_rate = self.learning_rate or architecture.learning_rate
         if self.warmup_steps is None:
             self.warmup_steps = architecture.warmup_steps
+        require_count("recall_samples", self.recall_samples)
         if self.checkpoint_dir and not architecture.looks_far_back:
             known = ", ".join(name for name, known in ARCHITECTURES.items() if known.looks_far_back)
             raise OptionError(
@@ -157,7 +162,7 @@ def queries_zeroed(model: PreTrainedModel, architecture: Architecture) -> Iterat
 
 def training_arguments(options: PretrainArguments, folder: Path, steps: int, **others: Any) -> TrainingArguments:
     """Translate the recipe's options for that number of steps into those of transformers.Trainer."""
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
         learning_rate=options.learning_rate,
@@ -178,19 +183,21 @@ def training_arguments(options: PretrainArguments, folder: Path, steps: int, **o
         seed=options.seed,
         **others,
     )
+    arguments._n_gpu = 1  # with more the Trainer would draw a batch for each, and train on that many times the tokens
+    return arguments
 
 
 def train(options: PretrainArguments, folder: Path) -> dict[str, Any]:
-    """Train, measure and write the checkpoint into ``folder``; return the training log."""
+    """Train, write the checkpoint into ``folder``, put that in its place and measure it; return the training log."""
     architecture = ARCHITECTURES[options.architecture]
     corpus = load_text_splits(
         train_file=options.train_file, validation_file=options.validation_file, test_file=options.test_file
     )
-    tokenizer = wrap_tokenizer(train_tokenizer(corpus["train"]["text"]), architecture)
-    if architecture.packages and options.train_file is None:
-        corpus["train"] = text_with_documentation(
-            corpus["train"], architecture.packages, options.checkpoint_dir
-        )
+    documented = bool(architecture.packages) and options.train_file is None  # text that changes with what is installed
+    kept = options.checkpoint_dir if documented else None
+    tokenizer = wrap_tokenizer(tokenizer_of(corpus["train"]["text"], kept), architecture)
+    if documented:
+        corpus["train"] = text_with_documentation(corpus["train"], architecture.packages, kept)
     model = build_model(architecture, tokenizer)
     start = time.perf_counter()
     train_model = train_on_mixture if architecture.looks_far_back else train_on_text
@@ -198,7 +205,8 @@ def train(options: PretrainArguments, folder: Path) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     save(model, folder, architecture.saved_dtype)
     tokenizer.save_pretrained(folder)
-    model = architecture.model_class.from_pretrained(folder, dtype=torch.float32)  # as saved: the Trainer's autocasts
+    target = put_in_place(folder, Path(options.output_dir))  # where it stays, whatever becomes of the measuring
+    model = architecture.model_class.from_pretrained(target, dtype=torch.float32)  # as saved: the Trainer's autocasts
     length = architecture.stages[-1].length
     test_perplexity = measure(model, tokenizer, corpus["test"]["text"], length)
     with queries_zeroed(model, architecture):
@@ -224,6 +232,13 @@ def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     config = AutoConfig.from_pretrained(folder)
     config.dtype = torch.float32
     config.save_pretrained(folder)
+
+
+def put_in_place(folder: Path, target: Path) -> Path:
+    """Move a folder to ``target``, and what is there already to ``old`` beside the folder; return ``target``."""
+    if target.exists():
+        os.replace(target, folder.with_name("old"))
+    return folder.rename(target)
 
 
 def train_on_text(
@@ -270,15 +285,15 @@ def train_on_mixture(
     """Train on text and generated recall, from the last checkpoint on if there is one; return the losses."""
     architecture = ARCHITECTURES[options.architecture]
     steps, longest = options.train_tokens // options.batch_tokens, architecture.stages[-1]._replace(share=1.0)
+    materials = {split: Material(tokenizer, text_tokens(texts, tokenizer)) for split, texts in corpus.items()}
+    for split, material in materials.items():  # the test's, too, before hours of training
+        if len(material.text) <= longest.length:
+            raise DataError(
+                f"the text of the {split} split has {len(material.text):,} tokens, no more than the {longest.length:,}"
+                f" of a row; give a {split}_file with more text"
+            )
     rows = {
-        split: Mixture(
-            Material(tokenizer, text_tokens(corpus[split], tokenizer)),
-            split,
-            stages,
-            count,
-            options.batch_tokens,
-            options.seed,
-        )
+        split: Mixture(materials[split], split, stages, count, options.batch_tokens, options.seed)
         for split, stages, count in (
             ("train", architecture.stages, steps),
             ("validation", (longest,), VALIDATION_BATCHES),
@@ -360,21 +375,20 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the recipe; the output folder appears whole or not at all."""
+    """Run the recipe; the checkpoint appears whole or not at all, and what it is worth once that is measured."""
     help_if_asked(sys.argv[1:], "python recipes/pretrain.py", [PretrainArguments], GROUPS)
     (options,) = HfArgumentParser(PretrainArguments).parse_args_into_dataclasses()  # exits with 2 itself
+    processes = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun and accelerate launch say
+    if processes > 1:
+        raise OptionError(f"WORLD_SIZE={processes}: the recipe is one process; run it as python recipes/pretrain.py")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(options.threads)
     set_seed(options.seed)
     target = Path(options.output_dir)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".pretrain-") as scratch:
-        folder = Path(scratch) / "new"
-        log = train(options, folder)
-        (folder / "training_log.json").write_text(json.dumps(log, indent=1) + "\n")
-        if target.exists():
-            os.replace(target, Path(scratch) / "old")
-        os.replace(folder, target)
+        log = train(options, Path(scratch) / "new")
+    write_text(target / "training_log.json", json.dumps(log, indent=1) + "\n")
     logger.info(json.dumps({name: value for name, value in log.items() if name != "history"}, indent=1))
 
 

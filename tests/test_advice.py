@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -58,7 +59,26 @@ def test_a_trial_says_what_a_patched_model_has_and_the_model_stays_as_it_was(tex
         command = shlex.split(replace(found, recommended=name).command("m", files=["a b.txt"]))
         assert command[:4] == ["hf-linattn", "convert", "m", "converted"] and json.loads(command[5]) == PLANS[name]
         fitted = ["--calibrate", "a b.txt", "--calibration-tokens", "128"]
-        assert command[6:] == (fitted if name == "linear" else []), "the model that was measured"
+        assert command[6:] == (fitted if name == "linear" else []), "fitted on as many tokens"
+
+
+def test_rows_have_no_more_tokens_than_positions_and_lie_where_the_model_does(monkeypatch):
+    module, measured, chosen_on = import_module("hf_linattn.advice.advise"), [], []
+
+    def trial(model, name, plan, material):
+        measured.append(material)
+        return make_trial(name, 1.0, 0.0, 1)
+
+    monkeypatch.setattr(module, "run_trial", trial)
+    monkeypatch.setattr(module, "share_right", lambda *_: 1.0)
+    monkeypatch.setattr(module, "choose_plan", lambda *_, batches, **__: chosen_on.extend(batches))
+    monkeypatch.setattr(module, "chosen_plans", lambda _: {})
+    model, settings = make_model("gpt2"), replace(SETTINGS, block_size=512)
+    found = advise(model, make_tokenizer(), ["w5 w6 " * 200], 16, plans=PLANS, settings=settings)
+    assert found.settings == measured[0].settings == replace(settings, block_size=64)
+    assert measured[0].calibration.shape == (2, 64)
+    module.choose(model.to("meta"), measured[0], False)
+    assert [batch["input_ids"].device.type for batch in chosen_on] == ["meta", "meta"]
 
 
 def make_trial(name: str, recall: float, increase: float, state: int) -> Trial:

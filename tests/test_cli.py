@@ -232,6 +232,13 @@ def test_eval_gives_the_perplexity(converted, tmp_path):
     expected = perplexity(load_checkpoint(str(converted)), make_tokenizer(), texts, max_length=16)
     assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-5)
     assert found["num_tokens"] == expected["num_tokens"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    again = answer("eval", converted, rows, "--text_column", "body", "--max-length", 16, "--json")
+    assert json.loads(again) == found, "each row is a document"
+    assert f"files: {str(rows)!r} has no column 'text', but body; rename the one" in refuse("eval", converted, rows)
+    unused = refuse("eval", converted, *files, "--original", converted.parent / "original")
+    assert "is an option of suites (--suite) and embedding models, not of perplexity; leave it out" in unused
 
 
 def test_bench_times_both(converted):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 import hf_linattn
 from hf_linattn import transformers_bridge as bridge
 from hf_linattn.cache import RecurrentStateLayer
-from hf_linattn.cli import app
+from hf_linattn.cli import app, common
 from hf_linattn.errors import UnknownNameError, UnsupportedModeError
 from hf_linattn.masks import Masks
 from hf_linattn.mechanisms.linear import LinearMechanism
@@ -68,6 +69,16 @@ def test_what_does_not_hold_is_said_with_its_reason(model_type, status, reason):
     found = check_architecture(model_type)
     assert found.status == status
     assert re.search(reason, found.reason), found.reason
+
+
+def test_what_is_found_is_shown_where_its_file_cannot_be_written(monkeypatch, tmp_path):
+    command = ["support", "llama", "--json", "--output"]
+    refused = CliRunner().invoke(app, [*command, str(tmp_path)])
+    assert refused.exit_code == 1 and "output must be the path of a file, in a folder" in refused.stderr
+    monkeypatch.setattr(common, "write_text", Mock(side_effect=OSError("no space left on device")))
+    failed = CliRunner().invoke(app, [*command, str(tmp_path / "found.json")])
+    assert failed.exit_code == 1 and "no space left on device" in failed.stderr
+    assert json.loads(failed.stdout)["architectures"][0]["status"] == "patched"
 
 
 def test_each_part_of_the_check_can_fail(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -57,7 +57,10 @@ class Advice:
         return settings.recovery_tokens / (settings.block_size * settings.batch_size) * trial.step_seconds
 
     def command(self, model: str, output: str = "converted", files: Sequence[str] = ("text.txt",)) -> str:
-        """Return the command that makes the recommended plan; files: of text, that it is fitted on as it was here."""
+        """Return the command that makes the recommended plan.
+
+        files: of text, all of which it is fitted on with as many tokens; here rows of the first half were.
+        """
         options = ["--mechanism", json.dumps(self.chosen.plan)]
         if self.chosen.calibrated:
             options += [part for file in files for part in ("--calibrate", file)]
@@ -109,6 +112,8 @@ def advise(
     limit = position_limit(model)
     fits = limit is None or length + ROOM <= limit
     require("length", length, fits, f"at most {(limit or 0) - ROOM}: {limit} positions, of which {ROOM} are decoded")
+    if limit is not None:  # rows of calibration and recovery
+        settings = replace(settings, block_size=min(settings.block_size, limit))
     require("plans", plans, plans is None or bool(plans), "name -> plan of at least one candidate")
     material = read_material(model, tokenizer, texts, length, settings)
     recall = share_right(model, material)
@@ -131,7 +136,7 @@ def choose(model: PreTrainedModel, material: Material, progress: bool) -> dict[s
     plan = choose_plan(
         model, material.tokenizer, tasks=CHOSEN_BY, lengths=[min(material.length, LONGEST)], num_prompts=2,
         replace={window["mechanism"]: window["options"]}, seed=material.settings.seed, progress=progress,
-        batches=[{"input_ids": row[None]} for row in material.calibration],
+        batches=[{"input_ids": row[None]} for row in material.calibration.to(model.device)],
     )  # fmt: skip
     return chosen_plans(plan)
 

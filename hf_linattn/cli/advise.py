@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..reading import read_tokenizer
-from .common import Json, Model, exit_on_error, read_model, read_text, show
+from .common import Json, Model, exit_on_error, read_model, read_texts, show
 
 
 def advise(
@@ -29,7 +29,7 @@ def advise(
         from ..advice import Settings
         from ..advice import advise as find
 
-        texts = [read_text(file, "text") for file in text]
+        texts = read_texts(text, "text")
         loaded = read_model("model", model, None)
         settings = Settings(recovery_tokens=recovery_tokens, prompts=prompts)
         found = find(loaded, read_tokenizer("model", model), texts, length, settings=settings, progress=not as_json)

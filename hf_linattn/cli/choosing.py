@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from ..config import json_object, require
 from ..errors import OptionError
 from ..plan import Plan, name_or_plan
 from ..reading import read_tokenizer
-from .common import read_text
+from .common import read_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,7 +27,7 @@ TEXT_LENGTH, TEXT_ROWS = 1024, 8  # of the texts that divergence is measured on
 class PlanRequest:
     """What the command line says of the plan; see the options of `hf-linattn convert`.
 
-    One way to a plan is asked for, or `OptionError` is raised.
+    One way to a plan is asked for, or `OptionError` is raised. What has a default says how a plan is chosen.
     """
 
     mechanism: str | None
@@ -35,11 +35,11 @@ class PlanRequest:
     layers: str | None
     keep: str | None
     plan: str | None
-    unit: str
-    signal: str
-    search: str
-    text: Sequence[Path]
-    seed: int
+    unit: str = "head"
+    signal: str = "recall"
+    search: str = "slope"
+    text: Sequence[Path] = ()
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.file is not None and (self.mechanism is not None or self.keep is not None):
@@ -51,6 +51,14 @@ class PlanRequest:
         if self.layers is not None and (self.keep is not None or self.plan is not None):
             given = f"layers={self.layers!r}"
             raise OptionError(f"{given} is for a mechanism alone; leave it out where keep or plan says them")
+        options = json_object("options", self.options)
+        require("options", options, not (options and self.file), "absent where plan is a file, which has them itself")
+        if self.keep is None and self.plan != AUTO:
+            for field in fields(self):
+                value = getattr(self, field.name)
+                fits = field.default in (MISSING, value)
+                shown = list(map(str, value)) if field.name == "text" else value
+                require(field.name, shown, fits, "absent where no plan is chosen; give keep, or plan auto")
 
     @property
     def file(self) -> str | None:
@@ -110,9 +118,9 @@ def text_batches(tokenizer: Any, texts: Sequence[Path], model: PreTrainedModel) 
     said = getattr(model.config.get_text_config(), "max_position_embeddings", TEXT_LENGTH)
     size = min(TEXT_LENGTH, said, position_limit(model) or said)  # RoBERTa's config says two too many
     batches = []
-    for file in texts[:TEXT_ROWS]:
+    for text in read_texts(texts, "text")[:TEXT_ROWS]:
         options = {"truncation": True, "max_length": size, "return_tensors": "pt"}
-        batches.append(dict(tokenizer(read_text(file, "text"), return_token_type_ids=False, **options)))
+        batches.append(dict(tokenizer(text, return_token_type_ids=False, **options)))
     return batches
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..config import require_count, require_known
+from ..atomic_io import write_text
+from ..config import require, require_count, require_known
 from ..errors import DataError, UnsupportedModelError
 from ..reading import exit_with_one_line, reading
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = ("bfloat16", "float16", "float32")
+ROWS = (".json", ".jsonl", ".csv", ".parquet")  # files that have a document in each row
 STOPPED = 3
 EXIT_CODES = {
     0: "it is done",
@@ -80,13 +83,53 @@ def note(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def read_text(file: Path, option: str = "files") -> str:
-    """Read a document; `DataError`, which names the option, if it cannot be read as text."""
+def read_texts(files: Iterable[Path], option: str = "files", column: str = "text") -> list[str]:
+    """Return the documents of files: of rows, as .jsonl, one in each row, of all others the whole file.
+
+    Raises:
+        DataError: a file cannot be read, or its rows have no texts in that column; the message names the option.
+    """
+    return [
+        text
+        for file in files
+        for text in (_rows(file, option, column) if file.suffix.lower() in ROWS else [_whole(file, option)])
+    ]
+
+
+def _rows(file: Path, option: str, column: str) -> list[str]:
+    from ..training.data import load_file, text_of
+
+    rows = load_file(option, file)
+    if column not in rows.column_names:
+        raise DataError(
+            f"{option}: {str(file)!r} has no column {column!r}, but {', '.join(rows.column_names)}; rename the one of"
+            " the texts, or name it with text_column where the command has that"
+        )
+    return list(text_of(file.name, rows, column)["text"])
+
+
+def _whole(file: Path, option: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         message = f"{option}: {str(file)!r} cannot be read as text: {error}; give a text file in UTF-8"
         raise DataError(message) from error
+
+
+def check_writable(option: str, file: Path | None) -> None:
+    """Raise `OptionError` unless a file can be written there, before hours go into it; None: none is asked for."""
+    if file is None:
+        return
+    folder = next((place for place in file.absolute().parents if place.exists()), file)
+    fits = not file.is_dir() and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    require(option, str(file), fits, "the path of a file, in a folder that can be written to")
+
+
+def write_shown(document: Any, file: Path) -> None:
+    """Write a JSON document that was shown, so that nothing is lost where this fails."""
+    with exit_on_error():
+        write_text(file, json.dumps(document, indent=1) + "\n")
+    note(f"written to {file}")
 
 
 def load(model: str, *, option: str = "model", **options: Any) -> PreTrainedModel:

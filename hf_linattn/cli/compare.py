@@ -16,7 +16,17 @@ from ..errors import OptionError
 from ..plan import Plan, name_or_plan
 from ..reading import read_tokenizer
 from .bench import numbers
-from .common import STOPPED, Json, exit_on_error, note, read_language_model, read_text, set_threads, show
+from .common import (
+    STOPPED,
+    Json,
+    check_writable,
+    exit_on_error,
+    note,
+    read_language_model,
+    read_texts,
+    set_threads,
+    show,
+)
 from .completion import mechanism_names
 
 if TYPE_CHECKING:
@@ -56,25 +66,29 @@ def compare(
 ) -> None:
     """Measure mechanisms side by side: perplexity, speed and memory, each beside softmax in the same run.
 
-    `hf-linattn compare streaming hybrid '{"linear": {"decay": "learned"}}' --model gpt2 --text test.txt` prints a
-    table in Markdown, each line as soon as it is measured. Mechanisms of installed packages are named like any other.
+    `hf-linattn compare streaming hybrid '{"linear": {"decay": "learned"}}' --model gpt2 --text test.txt
+    --lengths 512,1024` prints a table in Markdown, each line as soon as it is measured. Mechanisms of installed
+    packages are named like any other.
     """
     with exit_on_error():
         from ..comparison import ComparisonOptions
 
         set_threads(threads)
+        check_writable("csv", csv)
+        check_writable("png", png)
         check_apart(text, calibrate or ())
         plans = {name: read_attention(name) for name in attention}
-        fitted = tuple(read_text(file, "calibrate") for file in calibrate or ())
+        fitted = tuple(read_texts(calibrate or (), "calibrate"))
         options = ComparisonOptions(
             tuple(numbers("lengths", lengths)), max_length, num_windows, fitted, calibration_tokens, batch_size,
             repeats, limit_minutes=limit_minutes, seed=seed,
         )  # fmt: skip
-        texts = [read_text(file, "text") for file in text]
+        texts = read_texts(text, "text")
         found, document = run(model, dtype, plans, texts, options, as_json)
-        write_files(found, csv, png, Path(model).name)
     if as_json:
         show(document, as_json)
+    with exit_on_error():
+        write_files(found, csv, png, Path(model).name)
     if any(entry.stopped for entry in found.entries):
         raise typer.Exit(STOPPED)
 

@@ -16,7 +16,7 @@ from ..errors import OptionError
 from ..plan import PatchConfig, name_or_plan
 from ..reading import TOKENIZER_FILE, find_tokenizer, is_there, read_tokenizer
 from .choosing import PlanRequest, choice, in_words, save_beside
-from .common import load, note, read_text
+from .common import load, note, read_texts
 from .conversion_words import words
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def run(wanted: Wanted) -> Done:
     from ..cards import SENTENCES, Conversion, loader_of, read_base
 
     check_empty(wanted.output)
-    named, texts = wanted.plan.read(), [read_text(file, "calibrate") for file in wanted.calibrate]
+    named, texts = wanted.plan.read(), read_texts(wanted.calibrate, "calibrate")
     if named is None or isinstance(named, ChosenPlan):
         from .. import report  # noqa: F401 - draws the plan at the end; a package that it lacks is named now
     base = read_base(wanted.model, wanted.base_model)

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ..cards import Conversion
 
 CONFIGS = ("config.json", "configuration_hf_linattn.py", "README.md")  # written beside the weights
-TEXT = "text.txt"  # where none was given
+TEXT, HELD_OUT = "text.txt", "test.txt"  # where none was given; that nothing was fitted to or chosen by
 # Auto class -> how a model of it is measured; recipes recover the same ones
 MEASURED_BY = {
-    "AutoModelForCausalLM": "hf-linattn eval {output} {text} --suite language --original {model}",
-    "AutoModelForMaskedLM": "hf-linattn eval {output} {text}",
+    "AutoModelForCausalLM": "hf-linattn eval {output} {held_out} --suite language --original {model}",
+    "AutoModelForMaskedLM": "hf-linattn eval {output} {held_out}",
     "AutoModelForSequenceClassification": None,
 }
 # and what they learn from: a text, or rows with labels
@@ -76,7 +76,7 @@ def next_steps(conversion: Conversion, model: str, output: str, text: str, plan:
     data = TAUGHT_BY.get(conversion.loader, f"--train_file {quoted['text']}")
     recover = f"hf-linattn distill --model_name_or_path {quoted['model']} {plan} {data} --output_dir"
     return [
-        *([] if measure is None else [f"measure: {measure.format(**quoted)}"]),
+        *([] if measure is None else [f"measure: {measure.format(**quoted, held_out=HELD_OUT)}"]),
         f"recover: {recover} {quoted['output']}-recovered",
     ]
 

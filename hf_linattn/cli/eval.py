@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..atomic_io import write_text
 from ..errors import DataError, OptionError
 from ..reading import read_tokenizer
 from ..recipe_files import locate
 from .bench import numbers
-from .common import Json, Model, exit_on_error, read_language_model, read_text, show
+from .common import (
+    Json,
+    Model,
+    check_writable,
+    exit_on_error,
+    read_language_model,
+    read_texts,
+    show,
+    write_shown,
+)
 from .eval_classifier import (
     DocumentStride,
     DocumentWindow,
@@ -41,23 +47,41 @@ if TYPE_CHECKING:
 SAMPLE = "The tokens of 2 models, naïve or not:\n\tare they the same?"
 LONG_PROMPTS = 1000
 OUTPUT = Path("evaluation.json")
+TaskDir = Annotated[
+    Path | None, typer.Option("--task_dir", "--task-dir", help="suite: JSON lines of tasks; default: the Hub")
+]
+TaskFiles = Annotated[Path, typer.Option("--task_files", "--task-files", help="suite: a folder of task files")]
+# kind of evaluation -> how errors call it
+KINDS = {
+    "perplexity": "perplexity", "suite": "suites (--suite)", "classifier": "classifiers",
+    "embeddings": "embedding models",
+}  # fmt: skip
+ROW_SCORES = {"classifier": classifier_scores, "embeddings": embedding_scores}
+# options of some kinds alone; all others are of every kind
+OPTIONS_OF = {
+    **dict.fromkeys(
+        ("control", "task_dir", "task_files", "tasks", "limit", "long_prompts", "generated", "num_windows", "recall",
+         "lengths", "samples", "seed", "output"), ("suite",)
+    ),
+    **dict.fromkeys(("text_pair_column", "document_window", "document_stride"), ("classifier", "embeddings")),
+    **dict.fromkeys(("label_column", "metrics"), ("classifier",)),
+    "original": ("suite", "embeddings"),
+    "stride": ("perplexity",),
+}  # fmt: skip
 
 
 def evaluate(
+    context: typer.Context,
     model: Model,
-    files: Annotated[list[Path] | None, typer.Argument(help="texts, a document each; rows of .jsonl")] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="documents; of .jsonl, .csv, ... each row is one")] = None,
     max_length: Annotated[int | None, typer.Option(help="tokens per window; 512, in suites 1024")] = None,
     stride: Annotated[int | None, typer.Option(help="by how many tokens windows advance; default: half")] = None,
     batch_size: Annotated[int, typer.Option(help="windows, or prompts, at once")] = 8,
     suite: Annotated[str | None, typer.Option(help="language, recall, tasks or all, in place of perplexity")] = None,
     original: Annotated[str | None, typer.Option(help="suite, embeddings: the model before conversion")] = None,
     control: Annotated[str | None, typer.Option(help="suite: the original, trained on the same tokens")] = None,
-    task_dir: Annotated[
-        Path | None, typer.Option("--task_dir", "--task-dir", help="suite: JSON lines of tasks; default: the Hub")
-    ] = None,
-    task_files: Annotated[
-        Path, typer.Option("--task_files", "--task-files", help="suite: a folder of task files")
-    ] = Path("recipes/tasks"),
+    task_dir: TaskDir = None,
+    task_files: TaskFiles = Path("recipes/tasks"),
     tasks: Annotated[str | None, typer.Option(help="suite: names of tasks, by commas; default: all files")] = None,
     limit: Annotated[int, typer.Option(help="suite: first items of each task; 0: all")] = 200,
     long_prompts: Annotated[
@@ -81,17 +105,17 @@ def evaluate(
 ) -> None:
     """Measure a model: perplexity on text files, a suite, a classifier's metrics on rows, or what embeddings find."""
     columns = text_column, text_pair_column, label_column
-    read = RowOptions(*columns, names(metrics), document_window, document_stride, stride)
+    read = RowOptions(*columns, names(metrics), document_window, document_stride, original)
     with exit_on_error():
-        score = row_scores(model) if suite is None else None
-        texts = [] if score else [read_text(file) for file in files or ()]
-        if score:
-            document, *shown = score(model, files or [], original, max_length, batch_size, dtype, read)
+        kind = kind_of(model, suite)
+        check_options(context, kind)
+        texts = [] if kind in ROW_SCORES else read_texts(files or (), column=text_column)
+        if kind in ROW_SCORES:
+            document, *shown = ROW_SCORES[kind](model, files or [], max_length, batch_size, dtype, read)
         elif suite is None:
             document, *shown = text_perplexity(model, texts, max_length or 512, stride, batch_size, dtype, not as_json)
         else:
-            if stride is not None:
-                raise OptionError(f"stride={stride}: windows of a suite do not overlap; leave stride out")
+            check_writable("output", output)
             options = suite_options(
                 texts=tuple(texts), length=max_length or 1024, num_windows=num_windows or None,
                 recall_tasks=names(recall), lengths=tuple(numbers("lengths", lengths)), num_samples=samples,
@@ -100,17 +124,31 @@ def evaluate(
                 batch_size=batch_size, seed=seed, progress=not as_json,
             )  # fmt: skip
             paths = {"original": original, "control": control, "converted": model}
-            document, *shown = run_suite(suite, {k: path for k, path in paths.items() if path}, options, dtype, output)
+            document, *shown = run_suite(suite, {k: path for k, path in paths.items() if path}, options, dtype)
     show(document, as_json, *shown)
+    if suite is not None:
+        write_shown(document, output)
 
 
-def row_scores(model: str) -> Callable[..., tuple[Any, ...]] | None:
-    """Return what scores a model on rows; None: it has a perplexity."""
+def kind_of(model: str, suite: str | None) -> str:
+    """Return the kind of an evaluation: that of the model, unless a suite is asked for."""
     from ..sentence_models import is_sentence_model
 
+    if suite is not None:
+        return "suite"
     if is_sentence_model("model", model):
-        return embedding_scores
-    return classifier_scores if is_classifier(model) else None
+        return "embeddings"
+    return "classifier" if is_classifier(model) else "perplexity"
+
+
+def check_options(context: typer.Context, kind: str) -> None:
+    """Raise `OptionError` where the command line has an option of other kinds of evaluation."""
+    for name, kinds in OPTIONS_OF.items():
+        source = context.get_parameter_source(name)
+        if kind not in kinds and source is not None and source.name == "COMMANDLINE":
+            theirs = " and ".join(KINDS[one] for one in kinds)
+            given = f"{name}={str(context.params[name])!r}"
+            raise OptionError(f"{given} is an option of {theirs}, not of {KINDS[kind]}; leave it out")
 
 
 def suite_options(**given: Any) -> SuiteOptions:
@@ -143,10 +181,8 @@ def text_perplexity(
     return {"model": model, **found}, shown
 
 
-def run_suite(
-    suite: str, paths: dict[str, str], options: SuiteOptions, dtype: str | None, output: Path
-) -> tuple[Any, ...]:
-    """Write and return the JSON document, and what is shown in its place; one model is in memory at a time."""
+def run_suite(suite: str, paths: dict[str, str], options: SuiteOptions, dtype: str | None) -> tuple[Any, ...]:
+    """Return the JSON document, and what is shown in its place; one model is in memory at a time."""
     from ..evaluation import position_limit, side_by_side
     from ..evaluation import suite as suites
     from ..evaluation.suite_table import means_table, suite_table
@@ -177,9 +213,8 @@ def run_suite(
         "seconds": time.perf_counter() - start,
         "provenance": dataclasses.asdict(provenance),
     }
-    write_text(output, json.dumps(document, indent=1) + "\n")
     means = [means_table(report.means)] if report.means else []
-    return document, suite_table(report), *means, f"written to {output}"
+    return document, suite_table(report), *means
 
 
 def check_tokenizer(role: str, paths: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> None:

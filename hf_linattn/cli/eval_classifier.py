@@ -37,7 +37,7 @@ DocumentStride = Annotated[
 
 @dataclass(frozen=True)
 class RowOptions:
-    """What is read of the rows, and how."""
+    """What is read of the rows, and how; original: the model to whose embeddings cosines are measured."""
 
     text_column: str
     text_pair_column: str | None
@@ -45,7 +45,7 @@ class RowOptions:
     metrics: tuple[str, ...]
     document_window: int | None
     document_stride: int | None
-    stride: int | None = None  # of perplexity: refused
+    original: str | None = None
 
 
 def is_classifier(model: str) -> bool:
@@ -58,9 +58,8 @@ def is_classifier(model: str) -> bool:
 
 
 def classifier_scores(
-    model: str, files: list[Path], original: str | None, max_length: int | None, batch_size: int, dtype: str | None,
-    options: RowOptions,
-) -> tuple[Any, ...]:  # fmt: skip
+    model: str, files: list[Path], max_length: int | None, batch_size: int, dtype: str | None, options: RowOptions
+) -> tuple[Any, ...]:
     """Return the JSON document, and what is shown in its place.
 
     Raises:
@@ -81,10 +80,6 @@ def classifier_scores(
     loaded, tokenizer = read_model("model", model, dtype), read_tokenizer("model", model)
     task: Any = task_of(loaded)
     limit, window = position_limit(loaded), options.document_window
-    if original is not None:
-        raise OptionError(f"original={original!r}: a classifier is scored by its labels alone; leave it out")
-    if options.stride is not None:
-        raise OptionError(f"stride={options.stride}: it is of perplexity; give document_stride, with document_window")
     if window is not None and options.text_pair_column:
         raise OptionError(f"document_window={window}: windows of two texts have no rule; leave it out")
     if window is None and options.document_stride is not None:

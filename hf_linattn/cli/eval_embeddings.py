@@ -15,15 +15,14 @@ if TYPE_CHECKING:
 
 
 def embedding_scores(
-    model: str, files: list[Path], original: str | None, max_length: int | None, batch_size: int, dtype: str | None,
-    options: RowOptions,
-) -> tuple[Any, ...]:  # fmt: skip
+    model: str, files: list[Path], max_length: int | None, batch_size: int, dtype: str | None, options: RowOptions
+) -> tuple[Any, ...]:
     """Return the JSON document, and what is shown in its place.
 
-    original: the model to whose embeddings the cosine is measured, in the same windows; None: there is no cosine.
+    The cosine is to the original's embeddings of the same windows; without an original there is none.
 
     Raises:
-        OptionError: texts that are longer than the positions, without windows; an option of other models.
+        OptionError: texts that are longer than the positions, without windows.
         DataError: no texts, one text alone, or texts without a token.
     """
     from ..evaluation import embeddings, position_limit
@@ -34,9 +33,6 @@ def embedding_scores(
         raise DataError("files is empty; give at least one file of texts, as .jsonl, .csv or .txt")
     require_count("batch_size", batch_size)
     require("dtype", dtype, dtype in (None, *DTYPES), f"one of {', '.join(DTYPES)}, or absent")
-    for name in ("metrics", "stride"):
-        if value := getattr(options, name):
-            raise OptionError(f"{name}={value}: it is not of embedding models; leave it out")
     texts, window = read_texts(files, options), options.document_window
     modules = SentenceModel(model, dtype or "auto", "model")
     encoder = placed(modules.take_encoder(), dtype)
@@ -54,10 +50,11 @@ def embedding_scores(
     windows = None if window is None else windows_for(modules.tokenizer, window, options.document_stride)
     length = max_length or (LARGEST_COUNT if windows else own)
     reading: dict[str, Any] = {"max_length": length, "batch_size": batch_size, "windows": windows}
-    found = embeddings.embedding_scores(modules, encoder, texts, wanted(original, dtype, texts, reading), **reading)
+    original = wanted(options.original, dtype, texts, reading)
+    found = embeddings.embedding_scores(modules, encoder, texts, original, **reading)
     count = found.pop("num_tokens")
     document = {
-        "model": model, "original": original, "max_length": max_length or (None if windows else own),
+        "model": model, "original": options.original, "max_length": max_length or (None if windows else own),
         "document_window": window, "document_stride": None if windows is None else windows.step, "num_texts": count,
     }  # fmt: skip
     shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from .common import Json, exit_on_error, quiet_logging, show
+from .common import Json, check_writable, exit_on_error, quiet_logging, show, write_shown
 
 
 def support(
@@ -28,12 +27,12 @@ def support(
     from ..support import architectures, check_architecture, support_table
 
     with exit_on_error(), quiet_logging():
+        check_writable("output", output)
         names = track(model_types or list(architectures()), "checking", console=Console(stderr=True), transient=True)
         found = [check_architecture(name, mechanism) for name in names]
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     document = {**versions, "mechanism": mechanism, "architectures": [asdict(row) for row in found]}
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     counts = Counter(row.status for row in found).most_common()
     show(document, as_json, support_table(found), ", ".join(f"{count} {status}" for status, count in counts))
+    if output is not None:
+        write_shown(document, output)

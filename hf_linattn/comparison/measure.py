@@ -140,23 +140,32 @@ def read_original(
     """Check that every plan fits the model, and measure its own perplexity.
 
     Raises:
-        OptionError: a length or window beyond the positions. DataError: the text is too short.
+        OptionError: a length or window beyond the positions of the model, or those of a plan.
+        DataError: the text is too short.
         PatchError: the model is patched. UnsupportedModelError: it is no causal or masked language model.
         Others of `patch_model`, for a plan that does not fit.
     """
     is_masked_language_model(model)
-    limit, longest = position_limit(model), max(options.lengths)
-    fits = limit is None or longest <= limit
-    require("lengths", longest, fits and min(options.lengths) >= 1, f"1 to {limit}, the positions of the model")
-    window = options.window or longest
-    require("window", window, limit is None or window <= limit, f"2 to {limit}, the positions of the model")
-    for plan in plans.values():
+    window = options.window or max(options.lengths)
+    check_positions(model, window, options, "the model")
+    for name, plan in plans.items():
         patch_model(model, plan)
-        unpatch_model(model)
+        try:
+            check_positions(model, window, options, f"the model with {name}")
+        finally:
+            unpatch_model(model)
     if options.calibration:
         calibration_batches(model, tokenizer, options.calibration, tokens=options.calibration_tokens)
     material = Material(tokenizer, tuple(texts), window, ())
     return Material(tokenizer, tuple(texts), window, losses_of(model, material, options))
+
+
+def check_positions(model: PreTrainedModel, window: int, options: ComparisonOptions, whose: str) -> None:
+    """Raise `OptionError` for a length or window beyond the positions of a model, or those of its mechanisms."""
+    limit, longest = position_limit(model), max(options.lengths)
+    fits = limit is None or longest <= limit
+    require("lengths", longest, fits and min(options.lengths) >= 1, f"1 to {limit}, the positions of {whose}")
+    require("window", window, limit is None or window <= limit, f"2 to {limit}, the positions of {whose}")
 
 
 def compare(

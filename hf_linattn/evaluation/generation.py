@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,11 @@ from .perplexity import position_limit
 
 AGREEMENT = 32  # first new tokens that are compared
 NGRAM = 4  # tokens that count as a repetition when they come again
+# what a model predicts is written, whatever else its generation_config has for those who talk to it
+GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+SAMPLED: dict[str, Any] = {
+    **GREEDY, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "typical_p": 1.0
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,18 +135,19 @@ def continuations(
 ) -> Tensor:  # fmt: skip
     """Return `count` new tokens after each prompt [B, count]; the global random state is left alone.
 
+    Beams, penalties and filters of the model's `generation_config` do not count.
+
     Args:
         prompts: int64 [B, N], padded on the left where `mask` [B, N] is 0.
         sampled: draw from the predictions as they are, by `seed`; else the likeliest tokens.
     """
-    options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0} if sampled else {"do_sample": False}
     device = device_of(model)
     mask = torch.ones_like(prompts) if mask is None else mask
     with evaluation_mode(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         text = model.generate(  # type: ignore[operator]
             prompts.to(device), attention_mask=mask.to(device), min_new_tokens=count, max_new_tokens=count,
-            pad_token_id=0, repetition_penalty=1.0, **options,
+            pad_token_id=0, **(SAMPLED if sampled else GREEDY),
         )  # fmt: skip
     return text[:, prompts.shape[1] :].cpu()
 

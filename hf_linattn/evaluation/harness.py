@@ -137,12 +137,12 @@ def run_task(
     require_count("batch_size", batch_size)
     from lm_eval.evaluator import evaluate
 
-    language_model = _wrap(model, tokenizer, batch_size)
-    shots = 0 if longer_than is None else _shots(task, language_model, limit, longer_than, seed)
-    _build(task, limit, shots, seed)
-    _check_length(task, language_model)
-    task.set_fewshot_seed(seed)
-    with evaluation_mode(model):
+    with evaluation_mode(model):  # into which the harness's view of a model puts it
+        language_model = _wrap(model, tokenizer, batch_size)
+        shots = 0 if longer_than is None else _shots(task, language_model, limit, longer_than, seed)
+        _build(task, limit, shots, seed)
+        _check_length(task, language_model)
+        task.set_fewshot_seed(seed)
         found = evaluate(language_model, {"tasks": {task.task_name: task}}, limit=limit, bootstrap_iters=0)
         samples = found["samples"][task.task_name]
         written = _generate(language_model, samples[:num_generated])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from ..config import require
+from ..config import require, require_finite
 from .recall.measure import Z, wilson_interval
 
 
@@ -53,8 +53,7 @@ def mean_score(values: Sequence[float], logarithmic: bool = False) -> Score:
     Score(value=3.0, low=1.040..., high=4.959...)
     """
     require("values", len(values), len(values) > 0, "at least one item")
-    broken = [value for value in values if not math.isfinite(value)]
-    require("values", broken[:1], not broken, "finite, or the model is broken: look at what it predicts")
+    require_finite("values", values)
     share = not logarithmic and {*values} <= {0.0, 1.0} and len(values) > 1
     value, low, high = _interval(values)
     if share:

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .. import architecture
-from ..config import require
+from ..config import require, require_finite
 from ..inference import evaluation_mode
 
 SCALE = 20.0  # of cosines in a softmax, as the losses of sentence-transformers have it
@@ -22,7 +22,8 @@ class Retrieval(TypedDict):
     """Result of `retrieval`.
 
     Attributes:
-        recall: share of the paragraphs whose second half is among the `k` that are most similar to their first half.
+        recall: share of the paragraphs whose second half is among the `k` that are most similar to their first half;
+            another half as similar as the right one is before it.
         article_accuracy: share of the paragraphs whose most similar other paragraph is of the same article.
         num_paragraphs: how many there are.
     """
@@ -93,7 +94,7 @@ def retrieval(
         k: how many answers count for the recall.
 
     Raises:
-        OptionError: fewer than two articles, or k below 1.
+        OptionError: fewer than two articles, k below 1, or an embedding that is not finite.
     """
     require("articles", len(articles), len(articles) >= 2, "at least two articles, as lists of paragraphs")
     require("k", k, k >= 1, "at least 1")
@@ -104,11 +105,9 @@ def retrieval(
         embed(model, tokenizer, texts, **options)  # type: ignore[arg-type]  # mypy takes the values for one type
         for texts in (*halves(paragraphs), paragraphs)
     )
-    similarity = first @ second.T
-    rank = (similarity > similarity.diagonal()[:, None]).sum(1)
-    nearest = (whole @ whole.T).fill_diagonal_(-1.0).argmax(1)
+    nearest = _cosines(whole, whole).fill_diagonal_(-1.0).argmax(1)
     return {
-        "recall": float((rank < k).double().mean()),
+        "recall": float((_ranks(_cosines(first, second)) < k).double().mean()),
         "article_accuracy": float((article[nearest] == article).double().mean()),
         "num_paragraphs": len(paragraphs),
     }
@@ -127,18 +126,31 @@ def halves(texts: Sequence[str]) -> tuple[list[str], list[str]]:
 def retrieval_of_pairs(queries: Tensor, answers: Tensor) -> dict[str, float]:
     """Return what queries [N, D] find among answers [N, D], all of length 1, row i of one the right one for the other.
 
-    `recall_at_1`, `recall_at_10`: the share of queries whose answer is the nearest, or among the nearest ten.
+    `recall_at_1`, `recall_at_10`: the share of queries whose answer is the nearest, or among the nearest ten; another
+    answer as near as the right one is before it.
     `perplexity`: exp of the mean of -log p, p the right answer's share of a softmax over 20 times all cosines: among
-    how many answers, equally near, a query is as uncertain.
+    how many answers, equally near, a query is as uncertain. An embedding that is not finite is an `OptionError`.
 
     >>> retrieval_of_pairs(torch.eye(3), torch.eye(3))["recall_at_1"]
     1.0
     """
-    cosines = queries.double() @ answers.double().T
-    rank = (cosines > cosines.diagonal()[:, None]).sum(1)
+    cosines = _cosines(queries.double(), answers.double())
+    rank = _ranks(cosines)
     loss = F.cross_entropy(SCALE * cosines, torch.arange(len(cosines)))
     return {
         "perplexity": float(loss.exp()),
         "recall_at_1": float((rank < 1).double().mean()),
         "recall_at_10": float((rank < 10).double().mean()),
     }
+
+
+def _cosines(first: Tensor, second: Tensor) -> Tensor:
+    """Return the cosines [N, M] of rows of length 1; `OptionError` if one is not finite."""
+    cosines = first @ second.T
+    require_finite("cosines", cosines[~cosines.isfinite()].tolist())
+    return cosines
+
+
+def _ranks(cosines: Tensor) -> Tensor:
+    """Return how many other answers are as near to each query as its own, on the diagonal, or nearer: [N]."""
+    return (cosines >= cosines.diagonal()[:, None]).sum(1) - 1

@@ -171,9 +171,10 @@ def measure(
 
 
 def exact_window(model: nn.Module) -> int | None:
-    """Return up to how many tokens a patched model computes what the original does, by its windows.
+    """Return the largest `window_size` over a patched model's layers, of mechanisms that equal softmax within it.
 
-    That is the largest `window_size` over the layers, of mechanisms that equal softmax on inputs no longer than it.
+    On longer prompts all that was converted differs from softmax; the share of such prompts stands beside every number
+    of a suite. Where windows differ, layers of a smaller one differ from softmax on shorter prompts already.
     Layers and heads that keep softmax count for nothing. None where another mechanism is among them, which differs
     from softmax on prompts of any length, and for a model that is not patched.
     """

@@ -5,17 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import signal
 import time
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from transformers import GPT2Config
 from typer.testing import CliRunner, Result
 
 import hf_linattn
 from hf_linattn.cli import app
+from hf_linattn.cli.compare import compare as command
 from hf_linattn.comparison import measure as comparing
 from hf_linattn.comparison import time_limit
 from hf_linattn.comparison.deadline import TimeIsUpError
@@ -91,12 +96,15 @@ def test_each_line_has_what_a_plan_comes_to_beside_softmax(place, tmp_path):
     assert "2 of 2" in result.stderr and "|" not in result.stderr and "perplexity after calibrate" in result.stderr
 
 
-def test_json_is_all_that_is_printed_and_says_how_it_was_measured(place):
+def test_json_is_all_that_is_printed_and_says_how_it_was_measured(place, monkeypatch, tmp_path):
+    full = Mock(side_effect=OSError("no space left on device"))
+    monkeypatch.setattr(import_module("hf_linattn.cli.compare"), "write_text", full)
     result = run(
         "streaming", "--model", place / "gpt2", "--text", place / "test.txt", *LENGTHS, "--dtype", "bfloat16",
-        "--threads", 1, "--json",
+        "--threads", 1, "--json", "--csv", tmp_path / "c.csv", code=1,
     )  # fmt: skip
     document = json.loads(result.stdout)
+    assert "no space left on device" in result.stderr, "what was measured is printed before it is written"
     assert document["provenance"]["dtype"] == "bfloat16" and document["provenance"]["num_threads"] == 1
     (entry,) = document["entries"]
     assert entry["name"] == "streaming" and entry["calibrated"] is None and not entry["stopped"]
@@ -168,6 +176,11 @@ REFUSED = {
     ("linear", "--max-length", "65"): "window must be 2 to 64, the positions of the model, got 65",
     ("linear", "--lengths", "a"): "lengths must be numbers",
     ("linear", "--limit-minutes", "0"): "limit_minutes must be a number of minutes above 0, got 0.0",
+    ("local", '{"synthesizer": {"max_length": 16}}', "--lengths", "8,24"): (
+        'lengths must be 1 to 16, the positions of the model with {"synthesizer": {"max_length": 16}}, got 24'
+    ),
+    ("linear", "--csv", "."): "csv must be the path of a file, in a folder that can be written to, got '.'",
+    ("linear", "--png", "test.txt/c.png"): "png must be the path of a file, in a folder that can be written to",
     ("linear", "--repeats", "0"): "repeats must be an integer >= 1, got 0",
     ("linear", "--dtype", "float8"): "unknown dtype 'float8'",
     ("linear", "--threads", "0"): "threads must be None or an integer >= 1, got 0",
@@ -185,3 +198,8 @@ def test_what_is_wrong_is_refused_before_anything_is_measured(place, monkeypatch
     lengths = [] if "--lengths" in arguments else ["--lengths", "8"]
     result = run(*arguments, *model, *lengths, "--text", "test.txt", code=1)
     assert message in result.stderr and result.stdout == ""
+
+
+def test_the_lengths_of_the_example_fit_its_model():
+    (said,) = re.findall(r"--model gpt2 .*\s+--lengths ([\d,]+)", command.__doc__)
+    assert max(map(int, said.split(","))) <= GPT2Config().n_positions

@@ -93,7 +93,8 @@ def test_calibrate_fits_what_is_saved_on_whole_rows_of_the_text(original, tmp_pa
     assert all(torch.allclose(saved[name], tensor, atol=1e-5) for name, tensor in expected.state_dict().items())
     assert not all(torch.equal(saved[name], tensor) for name, tensor in untrained.items()), "it was fitted"
     assert "calibrated on 256 tokens of text.txt" in shown and "--mechanism hedgehog" in shown.split("recover: ")[1]
-    assert f"hf-linattn eval {tmp_path / 'out'} {text} --suite language --original {original}" in shown
+    measure = f"hf-linattn eval {tmp_path / 'out'} test.txt --suite language --original {original}"
+    assert measure in shown, "on no text that was fitted to"
     assert f"--mechanism hedgehog --train_file {text} --output_dir" in shown, "the next command is complete"
 
 
@@ -127,6 +128,11 @@ def test_texts_are_cut_to_the_positions_that_serve_them(original, name, position
 
 REFUSED = {
     "--plan atuo": r"CheckpointError: plan='atuo' cannot be read: .*give auto, or a JSON file",
+    '--plan plan.json --options {"window_size":8}': r"options must be absent where plan is a file",
+    "--plan plan.json --options {": r"options must be a JSON object",
+    "--plan plan.json --signal divergence": r"signal must be absent where no plan is chosen; give keep, or plan auto",
+    "--mechanism linear --text a.txt": r"text must be absent where no plan is chosen; .* got \['a.txt'\]",
+    "--mechanism linear --seed 1": r"seed must be absent where no plan is chosen",
     "--plan auto --layers 0": r"layers='0' is for a mechanism alone",
     "--plan auto --keep few": r"keep must be a share like 0.1",
     "--mechanism hedgehog --calibrate missing.txt": r"DataError: calibrate: .* give a text file in UTF-8",

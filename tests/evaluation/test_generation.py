@@ -67,6 +67,23 @@ def test_a_token_that_would_end_the_text_is_never_written_nor_expected():
     assert check_generation(model, PROMPTS, **QUICK).cached_agreement == 1.0
 
 
+@pytest.mark.parametrize(
+    ("sampled", "name", "value"),
+    [
+        (False, "num_beams", 4),
+        (False, "no_repeat_ngram_size", 1),
+        (True, "no_repeat_ngram_size", 1),
+        (True, "min_p", 0.9),
+        (True, "typical_p", 0.1),
+    ],
+)
+def test_what_a_checkpoint_says_of_generation_changes_nothing(sampled, name, value):
+    model, prompt = make_model("llama", std=0.4), torch.tensor([PROMPTS[0]])
+    predicted = continuations(model, prompt, 24, sampled=sampled)
+    setattr(model.generation_config, name, value)
+    assert continuations(model, prompt, 24, sampled=sampled).equal(predicted)
+
+
 def test_repetition_is_that_of_a_loop():
     text = torch.tensor([[1, 2, 3, 1, 2, 3, 1], [4, 5, 6, 7, 8, 9, 4]])
     assert repetition(text, 3) == 2 / 10 and repetition(text, 2) == 3 / 12 and repetition(text[:, :2], 3) == 0

@@ -135,9 +135,9 @@ def test_examples_are_other_items_and_the_same_for_every_model(name, task_dir, m
     "mechanism", ["hedgehog", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("softmax", "local"))]
 )
 def test_the_batch_changes_nothing(mechanism, task_dir, tokenizer):
-    """Likelihoods come from right-padded batches, generated answers from left-padded ones."""
+    """Likelihoods come from right-padded batches, generated answers from left-padded ones; the mode stays, too."""
     options = {"window_size": 4} if mechanism == "local" else {}
-    patched = patch_model(make_model("llama", std=0.4, max_position_embeddings=256), mechanism, **options)
+    patched = patch_model(make_model("llama", std=0.4, max_position_embeddings=256), mechanism, **options).train()
     for name in ("piqa", "lambada_openai"):
         task = load_task(name, TASK_FILES, task_dir)
         one, many = (run_task(patched, tokenizer, task, num_generated=None, batch_size=b) for b in (1, 16))
@@ -145,6 +145,7 @@ def test_the_batch_changes_nothing(mechanism, task_dir, tokenizer):
         assert len({answer.generated for answer in one.answers}) > 3
         for metric, values in one.values.items():
             assert many.values[metric] == pytest.approx(values, abs=1e-4)
+    assert all(module.training for module in patched.modules())
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "local", "hedgehog", "hybrid"])

@@ -247,6 +247,15 @@ def test_prompts_that_cannot_be_made_are_refused(options, error, message):
         make_prompts(given.pop("task"), given.pop("tokenizer"), given.pop("length"), **given)
 
 
+def test_log_likelihoods_that_are_not_finite_are_refused(prompts):
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=LENGTH, vocab_size=len(bundled_tokenizer()))
+    model = GPT2LMHeadModel(config).train()
+    model.transformer.ln_f.weight.data.fill_(math.nan)
+    with pytest.raises(OptionError, match=r"^log_likelihood must be finite, .*, got \[nan\]$") as refused:
+        answer_prompts(model, bundled_tokenizer(), prompts[-2:], progress=False)
+    assert torch.is_grad_enabled() and model.training, refused.value  # which keeps all frames
+
+
 def test_what_cannot_be_measured_is_refused(prompts):
     tokenizer, causal = bundled_tokenizer(), make_model("gpt2")
     with pytest.raises(UnsupportedModelError, match="BertForMaskedLM has no causal language-modelling head"):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers import BertModel
 
 from hf_linattn import OptionError, patch_model
 from hf_linattn.evaluation import embed, retrieval
+from hf_linattn.evaluation.retrieval import retrieval_of_pairs
 from tests.helpers import make_tokenizer
 from tests.models import make_model
 
@@ -48,12 +51,27 @@ def test_retrieval_counts_what_a_loop_counts(k):
     for i, (article, words) in enumerate(paragraphs):
         first = embedding(words[: len(words) // 2])
         answers = [float(first @ embedding(other[len(other) // 2 :])) for _, other in paragraphs]
-        found += sorted(answers, reverse=True).index(answers[i]) < k
+        found += sum(answer >= answers[i] for j, answer in enumerate(answers) if j != i) < k
         own = embedding(words)
         near = [float(own @ embedding(other)) if j != i else -2 for j, (_, other) in enumerate(paragraphs)]
         same += paragraphs[max(range(len(near)), key=near.__getitem__)][0] == article
     assert result == {"recall": found / 12, "article_accuracy": same / 12, "num_paragraphs": 12}
     assert 0 < result["recall"]
+
+
+def test_an_encoder_that_embeds_all_texts_alike_finds_none_and_one_without_numbers_is_refused():
+    model, tokenizer = make_encoder(), make_tokenizer()
+    last = model.encoder.layer[-1].output.LayerNorm
+    last.weight.data.zero_()
+    last.bias.data.fill_(1.0)
+    assert retrieval(model, tokenizer, ARTICLES)["recall"] == 0
+    alike = retrieval_of_pairs(torch.ones(12, 1), torch.ones(12, 1))
+    assert alike == {"recall_at_1": 0, "recall_at_10": 0, "perplexity": pytest.approx(12)}
+    last.bias.data.fill_(math.nan)
+    with pytest.raises(OptionError, match=r"^cosines must be finite, or the model is broken: .*, got \[nan\]$"):
+        retrieval(model, tokenizer, ARTICLES)
+    with pytest.raises(OptionError, match="cosines must be finite"):
+        retrieval_of_pairs(torch.tensor([[1.0], [math.nan]]), torch.ones(2, 1))
 
 
 def test_what_cannot_be_measured_is_refused():

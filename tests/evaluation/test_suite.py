@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import statistics
 from pathlib import Path
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from hf_linattn import OptionError, UnknownNameError, patch_model
 from hf_linattn.cli import app
+from hf_linattn.cli.eval import OPTIONS_OF, evaluate
 from hf_linattn.evaluation import position_limit
 from hf_linattn.evaluation.recall import recall
 from hf_linattn.evaluation.side_by_side import SuiteReport, compare, task_means
@@ -257,7 +259,7 @@ def test_the_command_writes_what_it_shows(folders, task_dir, tmp_path, monkeypat
     names = {row["name"] for row in document["rows"] if "depth" not in row["facts"]}
     assert "depths" not in shown, "these are for the page of a run"
     assert names == {"text", "positions 0 to 15", "single_text", "copa", "rte"}
-    assert all(name in shown for name in names) and f"written to {output}" in shown
+    assert all(name in shown for name in names)
     for row in document["rows"]:
         pairs = [(x["of"], x["to"]) for x in row["differences"]]
         assert pairs == [("converted", "original"), ("converted", "control"), ("control", "original")]
@@ -292,7 +294,10 @@ def test_what_cannot_be_compared_is_refused_and_nothing_is_written(folders, task
     assert "unknown suite 'memory'" in run(model, "--suite", "memory", "--output", output, code=1)
     assert "unknown task 'pica'; did you mean piqa?" in run(model, *flags, "--tasks", "pica", code=1)
     assert "texts must be text files" in run(model, "--suite", "language", "--output", output, code=1)
-    assert "windows of a suite do not overlap" in run(model, *flags, "--stride", 4, code=1)
+    assert "stride='4' is an option of perplexity, not of suites" in run(model, *flags, "--stride", 4, code=1)
+    assert "metrics='f1' is an option of classifiers, not" in run(model, *flags, "--metrics", "f1", code=1)
+    assert OPTIONS_OF.keys() <= inspect.signature(evaluate).parameters.keys()
+    assert "output must be the path of a file" in run("absent", *flags, "--output", tmp_path, code=1)
     assert "unknown dtype 'float8'; did you mean float" in run(model, *flags, "--dtype", "float8", code=1)
     assert "files is empty; give at least one text file" in run(model, code=1)
     assert not output.exists()

@@ -72,7 +72,7 @@ def scores(queries: torch.Tensor, answers: torch.Tensor) -> dict[str, float]:
     found, loss = {1: 0, 10: 0}, 0.0
     for i, query in enumerate(queries):
         near = [float(query @ answer) for answer in answers]
-        rank = sorted(near, reverse=True).index(near[i])
+        rank = sum(x >= near[i] for x in near) - 1
         loss += math.log(sum(math.exp(20 * x) for x in near)) - 20 * near[i]
         found = {k: count + (rank < k) for k, count in found.items()}
     count = len(queries)

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.result_files import ROOT
+from hf_linattn.training.pretraining import measures
 from hf_linattn.training.pretraining.architectures import ARCHITECTURES
 from hf_linattn.training.pretraining.mixture import Mixture, Stage
 from hf_linattn.training.task import load_model
+from recipes import pretrain
 
 WORDS = [f"{first}{last}" for first in ("re", "un", "over", "out") for last in ("turn", "run", "look", "side", "work")]
 
@@ -108,11 +111,73 @@ def test_a_model_that_looks_far_back_goes_on_where_it_was_stopped(tmp_path, monk
     with pytest.raises(SystemExit, match=r"^OptionError: checkpoint_dir=.* holds a run with seed=0, got 1;"):
         run(monkeypatch, output_dir=str(tmp_path / "other"), seed="1", **options)
     assert not (tmp_path / "other").exists()
+    (tmp_path / "short.txt").write_text(" ".join(MANY_WORDS[:5]))
+    with pytest.raises(SystemExit, match=r"^DataError: the text of the test split has \d+ tokens, no more than the"):
+        run(monkeypatch, output_dir=str(tmp_path / "other"), **options | {"test_file": str(tmp_path / "short.txt")})
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measures, "measure_recall", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, output_dir=str(tmp_path / "unmeasured"), **options)
+    unmeasured = load_file(tmp_path / "unmeasured" / "model.safetensors")
+    assert all(weight.equal(unmeasured[name]) for name, weight in weights.items()) and len(trained_on) == 26
+    assert {path.name for path in (tmp_path / "whole").iterdir()} == {
+        "training_log.json", *(path.name for path in (tmp_path / "unmeasured").iterdir())
+    }  # fmt: skip
 
 
-def test_what_is_trained_in_one_go_takes_no_checkpoints(tmp_path, monkeypatch):
-    with pytest.raises(SystemExit, match=r"^OptionError: checkpoint_dir='kept': bert is trained in one go;"):
-        run(monkeypatch, architecture="bert", output_dir=str(tmp_path / "out"), checkpoint_dir="kept")
+def test_a_run_of_documentation_goes_on_with_its_text_and_its_tokenizer(tmp_path, monkeypatch):
+    known = ARCHITECTURES["llama-recall"]
+    tiny = replace(known, sizes=known.sizes | TINY["llama-recall"], packages=("typer",))
+    monkeypatch.setitem(ARCHITECTURES, "llama-recall", tiny)
+    trained_on = []
+    monkeypatch.setattr(pretrain, "train_on_mixture", lambda model, *given: trained_on.append(given) or [])
+    monkeypatch.setattr(pretrain, "measure", lambda *_: 1.0)
+    monkeypatch.setattr(pretrain, "recall_of", lambda *_: None)
+    kept = tmp_path / "kept"
+
+    def tokens_and_text(words: list[str]) -> tuple[dict[str, int], list[str]]:
+        """Of a run under a Python whose documentation has these words."""
+        text = Dataset.from_dict({"text": [" ".join(words)]})
+        corpus = DatasetDict({split: text for split in ("train", "validation", "test")})
+        monkeypatch.setattr(pretrain, "load_text_splits", lambda **_: corpus)
+        options = pretrain.PretrainArguments("llama-recall", str(tmp_path / "out"), checkpoint_dir=str(kept))
+        pretrain.train(options, tmp_path / "new")
+        shutil.rmtree(tmp_path / "out")
+        tokenizer, corpus, *_ = trained_on[-1]
+        return tokenizer.get_vocab(), list(corpus["train"]["text"])
+
+    tokens, text = tokens_and_text(WORDS * 3)
+    assert tokens_and_text(MANY_WORDS * 3) == (tokens, text)
+    (kept / "tokenizer.json").unlink()  # as of a run that was begun before it was kept
+    others, same = tokens_and_text(MANY_WORDS * 3)
+    assert same == text and others != tokens
+
+
+def test_one_of_several_gpus_is_trained_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    options = pretrain.PretrainArguments("llama-recall", str(tmp_path / "out"), bf16=False)
+    arguments = pretrain.training_arguments(options, tmp_path, 10, per_device_train_batch_size=1)
+    assert arguments.device.type == "cpu" and (arguments.n_gpu, arguments.train_batch_size) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "processes", "message"),
+    [
+        ({"architecture": "bert", "checkpoint_dir": "kept"}, 1, "checkpoint_dir='kept': bert is trained in one go;"),
+        ({"architecture": "llama-recall", "recall_samples": "0"}, 1, "recall_samples must be an integer >= 1, got 0"),
+        ({"architecture": "llama"}, 2, "WORLD_SIZE=2: the recipe is one process; run it as python recipes/pretrain"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch, options, processes, message
+):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    with pytest.raises(SystemExit, match=f"^OptionError: {message}"):
+        run(monkeypatch, output_dir=str(tmp_path / "out"), train_file="absent.txt", **options)
     assert not list(tmp_path.iterdir())
 
 

@@ -200,7 +200,7 @@ static void back_sequence(const void *args, float *memory, int64_t task)
     float *state = c->state;
     const int64_t padded = c->keys * c->values;
     load_state(b.grad, a->d_state ? a->d_state + task * size : NULL, p, c);
-    for (int64_t segment = (p->length - 1) / SEGMENT; segment >= 0; segment--) {
+    for (int64_t segment = (p->length + SEGMENT - 1) / SEGMENT - 1; segment >= 0; segment--) {
         const int64_t first = segment * SEGMENT, count = min_i64(SEGMENT, p->length - first);
         load_state(state, checkpoint_of(p, task, segment), p, c);
         for (int64_t at = 0; at < count; at += CHUNK) {

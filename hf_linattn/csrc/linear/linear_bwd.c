@@ -130,7 +130,7 @@ static void write_queries(struct work *w, const struct linear_bwd_args *p, const
         gemm_tril(s, d_query, &w->grad_pairs, s->key, s->keys);
     }
     reverse_features(w, f, &w->maps[group], &w->d_query, &s->query, f->query_map.weight.data != NULL,
-                     p->d_query_weight != NULL, w->own_log, &p->d_query, batch, head, group, at, count);
+                     p->d_query_weight || p->d_query_bias, w->own_log, &p->d_query, batch, head, group, at, count);
 }
 
 /* The largest exponent of queries that saw anything, from the end to the start of a chunk. */
@@ -224,7 +224,7 @@ static void write_keys(struct work *w, const struct linear_bwd_args *p, const fl
     if (f->key_map.weight.data)
         pack(matrix_write(&s->input), s->chunk, &f->key, batch, head, 0, at, count, f->input_size, s->inputs);
     reverse_features(w, f, &w->maps[f->groups], &w->d_key, s->key, f->key_map.weight.data != NULL,
-                     p->d_key_weight != NULL, w->slope, &p->d_key, batch, head, 0, at, count);
+                     p->d_key_weight || p->d_key_bias, w->slope, &p->d_key, batch, head, 0, at, count);
 }
 
 /* All gradients of one chunk, which is recalled; returns the largest exponent of what comes after it as seen from its

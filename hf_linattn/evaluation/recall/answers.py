@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypedDict
+from itertools import chain
+from typing import NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +13,15 @@ from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ... import architecture
-from ...config import require_count
+from ...config import require_count, require_finite
 from ...errors import DataError, OptionError, UnsupportedModelError
 from ...inference import accepted, evaluation_mode
+from ..generation import GREEDY
 from ..perplexity import is_masked_language_model, position_limit
 from .prompts import RecallPrompt
 
 MORE_TOKENS = 16  # than one and a half times the answer's, which a model may write around it
-GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+Answer = TypeVar("Answer")
 
 
 class RecallAnswer(TypedDict):
@@ -73,17 +75,14 @@ def answer_prompts(
         batch_size: prompts per forward; it changes nothing but rounding.
 
     Raises:
-        OptionError: `batch_size` is below 1, or a prompt with its answer is longer than the model's positions.
+        OptionError: `batch_size` is below 1, a prompt with its answer is longer than the model's positions, or a
+            log-likelihood is not finite.
         DataError: there are no prompts, or they have not all as many wrong answers: give those of one task at a time.
         UnsupportedModelError: the model has no causal language-modelling head.
     """
     if len({len(prompt.wrong_ids) for prompt in prompts}) > 1:
         raise DataError("prompts have unlike numbers of wrong answers; give those of one task at a time")
-    batches = _batches(model, tokenizer, prompts, batch_size, progress, _longest)
-    found = {
-        number: answer for numbers, batch in batches for number, answer in zip(numbers, batch.answers(), strict=True)
-    }
-    return [found[i] for i in range(len(prompts))]
+    return _in_batches(model, tokenizer, prompts, batch_size, progress, _longest, _Batch.answers)
 
 
 def own_answers(
@@ -99,24 +98,21 @@ def own_answers(
     It is its greedy continuation up to where that contains all answers. Arguments and errors are those of
     `answer_prompts`, but prompts of several tasks may be given at once, and their wrong answers count for nothing.
     """
-    batches = _batches(model, tokenizer, prompts, batch_size, progress, _right)
-    found = {
-        number: own for numbers, batch in batches for number, own in zip(numbers, batch.own_answers(), strict=True)
-    }
-    return [found[i] for i in range(len(prompts))]
+    return _in_batches(model, tokenizer, prompts, batch_size, progress, _right, _Batch.own_answers)
 
 
-def _batches(
+def _in_batches(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[RecallPrompt],
     size: int,
     progress: bool,
     tokens: Callable[[RecallPrompt], int],
-) -> Iterator[tuple[list[int], _Batch]]:
-    """Yield numbers of prompts, the longest first, and these read; errors as `answer_prompts` says.
+    answers: Callable[[_Batch], list[Answer]],
+) -> list[Answer]:
+    """Return the answers of all prompts, in their order; errors as `answer_prompts` says.
 
-    tokens: of a prompt with what is read behind it.
+    tokens: of a prompt with what is read behind it. answers: those of a batch.
     """
     require_count("batch_size", size)
     root, limit = architecture.root_model(model), position_limit(model)
@@ -130,10 +126,13 @@ def _batches(
             f"length={longest.length}: a prompt of {longest.task!r} has {tokens(longest)} tokens with its answer, and"
             f" the model {limit} positions; make it with length and positions of at most {limit}"
         )
+    found: dict[int, Answer] = {}
     with evaluation_mode(model), torch.no_grad(), tqdm(total=len(prompts), desc="recall", disable=not progress) as bar:
         for numbers in _groups(prompts, size, limit):
-            yield numbers, _Batch(root, tokenizer, [prompts[i] for i in numbers], limit)
+            batch = _Batch(root, tokenizer, [prompts[i] for i in numbers], limit)
+            found.update(zip(numbers, answers(batch), strict=True))
             bar.update(len(numbers))
+    return [found[i] for i in range(len(prompts))]
 
 
 def _groups(prompts: Sequence[RecallPrompt], size: int, limit: int | None) -> Iterator[list[int]]:
@@ -202,6 +201,7 @@ class _Batch:
         """Return what the model answers; afterwards the cache is used up."""
         candidates = [(prompt.answer_ids, *prompt.wrong_ids) for prompt in self.prompts]
         of_candidate = [self._score(continuations) for continuations in zip(*candidates, strict=True)]
+        require_finite("log_likelihood", chain.from_iterable(of_candidate))
         scores = list(zip(*of_candidate, strict=True))
         written = [self._text(ids) for ids, _ in self._write()]
         return [

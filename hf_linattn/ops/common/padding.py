@@ -131,9 +131,10 @@ class Packed(NamedTuple):
         return begins
 
     def backwards(self) -> Packed:
-        """The same, read from the last token of a row to the first."""
-        rows, starts, lengths = self.places.unbind(1)
-        return Packed(torch.stack([rows, self.length - starts - lengths, lengths], dim=1), *self[1:])
+        """The same, read from the last token of a row to the first, and listed in that order."""
+        rows, starts, lengths = self.places.flip(0).unbind(1)
+        places = torch.stack([rows, self.length - starts - lengths, lengths], dim=1)
+        return Packed(places[rows.argsort(stable=True)], *self[1:])
 
     def shortened(self) -> Packed:
         """What is left of them without the last token of every row."""

@@ -95,7 +95,8 @@ def map_operands(
     kv_heads, groups = query.shape[1:3]
     hidden = None
     if key_padding_mask is not None:
-        hidden = torch.where(key_padding_mask.bool(), 0.0, LOWEST)[:, None].expand(key.shape[:3])
+        scales = key.new_zeros(key_padding_mask.shape, dtype=torch.float32)
+        hidden = scales.masked_fill_(~key_padding_mask.bool(), LOWEST)[:, None].expand(key.shape[:3])
     of_query = _weights_of(query_map, kv_heads, groups)
     of_key = of_query if query_map is key_map else _weights_of(key_map, kv_heads, 1)
     activation = ACTIVATIONS.index(key_map.activation)

@@ -1,4 +1,4 @@
-"""What a training keeps beside its checkpoints: its options and its text, so that it goes on as the same run."""
+"""What a training keeps beside its checkpoints, so that it goes on as the same run: options, text and tokenizer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,29 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, concatenate_datasets, load_from_disk
+from tokenizers import Tokenizer
 
 from hf_linattn.atomic_io import write_text
 from hf_linattn.errors import OptionError
 from hf_linattn.training.corpus import installed_documentation
+from hf_linattn.training.pretraining.architectures import train_tokenizer
 from hf_linattn.training.same_run import difference, told_difference
 
-RUN, TEXT = "run.json", "text"
+RUN, TEXT, TOKENIZER = "run.json", "text", "tokenizer.json"
+
+
+def tokenizer_of(texts: Sequence[str], folder: str | None) -> Tokenizer:
+    """Return a tokenizer that is trained on texts; a run that goes on takes it from its folder.
+
+    So its tokens are those that the weights know, whatever the texts have become since.
+    """
+    kept = Path(folder or "") / TOKENIZER
+    if folder and kept.is_file():
+        return Tokenizer.from_file(str(kept))
+    tokenizer = train_tokenizer(list(texts))
+    if folder:
+        write_text(kept, tokenizer.to_str())
+    return tokenizer
 
 
 def text_with_documentation(dataset: Dataset, packages: Sequence[str], folder: str | None) -> Dataset:

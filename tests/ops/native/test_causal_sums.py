@@ -192,11 +192,27 @@ def compare_gradients(name, options, mask, ids, cut, length=203):
 @pytest.mark.parametrize(("name", "options"), MAPS)
 def test_gradients_where_every_query_sees_all_keys(variant, name, options, decay, layout):
     """Of heads, maps and decays; the same bits without gradients."""
-    mask, ids = LAYOUTS[layout]
+    compare_two_way_gradients(name, {**options, "decay": decay}, *LAYOUTS[layout])
+    assert len(variant) > 4
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("decay", [None, "learned"])
+@pytest.mark.parametrize("lengths", [(600, 600), (100, 1100)])
+def test_gradients_of_long_sequences_read_both_ways(variant, lengths, decay):
+    """Each sequence goes on from its own states, not from those of one that is read before or after it."""
+    ids = torch.arange(2).repeat_interleave(torch.tensor(lengths))
+    ids = torch.stack([ids, ids.flip(0)])
+    compare_two_way_gradients("hedgehog", {"decay": decay}, None, ids, length=ids.shape[1])
+    assert len(variant) > 4
+
+
+def compare_two_way_gradients(name, options, mask, ids, length=203):
+    """Compare gradients in float32 with those in float64 where every query sees all keys."""
     results = []
     for dtype in (torch.float64, torch.float32):
-        mechanism = make_mechanism(name, {**options, "decay": decay}, causal=False, moved=True).to(dtype).train()
-        heads = [x.to(dtype).requires_grad_() for x in make_heads()]
+        mechanism = make_mechanism(name, options, causal=False, moved=True).to(dtype).train()
+        heads = [x.to(dtype).requires_grad_() for x in make_heads(length)]
         output, _ = mechanism(*heads, mask, ids)
         with torch.no_grad():
             assert torch.equal(mechanism(*heads, mask, ids)[0], output)
@@ -204,10 +220,38 @@ def test_gradients_where_every_query_sees_all_keys(variant, name, options, decay
         wanted = {**dict(zip("qkv", heads, strict=True)), **dict(mechanism.named_parameters())}
         gradients = torch.autograd.grad((output * weight).sum(), wanted.values())
         results.append(dict(zip(wanted, gradients, strict=True)))
-    assert len(variant) > 4
     for place, want in results[0].items():
         tolerance = 1e-3 if "decay" in place else 5e-5  # a small difference of large sums
         assert_close(results[1][place].double(), want, tolerance * max(1.0, float(want.abs().max())))
+
+
+@pytest.mark.parametrize("trained", ["weight", "bias"])
+@pytest.mark.parametrize("name", ["t2r", "learned_exp"])
+def test_a_map_of_which_a_part_is_trained(variant, name, trained):
+    """PEFT trains biases alone, if asked."""
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        mechanism = make_mechanism(name, {}, moved=True).to(dtype).train()
+        wanted = [x.requires_grad_(place.endswith(trained)) for place, x in mechanism.named_parameters()]
+        output, _ = mechanism(*(x.to(dtype) for x in make_heads()))
+        results.append(torch.autograd.grad(output.sin().sum(), [x for x in wanted if x.requires_grad]))
+    assert len(variant) > 1 and len(results[0]) > 1
+    for want, got in zip(*results, strict=True):
+        assert want.abs().max() > 0.01
+        assert_close(got.double(), want, 5e-5 * max(1.0, float(want.abs().max())))
+
+
+@torch.no_grad()
+def test_the_default_dtype_of_a_script_changes_nothing(variant):
+    mechanism, heads, (mask, _) = make_mechanism("performer", {}), make_heads(), LAYOUTS["masked"]
+    want, _ = mechanism(*heads, mask)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        got, _ = mechanism(*heads, mask)
+    finally:
+        torch.set_default_dtype(default)
+    assert variant and torch.equal(got, want)
 
 
 @pytest.mark.covering(2)

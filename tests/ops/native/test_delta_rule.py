@@ -152,6 +152,14 @@ def test_alike_keys_and_full_strength_stay_exact():
         torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5 * float(b.abs().max()))
 
 
+def test_no_tokens_leave_the_state_and_its_gradient():
+    problem = make((2, 4, 2, 0, 24, 20), True, True).to(torch.float32)
+    output, memory = gated_delta_rule(*problem, policy=AUTO)
+    (gradient,) = torch.autograd.grad((memory * 3).sum() + output.sum(), problem.memory)
+    assert output.shape == (2, 4, 0, 20) and torch.equal(memory, problem.memory)
+    assert torch.equal(gradient, torch.full_like(gradient, 3))
+
+
 def test_a_second_derivative_is_refused():
     problem = make((1, 2, 2, 33, 8, 8), True, False).to(torch.float32)
     output, _ = gated_delta_rule(*problem, policy=AUTO)
