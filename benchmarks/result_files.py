@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import typer
+
 Document = dict[str, Any]  # of a result file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,6 +52,29 @@ ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-
 def read(path: Path) -> Document:
     """Return a JSON document."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def resume(path: Path, said: Document, empty: Document) -> Document:
+    """Return the results that a study goes on with; of a file that is not there yet `said` and `empty`.
+
+    Args:
+        said: what all results of a file have in common, such as the model. empty: what has no results so far.
+
+    Raises:
+        typer.BadParameter: the results of the file have something else in common.
+    """
+    if not path.exists():
+        return {**said, **empty}
+    document = read(path)
+    for name, value in said.items():
+        check_same(path, name, document.get(name), value)
+    return document
+
+
+def check_same(path: Path, name: str, found: Any, given: Any) -> None:
+    """Raise `typer.BadParameter` where the results of a file are of something else than what is measured now."""
+    if found != given:
+        raise typer.BadParameter(f"{name} is {given!r}, and {path} has results of {found!r}; move it away")
 
 
 def read_all(results: Path, *names: str) -> dict[str, Document]:

@@ -13,6 +13,10 @@ from .errors import CheckpointError, HfLinattnError
 
 # OSError: no such folder, no connection, not on the Hub; ValueError: no known model type, no tokenizer, broken JSON
 UNREADABLE = (OSError, ValueError, ImportError, KeyError, SafetensorError)
+TOKENIZER_FILE = "tokenizer_config.json"  # is written with every tokenizer
+NEEDS_TOKENIZER = (
+    "it needs a tokenizer that was saved there; save one beside the model, or give another tokenizer_name"
+)
 
 
 @contextmanager
@@ -36,22 +40,54 @@ def reading(
 def read_tokenizer(option: str, name: str) -> Any:
     """Load the tokenizer that was saved in a folder or under a name on the Hub.
 
-    Where there is none the Auto classes of transformers invent one without words for some model types.
-
     Raises:
         CheckpointError: there is none, or it cannot be read; the message names `option`.
     """
+    tokenizer = find_tokenizer(option, name)
+    if tokenizer is None:
+        files = ", ".join(_vocabulary_files(_expected_tokenizer(name)))
+        raise CheckpointError(f"{option}={name!r} has none of the files {files}; {NEEDS_TOKENIZER}")
+    return tokenizer
+
+
+def find_tokenizer(option: str, name: str) -> Any | None:
+    """Load a tokenizer as `read_tokenizer` does; None where no vocabulary was saved.
+
+    Without one the Auto classes of transformers invent a tokenizer that knows no words for some model types.
+
+    Raises:
+        CheckpointError: there is one that cannot be read; the message names `option`.
+    """
     from transformers import AutoTokenizer
+
+    with reading(option, name, NEEDS_TOKENIZER):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except UNREADABLE:
+            if any(is_there(name, file) for file in (TOKENIZER_FILE, *_vocabulary_files(_expected_tokenizer(name)))):
+                raise
+            return None
+        has_files = any(is_there(name, file) for file in _vocabulary_files(tokenizer))
+    return tokenizer if has_files or not tokenizer.vocab_files_names else None  # those that work on bytes have none
+
+
+def is_there(name: str, file: str) -> bool:
+    """Return whether a folder, or a model of the Hub, has a file."""
     from transformers.utils.hub import cached_file
 
-    remedy = "it needs a tokenizer that was saved there; save one beside the model, or give another tokenizer_name"
-    with reading(option, name, remedy):
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        files = {*tokenizer.vocab_files_names.values(), "tokenizer.json"}
-        found = [cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in sorted(files)]
-    if tokenizer.vocab_files_names and not any(found):  # those that work on bytes have none
-        raise CheckpointError(f"{option}={name!r} has none of the files {', '.join(sorted(files))}; {remedy}")
-    return tokenizer
+    return cached_file(name, file, _raise_exceptions_for_missing_entries=False) is not None
+
+
+def _expected_tokenizer(name: str) -> Any:
+    """Return the class of tokenizers that models of this type have."""
+    from transformers import TOKENIZER_MAPPING, AutoConfig, PreTrainedTokenizerFast
+
+    return TOKENIZER_MAPPING.get(type(AutoConfig.from_pretrained(name)), None) or PreTrainedTokenizerFast
+
+
+def _vocabulary_files(tokenizer: Any) -> list[str]:
+    """Return the files that a tokenizer, or a class of them, may have its vocabulary in."""
+    return sorted({*tokenizer.vocab_files_names.values(), "tokenizer.json"})
 
 
 def one_line(error: BaseException) -> str:

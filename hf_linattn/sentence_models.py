@@ -20,7 +20,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from . import architecture
 from .errors import CheckpointError, DataError, UnsupportedModelError
-from .evaluation.retrieval import in_batches
 from .inference import accepted, evaluation_mode
 from .reading import reading
 
@@ -171,6 +170,8 @@ class SentenceModel:
         progress: bool = False,
     ) -> Tensor:
         """Return the embeddings of texts, of length 1, in float32 on the CPU: [texts, D]."""
+        from .evaluation.retrieval import in_batches  # needs the extra [eval], which a conversion does without
+
         encoded = self.encode(texts, max_length)["input_ids"]
         device = architecture.root_model(encoder).device
 

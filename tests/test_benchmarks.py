@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import render, run
-from benchmarks.measure import operations, paired, peers, prompts, stopwatch, targets
+from benchmarks.measure import operations, peers, prompts, stopwatch, targets
 from benchmarks.result_files import DEPTH_PLOT, Document
 from benchmarks.studies import depth, heads, long_inputs, retrieval, wikitext
 from benchmarks.tables import markdown, memory, quality, speed
@@ -376,17 +376,3 @@ def test_a_mechanism_without_the_backend_is_not_timed_with_another(tmp_path):
     with pytest.raises(UnknownNameError, match="compile"):
         run.main(backend="compiled", quick=True, output=tmp_path / "speed.json")
     assert not list(tmp_path.iterdir())
-
-
-def test_two_checkouts_take_turns_at_the_same_rows() -> None:
-    root = Path(__file__).resolve().parents[1]
-    processes = paired.Checkout(root, threads=1), paired.Checkout(root, threads=1)
-    rows = [row for row in paired.rows_of("linear", [64], ["forward", "decoding"]) if row.mode == "causal"]
-    assert [row.direction for row in rows] == ["forward", "decoding"]
-    for row in rows:
-        found = paired.compare(row, [processes], options={"feature_map": "elu"}, backend="auto", rounds=10)
-        assert found.low < found.ratio < found.high and 0.2 < found.ratio < 5, "the same code beside itself"
-    for process in processes:
-        process.process.kill()
-    with pytest.raises(ChildProcessError, match="prepare"):
-        paired.compare(rows[0], [processes], options={}, backend="auto", rounds=10)

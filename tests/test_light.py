@@ -15,11 +15,17 @@ from typer.testing import CliRunner
 
 import hf_linattn
 from hf_linattn import mechanism_table
+from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.cli import app
 from hf_linattn.ops.runtime import cpu as library
+from tests.helpers import make_tokenizer
+from tests.models import make_model
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "transformers", "numpy")
+EVAL = ["evaluate", "datasets", "matplotlib", "scipy", "sklearn"]  # what the extra [eval] brings
+OTHER_EXTRAS = ["accelerate", "lm_eval", "peft", "psutil", "sentence_transformers"]
+STREAMING = {"mechanism": "streaming", "options": {"window_size": 8, "num_sink_tokens": 1}}
 
 
 def in_a_new_process(code: str) -> dict:
@@ -88,6 +94,38 @@ def test_list_shows_a_line_for_each_mechanism_and_the_options_of_one():
     assert len(shown) == 1 + len(mechanism_table.rows()) + 6  # the head, and the families
     one = CliRunner().invoke(app, ["list", "performer"], env={"COLUMNS": "120"}).stdout
     assert all(word in one for word in ("num_features", "redraw_interval", " 256 ", "of constant size"))
+
+
+def test_a_model_is_converted_without_the_extras_and_a_plan_is_chosen_with_eval_alone(tmp_path):
+    make_model("gpt2", std=0.3).save_pretrained(tmp_path / "tiny")
+    make_tokenizer().save_pretrained(tmp_path / "tiny")
+    (tmp_path / "text.txt").write_text(" ".join(f"w{5 + i * i % 90}" for i in range(99)))
+    record = PlanRecord("GPT2LMHeadModel", [4, 4], "head", [[0, 1]], STREAMING, [[0.1] * 4] * 2, "slope", "recall")
+    ChosenPlan.of(record).save(tmp_path / "plan.json")
+    commands = {
+        "base": "--mechanism linear",
+        "picture": f"--plan {tmp_path / 'plan.json'}",
+        "chosen": f"--plan auto --signal divergence --text {tmp_path / 'text.txt'} --length 0",
+    }
+    found = in_a_new_process(f"""
+import json, sys
+from typer.testing import CliRunner
+from hf_linattn.cli import app
+sys.modules |= dict.fromkeys({[*EVAL, *OTHER_EXTRAS]})  # as if they were not installed
+said = {{}}
+for name, options in {commands}.items():
+    if name == "chosen":
+        for package in {EVAL}:
+            del sys.modules[package]
+    arguments = ["convert", {str(tmp_path / "tiny")!r}, {str(tmp_path)!r} + "/" + name, *options.split()]
+    said[name] = CliRunner().invoke(app, arguments).output
+print(json.dumps(said))
+""")
+    assert "the decoding state is not measured: that needs evaluate" in found["base"]
+    assert {"README.md", "model.safetensors"} <= {file.name for file in (tmp_path / "base").iterdir()}
+    assert found["picture"].startswith("this command needs") and not (tmp_path / "picture").exists()
+    files = {file.name for file in (tmp_path / "chosen").iterdir()}
+    assert {"README.md", "plan.json", "plan.png"} <= files, found["chosen"]
 
 
 def test_recipes_are_listed_shown_and_copied(tmp_path):

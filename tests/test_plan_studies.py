@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.result_files import HARD_KEYS_FILE, RESULTS, read
-from benchmarks.studies import hard_key_plans, hard_keys
+from benchmarks.studies import choose_plan, hard_key_plans, hard_keys
 from benchmarks.tables.heads import NEEDLES, UNTRAINED, recovered_plans_parts
-from hf_linattn.chosen_plan import PlanRecord
+from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 
 pytestmark = pytest.mark.tools
 
@@ -28,6 +28,7 @@ def test_both_precisions_are_measured(tmp_path: Path, monkeypatch: pytest.Monkey
                 assert row[f"{name}, hard keys"]["share"] == pytest.approx(times[0] / times[1])
 
 
+WINDOWED = {"mechanism": "streaming", "options": choose_plan.WINDOW}
 RECORD = PlanRecord("LlamaForCausalLM", [2, 2], "head", [], {}, [[0.1, 0.2], [0.9, 0.3]], "slope", "recall")
 
 
@@ -35,6 +36,45 @@ def test_the_heads_of_the_largest_scores_stay_exact():
     plan = hard_key_plans.plan_with(RECORD, 2, "streaming", {"window_size": 9})
     assert plan.record.kept == [[1, 0], [1, 1]]
     assert list(plan) == [{"mechanism": "streaming", "options": {"window_size": 9}, "layers": [0]}]
+
+
+@pytest.mark.parametrize("length", [2048, 8192])
+def test_windows_of_equal_bytes_hold_as_many_keys_as_exact_heads_and_windows_do(length):
+    (options,) = choose_plan.equal_windows(replace(RECORD, kept=[[1, 0]]), length).values()
+    keys = 4 * (options["window_size"] + options["num_sink_tokens"] - 1)  # beside its own key a window has the sinks
+    own = length + 3 * (256 + 4 - 1)
+    assert own - 4 < keys <= own and options["num_sink_tokens"] == 4
+
+
+class Asked:
+    """Stands in for the study: it keeps which plan it was asked to measure, and measures nothing."""
+
+    def __init__(self):
+        self.plans = {}
+
+    def choose(self, name, **options):
+        return ChosenPlan.of(replace(RECORD, heads=[9, 9], kept=[[1, 0]], scores=[[0.1] * 9] * 2, replace=WINDOWED))
+
+    def recall(self, name, plan, task, length, samples):
+        self.plans[name, length] = plan
+
+    def perplexity(self, name, plan, length, count):
+        assert self.plans.setdefault((name, length), plan) == plan, "one plan for text and recall"
+
+    def rows(self, split, length, count):
+        return []
+
+    def keep(self, group, name, measure):
+        """Needs a model."""
+
+
+def test_windows_of_equal_bytes_are_those_of_the_length_that_is_measured(tmp_path, monkeypatch):
+    asked = Asked()
+    monkeypatch.setattr(choose_plan, "Study", lambda *given: asked)
+    choose_plan.main("model", tmp_path, output=tmp_path / "results.json", dtype="float32")
+    for length in (choose_plan.LENGTH, choose_plan.LONG_LENGTH):
+        expected = choose_plan.equal_windows(asked.choose("").record, length)
+        assert asked.plans[choose_plan.EQUAL_BYTES, length] == expected, length
 
 
 @pytest.mark.parametrize("spare", [0, 1, 3 * 512 - 1])

@@ -17,9 +17,8 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from benchmarks.measure.provenance import collect_provenance
-from benchmarks.result_files import Document, read
+from benchmarks.result_files import Document, resume
 from hf_linattn.atomic_io import write_text
-from hf_linattn.errors import DataError
 from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.training.arguments import DataArguments, FinetuningArguments
 from hf_linattn.training.base_task import TextEncoder
@@ -81,8 +80,6 @@ class Material:
 
     def load(self, folder: Path | None = None) -> PreTrainedModel:
         """Return a classifier that a folder holds; without one, the pretrained model with a new head."""
-        if folder is not None and not folder.exists():
-            raise DataError(f"{str(folder)!r} does not exist: give the work folder that the originals were left in")
         return AutoModelForSequenceClassification.from_pretrained(folder or self.model, num_labels=self.classes)
 
     def score(self, model: PreTrainedModel, windows: DocumentWindows | None = None) -> float:
@@ -132,18 +129,22 @@ class KeptRows:
         document: what the file holds.
     """
 
-    def __init__(self, output: Path, model: str, source: str):
-        self.output, self.model, self.source = output, model, source
-        self.document: Document = read(output) if output.exists() else {"rows": []}
+    def __init__(self, output: Path, source: str, **said: Any):
+        """Go on with the rows of a file. said: what all of them have in common, as `resume` takes it."""
+        self.output, self.source = output, source
+        self.document = resume(output, said, {"rows": []})
+
+    def lacks(self, key: Document) -> bool:
+        """Return whether there is no row of a key."""
+        return not any(key.items() <= row.items() for row in self.document["rows"])
 
     def keep(self, key: Document, measure: Callable[[], Document]) -> None:
         """Measure the row of a key, unless there is one, and write it with the seconds that it took."""
-        if any(key.items() <= row.items() for row in self.document["rows"]):
+        if not self.lacks(key):
             return
         start = time.perf_counter()
         found = measure()
         seconds = round(time.perf_counter() - start, 1)
         self.document["rows"].append({**key, **found, "seconds": seconds})
-        provenance = collect_provenance(torch.device("cpu"), torch.float32, self.source)
-        self.document |= {"model": Path(self.model).name, "provenance": provenance}
+        self.document["provenance"] = collect_provenance(torch.device("cpu"), torch.float32, self.source)
         write_text(self.output, json.dumps(self.document, indent=1) + "\n")

@@ -7,7 +7,8 @@
 process of each checkout do the same rows, a round each in turn, as where a process has its memory makes a call faster
 or slower by several per cent. The two of a pair take turns within a round, in random order. Given is the ratio of
 their times, this one's over the other's: the geometric mean over the rounds and its 95 % interval, of Student's t on
-the logarithms. A mechanism has in both the options that it has by default in the other checkout.
+the logarithms. All rounds of a pair have the same memory, so that the interval is of the PAIRS means, not of the
+rounds. A mechanism has in both the options that it has by default in the other checkout.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ HEADS, DIM, LAYERS = 8, 64, 4  # of the operations, and of the model that decode
 CONTEXT = 1024  # tokens before a step
 PAIRS = 4  # of processes
 TURN = 0.03  # seconds that a turn takes at least
-T_QUANTILE = {10: 2.262, 20: 2.093, 30: 2.045, 40: 2.023}  # Student's t, two-sided 95 %, by the number of rounds
+T_QUANTILE = 3.182  # Student's t, two-sided 95 %, of PAIRS means
 DIRECTIONS = ("forward", "backward", "decoding")
 
 
@@ -171,15 +172,20 @@ class Checkout:
 def compare(
     row: Row, pairs: Sequence[tuple[Checkout, Checkout]], options: Any, backend: str, rounds: int
 ) -> Ratio:
-    """Let both of each pair do a row in turns, and return how their times compare."""
-    every = [x for pair in pairs for x in pair]
+    """Let both of each pair do a row in turns, and return how their times compare.
+
+    Args:
+        pairs: PAIRS of them. rounds: of all pairs together, as many of each.
+    """
+    every = {x for pair in pairs for x in pair}
     repeats = max(x.ask(do="prepare", row=asdict(row), options=options, backend=backend) for x in every)
-    logs = []
+    logs: list[list[float]] = [[] for _ in pairs]
     for number in range(rounds):
-        this, other = pair = pairs[number % len(pairs)]
+        this, other = pair = pairs[number % PAIRS]
         seconds = {x: x.ask(do="turn", repeats=repeats) for x in random.sample(pair, 2)}
-        logs.append(math.log(seconds[this] / seconds[other]))
-    middle, reach = fmean(logs), T_QUANTILE[rounds] * stdev(logs) / math.sqrt(rounds)
+        logs[number % PAIRS].append(math.log(seconds[this] / seconds[other]))
+    means = [fmean(of_pair) for of_pair in logs]
+    middle, reach = fmean(means), T_QUANTILE * stdev(means) / math.sqrt(PAIRS)
     return Ratio(row, math.exp(middle), math.exp(middle - reach), math.exp(middle + reach), rounds)
 
 
@@ -196,12 +202,14 @@ def main(
     mechanism: Annotated[list[str] | None, typer.Option(help="repeatable; by default all")] = None,
     length: Annotated[list[int] | None, typer.Option(help="tokens, repeatable")] = None,
     direction: Annotated[list[str] | None, typer.Option(help=f"repeatable, of {', '.join(DIRECTIONS)}")] = None,
-    rounds: Annotated[int, typer.Option(help=f"one of {', '.join(map(str, T_QUANTILE))}")] = 20,
+    rounds: Annotated[int, typer.Option(help=f"a multiple of {PAIRS}")] = 20,
     backend: Annotated[str, typer.Option(help="auto or torch")] = "auto",
     threads: Annotated[int, typer.Option(help="of each process")] = 1,
     output: Annotated[Path | None, typer.Option(help="JSON file of all ratios")] = None,
 ) -> None:
     """Print the rows, the slowest first."""
+    if rounds < PAIRS or rounds % PAIRS:
+        raise typer.BadParameter(f"rounds must be a multiple of {PAIRS}, the pairs of processes, got {rounds}")
     pairs = [(Checkout(ROOT, threads), Checkout(other, threads)) for _ in range(PAIRS)]
     this, that = pairs[0]
     rows = [

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.measure.provenance import collect_provenance
-from benchmarks.result_files import CHOSEN_PLAN_FILE, ORIGINAL, RESULTS, Document
+from benchmarks.result_files import CHOSEN_PLAN_FILE, ORIGINAL, RESULTS, check_same, resume
 from hf_linattn import choose_plan
 from hf_linattn.advice.candidates import EVERY, most_layers
 from hf_linattn.advice.trial import patched
@@ -57,11 +57,12 @@ class Study:
 
     def __init__(self, model: str, books: Path, dtype: torch.dtype, output: Path, command: str = COMMAND):
         self.model_path, self.books, self.output = model, books, output
+        provenance = collect_provenance(torch.device("cpu"), dtype, command)
+        said = {"model": Path(model).name, "prompts_seed": PROMPTS_SEED}
+        self.found = resume(output, said, {"replace": {"streaming": WINDOW}, "provenance": provenance})
+        check_same(output, "dtype", self.found["provenance"]["dtype"], provenance["dtype"])
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        self.found: Document = json.loads(output.read_text("utf-8")) if output.exists() else {}
-        self.found.setdefault("provenance", collect_provenance(torch.device("cpu"), dtype, command))
-        self.found |= {"model": Path(model).name, "replace": {"streaming": WINDOW}, "prompts_seed": PROMPTS_SEED}
 
     def keep(self, group: str, name: str, measure: Callable[[], Any]) -> Any:
         """Return a result, measured and written unless that was done before."""
@@ -142,9 +143,14 @@ def other_plans(study: Study, first: ChosenPlan) -> Iterator[tuple[str, Plan]]:
     converted = most_layers(len(record.heads))
     every = [[layer, head] for layer, head in heads if layer not in converted]
     yield f"every {EVERY}th layer", first.keeping(every)
-    sinks = WINDOW["num_sink_tokens"] - 1
-    keys = KEEP * LENGTH + (len(heads) - KEEP) * (WINDOW["window_size"] + sinks)  # of all heads
-    yield EQUAL_BYTES, {"streaming": {**WINDOW, "window_size": keys // len(heads) - sinks}}
+    yield EQUAL_BYTES, equal_windows(record, LENGTH)
+
+
+def equal_windows(record: PlanRecord, length: int) -> Plan:
+    """Return windows in all heads with as many keys as a plan of exact heads and windows has after `length` tokens."""
+    count, sinks = sum(record.heads), WINDOW["num_sink_tokens"] - 1
+    keys = record.num_kept * length + (count - record.num_kept) * (WINDOW["window_size"] + sinks)  # of all heads
+    return {"streaming": {**WINDOW, "window_size": keys // count - sinks}}
 
 
 def peak_bytes(model: str, dtype: str) -> int:
@@ -179,11 +185,11 @@ def main(
         for task in TASKS:
             study.recall(name, plan, task, LENGTH, samples)
         study.perplexity(name, plan, LENGTH, rows)
-    long_rows = [*main_rows, *((name, others[name]) for name in (FEWER_HEADS, EQUAL_BYTES))]
-    for name, plan in long_rows:
+    few = [*main_rows, (FEWER_HEADS, others[FEWER_HEADS])]
+    for name, plan in [*few, (EQUAL_BYTES, equal_windows(first.record, LONG_LENGTH))]:
         study.perplexity(name, plan, LONG_LENGTH, rows // FEWER_ROWS)
     for task in RECALL_TASKS:
-        for name, plan in long_rows:
+        for name, plan in [*few, (EQUAL_BYTES, others[EQUAL_BYTES])]:
             study.recall(name, plan, task, LENGTH, samples)
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         study.keep("memory", str(MEMORY_LENGTH), lambda: pool.submit(peak_bytes, model, dtype).result())

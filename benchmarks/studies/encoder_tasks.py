@@ -5,7 +5,8 @@
 An original is fine-tuned for each task and seed. Each conversion of it learns from the labels and from the original;
 the control keeps softmax and learns from the labels, on the same sentences as often. A tenth of the training sentences
 chooses the weights of the originals, and chose the learning rates; the validation file is the test. Rows are written
-as they end, seed by seed: a run that was stopped goes on with those that are missing.
+as they end, seed by seed: a run that was stopped goes on with those that are missing. An original whose row is there
+without its weights, as in a fresh checkout, is fine-tuned anew for the rows that need it; its own row stays.
 """
 
 from __future__ import annotations
@@ -113,14 +114,17 @@ class Study:
 
     def run(self, seeds: Iterable[int], tasks: Sequence[GlueTask], conversions: Mapping[str, Conversion]) -> None:
         """Measure the rows that are missing."""
-        rows = KeptRows(self.output, self.model, "benchmarks.studies.encoder_tasks")
+        rows = KeptRows(self.output, "benchmarks.studies.encoder_tasks", model=Path(self.model).name)
         materials = {task: self.material(task) for task in tasks}
         for seed, (task, material) in product(seeds, materials.items()):
             folder, key = self.work / f"{task.name}-{seed}", {"task": task.name, "seed": seed, "metric": task.metric}
             fine_tuned = partial(self.fine_tuned, material, seed, task, folder)
             rows.keep({**key, "row": ORIGINAL}, fine_tuned)
-            for name, conversion in conversions.items():
-                recovered = partial(self.recovered, material, seed, task.epochs[1], folder, conversion)
+            missing = [name for name in conversions if rows.lacks({**key, "row": name})]
+            if missing and not folder.exists():
+                fine_tuned()
+            for name in missing:
+                recovered = partial(self.recovered, material, seed, task.epochs[1], folder, conversions[name])
                 rows.keep({**key, "row": name}, recovered)
 
     def material(self, task: GlueTask) -> Material:

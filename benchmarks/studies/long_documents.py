@@ -6,7 +6,8 @@ The folder holds <set>_train.jsonl, <set>_validation.jsonl and <set>_test.jsonl,
 number. For each set and seed an encoder is fine-tuned on the first 512 tokens of the documents: `cut`. It reads the
 first 2,048 in overlapping windows: `windows`. With a longer position table and another attention it is trained on
 2,048 tokens, by the labels and by its own pooled answer. The validation split chooses the weights that are kept. Rows
-are written as they end: a run that was stopped goes on.
+are written as they end: a run that was stopped goes on. A `cut` whose row is there without its weights is fine-tuned
+anew for the rows that need it; its own row stays.
 """
 
 from __future__ import annotations
@@ -99,16 +100,24 @@ class Study:
 
     def run(self, seeds: Iterable[int], sets: Sequence[str], readings: Mapping[str, Reading]) -> None:
         """Measure the rows that are missing."""
-        rows = KeptRows(self.output, self.model, "benchmarks.studies.long_documents")
+        said = {"model": Path(self.model).name, "epochs": self.sizes.epochs}
+        rows = KeptRows(self.output, "benchmarks.studies.long_documents", **said)
         splits = {each: read_set(each, self.documents) for each in sets}
         for seed, each in product(seeds, sets):
             folder, key = self.work / f"{each}-{seed}", {"set": each, "seed": seed}
             short, long = (self.material(splits[each], whole) for whole in (False, True))
-            rows.keep({**key, "row": CUT}, partial(self.fine_tuned, short, seed, folder))
-            rows.keep({**key, "row": WINDOWS}, partial(self.in_windows, long, folder))
-            for name, reading in readings.items():
-                if seed < reading.seeds:
-                    rows.keep({**key, "row": name}, partial(self.whole, long, seed, folder, reading))
+            fine_tuned = partial(self.fine_tuned, short, seed, folder)
+            rows.keep({**key, "row": CUT}, fine_tuned)
+            others = {WINDOWS: partial(self.in_windows, long, folder)} | {
+                name: partial(self.whole, long, seed, folder, reading)
+                for name, reading in readings.items()
+                if seed < reading.seeds
+            }
+            missing = [name for name in others if rows.lacks({**key, "row": name})]
+            if missing and not folder.exists():
+                fine_tuned()
+            for name in missing:
+                rows.keep({**key, "row": name}, others[name])
 
     def material(self, splits: DatasetDict, whole: bool) -> Material:
         """Return the documents of a set, cut to the first window or to the longer table."""

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.measure.provenance import collect_provenance
-from benchmarks.result_files import MQAR_SWEEP_FILE, MQAR_SWEEP_PLOT, RESULTS, Document, read
+from benchmarks.result_files import MQAR_SWEEP_FILE, MQAR_SWEEP_PLOT, RESULTS, Document, resume
 from benchmarks.studies.mqar import answers, fit, make_batch, state_size
 from benchmarks.tables.mqar import mean_of, title_of
 from hf_linattn import calibrate, get_mechanisms, patch_model
@@ -175,9 +175,7 @@ def main(
 ) -> None:
     """Measure what is missing, row by row, and write the JSON and the plot beside it."""
     started = time.perf_counter()
-    document: Document = read(output) if output.exists() else {"task": task(), "runs": [], "rows": []}
-    if document["task"] != task():
-        raise typer.BadParameter(f"{output} is of another task, {document['task']}; move it away")
+    document = resume(output, {"task": task()}, {"runs": [], "rows": []})
     document["runs"].append(collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.mqar_sweep"))
     done = {key_of(row): row["rate"] for row in document["rows"]}
     for seed in SEEDS:

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.measure.provenance import collect_provenance
-from benchmarks.result_files import ORIGINAL, REAL_BOARD, RESULTS, Document
+from benchmarks.result_files import ORIGINAL, REAL_BOARD, RESULTS, Document, resume
 from hf_linattn import calibrate, get_mechanisms, patch_model
 from hf_linattn.advice.candidates import most_layers
 from hf_linattn.atomic_io import write_text
@@ -182,13 +182,16 @@ def main(
     folder: Annotated[Path, typer.Option(help="receives a file for each row")] = RESULTS / REAL_BOARD,
 ) -> None:
     """Measure the rows that are missing."""
-    material = read_material(model, books, task_dir, Sizes())
+    said = {"model": Path(model).name}
+    for file in folder.glob("*.json"):
+        resume(file, said, {})
     rows: Sequence[str] = row or [ORIGINAL, *MECHANISMS]
     missing = [name for name in rows if not (folder / f"{name}.json").exists()]
+    material = read_material(model, books, task_dir, Sizes())
     folder.mkdir(parents=True, exist_ok=True)
     for name in tqdm(missing, desc="board", unit="row"):
         provenance = collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.real_board")
-        document = {"provenance": provenance, "model": Path(model).name, **run_row(model, name, material)}
+        document = {"provenance": provenance, **said, **run_row(model, name, material)}
         write_text(folder / f"{name}.json", json.dumps(document, indent=1) + "\n")
     typer.echo(f"wrote {len(missing)} rows to {folder}")
 

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.measure.provenance import collect_provenance, has_amx, processor_name
-from benchmarks.result_files import RECALL_FILE, RESULTS, Document, read
+from benchmarks.result_files import RECALL_FILE, RESULTS, Document, resume
 from hf_linattn.atomic_io import write_text
 from hf_linattn.evaluation.recall import RECALL_TASKS, answer_prompts, make_prompts, recall_rows
 from hf_linattn.training.task import load_model
@@ -111,7 +111,7 @@ def main(
 ) -> None:
     """Measure what the file lacks, and write it after each row."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    document = read(output) if output.exists() else {}
+    document = resume(output, {"model": Path(model).name}, {"rows": []})
     for results in run(model, find_cases(task, length, samples, dtype, chat), document, limit):
         write_text(output, json.dumps(results, indent=1) + "\n")
     typer.echo(f"wrote {output}")

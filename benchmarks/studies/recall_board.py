@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.measure.provenance import collect_provenance
-from benchmarks.result_files import RECALL_BOARD_FILE, RECALL_BOARD_PLOT, RESULTS, ROOT, Document, read
+from benchmarks.result_files import RECALL_BOARD_FILE, RECALL_BOARD_PLOT, RESULTS, ROOT, Document, resume
 from benchmarks.studies.mqar import state_size
 from benchmarks.tables.recall_board import mixture_loss, needle_share
 from hf_linattn import calibrate, choose_plan, get_mechanisms, patch_model
@@ -195,10 +195,11 @@ def main(
 ) -> None:
     """Measure what is missing, row by row, and write the JSON and the plot beside it."""
     started = time.perf_counter()
-    task = {"length": LENGTH, "batch_tokens": BATCH_TOKENS, "recall": RECALL, "samples": SAMPLES, "seed": SEED}
-    document: Document = read(output) if output.exists() else {"task": task, "runs": [], "originals": {}, "rows": []}
-    if document["task"] != task:
-        raise typer.BadParameter(f"{output} is of another task, {document['task']}; move it away")
+    task = {
+        "length": LENGTH, "batch_tokens": BATCH_TOKENS, "recall": RECALL, "samples": SAMPLES, "seed": SEED,
+        "tokens": tokens, "rate": rate,
+    }  # fmt: skip
+    document = resume(output, {"task": task}, {"runs": [], "originals": {}, "rows": []})
     document["runs"].append(collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.recall_board"))
     present = [name for name in MODELS if (teachers / name).is_dir()]
     if not present:

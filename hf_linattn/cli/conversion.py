@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import OptionError
 from ..plan import PatchConfig, name_or_plan
-from ..reading import read_tokenizer
+from ..reading import TOKENIZER_FILE, find_tokenizer, is_there, read_tokenizer
 from .choosing import PlanRequest, choice, in_words, save_beside
 from .common import load, note, read_texts
 from .conversion_words import words
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ..cards import Calibrated, Conversion, Measured
     from ..sentence_models import SentenceModel
 
-TOKENIZER = "tokenizer_config.json"
 # the files that tell of a processor: the first is what transformers writes now, the others what it wrote before
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 CAUSAL = "AutoModelForCausalLM"
@@ -72,6 +71,8 @@ def run(wanted: Wanted) -> Done:
 
     check_empty(wanted.output)
     named, texts = wanted.plan.read(), read_texts(wanted.calibrate, "calibrate")
+    if named is None or isinstance(named, ChosenPlan):
+        from .. import report  # noqa: F401 - draws the plan at the end; a package that it lacks is named now
     base = read_base(wanted.model, wanted.base_model)
     across = None if wanted.cross_attention is None else name_or_plan("cross_attention", wanted.cross_attention)
     model, modules = original(wanted)
@@ -247,19 +248,15 @@ def processors(model: str, max_length: int | None = None, modules: SentenceModel
 
     max_length: tokens of the longest input; None: as the tokenizer says. modules: have the tokenizer already.
     """
-    from transformers import AutoProcessor, AutoTokenizer
-    from transformers.utils.hub import cached_file
-
-    def is_there(file: str) -> bool:
-        return cached_file(model, file, _raise_exceptions_for_missing_entries=False) is not None
+    from transformers import AutoProcessor
 
     found: dict[str, Any] = {}
     if modules is not None:
-        found = {TOKENIZER: modules.tokenizer}
+        found = {TOKENIZER_FILE: modules.tokenizer}
     else:
-        if is_there(TOKENIZER):
-            found[TOKENIZER] = AutoTokenizer.from_pretrained(model)
-        if file := next(filter(is_there, PROCESSORS), None):
+        if (tokenizer := find_tokenizer("model", model)) is not None:
+            found[TOKENIZER_FILE] = tokenizer
+        if file := next((file for file in PROCESSORS if is_there(model, file)), None):
             found[file] = AutoProcessor.from_pretrained(model)
     for tokenizer in (getattr(processor, "tokenizer", processor) for processor in found.values()):
         if max_length is not None and hasattr(tokenizer, "model_max_length"):

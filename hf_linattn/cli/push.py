@@ -13,6 +13,7 @@ from ..adapter_config import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 from ..atomic_io import write_text
 from ..errors import CheckpointError
 from ..reading import reading
+from ..training.run_folders import CONTROL, STAGES, WINDOW
 from .common import Json, exit_on_error, show
 
 SHARD = "[0-9]" * 5
@@ -20,6 +21,8 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # of an earlier push, what transformers would load in place of a new model's weights, and onto them
 EARLIER = [WHOLE, INDEX, f"model-{SHARD}-of-{SHARD}.safetensors"]
 ADAPTER = [CONFIG_FILE, WEIGHTS_FILE]
+# stages and comparison models of a recipe's run; and what a write that was killed left
+LEFT_OUT = [*(f"{folder}/**" for folder in (STAGES, CONTROL, WINDOW)), ".[0-9]*"]
 
 
 def push(
@@ -45,8 +48,7 @@ def push(
             api.create_repo(repository, private=private, exist_ok=True)
             commit = api.upload_folder(
                 repo_id=repository, folder_path=folder, commit_message=message,
-                ignore_patterns=["stages/**", "control/**", ".[0-9]*"],  # the last: of a write that was killed
-                delete_patterns=replaced(folder),
+                ignore_patterns=LEFT_OUT, delete_patterns=replaced(folder),
             )  # fmt: skip
         except (unreachable, HFValidationError, OSError, RuntimeError) as error:  # the last: an upload broke off
             raise CheckpointError(f"repository={repository!r}: the Hub refused the upload: {error}") from error

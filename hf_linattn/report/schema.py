@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
 import transformers
 
@@ -326,6 +325,8 @@ def collect_provenance(
     seed: int, command: str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Provenance:
     """Return the versions, device and commit of this process; `device` and `dtype` are those of the measured model."""
+    import accelerate  # of the extra [train]; reports are read and plans are drawn without it
+
     return Provenance(
         python=platform.python_version(),
         torch=torch.__version__,

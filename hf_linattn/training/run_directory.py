@@ -11,13 +11,12 @@ from typing import Any
 
 from hf_linattn.atomic_io import write_text
 from hf_linattn.errors import CheckpointError, OptionError
-from hf_linattn.training.arguments import WINDOW, FinetuningArguments
+from hf_linattn.training.arguments import FinetuningArguments
+from hf_linattn.training.run_folders import ADAPTER, CONTROL, STAGES, WINDOW
 from hf_linattn.training.same_run import DIGESTS, difference, told_difference
 
 logger = logging.getLogger(__name__)
 
-ADAPTER = "adapter"  # folder of a run for what adapters have trained
-STAGES = "stages"  # the folder of a run that holds the results of its finished stages
 RECIPE = "recipe"  # the record of the options the run was started with
 
 
@@ -41,7 +40,7 @@ class RunDirectory:
         """
         with self.training.main_process_first(local=False):
             if self.training.should_save and overwrite:
-                for folder in (STAGES, "control", WINDOW, ADAPTER):
+                for folder in (STAGES, CONTROL, WINDOW, ADAPTER):
                     shutil.rmtree(self.path / folder, ignore_errors=True)
             started = self.finished(RECIPE)
             if started is not None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoProcessor,
+    ViTConfig,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
@@ -195,6 +196,32 @@ def test_a_length_is_refused_where_there_is_no_decoding_state(tmp_path):
         arguments = ["convert", tmp_path / name, tmp_path / "out", "--mechanism", "linear", "--json"]
         assert message in answer(*arguments, "--length", 8, code=1) and not (tmp_path / "out").exists()
         assert json.loads(answer(*arguments, "--dry-run"))["state"] is None
+
+
+WORDS = ["w5", "w6", "[UNK]"]
+VOCABULARIES = {
+    "bert": {"vocab.txt": "\n".join(WORDS)},
+    "gpt2": {"vocab.json": json.dumps({word: i for i, word in enumerate(WORDS)}), "merges.txt": "#version: 0.2\n"},
+    "llama": {"tokenizer.json": make_tokenizer().backend_tokenizer.to_str()},
+}
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_a_tokenizer_of_vocabulary_files_alone_goes_along_and_a_damaged_one_is_refused(tmp_path, name):
+    make_model(name).config.save_pretrained(tmp_path)
+    assert processors(str(tmp_path)) == {}, "there is none yet"
+    for file, text in VOCABULARIES[name].items():
+        (tmp_path / file).write_text(text)
+    found = processors(str(tmp_path))
+    assert list(found) == ["tokenizer_config.json"] and found["tokenizer_config.json"].get_vocab()["w6"] in (1, 6)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"model='.*' cannot be read"):
+        processors(str(tmp_path))
+
+
+def test_a_model_without_a_tokenizer_goes_without(tmp_path):
+    tiny_config(ViTConfig).save_pretrained(tmp_path)
+    assert processors(str(tmp_path)) == {}
 
 
 def test_a_processor_goes_beside_the_converted_model(tmp_path):

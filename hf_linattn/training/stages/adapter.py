@@ -7,7 +7,7 @@ from typing import Any
 from hf_linattn.cards import CARD_FILE
 from hf_linattn.report import REPORT_FILE, Report, save_adapter_card
 from hf_linattn.training.arguments import ALONE
-from hf_linattn.training.run_directory import ADAPTER
+from hf_linattn.training.run_folders import ADAPTER
 from hf_linattn.training.stages.base import OneProcessStage
 from hf_linattn.training.training_run import TrainingRun
 

@@ -25,7 +25,7 @@ from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.losses.kept_logits import KeptLogits
 from hf_linattn.training.not_finite import with_halved_rates
 from hf_linattn.training.parameter_groups import cast_as_loaded
-from hf_linattn.training.run_directory import ADAPTER
+from hf_linattn.training.run_folders import ADAPTER, CONTROL
 from hf_linattn.training.stages.training import TrainingPlan, TrainingStage
 from hf_linattn.training.task import Task, load_model
 from hf_linattn.training.training_run import TrainingRun
@@ -146,7 +146,7 @@ class ControlTraining(ModelTraining):
         return model if context.arguments.recipe.control == FULL else adapted(context, model)
 
     def folder(self, context: TrainingRun) -> Path:
-        return context.directory.path / "control"
+        return context.directory.path / CONTROL
 
 
 class RecoveredTraining(ModelTraining):

@@ -39,7 +39,8 @@ from hf_linattn.report import (
     save_card,
     save_report,
 )
-from hf_linattn.training.arguments import FULL, NONE, WINDOW, Arguments, tokens_per_step
+from hf_linattn.training.arguments import FULL, NONE, Arguments, tokens_per_step
+from hf_linattn.training.run_folders import CONTROL, WINDOW
 from hf_linattn.training.stages.base import OneProcessStage
 from hf_linattn.training.task import TextEncoder
 from hf_linattn.training.training_run import TrainingRun
@@ -72,7 +73,7 @@ class ReportStage(OneProcessStage):
         folder = context.directory.path
         if context.arguments.training.should_save:
             context.tokenizer.save_pretrained(folder)
-            for beside in (folder / name for name in ("control", WINDOW)):
+            for beside in (folder / name for name in (CONTROL, WINDOW)):
                 if beside.exists():
                     context.tokenizer.save_pretrained(beside)
         return super().run(context)
@@ -262,5 +263,5 @@ def read_samples(context: TrainingRun, model: PreTrainedModel) -> tuple[TextSamp
 
 def load_control(context: TrainingRun) -> PreTrainedModel | None:
     """Load the control of this run, or the one it shares; None where it is not kept any more."""
-    folder = Path(context.arguments.recipe.control_dir or context.directory.path) / "control"
+    folder = Path(context.arguments.recipe.control_dir or context.directory.path) / CONTROL
     return unpatch_model(context.load(folder)) if folder.exists() else None

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_linattn import patch_model
 from hf_linattn.evaluation import constant_state_bytes, streaming_bytes, streaming_like
-from hf_linattn.training.arguments import WINDOW
+from hf_linattn.training.run_folders import WINDOW
 from hf_linattn.training.stages.base import OneProcessStage
 from hf_linattn.training.stages.recovery import ControlTraining
 from hf_linattn.training.training_run import TrainingRun
