@@ -63,10 +63,13 @@ def find_tokenizer(option: str, name: str) -> Any | None:
     with reading(option, name, NEEDS_TOKENIZER):
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
-        except UNREADABLE:
-            if any(is_there(name, file) for file in (TOKENIZER_FILE, *_vocabulary_files(_expected_tokenizer(name)))):
+        except Exception as error:  # a tokenizer without its files raises whatever its class does with no path
+            files = (TOKENIZER_FILE, *_vocabulary_files(_expected_tokenizer(name)))
+            if not any(is_there(name, file) for file in files):
+                return None
+            if isinstance(error, UNREADABLE):
                 raise
-            return None
+            raise ValueError(f"{type(error).__name__}: {one_line(error)}") from error
         has_files = any(is_there(name, file) for file in _vocabulary_files(tokenizer))
     return tokenizer if has_files or not tokenizer.vocab_files_names else None  # those that work on bytes have none
 

@@ -143,4 +143,6 @@ def test_what_cannot_be_advised_on_is_refused(texts):
         advise(model, tokenizer, texts, 16, plans={})
     with pytest.raises(DataError, match="windows of 64 tokens for windows"):
         advise(model, tokenizer, ["w5 " * 300], 64, settings=replace(SETTINGS, windows=9))
+    with pytest.raises(DataError, match="no document of one half has the 64 tokens of a row; give longer documents"):
+        advise(model, tokenizer, ["w5 " * 20] * 100, 64, settings=SETTINGS)
     assert torch.is_grad_enabled()

@@ -35,6 +35,10 @@ STUDIES: dict[str, tuple[Callable[[Path], Any], Document, str]] = {
     "real_board": (lambda output: real_board.main(MODEL, Path(), folder=output.parent), FOUND, "model is 'one'"),
     "mqar_sweep": (lambda output: mqar_sweep.main(output), {"task": {}}, "task is .*'vocabulary': 1024"),
     "tokens": (lambda output: recall_board.main(output=output, tokens=32, rate=0.5), {"task": BOARD}, "'tokens': 32"),
+    "weights": (
+        lambda output: recall_board.main(output=output, tokens=64, rate=0.5),
+        {"task": BOARD, "teachers": {"llama-recall": "0"}}, "the digest of llama-recall's weights is",
+    ),
     "rate": (lambda output: recall_board.main(output=output, tokens=64, rate=0.1), {"task": BOARD}, r"'rate': 0\.1"),
 }
 

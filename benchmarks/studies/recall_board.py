@@ -11,6 +11,7 @@ of held-out text and of prompts that no training had. The study goes on with the
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 import tempfile
@@ -28,7 +29,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.measure.provenance import collect_provenance
-from benchmarks.result_files import RECALL_BOARD_FILE, RECALL_BOARD_PLOT, RESULTS, ROOT, Document, resume
+from benchmarks.result_files import RECALL_BOARD_FILE, RECALL_BOARD_PLOT, RESULTS, ROOT, Document, check_same, resume
 from benchmarks.studies.mqar import state_size
 from benchmarks.tables.recall_board import mixture_loss, needle_share
 from hf_linattn import calibrate, choose_plan, get_mechanisms, patch_model
@@ -49,6 +50,7 @@ LENGTH = 1024  # tokens of a row, all that GPT-2 has positions for
 BATCH_TOKENS, TOKENS, RATE = 2048, 1_000_000, 2e-3
 CALIBRATION_BATCHES, SEED = 4, 1  # a seed that the teachers were not trained with
 SAMPLES = 100
+WEIGHTS = "model.safetensors"
 _window = {"window_size": 60, "num_sink_tokens": 4}
 Plan = Mapping[str, Any] | Callable[[PreTrainedModel, Any], Any]
 
@@ -199,14 +201,17 @@ def main(
         "length": LENGTH, "batch_tokens": BATCH_TOKENS, "recall": RECALL, "samples": SAMPLES, "seed": SEED,
         "tokens": tokens, "rate": rate,
     }  # fmt: skip
-    document = resume(output, {"task": task}, {"runs": [], "originals": {}, "rows": []})
-    document["runs"].append(collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.recall_board"))
+    document = resume(output, {"task": task}, {"runs": [], "teachers": {}, "originals": {}, "rows": []})
     present = [name for name in MODELS if (teachers / name).is_dir()]
     if not present:
         raise typer.BadParameter(
             f"{teachers} has neither of {', '.join(MODELS)}; train one: python recipes/pretrain.py --architecture"
             f" {MODELS[0]} --output_dir {teachers / MODELS[0]}"
         )
+    weights = {name: hashlib.sha256((teachers / name / WEIGHTS).read_bytes()).hexdigest() for name in present}
+    for name, found in document["teachers"].items():
+        check_same(output, f"the digest of {name}'s weights", found, weights.get(name, found))
+    document["runs"].append(collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.recall_board"))
     done = {(row["model"], row["name"]) for row in document["rows"]}
     missing = [key for key in product(present, ROWS) if key not in done]
     originals: dict[str, Original] = {}
@@ -215,6 +220,7 @@ def main(
             break
         original = originals.setdefault(name, Original(teachers / name))
         if name not in document["originals"]:
+            document["teachers"][name] = weights[name]
             document["originals"][name] = original.measured(original.model)
         row = measure(original, ROWS[title], tokens, rate)
         document["rows"].append({"model": name, "name": title, **row, "run": len(document["runs"]) - 1})

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..architecture import self_attention_modules
 from ..config import require, require_count
-from ..errors import DataError, PatchError, UnsupportedModelError
+from ..errors import DataError, OptionError, PatchError, UnsupportedModelError
 from ..evaluation.next_token import evenly, token_losses, whole_windows
 from ..evaluation.perplexity import is_masked_language_model, position_limit
 from ..patching import is_patched
@@ -151,7 +151,13 @@ def read_material(
         ("calibration_tokens", fitted, settings.block_size, -(-settings.calibration_tokens // settings.block_size)),
         ("windows", scored, length, settings.windows),
     ):
-        found = evenly(whole_windows(tokenizer, half, size), count)
+        try:
+            found = evenly(whole_windows(tokenizer, half, size), count)
+        except OptionError as error:
+            raise DataError(
+                f"texts: no document of one half has the {size} tokens of a row; give longer documents, or a smaller"
+                " length"
+            ) from error
         if len(found) < count:
             raise DataError(
                 f"texts hold {len(found)} of the {count} windows of {size} tokens for {name} in one of their halves;"

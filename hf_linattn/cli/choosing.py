@@ -112,13 +112,13 @@ def read_keep(text: str) -> float | int:
 
 
 def text_batches(tokenizer: Any, texts: Sequence[Path], model: PreTrainedModel) -> list[dict[str, Any]]:
-    """Return the first tokens of each text as rows [1, N]."""
+    """Return the first tokens of the longest texts as rows [1, N]; short ones do not show what a window loses."""
     from ..evaluation import position_limit
 
     said = getattr(model.config.get_text_config(), "max_position_embeddings", TEXT_LENGTH)
     size = min(TEXT_LENGTH, said, position_limit(model) or said)  # RoBERTa's config says two too many
     batches = []
-    for text in read_texts(texts, "text")[:TEXT_ROWS]:
+    for text in sorted(read_texts(texts, "text"), key=len, reverse=True)[:TEXT_ROWS]:
         options = {"truncation": True, "max_length": size, "return_tensors": "pt"}
         batches.append(dict(tokenizer(text, return_token_type_ids=False, **options)))
     return batches

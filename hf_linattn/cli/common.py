@@ -68,14 +68,21 @@ def quiet_logging() -> Iterator[None]:
         transformers.logging.set_verbosity(theirs)
 
 
-def show(document: Any, as_json: bool, *shown: Any) -> None:
-    """Print a JSON document, or what is to be shown in its place."""
-    if as_json:
-        typer.echo(json.dumps(document, indent=1))
-        return
-    console = Console()
-    for part in shown:
-        console.print(part, soft_wrap=isinstance(part, str))
+def show(document: Any, as_json: bool, *shown: Any, file: Path | None = None) -> None:
+    """Print a JSON document, or what is to be shown in its place, and write the document to a file if one is given.
+
+    Where one of the two fails, as into a pipe that nobody reads any more, the other is done all the same.
+    """
+    try:
+        if as_json:
+            typer.echo(json.dumps(document, indent=1))
+            return
+        console = Console()
+        for part in shown:
+            console.print(part, soft_wrap=isinstance(part, str))
+    finally:
+        if file is not None:
+            _write(document, file)
 
 
 def note(text: str) -> None:
@@ -125,8 +132,7 @@ def check_writable(option: str, file: Path | None) -> None:
     require(option, str(file), fits, "the path of a file, in a folder that can be written to")
 
 
-def write_shown(document: Any, file: Path) -> None:
-    """Write a JSON document that was shown, so that nothing is lost where this fails."""
+def _write(document: Any, file: Path) -> None:
     with exit_on_error():
         write_text(file, json.dumps(document, indent=1) + "\n")
     note(f"written to {file}")

@@ -85,10 +85,12 @@ def compare(
         )  # fmt: skip
         texts = read_texts(text, "text")
         found, document = run(model, dtype, plans, texts, options, as_json)
-    if as_json:
-        show(document, as_json)
-    with exit_on_error():
-        write_files(found, csv, png, Path(model).name)
+    try:
+        if as_json:
+            show(document, as_json)
+    finally:  # a pipe that nobody reads any more costs no file
+        with exit_on_error():
+            write_files(found, csv, png, Path(model).name)
     if any(entry.stopped for entry in found.entries):
         raise typer.Exit(STOPPED)
 

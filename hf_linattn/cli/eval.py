@@ -24,7 +24,6 @@ from .common import (
     read_language_model,
     read_texts,
     show,
-    write_shown,
 )
 from .eval_classifier import (
     DocumentStride,
@@ -125,9 +124,7 @@ def evaluate(
             )  # fmt: skip
             paths = {"original": original, "control": control, "converted": model}
             document, *shown = run_suite(suite, {k: path for k, path in paths.items() if path}, options, dtype)
-    show(document, as_json, *shown)
-    if suite is not None:
-        write_shown(document, output)
+    show(document, as_json, *shown, file=output if suite is not None else None)
 
 
 def kind_of(model: str, suite: str | None) -> str:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from .common import Json, check_writable, exit_on_error, quiet_logging, show, write_shown
+from .common import Json, check_writable, exit_on_error, quiet_logging, show
 
 
 def support(
@@ -33,6 +33,5 @@ def support(
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     document = {**versions, "mechanism": mechanism, "architectures": [asdict(row) for row in found]}
     counts = Counter(row.status for row in found).most_common()
-    show(document, as_json, support_table(found), ", ".join(f"{count} {status}" for status, count in counts))
-    if output is not None:
-        write_shown(document, output)
+    said = ", ".join(f"{count} {status}" for status, count in counts)
+    show(document, as_json, support_table(found), said, file=output)

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config import require, require_count, require_known
 from ..errors import OptionError
-from ..mechanisms.base import Mechanism
 from ..mechanisms.composite import CompositeMechanism
 from ..patching import get_mechanisms, is_patched
 from .harness import TaskRun, load_task, run_task, task_names
@@ -183,14 +182,8 @@ def exact_window(model: nn.Module) -> int | None:
     mechanisms = list(get_mechanisms(model).values())
     single = [part for x in mechanisms for part in (x.parts() if isinstance(x, CompositeMechanism) else [x])]
     converted = [x for x in single if x.config.mechanism != "softmax"]
-    windows = [size for size in map(_window, converted) if size is not None]
+    windows = [size for x in converted if (size := x.limit.window(x.config)) is not None]
     return max(windows) if windows and len(windows) == len(converted) else None
-
-
-def _window(mechanism: Mechanism) -> int | None:
-    """Return `window_size` of a mechanism that equals softmax on inputs no longer than it; None of any other."""
-    size, equal = getattr(mechanism.config, "window_size", None), mechanism.limit.equal
-    return size if size is not None and equal is not None and equal(size) == {"window_size": size} else None
 
 
 def _task_measurements(run: TaskRun, long_prompts: bool) -> list[Measurement]:

@@ -25,6 +25,13 @@ class ExactnessLimit:
     converging: tuple[str, tuple[int, int], float] | None = None
     kernel: bool = False
 
+    def window(self, config: Any) -> int | None:
+        """Return `window_size` of a mechanism that equals softmax on inputs no longer than it; None of any other."""
+        size = getattr(config, "window_size", None)
+        if size is None or self.equal is None or self.equal(size) != {"window_size": size}:
+            return None
+        return int(size)
+
 
 class Capabilities:
     """The declarations of a mechanism, as class attributes. An instance may override those that are no `ClassVar`.

@@ -36,7 +36,7 @@ from ..errors import DataError, OptionError
 from ..patching import original_attention
 from ..plan import read_entries
 from .budget import number_to_keep
-from .divergence_signal import DivergenceSignal
+from .divergence_signal import DivergenceSignal, beyond_windows
 from .gates import UNITS, Gates, gated
 from .one_at_a_time import one_at_a_time
 from .options import SearchOptions, Signal, mean_scores, row_lengths
@@ -91,7 +91,8 @@ def choose_plan(
 
     Raises:
         OptionError, UnknownNameError: an option that does not exist or is out of range, as nothing or everything kept.
-        DataError: the tokenizer lacks what prompts need, or recall cannot choose and there are no `batches`.
+        DataError: the tokenizer lacks what prompts need; recall cannot choose and there are no `batches`; all rows of
+            these fit into the window of what replaces heads, where it equals softmax.
         PatchError, UnsupportedModelError, UnsupportedModeError: as for `patch_model`; it predicts no tokens.
 
     The package's top has an example that runs.
@@ -166,7 +167,7 @@ def _signals(
     if reason or "divergence" in SIGNALS[asked]:
         if not texts:
             raise OptionError(f"batches must hold at least one batch of text for signal={asked!r}, got none")
-        signals.append(DivergenceSignal(texts))
+        signals.append(DivergenceSignal(beyond_windows(texts, gates)))
     return signals, reason
 
 

@@ -8,10 +8,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import DataError
 from ..inference import without_labels
 from ..sensitivity import log_probabilities
 from .gates import Gates
 from .options import Signal
+
+
+def beyond_windows(batches: Sequence[Mapping[str, Any]], gates: Gates) -> list[Mapping[str, Any]]:
+    """Return the batches with a row beyond the window of what replaces heads; the others' divergence is rounding.
+
+    Raises:
+        DataError: there is none.
+    """
+    windows = [mechanism.limit.window(mechanism.config) for mechanism in gates.mechanisms.values()]
+    least = min((size for size in windows if size is not None), default=0) if None not in windows else 0
+    lengths = [_longest_row(batch) for batch in batches]
+    if batches and max(lengths) <= least:
+        name = next(iter(gates.mechanisms.values())).config.mechanism
+        raise DataError(
+            f"batches: the longest row has {max(lengths)} tokens, on which {name!r} with window_size={least} equals"
+            " softmax, so that no head differs from another; give longer text, or a smaller window_size"
+        )
+    return [batch for batch, length in zip(batches, lengths, strict=True) if length > least]
+
+
+def _longest_row(batch: Mapping[str, Any]) -> int:
+    """Return the most real tokens that a row of a batch has."""
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        return int(torch.as_tensor(mask).sum(-1).max())
+    return max(int(value.shape[1]) for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1)
 
 
 class DivergenceSignal(Signal):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoProcessor,
+    EsmConfig,
     ViTConfig,
     WhisperConfig,
     WhisperFeatureExtractor,
@@ -24,7 +25,7 @@ from typer.testing import CliRunner
 
 import hf_linattn
 from hf_linattn.cli import app
-from hf_linattn.cli.choosing import text_batches
+from hf_linattn.cli.choosing import TEXT_ROWS, text_batches
 from hf_linattn.cli.conversion import processors
 from hf_linattn.errors import CheckpointError
 from hf_linattn.support.tiny import tiny_config
@@ -126,6 +127,13 @@ def test_texts_are_cut_to_the_positions_that_serve_them(original, name, position
     assert batch["input_ids"].shape == (1, positions) and torch.isfinite(model(**batch).logits).all()
 
 
+def test_the_longest_rows_of_a_file_are_read(tmp_path):
+    rows = [*(f"w{5 + i}" for i in range(12)), " ".join(f"w{5 + i}" for i in range(40))]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    batches = text_batches(make_tokenizer(), [tmp_path / "rows.jsonl"], make_model("llama"))
+    assert len(batches) == TEXT_ROWS and batches[0]["input_ids"].shape[1] >= 40
+
+
 REFUSED = {
     "--plan atuo": r"CheckpointError: plan='atuo' cannot be read: .*give auto, or a JSON file",
     '--plan plan.json --options {"window_size":8}': r"options must be absent where plan is a file",
@@ -220,8 +228,9 @@ def test_a_tokenizer_of_vocabulary_files_alone_goes_along_and_a_damaged_one_is_r
 
 
 def test_a_model_without_a_tokenizer_goes_without(tmp_path):
-    tiny_config(ViTConfig).save_pretrained(tmp_path)
-    assert processors(str(tmp_path)) == {}
+    for kind in (ViTConfig, EsmConfig):  # Esm's tokenizer opens the vocabulary that it was not given
+        tiny_config(kind).save_pretrained(tmp_path)
+        assert processors(str(tmp_path)) == {}
 
 
 def test_a_processor_goes_beside_the_converted_model(tmp_path):

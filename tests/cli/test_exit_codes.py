@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from hf_linattn.cli import app
 from hf_linattn.cli import list as listing
-from hf_linattn.cli.common import EXIT_CODES
+from hf_linattn.cli.common import EXIT_CODES, show
 from tests.helpers import make_tokenizer
 from tests.models import make_model
 
@@ -112,3 +113,14 @@ def test_a_shell_completes_commands_mechanisms_and_recipes(line, word, expected)
     environment = {**os.environ, **asked, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT)
     assert set(done.stdout.split()) == expected, done.stderr
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_nobody_reads_is_written_all_the_same(tmp_path, monkeypatch, as_json):
+    """A pipe into a command that has ended stops the printing, not what hours have measured."""
+    closed = Mock(side_effect=SystemExit(1))
+    monkeypatch.setattr("rich.console.Console.print", closed)
+    monkeypatch.setattr("typer.echo", lambda text, err=False: None if err else closed())
+    with pytest.raises(SystemExit):
+        show({"rows": [1]}, as_json, "a table", file=tmp_path / "result.json")
+    assert closed.called and json.loads((tmp_path / "result.json").read_text()) == {"rows": [1]}

@@ -186,6 +186,23 @@ def test_a_classifier_predicts_no_tokens_to_choose_by():
         choose(model, 1, batches=TEXT)
 
 
+def test_rows_within_the_window_say_nothing():
+    """There what replaces heads equals softmax, and slopes are rounding, which counts as much as any others."""
+    size = WINDOW["streaming"]["window_size"]
+    long, short = [{"input_ids": make_tokens(2, count) % 30} for count in (12, size)]
+    padded = {
+        "input_ids": make_tokens(2, size + 3) % 30,
+        "attention_mask": (torch.arange(size + 3) >= 3).long().expand(2, -1),
+    }
+    with pytest.raises(DataError, match=f"batches: the longest row has {size} tokens, on which 'streaming' .* equals"):
+        choose(make_retriever(), 1, signal="divergence", batches=[short, padded])
+    want, got = (
+        choose(make_retriever(), 1, signal="divergence", batches=batches).record.scores
+        for batches in ([long], [short, long, padded])
+    )
+    assert got == want
+
+
 def test_both_is_the_mean_of_the_two():
     text = [{"input_ids": TEXT[0]["input_ids"] % 30}]
     scores = {
