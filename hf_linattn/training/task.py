@@ -15,7 +15,7 @@ from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError
 from hf_linattn.evaluation import is_masked_language_model, perplexity
 from hf_linattn.evaluation.label_metrics import problem_of
-from hf_linattn.evaluation.perplexity import first_tokens
+from hf_linattn.evaluation.perplexity import documents_within
 from hf_linattn.evaluation.samples import LENGTH, Sample, continued, filled
 from hf_linattn.position_tables import position_tables
 from hf_linattn.reading import reading
@@ -68,7 +68,7 @@ class LanguageModeling(Task):
 
     def read_tokens(self, encoder: TextEncoder, test: Dataset) -> int:
         tokenizer, data = encoder
-        documents, _ = first_tokens(tokenizer, test["text"], data.max_test_tokens or None, answers_of(test))
+        documents, _ = documents_within(tokenizer, test["text"], data.max_test_tokens or None, answers_of(test))
         lengths = [len(document.input_ids) for document in documents]
         step = self.stride(data) or data.block_size
         overlap = data.block_size - step
