@@ -8,7 +8,6 @@ import torch
 from datasets import Dataset, DatasetDict
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
-from transformers.models.auto import modeling_auto as auto
 
 from hf_linattn import architecture
 from hf_linattn.config import require
@@ -26,8 +25,6 @@ from hf_linattn.training.classification import Regression, SequenceClassificatio
 from hf_linattn.training.conversations import answers_of
 from hf_linattn.training.data import PackedMaskingCollator, TrainingData, tokenize_and_pack
 from hf_linattn.training.heads import trained_head
-
-CLASSIFIERS = frozenset(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
 
 
 class LanguageModeling(Task):
@@ -130,7 +127,7 @@ TASKS: dict[str, Task] = {"causal": CAUSAL, "masked": MASKED, "classification": 
 def task_of(model: nn.Module) -> Task:
     """Return what a model, wrapped or not, predicts, by its class; `UnsupportedModelError` if none of these."""
     root = architecture.root_model(model)
-    if any(kind.__name__ in CLASSIFIERS for kind in type(root).__mro__):
+    if architecture.classifies_texts(root):
         return PROBLEMS[problem_of(root.config)]
     return MASKED if is_masked_language_model(root) else CAUSAL
 
