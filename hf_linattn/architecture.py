@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 from .errors import UnsupportedModelError
@@ -33,6 +34,7 @@ CALLED_CAUSAL = (
     "CLIPTextModel", "CLIPSegTextModel", "MetaClip2TextModel", "OwlViTTextTransformer", "Owlv2TextTransformer",
     "XCLIPTextTransformer",
 )  # fmt: skip
+CLASSIFIERS = frozenset(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
 # parts by which an attention module chooses its keys, told to its own mask or cache
 OWN_CHOICE = ("indexer", "compressor")
 # attention modules that no mechanism can stand for, and why
@@ -54,6 +56,11 @@ def root_model(model: nn.Module) -> PreTrainedModel:
     raise UnsupportedModelError(
         f"model must be a transformers PreTrainedModel or a wrapper around one, got {type(model).__name__}"
     )
+
+
+def classifies_texts(model: nn.Module) -> bool:
+    """Return whether a model, wrapped or not, is a classifier of texts, by its class or one that it is made from."""
+    return any(kind.__name__ in CLASSIFIERS for kind in type(root_model(model)).__mro__)
 
 
 def layer_stacks(model: PreTrainedModel, paths: Iterable[str]) -> list[str]:

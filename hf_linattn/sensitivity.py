@@ -89,8 +89,13 @@ def log_probabilities(output: Any) -> Tensor:
     logits = getattr(output, "logits", None)
     if logits is None or logits.ndim != 3:
         has = "no logits" if logits is None else f"logits {list(logits.shape)}, which are not of tokens"
-        raise UnsupportedModelError(
-            f"{type(output).__name__} has {has}: by the divergence of these layers and heads are chosen; load the"
-            " checkpoint with its language-modelling head, as by AutoModelForMaskedLM, or name the layers"
-        )
+        raise predicts_no_tokens(type(output).__name__, has)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def predicts_no_tokens(name: str, has: str) -> UnsupportedModelError:
+    """Return the error that nothing is chosen by the predictions of a model or output, which has other ones."""
+    return UnsupportedModelError(
+        f"{name} has {has}: by the divergence of these layers and heads are chosen; load the checkpoint with its"
+        " language-modelling head, as by AutoModelForMaskedLM, or name the layers"
+    )

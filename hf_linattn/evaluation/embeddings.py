@@ -62,7 +62,8 @@ def embedding_scores(
     def embed(part: Sequence[str]) -> Tensor:
         return modules.embed_texts(encoder, part, **options)
 
-    found = {**retrieval_of_pairs(embed(texts.queries), embed(texts.answers)), "num_tokens": len(texts.queries)}
+    found = retrieval_of_pairs(embed(texts.queries), embed(texts.answers), texts.answers)
+    found["num_tokens"] = len(texts.queries)
     if wanted is not None:
         found["cosine"] = float((embed(texts.whole).double() * wanted.double()).sum(-1).mean())
     return found

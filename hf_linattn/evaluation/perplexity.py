@@ -37,6 +37,11 @@ from ..position_tables import position_tables
 from .next_token import logits_of_parts
 
 IGNORED_LABEL = -100
+NOTHING_SCORED = {
+    False: "documents has a token to score; give longer documents",
+    True: "conversations that were read has a token of an answer to score; raise max_tokens, in a recipe"
+    " max_test_tokens or max_test_documents, or give conversations with longer answers",
+}  # by whether answers alone are scored
 Places = Sequence[Sequence[int]]  # in a text: of each, [first character, one past the last]
 
 _CITATION = """\
@@ -60,13 +65,15 @@ Returns:
 class PerplexityResult(TypedDict):
     """perplexity = exp(loss); loss in nats per scored token; num_tokens is how many tokens were scored.
 
-    document_tokens: how many of each document were read, where `max_tokens` left some out.
+    document_tokens: how many of each document were read, where `max_tokens` left some out. num_documents: how many
+    conversations were read, each of them whole, where it left some out.
     """
 
     perplexity: float
     loss: float
     num_tokens: int
     document_tokens: NotRequired[int]
+    num_documents: NotRequired[int]
 
 
 class Window(NamedTuple):
@@ -129,7 +136,8 @@ def perplexity(
         batch_size: windows per forward.
         seed: masked only: of the masks, which depend on it, on the texts and on the tokenizer alone.
         mask_probability: masked only: share of the tokens to predict; special tokens are never masked.
-        max_tokens: of all documents: of each that is longer, as many of its first tokens are read; None: all.
+        max_tokens: of all documents: of each that is longer, as many of its first tokens are read; None: all. With
+            `answers` as many whole documents are read, spaced evenly, and one at least: answers stand at the end.
         answers: causal only: of each text, the places [first character, one past the last] whose tokens alone are
             scored. The texts then are as a chat template wrote them, and get no special tokens more.
         progress: show a progress bar.
@@ -143,13 +151,13 @@ def perplexity(
     _check_options(model, max_length, stride, batch_size, mask_probability, masked)
     if masked and answers is not None:
         raise OptionError("answers: a masked model answers nothing; leave it out")
-    documents, most = first_tokens(tokenizer, texts, max_tokens, answers)
+    documents, limited = documents_within(tokenizer, texts, max_tokens, answers)
     if masked:
         windows = list(_masked_windows(documents, tokenizer, max_length, seed, mask_probability))
     else:
         windows = list(_strided_windows(documents, max_length, stride or max(1, max_length // 2)))
     if not windows:
-        raise DataError(f"texts: none of the {len(texts)} documents has a token to score; give longer documents")
+        raise DataError(f"texts: none of the {len(documents)} {NOTHING_SCORED[answers is not None]}")
     windows.sort(key=lambda window: len(window.input_ids), reverse=True)  # so that batches hold little padding
     batches = [windows[i : i + batch_size] for i in range(0, len(windows), batch_size)]
     total, num_tokens = 0.0, 0
@@ -160,8 +168,7 @@ def perplexity(
             num_tokens += losses.numel()
     loss = total / num_tokens
     value = float(torch.tensor(loss, dtype=torch.float64).exp())
-    found = PerplexityResult(perplexity=value, loss=loss, num_tokens=num_tokens)
-    return found if most is None else {**found, "document_tokens": most}
+    return {"perplexity": value, "loss": loss, "num_tokens": num_tokens, **limited}  # type: ignore[typeddict-item]
 
 
 def is_masked_language_model(model: nn.Module) -> bool:
@@ -243,23 +250,39 @@ def tokens_inside(tokens: Places, places: Places) -> Tensor:
     return ((begins >= first) & (begins < last) & (ends > begins)).any(1)
 
 
-def first_tokens(
+def documents_within(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int | None, answers: Sequence[Places] | None = None
-) -> tuple[list[Window], int | None]:
-    """Return each document as a window of its own, and to how many tokens each was cut so that all have `most`.
+) -> tuple[list[Window], dict[str, int]]:
+    """Return documents of `most` tokens in all, each as a window of its own, and what a `PerplexityResult` says of it.
 
-    None: to none, as they have no more.
+    That is nothing where they have no more.
     """
     require("max_tokens", most, most is None or most >= 1, "at least 1, or None")
     documents = _tokenize(tokenizer, texts, answers)
     lengths = [len(document.input_ids) for document in documents]
     if most is None or sum(lengths) <= most:
-        return documents, None
+        return documents, {}
+    if answers is not None:
+        chosen = _spaced(lengths, most)
+        return [documents[i] for i in chosen], {"num_documents": len(chosen)}
     left, longer = most, sorted(lengths)
     while longer and longer[0] * len(longer) <= left:  # whole
         left -= longer.pop(0)
     size = max(1, left // len(longer))
-    return [Window(ids[:size], labels[:size]) for ids, labels in documents], size
+    return [Window(ids[:size], labels[:size]) for ids, labels in documents], {"document_tokens": size}
+
+
+def _spaced(lengths: Sequence[int], most: int) -> list[int]:
+    """Return the numbers of documents, spaced evenly, that have `most` tokens in all; of one, if each has more.
+
+    >>> _spaced([4, 5, 3, 4, 6, 2], 13)
+    [1, 3, 5]
+    """
+    for count in range(max(1, most * len(lengths) // sum(lengths)), 0, -1):  # from as many as of the mean length
+        chosen = [(2 * i + 1) * len(lengths) // (2 * count) for i in range(count)]
+        if sum(lengths[i] for i in chosen) <= most:
+            break
+    return chosen
 
 
 def _strided_windows(documents: Sequence[Window], max_length: int, stride: int) -> Iterator[Window]:

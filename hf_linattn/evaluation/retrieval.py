@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypedDict
 
 import torch
@@ -23,7 +23,7 @@ class Retrieval(TypedDict):
 
     Attributes:
         recall: share of the paragraphs whose second half is among the `k` that are most similar to their first half;
-            another half as similar as the right one is before it.
+            another half as similar as the right one is before it, unless it is the same text.
         article_accuracy: share of the paragraphs whose most similar other paragraph is of the same article.
         num_paragraphs: how many there are.
     """
@@ -101,13 +101,14 @@ def retrieval(
     paragraphs = [paragraph for article in articles for paragraph in article]
     article = torch.tensor([number for number, article in enumerate(articles) for _ in article])
     options = {"max_length": max_length, "batch_size": batch_size, "progress": progress}
+    queries, answers = halves(paragraphs)
     first, second, whole = (
         embed(model, tokenizer, texts, **options)  # type: ignore[arg-type]  # mypy takes the values for one type
-        for texts in (*halves(paragraphs), paragraphs)
+        for texts in (queries, answers, paragraphs)
     )
     nearest = _cosines(whole, whole).fill_diagonal_(-1.0).argmax(1)
     return {
-        "recall": float((_ranks(_cosines(first, second)) < k).double().mean()),
+        "recall": float((_ranks(_cosines(first, second), answers) < k).double().mean()),
         "article_accuracy": float((article[nearest] == article).double().mean()),
         "num_paragraphs": len(paragraphs),
     }
@@ -123,11 +124,12 @@ def halves(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     return [" ".join(w[: len(w) // 2]) for w in words], [" ".join(w[len(w) // 2 :]) for w in words]
 
 
-def retrieval_of_pairs(queries: Tensor, answers: Tensor) -> dict[str, float]:
+def retrieval_of_pairs(queries: Tensor, answers: Tensor, texts: Sequence[str] | None = None) -> dict[str, float]:
     """Return what queries [N, D] find among answers [N, D], all of length 1, row i of one the right one for the other.
 
     `recall_at_1`, `recall_at_10`: the share of queries whose answer is the nearest, or among the nearest ten; another
-    answer as near as the right one is before it.
+    answer as near as the right one is before it. Of `texts`, what the answers are embeddings of, N as well, equal ones
+    are one answer; None: all differ.
     `perplexity`: exp of the mean of -log p, p the right answer's share of a softmax over 20 times all cosines: among
     how many answers, equally near, a query is as uncertain. An embedding that is not finite is an `OptionError`.
 
@@ -135,7 +137,7 @@ def retrieval_of_pairs(queries: Tensor, answers: Tensor) -> dict[str, float]:
     1.0
     """
     cosines = _cosines(queries.double(), answers.double())
-    rank = _ranks(cosines)
+    rank = _ranks(cosines, range(len(cosines)) if texts is None else texts)
     loss = F.cross_entropy(SCALE * cosines, torch.arange(len(cosines)))
     return {
         "perplexity": float(loss.exp()),
@@ -151,6 +153,11 @@ def _cosines(first: Tensor, second: Tensor) -> Tensor:
     return cosines
 
 
-def _ranks(cosines: Tensor) -> Tensor:
-    """Return how many other answers are as near to each query as its own, on the diagonal, or nearer: [N]."""
-    return (cosines >= cosines.diagonal()[:, None]).sum(1) - 1
+def _ranks(cosines: Tensor, texts: Sequence[Hashable]) -> Tensor:
+    """Return how many answers are as near to each query as its own, on the diagonal, or nearer: [N].
+
+    Those of the same text as its own are not counted.
+    """
+    number = {text: i for i, text in enumerate(texts)}
+    group = torch.tensor([number[text] for text in texts])
+    return ((cosines >= cosines.diagonal()[:, None]) & (group != group[:, None])).sum(1)

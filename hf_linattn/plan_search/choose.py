@@ -28,13 +28,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..architecture import root_model
+from ..architecture import classifies_texts, root_model
 from ..chosen_plan import ChosenPlan, PlanRecord
 from ..config import MechanismConfig, make_config, require, require_known
 from ..dtypes import in_fast_dtype
 from ..errors import DataError, OptionError
 from ..patching import original_attention
 from ..plan import read_entries
+from ..sensitivity import predicts_no_tokens
 from .budget import number_to_keep
 from .divergence_signal import DivergenceSignal, beyond_windows
 from .gates import UNITS, Gates, gated
@@ -102,6 +103,8 @@ def choose_plan(
         require_known(kind, name, known)
     settings = SearchOptions.from_options(options)
     config, texts = read_replacement(replace), list(batches or ())
+    if classifies_texts(model):  # whose text, given in place of prompts, would not help
+        raise predicts_no_tokens(type(root_model(model)).__name__, "logits of texts, which are not of tokens")
     with gated(model, config, unit) as gates, torch.no_grad():
         count = number_to_keep(gates, keep, unit, settings)
         with in_fast_dtype(model):

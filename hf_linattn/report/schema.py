@@ -92,8 +92,8 @@ class Evaluation:
     """How the perplexities were measured: tokens per window, stride (None: no overlap), scored tokens or texts.
 
     problem: of a classifier, by transformers' name for it; `embedding` of an embedding model. document_tokens: how
-    many of each document were read; None: all. held_out: whether the test split was cut from the training split.
-    answers: whether the answers of conversations alone were scored.
+    many of each document were read, num_documents: how many conversations; None: all. answers: whether their answers
+    alone were scored. held_out: whether the test split was cut from the training split.
     """
 
     max_length: int
@@ -103,6 +103,7 @@ class Evaluation:
     document_tokens: int | None = None
     held_out: bool = False
     answers: bool = False
+    num_documents: int | None = None
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,8 @@ def how_measured(report: Report) -> str:
         return read + note
     stride = "masked tokens" if how.stride is None else f"stride {how.stride:,}"
     cut = "" if how.document_tokens is None else f", of each document the first {how.document_tokens:,}"
-    of = "the answers in the test split" if how.answers else "the test split"
+    whole = "" if how.num_documents is None else f"{how.num_documents:,} conversations of "
+    of = f"the answers in {whole}the test split" if how.answers else "the test split"
     return f"{how.num_tokens:,} scored tokens of {of}{cut}, windows of {how.max_length:,}, {stride}."
 
 

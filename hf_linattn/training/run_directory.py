@@ -13,7 +13,7 @@ from hf_linattn.atomic_io import write_text
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.run_folders import ADAPTER, CONTROL, STAGES, WINDOW
-from hf_linattn.training.same_run import DIGESTS, difference, told_difference
+from hf_linattn.training.same_run import DIGESTS, SCORED, difference, told_difference
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class RunDirectory:
         )
         option = difference(own, theirs)
         if option is not None:
-            if option in DIGESTS:
+            if option in DIGESTS or option in SCORED:
                 said = f"holds a run {told_difference(option, own, theirs)}"
             else:
                 said = f"ran with {option}={own.get(option)!r}, this run has {theirs.get(option)!r}"

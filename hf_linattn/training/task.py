@@ -8,14 +8,13 @@ import torch
 from datasets import Dataset, DatasetDict
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
-from transformers.models.auto import modeling_auto as auto
 
 from hf_linattn import architecture
 from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError
 from hf_linattn.evaluation import is_masked_language_model, perplexity
 from hf_linattn.evaluation.label_metrics import problem_of
-from hf_linattn.evaluation.perplexity import first_tokens
+from hf_linattn.evaluation.perplexity import documents_within
 from hf_linattn.evaluation.samples import LENGTH, Sample, continued, filled
 from hf_linattn.position_tables import position_tables
 from hf_linattn.reading import reading
@@ -26,8 +25,6 @@ from hf_linattn.training.classification import Regression, SequenceClassificatio
 from hf_linattn.training.conversations import answers_of
 from hf_linattn.training.data import PackedMaskingCollator, TrainingData, tokenize_and_pack
 from hf_linattn.training.heads import trained_head
-
-CLASSIFIERS = frozenset(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
 
 
 class LanguageModeling(Task):
@@ -68,7 +65,7 @@ class LanguageModeling(Task):
 
     def read_tokens(self, encoder: TextEncoder, test: Dataset) -> int:
         tokenizer, data = encoder
-        documents, _ = first_tokens(tokenizer, test["text"], data.max_test_tokens or None, answers_of(test))
+        documents, _ = documents_within(tokenizer, test["text"], data.max_test_tokens or None, answers_of(test))
         lengths = [len(document.input_ids) for document in documents]
         step = self.stride(data) or data.block_size
         overlap = data.block_size - step
@@ -130,7 +127,7 @@ TASKS: dict[str, Task] = {"causal": CAUSAL, "masked": MASKED, "classification": 
 def task_of(model: nn.Module) -> Task:
     """Return what a model, wrapped or not, predicts, by its class; `UnsupportedModelError` if none of these."""
     root = architecture.root_model(model)
-    if any(kind.__name__ in CLASSIFIERS for kind in type(root).__mro__):
+    if architecture.classifies_texts(root):
         return PROBLEMS[problem_of(root.config)]
     return MASKED if is_masked_language_model(root) else CAUSAL
 

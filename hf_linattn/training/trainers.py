@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,20 +15,15 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from transformers import (
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_linattn import architecture
 from hf_linattn.architecture import root_model
-from hf_linattn.errors import OptionError
+from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.inference import without_labels
+from hf_linattn.reading import one_line
 from hf_linattn.training.classification import SequenceClassification, weighted_loss
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.losses.chunks import (
@@ -118,7 +114,13 @@ class RecoveryTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load both, with the learning rates of this training: a checkpoint may have been left with others."""
         rates = [group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups]
-        super()._load_optimizer_and_scheduler(checkpoint)
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{str(Path(checkpoint or '').parent)!r} holds checkpoints of an optimizer with other parameters, as"
+                f" of another version ({one_line(error)}); delete this folder, and the stage begins anew"
+            ) from error
         groups = self.optimizer.param_groups  # others, as loading makes them anew
         found = [group.get("initial_lr", group["lr"]) for group in groups]
         if checkpoint is None or found == rates:

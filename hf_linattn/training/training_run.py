@@ -22,7 +22,7 @@ from hf_linattn.training.arguments import Arguments, tokens_per_step
 from hf_linattn.training.data import TrainingData
 from hf_linattn.training.finetuning import validation_loss
 from hf_linattn.training.run_directory import RunDirectory
-from hf_linattn.training.same_run import FREE, training_options
+from hf_linattn.training.same_run import FREE, SCORED, training_options
 from hf_linattn.training.task import Task, load_model
 
 
@@ -62,11 +62,12 @@ class TrainingRun:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """What determines the result: all options but those in `FREE`, and the content of model and data."""
+        """What determines the result: all options but those in `FREE`, content of model and data, what is scored."""
         model, data, recipe, training, distillation = self.arguments
         named = asdict(model) | asdict(data) | asdict(recipe) | asdict(distillation)
         named = {name: value for name, value in named.items() if name not in FREE}
-        return named | training_options(training) | self.digests
+        scored = SCORED if data.completion_only else {}
+        return named | training_options(training) | self.digests | scored
 
     @cached_property
     def saved_dtype(self) -> torch.dtype | None:

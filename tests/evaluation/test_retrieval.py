@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +12,12 @@ from transformers import BertModel
 
 from hf_linattn import OptionError, patch_model
 from hf_linattn.evaluation import embed, retrieval
+from hf_linattn.evaluation.embeddings import Texts, embedding_scores
 from hf_linattn.evaluation.retrieval import retrieval_of_pairs
 from tests.helpers import make_tokenizer
 from tests.models import make_model
+
+retrieval_module = import_module("hf_linattn.evaluation.retrieval")  # the package has a function of that name
 
 
 def make_paragraph(article: int, number: int) -> str:
@@ -72,6 +77,19 @@ def test_an_encoder_that_embeds_all_texts_alike_finds_none_and_one_without_numbe
         retrieval(model, tokenizer, ARTICLES)
     with pytest.raises(OptionError, match="cosines must be finite"):
         retrieval_of_pairs(torch.tensor([[1.0], [math.nan]]), torch.ones(2, 1))
+
+
+def test_an_answer_that_stands_there_twice_is_found_and_one_as_near_with_another_text_is_not(monkeypatch):
+    kinds = torch.tensor([0, 1, 0, 2, 3])
+    alike, texts = torch.eye(4)[kinds], [f"answer {kind}" for kind in kinds.tolist()]
+    assert retrieval_of_pairs(alike, alike)["recall_at_1"] == 3 / 5
+    assert retrieval_of_pairs(alike, alike, texts)["recall_at_1"] == 1
+    assert retrieval_of_pairs(torch.ones(5, 1), torch.ones(5, 1), texts)["recall_at_1"] == 0
+    modules = SimpleNamespace(embed_texts=lambda encoder, part, **options: alike)
+    found = embedding_scores(modules, None, Texts([], texts, texts), max_length=8)
+    assert (found["recall_at_1"], found["num_tokens"]) == (1, 5)
+    monkeypatch.setattr(retrieval_module, "embed", lambda model, tokenizer, part, **options: alike)
+    assert retrieval(None, None, [[f"a {text}"] for text in texts], k=1)["recall"] == 1
 
 
 def test_what_cannot_be_measured_is_refused():

@@ -80,6 +80,8 @@ def test_markdown_has_the_four_models(report):
     assert "98,765 scored tokens of the test split, windows of 512, stride 256." in markdown
     answers = dataclasses.replace(report, evaluation=dataclasses.replace(report.evaluation, answers=True))
     assert "98,765 scored tokens of the answers in the test split, windows" in to_markdown(answers)
+    some = dataclasses.replace(answers, evaluation=dataclasses.replace(answers.evaluation, num_documents=1234))
+    assert "of the answers in 1,234 conversations of the test split, windows" in to_markdown(some)
 
 
 def test_markdown_has_the_losses_on_long_documents(report):

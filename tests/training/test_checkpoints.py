@@ -11,6 +11,7 @@ import torch
 from transformers import EarlyStoppingCallback
 
 from hf_linattn import patch_model
+from hf_linattn.errors import CheckpointError
 from hf_linattn.training import finetuning
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.checkpoints import last_complete_checkpoint
@@ -65,6 +66,14 @@ def test_a_training_takes_exactly_the_steps_that_were_left(unbroken, tmp_path, s
         assert (again["steps"], again["eval_loss"]) == (STEPS, result["eval_loss"])
         assert all(torch.equal(resumed[name], x) for name, x in weights.items())
         assert max(int(path.name.rpartition("-")[2]) for path in (tmp_path / "stage").iterdir()) == STEPS
+
+
+def test_a_checkpoint_of_an_optimizer_with_other_groups_is_refused_by_its_folder(unbroken, tmp_path):
+    """As of a version that divided parameters otherwise: here those of mechanisms have a rate of their own since."""
+    folder, adapters, *_ = unbroken
+    stage = copied(folder, 2, tmp_path / "stage").parent
+    with pytest.raises(CheckpointError, match=rf"^'{stage}' holds checkpoints .*; delete this folder, and"):
+        train(stage, adapters, mechanism_rate=2.0)
 
 
 def test_patience_is_not_given_back_by_an_interruption(tmp_path, monkeypatch):

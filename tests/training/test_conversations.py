@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -93,6 +94,24 @@ def test_the_answers_alone_are_scored(conversations):
     assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     with pytest.raises(OptionError, match="answers: a masked model answers nothing"):
         perplexity(make_model("bert"), tokenizer, ["w"], max_length=8, answers=[[[0, 1]]])
+
+
+def test_of_a_limit_conversations_are_read_whole_and_spaced_evenly(tokenizer):
+    """The first tokens of each would hold no answer: a limit of 300 tokens, 20 conversations of some 40."""
+    turns = [[TURNS[0], {"role": "assistant", "content": f"number {'x' * (i % 7)}"}] for i in range(20)]
+    texts = render_conversations(DatasetDict({"test": Dataset.from_dict({"text": turns})}), tokenizer)["test"]
+    model, options = make_model("llama", vocab_size=300), DataArguments(block_size=100, completion_only=True)
+    limited = TextEncoder(tokenizer, replace(options, max_test_tokens=300))
+    found = CAUSAL.score(model, limited, texts, batch_size=4)
+    count = found.pop("num_documents")
+    chosen = texts.select([(2 * i + 1) * 10 // count for i in range(count)])
+    assert found == CAUSAL.score(model, TextEncoder(tokenizer, options), chosen, batch_size=4)
+    read = CAUSAL.read_tokens(limited, texts)
+    assert 300 - 45 < read == sum(len(text) for text in chosen["text"]) <= 300
+    one = TextEncoder(tokenizer, replace(options, max_test_tokens=5))
+    assert CAUSAL.score(model, one, texts, batch_size=4)["num_documents"] == 1
+    with pytest.raises(DataError, match=r"none of the 1 conversations that were read .* max_test_tokens or max_test"):
+        perplexity(model, tokenizer, ["no", "none"], max_length=8, answers=[[[0, 0]]] * 2, max_tokens=3)
 
 
 def test_no_token_is_put_around_a_conversation_whatever_reads_it(conversations, tmp_path, monkeypatch):

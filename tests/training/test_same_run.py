@@ -10,11 +10,12 @@ import torch
 from datasets import Dataset
 
 from hf_linattn.errors import OptionError
-from hf_linattn.training.arguments import FinetuningArguments
+from hf_linattn.training.arguments import FinetuningArguments, parse_arguments
 from hf_linattn.training.run_directory import RunDirectory
-from hf_linattn.training.same_run import FREE, difference, model_digest, rows_digest, training_options
+from hf_linattn.training.same_run import FREE, SCORED, difference, model_digest, rows_digest, training_options
+from hf_linattn.training.training_run import TrainingRun
 from tests.models import make_model
-from tests.training.test_finetuning import make_training
+from tests.training.test_finetuning import REQUIRED, make_training
 
 OTHERS = {
     "lr_scheduler_kwargs": {"num_cycles": 3}, "label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0,
@@ -99,6 +100,25 @@ def test_other_content_is_refused_in_terms_of_the_options(tmp_path, digest, opti
     run.record("recipe", options)  # as a version before this one did
     with pytest.raises(OptionError, match="did not record the content"):
         run.open({**options, digest: "2"})
+
+
+def test_a_run_that_scored_whole_conversations_does_not_go_on_with_scores_of_answers(tmp_path):
+    def options(*flags: str) -> dict:
+        arguments = parse_arguments([*REQUIRED, "--use_cpu", "true", *flags])
+        return TrainingRun(arguments, "", None, None, None, {}, None, None, 0, []).options
+
+    assert options().keys().isdisjoint(SCORED)
+    now = options("--completion_only", "true")
+    older = {name: value for name, value in now.items() if name not in SCORED}
+    run = RunDirectory(tmp_path, make_training(tmp_path))
+    run.open(older)
+    run.record("control", {})
+    said = "holds a run that scored whole conversations, where this version scores their answers alone"
+    with pytest.raises(OptionError, match=f"{said}; give another output_dir"):
+        run.open(now)
+    with pytest.raises(OptionError, match=f"{said}: its control does not compare"):
+        run.export_stages(["control"], now, ())
+    assert difference(older, options()) == "completion_only"
 
 
 COLUMNS = [

@@ -74,7 +74,10 @@ class DataArguments:
     max_test_documents: int | None = field(default=None, metadata={"help": "Use at most that many test documents."})
     max_test_tokens: int = field(
         default=131_072,
-        metadata={"help": "Score language models on at most that many, the first of each test document; 0: all."},
+        metadata={
+            "help": "Score language models on at most that many, the first of each test document, of conversations"
+            " whole ones; 0: all."
+        },
     )
     stride: int | None = field(
         default=None, metadata={"help": "Test windows of a causal model start this many tokens apart; default: half."}

@@ -116,6 +116,7 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
             scores["recovered"].get("document_tokens"),
             context.held_out,
             data_options.completion_only,
+            scores["recovered"].get("num_documents"),
         ),
         training=Training(
             tokens=context.steps(options.max_train_tokens) * step,
