@@ -105,7 +105,8 @@ def test_a_model_is_converted_without_the_extras_and_a_plan_is_chosen_with_eval_
     commands = {
         "base": "--mechanism linear",
         "picture": f"--plan {tmp_path / 'plan.json'}",
-        "chosen": f"--plan auto --signal divergence --text {tmp_path / 'text.txt'} --length 0",
+        "chosen": "--plan auto --signal divergence --length 0 --options {\"window_size\":8} --text "
+        f"{tmp_path / 'text.txt'}",
     }
     found = in_a_new_process(f"""
 import json, sys
