@@ -159,5 +159,5 @@ def _ranks(cosines: Tensor, texts: Sequence[Hashable]) -> Tensor:
     Those of the same text as its own are not counted.
     """
     number = {text: i for i, text in enumerate(texts)}
-    group = torch.tensor([number[text] for text in texts])
+    group = torch.tensor([number[text] for text in texts], device=cosines.device)
     return ((cosines >= cosines.diagonal()[:, None]) & (group != group[:, None])).sum(1)
