@@ -20,12 +20,12 @@ from ..atomic_io import write_text
 from ..config import require, require_count, require_known
 from ..errors import DataError, UnsupportedModelError
 from ..reading import exit_with_one_line, reading
+from ..training.file_types import FILE_BUILDERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = ("bfloat16", "float16", "float32")
-ROWS = (".json", ".jsonl", ".csv", ".parquet")  # files that have a document in each row
 STOPPED = 3
 EXIT_CODES = {
     0: "it is done",
@@ -99,8 +99,12 @@ def read_texts(files: Iterable[Path], option: str = "files", column: str = "text
     return [
         text
         for file in files
-        for text in (_rows(file, option, column) if file.suffix.lower() in ROWS else [_whole(file, option)])
+        for text in (_rows(file, option, column) if _has_rows(file) else [_whole(file, option)])
     ]
+
+
+def _has_rows(file: Path) -> bool:
+    return FILE_BUILDERS.get(file.suffix.lower(), "text") != "text"
 
 
 def _rows(file: Path, option: str, column: str) -> list[str]:

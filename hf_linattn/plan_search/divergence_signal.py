@@ -21,16 +21,16 @@ def beyond_windows(batches: Sequence[Mapping[str, Any]], gates: Gates) -> list[M
     Raises:
         DataError: there is none.
     """
-    windows = [mechanism.limit.window(mechanism.config) for mechanism in gates.mechanisms.values()]
-    least = min((size for size in windows if size is not None), default=0) if None not in windows else 0
+    replaced = next(iter(gates.mechanisms.values()))  # the same in all layers
+    window = replaced.limit.window(replaced.config) or 0
     lengths = [_longest_row(batch) for batch in batches]
-    if batches and max(lengths) <= least:
-        name = next(iter(gates.mechanisms.values())).config.mechanism
+    if batches and max(lengths) <= window:
         raise DataError(
-            f"batches: the longest row has {max(lengths)} tokens, on which {name!r} with window_size={least} equals"
-            " softmax, so that no head differs from another; give longer text, or a smaller window_size"
+            f"batches: the longest row has {max(lengths)} tokens, on which {replaced.config.mechanism!r} with"
+            f" window_size={window} equals softmax, so that no head differs from another; give longer text, or a"
+            " smaller window_size"
         )
-    return [batch for batch, length in zip(batches, lengths, strict=True) if length > least]
+    return [batch for batch, length in zip(batches, lengths, strict=True) if length > window]
 
 
 def _longest_row(batch: Mapping[str, Any]) -> int:

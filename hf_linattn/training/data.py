@@ -26,15 +26,8 @@ from hf_linattn.evaluation.perplexity import tokens_inside
 from hf_linattn.reading import one_line, reading
 from hf_linattn.training.conversations import ANSWERS
 from hf_linattn.training.corpus import standard_library_corpus
+from hf_linattn.training.file_types import FILE_BUILDERS
 
-FILE_BUILDERS = {
-    ".txt": "text",
-    ".md": "text",
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-}
 HELD_OUT_SHARE = 0.05
 IGNORED_LABEL = -100
 STRINGS = ("string", "large_string")
