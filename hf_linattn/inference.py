@@ -1,4 +1,4 @@
-"""Inference without side effects: evaluation mode for a while, and only the options that a forward accepts."""
+"""Inference without side effects: evaluation mode, or a device left, for a while; options that a forward accepts."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def set_aside(model: nn.Module) -> Iterator[None]:
+    """Keep a model in the memory of the CPU for a while, so that its device has room for another one."""
+    device = architecture.root_model(model).device
+    model.to("cpu")
+    try:
+        yield
+    finally:
+        model.to(device)
 
 
 def accepted(model: nn.Module, **options: Any) -> dict[str, Any]:

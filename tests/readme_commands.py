@@ -97,7 +97,7 @@ class Place:
         self.folder = folder
         paths = {"PATH": f"{environment / 'bin'}:{os.environ['PATH']}", "VENV": str(environment)}
         client = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "hf_" + "a" * 34, "HF_HUB_DISABLE_XET": "1"}
-        unset = {"PYTHONPATH", "HF_HUB_OFFLINE", "MAKEFLAGS", "MAKELEVEL"}
+        unset = {"HF_HUB_OFFLINE", "MAKEFLAGS", "MAKELEVEL"}
         inherited = {name: value for name, value in os.environ.items() if name not in unset}
         self.environment = {**inherited, **paths, **client, "HF_HOME": str(environment / "hub")}
         self.session = subprocess.Popen(
@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--wheel", type=absolute, help="the wheel that is installed")
     parser.add_argument("--environment", type=absolute, help="one that has the library; default: a new one")
     given = parser.parse_args()
+    os.environ.pop("PYTHONPATH", None)  # pip takes a checkout on it for the installed package
     shutil.rmtree(given.folder, ignore_errors=True)
     given.folder.mkdir(parents=True)
     with hub_stand_in() as hub:

@@ -23,12 +23,11 @@ MEASURED_BY = {
     "AutoModelForCausalLM": "hf-linattn eval {output} {held_out} --suite language --original {model}",
     "AutoModelForMaskedLM": "hf-linattn eval {output} {held_out}",
     "AutoModelForSequenceClassification": None,
+    "SentenceTransformer": "hf-linattn eval {output} test.jsonl --original {model}",
 }
 # and what they learn from: a text, or rows with labels
-TAUGHT_BY = {
-    "AutoModelForSequenceClassification": "--train_file train.jsonl --validation_file validation.jsonl"
-    " --test_file test.jsonl"
-}  # fmt: skip
+ROWS = "--train_file train.jsonl --validation_file validation.jsonl --test_file test.jsonl"
+TAUGHT_BY = {"AutoModelForSequenceClassification": ROWS, "SentenceTransformer": ROWS}
 
 
 def words(
@@ -70,7 +69,8 @@ def attention_table(document: dict[str, Any]) -> Table:
 def next_steps(conversion: Conversion, model: str, output: str, text: str, plan: str) -> list[str]:
     """Return the commands that measure and recover what was converted; plan: the options that ask for it again."""
     if conversion.loader not in MEASURED_BY:
-        return ["train and measure it with your own code; the recipes take language models and classifiers"]
+        return ["train and measure it with your own code; the recipes take language models, classifiers and"
+                " embedding models"]
     quoted = {name: shlex.quote(x) for name, x in {"model": model, "output": output, "text": text}.items()}
     measure = MEASURED_BY[conversion.loader]
     data = TAUGHT_BY.get(conversion.loader, f"--train_file {quoted['text']}")

@@ -226,7 +226,7 @@ class Report:
         speed, memory: one row per length; empty where it was not measured.
         constant_bytes: of the decoding state of one sequence in the converted layers, in a bfloat16 model; None where
             it grows with the context, or there is none.
-        windows: what windows of as many bytes come to; empty where `constant_bytes` is None.
+        windows: what windows of as many bytes come to; with a shared control, that of its run, too.
         samples: a few test texts and what the models make of them.
     """
 

@@ -185,8 +185,9 @@ def _window_section(report: Report) -> list[str]:
 def window_rows(report: Report) -> list[list[str]]:
     """Return the cells below `WINDOW_HEADS`."""
     best, own = report.perplexity.best, report.perplexity
-    compared = [(f"{report.mechanism}, {name}", report.constant_bytes, getattr(own, name)) for name in CONVERTED]
-    compared += [(_window_name(row), row.state_bytes, row.perplexity) for row in report.windows]
+    compared = [(_window_name(row), row.state_bytes, row.perplexity) for row in report.windows]
+    if (count := report.constant_bytes) is not None:
+        compared = [(f"{report.mechanism}, {name}", count, getattr(own, name)) for name in CONVERTED] + compared
     return [[name, f"{count:,}", f"{value:,.2f}", f"{value / best:,.3f}"] for name, count, value in compared]
 
 

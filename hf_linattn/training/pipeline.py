@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shlex
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ def run_recipe(run: TrainingRun) -> Report:
         logger.info("stage %d of %d: %s%s", place, len(stages), stage.name, ", done before" if done else "")
         with naming_memory(stage.name, run.arguments):
             run.results[stage.name] = stage.run(run)
+        gc.collect()  # its models; modules may refer to each other in a ring
     return Report.load(run.directory.path)
 
 

@@ -58,7 +58,7 @@ class TrainingRun:
     digests: dict[str, str] = field(default_factory=dict)
     shared_control: dict[str, dict[str, Any]] = field(default_factory=dict)
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
-    position_losses: dict[tuple[str, int], TokenLosses] = field(default_factory=dict)
+    position_losses: dict[tuple[str, bool], TokenLosses] = field(default_factory=dict)
 
     @cached_property
     def options(self) -> dict[str, Any]:

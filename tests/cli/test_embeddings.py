@@ -38,6 +38,9 @@ def test_it_is_converted_with_its_modules_and_scored_beside_its_original(folder,
     model, original = (SentenceTransformer(str(path), device="cpu") for path in (out, folder / "model"))
     assert hf_linattn.is_patched(model) and model.max_seq_length == 16
     card = (out / "README.md").read_text()
+    shown = answer("convert", folder / "model", tmp_path / "shown", *options)
+    assert f"hf-linattn eval {tmp_path / 'shown'} test.jsonl --original {folder / 'model'}" in shown
+    assert "--mechanism linear --max_positions 16 --train_file train.jsonl" in shown.split("recover: ")[1]
     assert "library_name: sentence-transformers" in card and 'SentenceTransformer("' in card
     found = json.loads(answer("eval", out, folder / "rows.jsonl", "--original", folder / "model", "--json"))
     cut = [text.split()[:16] for text in TEXTS]

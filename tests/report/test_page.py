@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -11,11 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_linattn import CheckpointError, ChosenPlan, patch_model
+from hf_linattn.adapter_config import ADAPTER_TYPE, CONFIG_FILE
 from hf_linattn.chosen_plan import PlanRecord
 from hf_linattn.cli import app
 from hf_linattn.evaluation import LongLosses, PositionRow
 from hf_linattn.report import Accuracies, LongContext, MetricRow, TextSample, model_card, to_markdown
+from hf_linattn.report.card import patches_in
 from hf_linattn.report.page import page, read_evidence, save_page
+from hf_linattn.report.page.evidence import losses_by_position, recalls
 from tests.models import make_model
 from tests.report.test_tables import report
 
@@ -131,10 +135,57 @@ def test_a_run_that_lacks_everything_says_how_to_get_it(report, tmp_path):
     assert not shown.all("svg") and "True" not in shown.sections["models"]
     for part, how in {
         "positions": f"hf-linattn eval {tmp_path} TEXT.txt --suite language --original models/gpt2",
-        "recall": f"--lengths 512,1024,2048 --output {tmp_path}/evaluation-recall.json", "speed": "--speed_lengths",
+        "recall": f"--original models/gpt2 --output {tmp_path}/evaluation-recall.json", "speed": "--speed_lengths",
         "memory": "--speed_lengths", "layers": "--layers auto", "samples": "--text_samples 3",
     }.items():  # fmt: skip
         assert how in shown.sections[part], part
+
+
+def test_a_run_whose_adapters_lie_alone_says_to_merge_them_first(report, full, tmp_path):
+    replace(report, long_context=None).save(tmp_path)
+    patched = patches_in(full)[""].to_dict()
+    (tmp_path / "adapter").mkdir()
+    described = {"peft_type": ADAPTER_TYPE, "hf_linattn": patched}
+    (tmp_path / "adapter" / CONFIG_FILE).write_text(json.dumps(described))
+    shown = Read(page(read_evidence(tmp_path))).sections
+    for part, words in {"positions": "merged TEXT.txt --suite language", "recall": "merged --lengths"}.items():
+        assert f"load_adapter(original, '{tmp_path}/adapter').merge_and_unload()" in shown[part]
+        assert f"hf-linattn eval {words}" in shown[part]
+    assert "linear" in shown["layers"] and "softmax" in shown["layers"]
+
+
+def test_files_of_suites_are_not_mixed(tmp_path, report):
+    report.save(tmp_path)
+    models = {"original": score(2.0), "control": None}
+
+    def language(first, last, converted, **others):
+        facts = {"first": first, "last": last}
+        return {"suite": "language", "name": f"positions {first}", "metric": "loss", "num_items": 2, "facts": facts,
+                "converted": score(converted), **models, **others}  # fmt: skip
+
+    files = {
+        "old": [language(1, 63, 3.0, control=score(9.0)), language(64, 99, 2.5), *kept("kv", 0.25)],
+        "new": [language(1, 127, 1.5), *kept("kv", 0.75), *kept("noise", 0.5, original=None)],
+    }
+    for age, (name, rows) in enumerate(files.items()):
+        file = tmp_path / f"evaluation-{name}.json"
+        file.write_text(json.dumps({"rows": rows}))
+        os.utime(file, (age, age))
+    rows = read_evidence(tmp_path).rows
+    assert {name: [x["loss"] for x in own] for name, own in losses_by_position(rows).items()} == {
+        "original": [2.0], "recovered": [1.5],
+    }  # fmt: skip
+    original, recovered = recalls(rows)
+    assert recovered.by_test == {("kv", 512): 0.75, ("noise", 512): 0.5} and {*original.by_test} == {("kv", 512)}
+    assert recovered.by_depth == {((0.0, 0.25), 512): 0.75}, "means of the same tests, as the original's"
+    os.utime(tmp_path / "evaluation-old.json", (9, 9))
+    assert [x["loss"] for x in losses_by_position(read_evidence(tmp_path).rows)["recovered"]] == [3.0, 2.5]
+
+
+def kept(name, share, **others):
+    rows = recall_row(512, None, 0.5, share), recall_row(512, [0.0, 0.25], 0.5, share)
+    tasks = {} if name == "kv" else {"facts": {**rows[1]["facts"], "task": name}}
+    return [{**rows[0], "name": name, **others}, {**rows[1], "name": f"{name}, depths", **tasks, **others}]
 
 
 def test_a_classifier_has_its_metrics_first_and_no_section_of_language_models(report, tmp_path):

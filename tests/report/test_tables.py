@@ -106,6 +106,9 @@ def test_markdown_has_the_windows_of_equal_bytes(report):
     assert cells(section, "window of 77 and 4 sink tokens, untrained")[1:] == ["4,990", "40.00", "5.000"]
     assert cells(section, "window of 76 and 4 sink tokens, fine-tuned")[1:] == ["4,930", "9.60", "1.200"]
     assert "windows of the same bytes" not in to_markdown(dataclasses.replace(report, windows=()))
+    growing = to_markdown(dataclasses.replace(report, constant_bytes=None))  # beside another run's windows
+    section = growing.split("## Beside windows of the same bytes")[1].split("## ")[0]
+    assert "performer" not in section and cells(section, "window of 76 and 4 sink tokens, fine-tuned")[1] == "4,930"
 
 
 def test_markdown_has_the_stages_in_perplexity(report):

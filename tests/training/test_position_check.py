@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from hf_linattn.training.arguments import parse_arguments
 from hf_linattn.training.arguments.parsing import DISTILLATION
 from hf_linattn.training.stages import positions, stages_of
 from hf_linattn.training.stages.positions import PositionCheck, changes, checked_length, is_worse
+from tests.models import make_model
 from tests.recipes.test_distill import flags, run
 from tests.recipes.test_finetune import material, recorded
 
@@ -97,6 +99,25 @@ def test_every_stage_is_checked_and_one_that_does_harm_is_refused_and_kept(mater
     assert (out / "model.safetensors").exists() and recorded(out, "recovered_training")
     assert torch.equal(seen[-1][0], ended[0]), "a rerun measures anew what it starts from, and finds the same"
     run(flags(material, out, position_windows=0, **options))  # goes on
+
+
+def test_one_model_at_a_time_is_on_the_device(monkeypatch):
+    alive, losses = weakref.WeakSet(), made(torch.zeros(2, 255, dtype=torch.float64))
+    monkeypatch.setattr(positions, "held_back", lambda run, length: (length, None))
+    monkeypatch.setattr(positions, "token_losses", lambda model, windows, documents: losses)
+    given = ["--model_name_or_path", "m", "--output_dir", "o", "--mechanism", "linear"]
+    arguments = parse_arguments(given, DISTILLATION)
+
+    def load(run):
+        assert not alive
+        model = make_model("gpt2")
+        model.itself = [model]  # a ring, which no count of references ends
+        alive.add(model)
+        return model
+
+    run = SimpleNamespace(position_losses={}, arguments=arguments)
+    assert PositionCheck("calibration", "converted", load, load).compute(run)["windows"] == 2
+    assert {*run.position_losses} == {("calibration", False)}
 
 
 def test_held_back_text_that_is_too_short_is_refused_before_anything(material, tmp_path):

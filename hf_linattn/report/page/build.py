@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from ...atomic_io import write_text
 from ...cards import layers_in_words, measured_sentence
+from ...training.run_folders import ADAPTER
 from .. import tables
 from ..card import measured, task_of_report
 from ..samples import TextSample
@@ -26,6 +27,11 @@ ANSWERS = {
     "text-generation": "what follows", "fill-mask": "the masked token", "text-classification": "the label",
     "sentence-similarity": "the text to be found",
 }  # fmt: skip
+MERGED = "merged"
+ALONE = (
+    "Adapters lie here without a model, so make it first: load_adapter(original, {adapter!r}).merge_and_unload()"
+    f" from hf_linattn.training, saved with the tokenizer to {MERGED}."
+)
 
 
 @dataclass(frozen=True)
@@ -153,9 +159,8 @@ def positions(evidence: Evidence) -> Section:
             f"Windows of {report.evaluation.max_length:,} tokens of the test split, as long as the rows of training."
         )
     else:
-        given = ["eval", evidence.folder, "TEXT.txt", "--suite", "language", "--original", report.base_model]
-        how = command(*given, "--output", evidence.folder / "evaluation-language.json")
-        return Section("positions", title, missing=("This run did not measure it. Give it a text:", how))
+        lacks = "This run did not measure it. Give it a text:"
+        return Section("positions", title, missing=unevaluated(evidence, lacks, "language", "TEXT.txt"))
     picture = positions_picture(rows)
     shaded = (
         "The shade is the 95 % interval."
@@ -182,9 +187,8 @@ def recall(evidence: Evidence) -> Section:
     found = recalls(evidence.rows)
     title = "Recall by depth and length"
     if not found:
-        given = ["eval", evidence.folder, "--suite", "recall", "--original", evidence.report.base_model]
-        how = command(*given, "--lengths", "512,1024,2048", "--output", evidence.folder / "evaluation-recall.json")
-        return Section("recall", title, missing=("This run did not measure it. It takes minutes:", how))
+        lacks = "This run did not measure it. It takes minutes:"
+        return Section("recall", title, missing=unevaluated(evidence, lacks, "recall", "--lengths", "512,1024,2048"))
     maps = []
     for own in found:
         depths, lengths = sorted({depth for depth, _ in own.by_depth}), sorted({length for _, length in own.by_depth})
@@ -200,6 +204,16 @@ def recall(evidence: Evidence) -> Section:
     return Section("recall", title, [note], maps=maps, details=[
         Table(["test", "tokens", *(own.model for own in found)], rows, 1, "Test by test")
     ])  # fmt: skip
+
+
+def unevaluated(evidence: Evidence, lacks: str, suite: str, *words: str) -> tuple[str, str]:
+    """How to run a suite, whose rows go beside the report; words: what else it is given."""
+    folder = evidence.folder
+    if evidence.alone:
+        lacks = f"{lacks} {ALONE.format(adapter=str(folder / ADAPTER))}"
+    given = ["eval", MERGED if evidence.alone else folder, *words, "--suite", suite]
+    beside = ["--original", evidence.report.base_model, "--output", folder / f"evaluation-{suite}.json"]
+    return lacks, command(*given, *beside)
 
 
 def shade(value: float | None) -> tuple[float, str] | None:

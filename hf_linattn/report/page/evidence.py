@@ -11,9 +11,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ...adapter_config import read_adapter_config
 from ...chosen_plan import ChosenPlan
 from ...errors import CheckpointError
 from ...plan import PatchConfig
+from ...training.run_folders import ADAPTER
 from ..card import patches_in
 from ..schema import Report
 
@@ -29,9 +31,10 @@ class Evidence:
 
     Attributes:
         folder: where it lies. report: its `report.json`.
-        patches: path of a part of the model -> its patch; None: the folder holds no model.
+        patches: path of a part of the model -> its patch; None: the folder holds no model and no adapters.
+        alone: whether adapters are there without the model that they make.
         plan: how heads or layers were chosen; None: they were not.
-        rows: of the suites that were run on it, as `hf-linattn eval --suite` writes them.
+        rows: of the suites that were run on it, as `hf-linattn eval --suite` writes them; each once.
     """
 
     folder: Path
@@ -39,6 +42,7 @@ class Evidence:
     patches: Mapping[str, PatchConfig] | None = None
     plan: ChosenPlan | None = None
     rows: tuple[Mapping[str, Any], ...] = ()
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,15 +59,36 @@ def read_evidence(folder: str | os.PathLike[str]) -> Evidence:
     path = Path(folder)
     report = Report.load(path)
     chosen = next((path / name for name in PLANS if (path / name).is_file()), None)
-    rows = [row for file in sorted(path.glob(EVALUATIONS)) for row in _rows(file)]
     plan = None if chosen is None else ChosenPlan.load(chosen)
-    return Evidence(path, report, patches_in(path), plan, tuple(rows))
+    patches, adapter = patches_in(path), read_adapter_config(path / ADAPTER)
+    alone = patches is None and adapter is not None
+    if adapter is not None and alone:
+        patches = {"": PatchConfig.from_dict(adapter["hf_linattn"])}
+    return Evidence(path, report, patches, plan, tuple(_newest(path.glob(EVALUATIONS))), alone)
+
+
+def _newest(files: Iterable[Path]) -> list[Mapping[str, Any]]:
+    """Return the rows of suites: of each recall test at each length, and of each other suite, those of one file.
+
+    The file is the newest that has them, the last by name of files as new: models are compared on the same items.
+    """
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, file.name)):
+        own = defaultdict(list)
+        for row in _rows(file):
+            facts = row["facts"]
+            test = (facts.get("task", row["name"]), facts["length"]) if row["suite"] == "recall" else ()
+            own[row["suite"], *test].append(row)
+        found |= own
+    return [row for rows in found.values() for row in rows]
 
 
 def recalls(rows: Iterable[Mapping[str, Any]]) -> list[Recall]:
     """Return what each model recalled, of those that were measured."""
     found = [row for row in rows if row["suite"] == "recall" and row["metric"] == "found"]
+    roles = {role for role in NAMES if any(row.get(role) for row in found)}
     parts = [row for row in found if "depth" in row["facts"]]
+    parts = [row for row in parts if all(row.get(role) for role in roles)] or parts  # means over the same tests
     whole = [row for row in found if "depth" not in row["facts"]]
     return [
         Recall(
@@ -72,7 +97,7 @@ def recalls(rows: Iterable[Mapping[str, Any]]) -> list[Recall]:
             _means(whole, role, lambda row: (row["name"], row["facts"]["length"])),
         )
         for role, name in NAMES.items()
-        if any(row.get(role) for row in found)
+        if role in roles
     ]
 
 

@@ -68,7 +68,10 @@ class RecipeArguments:
     )
     fidelity_windows: int = field(
         default=0,
-        metadata={"help": "Test windows on which generated text and accuracy by position are compared; causal only."},
+        metadata={
+            "help": "Test windows on which generated text and accuracy by position are compared, with the original"
+            " beside the model; causal only."
+        },
     )
     long_windows: int = field(
         default=0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Callable
@@ -52,14 +53,12 @@ class PositionCheck(OneProcessStage):
         self.name = f"{self.stage}_positions"
 
     def compute(self, context: TrainingRun) -> dict[str, Any]:
-        model = self.after(context)
-        length = checked_length(context.arguments, position_limit(model), self.long)
-        windows, documents = held_back(context, length)
         known = context.position_losses
-        first = known.pop((self.start, length), None)  # where the stage before was checked in this process
+        first = known.pop((self.start, self.long), None)  # where the stage before was checked in this process
         if first is None:
-            first = token_losses(self.before(context), windows, documents)
-        second = known[self.stage, length] = token_losses(model, windows, documents)
+            first = self._losses(context, self.before)
+        gc.collect()  # one model at a time; modules may refer to each other in a ring
+        second = known[self.stage, self.long] = self._losses(context, self.after)
         old, rows = loss_by_position(first), changes(first, second)
         for was, row in zip(old, rows, strict=True):
             said = self.stage, row.first, row.last, was.loss + row.loss, row.loss
@@ -67,7 +66,12 @@ class PositionCheck(OneProcessStage):
         worse = [row for row in rows if is_worse(row)]
         if worse:
             raise OptionError(self._refusal(context, max(worse, key=lambda row: row.loss)))
-        return {"windows": len(windows), "before": list(map(asdict, old)), "change": list(map(asdict, rows))}
+        return {"windows": len(second.losses), "before": list(map(asdict, old)), "change": list(map(asdict, rows))}
+
+    def _losses(self, context: TrainingRun, load: Callable[[TrainingRun], PreTrainedModel]) -> TokenLosses:
+        model = load(context)
+        length = checked_length(context.arguments, position_limit(model), self.long)
+        return token_losses(model, *held_back(context, length))
 
     def _refusal(self, context: TrainingRun, row: PositionRow) -> str:
         data, distillation = context.arguments.data, context.arguments.distillation

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from hf_linattn import chunk_feed_forward, is_patched
 from hf_linattn.errors import CheckpointError, OptionError
-from hf_linattn.inference import evaluation_mode
+from hf_linattn.inference import evaluation_mode, set_aside
 from hf_linattn.training.adapter_files import save_adapter
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.arguments import FULL, LORA
@@ -268,10 +268,15 @@ def verify_saved(model: PreTrainedModel, path: Path, input_ids: Tensor, task: Ta
         input_ids: int64 [B, N], on any device. task: whose answers are compared, embeddings in place of logits.
     """
     device: Any = model.device
-    loaded, input_ids = load_model(str(path), dtype=model.dtype).to(device), input_ids.to(device)
     if is_patched(model):
         chunk_feed_forward(model, None)  # the loaded one has no chunks; on several threads they would be rounded apart
-    with evaluation_mode(model), evaluation_mode(loaded), torch.no_grad():
-        equal = torch.equal(task.answers(model, input_ids), task.answers(loaded, input_ids))
+
+    def answers(asked: PreTrainedModel) -> Tensor:
+        with evaluation_mode(asked), torch.no_grad():
+            return task.answers(asked, input_ids.to(device))
+
+    expected = answers(model)
+    with set_aside(model):
+        equal = torch.equal(expected, answers(load_model(str(path), dtype=model.dtype).to(device)))
     if not equal:
         raise CheckpointError(f"{str(path)!r}: the reloaded logits differ from the trained model's; save again")

@@ -23,6 +23,7 @@ from hf_linattn.evaluation import (
 )
 from hf_linattn.evaluation.label_metrics import METRICS as OF_LABELS
 from hf_linattn.evaluation.samples import Sample
+from hf_linattn.inference import set_aside
 from hf_linattn.report import (
     Accuracies,
     Evaluation,
@@ -235,12 +236,14 @@ def read_long_documents(context: TrainingRun, model: PreTrainedModel) -> LongCon
             add_special_tokens=not options.data.completion_only,
         )  # fmt: skip
 
-    control = load_control(context)
-    return LongContext(read(model), read(context.load()), None if control is None else read(control))
+    recovered = read(model)
+    with set_aside(model):
+        original, control = read(context.load()), load_control(context)
+        return LongContext(recovered, original, None if control is None else read(control))
 
 
 def read_samples(context: TrainingRun, model: PreTrainedModel) -> tuple[TextSample, ...]:
-    """Return a few test texts and what each of the models makes of them; one at a time is loaded beside `model`."""
+    """Return a few test texts and what each of the models makes of them; one at a time is on the device."""
     count = context.arguments.recipe.text_samples
     if not count:
         return ()
@@ -253,8 +256,9 @@ def read_samples(context: TrainingRun, model: PreTrainedModel) -> tuple[TextSamp
     recovered = context.task.samples(model, encoder, test, count)
     if not recovered:
         return ()
-    original = read(context.load()) or []
-    control, converted = read(load_control(context)), read(context.convert()) or []
+    with set_aside(model):
+        original = read(context.load()) or []
+        control, converted = read(load_control(context)), read(context.convert()) or []
     controls = [None] * len(recovered) if control is None else [sample.answer for sample in control]
     return tuple(
         TextSample(own.prompt, own.truth, first.answer, second, third.answer, own.answer)
