@@ -56,12 +56,13 @@ static inline vec vmax(vec one, vec other)
 #endif
 }
 
+/* Whether any bit is set. */
 static inline int any_of(mask condition)
 {
 #if LANES == 16
     return _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition) != 0;
 #else
-    return _mm256_movemask_ps((__m256)condition) != 0;
+    return !_mm256_testz_si256((__m256i)condition, (__m256i)condition);
 #endif
 }
 

@@ -79,7 +79,7 @@ static void read_token(const void *args, float *memory, int64_t task)
     }
     for (int64_t group = 0; group < p->groups; group++) {
         const float *out = s.out + group * s.width, total = out[p->value_size];
-        const float factor = total >= p->least_weight ? 1.0f / total : 0.0f;
+        const float factor = total < p->least_weight ? 0.0f : 1.0f / total; /* NaN of NaN */
         float *sums = row_f32(&p->sums, batch, head, group, 0);
         for (int64_t column = 0; column < p->value_size; column++)
             sums[column] = factor * out[column];

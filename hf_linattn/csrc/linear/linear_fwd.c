@@ -30,7 +30,7 @@ static float last_factor(const struct chunk_space *s, const struct linear_args *
     for (int64_t j = 0; j <= i && !p->bidirectional; j += LANES)
         own += load(s->scores.data + i * s->scores.row + j);
     const float weight = sum_of(own + (scaled ? s->kept[i] : 1.0f) * earlier);
-    return weight >= p->least_weight ? 1.0f / weight : 0.0f;
+    return weight < p->least_weight ? 0.0f : 1.0f / weight; /* NaN of NaN */
 }
 
 /* Sums and factor of the queries of one group over one chunk; `at` is its first token. */

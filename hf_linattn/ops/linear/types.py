@@ -152,4 +152,4 @@ def masked(keys: Features, key_padding_mask: Tensor | None, scaled: bool = False
 
 def log_weight(factor: Tensor, top: Any) -> Tensor:
     """Return the log of what the weights of each query add up to, `LOWEST` where that is nothing; no `top` is zero."""
-    return torch.where(factor > 0, (0.0 if top is None else top) - factor.log(), LOWEST)
+    return torch.where(factor == 0, LOWEST, (0.0 if top is None else top) - factor.log())

@@ -46,6 +46,19 @@ def test_every_pattern(variant, name, causal, block_size):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_whole_blocks_of_one_sign_are_weighed(variant, sign):
+    """What is added to all pairs of a block, so that no pair of it tells that something is."""
+    mechanism, heads = make_pattern("learned_sparse", True, reach=2), make_heads(3, LENGTH)
+    mechanism.log_weight = lambda query, key: sign * ((query - key) // 64 == 1).expand(-1, HEADS, -1, -1)
+    results = []
+    for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
+        mechanism.to(dtype).backend = backend
+        results.append(mechanism(*(x.to(dtype) for x in heads))[0].double())
+    assert_close(*results, 1e-5)
+
+
+@torch.no_grad()
 def test_it_goes_on_from_what_was_read_before(variant):
     """Some keys first, by the formula, then the others: softmax over all; rows that read nothing before, too."""
     query, key, value = (x.double() for x in make_heads(3, LENGTH))

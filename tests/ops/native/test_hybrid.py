@@ -59,6 +59,19 @@ def test_outputs_states_and_what_comes_after(variant, calls, linear, decay, wind
         assert_close(got.double(), want.double(), 2e-5 * max(1.0, float(want.abs().max()) if want.numel() else 1.0))
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("linear", ["linear", "hedgehog"])
+def test_what_is_not_finite_beyond_the_window_is_not_taken_for_nothing(variant, calls, linear, causal, training):
+    mechanism, heads = make_hybrid(causal, linear, None, 16, 0).float(), make_heads(2, LENGTH)
+    heads[1][:, :, 50 if causal else [50, 200]] = torch.nan
+    with torch.set_grad_enabled(training):
+        output, state = mechanism(*(x.requires_grad_(training) for x in heads))
+    assert calls and output[:, :, 67 if causal else 100 :].isnan().all() and (causal or output.isnan().all())
+    if causal and not training:
+        assert mechanism(*(x[:, :, :1] for x in make_heads(2, 1)), state=state)[0].isnan().all()
+
+
 @pytest.mark.covering(2)
 @torch.no_grad()
 @pytest.mark.parametrize(("window_size", "num_sink_tokens"), [(16, 4), (5, 9), (2, 0), (1, 1)])
