@@ -20,6 +20,7 @@ from hf_linattn.advice.candidates import with_share_kept
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.cli import app
 from hf_linattn.cli.advise import advise as command
+from hf_linattn.config import make_config
 from hf_linattn.evaluation import Spread, state_bytes_by_length
 from hf_linattn.evaluation.speed import SpeedRow
 from hf_linattn.plan import PatchConfig
@@ -113,6 +114,26 @@ def test_the_command_prints_a_table_and_the_command_that_makes_the_plan(monkeypa
     assert found.recovery_seconds(trials[1]) == 3600
 
 
+KEPT = ChosenPlan.of(PlanRecord("Model", [2, 2], "head", [[1, 0]], {"mechanism": "linear", "options": {}},
+                                [[0.1, 0.5], [0.9, 0.3]], "slope", "recall"))  # fmt: skip
+LINEAR = make_config("linear", {"decay": "learned"})
+
+
+@pytest.mark.parametrize(
+    ("plan", "data"),
+    [
+        ("linear", "linear"),
+        (LINEAR, [{"mechanism": "linear", "options": LINEAR.to_options()}]),
+        ({"linear": range(2)}, {"linear": [0, 1]}),
+        (KEPT, list(KEPT)),
+    ],
+    ids=["name", "config", "mapping", "chosen"],
+)
+def test_every_kind_of_plan_is_data_in_the_document(plan, data):
+    found = Advice(512, 3.0, 1.0, (replace(make_trial("a", 1.0, 0.0, 1), plan=plan),), "a", Settings())
+    assert json.loads(json.dumps(found.document()))["trials"][0]["plan"] == data and found.chosen.plan is plan
+
+
 def test_candidates_resolve_and_leave_every_fourth_layer():
     for plan in candidate_plans(8).values():
         assert PatchConfig.from_plan(plan, 8).count in (6, 8)
@@ -120,13 +141,10 @@ def test_candidates_resolve_and_leave_every_fourth_layer():
 
 
 def test_another_share_keeps_the_heads_of_highest_score():
-    record = PlanRecord("Model", [2, 2], "head", [[1, 0]], {"mechanism": "linear", "options": {}},
-                        [[0.1, 0.5], [0.9, 0.3]], "slope", "recall")  # fmt: skip
-    plan = ChosenPlan.of(record)
-    assert with_share_kept(plan, 0.75).record.kept == [[0, 1], [1, 0], [1, 1]]
-    assert with_share_kept(plan, 0.01).record.kept == [[1, 0]]
+    assert with_share_kept(KEPT, 0.75).record.kept == [[0, 1], [1, 0], [1, 1]]
+    assert with_share_kept(KEPT, 0.01).record.kept == [[1, 0]]
     with pytest.raises(OptionError, match="unit must be 'head', got 'layer'"):
-        with_share_kept(ChosenPlan.of(replace(record, unit="layer")), 0.5)
+        with_share_kept(ChosenPlan.of(replace(KEPT.record, unit="layer")), 0.5)
 
 
 def test_what_cannot_be_advised_on_is_refused(texts):

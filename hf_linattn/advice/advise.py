@@ -17,7 +17,7 @@ from ..errors import DataError, OptionError, PatchError, UnsupportedModelError
 from ..evaluation.next_token import evenly, token_losses, whole_windows
 from ..evaluation.perplexity import is_masked_language_model, position_limit
 from ..patching import is_patched
-from ..plan import Plan
+from ..plan import Plan, plan_as_data
 from ..plan_search import choose_plan
 from .candidates import IN_ALL_LAYERS, candidate_plans, chosen_plans
 from .trial import Material, Settings, Trial, run_trial, share_right, texts_in_halves
@@ -69,7 +69,8 @@ class Advice:
 
     def document(self) -> dict[str, Any]:
         """Return all of it as JSON."""
-        return asdict(self)
+        trials = (replace(trial, plan=plan_as_data(trial.plan)) for trial in self.trials)
+        return asdict(replace(self, trials=tuple(trials)))
 
 
 def advise(
