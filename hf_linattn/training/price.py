@@ -235,7 +235,10 @@ def _price_of_training(run: TrainingRun, stage: TrainingStage, place: int, model
                 f" {gigabytes(weights)} of weights, {gigabytes(left)} are left; give {what_helps(run.arguments)}"
             )
         try:
-            trainer.train()
+            try:
+                trainer.train()
+            finally:
+                watch.stop_counting()
             with watch.counted():
                 trainer.evaluate()
         except (RuntimeError, MemoryError) as error:
@@ -311,11 +314,16 @@ class _Watch(TrainerCallback):
             torch.cuda.synchronize(self.device)
             self.peak = torch.cuda.max_memory_allocated(self.device) - self.before
         if self.counting is not None:
-            self.counting.__exit__(None, None, None)
             self.state = self.counting.live
             self.peak = max(self.counting.peak, self.computed + self.state)  # later steps begin with the moments
-            self.counting = None
+            self.stop_counting()
         self.times.append(time.perf_counter() - self.start)
+
+    def stop_counting(self) -> None:
+        """Count no more, also where the step did not come to its end."""
+        if self.counting is not None:
+            self.counting.__exit__(None, None, None)
+            self.counting = None
 
     @contextmanager
     def counted(self) -> Iterator[None]:

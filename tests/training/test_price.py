@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import AutoModelForCausalLM
 
 from hf_linattn.errors import OptionError
+from hf_linattn.ops.runtime.cpu import KEPT
 from hf_linattn.training import price
 from hf_linattn.training.arguments import DISTILLATION, parse_arguments
 from hf_linattn.training.pipeline import main
@@ -130,4 +132,5 @@ def test_what_does_not_fit_is_refused_with_what_helps_before_anything_is_written
     size = "at a tensor of 3.22 GB"
     with pytest.raises(OptionError, match=f"control_training runs out of memory in a step, {size}.* gradient_checkp"):
         price_of(run)
+    assert _get_current_dispatch_mode() is None and not KEPT.pauses, "nothing is counted any more"
     assert not Path(tmp_path / "out").exists()
