@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shlex
 from dataclasses import replace
 from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from typer.testing import CliRunner
 
 from hf_linattn import DataError, OptionError, PatchError, UnsupportedModelError, advice, patch_model
-from hf_linattn.advice import Advice, Settings, Trial, advise, candidate_plans, recommend
+from hf_linattn.advice import Advice, Settings, Trial, advise, candidate_plans, recommend, trial
 from hf_linattn.advice.advise import ROOM
 from hf_linattn.advice.candidates import with_share_kept
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
@@ -25,7 +27,8 @@ from hf_linattn.evaluation import Spread, state_bytes_by_length
 from hf_linattn.evaluation.speed import SpeedRow
 from hf_linattn.plan import PatchConfig
 from hf_linattn.training.data import load_text_splits
-from tests.helpers import Snapshot, make_tokenizer
+from hf_linattn.training.finetuning import fine_tune
+from tests.helpers import Snapshot, make_tokenizer, make_tokens
 from tests.models import make_model
 
 LLAMA = "recipes/pretrained/llama"
@@ -61,6 +64,27 @@ def test_a_trial_says_what_a_patched_model_has_and_the_model_stays_as_it_was(tex
         assert command[:4] == ["hf-linattn", "convert", "m", "converted"] and json.loads(command[5]) == PLANS[name]
         fitted = ["--calibrate", "a b.txt", "--calibration-tokens", "128"]
         assert command[6:] == (fitted if name == "linear" else []), "fitted on as many tokens"
+
+
+def test_a_timed_step_leaves_modes_random_states_and_the_device_as_they_were(monkeypatch):
+    def states() -> list[object]:
+        return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+    def watched(model, data, arguments, *rest, **options):
+        trained_on.append(arguments.use_cpu)
+        return fine_tune(model, data, arguments, *rest, **options)
+
+    trained_on, model, rows = [], make_model("llama").train(), make_tokens(2, 16)
+    model.lm_head.eval()
+    monkeypatch.setattr(trial, "fine_tune", watched)
+    modes, before = [module.training for module in model.modules()], states()
+    with trial.patched(model, "linear"):
+        seconds = trial.step_seconds(model, trial.Material(make_tokenizer(), rows, rows, torch.zeros(2), 16, SETTINGS))
+    assert seconds > 0 and trained_on == [True], "a Trainer takes a GPU where there is one"
+    assert [module.training for module in model.modules()] == modes and states() == before
+    with trial.untouched(model.to("meta")):
+        model.to_empty(device="cpu")
+    assert model.device.type == "meta"
 
 
 def test_rows_have_no_more_tokens_than_positions_and_lie_where_the_model_does(monkeypatch):
