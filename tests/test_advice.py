@@ -25,7 +25,7 @@ from hf_linattn.cli.advise import advise as command
 from hf_linattn.config import make_config
 from hf_linattn.evaluation import Spread, state_bytes_by_length
 from hf_linattn.evaluation.speed import SpeedRow
-from hf_linattn.plan import PatchConfig
+from hf_linattn.plan import PatchConfig, name_or_plan
 from hf_linattn.training.data import load_text_splits
 from hf_linattn.training.finetuning import fine_tune
 from tests.helpers import Snapshot, make_tokenizer, make_tokens
@@ -153,9 +153,11 @@ LINEAR = make_config("linear", {"decay": "learned"})
     ],
     ids=["name", "config", "mapping", "chosen"],
 )
-def test_every_kind_of_plan_is_data_in_the_document(plan, data):
+def test_every_kind_of_plan_is_data_in_the_document_and_made_by_the_command(plan, data):
     found = Advice(512, 3.0, 1.0, (replace(make_trial("a", 1.0, 0.0, 1), plan=plan),), "a", Settings())
     assert json.loads(json.dumps(found.document()))["trials"][0]["plan"] == data and found.chosen.plan is plan
+    given = shlex.split(found.command("m"))
+    assert name_or_plan("mechanism", given[given.index("--mechanism") + 1]) == data
 
 
 def test_candidates_resolve_and_leave_every_fourth_layer():

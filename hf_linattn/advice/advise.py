@@ -61,7 +61,8 @@ class Advice:
 
         files: of text, all of which it is fitted on with as many tokens; here rows of the first half were.
         """
-        options = ["--mechanism", json.dumps(self.chosen.plan)]
+        plan = plan_as_data(self.chosen.plan)
+        options = ["--mechanism", plan if isinstance(plan, str) else json.dumps(plan)]
         if self.chosen.calibrated:
             options += [part for file in files for part in ("--calibrate", file)]
             options += ["--calibration-tokens", str(self.settings.calibration_tokens)]
