@@ -91,7 +91,8 @@ def choose_plan(
         **options: the fields of `SearchOptions`, such as lengths, seed, state_bytes and progress.
 
     Raises:
-        OptionError, UnknownNameError: an option that does not exist or is out of range, as nothing or everything kept.
+        OptionError, UnknownNameError: an option that does not exist or is out of range, as nothing or everything kept;
+            a signal that is not finite.
         DataError: the tokenizer lacks what prompts need; recall cannot choose and there are no `batches`; all rows of
             these fit into the window of what replaces heads, where it equals softmax.
         PatchError, UnsupportedModelError, UnsupportedModeError: as for `patch_model`; it predicts no tokens.
