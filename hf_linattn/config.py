@@ -90,7 +90,8 @@ def require_count(name: str, value: Any, least: int = 1, optional: bool = False)
 def require_finite(name: str, scores: Iterable[float]) -> None:
     """Raise `OptionError` unless all scores of a model are finite: no other one is greater than NaN."""
     broken = [score for score in scores if not math.isfinite(score)]
-    require(name, broken[:1], not broken, "finite, or the model is broken: look at what it predicts")
+    remedy = "look at what it predicts, or load it in float32 or bfloat16 where float16 overflows"
+    require(name, broken[:1], not broken, f"finite, or the model is broken: {remedy}")
 
 
 def require_known(kind: str, name: object, known: Iterable[str]) -> None:

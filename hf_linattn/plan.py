@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class PatchConfig:
         """Return the JSON form: layers with equal options are one group, and the format version is stamped."""
         groups: list[dict[str, Any]] = []
         for index, config in sorted(self.layers.items()):
-            entry = {"mechanism": config.mechanism, "options": config.to_options()}
+            entry = entry_of(config)
             group = next((g for g in groups if {k: g[k] for k in entry} == entry), None)
             if group is None:
                 groups.append({**entry, "layers": [index]})
@@ -256,6 +257,22 @@ def heads_plan(entries: Sequence[PlanEntry]) -> dict[str, Any] | list[dict[str, 
         {"mechanism": entry.mechanism, "heads": entry.places.get("heads"), "options": entry.options}
         for entry in entries
     ]
+
+
+def entry_of(config: MechanismConfig) -> dict[str, Any]:
+    """Return the entry of a plan that gives all layers this config."""
+    return {"mechanism": config.mechanism, "options": config.to_options()}
+
+
+def plan_as_data(plan: Plan) -> Any:
+    """Return a plan as JSON has it: a name as it is, a mechanism config as a list of one entry.
+
+    >>> plan_as_data("linear"), plan_as_data({"linear": range(2)})
+    ('linear', {'linear': [0, 1]})
+    """
+    if isinstance(plan, MechanismConfig):
+        return [entry_of(plan)]
+    return json.loads(json.dumps(plan, default=lambda x: dict(x) if isinstance(x, Mapping) else list(x)))
 
 
 def read_plan(name: str, value: Any) -> Any:

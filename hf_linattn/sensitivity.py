@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .attention_call import AttentionCall, Interceptor, intercept_attention
-from .config import require
+from .config import require, require_finite
 from .errors import OptionError, UnsupportedModelError
 from .inference import accepted, evaluation_mode, without_labels
 from .mechanisms.softmax import SoftmaxMechanism
@@ -34,7 +34,7 @@ def layer_sensitivity(
 
     Raises:
         PatchError: the model is not patched.
-        OptionError: no batches.
+        OptionError: no batches, or a divergence that is not finite.
         UnsupportedModelError: the model predicts no tokens, as a classifier of texts.
 
     >>> import torch, hf_linattn
@@ -48,14 +48,16 @@ def layer_sensitivity(
     converted = {path: m for path, m in get_mechanisms(model).items() if not isinstance(m, SoftmaxMechanism)}
     totals, count = dict.fromkeys(converted, 0.0), 0
     with evaluation_mode(model):
-        for batch in tqdm(batches, desc="layer sensitivity", disable=not progress):
+        for number, batch in enumerate(tqdm(batches, desc="layer sensitivity", disable=not progress)):
             inputs = without_labels(batch) | accepted(model, use_cache=False)
             original, mask = _predict(model, inputs, {}), inputs.get("attention_mask")
             real = torch.ones_like(original[..., 0]) if mask is None else mask.to(original.dtype)
             for path, mechanism in converted.items():
                 alone = _predict(model, inputs, {path: partial(AttentionCall.run, mechanism=mechanism)})
                 divergence = (original.exp() * (original - alone)).sum(-1)
-                totals[path] += float((divergence * real).sum())
+                added = float((divergence * real).sum())
+                require_finite(f"batches[{number}]: divergence of {path}", [added])
+                totals[path] += added
             count += int(real.sum())
     if not count:
         raise OptionError("batches must hold at least one batch with real tokens, got none")

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shlex
 from dataclasses import replace
 from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from typer.testing import CliRunner
 
 from hf_linattn import DataError, OptionError, PatchError, UnsupportedModelError, advice, patch_model
-from hf_linattn.advice import Advice, Settings, Trial, advise, candidate_plans, recommend
+from hf_linattn.advice import Advice, Settings, Trial, advise, candidate_plans, recommend, trial
 from hf_linattn.advice.advise import ROOM
 from hf_linattn.advice.candidates import with_share_kept
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.cli import app
 from hf_linattn.cli.advise import advise as command
+from hf_linattn.config import make_config
 from hf_linattn.evaluation import Spread, state_bytes_by_length
 from hf_linattn.evaluation.speed import SpeedRow
-from hf_linattn.plan import PatchConfig
+from hf_linattn.plan import PatchConfig, name_or_plan
 from hf_linattn.training.data import load_text_splits
-from tests.helpers import Snapshot, make_tokenizer
+from hf_linattn.training.finetuning import fine_tune
+from tests.helpers import Snapshot, make_tokenizer, make_tokens
 from tests.models import make_model
 
 LLAMA = "recipes/pretrained/llama"
@@ -60,6 +64,27 @@ def test_a_trial_says_what_a_patched_model_has_and_the_model_stays_as_it_was(tex
         assert command[:4] == ["hf-linattn", "convert", "m", "converted"] and json.loads(command[5]) == PLANS[name]
         fitted = ["--calibrate", "a b.txt", "--calibration-tokens", "128"]
         assert command[6:] == (fitted if name == "linear" else []), "fitted on as many tokens"
+
+
+def test_a_timed_step_leaves_modes_random_states_and_the_device_as_they_were(monkeypatch):
+    def states() -> list[object]:
+        return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+    def watched(model, data, arguments, *rest, **options):
+        trained_on.append(arguments.use_cpu)
+        return fine_tune(model, data, arguments, *rest, **options)
+
+    trained_on, model, rows = [], make_model("llama").train(), make_tokens(2, 16)
+    model.lm_head.eval()
+    monkeypatch.setattr(trial, "fine_tune", watched)
+    modes, before = [module.training for module in model.modules()], states()
+    with trial.patched(model, "linear"):
+        seconds = trial.step_seconds(model, trial.Material(make_tokenizer(), rows, rows, torch.zeros(2), 16, SETTINGS))
+    assert seconds > 0 and trained_on == [True], "a Trainer takes a GPU where there is one"
+    assert [module.training for module in model.modules()] == modes and states() == before
+    with trial.untouched(model.to("meta")):
+        model.to_empty(device="cpu")
+    assert model.device.type == "meta"
 
 
 def test_rows_have_no_more_tokens_than_positions_and_lie_where_the_model_does(monkeypatch):
@@ -113,6 +138,28 @@ def test_the_command_prints_a_table_and_the_command_that_makes_the_plan(monkeypa
     assert found.recovery_seconds(trials[1]) == 3600
 
 
+KEPT = ChosenPlan.of(PlanRecord("Model", [2, 2], "head", [[1, 0]], {"mechanism": "linear", "options": {}},
+                                [[0.1, 0.5], [0.9, 0.3]], "slope", "recall"))  # fmt: skip
+LINEAR = make_config("linear", {"decay": "learned"})
+
+
+@pytest.mark.parametrize(
+    ("plan", "data"),
+    [
+        ("linear", "linear"),
+        (LINEAR, [{"mechanism": "linear", "options": LINEAR.to_options()}]),
+        ({"linear": range(2)}, {"linear": [0, 1]}),
+        (KEPT, list(KEPT)),
+    ],
+    ids=["name", "config", "mapping", "chosen"],
+)
+def test_every_kind_of_plan_is_data_in_the_document_and_made_by_the_command(plan, data):
+    found = Advice(512, 3.0, 1.0, (replace(make_trial("a", 1.0, 0.0, 1), plan=plan),), "a", Settings())
+    assert json.loads(json.dumps(found.document()))["trials"][0]["plan"] == data and found.chosen.plan is plan
+    given = shlex.split(found.command("m"))
+    assert name_or_plan("mechanism", given[given.index("--mechanism") + 1]) == data
+
+
 def test_candidates_resolve_and_leave_every_fourth_layer():
     for plan in candidate_plans(8).values():
         assert PatchConfig.from_plan(plan, 8).count in (6, 8)
@@ -120,13 +167,10 @@ def test_candidates_resolve_and_leave_every_fourth_layer():
 
 
 def test_another_share_keeps_the_heads_of_highest_score():
-    record = PlanRecord("Model", [2, 2], "head", [[1, 0]], {"mechanism": "linear", "options": {}},
-                        [[0.1, 0.5], [0.9, 0.3]], "slope", "recall")  # fmt: skip
-    plan = ChosenPlan.of(record)
-    assert with_share_kept(plan, 0.75).record.kept == [[0, 1], [1, 0], [1, 1]]
-    assert with_share_kept(plan, 0.01).record.kept == [[1, 0]]
+    assert with_share_kept(KEPT, 0.75).record.kept == [[0, 1], [1, 0], [1, 1]]
+    assert with_share_kept(KEPT, 0.01).record.kept == [[1, 0]]
     with pytest.raises(OptionError, match="unit must be 'head', got 'layer'"):
-        with_share_kept(ChosenPlan.of(replace(record, unit="layer")), 0.5)
+        with_share_kept(ChosenPlan.of(replace(KEPT.record, unit="layer")), 0.5)
 
 
 def test_what_cannot_be_advised_on_is_refused(texts):

@@ -51,6 +51,12 @@ def test_the_most_sensitive_layers_keep_softmax_within_the_budget(share, kept):
 def test_what_cannot_be_measured_is_refused():
     with pytest.raises(OptionError, match="at least one batch"):
         layer_sensitivity(patch_model(make_model("gpt2"), "linear"), [])
+    broken = patch_model(make_model("gpt2"), "linear")
+    with torch.no_grad():
+        broken.transformer.wpe.weight[8] = float("inf")
+    message = r"batches\[1\]: divergence of transformer\.h\.0\.attn must be finite, .* load it in float32"
+    with pytest.raises(OptionError, match=message):
+        layer_sensitivity(broken, [{"input_ids": make_tokens(1, length)} for length in (8, 9)])
     number = make_model("bert", "ForSequenceClassification", num_labels=1)
     with pytest.raises(UnsupportedModelError, match=r"has logits \[1, 1\], which are not of tokens"):
         layer_sensitivity(patch_model(number, "linear"), [{"input_ids": make_tokens(1, 5)}])

@@ -17,7 +17,7 @@ from ..errors import DataError, OptionError, PatchError, UnsupportedModelError
 from ..evaluation.next_token import evenly, token_losses, whole_windows
 from ..evaluation.perplexity import is_masked_language_model, position_limit
 from ..patching import is_patched
-from ..plan import Plan
+from ..plan import Plan, plan_as_data
 from ..plan_search import choose_plan
 from .candidates import IN_ALL_LAYERS, candidate_plans, chosen_plans
 from .trial import Material, Settings, Trial, run_trial, share_right, texts_in_halves
@@ -61,7 +61,8 @@ class Advice:
 
         files: of text, all of which it is fitted on with as many tokens; here rows of the first half were.
         """
-        options = ["--mechanism", json.dumps(self.chosen.plan)]
+        plan = plan_as_data(self.chosen.plan)
+        options = ["--mechanism", plan if isinstance(plan, str) else json.dumps(plan)]
         if self.chosen.calibrated:
             options += [part for file in files for part in ("--calibrate", file)]
             options += ["--calibration-tokens", str(self.settings.calibration_tokens)]
@@ -69,7 +70,8 @@ class Advice:
 
     def document(self) -> dict[str, Any]:
         """Return all of it as JSON."""
-        return asdict(self)
+        trials = (replace(trial, plan=plan_as_data(trial.plan)) for trial in self.trials)
+        return asdict(replace(self, trials=tuple(trials)))
 
 
 def advise(

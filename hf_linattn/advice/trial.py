@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import tempfile
 import time
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
@@ -21,6 +24,7 @@ from ..evaluation.memory import state_bytes_by_length
 from ..evaluation.next_token import token_losses
 from ..evaluation.recall import recall
 from ..evaluation.speed import SpeedRow, measure_speed
+from ..inference import evaluation_mode
 from ..patching import get_mechanisms, patch_model, unpatch_model
 from ..plan import Plan
 from ..training.adapters import add_adapters
@@ -143,10 +147,11 @@ def step_seconds(model: PreTrainedModel, material: Material) -> float:
     columns = {"input_ids": list(rows.numpy()), "labels": list(rows.numpy())}
     data: Any = Dataset.from_dict(columns).with_format("torch")
     watch = StepTimes()
-    with tempfile.TemporaryDirectory() as folder, adapters(model, settings) as adapted:
+    with tempfile.TemporaryDirectory() as folder, untouched(model), adapters(model, settings) as adapted:
         arguments = FinetuningArguments(
             output_dir=folder, per_device_train_batch_size=settings.batch_size, report_to="none", eval_strategy="no",
             save_strategy="no", load_best_model_at_end=False, disable_tqdm=True, seed=settings.seed,
+            use_cpu=model.device.type == "cpu",
         )  # fmt: skip
         fine_tune(
             adapted, TrainingData(data, data.select([0])), arguments, Path(folder), learning_rate=1e-6,
@@ -180,6 +185,20 @@ def patched(model: PreTrainedModel, plan: Plan | None) -> Iterator[PreTrainedMod
         yield model
     finally:
         unpatch_model(model)
+
+
+@contextmanager
+def untouched(model: PreTrainedModel) -> Iterator[None]:
+    """Give a model its device and modes back, and the process its random states: a Trainer changes all of these."""
+    device, drawn, of_numpy = model.device, random.getstate(), np.random.get_state()
+    with evaluation_mode(model), torch.random.fork_rng(range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            if model.device != device:  # not all that need not move could
+                model.to(device)  # type: ignore[arg-type]
+            random.setstate(drawn)
+            np.random.set_state(of_numpy)
 
 
 @contextmanager

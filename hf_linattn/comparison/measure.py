@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import exp
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..evaluation import (
 from ..evaluation.paired import mean_score, paired_difference
 from ..evaluation.suite import SuiteOptions, language
 from ..patching import get_mechanisms, patch_model, unpatch_model
-from ..plan import Plan
+from ..plan import Plan, plan_as_data
 from .deadline import TimeIsUpError, check_minutes, time_limit
 
 Say = Callable[[str], None]
@@ -129,7 +129,7 @@ class Comparison:
         options = asdict(self.options) | {"calibration": len(self.options.calibration)}
         return {
             "options": options, "original": asdict(self.original), "decodes": self.decodes,
-            "entries": [asdict(entry) for entry in self.entries],
+            "entries": [asdict(replace(entry, plan=plan_as_data(entry.plan))) for entry in self.entries],
         }  # fmt: skip
 
 

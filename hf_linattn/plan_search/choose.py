@@ -34,7 +34,7 @@ from ..config import MechanismConfig, make_config, require, require_known
 from ..dtypes import in_fast_dtype
 from ..errors import DataError, OptionError
 from ..patching import original_attention
-from ..plan import read_entries
+from ..plan import entry_of, read_entries
 from ..sensitivity import predicts_no_tokens
 from .budget import number_to_keep
 from .divergence_signal import DivergenceSignal, beyond_windows
@@ -91,7 +91,8 @@ def choose_plan(
         **options: the fields of `SearchOptions`, such as lengths, seed, state_bytes and progress.
 
     Raises:
-        OptionError, UnknownNameError: an option that does not exist or is out of range, as nothing or everything kept.
+        OptionError, UnknownNameError: an option that does not exist or is out of range, as nothing or everything kept;
+            a signal that is not finite.
         DataError: the tokenizer lacks what prompts need; recall cannot choose and there are no `batches`; all rows of
             these fit into the window of what replaces heads, where it equals softmax.
         PatchError, UnsupportedModelError, UnsupportedModeError: as for `patch_model`; it predicts no tokens.
@@ -111,7 +112,7 @@ def choose_plan(
             chosen, reason = _signals(gates, tokenizer, signal, texts, settings)
             scores = _scores(gates, SEARCHES[search], chosen, settings, count)
         record = PlanRecord(
-            **_places(gates, scores, count), unit=unit, replace=_as_data(config), search=search, reason=reason,
+            **_places(gates, scores, count), unit=unit, replace=entry_of(config), search=search, reason=reason,
             signal="divergence" if reason else signal, seed=settings.seed, seconds=time.perf_counter() - start,
             examples=dict(Counter(group for one in chosen for group in one.groups)),
             options={**settings.recorded(), "keep": keep},
@@ -132,10 +133,6 @@ def _places(gates: Gates, scores: Tensor, count: int) -> dict[str, Any]:
             for layer in layers
         ],
     }
-
-
-def _as_data(config: MechanismConfig) -> dict[str, Any]:
-    return {"mechanism": config.mechanism, "options": config.to_options()}
 
 
 def read_replacement(replace: str | MechanismConfig | Mapping[str, Any]) -> MechanismConfig:

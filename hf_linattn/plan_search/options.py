@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import LARGEST_SEED, require, require_count
+from ..config import LARGEST_SEED, require, require_count, require_finite
 from ..errors import OptionError, did_you_mean
 from .gates import Gates
 
@@ -42,6 +42,10 @@ class Signal(ABC):
         given = values.clone().requires_grad_()
         with torch.enable_grad():
             return torch.autograd.grad(self.value(gates, given, example), given)[0]
+
+    def require_finite(self, number: int, found: Tensor) -> None:
+        """Raise `OptionError` unless what was found of an example is finite: else any head could be the best."""
+        require_finite(f"{self.name} of example {number} ({self.groups[number]})", found.tolist())
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from ..architecture import root_model
 from ..inference import accepted
 from .gates import Gates
 from .options import Signal
+
+logger = logging.getLogger(__name__)
 
 
 class RecallSignal(Signal):
@@ -55,14 +58,18 @@ class RecallSignal(Signal):
     def keep_lost(self, gates: Gates, least: int, progress: bool) -> None:
         """Leave the prompts alone whose answer is not known with all gates shut, if there are `least`.
 
-        The forward that says so is that of their first slopes, too.
+        The forward that says so is that of their first slopes, too. A prompt whose likelihood is not finite is none of
+        them, as a warning says.
         """
         lost = []
         for prompt in tqdm(self.examples, desc="prompts that are lost", disable=not progress):
             shut = torch.zeros_like(gates.values).requires_grad_()
             with torch.enable_grad():
                 value = self.value(gates, shut, prompt)
-                if not is_known(float(value.detach()), prompt.answer_ids):
+                likelihood = float(value.detach())
+                if not math.isfinite(likelihood):
+                    logger.warning("choose_plan: recall is %s on a prompt of %r", likelihood, prompt.task)
+                elif not is_known(likelihood, prompt.answer_ids):
                     lost.append(prompt)
                     (self._first_slopes[id(prompt)],) = torch.autograd.grad(value, shut)
         self.examples = lost if len(lost) >= least else self.examples

@@ -27,4 +27,5 @@ def values_of_single_gates(
                 moved[unit] = 1 - moved[unit]
                 single[row, unit] = signal.value(gates, moved, example)
                 bar.update()
+            signal.require_finite(row, torch.stack([whole[row], *single[row]]))
     return whole, single

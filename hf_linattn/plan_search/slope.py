@@ -39,4 +39,8 @@ def slope(gates: Gates, signal: Signal, options: SearchOptions, keep: int) -> Te
 def slopes_at(gates: Gates, signal: Signal, values: Tensor, options: SearchOptions) -> Tensor:
     """Return d signal / d g at the gates `values` [U], for each example: [E, U]."""
     examples = tqdm(signal.examples, desc=f"slopes of {signal.name}", disable=not options.progress)
-    return torch.stack([signal.slopes(gates, values, example) for example in examples])
+    rows = []
+    for number, example in enumerate(examples):
+        rows.append(signal.slopes(gates, values, example))
+        signal.require_finite(number, rows[-1])
+    return torch.stack(rows)

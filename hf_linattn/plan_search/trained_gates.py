@@ -34,6 +34,7 @@ def trained_gates(gates: Gates, signal: Signal, options: SearchOptions, keep: in
         number = step % len(signal.examples)
         with torch.enable_grad():
             (gradient,) = torch.autograd.grad(signal.value(gates, trained, signal.examples[number]), trained)
+        signal.require_finite(number, gradient)
         trained.grad = -gradient / lengths[number]
         optimizer.step()
         with torch.no_grad():

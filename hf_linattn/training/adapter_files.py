@@ -176,7 +176,7 @@ def save_adapter(
     Args:
         adapted: a patched model with LoRA adapters, as `add_adapters` makes it.
         base: name or folder of the original. max_positions: that it was extended to; None: it was not.
-        dtype: of the tensors; None: as they are.
+        dtype: of the tensors but for integers, such as counters; None: as they are.
         before: an adapter that was merged into the model before these were added; the result is the sum of both.
     """
     config: Any = adapted.peft_config["default"]
@@ -195,7 +195,9 @@ def save_adapter(
         hf_linattn=get_patch_config(adapted).to_dict(), inference_mode=True,
         task_type=TaskType.CAUSAL_LM if task_of(adapted) is CAUSAL else None,
     )  # fmt: skip
-    tensors = {name: x.detach().to(dtype or x.dtype).cpu().contiguous() for name, x in state.items()}
+    tensors = {
+        name: x.detach().to("cpu", dtype if x.is_floating_point() else None).contiguous() for name, x in state.items()
+    }
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / WEIGHTS_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     plain = described.to_dict()

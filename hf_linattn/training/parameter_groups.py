@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -45,15 +45,17 @@ GROUPS = (
 )
 
 
-def group_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, options: Any) -> None:
+def group_parameters(
+    optimizer: torch.optim.Optimizer, model: nn.Module, options: Any, decaying: Collection[str]
+) -> None:
     """Give the parameters of mechanisms and of attention their own learning rate and weight decay.
 
     Args:
         optimizer: of the parameters of `model`, a patched one, or a loss that holds it; its groups are divided. Those
             of attention transfer, which trains mechanisms alone at a rate of its own, are left as they are.
         options: has `mechanism_rate` and `attention_rate`, which multiply the learning rate, and
-            `mechanism_weight_decay` and `attention_weight_decay`, None: as for the rest. Parameters that are not to
-            decay, such as biases, do not with any of these.
+            `mechanism_weight_decay` and `attention_weight_decay`, None: as for the rest.
+        decaying: names of the parameters that are to decay at all; others, such as biases, do not with any of these.
 
     Raises:
         OptionError: the optimizer holds other tensors than the model's parameters, as where training shards it.
@@ -63,10 +65,10 @@ def group_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, options
     root = root_model(model)
     mechanisms = get_mechanisms(model)
     paths = [*mechanisms, *(name for path in mechanisms for name in attention_projections(root, path))]
-    names = {id(parameter): f".{name}" for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     divided = []
     for given in optimizer.param_groups:
-        parts: dict[Group | None, list[nn.Parameter]] = {}
+        parts: dict[tuple[Group | None, bool], list[nn.Parameter]] = {}
         for parameter in given["params"]:
             name = names.get(id(parameter))
             if name is None:
@@ -74,10 +76,11 @@ def group_parameters(optimizer: torch.optim.Optimizer, model: nn.Module, options
                     "mechanism_rate and attention_rate need the optimizer to hold the model's own parameters, which it"
                     " does not where training shards them; leave them at 1"
                 )
-            group = next((group for group in GROUPS if group.holds(name, paths)), None)
-            parts.setdefault(group, []).append(parameter)
-        for group, own in parts.items():
-            divided.append({**given, "params": own, **({} if group is None else _changed(given, group, options))})
+            group = next((group for group in GROUPS if group.holds(f".{name}", paths)), None)
+            parts.setdefault((group, name in decaying), []).append(parameter)
+        for (group, decays), own in parts.items():
+            changed = {} if group is None else _changed(given, group, options, decays)
+            divided.append({**given, "params": own, **changed})
     optimizer.param_groups[:] = divided
 
 
@@ -88,13 +91,12 @@ def others_than_one(options: Any) -> bool:
     )
 
 
-def _changed(given: dict[str, Any], group: Group, options: Any) -> dict[str, Any]:
-    """Return what is different in a group."""
+def _changed(given: dict[str, Any], group: Group, options: Any, decays: bool) -> dict[str, Any]:
+    """Return what is different in a group; decays: whether its parameters are to decay."""
     decay = getattr(options, group.weight_decay)
-    own = decay is not None and given["weight_decay"] != 0
     return {
         "lr": given["lr"] * getattr(options, group.rate),
-        "weight_decay": decay if own else given["weight_decay"],
+        "weight_decay": given["weight_decay"] if decay is None or not decays else decay,
     }
 
 

@@ -6,13 +6,12 @@ import gc
 import logging
 import math
 import shutil
-import statistics
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,19 @@ import torch
 from rich import box
 from rich.table import Table
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
 from hf_linattn import MechanismConfig, get_mechanisms
 from hf_linattn.cards import names_in_layer
 from hf_linattn.errors import OptionError
-from hf_linattn.evaluation.memory import LiveBytes
 from hf_linattn.training.base_task import TextEncoder
 from hf_linattn.training.finetuning import own_forward, stage_arguments, validation_loss, without_checkpoints
 from hf_linattn.training.memory_limits import gigabytes, is_out_of_memory, size_said, what_helps
+from hf_linattn.training.not_finite import NotFiniteError
 from hf_linattn.training.parameter_groups import float32_masters
 from hf_linattn.training.stages import Stage, TrainingStage, stages_of
 from hf_linattn.training.stages.training import TrainingPlan
+from hf_linattn.training.step_watch import StepWatch
 from hf_linattn.training.trainers import RecoveryTrainer
 from hf_linattn.training.training_run import TrainingRun
 
@@ -162,8 +162,9 @@ def price_of(run: TrainingRun) -> RunPrice:
     """Take a few real steps of each training stage that is not done yet, on models of their own, and add them up.
 
     Raises:
-        OptionError: weights, teacher and optimizer do not fit into the memory that is left, a step runs out of it, or
-            models and checkpoints do not fit on the disk; nothing is written.
+        OptionError: weights, teacher and optimizer do not fit into the memory that is left, a step runs out of it,
+            the loss of a first step is not finite, or models and checkpoints do not fit on the disk; nothing is
+            written.
     """
     converted, todo = run.convert(), stages_to_do(run)
     layers = Counter(served_by(mechanism.config) for mechanism in get_mechanisms(converted).values())
@@ -223,7 +224,7 @@ def _price_of_training(run: TrainingRun, stage: TrainingStage, place: int, model
     kept = None if teacher is None else teacher.kept
     teacher = teacher and replace(teacher, kept=None)  # nothing is written
     other = None if teacher is None else teacher.model
-    watch = _Watch(run.arguments.training.device)
+    watch = StepWatch(run.arguments.training.device)
     with _trainer(run, plan, model, teacher, watch) as trainer, float32_masters(model):  # as in the training itself
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         weights = size(model) + sum(map(size, filter(None, (other, *getattr(model, "_model", ())))))
@@ -235,7 +236,7 @@ def _price_of_training(run: TrainingRun, stage: TrainingStage, place: int, model
                 f" {gigabytes(weights)} of weights, {gigabytes(left)} are left; give {what_helps(run.arguments)}"
             )
         try:
-            trainer.train()
+            _take_steps(trainer, watch, stage.name, plan.learning_rates[0])
             with watch.counted():
                 trainer.evaluate()
         except (RuntimeError, MemoryError) as error:
@@ -261,7 +262,7 @@ def _price_of_training(run: TrainingRun, stage: TrainingStage, place: int, model
 
 @contextmanager
 def _trainer(
-    run: TrainingRun, plan: TrainingPlan, model: nn.Module, teacher: Any, watch: _Watch
+    run: TrainingRun, plan: TrainingPlan, model: nn.Module, teacher: Any, watch: StepWatch
 ) -> Iterator[RecoveryTrainer]:
     """Give what trains a model for `plan_steps` steps, in a folder that is gone afterwards, and validates a batch."""
     silent: Mapping[str, Any] = {"logging_strategy": "no", "disable_tqdm": True}
@@ -275,59 +276,23 @@ def _trainer(
         yield RecoveryTrainer(model, arguments, replace(plan.data, validation=batch), teacher, [watch])
 
 
-@dataclass
-class _Watch(TrainerCallback):
-    """Counts what a step holds at once beside the weights, and times all but the first."""
-
-    device: torch.device
-    peak: int = 0
-    times: list[float] = field(default_factory=list)
-    counting: LiveBytes | None = None
-    computed: int = 0  # what the first step had held when its gradients were known
-    state: int = 0  # what it leaves: the optimizer's moments
-
-    @property
-    def seconds(self) -> float:
-        """The median of the steps, but for the first where there are others."""
-        return statistics.median(self.times[1:] or self.times)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            if not self.times:
-                torch.cuda.reset_peak_memory_stats(self.device)
-                self.before = torch.cuda.memory_allocated(self.device)
-        elif not self.times:
-            self.counting = LiveBytes()
-            self.counting.__enter__()
-        self.start = time.perf_counter()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.counting is not None:
-            self.computed = self.counting.peak
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            self.peak = torch.cuda.max_memory_allocated(self.device) - self.before
-        if self.counting is not None:
-            self.counting.__exit__(None, None, None)
-            self.state = self.counting.live
-            self.peak = max(self.counting.peak, self.computed + self.state)  # later steps begin with the moments
-            self.counting = None
-        self.times.append(time.perf_counter() - self.start)
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count what is computed inside beside what the steps left."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            yield
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device) - self.before)
-            return
-        with LiveBytes() as count:
-            yield
-        self.peak = max(self.peak, self.state + count.peak)
+def _take_steps(trainer: RecoveryTrainer, watch: StepWatch, stage: str, rate: float) -> None:
+    """Train, up to the first step whose loss is not finite: the run itself tries other rates."""
+    try:
+        trainer.train()
+    except NotFiniteError as error:
+        if not watch.times:
+            raise OptionError(
+                f"plan_steps={trainer.state.max_steps}: the loss of the stage {stage} is not finite at step 1 with"
+                f" learning rate {rate:g}, before it has changed a weight; give dtype 'float32', or plan_steps 0,"
+                " which leaves out the plan"
+            ) from error
+        logger.warning(
+            "stage %s: the loss of step %d is not finite with learning rate %g; the plan has the steps before it",
+            stage, error.step, rate,
+        )  # fmt: skip
+    finally:
+        watch.stop_counting()
 
 
 def served_by(config: MechanismConfig) -> str:

@@ -108,7 +108,7 @@ class RecoveryTrainer(Trainer):
         made = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)
         if made:
-            group_parameters(optimizer, self.model, self.args)
+            group_parameters(optimizer, self.model, self.args, self.get_decay_parameter_names(self.model))
         return optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -19,6 +19,7 @@ from transformers import GPT2Config
 from typer.testing import CliRunner, Result
 
 import hf_linattn
+from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.cli import app
 from hf_linattn.cli.compare import compare as command
 from hf_linattn.comparison import measure as comparing
@@ -109,6 +110,15 @@ def test_json_is_all_that_is_printed_and_says_how_it_was_measured(place, monkeyp
     (entry,) = document["entries"]
     assert entry["name"] == "streaming" and entry["calibrated"] is None and not entry["stopped"]
     assert [row["length"] for row in entry["speed"]] == [16, 24] == [row["length"] for row in entry["memory"]]
+
+
+def test_the_plan_of_a_file_is_one_like_others(place, tmp_path):
+    """What `convert --keep` writes beside a model, with the record of its choice, is a list as data."""
+    others = {"mechanism": "streaming", "options": {"window_size": 8}}
+    plan = ChosenPlan.of(PlanRecord("GPT2LMHeadModel", [4, 4], "head", [[0, 1]], others, [], "slope", "recall"))
+    given = ["--model", place / "gpt2", "--text", place / "test.txt", *LENGTHS, "--json", "--csv", tmp_path / "c.csv"]
+    (entry,) = json.loads(run(plan.save(tmp_path / "plan.json"), *given).stdout)["entries"]
+    assert entry["plan"] == list(plan) and entry["untrained"] and (tmp_path / "c.csv").exists()
 
 
 def test_an_encoder_has_no_state_and_its_peaks_are_compared(place):

@@ -28,6 +28,7 @@ from hf_linattn import (
 )
 from hf_linattn.evaluation import state_bytes_by_length
 from hf_linattn.evaluation.recall import OwnAnswer
+from hf_linattn.plan_search import SEARCHES
 from hf_linattn.plan_search.recall_signal import RecallSignal
 from tests.evaluation.recall_reader import bundled_tokenizer
 from tests.helpers import Snapshot, logits_of, make_tokenizer, make_tokens
@@ -200,6 +201,49 @@ def test_rows_within_the_window_say_nothing():
         for batches in ([long], [short, long, padded])
     )
     assert got == want
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_text_on_which_the_model_overflows_chooses_no_head(search):
+    """All comparisons with NaN are false: any head came out."""
+    model, texts = make_retriever(), [make_tokens(2, 12, seed=seed) % 29 for seed in range(2)]
+    texts[1][0, 5] = 29
+    batches = [{"input_ids": ids} for ids in texts]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[29] = float("nan")
+    message = r"divergence of example 1 \(text\) must be finite, .* load it in float32 or bfloat16"
+    with pytest.raises(OptionError, match=message):
+        choose(model, 1, signal="divergence", search=search, batches=batches)
+
+
+def test_gates_that_overflow_half_open_are_not_trained_on(monkeypatch):
+    value = RecallSignal.value
+
+    def overflows(signal, gates, values, example):
+        between = (values > 0) & (values < 1)
+        return value(signal, gates, values, example) * (float("nan") if bool(between.any()) else 1.0)
+
+    monkeypatch.setattr(RecallSignal, "value", overflows)
+    with pytest.raises(OptionError, match=r"recall of example 0 \(find 24\) must be finite"):
+        choose(make_retriever(), 1, search="gates", steps=2)
+
+
+def test_a_prompt_on_which_what_replaces_heads_overflows_is_left_out(monkeypatch, caplog):
+    value, broken, prompts = RecallSignal.value, [], make_prompts()
+    expected = choose(make_retriever(), 1, prompts=prompts[:3]).record
+
+    def overflows(signal, gates, values, example):
+        found = value(signal, gates, values, example)
+        return found if bool(values.any()) or example.prompt_ids not in broken else found * float("nan")
+
+    monkeypatch.setattr(RecallSignal, "value", overflows)
+    broken[:] = [prompts[3].prompt_ids]
+    found = choose(make_retriever(), 1, prompts=prompts).record
+    assert (found.scores, found.examples) == (expected.scores, expected.examples)
+    assert "recall is nan on a prompt of 'seek'" in caplog.text
+    broken[:] = [prompt.prompt_ids for prompt in prompts[1:]]  # too few are left
+    with pytest.raises(OptionError, match=r"recall of example 1 \(seek 30\) must be finite"):
+        choose(make_retriever(), 1, prompts=prompts)
 
 
 def test_both_is_the_mean_of_the_two():

@@ -84,6 +84,25 @@ def test_every_way_in_patches_the_model_first(tmp_path, train_mechanisms, max_po
     assert trained.training and any("lora" in name for name, p in trained.named_parameters() if p.requires_grad)
 
 
+@pytest.mark.parametrize("train_mechanisms", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("mechanism", "counter", "options"),
+    [("learned_sparse", "num_kept", {}), ("performer", "forwards", {"redraw_interval": 10})],
+)
+def test_integers_of_a_mechanism_stay_what_they_are(tmp_path, mechanism, counter, options, dtype, train_mechanisms):
+    count = 70_001  # no number of bfloat16, and beyond all of float16
+    model = patch_model(original(), mechanism, **options)
+    for part in get_mechanisms(model).values():
+        getattr(part, counter).fill_(count)
+    adapted = add_adapters(model, rank=2, train_mechanisms=train_mechanisms)
+    adapter_files.save_adapter(adapted, tmp_path, "base", dtype=dtype)
+    state = load_file(tmp_path / "adapter_model.safetensors")
+    assert {x.dtype for name, x in state.items() if not name.endswith(counter)} == {dtype}
+    loaded = get_mechanisms(load_adapter(original(), tmp_path))
+    assert [int(getattr(part, counter)) for part in loaded.values()] == [count] * len(loaded)
+
+
 def test_two_adapters_one_after_another_are_one(tmp_path):
     saved(tmp_path)
     model = load_adapter(original(), tmp_path / "adapter").merge_and_unload()

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import AutoModelForCausalLM
 
 from hf_linattn.errors import OptionError
+from hf_linattn.ops.runtime.cpu import KEPT
 from hf_linattn.training import price
 from hf_linattn.training.arguments import DISTILLATION, parse_arguments
 from hf_linattn.training.pipeline import main
@@ -130,4 +132,26 @@ def test_what_does_not_fit_is_refused_with_what_helps_before_anything_is_written
     size = "at a tensor of 3.22 GB"
     with pytest.raises(OptionError, match=f"control_training runs out of memory in a step, {size}.* gradient_checkp"):
         price_of(run)
+    assert _get_current_dispatch_mode() is None and not KEPT.pauses, "nothing is counted any more"
     assert not Path(tmp_path / "out").exists()
+
+
+def test_a_loss_that_is_not_finite_ends_the_steps_that_are_timed(material, tmp_path, monkeypatch, caplog):
+    """The run itself would go on, with another learning rate."""
+    run = prepare(parse_arguments(flags(material, tmp_path / "out", plan_steps=3, lora_rank=None), DISTILLATION))
+    stage = next(stage for stage in stages_of(run.arguments) if stage.name == "control_training")
+    compute, broken = price.RecoveryTrainer.compute_loss, []
+
+    def broken_loss(trainer, *arguments, **options):
+        loss = compute(trainer, *arguments, **options)
+        return loss * float("nan") if trainer.model.training and trainer.state.global_step in broken else loss
+
+    monkeypatch.setattr(price.RecoveryTrainer, "compute_loss", broken_loss)
+    whole, broken[:] = price_of_stage(run, stage, 1), [1]
+    found = price_of_stage(run, stage, 1)
+    assert "control_training: the loss of step 2 is not finite with learning rate 0.001; the plan has" in caplog.text
+    assert found.seconds > 0 and (found.steps, found.peak_bytes) == (whole.steps, whole.peak_bytes)
+    broken[:] = [0]
+    said = r"control_training is not finite at step 1 with learning rate 0\.001, .* give dtype .*plan_steps 0, which"
+    with pytest.raises(OptionError, match=said):
+        price_of_stage(run, stage, 1)
