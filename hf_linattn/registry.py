@@ -50,21 +50,25 @@ class Registry(Generic[T]):
         """Return a decorator that enters a class under `name`; a name that is taken raises `OptionError`."""
 
         def enter(entry: type[T]) -> type[T]:
-            if name in self.former:
-                raise OptionError(
-                    f"{self.kind} {name!r} is a former name of {self.former[name]!r};"
-                    f" choose another name for {entry.__module__}.{entry.__qualname__}"
-                )
-            holder = self._entries.setdefault(name, entry)
-            if (holder.__module__, holder.__qualname__) != (entry.__module__, entry.__qualname__):
-                raise OptionError(
-                    f"{self.kind} {name!r} is already registered by {holder.__module__}.{holder.__qualname__};"
-                    f" choose another name for {entry.__module__}.{entry.__qualname__}"
-                )
+            self._admit(name, entry)
             self._entries[name] = entry  # a module that is reloaded replaces its own entry
             return entry
 
         return enter
+
+    def _admit(self, name: str, entry: type[T]) -> None:
+        """Raise `OptionError` unless a class can have this name."""
+        if name in self.former:
+            raise OptionError(
+                f"{self.kind} {name!r} is a former name of {self.former[name]!r};"
+                f" choose another name for {entry.__module__}.{entry.__qualname__}"
+            )
+        holder = self._entries.get(name, entry)
+        if (holder.__module__, holder.__qualname__) != (entry.__module__, entry.__qualname__):
+            raise OptionError(
+                f"{self.kind} {name!r} is already registered by {holder.__module__}.{holder.__qualname__};"
+                f" choose another name for {entry.__module__}.{entry.__qualname__}"
+            )
 
     def get(self, name: str) -> type[T]:
         """Return the class entered under `name`, or raise `UnknownNameError` with the nearest names."""
@@ -94,6 +98,22 @@ class Registry(Generic[T]):
                 self.register(point.name)(point.load())
 
 
+class MechanismRegistry(Registry[Any]):
+    """The table of mechanisms. A config finds its mechanism by the name on its class, which no two can share."""
+
+    def _admit(self, name: str, entry: Any) -> None:
+        """As the base, and leave the name where plans and checkpoints look for it."""
+        super()._admit(name, entry)
+        config = entry.config_class
+        if vars(config).get("mechanism", name) != name:
+            owner = repr(config.mechanism) if config.mechanism else "every mechanism"
+            raise OptionError(
+                f"mechanism {name!r} has the config_class {config.__qualname__}, which is that of {owner}; give"
+                f" {entry.__qualname__} its own: `class {entry.__name__}Config({config.__name__}): pass`"
+            )
+        config.mechanism = name
+
+
 MECHANISM_PACKAGE = "hf_linattn.mechanisms"  # of the library's own, and the entry-point group of others
 # names that said something else to most readers; checkpoints and plans that have them load
 FORMER_MECHANISMS = {
@@ -103,6 +123,6 @@ FORMER_MECHANISMS = {
     "random": "random_blocks",
 }
 # here, so that configs and plans find mechanisms by name without importing what imports them
-MECHANISMS: Registry[Any] = Registry(
+MECHANISMS = MechanismRegistry(
     "mechanism", package=MECHANISM_PACKAGE, entry_point_group=MECHANISM_PACKAGE, former=FORMER_MECHANISMS
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from hf_linattn import (
     OptionError,
     UnknownNameError,
+    get_mechanisms,
     get_patch_config,
     list_mechanisms,
     patch_model,
@@ -19,9 +21,16 @@ from hf_linattn import registry as registry_module
 from hf_linattn.config import MechanismConfig
 from hf_linattn.errors import warn_of_former_name
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
+from hf_linattn.mechanisms.linear import LinearConfig, LinearMechanism
 from hf_linattn.registry import FORMER_MECHANISMS, Registry
 from tests.helpers import logits_of, make_tokens
 from tests.models import make_model
+
+
+@pytest.fixture
+def own_mechanisms(monkeypatch):
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(MECHANISMS, "_entries", {name: MECHANISMS.get(name) for name in list_mechanisms()})
 
 
 def make_registry(**options):
@@ -82,9 +91,17 @@ def test_entry_points_of_other_distributions_are_found(monkeypatch):
     assert registry.get("pentagon") is Registry
 
 
-def test_a_third_partys_mechanism_is_patched_in(monkeypatch):
-    monkeypatch.setattr(MECHANISMS, "_entries", {name: MECHANISMS.get(name) for name in list_mechanisms()})
+def test_an_entry_point_gives_a_mechanism_its_name_without_a_decorator(own_mechanisms, monkeypatch):
+    mine = type("Mine", (LinearMechanism,), {"config_class": dataclass(type("MineConfig", (LinearConfig,), {}))})
+    point = SimpleNamespace(name="mine", load=lambda: mine)
+    monkeypatch.setattr(registry_module, "entry_points", lambda group: [point])
+    monkeypatch.setattr(MECHANISMS, "_discovered", False)
+    model = patch_model(make_model("bert"), "mine")
+    assert {type(made) for made in get_mechanisms(model).values()} == {mine}
+    assert {config.mechanism for config in get_patch_config(model).layers.values()} == {"mine"}
 
+
+def test_a_third_partys_mechanism_is_patched_in(own_mechanisms):
     @dataclass
     class FirstValueConfig(MechanismConfig):
         pass
@@ -101,6 +118,30 @@ def test_a_third_partys_mechanism_is_patched_in(monkeypatch):
     ids = make_tokens(2, 7)
     before = logits_of(make_model("bert"), ids)
     assert not torch.equal(logits_of(patch_model(make_model("bert"), "first_value"), ids), before)
+
+
+def test_a_parent_and_its_child_are_built_as_themselves(own_mechanisms):
+    def register() -> type[Mechanism]:
+        @dataclass
+        class MyConfig(LinearConfig):
+            pass
+
+        return register_mechanism("mine")(type("Mine", (LinearMechanism,), {"config_class": MyConfig}))
+
+    kinds = {"linear": LinearMechanism, "mine": register()}
+    kinds["mine"] = register()  # as a notebook's cell that runs again
+    for name, kind in kinds.items():
+        assert {type(made) for made in get_mechanisms(patch_model(make_model("bert"), name)).values()} == {kind}
+
+
+@pytest.mark.parametrize(
+    ("parent", "owner"), [(LinearMechanism, "LinearConfig, .*'linear'"), (Mechanism, "MechanismConfig, .*every")]
+)
+def test_a_config_class_of_another_mechanism_is_refused(own_mechanisms, parent, owner):
+    with pytest.raises(OptionError, match=f"'mine' has the config_class {owner}.*`class MineConfig"):
+        register_mechanism("mine")(type("Mine", (parent,), {}))
+    assert "mine" not in list_mechanisms()
+    assert (LinearConfig.mechanism, MechanismConfig.mechanism) == ("linear", "")
 
 
 @pytest.fixture
