@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import threading
+import warnings
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 from .errors import OptionError, UnknownNameError, warn_of_former_name
@@ -19,7 +21,8 @@ class Registry(Generic[T]):
     Args:
         kind: what an entry is called in messages, for example `"mechanism"`.
         package: a package whose modules register entries when imported; they are imported on the first look-up.
-        entry_point_group: installed distributions may add entries through this entry-point group.
+        entry_point_group: installed distributions may add entries through this entry-point group. One that cannot be
+            loaded is left out with a warning.
         former: names that entries had before -> those of today. They are found, with a warning, and never listed.
 
     >>> shapes = Registry("shape")
@@ -44,7 +47,8 @@ class Registry(Generic[T]):
         self._package = package
         self._entry_point_group = entry_point_group
         self._entries: dict[str, type[T]] = {}
-        self._discovered = False
+        self._lock = threading.RLock()
+        self._discovered = self._discovering = False
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
         """Return a decorator that enters a class under `name`; a name that is taken raises `OptionError`."""
@@ -88,14 +92,40 @@ class Registry(Generic[T]):
     def _discover(self) -> None:
         if self._discovered:
             return
-        self._discovered = True  # first, since the modules below may look entries up themselves
+        with self._lock:  # other threads wait for the whole table
+            if self._discovered or self._discovering:  # the modules below may look entries up themselves
+                return
+            self._discovering = True
+            try:
+                self._import_entries()
+                self._discovered = True
+            finally:
+                self._discovering = False
+
+    def _import_entries(self) -> None:
         if self._package is not None:
             package = importlib.import_module(self._package)
             for module in pkgutil.iter_modules(package.__path__):
                 importlib.import_module(f"{self._package}.{module.name}")
         if self._entry_point_group is not None:
             for point in entry_points(group=self._entry_point_group):
-                self.register(point.name)(point.load())
+                self._load(point)
+
+    def _load(self, point: EntryPoint) -> None:
+        """Enter what another distribution adds, or warn: one that is broken takes nothing else away."""
+        try:
+            entry = point.load()
+            if not isinstance(entry, type):
+                raise OptionError(f"a {self.kind} must be a class, got {entry!r}")
+            self.register(point.name)(entry)
+        except Exception as error:  # whatever code of others raises
+            owner = "an unknown package" if point.dist is None else point.dist.name
+            warnings.warn(
+                f"{self.kind} {point.name!r} is left out: {point.value!r} of {owner} cannot be loaded"
+                f" ({type(error).__name__}: {error}); update {owner} or uninstall it",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
 
 class MechanismRegistry(Registry[Any]):

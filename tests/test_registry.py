@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -78,23 +81,82 @@ def test_a_reloaded_class_replaces_itself():
     assert registry.get("square") is again
 
 
-def test_entry_points_of_other_distributions_are_found(monkeypatch):
-    class Point:
-        name = "pentagon"
+class Point:
+    """An entry point that loads what it is made with."""
 
-        def load(self):
-            return Registry
+    dist = SimpleNamespace(name="some-shapes")
 
-    monkeypatch.setattr(registry_module, "entry_points", lambda group: [Point()] if group == "shapes" else [])
-    registry, _ = make_registry(entry_point_group="shapes")
+    def __init__(self, name, load=lambda: Registry):
+        self.name, self.value, self.load = name, f"shapes:{name}", load
+
+
+@pytest.fixture
+def with_points(monkeypatch):
+    """Return a function that makes a registry of a square and of entry points."""
+
+    def make(*points):
+        monkeypatch.setattr(registry_module, "entry_points", lambda group: points if group == "shapes" else [])
+        return make_registry(entry_point_group="shapes")[0]
+
+    return make
+
+
+def test_entry_points_of_other_distributions_are_found(with_points):
+    registry = with_points(Point("pentagon"))
     assert registry.names() == ["pentagon", "square"]
     assert registry.get("pentagon") is Registry
 
 
+@pytest.mark.parametrize(
+    ("name", "load", "reason"),
+    [
+        ("torn", lambda: importlib.import_module("no_such_module"), "ModuleNotFoundError: No module named 'no_such"),
+        ("made", lambda: Registry("other"), "OptionError: a shape must be a class, got <"),
+        ("square", lambda: Registry, "OptionError: shape 'square' is already registered by .*Square"),
+    ],
+)
+def test_an_entry_point_that_is_broken_is_named_and_takes_no_other_away(with_points, name, load, reason):
+    registry = with_points(Point(name, load), Point("pentagon"))
+    message = rf"shape '{name}' is left out: 'shapes:{name}' of some-shapes cannot be loaded \({reason}"
+    with pytest.warns(RuntimeWarning, match=message):
+        assert registry.names() == ["pentagon", "square"]
+
+
+def test_a_module_that_registers_entries_may_look_others_up(with_points):
+    registry = with_points(Point("pentagon", lambda: registry.get("square")))
+    assert registry.get("pentagon") is registry.get("square")
+
+
+def test_a_thread_waits_while_another_fills_the_table(with_points):
+    loading, go_on = Event(), Event()
+
+    def load():
+        loading.set()
+        go_on.wait(10)
+        return Registry
+
+    registry = with_points(Point("pentagon", load))
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(registry.names)
+        assert loading.wait(10)
+        second = threads.submit(registry.names)
+        wait([second], timeout=0.1)
+        go_on.set()
+        assert second.result() == first.result() == ["pentagon", "square"]
+
+
+def test_a_table_that_could_not_be_filled_is_filled_at_the_next_look(monkeypatch):
+    registry, square = make_registry(package="no_such_package")
+    for _ in range(2):
+        with pytest.raises(ImportError, match="no_such_package"):
+            registry.names()
+    monkeypatch.setattr(registry, "_package", None)
+    assert registry.get("square") is square
+
+
 def test_an_entry_point_gives_a_mechanism_its_name_without_a_decorator(own_mechanisms, monkeypatch):
     mine = type("Mine", (LinearMechanism,), {"config_class": dataclass(type("MineConfig", (LinearConfig,), {}))})
-    point = SimpleNamespace(name="mine", load=lambda: mine)
-    monkeypatch.setattr(registry_module, "entry_points", lambda group: [point])
+    monkeypatch.setattr(registry_module, "entry_points", lambda group: [Point("mine", lambda: mine)])
     monkeypatch.setattr(MECHANISMS, "_discovered", False)
     model = patch_model(make_model("bert"), "mine")
     assert {type(made) for made in get_mechanisms(model).values()} == {mine}
