@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pkgutil
 import threading
@@ -134,7 +135,14 @@ class MechanismRegistry(Registry[Any]):
     def _admit(self, name: str, entry: Any) -> None:
         """As the base, and leave the name where plans and checkpoints look for it."""
         super()._admit(name, entry)
+        _require_module_name(name)
         config = entry.config_class
+        options = [option.name for option in dataclasses.fields(config)]
+        if taken := [option for option in RESERVED if option in options]:
+            raise OptionError(
+                f"mechanism {name!r} has the option {taken[0]!r}, which patch_model or plans take themselves; give it"
+                f" another name than {', '.join(RESERVED)}"
+            )
         if vars(config).get("mechanism", name) != name:
             owner = repr(config.mechanism) if config.mechanism else "every mechanism"
             raise OptionError(
@@ -144,6 +152,20 @@ class MechanismRegistry(Registry[Any]):
         config.mechanism = name
 
 
+def _require_module_name(name: str) -> None:
+    """Raise `OptionError` unless a submodule can have this name, as members of `by_head` and `fusion` do."""
+    from torch import nn  # which mechanisms have imported; a look at the help must not
+
+    try:
+        nn.ModuleDict({name: nn.Identity()})
+    except (KeyError, TypeError) as error:
+        raise OptionError(
+            f"a mechanism cannot have the name {name!r}, as no module in PyTorch can ({error.args[0]}); choose another"
+        ) from error
+
+
+# what `patch_model` and plans take beside the options of a mechanism
+RESERVED = ("model", "mechanism", "layers", "heads", "cross_attention", "chunk_feed_forward", "max_positions")
 MECHANISM_PACKAGE = "hf_linattn.mechanisms"  # of the library's own, and the entry-point group of others
 # names that said something else to most readers; checkpoints and plans that have them load
 FORMER_MECHANISMS = {

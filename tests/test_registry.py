@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
+from inspect import signature
 from threading import Event
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from hf_linattn.config import MechanismConfig
 from hf_linattn.errors import warn_of_former_name
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
 from hf_linattn.mechanisms.linear import LinearConfig, LinearMechanism
-from hf_linattn.registry import FORMER_MECHANISMS, Registry
+from hf_linattn.registry import FORMER_MECHANISMS, RESERVED, Registry
 from tests.helpers import logits_of, make_tokens
 from tests.models import make_model
 
@@ -204,6 +205,24 @@ def test_a_config_class_of_another_mechanism_is_refused(own_mechanisms, parent, 
         register_mechanism("mine")(type("Mine", (parent,), {}))
     assert "mine" not in list_mechanisms()
     assert (LinearConfig.mechanism, MechanismConfig.mechanism) == ("linear", "")
+
+
+@pytest.mark.parametrize("name", ["my.linear", "", "keys", 3])
+def test_a_name_that_no_module_can_have_is_refused(own_mechanisms, name):
+    config = type("MineConfig", (LinearConfig,), {})
+    with pytest.raises(OptionError, match=f"a mechanism cannot have the name {name!r}, .*choose another"):
+        register_mechanism(name)(type("Mine", (LinearMechanism,), {"config_class": config}))
+    assert config.mechanism == "linear" and name not in list_mechanisms()
+
+
+def test_an_option_that_plans_and_patch_model_have_is_refused(own_mechanisms):
+    taken = {name for name, given in signature(patch_model).parameters.items() if given.kind is not given.VAR_KEYWORD}
+    assert {*RESERVED} == {*taken, "heads"}
+    for name in RESERVED:
+        config = make_dataclass("MineConfig", [(name, int, 2)], bases=(LinearConfig,))
+        with pytest.raises(OptionError, match=f"mechanism 'mine' has the option {name!r}, .*give it another name"):
+            register_mechanism("mine")(type("Mine", (LinearMechanism,), {"config_class": config}))
+    assert "mine" not in list_mechanisms()
 
 
 @pytest.fixture

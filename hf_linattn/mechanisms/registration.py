@@ -12,7 +12,8 @@ def register_mechanism(name: str) -> Callable[[type[Mechanism]], type[Mechanism]
     """Return a class decorator that makes a mechanism known as `name`.
 
     Its `config_class` must be its own subclass of `MechanismConfig`: an inherited one is another mechanism's, and
-    raises `OptionError`. A distribution can also list the class under the entry-point group `hf_linattn.mechanisms`.
+    raises `OptionError`. So does a field of it that `patch_model` takes itself, and a name that no module can have.
+    A distribution can also list the class under the entry-point group `hf_linattn.mechanisms`.
 
     >>> from dataclasses import dataclass
     >>> from hf_linattn import Mechanism, MechanismConfig, register_mechanism
