@@ -15,7 +15,8 @@ from rich.table import Table
 
 from ..mechanisms import MECHANISMS, Mechanism
 from .cross import CROSS_INVARIANTS
-from .invariants import CAUSAL_ONLY, INVARIANTS, InvariantError
+from .expectations import InvariantError
+from .invariants import CAUSAL_ONLY, INVARIANTS
 from .models import (
     ARCHITECTURES,
     CROSS_ARCHITECTURES,
@@ -108,6 +109,8 @@ def check_mechanism(
 ) -> Report:
     """Run the invariants on a mechanism, by its registered name or class, and report which hold.
 
+    What a check raises is its error in the report; `run` of that check raises it again, with its traceback.
+
     Args:
         mechanism: a name of `list_mechanisms()` or a class decorated with `register_mechanism`.
         architectures: of "bert", "gpt2" and "llama" (grouped queries, rotary positions); "bart" and "whisper" for
@@ -121,4 +124,6 @@ def check_mechanism(
             check.run()
         except InvariantError as error:
             check.error = str(error)
+        except Exception as error:  # whatever the mechanism's code raises, the other checks have their say
+            check.error = f"{type(error).__name__}: {error}"
     return Report(checks)

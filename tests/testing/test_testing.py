@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.autograd.gradcheck import GradcheckError
 
 from hf_linattn.config import MechanismConfig
 from hf_linattn.mechanisms import MECHANISMS, ExactnessLimit, Mechanism
@@ -13,8 +14,8 @@ from hf_linattn.mechanisms.linear import LinearConfig, LinearMechanism
 from hf_linattn.ops import reference
 from hf_linattn.ops.linear.interface import Features, causal_linear_attention
 from hf_linattn.ops.linear.torch import LinearState
-from hf_linattn.testing import INVARIANTS, Case, InvariantError, check_mechanism
-from hf_linattn.testing.invariants import InvariantError as SameError
+from hf_linattn.testing import CROSS_INVARIANTS, INVARIANTS, Case, InvariantError, check_mechanism
+from hf_linattn.testing.expectations import InvariantError as SameError
 
 
 class PaddingInValuesOnly(LinearMechanism):
@@ -149,13 +150,58 @@ def test_a_false_claim_about_the_exactness_limit_is_caught(registered, monkeypat
         INVARIANTS["8 exactness limit"](Case(registered(Boastful), "gpt2", causal=True))
 
 
-def test_a_wrong_gradient_is_caught(registered):
-    class Detached(LinearMechanism):
-        def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
-            return super().causal_attention(query, key.detach(), value, key_padding_mask, sequence_ids, state)
+class Detached(LinearMechanism):
+    """Sends no gradient to the keys."""
 
-    with pytest.raises((InvariantError, RuntimeError)):
-        INVARIANTS["9 reference"](Case(registered(Detached), "gpt2", causal=True))
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        return super().causal_attention(query, key.detach(), value, key_padding_mask, sequence_ids, state)
+
+
+class HalfTheGradient(LinearMechanism):
+    """Sends half of the gradient to the keys."""
+
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        key = torch.lerp(key, key.detach(), 0.5)
+        return super().causal_attention(query, key, value, key_padding_mask, sequence_ids, state)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [(Detached, "output does not depend on key at all"), (HalfTheGradient, "gradient of k against the reference")],
+)
+def test_a_wrong_gradient_is_caught(registered, fault, message):
+    with pytest.raises(InvariantError, match=message):
+        INVARIANTS["9 reference"](Case(registered(fault), "gpt2", causal=True))
+
+
+def test_gradients_that_small_differences_deny_are_caught(registered, monkeypatch):
+    def deny(*_, **__):
+        raise GradcheckError("Jacobian mismatch")
+
+    monkeypatch.setattr(torch.autograd, "gradcheck", deny)
+    for architecture, invariants in (("gpt2", INVARIANTS), ("bart", CROSS_INVARIANTS)):
+        with pytest.raises(InvariantError, match="gradcheck: Jacobian mismatch"):
+            invariants["9 reference"](Case("linear", architecture, causal=False))
+
+
+class Raises(LinearMechanism):
+    """Fails in its own code."""
+
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        return [][1]
+
+
+def test_what_a_mechanism_raises_is_the_error_of_its_check_and_the_others_are_made(registered, monkeypatch):
+    for name in [*INVARIANTS][2:]:
+        monkeypatch.delitem(INVARIANTS, name)
+    report = check_mechanism(registered(Raises), ["gpt2"])
+    errors = {(check.invariant, check.case.mode): check.error for check in report.checks}
+    raised = "IndexError: list index out of range"
+    assert errors == {
+        ("1 causality", "causal"): raised, ("2 padding", "causal"): raised, ("2 padding", "bidirectional"): None,
+    }
+    with pytest.raises(IndexError):
+        report.failures[0].run()
 
 
 def test_check_mechanism_reports_every_check_and_names_the_failures(registered):
