@@ -301,7 +301,7 @@ def check_cost(case: Case) -> None:
         expect(largest < length**2, f"{name} made a tensor of {largest} elements at N = {length}")
     # patterns that reach a thousand tokens back see less near the ends: at twice the length that is within 10 %
     options = json.dumps(dict(case.options))
-    flops, written = measure_costs(case.mechanism, case.causal, options, case.kv_heads, 2 * length)
+    flops, written = measure_costs(case.mechanism_class, case.causal, options, case.kv_heads, 2 * length)
     # less than 2 where a part is fixed, as a pseudo-inverse beside heads this narrow
     expect_growth("FLOPs", *flops, most=1.1 * made.growth, least=1.5)
     # gradients of fewer keys, as full ends count less
@@ -310,11 +310,11 @@ def check_cost(case: Case) -> None:
 
 @functools.cache  # it is the same on architectures whose heads are alike
 def measure_costs(
-    mechanism: str, causal: bool, options: str, kv_heads: int, length: int
+    kind: type[Mechanism], causal: bool, options: str, kv_heads: int, length: int
 ) -> list[tuple[int, int]]:
     """Return each of the `costs` of a mechanism at one length and at twice as much; `options` are JSON."""
     architecture = next(name for name, heads in KEY_VALUE_HEADS.items() if heads == kv_heads)
-    case = Case(mechanism, architecture, causal, json.loads(options))
+    case = Case(kind.config_class.mechanism, architecture, causal, json.loads(options))
     made = case.make(torch.float32)
     short, long = (costs(made, case.heads(n, 1, torch.float32)) for n in (length, 2 * length))
     return list(zip(short, long, strict=True))

@@ -204,6 +204,25 @@ def test_what_a_mechanism_raises_is_the_error_of_its_check_and_the_others_are_ma
         report.failures[0].run()
 
 
+def test_costs_are_those_of_a_mechanism_as_it_is_now(registered):
+    class Redefined(LinearMechanism):
+        pass
+
+    case = Case(registered(Redefined), "gpt2", causal=True)
+    INVARIANTS["11 linear cost"](case)
+
+    class Slower(LinearMechanism):
+        def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+            for part in query.split(64, 2):
+                part @ key.transpose(-1, -2)
+            return super().causal_attention(query, key, value, key_padding_mask, sequence_ids, state)
+
+    Slower.__name__ = "Redefined"
+    registered(Slower)
+    with pytest.raises(InvariantError, match=r"FLOPs grew from [0-9,]+ to [0-9,]+ when"):
+        INVARIANTS["11 linear cost"](case)
+
+
 def test_check_mechanism_reports_every_check_and_names_the_failures(registered):
     name = registered(ForgetsTheState)
     report = check_mechanism(name, architectures=["gpt2"])
