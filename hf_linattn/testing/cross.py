@@ -34,7 +34,7 @@ from .expectations import (
     expect_growth,
     head_gradients,
 )
-from .invariants import Invariant, check_exactness_limit, costs
+from .invariants import NOTHING, Invariant, check_exactness_limit, costs
 from .models import Case, random_tokens, source_of, tiny_model
 
 CROSS_INVARIANTS: dict[str, Invariant] = {}
@@ -193,11 +193,11 @@ def check_finite(case: Case) -> None:
 
 
 @invariant("11 linear cost")
-def check_cost(case: Case) -> None:
+def check_cost(case: Case) -> str | None:
     """No tensor of Nq Nk elements; FLOPs and what the backward pass writes grow as stated when both lengths double."""
     made, length = case.make(torch.float32), 2048
     if not made.subquadratic:
-        return
+        return NOTHING
     heads = [x.requires_grad_() for x in case.heads(length, 1, torch.float32)]
     largest = largest_tensor(lambda: made(*heads)[0].sum().backward())
     pairs = heads[0].shape[2] * heads[1].shape[2]
@@ -205,6 +205,7 @@ def check_cost(case: Case) -> None:
     short, long = (costs(made, case.heads(n, 1, torch.float32)) for n in (2 * length, 4 * length))
     for what, a, b in zip(("FLOPs", "what the backward pass writes"), short, long, strict=True):
         expect_growth(what, a, b, most=1.1 * made.growth)
+    return None
 
 
 @invariant("12 checkpointing and compile")

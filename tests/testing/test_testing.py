@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.autograd.gradcheck import GradcheckError
 
+from hf_linattn import OptionError, UnknownNameError, UnsupportedModeError
 from hf_linattn.config import MechanismConfig
 from hf_linattn.mechanisms import MECHANISMS, ExactnessLimit, Mechanism
 from hf_linattn.mechanisms.linear import LinearConfig, LinearMechanism
@@ -232,6 +233,45 @@ def test_check_mechanism_reports_every_check_and_names_the_failures(registered):
     assert len(report.checks) == 2 * len(INVARIANTS) - 2  # causality and decoding exist in one mode only
     assert report.table().row_count == len(INVARIANTS)
     assert check_mechanism(MECHANISMS.get(name), architectures=[]).checks == []
+
+
+class StatesNothing(LinearMechanism):
+    """Says neither what it is equal to nor that it is cheap, and has a form of one kind."""
+
+    limit = Mechanism.limit
+    subquadratic = False
+    modes = frozenset({"bidirectional", "cross"})
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "bart"])
+def test_the_table_says_where_nothing_was_asked(registered, monkeypatch, architecture):
+    asked, asks_nothing = "3 batch independence", ["8 exactness limit", "11 linear cost"]
+    for invariants in (INVARIANTS, CROSS_INVARIANTS):
+        for name in {*invariants} - {asked, *asks_nothing}:
+            monkeypatch.delitem(invariants, name)
+    report = check_mechanism(registered(StatesNothing), [architecture])
+    names, results = (list(column.cells) for column in report.table().columns)
+    assert report.failures == []
+    assert dict(zip(names, results, strict=True)) == {asked: "holds"} | dict.fromkeys(asks_nothing, "nothing to check")
+
+
+@pytest.mark.parametrize(
+    ("architectures", "options", "error", "message"),
+    [
+        (["mistral", "phi3"], {}, UnsupportedModeError, "that mistral, phi3 could ask for: .*bidirectional, cross;"),
+        (["bert", "brt"], {}, UnknownNameError, "unknown architecture 'brt'; did you mean bert or bart"),
+        (["bert"], {"decai": "learned"}, OptionError, "no option 'decai'; did you mean decay"),
+    ],
+)
+def test_what_leaves_nothing_to_check_is_refused(registered, architectures, options, error, message):
+    with pytest.raises(error, match=message):
+        check_mechanism(registered(StatesNothing), architectures, **options)
+
+
+@pytest.mark.parametrize("parent", [LinearMechanism, Mechanism])
+def test_a_class_that_is_not_registered_is_refused_in_place_of_its_parent_checked(parent):
+    with pytest.raises(OptionError, match=r"mechanism must be .*@register_mechanism\(name\).*Unregistered"):
+        check_mechanism(type("Unregistered", (parent,), {}), ["gpt2"])
 
 
 def test_invariant_errors_are_assertion_errors():
