@@ -194,7 +194,7 @@ def cross_invariants() -> str:
     return _checks(CROSS_INVARIANTS)
 
 
-def _checks(checks: Mapping[str, Callable[..., None]]) -> str:
+def _checks(checks: Mapping[str, Callable[..., object]]) -> str:
     numbered = sorted(checks, key=lambda name: int(name.split()[0]))
     rows = [[name, escape(inspect.getdoc(checks[name]) or "")] for name in numbered]
     return table(["invariant", "what holds"], rows)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pkgutil
+import threading
+import warnings
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 from .errors import OptionError, UnknownNameError, warn_of_former_name
@@ -19,7 +22,8 @@ class Registry(Generic[T]):
     Args:
         kind: what an entry is called in messages, for example `"mechanism"`.
         package: a package whose modules register entries when imported; they are imported on the first look-up.
-        entry_point_group: installed distributions may add entries through this entry-point group.
+        entry_point_group: installed distributions may add entries through this entry-point group. One that cannot be
+            loaded is left out with a warning.
         former: names that entries had before -> those of today. They are found, with a warning, and never listed.
 
     >>> shapes = Registry("shape")
@@ -44,27 +48,32 @@ class Registry(Generic[T]):
         self._package = package
         self._entry_point_group = entry_point_group
         self._entries: dict[str, type[T]] = {}
-        self._discovered = False
+        self._lock = threading.RLock()
+        self._discovered = self._discovering = False
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
         """Return a decorator that enters a class under `name`; a name that is taken raises `OptionError`."""
 
         def enter(entry: type[T]) -> type[T]:
-            if name in self.former:
-                raise OptionError(
-                    f"{self.kind} {name!r} is a former name of {self.former[name]!r};"
-                    f" choose another name for {entry.__module__}.{entry.__qualname__}"
-                )
-            holder = self._entries.setdefault(name, entry)
-            if (holder.__module__, holder.__qualname__) != (entry.__module__, entry.__qualname__):
-                raise OptionError(
-                    f"{self.kind} {name!r} is already registered by {holder.__module__}.{holder.__qualname__};"
-                    f" choose another name for {entry.__module__}.{entry.__qualname__}"
-                )
+            self._admit(name, entry)
             self._entries[name] = entry  # a module that is reloaded replaces its own entry
             return entry
 
         return enter
+
+    def _admit(self, name: str, entry: type[T]) -> None:
+        """Raise `OptionError` unless a class can have this name."""
+        if name in self.former:
+            raise OptionError(
+                f"{self.kind} {name!r} is a former name of {self.former[name]!r};"
+                f" choose another name for {entry.__module__}.{entry.__qualname__}"
+            )
+        holder = self._entries.get(name, entry)
+        if (holder.__module__, holder.__qualname__) != (entry.__module__, entry.__qualname__):
+            raise OptionError(
+                f"{self.kind} {name!r} is already registered by {holder.__module__}.{holder.__qualname__};"
+                f" choose another name for {entry.__module__}.{entry.__qualname__}"
+            )
 
     def get(self, name: str) -> type[T]:
         """Return the class entered under `name`, or raise `UnknownNameError` with the nearest names."""
@@ -84,16 +93,79 @@ class Registry(Generic[T]):
     def _discover(self) -> None:
         if self._discovered:
             return
-        self._discovered = True  # first, since the modules below may look entries up themselves
+        with self._lock:  # other threads wait for the whole table
+            if self._discovered or self._discovering:  # the modules below may look entries up themselves
+                return
+            self._discovering = True
+            try:
+                self._import_entries()
+                self._discovered = True
+            finally:
+                self._discovering = False
+
+    def _import_entries(self) -> None:
         if self._package is not None:
             package = importlib.import_module(self._package)
             for module in pkgutil.iter_modules(package.__path__):
                 importlib.import_module(f"{self._package}.{module.name}")
         if self._entry_point_group is not None:
             for point in entry_points(group=self._entry_point_group):
-                self.register(point.name)(point.load())
+                self._load(point)
+
+    def _load(self, point: EntryPoint) -> None:
+        """Enter what another distribution adds, or warn: one that is broken takes nothing else away."""
+        try:
+            entry = point.load()
+            if not isinstance(entry, type):
+                raise OptionError(f"a {self.kind} must be a class, got {entry!r}")
+            self.register(point.name)(entry)
+        except Exception as error:  # whatever code of others raises
+            owner = "an unknown package" if point.dist is None else point.dist.name
+            warnings.warn(
+                f"{self.kind} {point.name!r} is left out: {point.value!r} of {owner} cannot be loaded"
+                f" ({type(error).__name__}: {error}); update {owner} or uninstall it",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
 
+class MechanismRegistry(Registry[Any]):
+    """The table of mechanisms. A config finds its mechanism by the name on its class, which no two can share."""
+
+    def _admit(self, name: str, entry: Any) -> None:
+        """As the base, and leave the name where plans and checkpoints look for it."""
+        super()._admit(name, entry)
+        _require_module_name(name)
+        config = entry.config_class
+        options = [option.name for option in dataclasses.fields(config)]
+        if taken := [option for option in RESERVED if option in options]:
+            raise OptionError(
+                f"mechanism {name!r} has the option {taken[0]!r}, which patch_model or plans take themselves; give it"
+                f" another name than {', '.join(RESERVED)}"
+            )
+        if vars(config).get("mechanism", name) != name:
+            owner = repr(config.mechanism) if config.mechanism else "every mechanism"
+            raise OptionError(
+                f"mechanism {name!r} has the config_class {config.__qualname__}, which is that of {owner}; give"
+                f" {entry.__qualname__} its own: `class {entry.__name__}Config({config.__name__}): pass`"
+            )
+        config.mechanism = name
+
+
+def _require_module_name(name: str) -> None:
+    """Raise `OptionError` unless a submodule can have this name, as members of `by_head` and `fusion` do."""
+    from torch import nn  # which mechanisms have imported; a look at the help must not
+
+    try:
+        nn.ModuleDict({name: nn.Identity()})
+    except (KeyError, TypeError) as error:
+        raise OptionError(
+            f"a mechanism cannot have the name {name!r}, as no module in PyTorch can ({error.args[0]}); choose another"
+        ) from error
+
+
+# what `patch_model` and plans take beside the options of a mechanism
+RESERVED = ("model", "mechanism", "layers", "heads", "cross_attention", "chunk_feed_forward", "max_positions")
 MECHANISM_PACKAGE = "hf_linattn.mechanisms"  # of the library's own, and the entry-point group of others
 # names that said something else to most readers; checkpoints and plans that have them load
 FORMER_MECHANISMS = {
@@ -103,6 +175,6 @@ FORMER_MECHANISMS = {
     "random": "random_blocks",
 }
 # here, so that configs and plans find mechanisms by name without importing what imports them
-MECHANISMS: Registry[Any] = Registry(
+MECHANISMS = MechanismRegistry(
     "mechanism", package=MECHANISM_PACKAGE, entry_point_group=MECHANISM_PACKAGE, former=FORMER_MECHANISMS
 )

@@ -6,6 +6,7 @@ import sys
 import tomllib
 from configparser import ConfigParser
 from pathlib import Path
+from types import ModuleType
 
 from hf_linattn import list_mechanisms
 from hf_linattn.mechanisms import MECHANISMS
@@ -41,3 +42,20 @@ def test_an_installed_mechanism_is_listed_and_keeps_every_invariant(tmp_path: Pa
     assert len(report.checks) == 2 * len(INVARIANTS) - len(CAUSAL_ONLY)
     assert [(check.case.mode, check.invariant, check.error) for check in report.failures] == []
     monkeypatch.delitem(sys.modules, module)
+
+
+def test_the_plain_mean_has_a_report_that_says_what_it_forgot(monkeypatch):
+    """A mechanism without a product of matrices, whose outputs have no gradient of queries and keys."""
+    monkeypatch.setattr(MECHANISMS, "_entries", {name: MECHANISMS.get(name) for name in list_mechanisms()})
+    for name in {*INVARIANTS} - {"1 causality", "9 reference", "11 linear cost"}:
+        monkeypatch.delitem(INVARIANTS, name)
+    package = ModuleType("plain_mean")
+    monkeypatch.setitem(sys.modules, "plain_mean", package)
+    code = code_blocks("docs/extending.md", "python")[0].replace(NAME, "plain_mean")
+    exec(code.replace("repeat_heads(own, query), gate)", "repeat_heads(own, query), 0.0)"), vars(package))
+    report = check_mechanism("plain_mean", ["bert"])
+    forgot = "output does not depend on query at all"
+    assert {(check.invariant, check.case.mode): check.error for check in report.checks} == {
+        ("1 causality", "causal"): forgot, ("9 reference", "causal"): forgot, ("9 reference", "bidirectional"): forgot,
+        ("11 linear cost", "causal"): None, ("11 linear cost", "bidirectional"): None,
+    }

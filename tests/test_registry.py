@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, make_dataclass
+from inspect import signature
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +15,7 @@ import torch
 from hf_linattn import (
     OptionError,
     UnknownNameError,
+    get_mechanisms,
     get_patch_config,
     list_mechanisms,
     patch_model,
@@ -19,9 +25,16 @@ from hf_linattn import registry as registry_module
 from hf_linattn.config import MechanismConfig
 from hf_linattn.errors import warn_of_former_name
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
-from hf_linattn.registry import FORMER_MECHANISMS, Registry
+from hf_linattn.mechanisms.linear import LinearConfig, LinearMechanism
+from hf_linattn.registry import FORMER_MECHANISMS, RESERVED, Registry
 from tests.helpers import logits_of, make_tokens
 from tests.models import make_model
+
+
+@pytest.fixture
+def own_mechanisms(monkeypatch):
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(MECHANISMS, "_entries", {name: MECHANISMS.get(name) for name in list_mechanisms()})
 
 
 def make_registry(**options):
@@ -69,22 +82,89 @@ def test_a_reloaded_class_replaces_itself():
     assert registry.get("square") is again
 
 
-def test_entry_points_of_other_distributions_are_found(monkeypatch):
-    class Point:
-        name = "pentagon"
+class Point:
+    """An entry point that loads what it is made with."""
 
-        def load(self):
-            return Registry
+    dist = SimpleNamespace(name="some-shapes")
 
-    monkeypatch.setattr(registry_module, "entry_points", lambda group: [Point()] if group == "shapes" else [])
-    registry, _ = make_registry(entry_point_group="shapes")
+    def __init__(self, name, load=lambda: Registry):
+        self.name, self.value, self.load = name, f"shapes:{name}", load
+
+
+@pytest.fixture
+def with_points(monkeypatch):
+    """Return a function that makes a registry of a square and of entry points."""
+
+    def make(*points):
+        monkeypatch.setattr(registry_module, "entry_points", lambda group: points if group == "shapes" else [])
+        return make_registry(entry_point_group="shapes")[0]
+
+    return make
+
+
+def test_entry_points_of_other_distributions_are_found(with_points):
+    registry = with_points(Point("pentagon"))
     assert registry.names() == ["pentagon", "square"]
     assert registry.get("pentagon") is Registry
 
 
-def test_a_third_partys_mechanism_is_patched_in(monkeypatch):
-    monkeypatch.setattr(MECHANISMS, "_entries", {name: MECHANISMS.get(name) for name in list_mechanisms()})
+@pytest.mark.parametrize(
+    ("name", "load", "reason"),
+    [
+        ("torn", lambda: importlib.import_module("no_such_module"), "ModuleNotFoundError: No module named 'no_such"),
+        ("made", lambda: Registry("other"), "OptionError: a shape must be a class, got <"),
+        ("square", lambda: Registry, "OptionError: shape 'square' is already registered by .*Square"),
+    ],
+)
+def test_an_entry_point_that_is_broken_is_named_and_takes_no_other_away(with_points, name, load, reason):
+    registry = with_points(Point(name, load), Point("pentagon"))
+    message = rf"shape '{name}' is left out: 'shapes:{name}' of some-shapes cannot be loaded \({reason}"
+    with pytest.warns(RuntimeWarning, match=message):
+        assert registry.names() == ["pentagon", "square"]
 
+
+def test_a_module_that_registers_entries_may_look_others_up(with_points):
+    registry = with_points(Point("pentagon", lambda: registry.get("square")))
+    assert registry.get("pentagon") is registry.get("square")
+
+
+def test_a_thread_waits_while_another_fills_the_table(with_points):
+    loading, go_on = Event(), Event()
+
+    def load():
+        loading.set()
+        go_on.wait(10)
+        return Registry
+
+    registry = with_points(Point("pentagon", load))
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(registry.names)
+        assert loading.wait(10)
+        second = threads.submit(registry.names)
+        wait([second], timeout=0.1)
+        go_on.set()
+        assert second.result() == first.result() == ["pentagon", "square"]
+
+
+def test_a_table_that_could_not_be_filled_is_filled_at_the_next_look(monkeypatch):
+    registry, square = make_registry(package="no_such_package")
+    for _ in range(2):
+        with pytest.raises(ImportError, match="no_such_package"):
+            registry.names()
+    monkeypatch.setattr(registry, "_package", None)
+    assert registry.get("square") is square
+
+
+def test_an_entry_point_gives_a_mechanism_its_name_without_a_decorator(own_mechanisms, monkeypatch):
+    mine = type("Mine", (LinearMechanism,), {"config_class": dataclass(type("MineConfig", (LinearConfig,), {}))})
+    monkeypatch.setattr(registry_module, "entry_points", lambda group: [Point("mine", lambda: mine)])
+    monkeypatch.setattr(MECHANISMS, "_discovered", False)
+    model = patch_model(make_model("bert"), "mine")
+    assert {type(made) for made in get_mechanisms(model).values()} == {mine}
+    assert {config.mechanism for config in get_patch_config(model).layers.values()} == {"mine"}
+
+
+def test_a_third_partys_mechanism_is_patched_in(own_mechanisms):
     @dataclass
     class FirstValueConfig(MechanismConfig):
         pass
@@ -101,6 +181,48 @@ def test_a_third_partys_mechanism_is_patched_in(monkeypatch):
     ids = make_tokens(2, 7)
     before = logits_of(make_model("bert"), ids)
     assert not torch.equal(logits_of(patch_model(make_model("bert"), "first_value"), ids), before)
+
+
+def test_a_parent_and_its_child_are_built_as_themselves(own_mechanisms):
+    def register() -> type[Mechanism]:
+        @dataclass
+        class MyConfig(LinearConfig):
+            pass
+
+        return register_mechanism("mine")(type("Mine", (LinearMechanism,), {"config_class": MyConfig}))
+
+    kinds = {"linear": LinearMechanism, "mine": register()}
+    kinds["mine"] = register()  # as a notebook's cell that runs again
+    for name, kind in kinds.items():
+        assert {type(made) for made in get_mechanisms(patch_model(make_model("bert"), name)).values()} == {kind}
+
+
+@pytest.mark.parametrize(
+    ("parent", "owner"), [(LinearMechanism, "LinearConfig, .*'linear'"), (Mechanism, "MechanismConfig, .*every")]
+)
+def test_a_config_class_of_another_mechanism_is_refused(own_mechanisms, parent, owner):
+    with pytest.raises(OptionError, match=f"'mine' has the config_class {owner}.*`class MineConfig"):
+        register_mechanism("mine")(type("Mine", (parent,), {}))
+    assert "mine" not in list_mechanisms()
+    assert (LinearConfig.mechanism, MechanismConfig.mechanism) == ("linear", "")
+
+
+@pytest.mark.parametrize("name", ["my.linear", "", "keys", 3])
+def test_a_name_that_no_module_can_have_is_refused(own_mechanisms, name):
+    config = type("MineConfig", (LinearConfig,), {})
+    with pytest.raises(OptionError, match=f"a mechanism cannot have the name {name!r}, .*choose another"):
+        register_mechanism(name)(type("Mine", (LinearMechanism,), {"config_class": config}))
+    assert config.mechanism == "linear" and name not in list_mechanisms()
+
+
+def test_an_option_that_plans_and_patch_model_have_is_refused(own_mechanisms):
+    taken = {name for name, given in signature(patch_model).parameters.items() if given.kind is not given.VAR_KEYWORD}
+    assert {*RESERVED} == {*taken, "heads"}
+    for name in RESERVED:
+        config = make_dataclass("MineConfig", [(name, int, 2)], bases=(LinearConfig,))
+        with pytest.raises(OptionError, match=f"mechanism 'mine' has the option {name!r}, .*give it another name"):
+            register_mechanism("mine")(type("Mine", (LinearMechanism,), {"config_class": config}))
+    assert "mine" not in list_mechanisms()
 
 
 @pytest.fixture

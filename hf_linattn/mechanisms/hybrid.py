@@ -27,12 +27,13 @@ from .deltanet import DeltanetMechanism
 from .gated_deltanet import GatedDeltanetMechanism
 from .hard_keys import matrix_in_blocks
 from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
-from .linear import FeatureMapConfig, LinearMechanism
+from .linear import FeatureMapConfig, LinearMechanism, own_outputs
 from .registration import register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
 
 FIRST_SHARE = -2.197  # LoLCATs' start: sigmoid of it is 0.1
+DELTA_RULES = (DeltanetMechanism, GatedDeltanetMechanism)  # by which keys enter the state
 
 
 @dataclass
@@ -68,9 +69,7 @@ class HybridConfig(SoftmaxTypeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kinds = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
-        linear = [n for n, kind in kinds.items() if is_kernel(kind) or _is_delta_rule(kind)]
-        require("linear", self.linear, self.linear in linear, f"one of {', '.join(linear)}")
+        require_far(self.linear, LinearMechanism, *DELTA_RULES)
         options = self.linear_options
         require("linear_options", options, options is None or isinstance(options, dict), "None or a dict of options")
         self.require_counts("window_size")
@@ -95,21 +94,25 @@ class HybridConfig(SoftmaxTypeConfig):
     @property
     def by_delta_rule(self) -> bool:
         """Whether what lies beyond the window is a state by the delta rule."""
-        return _is_delta_rule(MECHANISMS.get(self.linear))
+        return issubclass(MECHANISMS.get(self.linear), DELTA_RULES)
 
     def linear_config(self) -> MechanismConfig:
         """Return the config of the mechanism beyond the window; its seed is this one's unless it names its own."""
         return make_config(self.linear, {"seed": self.seed, **(self.linear_options or {})})
 
 
-def is_kernel(kind: type) -> bool:
-    """Whether a mechanism has nothing but q, k and their distance in its weights."""
-    return issubclass(kind, LinearMechanism) and kind.decays_by_distance
-
-
-def _is_delta_rule(kind: type) -> bool:
-    """Whether keys enter the state of a mechanism by the delta rule."""
-    return issubclass(kind, (DeltanetMechanism, GatedDeltanetMechanism))
+def require_far(linear: object, *bases: type[Mechanism]) -> None:
+    """Raise `OptionError` unless a mechanism is on one of these bases and makes outputs as that does."""
+    kinds = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
+    own = {
+        name: own_outputs(kind, base)
+        for name, kind in kinds.items()
+        for base in bases
+        if issubclass(kind, base) and getattr(kind, "decays_by_distance", True)
+    }
+    fitting = [name for name, methods in own.items() if not methods]
+    why = [f"; its own {' and '.join(own[name])} would never be called" for name in own if name == linear]
+    require("linear", linear, linear in fitting, f"one of {', '.join(fitting)}{''.join(why)}")
 
 
 @register_mechanism("hybrid")

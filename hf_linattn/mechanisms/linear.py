@@ -27,6 +27,12 @@ from .self_weight import SelfWeight
 
 SHORTEST, LONGEST = 0.5, 16.0  # tokens over which the weights of the fastest and the slowest head fall by a factor e
 
+# what makes outputs: who reads a mechanism's maps, rates or entries and no more, as `hybrid` does, calls none of these
+OUTPUTS = (
+    "forward", "causal_attention", "bidirectional_attention", "causal_sequences", "bidirectional_sequences",
+    "log_decay", "weights", "weights_given", "kernel_weights",
+)  # fmt: skip
+
 
 @dataclass
 class KernelConfig(MechanismConfig):
@@ -160,7 +166,7 @@ class LinearMechanism(FeatureMapMechanism):
     citation = "Katharopoulos et al. 2020, Transformers are RNNs, arXiv 2006.16236"
     family = "linear"
     takes_half = any_length = splits = True
-    decays_by_distance: ClassVar[bool] = True  # or not at all: nothing but q, k and |i - j| makes a weight
+    decays_by_distance: ClassVar[bool] = True  # or not at all: nothing but q, k, |i - j| makes a weight, in any method
 
     def __init__(self, config: KernelConfig, layer: AttentionLayer):
         super().__init__(config, layer)
@@ -283,3 +289,13 @@ class LinearMechanism(FeatureMapMechanism):
         query_map, key_map = self.maps
         features = query_map.exact(query.unflatten(1, (key.shape[1], -1))).flatten(1, 2)
         return reference.kernel_matrix(features, key_map.exact(key), allowed, self.decay_rate(key))
+
+
+def own_outputs(kind: type[Mechanism], base: type[Mechanism]) -> list[str]:
+    """Return the methods that make outputs in another way than the base's; none if a class says they make the same.
+
+    It says so by stating `decays_by_distance` itself.
+    """
+    if "decays_by_distance" in vars(kind):
+        return []
+    return [name for name in OUTPUTS if getattr(kind, name, None) is not getattr(base, name, None)]

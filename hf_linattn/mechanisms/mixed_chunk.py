@@ -13,10 +13,10 @@ from ..config import require, require_known
 from ..ops import reference
 from ..ops.common.numerics import bounded
 from ..ops.hybrid.mixed_chunk import MixedState, MixedWeights, causal_mixed_attention, mixed_attention
-from ..registry import MECHANISMS
 from .capabilities import ExactnessLimit
-from .hybrid import HybridConfig, HybridMechanism, is_kernel
+from .hybrid import HybridConfig, HybridMechanism, require_far
 from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
+from .linear import LinearMechanism
 from .registration import register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
@@ -43,8 +43,7 @@ class MixedChunkConfig(SoftmaxTypeConfig):
         require_known("inside", self.inside, INSIDE)
         none = self.sink_logit is None or self.inside == "softmax"
         require("sink_logit", self.sink_logit, none, "None with inside='relu2', whose denominator is another")
-        linear = [name for name in MECHANISMS.names() if is_kernel(MECHANISMS.get(name))]
-        require("linear", self.linear, self.linear in linear, f"one of {', '.join(linear)}")
+        require_far(self.linear, LinearMechanism)
         self.far_config()
 
     def far_config(self) -> HybridConfig:

@@ -11,8 +11,9 @@ from .base import Mechanism
 def register_mechanism(name: str) -> Callable[[type[Mechanism]], type[Mechanism]]:
     """Return a class decorator that makes a mechanism known as `name`.
 
-    Its `config_class` must be its own subclass of `MechanismConfig`. A distribution can also list the class under the
-    entry-point group `hf_linattn.mechanisms`.
+    Its `config_class` must be its own subclass of `MechanismConfig`: an inherited one is another mechanism's, and
+    raises `OptionError`. So does a field of it that `patch_model` takes itself, and a name that no module can have.
+    A distribution can also list the class under the entry-point group `hf_linattn.mechanisms`.
 
     >>> from dataclasses import dataclass
     >>> from hf_linattn import Mechanism, MechanismConfig, register_mechanism
@@ -23,13 +24,7 @@ def register_mechanism(name: str) -> Callable[[type[Mechanism]], type[Mechanism]
     ... class MeanOfValues(Mechanism):
     ...     config_class, modes = MeanConfig, frozenset({"bidirectional"})
     """
-
-    def enter(mechanism: type[Mechanism]) -> type[Mechanism]:
-        MECHANISMS.register(name)(mechanism)
-        mechanism.config_class.mechanism = name
-        return mechanism
-
-    return enter
+    return MECHANISMS.register(name)
 
 
 def list_mechanisms() -> list[str]:

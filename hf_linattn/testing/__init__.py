@@ -13,12 +13,16 @@ from typing import Any
 
 from rich.table import Table
 
+from ..config import make_config, require, require_known
+from ..errors import UnsupportedModeError
 from ..mechanisms import MECHANISMS, Mechanism
 from .cross import CROSS_INVARIANTS
-from .invariants import CAUSAL_ONLY, INVARIANTS, InvariantError
+from .expectations import InvariantError
+from .invariants import CAUSAL_ONLY, INVARIANTS
 from .models import (
     ARCHITECTURES,
     CROSS_ARCHITECTURES,
+    KEY_VALUE_HEADS,
     MODES,
     MORE_ARCHITECTURES,
     Case,
@@ -47,15 +51,19 @@ __all__ = [
 
 @dataclass
 class Check:
-    """One invariant of one case, and what came of it: `error` is None if it holds."""
+    """One invariant of one case, and what came of it.
+
+    `error` is None if it holds; `note`, if any, is what the table then says in place of that.
+    """
 
     case: Case
     invariant: str
     error: str | None = None
+    note: str | None = None
 
     def run(self) -> None:
         """Raise `InvariantError` if the invariant does not hold."""
-        (CROSS_INVARIANTS if self.case.mode == "cross" else INVARIANTS)[self.invariant](self.case)
+        self.note = (CROSS_INVARIANTS if self.case.mode == "cross" else INVARIANTS)[self.invariant](self.case)
 
 
 @dataclass
@@ -75,7 +83,7 @@ class Report:
         table = Table("invariant", *(f"{architecture} {mode}" for architecture, mode in columns))
         for name in INVARIANTS:
             checks = [check for check in self.checks if check.invariant == name]
-            cells = {(c.case.architecture, c.case.mode): c.error or "holds" for c in checks}
+            cells = {(c.case.architecture, c.case.mode): c.error or c.note or "holds" for c in checks}
             table.add_row(name, *(cells.get(column, "-") for column in columns))
         return table
 
@@ -85,6 +93,8 @@ def checks_of(
 ) -> list[Check]:
     """Return every check that can exist for a registered mechanism, not yet run."""
     modes, architectures = MECHANISMS.get(mechanism).modes, list(architectures)
+    for architecture in architectures:
+        require_known("architecture", architecture, KEY_VALUE_HEADS)
     across = [
         Check(Case(mechanism, architecture, False, options), name)
         for architecture in architectures
@@ -108,17 +118,35 @@ def check_mechanism(
 ) -> Report:
     """Run the invariants on a mechanism, by its registered name or class, and report which hold.
 
+    What a check raises is its error in the report; `run` of that check raises it again, with its traceback.
+
     Args:
         mechanism: a name of `list_mechanisms()` or a class decorated with `register_mechanism`.
         architectures: of "bert", "gpt2" and "llama" (grouped queries, rotary positions); "bart" and "whisper" for
             the mechanisms that have a cross form; and the causal ones of `MORE_ARCHITECTURES`.
         **options: options of the mechanism.
+
+    Raises:
+        UnknownNameError: no such mechanism or architecture.
+        OptionError: no such option, or a class that is not registered.
+        UnsupportedModeError: none of the architectures needs a form that the mechanism has.
     """
     name = mechanism if isinstance(mechanism, str) else mechanism.config_class.mechanism
+    registered = isinstance(mechanism, str) or (name in MECHANISMS.names() and MECHANISMS.get(name) is mechanism)
+    require("mechanism", mechanism, registered, "a name, or a class that @register_mechanism(name) stands above")
+    make_config(name, options)
+    architectures = list(architectures)
     checks = checks_of(name, architectures, **options)
+    if architectures and not checks:
+        raise UnsupportedModeError(
+            f"mechanism {name!r} has no form that {', '.join(architectures)} could ask for: it has"
+            f" {', '.join(sorted(MECHANISMS.get(name).modes))}; give other architectures, such as {ARCHITECTURES[0]!r}"
+        )
     for check in checks:
         try:
             check.run()
         except InvariantError as error:
             check.error = str(error)
+        except Exception as error:  # whatever the mechanism's code raises, the other checks have their say
+            check.error = f"{type(error).__name__}: {error}"
     return Report(checks)

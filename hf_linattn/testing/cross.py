@@ -25,17 +25,26 @@ from ..mechanisms.softmax import SoftmaxMechanism
 from ..ops import reference as naive
 from ..patching import original_attention, unpatch_model
 from .counters import largest_tensor
-from .invariants import check_exactness_limit, costs, expect, expect_close, expect_equal, expect_finite
+from .expectations import (
+    expect,
+    expect_close,
+    expect_equal,
+    expect_finite,
+    expect_gradcheck,
+    expect_growth,
+    head_gradients,
+)
+from .invariants import NOTHING, Invariant, check_exactness_limit, costs
 from .models import Case, random_tokens, source_of, tiny_model
 
-CROSS_INVARIANTS: dict[str, Callable[[Case], None]] = {}
+CROSS_INVARIANTS: dict[str, Invariant] = {}
 LENGTH, TARGET = 71, 43  # of sources (where a model can choose) and of targets
 
 
-def invariant(name: str) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
+def invariant(name: str) -> Callable[[Invariant], Invariant]:
     """Return a decorator that enters a check under `name`."""
 
-    def enter(check: Callable[[Case], None]) -> Callable[[Case], None]:
+    def enter(check: Invariant) -> Invariant:
         CROSS_INVARIANTS[name] = check
         return check
 
@@ -54,7 +63,7 @@ def check_padding(case: Case) -> None:
     mechanism = case.make()
     query, key, value = (x.requires_grad_() for x in case.heads(LENGTH, batch=1))
     want, _ = mechanism(query, key, value)
-    want_grads = torch.autograd.grad(want.sin().sum(), (query, key, value))
+    want_grads = head_gradients(want.sin(), (query, key, value))
     for before, middle, after in ((13, 0, 0), (0, 0, 13), (3, 4, 6)):
         real = torch.ones(LENGTH + 13, dtype=torch.bool)
         real[:before] = False
@@ -66,7 +75,7 @@ def check_padding(case: Case) -> None:
             padded.requires_grad_()
         got, _ = mechanism(query, *wide, real[None])
         expect_close(got, want, f"output with {before}, {middle} and {after} pads")
-        grads = torch.autograd.grad(got.sin().sum(), (query, *wide))
+        grads = head_gradients(got.sin(), (query, *wide))
         expect_close(grads[0], want_grads[0], "gradient of q beside pads")
         for name, grad, want_grad in zip("kv", grads[1:], want_grads[1:], strict=True):
             expect_close(grad[:, :, real], want_grad, f"gradient of {name} beside pads")
@@ -169,11 +178,10 @@ def check_reference(case: Case) -> None:
         want = naive.attend(mechanism.attention_matrix(heads[0], heads[1], key_padding_mask, None, heads[2]), heads[2])
         expect_close(got, want, "output against the reference")
         weight = torch.randn(got.shape, dtype=got.dtype, generator=torch.Generator().manual_seed(3))
-        grads = [torch.autograd.grad((output * weight).sum(), heads) for output in (got, want)]
+        grads = head_gradients(got * weight, heads), head_gradients(want * weight, heads, "reference")
         for name, a, b in zip("qkv", *grads, strict=True):
             expect_close(a, b, f"gradient of {name} against the reference", 1e-8)
-    small, mechanism = [x.requires_grad_() for x in case.heads(5, batch=1, size=0.5)], case.make()
-    torch.autograd.gradcheck(lambda *heads: mechanism(*heads)[0], small, fast_mode=True)
+    expect_gradcheck(case)
 
 
 @invariant("10 finite")
@@ -185,18 +193,19 @@ def check_finite(case: Case) -> None:
 
 
 @invariant("11 linear cost")
-def check_cost(case: Case) -> None:
+def check_cost(case: Case) -> str | None:
     """No tensor of Nq Nk elements; FLOPs and what the backward pass writes grow as stated when both lengths double."""
     made, length = case.make(torch.float32), 2048
     if not made.subquadratic:
-        return
+        return NOTHING
     heads = [x.requires_grad_() for x in case.heads(length, 1, torch.float32)]
     largest = largest_tensor(lambda: made(*heads)[0].sum().backward())
     pairs = heads[0].shape[2] * heads[1].shape[2]
     expect(largest < pairs, f"a tensor of {largest} elements was made for {pairs} pairs")
     short, long = (costs(made, case.heads(n, 1, torch.float32)) for n in (2 * length, 4 * length))
-    for what, a, b in (("FLOPs", short[0], long[0]), ("what the backward pass writes", short[1], long[1])):
-        expect(b < 1.1 * made.growth * a, f"{what} grew by {b / a:.2f} when the lengths doubled")
+    for what, a, b in zip(("FLOPs", "what the backward pass writes"), short, long, strict=True):
+        expect_growth(what, a, b, most=1.1 * made.growth)
+    return None
 
 
 @invariant("12 checkpointing and compile")

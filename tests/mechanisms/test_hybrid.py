@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_linattn import OptionError, UnknownNameError, get_mechanisms, list_mechanisms, patch_model
+from hf_linattn import OptionError, UnknownNameError, get_mechanisms, list_mechanisms, patch_model, register_mechanism
 from hf_linattn.config import make_config
 from hf_linattn.evaluation.fidelity import linear_share
 from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.mechanisms.deltanet import DeltanetMechanism
+from hf_linattn.mechanisms.gated_deltanet import GatedDeltanetMechanism
 from hf_linattn.mechanisms.linear import LinearMechanism
 from hf_linattn.ops import reference
 from hf_linattn.ops.hybrid.types import gate_logit
@@ -134,6 +137,37 @@ def test_the_seed_reaches_the_linear_part():
 def test_bad_options_are_named(options, error, message):
     with pytest.raises(error, match=message):
         make_config("hybrid", options)
+
+
+def own_kind(base: type, **attributes) -> type:
+    """Return a subclass with a config class of its own."""
+    config = dataclass(type("OwnConfig", (base.config_class,), {}))
+    return type("Own", (base,), {"config_class": config, **attributes})
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "base"),
+    [
+        ("hybrid", LinearMechanism), ("hybrid", DeltanetMechanism), ("hybrid", GatedDeltanetMechanism),
+        ("mixed_chunk", LinearMechanism),
+    ],
+)
+@pytest.mark.parametrize("method", ["causal_attention", "causal_sequences", "log_decay", "weights"])
+def test_a_far_part_with_outputs_of_its_own_is_refused_as_they_would_be_ignored(monkeypatch, mechanism, base, method):
+    monkeypatch.setattr(MECHANISMS, "_entries", {name: MECHANISMS.get(name) for name in list_mechanisms()})
+    register_mechanism("own")(own_kind(base, **{method: lambda self: None}))
+    with pytest.raises(OptionError, match=f"one of .*linear.*; its own {method} would never be called, got 'own'"):
+        make_config(mechanism, {"linear": "own"})
+    assert make_config(mechanism, {}).linear == "hedgehog"
+
+
+@pytest.mark.parametrize("attributes", [{}, {"weights": LinearMechanism.kernel_weights, "decays_by_distance": True}])
+@pytest.mark.parametrize("mechanism", ["hybrid", "mixed_chunk"])
+def test_a_far_part_that_inherits_its_outputs_or_says_they_are_the_same_is_taken(monkeypatch, mechanism, attributes):
+    monkeypatch.setattr(MECHANISMS, "_entries", {name: MECHANISMS.get(name) for name in list_mechanisms()})
+    kind = own_kind(LinearMechanism, **attributes)
+    register_mechanism("own")(kind)
+    assert type(Case(mechanism, "gpt2", True, {"linear": "own"}).make().linear) is kind
 
 
 def test_every_linear_mechanism_can_be_the_far_part():

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.autograd.gradcheck import GradcheckError
 
+from hf_linattn import OptionError, UnknownNameError, UnsupportedModeError
 from hf_linattn.config import MechanismConfig
 from hf_linattn.mechanisms import MECHANISMS, ExactnessLimit, Mechanism
 from hf_linattn.mechanisms.linear import LinearConfig, LinearMechanism
 from hf_linattn.ops import reference
 from hf_linattn.ops.linear.interface import Features, causal_linear_attention
 from hf_linattn.ops.linear.torch import LinearState
-from hf_linattn.testing import INVARIANTS, Case, InvariantError, check_mechanism
-from hf_linattn.testing.invariants import InvariantError as SameError
+from hf_linattn.testing import CROSS_INVARIANTS, INVARIANTS, Case, InvariantError, check_mechanism
+from hf_linattn.testing.expectations import InvariantError as SameError
 
 
 class PaddingInValuesOnly(LinearMechanism):
@@ -149,13 +151,77 @@ def test_a_false_claim_about_the_exactness_limit_is_caught(registered, monkeypat
         INVARIANTS["8 exactness limit"](Case(registered(Boastful), "gpt2", causal=True))
 
 
-def test_a_wrong_gradient_is_caught(registered):
-    class Detached(LinearMechanism):
-        def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
-            return super().causal_attention(query, key.detach(), value, key_padding_mask, sequence_ids, state)
+class Detached(LinearMechanism):
+    """Sends no gradient to the keys."""
 
-    with pytest.raises((InvariantError, RuntimeError)):
-        INVARIANTS["9 reference"](Case(registered(Detached), "gpt2", causal=True))
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        return super().causal_attention(query, key.detach(), value, key_padding_mask, sequence_ids, state)
+
+
+class HalfTheGradient(LinearMechanism):
+    """Sends half of the gradient to the keys."""
+
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        key = torch.lerp(key, key.detach(), 0.5)
+        return super().causal_attention(query, key, value, key_padding_mask, sequence_ids, state)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [(Detached, "output does not depend on key at all"), (HalfTheGradient, "gradient of k against the reference")],
+)
+def test_a_wrong_gradient_is_caught(registered, fault, message):
+    with pytest.raises(InvariantError, match=message):
+        INVARIANTS["9 reference"](Case(registered(fault), "gpt2", causal=True))
+
+
+def test_gradients_that_small_differences_deny_are_caught(registered, monkeypatch):
+    def deny(*_, **__):
+        raise GradcheckError("Jacobian mismatch")
+
+    monkeypatch.setattr(torch.autograd, "gradcheck", deny)
+    for architecture, invariants in (("gpt2", INVARIANTS), ("bart", CROSS_INVARIANTS)):
+        with pytest.raises(InvariantError, match="gradcheck: Jacobian mismatch"):
+            invariants["9 reference"](Case("linear", architecture, causal=False))
+
+
+class Raises(LinearMechanism):
+    """Fails in its own code."""
+
+    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+        return [][1]
+
+
+def test_what_a_mechanism_raises_is_the_error_of_its_check_and_the_others_are_made(registered, monkeypatch):
+    for name in [*INVARIANTS][2:]:
+        monkeypatch.delitem(INVARIANTS, name)
+    report = check_mechanism(registered(Raises), ["gpt2"])
+    errors = {(check.invariant, check.case.mode): check.error for check in report.checks}
+    raised = "IndexError: list index out of range"
+    assert errors == {
+        ("1 causality", "causal"): raised, ("2 padding", "causal"): raised, ("2 padding", "bidirectional"): None,
+    }
+    with pytest.raises(IndexError):
+        report.failures[0].run()
+
+
+def test_costs_are_those_of_a_mechanism_as_it_is_now(registered):
+    class Redefined(LinearMechanism):
+        pass
+
+    case = Case(registered(Redefined), "gpt2", causal=True)
+    INVARIANTS["11 linear cost"](case)
+
+    class Slower(LinearMechanism):
+        def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state):
+            for part in query.split(64, 2):
+                part @ key.transpose(-1, -2)
+            return super().causal_attention(query, key, value, key_padding_mask, sequence_ids, state)
+
+    Slower.__name__ = "Redefined"
+    registered(Slower)
+    with pytest.raises(InvariantError, match=r"FLOPs grew from [0-9,]+ to [0-9,]+ when"):
+        INVARIANTS["11 linear cost"](case)
 
 
 def test_check_mechanism_reports_every_check_and_names_the_failures(registered):
@@ -167,6 +233,45 @@ def test_check_mechanism_reports_every_check_and_names_the_failures(registered):
     assert len(report.checks) == 2 * len(INVARIANTS) - 2  # causality and decoding exist in one mode only
     assert report.table().row_count == len(INVARIANTS)
     assert check_mechanism(MECHANISMS.get(name), architectures=[]).checks == []
+
+
+class StatesNothing(LinearMechanism):
+    """Says neither what it is equal to nor that it is cheap, and has a form of one kind."""
+
+    limit = Mechanism.limit
+    subquadratic = False
+    modes = frozenset({"bidirectional", "cross"})
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "bart"])
+def test_the_table_says_where_nothing_was_asked(registered, monkeypatch, architecture):
+    asked, asks_nothing = "3 batch independence", ["8 exactness limit", "11 linear cost"]
+    for invariants in (INVARIANTS, CROSS_INVARIANTS):
+        for name in {*invariants} - {asked, *asks_nothing}:
+            monkeypatch.delitem(invariants, name)
+    report = check_mechanism(registered(StatesNothing), [architecture])
+    names, results = (list(column.cells) for column in report.table().columns)
+    assert report.failures == []
+    assert dict(zip(names, results, strict=True)) == {asked: "holds"} | dict.fromkeys(asks_nothing, "nothing to check")
+
+
+@pytest.mark.parametrize(
+    ("architectures", "options", "error", "message"),
+    [
+        (["mistral", "phi3"], {}, UnsupportedModeError, "that mistral, phi3 could ask for: .*bidirectional, cross;"),
+        (["bert", "brt"], {}, UnknownNameError, "unknown architecture 'brt'; did you mean bert or bart"),
+        (["bert"], {"decai": "learned"}, OptionError, "no option 'decai'; did you mean decay"),
+    ],
+)
+def test_what_leaves_nothing_to_check_is_refused(registered, architectures, options, error, message):
+    with pytest.raises(error, match=message):
+        check_mechanism(registered(StatesNothing), architectures, **options)
+
+
+@pytest.mark.parametrize("parent", [LinearMechanism, Mechanism])
+def test_a_class_that_is_not_registered_is_refused_in_place_of_its_parent_checked(parent):
+    with pytest.raises(OptionError, match=r"mechanism must be .*@register_mechanism\(name\).*Unregistered"):
+        check_mechanism(type("Unregistered", (parent,), {}), ["gpt2"])
 
 
 def test_invariant_errors_are_assertion_errors():
