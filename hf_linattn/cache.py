@@ -327,11 +327,13 @@ class RecurrentStateLayer(LinearAttentionLayer, StateLayer):
 
 
 def state_bytes(cache: Cache) -> int:
-    """Return the bytes that a cache holds, states and kept keys and values together."""
+    """Return the bytes that a cache holds: states, those of recurrences too, and kept keys and values."""
     total = 0
     for layer in cache.layers:
+        kept = [x for name in ("conv_states", "recurrent_states") for x in getattr(layer, name, {}).values()]
         if isinstance(layer, StateLayer):
             total += layer.nbytes
-        elif layer.is_initialized:
-            total += sum(t.numel() * t.element_size() for t in (layer.keys, layer.values) if t is not None)
+        elif getattr(layer, "is_initialized", False):  # the layer of a recurrence alone has no keys
+            kept += [layer.keys, layer.values]
+        total += sum(x.numel() * x.element_size() for x in kept if x is not None)
     return total

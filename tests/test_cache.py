@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.composite import JoinedState
 from hf_linattn.ops.block_softmax.interface import KeptKeys
 from hf_linattn.ops.hybrid.interface import HybridState
+from hf_linattn.support.tiny import tiny_model
 from tests.helpers import assert_close, each_of, generate, logits_of, make_patched, make_tokens
 from tests.models import NUM_HEADS, NUM_KEY_VALUE_HEADS, NUM_LAYERS, make_model
 
@@ -94,6 +96,22 @@ def test_bytes_of_softmax_grow_with_the_context(name):
     model = make_model(name)
     short, long = (state_bytes(read(model, make_tokens(1, n)).past_key_values) for n in (10, 20))
     assert long == 2 * short > 0
+
+
+@pytest.mark.parametrize("variant", [nullcontext, original_attention])
+@pytest.mark.parametrize("model_type", ["jamba", "falcon_h1"])  # recurrences between attention layers, and in them
+def test_bytes_are_those_of_all_tensors_where_layers_are_recurrent(model_type, variant):
+    def tensors(value):
+        if isinstance(value, torch.Tensor):
+            return [value]
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+        return [x for part in inside for x in tensors(part)]
+
+    model = patch_model(tiny_model(model_type), "linear")
+    with variant(model):
+        cache = read(model, make_tokens(2, 9)).past_key_values
+    expected = sum(x.nbytes for layer in cache.layers for x in tensors(vars(layer)))
+    assert state_bytes(cache) == expected > 0
 
 
 @pytest.mark.covering(1)
