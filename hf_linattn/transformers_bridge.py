@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
-from .attention_call import AttentionCall, begin_call, current_call, end_call, interceptor_of
+from .attention_call import AttentionCall, begin_call, current_call, end_call, interceptor_of, is_replica
 from .cache import EncoderStateLayer, StateLayer
 from .cache_layers import find_layer, has_begun, is_static_step, keeps_states, require_fitting, seen_columns
 from .errors import UnsupportedModeError, UnsupportedModelError
@@ -186,7 +186,7 @@ def model_end_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
 def model_post_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """After the first evaluation forward, check that every layer really called its mechanism."""
     patched: PatchedModel = getattr(model, RECORD)
-    if patched.verified or model.training or torch.compiler.is_compiling() or not patched.active:
+    if patched.verified or model.training or torch.compiler.is_compiling() or not patched.active or is_replica(model):
         return
     idle = [path for path, module in patched.attention.items() if not mechanism_of(module).calls]
     if idle:
