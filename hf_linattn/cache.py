@@ -59,6 +59,16 @@ class StateLayer(CacheLayerMixin):
             adopted.seq_length, adopted.is_initialized = seen, True
         return adopted
 
+    def like(self) -> StateLayer:
+        """Return a layer for the state of another module that attends to what this one has just handed out."""
+        made = self._empty()
+        made._keep_none(self.keys, self.values)
+        made.seq_length = self.seq_length - self.handed
+        return made
+
+    def _empty(self) -> StateLayer:
+        return StateLayer()
+
     def require_own(self, config: Any, index: int) -> None:
         """Raise `UnsupportedModeError` if the state is that of a mechanism of another config."""
         if self.state is None or self.made_by is config or self.made_by == config:
@@ -174,6 +184,9 @@ class StaticStateLayer(StateLayer):
         self.room, self.is_sliding = room, is_sliding
         self.read = torch.tensor(0)
         super().__init__()
+
+    def _empty(self) -> StateLayer:
+        return StaticStateLayer(self.room, self.is_sliding)
 
     @property
     def seq_length(self) -> Any:

@@ -137,8 +137,8 @@ def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         return
     call.keep_input(mechanism, args, kwargs)
     cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
-    call.layer = None if cache is None else find_layer(module, mechanism, cache)
-    call.read = None if call.layer is None else call.layer.get_seq_length()
+    if cache is not None:
+        call.layer, call.read = find_layer(module, mechanism, cache)
 
 
 def attention_post_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
