@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import _add_variant
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from . import saving
@@ -95,7 +96,7 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
                     name, *args, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs
                 )
             except (SafetensorError, json.JSONDecodeError) as error:
-                file = damaged_file(name, **only(kwargs, *WHERE))
+                file = damaged_file(name, kwargs.get("variant"), **only(kwargs, *WHERE))
                 raise CheckpointError(f"{file} is damaged ({error}); fetch or save it again") from error
             check_loaded(model, info, name, ignore_mismatched_sizes)
             return (model, info) if output_loading_info else model
@@ -144,10 +145,11 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], name: Any, ign
         )
 
 
-def damaged_file(name: Any, **where: Any) -> str:
+def damaged_file(name: Any, variant: str | None, **where: Any) -> str:
     """Return the first file of the weights of a checkpoint that cannot be read; where: see `WHERE`."""
-    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **where)
-    files = [SAFE_WEIGHTS_NAME]
+    whole, listing = (_add_variant(x, variant) for x in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    index = cached_file(name, listing, _raise_exceptions_for_missing_entries=False, **where)
+    files = [whole]
     if index is not None:
         try:
             files = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
