@@ -70,6 +70,7 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
 
     class Linearized(base):  # type: ignore[misc, valid-type]
         def __init__(self, config: Any, *args: Any, **kwargs: Any):
+            require_all_parts(base, config)
             patches = read_patches(config.hf_linattn)
             config = copy.deepcopy(config)  # the caller's may serve for another model
             unmark_config(config)
@@ -104,6 +105,17 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
     Linearized.__name__ = Linearized.__qualname__ = base.__name__  # by which transformers knows a class
     Linearized.config_class = config_class
     return Linearized
+
+
+def require_all_parts(base: type[PreTrainedModel], config: Any) -> None:
+    """Refuse the text model alone of a checkpoint with other parts, which transformers makes of unconverted ones."""
+    if base.config_class is config.sub_configs.get("text_config"):
+        saved_as = class_names(config)
+        able = sorted({auto.__name__ for auto, made in auto_classes(type(config)) if made.__name__ in saved_as})
+        raise CheckpointError(
+            f"{config.name_or_path!r} was saved as {' or '.join(saved_as)}, and {base.__name__} is its text model"
+            f" alone; load it as the class that it was saved as, with {' or '.join(able) or 'that class'}"
+        )
 
 
 def find_part(model: PreTrainedModel, path: str) -> PreTrainedModel:
