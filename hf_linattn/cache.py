@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+)
 
 from .errors import UnsupportedModeError
 from .masks import all_real
@@ -305,8 +311,11 @@ class EncoderStateLayer(StateLayer):
         return (self._keys, self._values)[number] if self.pending is None else self.pending[number]
 
 
-class RecurrentStateLayer(LinearAttentionLayer, StateLayer):
-    """A state layer in a model whose layer is attention and recurrence at once, and keeps the states of both here."""
+class RecurrentStateLayer(StateLayer, LinearAttentionAndFullAttentionLayer):
+    """A state layer in a model whose layer is attention and recurrence at once, and keeps the states of both here.
+
+    It is of the class whose layers transformers does not take for recurrences alone.
+    """
 
     is_compileable = False
     is_croppable = False
@@ -334,9 +343,6 @@ class RecurrentStateLayer(LinearAttentionLayer, StateLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         StateLayer.reorder_cache(self, beam_idx)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        StateLayer.crop(self, tokens_to_remove)
 
 
 def state_bytes(cache: Cache) -> int:

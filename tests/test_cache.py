@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import QuantizedLayer
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer, QuantizedLayer
 
 from hf_linattn import list_mechanisms, original_attention, patch_model, unpatch_model
 from hf_linattn.cache import StateLayer, StaticStateLayer, state_bytes
@@ -112,6 +113,18 @@ def test_bytes_are_those_of_all_tensors_where_layers_are_recurrent(model_type, v
         cache = read(model, make_tokens(2, 9)).past_key_values
     expected = sum(x.nbytes for layer in cache.layers for x in tensors(vars(layer)))
     assert state_bytes(cache) == expected > 0
+
+
+@pytest.mark.parametrize("plan", ["linear", {"linear": [0]}], ids=["all layers", "some layers"])
+def test_a_recurrence_beside_a_state_stays_where_it_is_when_a_cache_is_offloaded(plan, monkeypatch):
+    model, ids = patch_model(tiny_model("falcon_h1"), plan), make_tokens(2, 9)
+    want = generate(model, ids)[1]
+    for place, name in ((torch, "Stream"), (torch.cuda, "default_stream")):  # of a GPU
+        monkeypatch.setattr(place, name, MagicMock())
+    moved, offload = [], LinearAttentionLayer.offload
+    monkeypatch.setattr(LinearAttentionLayer, "offload", lambda layer: [moved.append(type(layer)), offload(layer)])
+    assert torch.equal(generate(model, ids, cache_implementation="offloaded")[1], want)
+    assert set(moved) == (set() if plan == "linear" else {LinearAttentionAndFullAttentionLayer})
 
 
 @pytest.mark.covering(1)
