@@ -133,6 +133,12 @@ REFUSALS: dict[str, Refusal] = {
         "softmax needs the keys, which the state no longer has",
         "a cache of its own",
     ),
+    "shared keys": Refusal(
+        "a cache for layers that share keys (Gemma 3n, Gemma 4), of which some keep `softmax` and others do not",
+        UnsupportedModeError,
+        "a decoding state has no keys for those that keep it",
+        "the same for layers that share keys, or `use_cache=False`",
+    ),
     "static cache": Refusal(
         "`cache_implementation=\"static\"`, or a `StaticCache`, with a mechanism whose state grows (all but"
         " `softmax`) or whose steps look at it",

@@ -222,6 +222,16 @@ def describe_layer(
     )
 
 
+def lender_of(module: nn.Module) -> int | None:
+    """Return the index of the layer to whose keys a module without its own attends (Gemma 3n, Gemma 4), or None."""
+    if not getattr(module, "is_kv_shared_layer", False):
+        return None
+    config: Any = module.config
+    kinds, index = config.layer_types, module.layer_idx
+    own = range(config.num_hidden_layers - config.num_kv_shared_layers)
+    return max((i for i in own if kinds[i] == kinds[index]), default=None)
+
+
 def _head_widths(module: nn.Module, num_heads: int, shared_heads: int) -> tuple[int | None, int | None]:
     """Return how wide the heads of keys and values are, as far as the projections say it.
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .errors import UnsupportedModeError
 from .mechanisms import CallOptions, Mechanism, Pairs
 from .mechanisms.forward import fitting_hidden
 from .ops.common.exact_softmax import softmax_attention
@@ -109,6 +110,7 @@ class AttentionCall(NamedTuple):
 Interceptor = Callable[[AttentionCall], Tensor]
 
 _INTERCEPTORS = threading.local()  # `of`: mechanism -> what answers in its place, for this thread
+_OF_ALL_THREADS: list[Mapping[Mechanism, Interceptor | None]] = []
 
 
 @contextmanager
@@ -141,15 +143,35 @@ def _standing(interceptors: Mapping[Mechanism, Interceptor | None]) -> Iterator[
     before = getattr(_INTERCEPTORS, "of", None)
     try:
         _INTERCEPTORS.of = {**(before or {}), **interceptors}
+        _OF_ALL_THREADS.append(interceptors)
         yield
     finally:
         _INTERCEPTORS.of = before
+        _OF_ALL_THREADS.remove(interceptors)
 
 
 def interceptor_of(mechanism: Mechanism) -> Interceptor | None:
-    """Return what stands before a mechanism in this thread."""
+    """Return what stands before a mechanism in this thread; refuse a replica of one before which something stands."""
+    if _OF_ALL_THREADS and is_replica(mechanism):
+        _refuse_replica(mechanism)
     standing = getattr(_INTERCEPTORS, "of", None)
     return None if standing is None else standing.get(mechanism)
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether a module is a copy on another GPU, which torch.nn.DataParallel makes for one call, in a thread."""
+    return getattr(module, "_is_replica", False)
+
+
+def _refuse_replica(mechanism: Mechanism) -> None:
+    """Refuse to let a replica answer for itself where its original would not; both have one description of the layer.
+    """
+    if any(original.layer is mechanism.layer for standing in _OF_ALL_THREADS for original in standing):
+        raise UnsupportedModeError(
+            f"torch.nn.DataParallel runs layer {mechanism.layer.index} while something else answers for its mechanism,"
+            " as softmax does for a teacher, and its copies would not obey; let each process have one GPU (accelerate"
+            " launch --config_file recipes/accelerate/ddp.yaml), or make one visible (CUDA_VISIBLE_DEVICES=0)"
+        )
 
 
 class ModuleCall:

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+)
 
 from .errors import UnsupportedModeError
 from .masks import all_real
@@ -58,6 +64,16 @@ class StateLayer(CacheLayerMixin):
             adopted.pending = (keys[:, :, :seen], values[:, :, :seen])  # a static layer is longer than what it holds
             adopted.seq_length, adopted.is_initialized = seen, True
         return adopted
+
+    def like(self) -> StateLayer:
+        """Return a layer for the state of another module that attends to what this one has just handed out."""
+        made = self._empty()
+        made._keep_none(self.keys, self.values)
+        made.seq_length = self.seq_length - self.handed
+        return made
+
+    def _empty(self) -> StateLayer:
+        return StateLayer()
 
     def require_own(self, config: Any, index: int) -> None:
         """Raise `UnsupportedModeError` if the state is that of a mechanism of another config."""
@@ -174,6 +190,9 @@ class StaticStateLayer(StateLayer):
         self.room, self.is_sliding = room, is_sliding
         self.read = torch.tensor(0)
         super().__init__()
+
+    def _empty(self) -> StateLayer:
+        return StaticStateLayer(self.room, self.is_sliding)
 
     @property
     def seq_length(self) -> Any:
@@ -292,8 +311,11 @@ class EncoderStateLayer(StateLayer):
         return (self._keys, self._values)[number] if self.pending is None else self.pending[number]
 
 
-class RecurrentStateLayer(LinearAttentionLayer, StateLayer):
-    """A state layer in a model whose layer is attention and recurrence at once, and keeps the states of both here."""
+class RecurrentStateLayer(StateLayer, LinearAttentionAndFullAttentionLayer):
+    """A state layer in a model whose layer is attention and recurrence at once, and keeps the states of both here.
+
+    It is of the class whose layers transformers does not take for recurrences alone.
+    """
 
     is_compileable = False
     is_croppable = False
@@ -322,16 +344,15 @@ class RecurrentStateLayer(LinearAttentionLayer, StateLayer):
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         StateLayer.reorder_cache(self, beam_idx)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        StateLayer.crop(self, tokens_to_remove)
-
 
 def state_bytes(cache: Cache) -> int:
-    """Return the bytes that a cache holds, states and kept keys and values together."""
+    """Return the bytes that a cache holds: states, those of recurrences too, and kept keys and values."""
     total = 0
     for layer in cache.layers:
+        kept = [x for name in ("conv_states", "recurrent_states") for x in getattr(layer, name, {}).values()]
         if isinstance(layer, StateLayer):
             total += layer.nbytes
-        elif layer.is_initialized:
-            total += sum(t.numel() * t.element_size() for t in (layer.keys, layer.values) if t is not None)
+        elif getattr(layer, "is_initialized", False):  # the layer of a recurrence alone has no keys
+            kept += [layer.keys, layer.values]
+        total += sum(x.numel() * x.element_size() for x in kept if x is not None)
     return total

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
 
+from .architecture import lender_of
 from .cache import EncoderStateLayer, StateLayer
 from .errors import UnsupportedModeError
 from .mechanisms import MECHANISMS, Mechanism
@@ -22,11 +23,16 @@ def keeps_states(mechanism: Mechanism) -> bool:
     return mechanism.layer.mode != "bidirectional" and not isinstance(mechanism, SoftmaxMechanism)
 
 
-def find_layer(module: nn.Module, mechanism: Mechanism, given: Cache) -> Any:
-    """Return a module's layer of the cache that it is given, a state layer if a state is what it keeps; or None."""
+def find_layer(module: nn.Module, mechanism: Mechanism, given: Cache) -> tuple[Any, Any]:
+    """Return a module's layer of the cache that it is given, a state layer if a state is kept, and its length.
+
+    Both are None without one. The length is None where the new tokens are already in it.
+    """
     across = mechanism.layer.cross
     if (cache := _side_of(given, across)) is None:
-        return None
+        return None, None
+    if (lender := lender_of(module)) is not None:
+        return _shared_layer(module, mechanism, cache, lender), None
     index: Any = module.layer_idx
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
@@ -35,7 +41,30 @@ def find_layer(module: nn.Module, mechanism: Mechanism, given: Cache) -> Any:
             kind = EncoderStateLayer if across else StateLayer
             cache.layers[index] = kind.adopt(cache.layers[index])
         cache.layers[index].expected = True
+    return cache.layers[index], cache.layers[index].get_seq_length()
+
+
+def _shared_layer(module: nn.Module, mechanism: Mechanism, cache: Cache, lender: int) -> Any:
+    """Return the layer of a module that attends to the keys of layer `lender`: that one, or a state of its own."""
+    lent, index = cache.layers[lender], cast(int, module.layer_idx)
+    _require_alike(index, keeps_states(mechanism), lender, isinstance(lent, StateLayer))
+    if not isinstance(lent, StateLayer):
+        return lent
+    cache.layers += [lent.like() for _ in range(len(cache.layers), index + 1)]  # in older transformers they end before
+    if not isinstance(cache.layers[index], StateLayer):
+        cache.layers[index] = lent.like()
+    cache.layers[index].handed = lent.handed
     return cache.layers[index]
+
+
+def _require_alike(index: int, state: bool, lender: int, lent_state: bool) -> None:
+    """Refuse layers that share keys where one of them keeps a state and the other one needs the keys."""
+    if state != lent_state:
+        stateful, other = (index, lender) if state else (lender, index)
+        raise UnsupportedModeError(
+            f"layer {index} attends to the keys of layer {lender}, and layer {stateful} keeps a decoding state, beside"
+            f" which layer {other} has no keys; patch both with 'softmax' or neither, or pass use_cache=False"
+        )
 
 
 def _side_of(cache: Cache, across: bool) -> Cache | None:
@@ -55,11 +84,16 @@ def require_fitting(cache: Cache, modules: Iterable[nn.Module], mechanisms: Iter
     """Refuse a cache whose states others made, or that cannot hold them, before any of its layers is read or written.
 
     Raises:
-        UnsupportedModeError: another mechanism's states, or a static cache for a mechanism without `static_steps`.
+        UnsupportedModeError: another mechanism's states, a static cache for a mechanism without `static_steps`, or a
+            state in one alone of two layers that share keys.
     """
-    for module, mechanism in zip(modules, mechanisms, strict=True):
+    pairs = list(zip(modules, mechanisms, strict=True))
+    states = {getattr(module, "layer_idx", None) for module, mechanism in pairs if keeps_states(mechanism)}
+    for module, mechanism in pairs:
         layers: Any = getattr(_side_of(cache, mechanism.layer.cross), "layers", ())
         index: Any = getattr(module, "layer_idx", None)  # encoders have none
+        if (lender := lender_of(module)) is not None:
+            _require_alike(index, keeps_states(mechanism), lender, lender in states)
         if index is None or index >= len(layers):
             continue
         if isinstance(layers[index], StateLayer):

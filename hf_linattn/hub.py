@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import _add_variant
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from . import saving
@@ -69,6 +70,7 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
 
     class Linearized(base):  # type: ignore[misc, valid-type]
         def __init__(self, config: Any, *args: Any, **kwargs: Any):
+            require_all_parts(base, config)
             patches = read_patches(config.hf_linattn)
             config = copy.deepcopy(config)  # the caller's may serve for another model
             unmark_config(config)
@@ -95,7 +97,7 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
                     name, *args, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs
                 )
             except (SafetensorError, json.JSONDecodeError) as error:
-                file = damaged_file(name, **only(kwargs, *WHERE))
+                file = damaged_file(name, kwargs.get("variant"), **only(kwargs, *WHERE))
                 raise CheckpointError(f"{file} is damaged ({error}); fetch or save it again") from error
             check_loaded(model, info, name, ignore_mismatched_sizes)
             return (model, info) if output_loading_info else model
@@ -103,6 +105,17 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
     Linearized.__name__ = Linearized.__qualname__ = base.__name__  # by which transformers knows a class
     Linearized.config_class = config_class
     return Linearized
+
+
+def require_all_parts(base: type[PreTrainedModel], config: Any) -> None:
+    """Refuse the text model alone of a checkpoint with other parts, which transformers makes of unconverted ones."""
+    if base.config_class is config.sub_configs.get("text_config"):
+        saved_as = class_names(config)
+        able = sorted({auto.__name__ for auto, made in auto_classes(type(config)) if made.__name__ in saved_as})
+        raise CheckpointError(
+            f"{config.name_or_path!r} was saved as {' or '.join(saved_as)}, and {base.__name__} is its text model"
+            f" alone; load it as the class that it was saved as, with {' or '.join(able) or 'that class'}"
+        )
 
 
 def find_part(model: PreTrainedModel, path: str) -> PreTrainedModel:
@@ -144,10 +157,11 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], name: Any, ign
         )
 
 
-def damaged_file(name: Any, **where: Any) -> str:
+def damaged_file(name: Any, variant: str | None, **where: Any) -> str:
     """Return the first file of the weights of a checkpoint that cannot be read; where: see `WHERE`."""
-    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **where)
-    files = [SAFE_WEIGHTS_NAME]
+    whole, listing = (_add_variant(x, variant) for x in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    index = cached_file(name, listing, _raise_exceptions_for_missing_entries=False, **where)
+    files = [whole]
     if index is not None:
         try:
             files = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -28,6 +30,8 @@ RULE = "_hf_linattn_rule"  # the attribute of a mask of pairs that names the rul
 REAL = "_hf_linattn_real"  # that of a key mask: how many of its last columns are known to be true
 WINDOW = "_hf_linattn_window"  # that of one which is a sliding window: whether it is causal, and the key mask
 UNMASKED = "_hf_linattn_unmasked"  # that of a key mask which masks nothing, handed on for its length to be checked
+
+_MADE = threading.local()  # its list `masks`: weak references to the masks with a `RULE` that this thread made
 
 
 class MaskSizes(NamedTuple):
@@ -106,7 +110,8 @@ def require_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 def require_no_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any], mechanisms: Iterable[Mechanism]) -> None:
     """Refuse masks of pairs that only some layers could take, before these put the tokens into their cache."""
     masks = {name: kwargs.get(name) for name in ("attention_mask", "encoder_attention_mask")}
-    pairs = {name: x for name, x in masks.items() if isinstance(x, Tensor) and x.dim() == 4 and not hasattr(x, RULE)}
+    pairs = {name: x for name, x in masks.items() if isinstance(x, Tensor) and x.dim() == 4}
+    pairs = {name: x for name, x in pairs.items() if not hasattr(_made(x), RULE)}
     if not pairs:
         return
     given = _given(args, kwargs)
@@ -169,6 +174,18 @@ def mask_of_rule(key_mask: Tensor | None, sizes: MaskSizes, options: Mapping[str
     setattr(mask, RULE, rule)
     if found and mask.shape[2] == sizes.queries:  # others than softmax do not ask how wide a layer's window is
         setattr(mask, WINDOW, (found[0][0], columns))
+    _MADE.masks = [x for x in getattr(_MADE, "masks", ()) if x() is not None] + [weakref.ref(mask)]
+    return mask
+
+
+def _made(mask: Tensor) -> Tensor:
+    """Return the mask with a `RULE` of which this one is a copy, as Accelerate makes on other devices; or itself."""
+    if mask.dim() != 4 or hasattr(mask, RULE) or is_recorded():
+        return mask
+    for made in [x() for x in getattr(_MADE, "masks", ())]:
+        if made is not None and made.shape == mask.shape and made.dtype == mask.dtype:
+            if torch.equal(made.to(mask.device), mask):
+                return made
     return mask
 
 
@@ -255,9 +272,10 @@ def masks_of(
         return Masks()
     (batch, heads, num_queries, _), num_keys = query.shape, key.shape[2]
     shape, unmasked, softmax = tuple(mask.shape), hasattr(mask, UNMASKED), _is_softmax(mechanism)
-    window = None if softmax else getattr(mask, WINDOW, None)
+    window = None if softmax else getattr(_made(mask), WINDOW, None)
     if window is not None and window[0] == causal:
-        return masks_of(window[1], query, key, causal, cached, mechanism)
+        columns = None if window[1] is None else window[1].to(mask.device)
+        return masks_of(columns, query, key, causal, cached, mechanism)
     if mask.dim() == 4 and not softmax and _same_for_all(mask, num_queries == 1, causal):
         mask = mask[:, 0, 0]  # what some models add to the scores of all queries alike
         mask = mask if mask.dtype == torch.bool else mask >= 0
@@ -292,7 +310,7 @@ def _is_softmax(mechanism: Mechanism | None) -> bool:
 
 
 def _refuse_pairs(mask: Tensor, mechanism: Mechanism) -> NoReturn:
-    if (rule := getattr(mask, RULE, None)) is not None:
+    if (rule := getattr(_made(mask), RULE, None)) is not None:
         raise UnsupportedModeError(
             f"the model masks pairs by {rule}, which mechanism {mechanism.config.mechanism!r} of layer"
             f" {mechanism.layer.index} cannot keep; for such inputs patch the model with 'softmax' in that layer, or"

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
-from .attention_call import AttentionCall, begin_call, current_call, end_call, interceptor_of
+from .attention_call import AttentionCall, begin_call, current_call, end_call, interceptor_of, is_replica
 from .cache import EncoderStateLayer, StateLayer
 from .cache_layers import find_layer, has_begun, is_static_step, keeps_states, require_fitting, seen_columns
 from .errors import UnsupportedModeError, UnsupportedModelError
@@ -137,8 +137,8 @@ def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         return
     call.keep_input(mechanism, args, kwargs)
     cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
-    call.layer = None if cache is None else find_layer(module, mechanism, cache)
-    call.read = None if call.layer is None else call.layer.get_seq_length()
+    if cache is not None:
+        call.layer, call.read = find_layer(module, mechanism, cache)
 
 
 def attention_post_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -186,7 +186,7 @@ def model_end_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
 def model_post_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """After the first evaluation forward, check that every layer really called its mechanism."""
     patched: PatchedModel = getattr(model, RECORD)
-    if patched.verified or model.training or torch.compiler.is_compiling() or not patched.active:
+    if patched.verified or model.training or torch.compiler.is_compiling() or not patched.active or is_replica(model):
         return
     idle = [path for path, module in patched.attention.items() if not mechanism_of(module).calls]
     if idle:

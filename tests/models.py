@@ -100,6 +100,15 @@ LATENT = (
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash",
     "minicpm3", "mistral4", "youtu",
 )  # fmt: skip
+# the last two layers attend to the keys of the first two, each to those of its own kind
+SHARED = {
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE, "num_kv_shared_layers": 2,
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8,
+}  # fmt: skip
+SHARING: dict[str, dict[str, Any]] = {
+    "Gemma3n": {**SHARED, "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4},
+    "Gemma4": {**SHARED, "global_head_dim": HEAD_DIM},
+}
 CAUSAL = tuple(name for name, architecture in ARCHITECTURES.items() if architecture.causal)
 ENCODERS = tuple(name for name, architecture in ARCHITECTURES.items() if not architecture.causal)
 _MADE: dict[tuple[Any, ...], PreTrainedModel] = {}
@@ -126,6 +135,12 @@ def make_latent(model_type: str) -> PreTrainedModel:
     config = tiny_config(CONFIG_MAPPING[model_type], **sizes)
     classes = {**MODEL_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     return fill(getattr(transformers, classes[model_type])(config))
+
+
+def make_sharing(prefix: str) -> PreTrainedModel:
+    """Return a tiny model of one of `SHARING`."""
+    config = getattr(transformers, f"{prefix}TextConfig")(**{**GROUPED, "head_dim": HEAD_DIM, **SHARING[prefix]})
+    return fill(getattr(transformers, f"{prefix}ForCausalLM")(config))
 
 
 def fill(model: PreTrainedModel, std: float = 0.2, seed: int = 0) -> PreTrainedModel:

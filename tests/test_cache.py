@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import QuantizedLayer
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer, QuantizedLayer
 
 from hf_linattn import list_mechanisms, original_attention, patch_model, unpatch_model
 from hf_linattn.cache import StateLayer, StaticStateLayer, state_bytes
@@ -16,8 +18,9 @@ from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.composite import JoinedState
 from hf_linattn.ops.block_softmax.interface import KeptKeys
 from hf_linattn.ops.hybrid.interface import HybridState
+from hf_linattn.support.tiny import tiny_model
 from tests.helpers import assert_close, each_of, generate, logits_of, make_patched, make_tokens
-from tests.models import NUM_HEADS, NUM_KEY_VALUE_HEADS, NUM_LAYERS, make_model
+from tests.models import NUM_HEADS, NUM_KEY_VALUE_HEADS, NUM_LAYERS, SHARING, make_model, make_sharing
 
 KEY_VALUE_HEADS = {"gpt2": NUM_HEADS, "llama": NUM_KEY_VALUE_HEADS}
 CONSTANT = [name for name in list_mechanisms() if MECHANISMS.get(name).constant_state]
@@ -94,6 +97,34 @@ def test_bytes_of_softmax_grow_with_the_context(name):
     model = make_model(name)
     short, long = (state_bytes(read(model, make_tokens(1, n)).past_key_values) for n in (10, 20))
     assert long == 2 * short > 0
+
+
+@pytest.mark.parametrize("variant", [nullcontext, original_attention])
+@pytest.mark.parametrize("model_type", ["jamba", "falcon_h1"])  # recurrences between attention layers, and in them
+def test_bytes_are_those_of_all_tensors_where_layers_are_recurrent(model_type, variant):
+    def tensors(value):
+        if isinstance(value, torch.Tensor):
+            return [value]
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+        return [x for part in inside for x in tensors(part)]
+
+    model = patch_model(tiny_model(model_type), "linear")
+    with variant(model):
+        cache = read(model, make_tokens(2, 9)).past_key_values
+    expected = sum(x.nbytes for layer in cache.layers for x in tensors(vars(layer)))
+    assert state_bytes(cache) == expected > 0
+
+
+@pytest.mark.parametrize("plan", ["linear", {"linear": [0]}], ids=["all layers", "some layers"])
+def test_a_recurrence_beside_a_state_stays_where_it_is_when_a_cache_is_offloaded(plan, monkeypatch):
+    model, ids = patch_model(tiny_model("falcon_h1"), plan), make_tokens(2, 9)
+    want = generate(model, ids)[1]
+    for place, name in ((torch, "Stream"), (torch.cuda, "default_stream")):  # of a GPU
+        monkeypatch.setattr(place, name, MagicMock())
+    moved, offload = [], LinearAttentionLayer.offload
+    monkeypatch.setattr(LinearAttentionLayer, "offload", lambda layer: [moved.append(type(layer)), offload(layer)])
+    assert torch.equal(generate(model, ids, cache_implementation="offloaded")[1], want)
+    assert set(moved) == (set() if plan == "linear" else {LinearAttentionAndFullAttentionLayer})
 
 
 @pytest.mark.covering(1)
@@ -250,3 +281,52 @@ def test_a_state_of_another_mechanism_is_refused_and_left_as_it_was(plan):
         read(model, ids[:, :1], past_key_values=cache)
     assert cache.get_seq_length() == 9
     assert all(torch.equal(now, x) for now, x in zip(tensors_of(cache), before, strict=True))
+
+
+def caches(model):
+    """Return caches of every kind: with a place for each layer, with places as they are asked for, with fixed room."""
+    return DynamicCache(config=model.config), DynamicCache(), StaticCache(config=model.config, max_cache_len=24)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("plan", ["linear", "softmax", {"local": [0, 2], "linear": [1, 3]}, {"linear": [0, 2]}])
+def test_layers_that_share_keys_decode_what_they_compute_without_a_cache(name, plan):
+    model, ids = patch_model(make_sharing(name), plan), make_tokens(2, 17)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    masks = {n: {"attention_mask": mask[:, :n]} if name == "Gemma3n" else {} for n in (12, 15, 16, 17)}
+    want = model(input_ids=ids, use_cache=False, **masks[17]).logits
+    for cache in caches(model):
+        read(model, ids[:, :12], past_key_values=cache, logits_to_keep=1, **masks[12])  # Gemma 4 drops other queries
+        for n in (15, 16, 17):
+            seen = int(cache.get_seq_length())
+            got = read(model, ids[:, seen:n], past_key_values=cache, **masks[n]).logits
+            assert_close(got, want[:, seen:n])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plan", [{"linear": [0]}, {"linear": [2]}])
+def test_a_state_in_one_alone_of_two_layers_that_share_keys_is_refused_and_nothing_is_read(plan):
+    model, ids = patch_model(make_sharing("Gemma3n"), plan), make_tokens(2, 9)
+    cache = DynamicCache(config=model.config)
+    for given in (cache, None):
+        with pytest.raises(UnsupportedModeError, match=r"layer 2 attends to the keys of layer 0, .* use_cache=False"):
+            read(model, ids, past_key_values=given)
+    assert cache.get_seq_length() == 0
+    assert model(input_ids=ids, use_cache=False).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_layers_that_share_keys_go_on_from_a_cache_of_the_original_and_move_with_beams():
+    model, ids = patch_model(make_sharing("Gemma3n"), "linear"), make_tokens(2, 17)
+    results = []
+    for parts in ([8, 4, 1], [13]):
+        with original_attention(model):
+            cache = read(model, ids[:, :4], past_key_values=DynamicCache(config=model.config)).past_key_values
+        cache.reorder_cache(torch.tensor([1, 0]))
+        for part in ids[[1, 0], 4:].split(parts, dim=1):
+            logits = read(model, part, past_key_values=cache).logits
+        results.append(logits[:, -1])
+        assert [layer.get_seq_length() for layer in cache.layers] == [17] * 4
+    assert_close(*results)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def load(folder: Path):
-    return AutoModelForCausalLM.from_pretrained(folder)
+def load(folder: Path, **options: Any):
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 # -- the config -------------------------------------------------------------------------------------------------------
@@ -110,6 +111,15 @@ def test_a_shard_cut_short_or_gone_is_named(folder):
     (folder / INDEX).write_text((folder / INDEX).read_text()[:50])
     with pytest.raises(CheckpointError, match=f"{folder / INDEX}' is damaged"):
         load(folder)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "30KB"}], ids=["one file", "shards"])
+def test_damaged_weights_of_a_variant_are_named(folder, options):
+    make_patched("llama", "hedgehog").save_pretrained(folder, variant="fp16", **options)
+    damaged = sorted(folder.glob("model.fp16*.safetensors"))[-1]
+    damaged.write_bytes(damaged.read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match=f"{damaged}' is damaged"):
+        load(folder, variant="fp16")
 
 
 def test_config_weights_and_what_is_damaged_are_looked_for_in_one_place(folder):

@@ -102,6 +102,22 @@ def test_a_rule_that_comes_to_the_order_of_tokens_is_none(name, left, ruled):
     assert_close(logits(make_patched("llama", "softmax", **rules), inputs), want)
 
 
+def copy_masks(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """As Accelerate does on the way to a layer on another device."""
+    return args, {name: x.clone() if isinstance(x, Tensor) else x for name, x in kwargs.items()}
+
+
+def test_what_is_said_of_a_mask_holds_for_copies_of_it_on_other_devices(ruled):
+    model, inputs = patch_model(make_model("llama", sliding_window=WINDOW), {"linear": 1}), padded(left=True)
+    ruled(PLAIN["window"])
+    want = logits(model, inputs)
+    model.model.layers[1].self_attn.register_forward_pre_hook(copy_masks, with_kwargs=True, prepend=True)
+    assert torch.equal(logits(model, inputs), want)
+    ruled(RULES["images"][0])
+    with pytest.raises(UnsupportedModeError, match="masks pairs by block_sequence_ids, which mechanism 'linear'"):
+        logits(model, inputs)
+
+
 @torch.no_grad()
 def test_softmax_keeps_a_rule_when_decoding(ruled):
     ruled(RULES["prefix"][0])

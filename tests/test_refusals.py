@@ -33,7 +33,7 @@ from hf_linattn import (
 from hf_linattn.architecture import self_attention_modules
 from hf_linattn.mechanisms import Mechanism
 from tests.helpers import logits_of, make_patched, make_tokens
-from tests.models import make_model
+from tests.models import make_model, make_sharing
 
 TINY = {"vocab_size": 96, "hidden_size": 32}
 TOKENS = make_tokens(1, 5)
@@ -154,6 +154,7 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "unsplit feed-forward": lambda: patch_model(make_model("opt"), "linear", chunk_feed_forward=8),
     "crop": lambda: make_patched("gpt2")(TOKENS, use_cache=True).past_key_values.crop(2),
     "state to softmax": state_to_softmax,
+    "shared keys": lambda: patch_model(make_sharing("Gemma3n"), {"linear": [0]})(TOKENS, use_cache=True),
     "static cache": lambda: make_patched("llama", "lsh").generate(TOKENS, cache_implementation="static"),
     "unreadable keys": unreadable_keys,
 }

@@ -33,6 +33,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from hf_linattn import CheckpointError, PatchError, get_mechanisms, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import UnsupportedModelError
 from hf_linattn.saving import PLAIN_SAVE
+from hf_linattn.support.tiny import tiny_config
 from tests.helpers import logits_of, make_patched, make_tokens
 from tests.models import SIZES, SPINE, TOKENS, fill, make_model
 from tests.test_marked import answer, make_llava
@@ -115,6 +116,25 @@ def test_a_whole_with_patched_parts_loads_as_another_class(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path)
     assert {f"model.{path}" for path in get_mechanisms(loaded)} == set(get_mechanisms(model))
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_the_text_model_alone_of_a_whole_is_refused_by_the_class_that_was_saved(tmp_path, in_parts):
+    """Of an unconverted checkpoint of this kind transformers makes it."""
+    config = tiny_config(transformers.Qwen3_5Config)
+    config.vision_config.depth = 1
+    whole = transformers.Qwen3_5ForConditionalGeneration(config)
+    whole.save_pretrained(tmp_path)
+    text = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(text) is transformers.Qwen3_5ForCausalLM
+    patch_model(whole.model.language_model if in_parts else whole, "linear")
+    whole.save_pretrained(tmp_path)
+    said = "saved as Qwen3_5ForConditionalGeneration, .* with AutoModelForImageTextToText"
+    with pytest.raises(CheckpointError, match=f"{tmp_path}' was {said}"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(AutoModelForImageTextToText.from_pretrained(tmp_path)) is type(whole)
+    patch_model(text, "linear").save_pretrained(tmp_path)
+    assert is_patched(AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize("parts", [{}, [], {"model.tower": "linear"}, {"model.multi_modal_projector": None}])

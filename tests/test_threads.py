@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_linattn import get_mechanisms, patch_model
 from hf_linattn.attention_call import current_call, intercept_attention, interceptor_of
+from hf_linattn.errors import UnsupportedModeError
 from hf_linattn.mechanisms import MECHANISMS, list_mechanisms
 from tests.helpers import each_of, make_patched, make_tokens
 from tests.models import make_model
@@ -108,6 +110,34 @@ def test_an_interceptor_stands_in_its_own_thread_only():
     torch.testing.assert_close(plain, patched)
     torch.testing.assert_close(softmax, make_model("llama")(tokens).logits)
     assert not any(interceptor_of(mechanism) for mechanism in mechanisms.values())
+
+
+def replica_of(module: nn.Module) -> nn.Module:
+    """Return what torch.nn.parallel.replicate makes of a module, but on the same device."""
+    replica = module._replicate_for_data_parallel()
+    for name, child in module.named_children():
+        setattr(replica, name, replica_of(child))
+    replica._parameters = {name: None for name, x in module._parameters.items() if x is None}
+    for name, parameter in module.named_parameters(recurse=False):
+        setattr(replica, name, parameter.view_as(parameter))  # no parameter any more
+    return replica
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_replicas_of_data_parallel_compute_the_same_and_meet_no_interceptor(name):
+    model, tokens = make_patched(name), make_tokens(2, 9)
+    replica = replica_of(model)
+    found = replica(tokens).logits  # before the model was called itself
+    assert torch.equal(found, model(tokens).logits)
+    other = make_patched(name)
+    with intercept_attention(get_mechanisms(other)):
+        assert torch.equal(replica(tokens).logits, found)
+    with intercept_attention(get_mechanisms(model)), ThreadPoolExecutor(1) as elsewhere:
+        for run in (replica, lambda ids: elsewhere.submit(replica, ids).result()):
+            with pytest.raises(UnsupportedModeError, match=r"DataParallel runs layer 0 .*accelerate/ddp\.yaml"):
+                run(tokens)
+    assert torch.equal(replica(tokens).logits, found)
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "linear", "local"])

@@ -13,6 +13,7 @@ import torch
 import yaml
 from datasets import Dataset, DatasetDict
 from transformers import TrainerCallback
+from transformers.training_args import ParallelMode
 
 from hf_linattn import patch_model
 from hf_linattn.errors import CheckpointError, DataError, OptionError
@@ -24,6 +25,7 @@ from hf_linattn.training.arguments import (
     parse_arguments,
     tokens_per_step,
 )
+from hf_linattn.training.arguments.trainer import report_idle
 from hf_linattn.training.data import PackedMaskingCollator
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.stages import recovery, stages_of
@@ -89,6 +91,18 @@ def test_tokens_per_step_counts_accumulation():
         [*REQUIRED, "--block_size", "64", "--per_device_train_batch_size", "3", "--gradient_accumulation_steps", "2"]
     )
     assert tokens_per_step(data, training) == 64 * 3 * 2 * max(1, training.n_gpu)
+
+
+def test_one_of_several_gpus_is_trained_on_and_the_log_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    report_idle.cache_clear()
+    training = FinetuningArguments(output_dir=str(tmp_path), per_device_train_batch_size=3)
+    for again in (training, dataclasses.replace(training, output_dir=str(tmp_path / "stage"))):
+        assert (again.n_gpu, again.train_batch_size, again.parallel_mode) == (1, 3, ParallelMode.NOT_PARALLEL)
+    assert [x for x in caplog.messages if "GPUs" in x] == [
+        "2 GPUs are visible, and this process trains on one; for all of them run"
+        " accelerate launch --config_file recipes/accelerate/ddp.yaml"
+    ]
 
 
 @pytest.mark.parametrize(

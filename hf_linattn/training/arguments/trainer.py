@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,15 @@ def bfloat16_pays() -> bool:
         return True
     logger.warning("bf16: float32 is taken, as this processor has no instructions for products of bfloat16")
     return False
+
+
+@functools.cache
+def report_idle(gpus: int) -> None:
+    """Say in the log, once, that a process trains on one of several GPUs."""
+    logger.warning(
+        "%d GPUs are visible, and this process trains on one; for all of them run"
+        " accelerate launch --config_file recipes/accelerate/ddp.yaml", gpus,
+    )  # fmt: skip
 
 
 @dataclass
@@ -88,5 +98,12 @@ class FinetuningArguments(TrainingArguments):
             if not both and not bfloat16_pays():
                 self.bf16, self.bf16_full_eval = False, False
         super().__post_init__()
+        if (visible := super().n_gpu) > 1:
+            report_idle(visible)
         # with it, every model loaded from now on would be an empty shard, which nothing but a Trainer can use
         unset_hf_deepspeed_config()
+
+    @property
+    def n_gpu(self) -> int:
+        """GPUs of this process: one, as the copies that torch.nn.DataParallel makes know of no teacher."""
+        return min(super().n_gpu, 1)
