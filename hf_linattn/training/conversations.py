@@ -9,6 +9,7 @@ from datasets import Dataset, DatasetDict
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from hf_linattn.chat_templates import render_chat
 from hf_linattn.errors import DataError
 from hf_linattn.reading import one_line
 
@@ -18,7 +19,7 @@ TOLD = 60  # characters of a conversation in a message
 
 
 def render_conversations(splits: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
-    """Return splits whose `text` is a conversation as the tokenizer's chat template writes it.
+    """Return splits whose `text` is a conversation as the tokenizer's chat template writes it, see `render_chat`.
 
     Args:
         splits: their column `text` holds a list of turns, each a mapping with `role` and `content`, or a mapping of
@@ -79,7 +80,7 @@ def conversation(given: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, An
 
     def written(count: int, asks: bool = False) -> str:
         try:
-            return str(tokenizer.apply_chat_template(turns[:count], tokenize=False, add_generation_prompt=asks))
+            return render_chat(tokenizer, turns[:count], asks)
         except TemplateError as error:
             raise DataError(
                 f"completion_only=True: the chat template refuses a conversation ({one_line(error)}); leave such rows"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import date
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +12,17 @@ import torch
 from datasets import Dataset, DatasetDict, Features, List, Sequence, Value
 from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
+from transformers.utils import chat_template_utils
 
 from hf_linattn import patch_model
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.evaluation import perplexity
+from hf_linattn.evaluation.recall.prompts import make_prompts
 from hf_linattn.training.arguments import DataArguments, DistillationArguments, RecipeArguments
 from hf_linattn.training.conversations import conversation, render_conversations
 from hf_linattn.training.data import load_text_splits, tokenize_and_pack
 from hf_linattn.training.preparation import check_windows
+from hf_linattn.training.same_run import rows_digest
 from hf_linattn.training.stages.positions import held_back
 from hf_linattn.training.stages.report import compare_with_original, read_long_documents
 from hf_linattn.training.task import CAUSAL, CLASSIFICATION, MASKED, TextEncoder
@@ -76,6 +80,21 @@ def test_turns_come_as_lists_of_their_parts_too_and_without_what_arrow_fills_in(
     for wrong in ({"role": "user", "content": "one"}, ["user", "one"]):
         with pytest.raises(DataError, match=r"a conversation is .*; give a list of turns with `role` and `content`"):
             conversation(wrong, tokenizer)
+
+
+@pytest.mark.parametrize("opening", ["", "\n", "  {% if true %}x{% endif %}\n"])
+def test_a_template_that_writes_the_date_writes_the_same_one_every_day(tokenizer, monkeypatch, opening):
+    dated = "{% macro day() %}{{ strftime_now('%A, %-d %y') }}{% endmacro %}{{ strftime_now('%d %b %Y') }} {{ day() }}"
+    tokenizer.chat_template, found = f"{opening}{dated}\n{TEMPLATE}", set()
+    splits = DatasetDict({"test": Dataset.from_dict({"text": [TURNS]})})
+    for day in (1, 2):
+        monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda day=day: date(2031, 5, day)))
+        written = render_conversations(splits, tokenizer)["test"]
+        recalled = make_prompts("copying", tokenizer, 400, count=1, chat=True)
+        found.add((rows_digest(written), str(recalled)))
+    assert len(found) == 1
+    plain = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    assert written["text"][0] == plain.replace("02 May 2031 Friday, 2 31", "26 Jul 2024 Friday, 26 24") != plain
 
 
 @torch.no_grad()
