@@ -37,6 +37,7 @@ TURNS = [
     {"role": "user", "content": "what is one"}, {"role": "assistant", "content": "a number"},
     {"role": "user", "content": "and é"}, {"role": "assistant", "content": "a lètter"},
 ]  # fmt: skip
+CONTENTS = [turn["content"] for turn in TURNS]
 
 
 @pytest.fixture
@@ -80,6 +81,22 @@ def test_turns_come_as_lists_of_their_parts_too_and_without_what_arrow_fills_in(
     for wrong in ({"role": "user", "content": "one"}, ["user", "one"]):
         with pytest.raises(DataError, match=r"a conversation is .*; give a list of turns with `role` and `content`"):
             conversation(wrong, tokenizer)
+
+
+def test_a_content_may_come_in_parts_that_are_texts(tokenizer):
+    expected = conversation(TURNS, tokenizer)
+    parts = [[{"type": "text", "text": text, "image": None} for text in (x[:3], x[3:])] for x in CONTENTS]
+    columns = [{name: [part[name] for part in row] for name in row[0]} for row in parts]
+    part = {name: Value("string") for name in ("type", "text", "image")}
+    for feature, given in ((List(part), parts), (Sequence(part), columns)):
+        rows = [[{"role": turn["role"], "content": x} for turn, x in zip(TURNS, given, strict=True)]]
+        features = Features({"text": List({"role": Value("string"), "content": feature})})
+        splits = DatasetDict({"train": Dataset.from_dict({"text": rows}, features=features)})
+        assert render_conversations(splits, tokenizer)["train"][0] == expected
+    for wrong in ([{"type": "image", "text": "a"}], [{"type": "text"}], ["a number"], 7, {"text": "a"}):
+        turns = [TURNS[0], {"role": "assistant", "content": wrong}]
+        with pytest.raises(DataError, match=r"a conversation has the content .*; give a text, or a list of parts"):
+            conversation(turns, tokenizer)
 
 
 @pytest.mark.parametrize("opening", ["", "\n", "  {% if true %}x{% endif %}\n"])
@@ -177,6 +194,9 @@ def test_rows_without_an_answer_are_left_out(tokenizer):
         (TURNS[1:2], TEMPLATE, "a conversation with the roles assistant has no answer"),
         (TURNS, "{{ messages[-1]['content'] }}", "writes earlier turns otherwise once there are later ones"),
         (TURNS, "{{ raise_exception('no roles') }}", "the chat template refuses a conversation .no roles."),
+        (TURNS, "{{ 1 + messages[0]['role'] }}", "the chat template refuses a conversation .unsupported operand"),
+        (TURNS, "{{ messages[0]['role'] | int('no') + 1 }}", "the chat template refuses a conversation .can only conc"),
+        (TURNS, {"tool_use": TEMPLATE}, "the chat template refuses a conversation .This model has multiple chat templ"),
     ],
 )
 def test_conversations_whose_answers_cannot_be_told_are_refused(tokenizer, turns, template, message):
