@@ -204,6 +204,11 @@ class SeveralLabels(SequenceClassification):
                 rows.append(list(given))
                 continue
             chosen = {*class_numbers(given or (), known, count)}
+            if len(chosen) < len(given or ()) or bool in map(type, given or ()):
+                raise DataError(
+                    f"label {given!r} does not name classes, each once; give their names or numbers, or {count}"
+                    " numbers 0.0 or 1.0"
+                )
             rows.append([float(number in chosen) for number in range(count)])
         return rows
 
