@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +13,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -40,9 +38,8 @@ from hf_linattn.training.losses.loss_module import LossModule
 from hf_linattn.training.losses.shared_layers import shared_layers
 from hf_linattn.training.not_finite import NotFiniteError, has_finite_weights
 from hf_linattn.training.parameter_groups import group_parameters
+from hf_linattn.training.progress import Progress, StepBar
 from hf_linattn.training.task import task_of
-
-logger = logging.getLogger(__name__)
 
 
 class RecoveryTrainer(Trainer):
@@ -353,45 +350,3 @@ class RecoveryTrainer(Trainer):
         if counted is None:
             return total / (wanted != IGNORED_LABEL).sum()
         return total / counted * self._processes
-
-
-class Progress(TrainerCallback):
-    """Say in the log how far a training is: tokens per second, losses and the time that is left.
-
-    Args:
-        row_tokens: tokens of a row.
-    """
-
-    def __init__(self, row_tokens: float):
-        self.row_tokens = row_tokens
-        self.start, self.first = 0.0, 0
-        self.held_back = ""  # in words; none before the first evaluation
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.start, self.first = time.perf_counter(), state.global_step
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
-    ) -> None:
-        given, done = logs or {}, state.global_step - self.first
-        if "eval_loss" in given:
-            self.held_back = f", held-back loss {given['eval_loss']:.4f}"
-        if "loss" not in given or not done or not state.is_world_process_zero:
-            return
-        each = (time.perf_counter() - self.start) / done  # evaluations and checkpoints are part of it
-        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        logger.info(
-            "step %d of %d: %s tokens/s, loss %.4f%s, %.1f minutes left", state.global_step,
-            state.max_steps, f"{rows * self.row_tokens / each:,.0f}", given["loss"], self.held_back,
-            each * (state.max_steps - state.global_step) / 60,
-        )  # fmt: skip
-
-
-class StepBar(ProgressCallback):
-    """The bar of a training's steps alone: evaluations have none inside it, and what is logged `Progress` says."""
-
-    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
-        pass
