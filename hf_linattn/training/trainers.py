@@ -165,11 +165,13 @@ class RecoveryTrainer(Trainer):
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
-        training_collator, self.data_collator = self.data_collator, self.evaluation_collator
+        """Return the batches of the validation rows: all of them, also where a training drops its last batch."""
+        before = self.data_collator, self.args.dataloader_drop_last
+        self.data_collator, self.args.dataloader_drop_last = self.evaluation_collator, False
         try:
             return super().get_eval_dataloader(eval_dataset)
         finally:
-            self.data_collator = training_collator
+            self.data_collator, self.args.dataloader_drop_last = before
 
     def evaluation_loop(
         self,

@@ -340,10 +340,11 @@ def test_the_trainer_weighs_tokens_alike_whatever_the_batches_of_a_validation(tm
     data = dataclasses.replace(data, validation=Dataset.from_dict(columns).with_format("torch"))
     expected = finetuning.validation_loss(model, data, 1)
     options = {"remove_unused_columns": False, "prediction_loss_only": not at_once}
-    for size in (1, 2, 3):
-        training = make_training(tmp_path, per_device_eval_batch_size=size, **options)
-        trainer = trainers.RecoveryTrainer(model, training, data)
+    for size, dropped in ((1, False), (2, False), (3, False), (2, True), (4, True)):
+        options |= {"per_device_eval_batch_size": size, "dataloader_drop_last": dropped}
+        trainer = trainers.RecoveryTrainer(model, make_training(tmp_path, **options), data)
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+        assert trainer.args.dataloader_drop_last == dropped, "of the training rows"
 
 
 def test_rows_that_fill_up_a_last_batch_count_in_no_process(tmp_path):
