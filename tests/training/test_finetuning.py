@@ -74,6 +74,13 @@ def test_flags_override_the_yaml_file(tmp_path):
     assert recipe.learning_rates == [1e-4, 1e-3]
 
 
+@pytest.mark.parametrize("name", ["save_strategy", "eval_strategy", "logging_strategy"])
+def test_no_is_a_strategy_in_a_yaml_file_too(tmp_path, name):
+    config = tmp_path / "recipe.yaml"
+    config.write_text(f"{name}: no\nload_best_model_at_end: false\n")
+    assert getattr(parse_arguments([str(config), *REQUIRED]).training, name) == "no"
+
+
 def test_one_learning_rate_is_a_grid_of_one():
     assert parse_arguments([*REQUIRED, "--learning_rate", "2e-3"])[2].learning_rates == [2e-3]
 
