@@ -177,7 +177,7 @@ def validation_loss(model: nn.Module, data: TrainingData, batch_size: int) -> fl
             output = model(**inputs)
             weights = data.class_weights
             loss = weighted_loss(output.logits, inputs["labels"], weights) if weights else output.loss
-            total += float(loss) * predicted
+            total += float(loss) * predicted if predicted else 0.0  # the mean of none is no number
     return total / count
 
 

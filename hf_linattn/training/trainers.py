@@ -229,6 +229,8 @@ class RecoveryTrainer(Trainer):
     ) -> Any:
         if not model.training:
             num_items_in_batch = None  # of all processes; what a batch counts is settled by `evaluation_loop`
+        if num_items_in_batch is not None:
+            num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)  # a step may mask no token
         labels, counted = inputs.get("labels"), num_items_in_batch if self.model_accepts_loss_kwargs else None
         if self.teacher is None or not model.training:
             if self._head is not None and labels is not None and (model.training or self.args.prediction_loss_only):
@@ -237,7 +239,7 @@ class RecoveryTrainer(Trainer):
                 loss = self._mean(output.logits, count, counted)
             else:
                 loss, output = super().compute_loss(model, inputs, True, num_items_in_batch)
-                loss = self._weighted(loss, output, model, labels, counted)
+                loss = self._weighted(loss, output, model, inputs, counted)
             return (loss, output) if return_outputs else loss
         if self._head is not None:
             return self._taught_by_chunks(self._head, self.teacher, model, inputs, counted)
@@ -245,7 +247,7 @@ class RecoveryTrainer(Trainer):
         # first: switching adapters off and on disturbs gradients
         teacher_outputs = self.teacher.outputs(model, inputs)
         loss, output = super().compute_loss(model, inputs, True, num_items_in_batch)
-        loss = self._weighted(loss, output, model, labels, counted)
+        loss = self._weighted(loss, output, model, inputs, counted)
         divergence, hidden = distillation_loss(
             output, teacher_outputs, inputs["labels"], self.teacher, task_of(model), counted,
             inputs.get("attention_mask"),
@@ -328,18 +330,19 @@ class RecoveryTrainer(Trainer):
         return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
 
     def _weighted(
-        self, loss: Tensor, output: Any, model: nn.Module, labels: Tensor | None, counted: Tensor | int | None
+        self, loss: Tensor, output: Any, model: nn.Module, inputs: dict[str, Any], counted: Tensor | int | None
     ) -> Tensor:
         """Turn the mean over a batch into its part of the mean over all batches of a step, smoothed if asked for."""
+        labels = inputs.get("labels")
         if labels is None:
             return loss
         if self.class_weights is not None:
             return weighted_loss(output.logits, labels, self.class_weights, self.smoothing if model.training else 0.0)
         if self.smoothing and model.training:
             return self._smoothed(output.logits, labels, model, counted)
-        if not self._averages or counted is None:
-            return loss
-        return loss * (task_of(model).predicted(labels) != IGNORED_LABEL).sum() / counted
+        count = torch.as_tensor(self._predictions(inputs), device=loss.device)
+        loss = torch.where(count > 0, loss, 0.0)  # the mean of none is no number
+        return loss * count / counted if self._averages and counted is not None else loss
 
     def _smoothed(self, logits: Tensor, labels: Tensor, model: nn.Module, counted: Tensor | int | None) -> Tensor:
         """Return the cross-entropy with labels that leave `label_smoothing_factor` to all classes alike."""
@@ -349,6 +352,4 @@ class RecoveryTrainer(Trainer):
         total = cross_entropy(
             logits, wanted, ignore_index=IGNORED_LABEL, label_smoothing=self.smoothing, reduction="sum"
         )
-        if counted is None:
-            return total / (wanted != IGNORED_LABEL).sum()
-        return total / counted * self._processes
+        return self._mean(total, (wanted != IGNORED_LABEL).sum(), counted)

@@ -337,6 +337,24 @@ def test_the_validation_loss_is_the_mean_over_predicted_tokens(name):
 
 
 @pytest.mark.parametrize("at_once", [False, True])
+def test_a_batch_of_the_validation_without_a_masked_token_counts_nothing(monkeypatch, at_once):
+    model = patch_model(make_model("bert", std=0.3), "linear")
+    data = make_data(model)
+    empty, masking = data.validation[1]["input_ids"], data.evaluation_collator
+
+    def collator(rows):
+        batch = masking(rows)
+        batch["labels"][[bool(torch.equal(row["input_ids"], empty)) for row in rows]] = -100
+        return batch
+
+    if at_once:
+        monkeypatch.setattr(finetuning, "separate_head", lambda model: None)
+    data = dataclasses.replace(data, evaluation_collator=collator)
+    whole, by_row = (finetuning.validation_loss(model, data, size) for size in (len(data.validation), 1))
+    assert by_row == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
 def test_the_trainer_weighs_tokens_alike_whatever_the_batches_of_a_validation(tmp_path, at_once):
     model = patch_model(make_model("gpt2", std=0.6), "linear")
     data = make_data(model)
