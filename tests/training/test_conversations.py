@@ -195,8 +195,8 @@ def test_rows_without_an_answer_are_left_out(tokenizer):
         (TURNS, "{{ messages[-1]['content'] }}", "writes earlier turns otherwise once there are later ones"),
         (TURNS, "{{ raise_exception('no roles') }}", "the chat template refuses a conversation .no roles."),
         (TURNS, "{{ 1 + messages[0]['role'] }}", "the chat template refuses a conversation .unsupported operand"),
-        (TURNS, "{{ messages[0]['role'] | int('no') + 1 }}", "the chat template refuses a conversation .can only conc"),
-        (TURNS, {"tool_use": TEMPLATE}, "the chat template refuses a conversation .This model has multiple chat templ"),
+        (TURNS, "{{ messages[0]['role'] | int('no') + 1 }}", "chat template refuses a conversation .can only concat"),
+        (TURNS, {"tool_use": TEMPLATE}, "chat template refuses a conversation .This model has multiple"),
     ],
 )
 def test_conversations_whose_answers_cannot_be_told_are_refused(tokenizer, turns, template, message):
