@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,13 @@ def accepted(model: nn.Module, **options: Any) -> dict[str, Any]:
     """Keep the options that the model's forward names."""
     parameters = inspect.signature(architecture.root_model(model).forward).parameters
     return {name: value for name, value in options.items() if name in parameters}
+
+
+def padding_token(model: nn.Module, tokenizer: Any) -> int:
+    """Return what rows are filled with where a mask hides it: the tokenizer's pad token, 0 if the model lacks that."""
+    pad = tokenizer.pad_token_id
+    size = getattr(architecture.root_model(model).config.get_text_config(), "vocab_size", math.inf)
+    return pad if pad is not None and pad < size else 0
 
 
 def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:

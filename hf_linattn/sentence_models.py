@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from . import architecture
 from .errors import CheckpointError, DataError, UnsupportedModelError
-from .inference import accepted, evaluation_mode
+from .inference import accepted, evaluation_mode, padding_token
 from .reading import reading
 
 if TYPE_CHECKING:
@@ -173,12 +173,12 @@ class SentenceModel:
         from .evaluation.retrieval import in_batches  # needs the extra [eval], which a conversion does without
 
         encoded = self.encode(texts, max_length)["input_ids"]
-        device = architecture.root_model(encoder).device
+        device, pad = architecture.root_model(encoder).device, padding_token(encoder, self.tokenizer)
 
         def read(chosen: Sequence[int]) -> Tensor:
             ids = [torch.tensor(encoded[i], device=device) for i in chosen]
             batch = {
-                "input_ids": pad_sequence(ids, True, self.tokenizer.pad_token_id),
+                "input_ids": pad_sequence(ids, True, pad),
                 "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True),
             }
             return self.embed(encoder, batch, windows)

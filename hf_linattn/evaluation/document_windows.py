@@ -30,7 +30,7 @@ class DocumentWindows:
         length: tokens that the model reads at a time.
         stride: tokens by which windows advance; None: half of what a window holds of a document.
         head, tail: how many tokens mark the beginning and the end of a text; every window gets the document's.
-        pad_token_id: what short windows are filled with, behind their end.
+        pad_token_id: what short windows are filled with, behind their end, where a mask hides it.
     """
 
     length: int
@@ -115,4 +115,4 @@ def windows_for(tokenizer: Any, length: int, stride: int | None = None) -> Docum
     marks = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
     head = marks.index(0)
     tail = marks[::-1].index(0)
-    return DocumentWindows(length, stride, head, tail, tokenizer.pad_token_id or 0)
+    return DocumentWindows(length, stride, head, tail)

@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from .. import architecture
 from ..config import require
 from ..errors import DataError, OptionError, UnsupportedModelError
-from ..inference import evaluation_mode
+from ..inference import evaluation_mode, padding_token
 from ..mechanisms.base import Mechanism
 from ..position_tables import position_tables
 from .next_token import logits_of_parts
@@ -163,7 +163,7 @@ def perplexity(
     total, num_tokens = 0.0, 0
     with evaluation_mode(model), torch.no_grad():
         for batch in tqdm(batches, desc="perplexity", unit="batch", disable=not progress):
-            losses = _token_losses(model, batch, tokenizer.pad_token_id or 0, masked)
+            losses = _token_losses(model, batch, padding_token(model, tokenizer), masked)
             total += float(losses.cpu().double().sum())
             num_tokens += losses.numel()
     loss = total / num_tokens

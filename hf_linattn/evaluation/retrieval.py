@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import architecture
 from ..config import require, require_finite
-from ..inference import evaluation_mode
+from ..inference import evaluation_mode, padding_token
 
 SCALE = 20.0  # of cosines in a softmax, as the losses of sentence-transformers have it
 
@@ -54,6 +54,7 @@ def embed(
             [texts[i] for i in chosen], padding=True, padding_side="right", truncation=True, max_length=max_length,
             return_tensors="pt",
         ).to(device)  # fmt: skip
+        batch["input_ids"].masked_fill_(batch["attention_mask"] == 0, padding_token(model, tokenizer))
         hidden, mask = model(**batch).last_hidden_state.float(), batch["attention_mask"][..., None]
         return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 

@@ -12,9 +12,12 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from hf_linattn.atomic_io import write_text
+
 logger = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state.json"  # what transformers writes last into a checkpoint
+BEST = "best_model_checkpoint"  # in it
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model.bin",
     "adapter_model.bin", "pytorch_model_fsdp*", "global_step*",
@@ -28,7 +31,8 @@ def last_complete_checkpoint(folder: Path, processes: int = 1) -> str | None:
     """Return the newest checkpoint in a folder that was written to its end, or None; all others are passed over.
 
     Every file is read: a machine that stops, or a disk that is full, leaves files that are empty, short or missing.
-    A checkpoint also needs the one that it names as the best so far, whose weights end the training.
+    A checkpoint also needs the one that it names as the best so far, whose weights end the training. It names it by
+    its path, which is written anew where the folder was moved.
 
     Args:
         processes: that take part in the training; each has its own random state.
@@ -38,6 +42,7 @@ def last_complete_checkpoint(folder: Path, processes: int = 1) -> str | None:
     for _, path in found:
         fault = next(faults(path, processes), None)
         if fault is None:
+            _name_best(path)
             return str(path)
         logger.warning("%s is half-written (%s) and not used", path, fault)
     return None
@@ -58,12 +63,18 @@ def faults(path: Path, processes: int = 1) -> Iterator[str]:
         yield f"no {OPTIMIZER[0]}"
     yield from damaged(path)
     try:
-        best = read_state(path).get("best_model_checkpoint")
+        best = best_checkpoint(path)
     except (ValueError, OSError):
         return  # named above
-    if best is not None and Path(best) != path:
-        yield from (f"its best checkpoint {best} has {fault}" for fault in weight_faults(Path(best)))
-        yield from (f"of its best checkpoint, {fault}" for fault in damaged(Path(best)))
+    if best not in (None, path):
+        yield from (f"its best checkpoint {best} has {fault}" for fault in weight_faults(best))
+        yield from (f"of its best checkpoint, {fault}" for fault in damaged(best))
+
+
+def best_checkpoint(path: Path) -> Path | None:
+    """Return the best checkpoint so far that one beside it names, wherever both were written; None: there is none."""
+    best = read_state(path).get(BEST)
+    return None if best is None else path.with_name(Path(best).name)
 
 
 def weight_faults(path: Path) -> Iterator[str]:
@@ -116,6 +127,13 @@ def has_ended(state: dict[str, Any], max_steps: int) -> bool:
     """Return whether a training had taken its last step when this state was saved, or had been stopped before."""
     control = state.get("stateful_callbacks", {}).get("TrainerControl", {})
     return state["global_step"] >= max_steps or bool(control.get("args", {}).get("should_training_stop"))
+
+
+def _name_best(path: Path) -> None:
+    """Have a checkpoint name its best one where that lies now."""
+    best, state = best_checkpoint(path), read_state(path)
+    if best is not None and str(best) != state[BEST]:
+        write_text(path / TRAINER_STATE, json.dumps(state | {BEST: str(best)}, indent=2, sort_keys=True) + "\n")
 
 
 def _is_unfinished(shards: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -204,6 +205,11 @@ class SeveralLabels(SequenceClassification):
                 rows.append(list(given))
                 continue
             chosen = {*class_numbers(given or (), known, count)}
+            if len(chosen) < len(given or ()) or bool in map(type, given or ()):
+                raise DataError(
+                    f"label {given!r} does not name classes, each once; give their names or numbers, or {count}"
+                    " numbers 0.0 or 1.0"
+                )
             rows.append([float(number in chosen) for number in range(count)])
         return rows
 
@@ -269,15 +275,17 @@ class PaddingCollator:
         """Pad with what a classifier knows as padding: one that reads its last token looks for that in front of it.
 
         Raises:
-            DataError: neither model nor tokenizer has a token for it, or the model lacks the one that it looks for.
+            DataError: neither model nor tokenizer has a token for it, or the model lacks the one that it looks for, or
+                has no embedding for it.
         """
         text_config = config.get_text_config()
         own = getattr(text_config, "pad_token_id", None)
         found: Any = tokenizer.pad_token_id if own is None else own
-        if found is None or found < 0 or (own is None and "pad_token_id" in text_config):
+        size = getattr(text_config, "vocab_size", math.inf)
+        if found is None or not 0 <= found < size or (own is None and "pad_token_id" in text_config):
             raise DataError(
                 f"pad_token: the tokenizer has {tokenizer.pad_token!r}, the model's config {own!r}; a batch of texts"
-                " of several lengths needs one, set both and save them"
+                " of several lengths needs one that the model has an embedding for, set both and save them"
             )
         return cls(found, tokenizer.pad_token_type_id)
 

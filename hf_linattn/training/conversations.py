@@ -9,27 +9,30 @@ from datasets import Dataset, DatasetDict
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from hf_linattn.chat_templates import render_chat
 from hf_linattn.errors import DataError
 from hf_linattn.reading import one_line
 
 ANSWERS = "answers"  # the column of their places
 ASSISTANT = "assistant"
+CONTENT = "content"
 TOLD = 60  # characters of a conversation in a message
 
 
 def render_conversations(splits: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
-    """Return splits whose `text` is a conversation as the tokenizer's chat template writes it.
+    """Return splits whose `text` is a conversation as the tokenizer's chat template writes it, see `render_chat`.
 
     Args:
         splits: their column `text` holds a list of turns, each a mapping with `role` and `content`, or a mapping of
-            lists, as a `Sequence` of such turns is read.
+            lists, as a `Sequence` of such turns is read. A content may be a list of parts, all of them texts.
 
     Returns:
         columns `text`, and `answers`: the places [first character, one past the last] of the assistant's turns.
 
     Raises:
-        DataError: the tokenizer has no chat template or is none of the fast ones, a conversation has no answer or is
-            refused by the template, or the template writes earlier turns otherwise when there are later ones.
+        DataError: the tokenizer has no chat template or is none of the fast ones, a conversation has no answer, has
+            a content that is no text or is refused by the template, or the template writes earlier turns otherwise
+            when there are later ones.
     """
     if not tokenizer.chat_template:
         raise DataError("completion_only=True: the tokenizer has no chat_template; set one, or leave it out")
@@ -55,16 +58,40 @@ def turns_of(given: Any) -> list[dict[str, Any]]:
     """Return the turns of a conversation, without what Arrow fills in: keys that other turns have alone, as None.
 
     Raises:
-        DataError: these are no turns.
+        DataError: these are no turns, or their content is no text.
 
     >>> turns_of({"role": ["user", "assistant"], "content": ["one?", "a number"], "tool_calls": [None, None]})
     [{'role': 'user', 'content': 'one?'}, {'role': 'assistant', 'content': 'a number'}]
     """
-    columns = isinstance(given, Mapping) and all(isinstance(values, list) for values in given.values())
-    turns = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)] if columns else given
+    turns = _rows(given)
     if isinstance(turns, Mapping) or not all(isinstance(turn, Mapping) for turn in turns):
         raise DataError(f"a conversation is {str(given)[:TOLD]!r}; give a list of turns with `role` and `content`")
-    return [{name: value for name, value in turn.items() if value is not None} for turn in turns]
+    turns = [{name: value for name, value in turn.items() if value is not None} for turn in turns]
+    return [{**turn, CONTENT: _text_of(turn[CONTENT])} if CONTENT in turn else turn for turn in turns]
+
+
+def _rows(given: Any) -> Any:
+    """Return the rows of columns, as a `Sequence` of mappings is read; all else as it is."""
+    columns = isinstance(given, Mapping) and all(isinstance(values, list) for values in given.values())
+    return [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)] if columns else given
+
+
+def _text_of(content: Any) -> str:
+    """Return the content of a turn as one text; it may come in parts."""
+    if isinstance(content, str):
+        return content
+    parts = _rows(content)
+    if not isinstance(parts, list) or not all(isinstance(part, Mapping) and _is_text(part) for part in parts):
+        raise DataError(
+            f"a conversation has the content {str(content)[:TOLD]!r}; give a text, or a list of parts like"
+            " {'type': 'text', 'text': ...}"
+        )
+    return "".join(part["text"] for part in parts)
+
+
+def _is_text(part: Mapping[str, Any]) -> bool:
+    """Return whether a part of a content is a text; others are images, for example."""
+    return part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def conversation(given: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -79,8 +106,8 @@ def conversation(given: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, An
 
     def written(count: int, asks: bool = False) -> str:
         try:
-            return str(tokenizer.apply_chat_template(turns[:count], tokenize=False, add_generation_prompt=asks))
-        except TemplateError as error:
+            return render_chat(tokenizer, turns[:count], asks)
+        except (TemplateError, TypeError, ValueError) as error:
             raise DataError(
                 f"completion_only=True: the chat template refuses a conversation ({one_line(error)}); leave such rows"
                 " out"

@@ -14,7 +14,7 @@ from hf_linattn.errors import OptionError
 from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.evaluation.embeddings import Texts, embedding_scores
 from hf_linattn.evaluation.samples import Sample, shortened
-from hf_linattn.inference import evaluation_mode
+from hf_linattn.inference import evaluation_mode, padding_token
 from hf_linattn.report.schema import EMBEDDING
 from hf_linattn.sentence_models import SentenceModel
 from hf_linattn.training.arguments import Arguments, DataArguments
@@ -101,7 +101,7 @@ class Embeddings(Task):
                 self.modules.encode(part, data.block_size, "test")
         limit = self.tokenizer.model_max_length
         self.tokenizer.model_max_length = max(limit, data.block_size)  # what is saved reads what was trained on
-        collator = PaddingCollator(self.tokenizer.pad_token_id)
+        collator = PaddingCollator(padding_token(model, self.tokenizer))
         return TrainingData(**rows, collator=collator, evaluation_collator=collator)
 
     def trainee(self, run: Any, model: nn.Module) -> nn.Module:

@@ -78,7 +78,8 @@ def fine_tune(
         use; else None.
     """
     arguments = stage_arguments(model, training, folder, learning_rate=learning_rate, max_steps=max_steps)
-    checkpoint = last_complete_checkpoint(folder, training.world_size)
+    with training.main_process_first(local=False):  # it may write
+        checkpoint = last_complete_checkpoint(folder, training.world_size)
     saved = None if checkpoint is None else read_state(Path(checkpoint))
     own = next((p.dtype for p in model.parameters() if p.ndim > 1), torch.float32)
     speed = Speed(data.row_tokens, product_dtype(arguments, own))
@@ -177,7 +178,7 @@ def validation_loss(model: nn.Module, data: TrainingData, batch_size: int) -> fl
             output = model(**inputs)
             weights = data.class_weights
             loss = weighted_loss(output.logits, inputs["labels"], weights) if weights else output.loss
-            total += float(loss) * predicted
+            total += float(loss) * predicted if predicted else 0.0  # the mean of none is no number
     return total / count
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn import extend_positions, get_mechanisms, is_patched, patch_model
@@ -24,6 +24,7 @@ from hf_linattn.training.arguments import NONE, WINDOW, Arguments, ModelArgument
 from hf_linattn.training.arguments.board import CommandLine
 from hf_linattn.training.base_task import Task, refuse
 from hf_linattn.training.data import TrainingData, is_held_out
+from hf_linattn.training.embeddings import texts_of
 from hf_linattn.training.loading import load_task
 from hf_linattn.training.losses.chunks import separate_head
 from hf_linattn.training.recall_rows import with_recall
@@ -79,10 +80,10 @@ def prepare(
         splits = task.written(loaded, TextEncoder(tokenizer, data_options))
         data = task.rows(splits, TextEncoder(tokenizer, data_options), model, recipe_options.max_train_tokens)
         long_data = None if not distillation.long_block_size else long_rows(arguments, task, tokenizer, splits, model)
-    check_tokenizer(tokenizer, model, model_options, data)
-    timed = [n for n in sorted(set(recipe_options.speed_lengths)) if limit is None or n <= limit]
     read = {"train": data.train, "validation": data.validation, "test": splits["test"]}
     read |= {} if long_data is None else {"long": long_data.train}
+    check_tokenizer(tokenizer, model, arguments, read)
+    timed = [n for n in sorted(set(recipe_options.speed_lengths)) if limit is None or n <= limit]
     run = TrainingRun(
         arguments=arguments,
         command=f"{program} {shlex.join(argv)}",
@@ -145,22 +146,27 @@ def longest_document(row: Mapping[str, Any]) -> int:
 
 
 def check_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, options: ModelArguments, data: TrainingData
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, arguments: Arguments, read: Mapping[str, Dataset]
 ) -> None:
     """Raise `OptionError` for a tokenizer that is not the model's.
 
-    It has tokens that the model has no embedding for, and the rows hold one; or it is said to be elsewhere than the
-    model, beside which lies one whose tokens have other numbers.
+    It has tokens that the model has no embedding for, and one is read; or it is said to be elsewhere than the model,
+    beside which lies one whose tokens have other numbers.
+
+    read: what a run reads, rows of tokens or texts.
     """
+    options = arguments.model
     name = options.tokenizer_name or options.model_name_or_path
     size = model.config.get_text_config().vocab_size
     if max(tokenizer.get_vocab().values(), default=0) >= size:
-        largest = max(int(torch.as_tensor(row["input_ids"]).max()) for row in data.train)
-        if largest >= size:
-            raise OptionError(
-                f"tokenizer_name={name!r}: token {largest}, {tokenizer.convert_ids_to_tokens(largest)!r}, is beyond"
-                f" the {size} tokens of {options.model_name_or_path!r}; give the one that the model was trained with"
-            )
+        for part, rows in read.items():
+            largest = largest_token(rows, TextEncoder(tokenizer, arguments.data))
+            if largest >= size:
+                raise OptionError(
+                    f"tokenizer_name={name!r}: token {largest}, {tokenizer.convert_ids_to_tokens(largest)!r}, is"
+                    f" beyond the {size} tokens of {options.model_name_or_path!r}, and the {part} rows hold it; give"
+                    " the one that the model was trained with"
+                )
     if options.tokenizer_name is None:
         return
     try:
@@ -174,6 +180,18 @@ def check_tokenizer(
             f"tokenizer_name={name!r} is not the tokenizer of {options.model_name_or_path!r}: {len(others)} of its"
             f" {len(own)} tokens have other numbers or none, such as {others[0]!r}; leave tokenizer_name out"
         )
+
+
+def largest_token(rows: Dataset, encoder: TextEncoder) -> int:
+    """Return the largest number of a token in rows, or in texts that are tested."""
+    if "input_ids" in rows.column_names:
+        tokens: Any = (row["input_ids"] for row in rows)  # type: ignore[index, call-overload]  # a row is a dict
+    else:
+        tokenizer, options = encoder
+        special = not options.completion_only
+        texts = texts_of(options.tested(rows))
+        tokens = tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+    return max((int(torch.as_tensor(ids).max()) for ids in tokens if len(ids)), default=0)
 
 
 def check_model(model: PreTrainedModel, arguments: Arguments, limit: int | None, task: Task) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +13,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -40,9 +38,8 @@ from hf_linattn.training.losses.loss_module import LossModule
 from hf_linattn.training.losses.shared_layers import shared_layers
 from hf_linattn.training.not_finite import NotFiniteError, has_finite_weights
 from hf_linattn.training.parameter_groups import group_parameters
+from hf_linattn.training.progress import Progress, StepBar
 from hf_linattn.training.task import task_of
-
-logger = logging.getLogger(__name__)
 
 
 class RecoveryTrainer(Trainer):
@@ -168,11 +165,13 @@ class RecoveryTrainer(Trainer):
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
-        training_collator, self.data_collator = self.data_collator, self.evaluation_collator
+        """Return the batches of the validation rows: all of them, also where a training drops its last batch."""
+        before = self.data_collator, self.args.dataloader_drop_last
+        self.data_collator, self.args.dataloader_drop_last = self.evaluation_collator, False
         try:
             return super().get_eval_dataloader(eval_dataset)
         finally:
-            self.data_collator = training_collator
+            self.data_collator, self.args.dataloader_drop_last = before
 
     def evaluation_loop(
         self,
@@ -230,6 +229,8 @@ class RecoveryTrainer(Trainer):
     ) -> Any:
         if not model.training:
             num_items_in_batch = None  # of all processes; what a batch counts is settled by `evaluation_loop`
+        if num_items_in_batch is not None:
+            num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)  # a step may mask no token
         labels, counted = inputs.get("labels"), num_items_in_batch if self.model_accepts_loss_kwargs else None
         if self.teacher is None or not model.training:
             if self._head is not None and labels is not None and (model.training or self.args.prediction_loss_only):
@@ -238,7 +239,7 @@ class RecoveryTrainer(Trainer):
                 loss = self._mean(output.logits, count, counted)
             else:
                 loss, output = super().compute_loss(model, inputs, True, num_items_in_batch)
-                loss = self._weighted(loss, output, model, labels, counted)
+                loss = self._weighted(loss, output, model, inputs, counted)
             return (loss, output) if return_outputs else loss
         if self._head is not None:
             return self._taught_by_chunks(self._head, self.teacher, model, inputs, counted)
@@ -246,7 +247,7 @@ class RecoveryTrainer(Trainer):
         # first: switching adapters off and on disturbs gradients
         teacher_outputs = self.teacher.outputs(model, inputs)
         loss, output = super().compute_loss(model, inputs, True, num_items_in_batch)
-        loss = self._weighted(loss, output, model, labels, counted)
+        loss = self._weighted(loss, output, model, inputs, counted)
         divergence, hidden = distillation_loss(
             output, teacher_outputs, inputs["labels"], self.teacher, task_of(model), counted,
             inputs.get("attention_mask"),
@@ -329,18 +330,19 @@ class RecoveryTrainer(Trainer):
         return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
 
     def _weighted(
-        self, loss: Tensor, output: Any, model: nn.Module, labels: Tensor | None, counted: Tensor | int | None
+        self, loss: Tensor, output: Any, model: nn.Module, inputs: dict[str, Any], counted: Tensor | int | None
     ) -> Tensor:
         """Turn the mean over a batch into its part of the mean over all batches of a step, smoothed if asked for."""
+        labels = inputs.get("labels")
         if labels is None:
             return loss
         if self.class_weights is not None:
             return weighted_loss(output.logits, labels, self.class_weights, self.smoothing if model.training else 0.0)
         if self.smoothing and model.training:
             return self._smoothed(output.logits, labels, model, counted)
-        if not self._averages or counted is None:
-            return loss
-        return loss * (task_of(model).predicted(labels) != IGNORED_LABEL).sum() / counted
+        count = torch.as_tensor(self._predictions(inputs), device=loss.device)
+        loss = torch.where(count > 0, loss, 0.0)  # the mean of none is no number
+        return loss * count / counted if self._averages and counted is not None else loss
 
     def _smoothed(self, logits: Tensor, labels: Tensor, model: nn.Module, counted: Tensor | int | None) -> Tensor:
         """Return the cross-entropy with labels that leave `label_smoothing_factor` to all classes alike."""
@@ -350,48 +352,4 @@ class RecoveryTrainer(Trainer):
         total = cross_entropy(
             logits, wanted, ignore_index=IGNORED_LABEL, label_smoothing=self.smoothing, reduction="sum"
         )
-        if counted is None:
-            return total / (wanted != IGNORED_LABEL).sum()
-        return total / counted * self._processes
-
-
-class Progress(TrainerCallback):
-    """Say in the log how far a training is: tokens per second, losses and the time that is left.
-
-    Args:
-        row_tokens: tokens of a row.
-    """
-
-    def __init__(self, row_tokens: float):
-        self.row_tokens = row_tokens
-        self.start, self.first = 0.0, 0
-        self.held_back = ""  # in words; none before the first evaluation
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.start, self.first = time.perf_counter(), state.global_step
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
-    ) -> None:
-        given, done = logs or {}, state.global_step - self.first
-        if "eval_loss" in given:
-            self.held_back = f", held-back loss {given['eval_loss']:.4f}"
-        if "loss" not in given or not done or not state.is_world_process_zero:
-            return
-        each = (time.perf_counter() - self.start) / done  # evaluations and checkpoints are part of it
-        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        logger.info(
-            "step %d of %d: %s tokens/s, loss %.4f%s, %.1f minutes left", state.global_step,
-            state.max_steps, f"{rows * self.row_tokens / each:,.0f}", given["loss"], self.held_back,
-            each * (state.max_steps - state.global_step) / 60,
-        )  # fmt: skip
-
-
-class StepBar(ProgressCallback):
-    """The bar of a training's steps alone: evaluations have none inside it, and what is logged `Progress` says."""
-
-    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        return self._mean(total, (wanted != IGNORED_LABEL).sum(), counted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -115,6 +116,14 @@ def test_causal_equals_token_by_token(name, attention, stride, tokenizer, texts)
     assert result["num_tokens"] == count == 22 + 7 + 1 + 10
     assert result["loss"] == pytest.approx(loss, rel=1e-10)
     assert result["perplexity"] == pytest.approx(math.exp(loss), rel=1e-10)
+
+
+def test_a_pad_token_that_the_model_has_no_embedding_for_is_not_read(tokenizer, texts):
+    model, padded = make_model("llama"), copy.deepcopy(tokenizer)
+    padded.add_special_tokens({"pad_token": "[OTHER PAD]"})
+    assert padded.pad_token_id >= model.config.vocab_size
+    options = {"max_length": 10, "batch_size": 3, "progress": False}
+    assert perplexity(model, padded, texts, **options) == perplexity(model, tokenizer, texts, **options)
 
 
 def test_default_stride_is_half_a_window(tokenizer, texts):

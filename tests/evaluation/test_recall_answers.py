@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -90,6 +91,17 @@ def test_likelihoods_and_ranks_are_those_of_whole_texts(model, prompts):
         assert answer["log_likelihood"] == pytest.approx(right, abs=2e-3)
         assert answer["rank"] == 1 + sum(other >= right for other in wrong)
         assert answer["candidates"] == 8
+
+
+def test_a_pad_token_that_the_model_has_no_embedding_for_is_not_read(model, prompts, monkeypatch):
+    ends = [*range(0, model.config.vocab_size, 4)]  # so that answers end at several places, and are filled up
+    monkeypatch.setattr(model.generation_config, "eos_token_id", ends)
+    tokenizer, padded = copy.deepcopy(bundled_tokenizer()), copy.deepcopy(bundled_tokenizer())
+    padded.add_special_tokens({"pad_token": "[OTHER PAD]"})
+    assert padded.pad_token_id >= model.config.vocab_size
+    tokenizer.pad_token = None
+    wanted = answer_prompts(model, tokenizer, prompts[::2], progress=False)
+    assert answer_prompts(model, padded, prompts[::2], progress=False) == wanted
 
 
 @torch.no_grad()

@@ -43,6 +43,14 @@ def test_an_embedding_is_the_mean_over_the_tokens_of_the_text_alone():
         torch.testing.assert_close(row, mean / mean.norm(), rtol=1e-4, atol=1e-5)
 
 
+def test_a_pad_token_that_the_model_has_no_embedding_for_is_not_read():
+    model, tokenizer, texts = make_encoder(), make_tokenizer(), ["w7 w9 w11", "w8"]
+    expected = embed(model, tokenizer, texts)
+    tokenizer.add_special_tokens({"pad_token": "[OTHER PAD]"})
+    assert tokenizer.pad_token_id >= model.config.vocab_size
+    assert torch.equal(embed(model, tokenizer, texts), expected)
+
+
 @pytest.mark.parametrize("k", [1, 3])
 def test_retrieval_counts_what_a_loop_counts(k):
     model, tokenizer = make_encoder(), make_tokenizer()

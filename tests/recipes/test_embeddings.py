@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from sentence_transformers import SentenceTransformer
 
 import hf_linattn
 from hf_linattn.errors import CheckpointError, DataError, OptionError, UnsupportedModelError
+from hf_linattn.evaluation.document_windows import windows_for
 from hf_linattn.report import Report
 from hf_linattn.sentence_models import SentenceModel
 from hf_linattn.training import pipeline
-from hf_linattn.training.arguments import DISTILLATION, parse_arguments
+from hf_linattn.training.arguments import DISTILLATION, DataArguments, parse_arguments
+from hf_linattn.training.base_task import TextEncoder
 from hf_linattn.training.classification import PaddingCollator
 from hf_linattn.training.loading import load_task
 from hf_linattn.training.losses.embeddings import EmbeddingDistillation, EmbeddingWeights
@@ -111,6 +113,27 @@ def test_an_embedding_model_learns_to_read_long_documents_from_its_own_windows(m
     assert "## Retrieval" in page and "embeddings averaged by tokens" in page and "validation loss" in page
     assert 'model = SentenceTransformer("' in card and "pipeline_tag: sentence-similarity" in card
     assert "cosine" in capsys.readouterr().out
+
+
+def test_a_pad_token_that_the_encoder_has_no_embedding_for_is_not_read(tmp_path):
+    name = save_sentence_model(tmp_path, max_position_embeddings=TABLE)
+    (encoder, task), texts = load_task(name), ["w7 w9 w11", "w8 w30 w31 w32 w33", "w40 w41"]
+    tokenizer, found = task.modules.tokenizer, []
+    rows = Dataset.from_dict({"text": texts})
+    for _ in range(2):
+        parts = DatasetDict({"train": rows, "validation": rows})
+        data = task.rows(parts, TextEncoder(tokenizer, DataArguments(block_size=TABLE)), encoder, 64)
+        batch = data.collator([*data.validation])
+        windows = windows_for(tokenizer, 3)
+        with torch.no_grad():
+            found.append([
+                task.modules.embed_texts(encoder, texts, max_length=TABLE), task.modules.embed(encoder, batch),
+                task.modules.embed(encoder, batch, windows),
+            ])  # fmt: skip
+        tokenizer.add_special_tokens({"pad_token": "[OTHER PAD]"})
+    assert tokenizer.pad_token_id >= encoder.config.vocab_size
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])

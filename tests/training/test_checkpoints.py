@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback
 
 from hf_linattn import patch_model
@@ -130,6 +131,21 @@ def test_a_checkpoint_needs_its_best_one_and_the_random_state_of_every_process(u
     assert last_complete_checkpoint(tmp_path, processes=2) is None
     cut_short(next(best.glob("*.safetensors")))
     assert last_complete_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("step", [STEPS - 1, STEPS])
+def test_a_training_that_was_moved_goes_on_and_ends_with_its_best_weights(unbroken, tmp_path, step):
+    folder, adapters, *_ = unbroken
+    best, last = (copied(folder, number, tmp_path / "stage") for number in (2, step))
+    state, former = last / "trainer_state.json", str(tmp_path / "former" / best.name)
+    named = {"best_model_checkpoint": former, "best_global_step": 2, "best_metric": 0.0}
+    state.write_text(json.dumps(json.loads(state.read_text()) | named))
+    result, weights = train(tmp_path / "stage", adapters, load_best_model_at_end=True)
+    assert (result["steps"], result["eval_loss"]) == (STEPS, 0.0), "it went on from there"
+    assert json.loads(state.read_text())["best_model_checkpoint"] == str(best)
+    own = {name.replace(".default.", "."): x for name, x in weights.items()}
+    saved = load_file(next(best.glob("*model.safetensors")))
+    assert saved and all(torch.equal(own[name], x) for name, x in saved.items())
 
 
 def test_a_file_with_a_wrong_byte_is_found(unbroken, tmp_path):

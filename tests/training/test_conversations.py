@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import date
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +12,17 @@ import torch
 from datasets import Dataset, DatasetDict, Features, List, Sequence, Value
 from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
+from transformers.utils import chat_template_utils
 
 from hf_linattn import patch_model
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.evaluation import perplexity
+from hf_linattn.evaluation.recall.prompts import make_prompts
 from hf_linattn.training.arguments import DataArguments, DistillationArguments, RecipeArguments
 from hf_linattn.training.conversations import conversation, render_conversations
 from hf_linattn.training.data import load_text_splits, tokenize_and_pack
 from hf_linattn.training.preparation import check_windows
+from hf_linattn.training.same_run import rows_digest
 from hf_linattn.training.stages.positions import held_back
 from hf_linattn.training.stages.report import compare_with_original, read_long_documents
 from hf_linattn.training.task import CAUSAL, CLASSIFICATION, MASKED, TextEncoder
@@ -33,6 +37,7 @@ TURNS = [
     {"role": "user", "content": "what is one"}, {"role": "assistant", "content": "a number"},
     {"role": "user", "content": "and é"}, {"role": "assistant", "content": "a lètter"},
 ]  # fmt: skip
+CONTENTS = [turn["content"] for turn in TURNS]
 
 
 @pytest.fixture
@@ -76,6 +81,37 @@ def test_turns_come_as_lists_of_their_parts_too_and_without_what_arrow_fills_in(
     for wrong in ({"role": "user", "content": "one"}, ["user", "one"]):
         with pytest.raises(DataError, match=r"a conversation is .*; give a list of turns with `role` and `content`"):
             conversation(wrong, tokenizer)
+
+
+def test_a_content_may_come_in_parts_that_are_texts(tokenizer):
+    expected = conversation(TURNS, tokenizer)
+    parts = [[{"type": "text", "text": text, "image": None} for text in (x[:3], x[3:])] for x in CONTENTS]
+    columns = [{name: [part[name] for part in row] for name in row[0]} for row in parts]
+    part = {name: Value("string") for name in ("type", "text", "image")}
+    for feature, given in ((List(part), parts), (Sequence(part), columns)):
+        rows = [[{"role": turn["role"], "content": x} for turn, x in zip(TURNS, given, strict=True)]]
+        features = Features({"text": List({"role": Value("string"), "content": feature})})
+        splits = DatasetDict({"train": Dataset.from_dict({"text": rows}, features=features)})
+        assert render_conversations(splits, tokenizer)["train"][0] == expected
+    for wrong in ([{"type": "image", "text": "a"}], [{"type": "text"}], ["a number"], 7, {"text": "a"}):
+        turns = [TURNS[0], {"role": "assistant", "content": wrong}]
+        with pytest.raises(DataError, match=r"a conversation has the content .*; give a text, or a list of parts"):
+            conversation(turns, tokenizer)
+
+
+@pytest.mark.parametrize("opening", ["", "\n", "  {% if true %}x{% endif %}\n"])
+def test_a_template_that_writes_the_date_writes_the_same_one_every_day(tokenizer, monkeypatch, opening):
+    dated = "{% macro day() %}{{ strftime_now('%A, %-d %y') }}{% endmacro %}{{ strftime_now('%d %b %Y') }} {{ day() }}"
+    tokenizer.chat_template, found = f"{opening}{dated}\n{TEMPLATE}", set()
+    splits = DatasetDict({"test": Dataset.from_dict({"text": [TURNS]})})
+    for day in (1, 2):
+        monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda day=day: date(2031, 5, day)))
+        written = render_conversations(splits, tokenizer)["test"]
+        recalled = make_prompts("copying", tokenizer, 400, count=1, chat=True)
+        found.add((rows_digest(written), str(recalled)))
+    assert len(found) == 1
+    plain = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    assert written["text"][0] == plain.replace("02 May 2031 Friday, 2 31", "26 Jul 2024 Friday, 26 24") != plain
 
 
 @torch.no_grad()
@@ -158,6 +194,9 @@ def test_rows_without_an_answer_are_left_out(tokenizer):
         (TURNS[1:2], TEMPLATE, "a conversation with the roles assistant has no answer"),
         (TURNS, "{{ messages[-1]['content'] }}", "writes earlier turns otherwise once there are later ones"),
         (TURNS, "{{ raise_exception('no roles') }}", "the chat template refuses a conversation .no roles."),
+        (TURNS, "{{ 1 + messages[0]['role'] }}", "the chat template refuses a conversation .unsupported operand"),
+        (TURNS, "{{ messages[0]['role'] | int('no') + 1 }}", "chat template refuses a conversation .can only concat"),
+        (TURNS, {"tool_use": TEMPLATE}, "chat template refuses a conversation .This model has multiple"),
     ],
 )
 def test_conversations_whose_answers_cannot_be_told_are_refused(tokenizer, turns, template, message):

@@ -76,6 +76,13 @@ def test_flags_override_the_yaml_file(tmp_path):
     assert recipe.learning_rates == [1e-4, 1e-3]
 
 
+@pytest.mark.parametrize("name", ["save_strategy", "eval_strategy", "logging_strategy"])
+def test_no_is_a_strategy_in_a_yaml_file_too(tmp_path, name):
+    config = tmp_path / "recipe.yaml"
+    config.write_text(f"{name}: no\nload_best_model_at_end: false\n")
+    assert getattr(parse_arguments([str(config), *REQUIRED]).training, name) == "no"
+
+
 def test_one_learning_rate_is_a_grid_of_one():
     assert parse_arguments([*REQUIRED, "--learning_rate", "2e-3"])[2].learning_rates == [2e-3]
 
@@ -344,6 +351,24 @@ def test_the_validation_loss_is_the_mean_over_predicted_tokens(name):
 
 
 @pytest.mark.parametrize("at_once", [False, True])
+def test_a_batch_of_the_validation_without_a_masked_token_counts_nothing(monkeypatch, at_once):
+    model = patch_model(make_model("bert", std=0.3), "linear")
+    data = make_data(model)
+    empty, masking = data.validation[1]["input_ids"], data.evaluation_collator
+
+    def collator(rows):
+        batch = masking(rows)
+        batch["labels"][[bool(torch.equal(row["input_ids"], empty)) for row in rows]] = -100
+        return batch
+
+    if at_once:
+        monkeypatch.setattr(finetuning, "separate_head", lambda model: None)
+    data = dataclasses.replace(data, evaluation_collator=collator)
+    whole, by_row = (finetuning.validation_loss(model, data, size) for size in (len(data.validation), 1))
+    assert by_row == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
 def test_the_trainer_weighs_tokens_alike_whatever_the_batches_of_a_validation(tmp_path, at_once):
     model = patch_model(make_model("gpt2", std=0.6), "linear")
     data = make_data(model)
@@ -354,10 +379,11 @@ def test_the_trainer_weighs_tokens_alike_whatever_the_batches_of_a_validation(tm
     data = dataclasses.replace(data, validation=Dataset.from_dict(columns).with_format("torch"))
     expected = finetuning.validation_loss(model, data, 1)
     options = {"remove_unused_columns": False, "prediction_loss_only": not at_once}
-    for size in (1, 2, 3):
-        training = make_training(tmp_path, per_device_eval_batch_size=size, **options)
-        trainer = trainers.RecoveryTrainer(model, training, data)
+    for size, dropped in ((1, False), (2, False), (3, False), (2, True), (4, True)):
+        options |= {"per_device_eval_batch_size": size, "dataloader_drop_last": dropped}
+        trainer = trainers.RecoveryTrainer(model, make_training(tmp_path, **options), data)
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+        assert trainer.args.dataloader_drop_last == dropped, "of the training rows"
 
 
 def test_rows_that_fill_up_a_last_batch_count_in_no_process(tmp_path):

@@ -190,6 +190,12 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(material, tmp_path):
         (tmp_path / name / "tokenizer.json").write_text(changed)
     with pytest.raises(OptionError, match=r"other' is not the tokenizer of .*: 2 of its \d+ tokens have other num"):
         run(flags(material, tmp_path / "out", tokenizer_name=tmp_path / "other", **SHORT))
-    with pytest.raises(OptionError, match=r"tokenizer_name=.*larger': token \d+, 'w5', is beyond the \d+ tokens of"):
-        run(flags(material, tmp_path / "out", model_name_or_path=tmp_path / "larger", **SHORT))
+    other, text = tmp_path / "text.jsonl", Path(material["test_file"]).read_text()
+    other.write_text(text.replace("w5", "w6"))
+    files = {f"{split}_file": other for split in ("train", "validation", "test")}
+    for split in ("train", "validation", "test"):
+        given = files | {f"{split}_file": material[f"{split}_file"], "model_name_or_path": tmp_path / "larger"}
+        said = rf"larger': token \d+, 'w5', is beyond the \d+ tokens of .*, and the {split} rows hold it; give"
+        with pytest.raises(OptionError, match=f"tokenizer_name=.*{said}"):
+            run(flags(material, tmp_path / "out", **given, **SHORT))
     assert not (tmp_path / "out").exists()

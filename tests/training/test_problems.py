@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -59,6 +60,9 @@ def test_several_labels_are_yes_or_no_each():
         rows_of(model, [["a"], ["d"]] * 4)
     with pytest.raises(DataError, match=r"label \[0.0, 2.0, 1.0\] is no list of 3 numbers"):
         rows_of(model, [[0.0, 2.0, 1.0]] * 8)
+    for wrong in ([0, 1, 0], [False, True, True], [True, False], ["a", "b", "a"]):
+        with pytest.raises(DataError, match=rf"label {re.escape(str(wrong))} does not name classes, each once; give "):
+            rows_of(model, [wrong, []] * 4)
 
 
 def test_a_number_is_learnt_by_squares():

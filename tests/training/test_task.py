@@ -164,7 +164,7 @@ def test_what_makes_no_sense_for_a_task_is_refused():
     with pytest.raises(OptionError, match=r"num_labels=3 .* give a classifier of one problem"):
         CLASSIFICATION.check(unknown, data, recipe)
     splits = DatasetDict({"train": classified(4), "validation": classified(4)})
-    for own, padded in ((None, False), (None, True), (-1, True)):
+    for own, padded in ((None, False), (None, True), (-1, True), (1000, True)):
         tokenizer, model = make_tokenizer(), classifier("gpt2", pad_token_id=own)
         tokenizer.pad_token = "[PAD]" if padded else None
         message = f"pad_token: the tokenizer has {tokenizer.pad_token!r}, the model's config {own}"

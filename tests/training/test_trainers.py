@@ -84,6 +84,25 @@ def test_a_taught_model_comes_closer_to_its_teacher_which_stays_as_it_is(tmp_pat
     assert trainer.evaluate()["eval_loss"] == pytest.approx(alone.evaluate()["eval_loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("architecture", ["bert", "modernbert"])  # the first takes the mean over a batch by itself
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_step_without_a_masked_token_teaches_nothing(tmp_path, architecture, whole):
+    model, other = (patch_model(make_model(architecture), "softmax") for _ in range(2))
+    data = make_data(model)
+    batch = data.collator([data.train[i] for i in range(2)])
+    batch["labels"].fill_(-100)
+    for smoothing, teacher in ((0.0, None), (0.1, None), (0.0, Teacher(other, kl_weight=1.0))):
+        training = make_training(tmp_path, label_smoothing_factor=smoothing, remove_unused_columns=False)
+        trainer = RecoveryTrainer(model.train(), training, data, teacher)
+        trainer.state.max_steps = trainer.current_gradient_accumulation_steps = 1
+        trainer._head = None if whole else trainer._head
+        for counted in (torch.tensor(0), None):
+            loss = trainer.compute_loss(model, dict(batch), num_items_in_batch=counted)
+            loss.backward()
+            assert float(loss.detach()) == 0
+            assert not any(bool(p.grad.any()) for p in model.parameters() if p.grad is not None)
+
+
 def test_a_fading_teacher_counts_less_and_less(tmp_path):
     model, teacher = (patch_model(make_model("gpt2", std=0.3), name) for name in ("linear", "softmax"))
     data = make_data(model)

@@ -15,7 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from ... import architecture
 from ...config import require_count, require_finite
 from ...errors import DataError, OptionError, UnsupportedModelError
-from ...inference import accepted, evaluation_mode
+from ...inference import accepted, evaluation_mode, padding_token
 from ..generation import GREEDY
 from ..perplexity import is_masked_language_model, position_limit
 from .prompts import RecallPrompt
@@ -190,8 +190,8 @@ class _Batch:
         self.model, self.tokenizer, self.prompts, self.limit = model, tokenizer, prompts, limit
         longest = max(len(prompt.prompt_ids) for prompt in prompts)
         pads = [longest - len(prompt.prompt_ids) for prompt in prompts]
-        pad = tokenizer.pad_token_id or 0
-        rows = [[pad] * count + prompt.prompt_ids for count, prompt in zip(pads, prompts, strict=True)]
+        self.pad = padding_token(model, tokenizer)
+        rows = [[self.pad] * count + prompt.prompt_ids for count, prompt in zip(pads, prompts, strict=True)]
         self.ids = torch.tensor(rows, device=model.device)
         self.mask = (torch.arange(longest)[None] >= torch.tensor(pads)[:, None]).long().to(model.device)
         self.cache: Cache = DynamicCache(config=model.config)
@@ -256,7 +256,7 @@ class _Batch:
         room = [_room(prompt, self.limit) for prompt in self.prompts]
         written = self.model.generate(  # type: ignore[operator]
             self.ids, attention_mask=self.mask, past_key_values=self.cache, max_new_tokens=max(room),
-            pad_token_id=self.tokenizer.pad_token_id or 0, output_logits=True, return_dict_in_generate=True, **GREEDY,
+            pad_token_id=self.pad, output_logits=True, return_dict_in_generate=True, **GREEDY,
         )  # fmt: skip
         new = written.sequences[:, self.ids.shape[1] :]
         scores = [-_losses(logits, ids) for logits, ids in zip(written.logits, new.T, strict=True)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from ...chat_templates import render_chat
 from ...config import require, require_count, require_known
 from ...errors import DataError, OptionError
 from .draft import Draft, Question, Source
@@ -136,7 +137,7 @@ class _Writer:
         if not self.chat:
             return draft.body + draft.joint + draft.prefix
         turns = [{"role": "user", "content": draft.body}]
-        return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) + draft.prefix
+        return render_chat(self.tokenizer, turns) + draft.prefix
 
     def count(self, draft: Draft) -> int:
         """Return the tokens of prompt and answer, and those of the longest wrong one that find no room behind it."""

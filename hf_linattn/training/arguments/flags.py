@@ -68,6 +68,8 @@ def flags_of(options: Mapping[str, Any], known: set[str]) -> list[str]:
     for name, value in options.items():
         if name not in known:
             raise unknown_option(name, known)
+        if value is False and name.endswith("_strategy"):
+            value = "no"  # which YAML reads as False
         if value is not None:
             data = isinstance(value, list) and any(isinstance(v, Mapping) for v in value)  # one value, not several
             values = value if isinstance(value, list) and not data else [value]
