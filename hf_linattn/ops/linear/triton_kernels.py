@@ -263,8 +263,8 @@ def write_rows(
                 tl.store(weights_after + token, weight, mask=row < length)
     else:
         if NORMALISE:
-            enough = weight >= least_weight
-            own = tl.where(enough, 1.0 / tl.where(enough, weight, 1.0), 0.0)
+            little = weight < least_weight  # which one that is no number is not: it shows
+            own = tl.where(little, 0.0, 1.0 / tl.where(little, 1.0, weight))
             if tl.program_id(1) == 0:
                 tl.store(factor + token, own, mask=row < length)
             result *= own[:, None]

@@ -187,6 +187,33 @@ def test_the_future_does_not_come_through_and_nothing_overflows(small_tiles):
             assert got.isfinite().all() and state.kv.isfinite().all()
 
 
+KINDS_OF_MAPS = [  # elu, relu
+    pytest.param(name, marks=[] if name in ("linear", "t2r") else [pytest.mark.exhaustive]) for name in ALL_KEYS
+]
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("name", KINDS_OF_MAPS)
+@torch.no_grad()
+def test_what_is_not_finite_shows_where_it_is_seen(small_tiles, name, causal):
+    mechanism = make_mechanism(name, causal)
+    use_backend(mechanism, "triton")
+    for part, number in itertools.product(range(3), (torch.nan, torch.inf)):
+        heads = [torch.randn(1, h, 21, 8, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)]
+        heads[part][:, :, 19] = number
+        output, _ = mechanism(*heads)
+        assert not output[:, :, 19].isfinite().any(), (part, number)
+        assert part or output[:, :, :19].isfinite().all(), number
+
+
+@torch.no_grad()
+def test_a_weight_that_is_no_number_shows(small_tiles):
+    """Of sums of features that are infinite, one above and one below zero, beside those of values, which are not."""
+    query, key = torch.ones(1, 1, 33, 2), torch.tensor([2e38, -2e38]).expand(1, 1, 33, 2)
+    output, _ = causal_linear_attention(query, key, query / 100, Features, Features, policy=Policy("triton"))
+    assert output[:, :, -1].isnan().all()
+
+
 def test_a_row_without_keys_is_zero_and_has_no_gradient(small_tiles):
     mechanism = make_mechanism("performer")
     use_backend(mechanism, "triton")
