@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..config import require
 from ..ops import reference
-from ..ops.common.numerics import bounded
+from ..ops.common.numerics import bounded, running_sum
 from .base import Mechanism
 from .capabilities import ExactnessLimit
 from .inputs import AttentionLayer, Pairs
@@ -99,5 +99,5 @@ class GlaMechanism(LinearMechanism):
 
     def _forgotten(self, key: Tensor, allowed: Tensor, first: int) -> Tensor:
         """Return |G_i - G_j| [B, Hkv, C, N] for the queries from place `first` on; only keys a query sees count."""
-        total = (self.gate(key)[:, :, None] * allowed).cumsum(-1)
+        total = running_sum(self.gate(key)[:, :, None] * allowed)
         return (total.diagonal(first, -2, -1)[..., None] - total).abs()

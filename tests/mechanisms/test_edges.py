@@ -1,18 +1,21 @@
-"""Numbers at the edge of float32: huge keys to come, what is not finite, and trained numbers of any size."""
+"""Numbers at the edge of float32: huge keys to come, what is not finite, trained numbers of any size, running sums."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_linattn import list_mechanisms
 from hf_linattn.backends import use_backend
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer, Mechanism
+from hf_linattn.ops.common import numerics
 from tests.helpers import is_plain_pattern
 
 LENGTH, AT = 45, 25
@@ -157,3 +160,54 @@ def test_a_trained_number_of_any_finite_size_gives_finite_outputs_and_gradients(
                 step, _ = mechanism(*(x[:, :, -1:] for x in heads), state=state)
             assert step.isfinite().all(), (parameter, size)
         number.data.copy_(before)
+
+
+class Deterministic(TorchDispatchMode):
+    """Raises where PyTorch would on a GPU, see `torch.use_deterministic_algorithms`."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ == "cumsum" and args[0].is_floating_point():
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+        return function(*args, **(kwargs or {}))
+
+
+RUNNING = {  # mechanisms that sum up something from token to token or from block to block
+    "linear": {"decay": "learned"}, "gla": {}, "deltanet": {"gate": True}, "vq": {},
+    "hybrid": {"linear": "linear", "linear_options": {"decay": "learned"}},
+}  # fmt: skip
+
+
+@both_backends
+@pytest.mark.parametrize(
+    ("name", "causal"), [(x, c) for c in (True, False) for x in mechanisms_of("causal" if c else "bidirectional")
+                         if x in RUNNING]
+)  # fmt: skip
+def test_a_deterministic_training_needs_no_cumsum(name, causal, backend, monkeypatch):
+    """Nor do what calibration fits and the weights that transfer compares; all is the same but for rounding."""
+    results = []
+    for mode in (contextlib.nullcontext(), Deterministic()):
+        mechanism, heads = make(name, causal, backend, **RUNNING[name]), [x.requires_grad_() for x in make_heads()]
+        with mode:
+            mechanism.prepare(*heads, None)
+            output, _ = mechanism(*heads)
+            weights = mechanism.attention_matrix(*heads[:2], value=heads[2])
+            wanted = [*heads, *mechanism.parameters()]
+            loss = output.sin().sum() + weights.sin().sum()
+            gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+        results.append([output, weights, *(x for x in gradients if x is not None)])
+        monkeypatch.setattr(numerics, "refuses_cumsum", lambda _: True)
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 64])
+@pytest.mark.parametrize("dim", [1, -1])
+def test_sums_by_doubling_steps_are_running_sums(monkeypatch, dim, length):
+    """With their gradients; what is not finite shows from its place on."""
+    x = torch.randn(2, length, length, dtype=torch.float64, requires_grad=True)
+    want, weight = x.cumsum(dim), torch.randn(2, length, length, dtype=torch.float64)
+    monkeypatch.setattr(numerics, "refuses_cumsum", lambda _: True)
+    got = numerics.running_sum(x, dim)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(torch.autograd.grad((y * weight).sum(), x)[0] for y in (got, want)))
+    assert numerics.running_sum(torch.tensor([1.0, torch.inf, 2.0])).tolist() == [1.0, torch.inf, torch.inf]

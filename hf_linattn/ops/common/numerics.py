@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 LOWEST = -1e38  # below every score and log weight; twice that, and half as much again, is still a float32
 LARGEST = 1e17  # of operands whose products, added up over a head, are to stay far inside LOWEST
@@ -33,6 +34,25 @@ def bounded(x: Tensor, least: float = -LARGEST, most: float = LARGEST) -> Tensor
 def positive(log: Tensor) -> Tensor:
     """exp(log) of a trained rate or penalty, from 1e-13, which is none, to 8,103, by which e^-x is zero."""
     return log.clamp(-30.0, 9.0).exp()
+
+
+def refuses_cumsum(x: Tensor) -> bool:
+    """Whether PyTorch has no running sum of these numbers that is deterministic, where only such are asked for."""
+    return x.is_cuda and torch.are_deterministic_algorithms_enabled()
+
+
+def running_sum(x: Tensor, dim: int = -1) -> Tensor:
+    """x summed up along a dimension, by doubling steps where `cumsum` would raise.
+
+    >>> running_sum(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([1., 3., 6.])
+    """
+    if not refuses_cumsum(x):
+        return x.cumsum(dim)
+    x, step = x.movedim(dim, -1), 1
+    while step < x.shape[-1]:
+        x, step = x + F.pad(x, (step, -step)), 2 * step
+    return x.movedim(-1, dim)
 
 
 def dense(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.numerics import bounded
+from ..common.numerics import bounded, running_sum
 from ..linear.torch import chunks_at_once, unit_length
 from ..linear.types import CHUNK_SIZE
 from .types import DeltaCall, FeatureMap
@@ -71,7 +71,8 @@ def _read_chunks(
     own, seen = key @ key.mT, query @ key.mT
     read, write, left = torch.cat([key, query], dim=3), key, None
     if log_gate is not None:
-        total = F.pad(log_gate, (0, missing)).unflatten(-1, (-1, size)).cumsum(-1)[..., None]  # since the chunk began
+        gates = F.pad(log_gate, (0, missing)).unflatten(-1, (-1, size))
+        total = running_sum(gates)[..., None]  # since the chunk began
         passed = (total - total.mT).tril().exp()
         own, seen = own * passed, seen * passed.repeat(1, 1, 1, groups, 1)
         read, left = read * total.exp().repeat(1, 1, 1, 1 + groups, 1), total[..., -1:, :].exp()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..common.derivatives import first_order
+from ..common.numerics import running_sum
 from ..runtime.cpu import dense_rows
 from .types import LinearState, log_weight
 
@@ -147,7 +148,7 @@ def _decay_gradient(
     gradient = d_scale.double()
     if d_log is not None:
         gradient = gradient - torch.where(factor > 0, d_log, 0.0).double().sum(2)
-    later = -gradient.cumsum(-1) if reverse else -gradient.flip(-1).cumsum(-1).flip(-1)
+    later = -(running_sum(gradient) if reverse else running_sum(gradient.flip(-1)).flip(-1))
     of_state = 0.0 if d_kv is None else (kv_after * d_kv).double().sum((-1, -2))[..., None]
     return (later + of_state).to(d_scale.dtype)
 

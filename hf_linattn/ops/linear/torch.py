@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.numerics import LN_2, LOWEST, dense, fast_exp
+from ..common.numerics import LN_2, LOWEST, dense, fast_exp, running_sum
 from ..common.precision import widened
 from ..common.tracing import is_open
 from ..runtime.cpu import output_for
@@ -266,7 +266,7 @@ def chunk_sums(
     scores = _products(query, key.mT).view(*shape, size).tril_(-1 if strict else 0)
     if log_scale is None:
         return _plain_sums(query, key, value, scores, state, packing)
-    decay = None if log_decay is None else log_decay.cumsum(-1)  # since the chunk began
+    decay = None if log_decay is None else running_sum(log_decay)  # since the chunk began
     log_scale = log_scale if decay is None else log_scale - decay
     after_scale = log_scale if decay is None else log_scale + decay[..., -1:]  # as seen from the end of the chunk
     passed = None if decay is None else decay[..., -1]

@@ -43,6 +43,18 @@ def store_rows(rows, row, length, columns, SIZE: tl.constexpr, width, values):
 
 
 @triton.jit
+def elu_plus_one(x):
+    """elu(x) + 1."""
+    return tl.where(x > 0, x + 1, tl.exp(tl.where(x > 0, 0.0, x)))
+
+
+@triton.jit
+def relu(x):
+    """relu(x); unlike `tl.maximum` it leaves NaN as it is."""
+    return tl.where(x < 0, 0.0, x)
+
+
+@triton.jit
 def softmax_rows(values, columns, SIZE: tl.constexpr):
     """The softmax of the first SIZE of each row's columns; zero in the others."""
     values = tl.where((columns < SIZE)[None, :], values, float("-inf"))
@@ -60,9 +72,9 @@ def write_activations(
         place = bias + columns * bias_column
         result += tl.load(place, mask=columns < SIZE, other=0.0).to(tl.float32)[None]
     if ACTIVATION == "elu":
-        result = tl.where(result > 0, result + 1, tl.exp(tl.minimum(result, 0.0)))
+        result = elu_plus_one(result)
     elif ACTIVATION == "relu":
-        result = tl.maximum(result, 0.0)
+        result = relu(result)
     elif ACTIVATION == "exponential":
         result = tl.where((columns < SIZE)[None, :], result, float("-inf"))
         top = tl.max(result, 1)
@@ -176,9 +188,9 @@ def features_of_row(
         result += tl.load(bias + columns * bias_column, mask=shown, other=0.0).to(tl.float32)
     log_scale = 0.0
     if ACTIVATION == "elu":
-        result = tl.where(result > 0, result + 1, tl.exp(tl.minimum(result, 0.0)))
+        result = elu_plus_one(result)
     elif ACTIVATION == "relu":
-        result = tl.maximum(result, 0.0)
+        result = relu(result)
     elif ACTIVATION == "exponential":
         top = tl.max(tl.where(shown, result, float("-inf")), 0)
         result = tl.exp(tl.where(shown, result - top, float("-inf")))
@@ -214,9 +226,9 @@ def write_slopes(
     own = load_rows(features, width, row, length, columns, SIZE, False).to(tl.float32)
     given = load_rows(gradient, gradient_token, row, length, columns, SIZE, False).to(tl.float32)
     if ACTIVATION == "elu":
-        own = tl.minimum(own, 1.0) * given
+        own = tl.where(own > 1, 1.0, own) * given
     elif ACTIVATION == "relu":
-        own = tl.where(own > 0, given, 0.0)
+        own = tl.where(own <= 0, 0.0, given)
     elif ACTIVATION == "exponential":
         own = own * given
     else:

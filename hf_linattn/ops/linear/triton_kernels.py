@@ -11,9 +11,10 @@ sums and what is summed up with them are values; in two of three gradients it is
 reads the state turned (not `FEATURES_FIRST`).
 
 Features and values in half precision are multiplied as they are, and what they are multiplied with is rounded to them,
-states to two numbers each, whose sums are not to lose digits; sums are float32. Weights are summed up as they were
-rounded, so that the average of values that are all alike is one of them. A scale is multiplied into features, before
-these are rounded, or into two numbers of what they are summed up with, of which much may cancel.
+states to two numbers each, whose sums are not to lose digits; sums are float32. What float16 cannot hold is rounded in
+larger units, which the sums are multiplied by. Weights are summed up as they were rounded, so that the average of
+values that are all alike is one of them. A scale is multiplied into features, before these are rounded, or into two
+numbers of what they are summed up with, of which much may cancel.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import triton.language as tl
 
 HIDDEN = tl.constexpr(-1e38)  # `exponential.LOWEST`
 ALIKE = tl.constexpr(16)  # columns, as few as a product may have
+HALF = tl.constexpr(32768.0)  # of what float16 holds
 
 
 @triton.jit
@@ -34,13 +36,26 @@ def load_rows(rows, token_stride, place, length, columns, NUM_COLUMNS: tl.conste
 
 
 @triton.jit
+def unit_of(most):
+    """The power of two, at least 1, in whose units float16 holds numbers up to `most`."""
+    return tl.exp2(tl.ceil(tl.log2(tl.minimum(tl.maximum(most / HALF, 1.0), 1e33))))
+
+
+@triton.jit
 def add_product(rows, factor, result, PRECISION: tl.constexpr):
     """result + rows factor, in float32; beside rows in half precision a number of a wider factor counts as two."""
+    in_units: tl.constexpr = rows.dtype == tl.float16 and factor.dtype == tl.float32
+    if in_units:
+        unit = unit_of(tl.max(tl.max(tl.abs(factor), 1), 0))
+        factor /= unit
+        result /= unit
     rounded = factor.to(rows.dtype)
     result = tl.dot(rows, rounded, result, input_precision=PRECISION)
     if factor.dtype != rows.dtype:
         left = (factor - rounded.to(tl.float32)).to(rows.dtype)
         result = tl.dot(rows, left, result, input_precision=PRECISION)
+    if in_units:
+        result *= unit
     return result
 
 
@@ -182,9 +197,20 @@ def add_pairs(
         said *= before
         power = tl.load(exponent + row)[None, :] - tl.load(top + row)[:, None]
         scores *= tl.exp(tl.where(visible, power, HIDDEN))
-    scores = tl.where(visible, scores, 0.0).to(values.dtype)
+    scores = tl.where(visible, scores, 0.0)
+    in_units: tl.constexpr = values.dtype == tl.float16
+    if in_units:
+        unit = unit_of(tl.max(tl.abs(scores), 1))
+        scores /= unit[:, None]
+        result /= unit[:, None]
+        said /= unit
+    scores = scores.to(values.dtype)
     result = tl.dot(scores, values, result, input_precision=PRECISION)
-    return result, said + tl.sum(scores.to(tl.float32), 1)
+    said += tl.sum(scores.to(tl.float32), 1)
+    if in_units:
+        result *= unit[:, None]
+        said *= unit
+    return result, said
 
 
 @triton.jit
@@ -237,8 +263,8 @@ def write_rows(
                 tl.store(weights_after + token, weight, mask=row < length)
     else:
         if NORMALISE:
-            enough = weight >= least_weight
-            own = tl.where(enough, 1.0 / tl.where(enough, weight, 1.0), 0.0)
+            little = weight < least_weight  # which one that is no number is not: it shows
+            own = tl.where(little, 0.0, 1.0 / tl.where(little, 1.0, weight))
             if tl.program_id(1) == 0:
                 tl.store(factor + token, own, mask=row < length)
             result *= own[:, None]

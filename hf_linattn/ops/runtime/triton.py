@@ -115,8 +115,10 @@ def precision() -> str:
     """How products of float32 are made: in one of TF32 where PyTorch may make them so, else in three.
 
     `torch.set_float32_matmul_precision` and `torch.backends.fp32_precision` say so; the former's getter raises where
-    the latter was set.
+    the latter was set. On AMD they are of float32: most GPUs have no TF32.
     """
+    if torch.version.hip:
+        return "ieee"
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 

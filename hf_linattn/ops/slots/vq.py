@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.numerics import LOWEST
+from ..common.numerics import LOWEST, running_sum
 from ..common.sink_logit import softmax_beside
 from ..linear.torch import with_ones
 
@@ -184,7 +184,7 @@ def _seeded(points: Tensor, codebook: Tensor, counts: Tensor, generator: torch.G
     draws = torch.rand(num_codes, heads, 1, generator=generator, device="cpu").to(points)
     codes = []
     for number, draw in enumerate(draws):
-        chances = torch.where(distance.isinf(), 1.0, distance).cumsum(1)
+        chances = running_sum(torch.where(distance.isinf(), 1.0, distance))
         index = torch.searchsorted(chances, draw * chances[:, -1:], right=True).clamp(max=points.shape[1] - 1)
         point = points.gather(1, index[..., None].expand(-1, -1, width))
         drawn = ~fitted[:, number, None] & (chances[:, -1:] > 0)
@@ -295,13 +295,13 @@ def _far_tables(rows: _Rows, num_codes: int, step: int, carried: Tensor | None, 
     before: Any = 0.0 if carried is None else carried[:, :, None]
     if causal:
         for sums in sums_of(2):
-            yield sums.cumsum(2) + before
+            yield running_sum(sums, 2) + before
             before = before + sums.sum(2, keepdim=True)
         return
     totals = [sums.sum(2, keepdim=True) for sums in sums_of(-2)]
     behind = list(accumulate(totals[:0:-1], initial=torch.zeros_like(totals[0])))[::-1]  # of each part
     for sums, ahead, rest in zip(sums_of(2), sums_of(-2), behind, strict=True):
-        yield sums.cumsum(2) + ahead.flip(2).cumsum(2).flip(2) + (before + rest)
+        yield running_sum(sums, 2) + running_sum(ahead.flip(2), 2).flip(2) + (before + rest)
         before = before + sums.sum(2, keepdim=True)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -58,6 +60,22 @@ def test_steps_are_what_pytorch_makes_of_them(steps, name, kind):
     for want, got in zip(*results, strict=True):
         assert (got.double() - want).norm() < TOLERANCES[kind] * want.norm()
     assert steps == [(2, 1)] * 4
+
+
+@pytest.mark.parametrize("name", MADE)
+@torch.no_grad()
+def test_what_is_not_finite_shows_in_its_step_and_in_later_ones(steps, name):
+    mechanism = make_mechanism(name).eval()
+    use_backend(mechanism, "triton")
+    for part, number in itertools.product(range(3), (torch.nan, torch.inf)):
+        tokens = [torch.randn(3, 1, h, 1, 8, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)]
+        tokens[part][1] = number
+        state, finite = None, []
+        for heads in zip(*tokens, strict=True):
+            output, state = mechanism(*heads, state=state)
+            finite.append(output.isfinite().any().item())
+        assert finite == [True, False, part == 0], (part, number)
+    assert steps == [(2, 1)] * 18
 
 
 @pytest.mark.parametrize("masked", [False, True])

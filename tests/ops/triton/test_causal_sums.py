@@ -187,6 +187,33 @@ def test_the_future_does_not_come_through_and_nothing_overflows(small_tiles):
             assert got.isfinite().all() and state.kv.isfinite().all()
 
 
+KINDS_OF_MAPS = [  # elu, relu
+    pytest.param(name, marks=[] if name in ("linear", "t2r") else [pytest.mark.exhaustive]) for name in ALL_KEYS
+]
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("name", KINDS_OF_MAPS)
+@torch.no_grad()
+def test_what_is_not_finite_shows_where_it_is_seen(small_tiles, name, causal):
+    mechanism = make_mechanism(name, causal)
+    use_backend(mechanism, "triton")
+    for part, number in itertools.product(range(3), (torch.nan, torch.inf)):
+        heads = [torch.randn(1, h, 21, 8, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)]
+        heads[part][:, :, 19] = number
+        output, _ = mechanism(*heads)
+        assert not output[:, :, 19].isfinite().any(), (part, number)
+        assert part or output[:, :, :19].isfinite().all(), number
+
+
+@torch.no_grad()
+def test_a_weight_that_is_no_number_shows(small_tiles):
+    """Of sums of features that are infinite, one above and one below zero, beside those of values, which are not."""
+    query, key = torch.ones(1, 1, 33, 2), torch.tensor([2e38, -2e38]).expand(1, 1, 33, 2)
+    output, _ = causal_linear_attention(query, key, query / 100, Features, Features, policy=Policy("triton"))
+    assert output[:, :, -1].isnan().all()
+
+
 def test_a_row_without_keys_is_zero_and_has_no_gradient(small_tiles):
     mechanism = make_mechanism("performer")
     use_backend(mechanism, "triton")
@@ -267,7 +294,7 @@ def compile_kernel(kernel, sizes, options, precision, capability):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
 
 def cases(precision, capability):
-    itemsize, large = {"fp32": 4, "bf16": 2}[precision], capability == 90
+    itemsize, large = {"fp32": 4, "bf16": 2, "fp16": 2}[precision], capability == 90
     tiles = (causal_sums.TILES if large else causal_sums.SMALL_TILES)[causal_sums.MOST_BYTES]
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     size = causal_sums.MOST_BYTES // itemsize
@@ -310,7 +337,8 @@ def cases(precision, capability):
     yield scale_kernels.write_scales, scale, {"num_warps": 8}
 
 def all_of(capability):
-    return [(precision, *case) for precision in ("fp32", "bf16") for case in cases(precision, capability)]
+    own = [("fp16", *case) for case in cases("fp16", capability) if case[0] is causal_kernels.read_states]
+    return own + [(precision, *case) for precision in ("fp32", "bf16") for case in cases(precision, capability)]
 
 def once(capability):
     return list({case[1]: case for case in all_of(capability)}.values())
@@ -329,7 +357,7 @@ def test_kernels_compile_for_gpus_and_fit_their_shared_memory():
     done = run(PROGRAM, "all")
     assert done.returncode == 0, done.stderr
     memory = json.loads(done.stdout)
-    assert {x: len(sizes) for x, sizes in memory.items()} == {"80": 22, "90": 22}
+    assert {x: len(sizes) for x, sizes in memory.items()} == {"80": 24, "90": 24}
     for capability, sizes in memory.items():
         assert all(size <= {"80": 99, "90": 227}[capability] * 1024 for size in sizes), memory
 

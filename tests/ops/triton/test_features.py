@@ -119,3 +119,16 @@ def test_an_infinite_loss_elsewhere_stays_there(name):
     made = make_features(x, native_map(feature_map)).values
     (gradient,) = torch.autograd.grad(made[:, :, 3].square().sum() * 1e30, x)
     assert gradient[:, :, 3].any() and not gradient[:, :, 4:].any() and not gradient[:, :, :3].any()
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_no_number_shows_where_the_map_itself_shows_it(name):
+    """And in its gradient, where the slope depends on it; that of relu, as PyTorch's, hands on what it is given."""
+    feature_map, x = make_map(name, ()), torch.randn(1, 2, 19, HEAD_DIM)
+    x[:, :, 3, 1] = torch.nan
+    native, x = native_map(feature_map), x.requires_grad_()
+    made = make_features(x, native).values
+    assert torch.equal(made.isnan(), feature_map(x).values.isnan())
+    given = torch.where(made.isnan(), torch.nan if native.activation == "relu" else 1.0, 1.0)
+    (gradient,) = torch.autograd.grad(made, x, given)
+    assert gradient[:, :, 3, 1].isnan().all() and not gradient[:, :, :3].isnan().any()

@@ -83,6 +83,26 @@ def test_what_cancels_keeps_its_digits(small_tiles, name, decay):
         assert (got.double() - want).norm() < 2e-3 * want.norm()
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize(("name", "size"), [("linear", 20), ("hybrid", 0.002)])  # whose window has several keys
+def test_sums_go_beyond_float16(calls, name, size, causal):  # noqa: F811
+    """Of features over keys, and over the features of two large heads."""
+    given = [torch.randn(1, h, 59, 8, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)]
+    given = [(size * given[0]).half(), (4000 * given[1].abs()).half(), given[2].half()]
+    assert given[1][:, :, :32].float().sum(2).min() > torch.finfo(torch.float16).max
+    options = {"linear": "linear"} if name == "hybrid" else {}
+    results = []
+    for backend, dtype in (("torch", torch.float64), ("triton", torch.float16)):
+        mechanism = make_small(name, causal, **options).to(torch.promote_types(dtype, torch.float32))
+        use_backend(mechanism, backend)
+        heads = [x.to(dtype).requires_grad_() for x in given]
+        output, _ = mechanism(*heads)
+        weight = torch.arange(output.numel()).sin().view_as(output).to(dtype)
+        results.append([output, *torch.autograd.grad((output * weight).sum(), heads)])
+    for want, got in zip(*results, strict=True):
+        assert (got.double() - want).norm() < 3e-3 * want.norm()
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_what_was_read_before(small_tiles, length):
     check_what_was_read_before(TRITON_BLOCKS, 2e-3, block_size=12, length=length, kind=torch.float16, batch=2)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.backends.amd.compiler import HIPOptions
 from triton.backends.nvidia import compiler
 
 from hf_linattn.ops.dispatch import Policy, absent, no_triton
@@ -113,6 +114,17 @@ def test_products_are_as_exact_as_the_matmul_precision(asked, want):
     try:
         torch.set_float32_matmul_precision(asked)
         assert launching.precision() == want
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("asked", ["highest", "high"])
+def test_products_on_amd_are_those_that_triton_has_there(monkeypatch, asked):
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    try:
+        torch.set_float32_matmul_precision(asked)
+        assert launching.precision() in HIPOptions.allowed_dot_input_precisions
     finally:
         torch.set_float32_matmul_precision(before)
 
