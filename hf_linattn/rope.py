@@ -69,7 +69,7 @@ class Rotation:
             return f"its rope type {kind!r} turns the same position differently in longer inputs"
         if self.hindrance is not None or device.type == "meta":
             return self.hindrance
-        heads = torch.linspace(-1, 1, 2 * head_dim, device=device).view(1, 1, 2, head_dim)
+        heads = torch.linspace(-1, 1, 2 * head_dim, device=device, dtype=torch.float32).view(1, 1, 2, head_dim)
         steps = torch.tensor([[3, 3]], device=device)
         try:
             turned, _ = self.apply(heads, heads, *self._angles(heads, steps))
