@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from transformers import AutoModelForMaskedLM, DynamicCache, Trainer, TrainingArguments, pipeline
 
 from hf_linattn import get_mechanisms, is_patched, list_mechanisms, patch_model, unpatch_model
@@ -261,6 +261,18 @@ def test_directions_stay_from_prefill_to_the_last_token_also_in_training_mode(na
             step = model(input_ids=ids[:, position : position + 1], past_key_values=cache).logits
     assert not drawn_anew(prefilled, directions(model))
     assert_close(step, logits_of(model.eval(), ids)[:, -1:])
+
+
+@each_generator
+def test_directions_are_drawn_anew_before_each_forward_with_a_tuned_prefix(name):
+    """PEFT gives every forward a cache that holds the keys of the prefix."""
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model, history = make_redrawing(name, 1), []
+    wrapped = get_peft_model(model, config).train()
+    for _ in range(3):
+        wrapped(input_ids=make_tokens(2, 9))
+        history.append(directions(model))
+    assert [drawn_anew(*pair) for pair in pairwise(history)] == [True, True]
 
 
 # -- PEFT -------------------------------------------------------------------------------------------------------------
