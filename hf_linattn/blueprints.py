@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 import types
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+CHOICE = "_attn_implementation_internal"  # the field of a config that names an attention function
 PLAIN = (int, float, str, dict, types.FunctionType)  # of these types is what modules keep of their config
 
 
@@ -17,6 +20,30 @@ def blueprint(root: PreTrainedModel, config: Any) -> PreTrainedModel:
     """Make the model of a config without any memory for its weights."""
     with torch.device("meta"):
         return type(root)(config)
+
+
+def twin_of(attention: nn.Module, implementation: str) -> nn.Module:
+    """Make an attention module once more, with another attention function and random weights in float32.
+
+    Its hidden states are one number wide, so that it costs nothing however large the model is.
+    """
+    config: Any = copy.copy(attention.config)
+    vars(config)[CHOICE] = implementation
+    kind: Any = type(attention)
+    names = [name for name in inspect.signature(kind).parameters if name != "config"]
+    found = {name: getattr(attention, name, getattr(config, name, None)) for name in names}
+    given = {name: x for name, x in found.items() if not (x is None or isinstance(x, (nn.Module, Tensor)))}
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        twin = kind(config=config, **given).eval()
+    width = next((x.in_features for x in twin.modules() if hasattr(x, "in_features")), None)
+    generator = torch.Generator("cpu").manual_seed(0)
+    for part in twin.modules():
+        for name, weight in part.named_parameters(recurse=False):
+            *outer, inner = weight.shape
+            shape = (*outer, 1 if outer and inner == width else inner)
+            drawn = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+            setattr(part, name, nn.Parameter(drawn, requires_grad=False))
+    return twin
 
 
 def grown_modules(before: PreTrainedModel, after: PreTrainedModel) -> dict[str, bool]:

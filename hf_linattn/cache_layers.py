@@ -75,9 +75,10 @@ def _side_of(cache: Cache, across: bool) -> Cache | None:
 
 
 def has_begun(cache: Cache) -> bool:
-    """Whether a cache holds tokens; the length of a static one is a number on a device, which is not waited for."""
-    length = cache.get_seq_length()
-    return isinstance(length, Tensor) or length > 0
+    """Whether a cache holds a decoding state; keys alone, which PEFT's prefix tuning gives every forward, are none."""
+    sides = (_side_of(cache, across) for across in (False, True))
+    layers = (layer for side in sides for layer in getattr(side, "layers", ()))
+    return any(isinstance(layer, StateLayer) and layer.state is not None for layer in layers)
 
 
 def require_fitting(cache: Cache, modules: Iterable[nn.Module], mechanisms: Iterable[Mechanism]) -> None:

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from .architecture import root_model
+from .blueprints import CHOICE
 from .errors import PatchError, UnsupportedModeError
 
 IMPLEMENTATION = "hf_linattn"  # the name of our attention and mask functions
-CHOICE = "_attn_implementation_internal"  # the field of a config that holds such a name
 SHARED = "_hf_linattn_shared_configs"  # the attribute of a transformers model that holds the configs it had before
 EXACT = "_hf_linattn_exact"  # the attribute of modules that keep softmax beside patched ones, as cross-attention does
 PAGING = "init_continuous_batching"  # the method of a model that all of continuous batching goes through

@@ -7,7 +7,7 @@ under the name `hf_linattn`) and forward pre-hooks (the cache layer). Which modu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from .masks import (
 )  # fmt: skip
 from .mechanisms import Mechanism
 from .mixed_adapters import refuse_mixed_adapters
+from .open_forwards import OpenForwards
 from .ops.common.exact_softmax import softmax_attention
 from .ops.common.tracing import begin_forward, counts_positions, end_forward, is_known, once
 from .pinning import CHOICE, IMPLEMENTATION, refuse_paging, require_left_out
@@ -92,6 +93,7 @@ class PatchedModel:
     verified: bool = False
     warned: bool = False  # of mechanisms that are not trained, or found that there is nothing to warn of
     joined: tuple[Mechanism, ...] = ()
+    open: OpenForwards = field(default_factory=OpenForwards)
 
     @classmethod
     def of(cls, model: PreTrainedModel, attention: dict[str, nn.Module]) -> PatchedModel:
@@ -174,13 +176,16 @@ def model_pre_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
     if model.training and not patched.warned:
         patched.warned = warn_of_frozen(model, patched.mechanisms())
     for mechanism in patched.mechanisms():
-        if mechanism.scheduled:
+        if mechanism.scheduled and not patched.open:
             mechanism.before_forward()
 
 
 def model_end_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Forget what the forward found out, however it ended."""
+    """Forget what the forward found out, however it ended; it stays open until its backward pass."""
     end_forward()
+    patched: PatchedModel = getattr(model, RECORD)
+    if model.training and any(mechanism.scheduled for mechanism in patched.joined):
+        patched.open.begin(output)
 
 
 def model_post_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -201,14 +206,9 @@ def model_post_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
 
 
 def attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    attention_mask: Tensor | None = None,
-    device: torch.device | None = None,
-    **kwargs: Any,
-) -> Tensor | None:
+    batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, attention_mask: Tensor | None = None,
+    device: torch.device | None = None, **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
     """Pass on the 2-D key mask [B, at most kv_length] and build no matrix; None if nothing is masked.
 
     Only a rule over pairs that no key mask can say becomes a matrix (`masks`).
@@ -371,12 +371,9 @@ def _cache_layer(module: nn.Module, mechanism: Mechanism | None) -> Any:
 
 
 def _sequence_ids(
-    position_ids: Tensor | None,
-    cu_seq_lens: Tensor | None,
-    key_padding_mask: Tensor | None,
-    num_queries: int,
+    position_ids: Tensor | None, cu_seq_lens: Tensor | None, key_padding_mask: Tensor | None, num_queries: int,
     num_keys: int,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     """Number packed sequences [B, Nk] by the restarts of position_ids, or by FlashAttention's cumulative lengths."""
     if num_queries == 1 or num_queries != num_keys:
         return None

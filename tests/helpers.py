@@ -167,6 +167,13 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def loss_gradients(model, ids, **options):
+    """Return the gradients of the model's own loss on these tokens."""
+    model.zero_grad()
+    model(input_ids=ids, labels=ids, **options).loss.backward()
+    return gradients(model)
+
+
 @dataclass
 class Snapshot:
     """Everything about a model that an undone or refused patch must leave as it was."""

@@ -29,7 +29,7 @@ from hf_linattn.evaluation import peak_forward_bytes
 from hf_linattn.evaluation.memory import LiveBytes
 from hf_linattn.patching import PATCH
 from hf_linattn.testing.counters import largest_tensor
-from tests.helpers import Snapshot, assert_close, generate, gradients, logits_of, make_tokens, pad
+from tests.helpers import Snapshot, assert_close, generate, logits_of, loss_gradients, make_tokens, pad
 from tests.models import ARCHITECTURES, NUM_LAYERS, SPINE, VOCAB_SIZE, make_model
 
 CHUNKED = [name for name in ARCHITECTURES if name != "opt"]
@@ -119,12 +119,6 @@ def test_decoding_is_as_without(name):
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
-
-
-def loss_gradients(model, ids):
-    model.zero_grad()
-    model(input_ids=ids, labels=ids).loss.backward()
-    return gradients(model)
 
 
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])

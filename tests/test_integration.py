@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from itertools import pairwise
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForMaskedLM, DynamicCache, Trainer, TrainingArguments, pipeline
+from transformers import AutoModelForMaskedLM, Trainer, TrainingArguments, pipeline
 
 from hf_linattn import get_mechanisms, is_patched, list_mechanisms, patch_model, unpatch_model
 from hf_linattn.calibration import own_parameters
@@ -21,8 +20,8 @@ from tests.helpers import (
     each_once,
     each_with,
     generate,
-    gradients,
     logits_of,
+    loss_gradients,
     make_patched,
     make_tokenizer,
     make_tokens,
@@ -169,12 +168,6 @@ def test_an_interrupted_run_is_resumed_identically(tmp_path, name):
 ROUNDED = {"learned_sparse": {"rtol": 1e-5, "atol": 1e-6}}
 
 
-def loss_gradients(model, ids, **options):
-    model.zero_grad()
-    model(input_ids=ids, labels=ids, **options).loss.backward()
-    return gradients(model)
-
-
 @pytest.mark.covering(1)
 @each_mechanism
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -200,67 +193,6 @@ def test_every_attention_weight_gets_a_gradient(name, mechanism):
     if MECHANISMS.get(mechanism).limit.equal is not None:  # exact on so short an input, whatever its parameters are
         weights = [key for key in weights if ".hf_linattn." not in key]
     assert weights and all(found[key].abs().sum() > 0 for key in weights)
-
-
-# -- redraw_interval --------------------------------------------------------------------------------------------------
-
-
-def make_redrawing(name, interval):
-    return patch_model(make_model(name), "performer", num_features=8, redraw_interval=interval)
-
-
-def directions(model):
-    return [m.feature_map.projection.clone() for m in get_mechanisms(model).values()]
-
-
-def drawn_anew(before, after):
-    changed = [not torch.equal(*pair) for pair in zip(before, after, strict=True)]
-    assert len(set(changed)) == 1
-    return changed[0]
-
-
-@each_family
-def test_directions_are_drawn_anew_every_so_many_training_forwards(name):
-    model, ids = make_redrawing(name, 3), make_tokens(2, 9)
-    history = [directions(model)]
-    for _ in range(7):
-        model.train()(input_ids=ids)
-        logits_of(model.eval(), ids)  # counts for nothing
-        history.append(directions(model))
-    assert [drawn_anew(*pair) for pair in pairwise(history)] == [False, False, False, True, False, False, True]
-
-
-@each_family
-def test_directions_are_not_drawn_in_evaluation(name):
-    model = make_redrawing(name, 1)
-    before = directions(model)
-    for _ in range(3):
-        logits_of(model, make_tokens(2, 9))
-    assert not drawn_anew(before, directions(model))
-
-
-@each_family
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_recomputed_forward_uses_the_directions_of_the_first(name, reentrant):
-    plain, checkpointed, ids = make_redrawing(name, 1).train(), make_redrawing(name, 1).train(), make_tokens(2, 9)
-    checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    for _ in range(3):
-        expected, actual = loss_gradients(plain, ids), loss_gradients(checkpointed, ids)
-        assert all(torch.equal(actual[key], expected[key]) for key in expected)
-
-
-@each_generator
-def test_directions_stay_from_prefill_to_the_last_token_also_in_training_mode(name):
-    model, ids = make_redrawing(name, 1).train(), make_tokens(2, 9)
-    model(input_ids=ids)
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(input_ids=ids[:, :5], past_key_values=cache)
-        prefilled = directions(model)
-        for position in range(5, 9):
-            step = model(input_ids=ids[:, position : position + 1], past_key_values=cache).logits
-    assert not drawn_anew(prefilled, directions(model))
-    assert_close(step, logits_of(model.eval(), ids)[:, -1:])
 
 
 # -- PEFT -------------------------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, DynamicCache
 
-from hf_linattn import architecture
+from hf_linattn import UnsupportedModeError, UnsupportedModelError, architecture, get_mechanisms, patch_model
 from hf_linattn.rope import find_rotation
 
 SMALL = {
@@ -26,10 +26,35 @@ FAMILIES = {
     },
 }  # fmt: skip
 
+# layers without rotary positions, by a flag of the attention, by its window, or as the model gives them no angles
+PARTLY = {
+    "smollm3": {"no_rope_layer_interval": 2, "num_key_value_heads": 2, "pad_token_id": 0},
+    "cohere2": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+    "exaone4": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "num_key_value_heads": 2},
+    "granite_swa": {"layer_rope_theta": [1e4, 0], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+}
+# why the heads of others cannot be turned back
+HINDERED = {
+    "hunyuan_v1_dense": ({"head_dim": 8}, "HunYuanDenseV1Attention changes its keys after it has turned them"),
+    "llama4_text": ({"head_dim": 8, "no_rope_layers": [1, 1]}, "has no apply_rotary_pos_emb"),
+    "granite_swa": (
+        {"layer_rope_theta": [1e4, 5e5], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "layer_rope_theta gives it another base",
+    ),
+}
+
+
+def make(name, **options):
+    return AutoModel.from_config(AutoConfig.for_model(name, **SMALL, **options)).eval()
+
+
+def rotations(model):
+    return [find_rotation(model, path, x) for path, x in architecture.self_attention_modules(model).items()]
+
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_back_gives_what_the_model_gives_at_the_earlier_position(name):
-    model = AutoModel.from_config(AutoConfig.for_model(name.split("-")[0], **SMALL, **FAMILIES[name])).eval()
+    model = make(name.split("-")[0], **FAMILIES[name])
     heads = torch.randn(2, 4, 5, 8)
     position = torch.tensor([[9, 30, 31, 40, 52], [7, 8, 20, 21, 60]])
     steps = torch.tensor([[0, 1, 30, 17, 52], [7, 0, 3, 21, 5]])
@@ -50,3 +75,46 @@ def test_models_without_rotary_positions_have_none(name):
     model = AutoModel.from_config(AutoConfig.for_model(name))
     path, module = next(iter(architecture.self_attention_modules(model).items()))
     assert find_rotation(model, path, module) is None
+
+
+@pytest.mark.parametrize("name", PARTLY)
+def test_layers_whose_keys_do_not_turn_have_no_rotation(name):
+    """Also of a model that is being loaded: on the meta device, in its own dtype."""
+    model, caches = make(name, **PARTLY[name]), (DynamicCache(), DynamicCache())
+    with torch.no_grad():
+        for first, cache in zip((0, 3), caches, strict=True):
+            model(torch.arange(5)[None], position_ids=torch.arange(first, first + 5)[None], past_key_values=cache)
+    # distances are the same, so the second layer has the same input
+    first, second = ([cache.layers[i].keys for cache in caches] for i in (0, 1))
+    assert not torch.allclose(*first, atol=1e-3) and torch.allclose(*second, atol=1e-5)
+    assert [x is None for x in rotations(model)] == [False, True]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert [x is None for x in rotations(make(name, **PARTLY[name]))] == [False, True]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", PARTLY)
+def test_gated_deltanet_takes_the_heads_of_such_layers_as_they_are(name):
+    undone, kept = (
+        list(get_mechanisms(patch_model(make(name, **PARTLY[name]), "gated_deltanet", rotation=rotation)).values())
+        for rotation in ("undone", "kept")
+    )
+    layer = undone[0].layer
+    shapes = [(2, heads, 9, layer.head_dim) for heads in (layer.num_heads, *[layer.num_key_value_heads] * 2)]
+    heads = [torch.randn(shape) for shape in shapes]
+    same = [torch.equal(one(*heads)[0], other(*heads)[0]) for one, other in zip(undone, kept, strict=True)]
+    assert same == [False, True]
+    with pytest.raises(UnsupportedModeError, match="needs a causal layer with rotary positions, which layer 1 is not"):
+        patch_model(make(name, **PARTLY[name]), "streaming", positions="streaming", window_size=8)
+
+
+@pytest.mark.parametrize("name", HINDERED)
+def test_a_layer_that_cannot_turn_its_heads_back_says_why(name):
+    options, why = HINDERED[name]
+    for mechanism, chosen in (("gated_deltanet", {}), ("streaming", {"positions": "streaming", "window_size": 8})):
+        with pytest.raises(UnsupportedModelError, match=why):
+            patch_model(make(name, **options), mechanism, **chosen)
+    patch_model(make(name, **options), "gated_deltanet", rotation="kept")

@@ -43,7 +43,7 @@ class BigBirdMechanism(RandomBlocksMechanism):
 
     def key_table(self, num_blocks: int, causal: bool) -> Tensor:
         chosen, width = super().key_table(num_blocks, causal), self.config.window_blocks
-        window = torch.arange(num_blocks)[:, None, None] + torch.arange(-width, width + 1)
+        window = torch.arange(num_blocks, device="cpu")[:, None, None] + torch.arange(-width, width + 1, device="cpu")
         return torch.cat([chosen, window.expand(-1, chosen.shape[1], -1)], dim=2)
 
     def sees(self, query_position: Tensor, key_position: Tensor) -> Tensor:

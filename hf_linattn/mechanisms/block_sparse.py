@@ -80,7 +80,8 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         rows = []
         for block in range(num_blocks):
             limit = block + 1 if causal else num_blocks
-            rows.append(torch.tensor(sorted({x for x in self.key_blocks(block, limit) if 0 <= x < limit})))
+            seen = sorted({x for x in self.key_blocks(block, limit) if 0 <= x < limit})
+            rows.append(torch.tensor(seen, device="cpu"))
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)[:, None]
 
     def sees(self, query_position: Tensor, key_position: Tensor) -> Tensor:

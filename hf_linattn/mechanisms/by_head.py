@@ -157,6 +157,11 @@ class ByHeadMechanism(CompositeMechanism):
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
         return self._put_back(self.weights_of_members(self.heads_of_members(query, key), allowed, call))
 
+    def weights_given(
+        self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, call: CallOptions = PLAIN
+    ) -> Tensor:
+        return self._put_back(self.weights_of_members(self.heads_of_members(query, key, value), allowed, call))
+
     @property
     def has_scores(self) -> bool:
         return all(member.has_scores for member in self.parts())

@@ -179,10 +179,10 @@ class CompositeMechanism(Mechanism):
     def weights_of_members(
         self, heads: Sequence[Sequence[Tensor]], allowed: Tensor, call: CallOptions
     ) -> list[Tensor]:
-        """Return the `weights` of each member for its query and key."""
+        """Return the `weights` of each member for its query and key, and for its value if it is given that."""
         sinks = self.sinks_of_members(call.sink)
         return [
-            member.run_hook(call._replace(sink=sink), "weights", *own, allowed)
+            member.run_hook(call._replace(sink=sink), "weights" if len(own) == 2 else "weights_given", *own, allowed)
             for member, own, sink in zip(self.parts(), heads, sinks, strict=True)
         ]
 

@@ -68,7 +68,7 @@ class ConvMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     def __init__(self, config: ConvConfig, layer: AttentionLayer):
         super().__init__(config, layer)
         radius = self.reach if config.kernel_radius is None else config.kernel_radius
-        kernel = torch.zeros(layer.num_heads, 2 * radius + 1)
+        kernel = torch.zeros(layer.num_heads, 2 * radius + 1, device="cpu")
         kernel[:, radius] = 1.0
         self.kernel = nn.Parameter(kernel)
         self.averages = self.takes_sink = config.form == "softmax"

@@ -122,7 +122,10 @@ class Forward(Capabilities, nn.Module):
             self.calls += 1
 
     def before_forward(self) -> None:
-        """Called once before every forward of the whole model, never between its layers; for scheduled changes."""
+        """Called once before a forward of the whole model, never between its layers; for scheduled changes.
+
+        Not while the gradients of an earlier forward are still to come, whose layers may be made again for them.
+        """
 
     def borrowed(self) -> tuple[nn.Module, ...]:
         """Return the mechanisms of other layers whose own weights this one reads."""

@@ -146,7 +146,7 @@ class FusionMechanism(CompositeMechanism):
             x.to(query.dtype) for x in (self.pool_weight, self.pool_bias, self.pool_score, self.member_bias)
         )
         total, mixed = query.new_zeros(()), query.new_zeros(())
-        matrices = self.weights_of_members(self.heads_of_members(query, key), allowed, call)
+        matrices = self.weights_of_members(self.heads_of_members(query, key, value), allowed, call)
         judged = []
         for matrix, preferred in zip(matrices, member_bias, strict=True):
             hidden = torch.einsum("hmd,bhnd->bhnm", weight, reference.attend(matrix, value)) + bias[None, :, None]

@@ -83,7 +83,7 @@ class GatedDeltanetConfig(MechanismConfig):
 class GatedDeltanetMechanism(SequenceMechanism):
     """Gated DeltaNet (Yang et al. 2024): o_t = s S_t q_t with S_t = a_t S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T.
 
-    q, k and v are the layer's own queries, keys and values. Where the model has rotary positions their turns are
+    q, k and v are the layer's own queries, keys and values. Where the layer has rotary positions their turns are
     undone first (`rotation="undone"`): a state over turned keys cannot tell apart positions beyond the trained
     length. k and q are then divided by their length; `normalisation="softmax"` takes e^k and e^q instead of them. So
     |k| = 1, and S [Dv, F] is one per key/value head, float32: all there is to the decoding state beside a count.

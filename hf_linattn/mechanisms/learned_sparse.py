@@ -60,11 +60,12 @@ class LearnedSparseMechanism(BlockSparseMechanism):
         distance = self.distances().abs() / max(config.reach, 1)
         self.pattern = nn.Parameter((NEAR + (FAR - NEAR) * distance).expand(layer.num_heads, -1).clone())
         # saved with the weights, as hardening comes after training
-        self.register_buffer("num_kept", torch.tensor(min(config.top_blocks or len(distance), len(distance))))
+        num_kept = min(config.top_blocks or len(distance), len(distance))
+        self.register_buffer("num_kept", torch.tensor(num_kept, device="cpu"))
 
     def distances(self) -> Tensor:
         """Return I - J for every column of `pattern`."""
-        return torch.arange(0 if self.layer.causal else -self.config.reach, self.config.reach + 1)
+        return torch.arange(0 if self.layer.causal else -self.config.reach, self.config.reach + 1, device="cpu")
 
     def harden(self, top_blocks: int) -> None:
         """Keep only the `top_blocks` distances that weigh most in each head, the own block among them."""
@@ -84,7 +85,7 @@ class LearnedSparseMechanism(BlockSparseMechanism):
         return torch.zeros_like(self.pattern, dtype=torch.bool).scatter(1, order, True)
 
     def key_table(self, num_blocks: int, causal: bool) -> Tensor:
-        blocks, distances = torch.arange(num_blocks)[:, None, None], self.distances()
+        blocks, distances = torch.arange(num_blocks, device="cpu")[:, None, None], self.distances()
         if torch.compiler.is_exporting():
             raise UnsupportedModeError(
                 "learned_sparse sees the blocks that its weights choose, which torch.export cannot record; run it"

@@ -112,8 +112,8 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         heads = 1 if shared else layer.num_key_value_heads
         self.in_blocks = layer.causal or (config.exact_block and not layer.cross)
         # in blocks: every token weighs the same; else a slot adds up its own segment
-        segments = torch.eye(config.num_slots).repeat_interleave(config.positions_per_slot, dim=1)
-        initial = torch.zeros(layer.head_dim) if self.in_blocks else segments
+        segments = torch.eye(config.num_slots, device="cpu").repeat_interleave(config.positions_per_slot, dim=1)
+        initial = torch.zeros(layer.head_dim, device="cpu") if self.in_blocks else segments
         self.key_projection: Any = nn.Parameter(initial.repeat(heads, *[1] * initial.dim()))
         self.value_projection = None if equal else nn.Parameter(self.key_projection.detach().clone())
         self._holder: tuple[LinformerMechanism, ...] = ()  # in a tuple, so that it is no submodule and is saved once

@@ -161,7 +161,8 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     def bucket_count(self, length: Any) -> Any:
         """Return how many buckets bidirectional rows of this length, an integer or a tensor of them, use."""
-        count = torch.as_tensor(length).add(self.config.bucket_size - 1) // self.config.bucket_size
+        count = torch.as_tensor(length, device=getattr(length, "device", "cpu"))
+        count = count.add(self.config.bucket_size - 1) // self.config.bucket_size
         count = (count + count % 2 * (count > 1)).clamp(1, self.config.num_buckets)
         return count if isinstance(length, Tensor) else int(count)
 

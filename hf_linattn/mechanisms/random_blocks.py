@@ -41,7 +41,7 @@ class RandomBlocksMechanism(BlockSparseMechanism):
     citation = "Zaheer et al. 2020, Big Bird: Transformers for Longer Sequences, arXiv 2007.14062"
 
     def key_table(self, num_blocks: int, causal: bool) -> Tensor:
-        own = torch.arange(num_blocks)[None, None]
+        own = torch.arange(num_blocks, device="cpu")[None, None]
         drawn = self.drawn(own)[0]  # [H, num_blocks, num_random]
         return torch.cat([own.transpose(1, 2).expand(drawn.shape[0], -1, -1), drawn], dim=2).transpose(0, 1)
 

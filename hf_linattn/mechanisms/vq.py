@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..config import require
 from ..errors import UnsupportedModeError
 from ..ops import reference
-from ..ops.common.tracing import is_recorded, is_watched
+from ..ops.common.tracing import is_made_again, is_recorded, is_watched
 from ..ops.slots.vq import NONE, CodeState, causal_code_attention, code_attention, code_means, fit_codes, nearest_codes
 from .capabilities import ExactnessLimit
 from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
@@ -59,8 +59,9 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     the keys: if n_s keys of a forward, with the mean m_s, have the code s, and d = `ema_decay`, the running number
     `counts` becomes N_s <- d N_s + (1 - d) n_s and the code c_s <- c_s + (1 - d) (n_s / N_s) (m_s - c_s), which is the
     paper's ratio of running sums; pads do not count and codes without keys stay. This happens before the next training
-    forward of the whole model, from `last_counts` and `last_means`, which each forward overwrites: so a forward and
-    its recomputation by gradient checkpointing see the same codes, and evaluation changes nothing. All these are
+    forward of the whole model, from `last_counts` and `last_means`, which each forward overwrites. Codes wait while
+    the gradients of an earlier forward are still to come, as gradient checkpointing then makes it again: it sees the
+    same codes. Evaluation changes nothing. All these are
     buffers and no parameters: an optimizer would move codes away from the means that they are. Processes that
     train together take buffers from the first, where parameters that each moves by its own keys would drift apart.
     They are saved, so that a resumed run goes on as an unbroken one.
@@ -132,7 +133,7 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     @torch.no_grad()
     def _remember(self, key: Tensor, key_padding_mask: Tensor | None) -> None:
         """Overwrite the statistics of the last training forward with those of keys [B, Hkv, N, D]."""
-        if not self.training or self.config.ema_decay == 1:
+        if not self.training or self.config.ema_decay == 1 or is_made_again():
             return
         if is_watched() and not is_recorded():
             raise UnsupportedModeError(

@@ -21,6 +21,7 @@ from hf_linattn import (
 )
 from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config
+from hf_linattn.ops import reference
 from hf_linattn.ops.common.exact_softmax import softmax_attention
 from hf_linattn.testing import Case, random_tokens, tiny_model
 from tests.helpers import assert_close, generate, logits_of, make_tokens
@@ -110,6 +111,20 @@ def test_a_state_holds_its_own_heads_in_the_dtype_of_the_model():
     assert kept.key.shape == (2, 1, LENGTH, 8) and kept.value.dtype == torch.bfloat16
     assert kept.key.untyped_storage().nbytes() == kept.key.nbytes
     assert mechanism(*heads, return_state=False)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("member", "options"),
+    [("gated_deltanet", {"output_norm": True}), ("hybrid", {"num_hard_keys": 3, "window_size": 64})],
+)
+@pytest.mark.parametrize("mechanism", ["by_head", "fusion"])
+@torch.no_grad()
+def test_members_whose_weights_depend_on_values_are_given_these(mechanism, member, options):
+    own = {"plan": {member: {"heads": [1], **options}}} if mechanism == "by_head" else {"members": {member: options}}
+    case = Case(mechanism, "llama", True, own)
+    heads = case.heads(150)
+    matrix = case.make().attention_matrix(*heads[:2], value=heads[2])
+    torch.testing.assert_close(reference.attend(matrix, heads[2]), case.make()(*heads)[0], rtol=1e-9, atol=1e-9)
 
 
 def test_what_holds_of_all_members_holds():

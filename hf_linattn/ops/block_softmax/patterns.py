@@ -152,8 +152,8 @@ def is_weighted(pattern: Pattern, query: Tensor) -> bool:
 def _make_table(pattern: Pattern, num_blocks: int, causal: bool, first: int = 0) -> Tensor:
     """Return the key blocks of each query block, the `first` ones among them, in order and once; -1 stands last."""
     table = pattern.key_table(num_blocks, causal).cpu()
-    table = torch.cat([torch.arange(first).expand(*table.shape[:2], -1), table], dim=-1)
-    limit = torch.arange(1, num_blocks + 1)[:, None, None] if causal else num_blocks
+    table = torch.cat([torch.arange(first, device="cpu").expand(*table.shape[:2], -1), table], dim=-1)
+    limit = torch.arange(1, num_blocks + 1, device="cpu")[:, None, None] if causal else num_blocks
     table = table.masked_fill((table < 0) | (table >= limit), num_blocks).sort(-1).values
     table[..., 1:].masked_fill_(table[..., 1:] == table[..., :-1].clone(), num_blocks)
     table = table.sort(-1).values

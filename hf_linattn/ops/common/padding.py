@@ -63,7 +63,7 @@ def find_sequences(
     """
     given = [x.expand(batch, -1).long() for x in (key_padding_mask, sequence_ids) if x is not None]
     read = torch.stack(given).cpu().unbind() if given else ()
-    real = torch.ones(batch, length, dtype=torch.bool) if key_padding_mask is None else read[0].bool()
+    real = torch.ones(batch, length, dtype=torch.bool, device="cpu") if key_padding_mask is None else read[0].bool()
     ids = torch.zeros_like(real, dtype=torch.long) if sequence_ids is None else read[-1]
     rows, columns = real.nonzero(as_tuple=True)
     begins = torch.ones_like(rows, dtype=torch.bool)
@@ -77,10 +77,11 @@ def find_sequences(
     tails[:-1] = heads[1:]
     places = rows * length + columns
 
-    first = torch.zeros(batch, 3, dtype=torch.long)  # start, size, whether last, of each row's first
+    first = torch.zeros(batch, 3, dtype=torch.long, device="cpu")  # start, size, whether last, of each row's first
     first[:, 2] = 1
     first[owner[heads]] = torch.stack([starts[heads], sizes[heads], tails[heads].long()], -1)
-    groups = [_gather(places, first[:, 0], first[:, 1], torch.arange(batch), first[:, 2], device)]
+    numbers = torch.arange(batch, device="cpu")
+    groups = [_gather(places, first[:, 0], first[:, 1], numbers, first[:, 2], device)]
     later = ~heads
     scale = torch.log2(sizes.float()).floor().long()
     for exponent in scale[later].unique().tolist():
@@ -93,7 +94,7 @@ def _gather(
     places: Tensor, starts: Tensor, lengths: Tensor, rows: Tensor, last: Tensor, device: torch.device
 ) -> Sequences:
     """Write down where the tokens of the chosen sequences stand, given on a CPU."""
-    steps = torch.arange(max(int(lengths.max()), 1))
+    steps = torch.arange(max(int(lengths.max()), 1), device="cpu")
     inside = steps < lengths[:, None]
     order = torch.where(inside, starts[:, None] + steps, 0)
     index = places[order] if len(places) else torch.zeros_like(order)

@@ -30,6 +30,11 @@ def is_watched() -> bool:
     return functional or torch.jit.is_tracing()
 
 
+def is_made_again() -> bool:
+    """Whether a backward pass runs here, in which gradient checkpointing makes a forward again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 def may_write(*tensors: Tensor) -> bool:
     """Whether memory of one's own may be written into: no gradient needs what is there, and nobody watches."""
     if torch.is_grad_enabled() or is_watched():

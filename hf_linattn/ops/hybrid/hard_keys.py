@@ -434,10 +434,12 @@ def _sums_by_blocks(
     """`_sums` where all keys are seen that come no later: key [B, Hkv, L, D] and value of all windows together."""
     rows, chunks = job.rows, query.shape[2]
     back = key.shape[2] // CHUNK_SIZE - chunks
-    parts = [Keys(0, torch.full((back, 1, 1), -1), None)] if back else []  # no queries stand beside the first blocks
+    # no queries stand beside the first blocks
+    parts = [Keys(0, torch.full((back, 1, 1), -1, device="cpu"), None)] if back else []
     for number, (own_key, own_value) in enumerate(zip(hard.key.unbind(2), hard.value.unbind(2), strict=True)):
         shared = torch.cat([rows.sink_key, own_key], dim=2), torch.cat([rows.sink_value, own_value], dim=2)
-        parts.append(Keys(back + number, torch.arange(number, number + back + 1)[None, None], None, shared))
+        table = torch.arange(number, number + back + 1, device="cpu")[None, None]
+        parts.append(Keys(back + number, table, None, shared))
     query, how = F.pad(in_order(query), (0, 0, CHUNK_SIZE * back, 0)), job.weights.scaling
     output, log = attend_blocks(blocks, query, key, value, parts, block_size=CHUNK_SIZE, scaling=how, causal=True)
     output, log = beside_sink(output, log, job.weights)

@@ -28,7 +28,7 @@ class EncoderTokens(NamedTuple):
 
 def window_centre(position: Tensor, length: Tensor, keys_per_query: float) -> Tensor:
     """Return min(floor(i keys_per_query), n - 1) for queries at `position` [..., Nq] and n = `length` [..., 1]."""
-    centre = (position * keys_per_query).floor().long()
+    centre = (position.double() * keys_per_query).floor().long()
     return torch.minimum(centre, length - 1).clamp(min=0)
 
 
