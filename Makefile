@@ -41,8 +41,10 @@ $(RUNS): pyproject.toml constraints.txt setup.py $(wildcard hf_linattn/csrc/*.[c
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[all]"
 	@touch $@
 
-quickstart: $(or $(wildcard $(STAMP)),$(RUNS)) ## convert the bundled Llama to hybrid, calibrate and recover it, report, reload, generate: minutes
-	$(LAUNCH) recipes/finetune.py recipes/quickstart.yaml
+quickstart: $(or $(wildcard $(STAMP)),$(RUNS)) ## convert a small Llama but for the layer that recalls, recover it, report, reload, ask: minutes
+	$(LAUNCH) recipes/distill.py recipes/quickstart.yaml
+	@HF_HUB_OFFLINE=1 $(BIN)/hf-linattn eval runs/quickstart --suite recall --recall single_noise,single_text --lengths 512,1024 \
+	  --samples 10 --original recipes/pretrained/llama-recall --output runs/quickstart/evaluation-recall.json
 	@echo "Reloaded from runs/quickstart:"
 	@HF_HUB_OFFLINE=1 $(BIN)/python -c "import hf_linattn; from transformers import pipeline; \
 	from hf_linattn.cards import measured_sentence; from hf_linattn.report import Report, measured; \

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks import render
-from hf_linattn import patch_model
+from hf_linattn import patch_model, testing
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
 from hf_linattn.mechanisms.learned_sparse import LearnedSparseMechanism
@@ -235,3 +235,10 @@ def watch_models(monkeypatch: Any, command: str) -> list[int]:
 
     monkeypatch.setattr(module, "read_language_model", watched)
     return left
+
+
+def ask_only(monkeypatch, *names: str) -> None:
+    """Have `check_mechanism` ask for these invariants alone for a while; the tables themselves keep their order."""
+    for table in ("INVARIANTS", "CROSS_INVARIANTS"):
+        known = getattr(testing, table)
+        monkeypatch.setattr(testing, table, {name: check for name, check in known.items() if name in names})
