@@ -196,7 +196,7 @@ def test_a_decoder_that_its_config_makes_an_encoder(name, tmp_path):
 
 
 @torch.no_grad()
-def test_a_batch_that_mixes_adapters_with_mechanisms_of_their_own_is_refused_and_leaves_nothing():
+def test_a_batch_that_mixes_adapters_with_own_mechanisms_is_refused():
     ids, lora = make_tokens(2, 9), LoraConfig(r=2, target_modules="all-linear", modules_to_save=["hf_linattn"])
     wrapped = get_peft_model(make_patched("llama", "hedgehog"), lora, "first").eval()
     wrapped.add_adapter("second", lora)
