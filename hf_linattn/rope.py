@@ -23,7 +23,7 @@ CHANGING = ("dynamic", "longrope")  # rope types whose angles depend on the long
 NEAR = 1e-4  # from numbers of about one
 TRIAL = "hf_linattn_trial"  # the name of the attention function that ends a trial
 # what attention modules raise that are not made, or not called, as most are
-UNUSUAL = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+UNUSUAL = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
