@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
 import tempfile
 import time
@@ -13,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
@@ -32,6 +29,7 @@ from ..training.arguments import FinetuningArguments
 from ..training.data import TrainingData
 from ..training.finetuning import fine_tune
 from ..training.losses.distillation import Teacher
+from ..training.random_states import kept_random_states
 
 STEPS = 3  # of the recovery that are timed, after one that is not
 REPEATS, DECODED = 3, 16  # of the timings of a forward, tokens that are decoded
@@ -190,15 +188,13 @@ def patched(model: PreTrainedModel, plan: Plan | None) -> Iterator[PreTrainedMod
 @contextmanager
 def untouched(model: PreTrainedModel) -> Iterator[None]:
     """Give a model its device and modes back, and the process its random states: a Trainer changes all of these."""
-    device, drawn, of_numpy = model.device, random.getstate(), np.random.get_state()
-    with evaluation_mode(model), torch.random.fork_rng(range(torch.cuda.device_count())):
+    device = model.device
+    with evaluation_mode(model), kept_random_states():
         try:
             yield
         finally:
             if model.device != device:  # not all that need not move could
                 model.to(device)  # type: ignore[arg-type]
-            random.setstate(drawn)
-            np.random.set_state(of_numpy)
 
 
 @contextmanager

@@ -42,7 +42,6 @@ COMPILERS = {"llama": "aot_eager"}
 CAUSAL_ONLY: set[str] = set()
 
 
-
 def invariant(name: str, causal_only: bool = False) -> Callable[[Invariant], Invariant]:
     """Return a decorator that enters a check under `name`."""
 

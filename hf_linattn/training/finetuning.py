@@ -30,6 +30,7 @@ from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.losses.loss_module import LossModule
 from hf_linattn.training.not_finite import NotFiniteError
 from hf_linattn.training.parameter_groups import float32_masters
+from hf_linattn.training.random_states import kept_random_states
 from hf_linattn.training.speed import Clock, Speed, product_dtype
 from hf_linattn.training.task import task_of
 from hf_linattn.training.trainers import RecoveryTrainer
@@ -210,7 +211,7 @@ def rehearse(
     Raises:
         OptionError: a Trainer, its data loader, optimizer or schedule cannot be made with these options.
     """
-    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
+    with tempfile.TemporaryDirectory() as folder, kept_random_states():
         try:
             model = make_model()
             for searches, steps in ((False, max_steps), (True, search_steps)):

@@ -30,6 +30,7 @@ from hf_linattn.training.finetuning import own_forward, stage_arguments, validat
 from hf_linattn.training.memory_limits import gigabytes, is_out_of_memory, size_said, what_helps
 from hf_linattn.training.not_finite import NotFiniteError
 from hf_linattn.training.parameter_groups import float32_masters
+from hf_linattn.training.random_states import kept_random_states
 from hf_linattn.training.stages import Stage, TrainingStage, stages_of
 from hf_linattn.training.stages.training import TrainingPlan
 from hf_linattn.training.step_watch import StepWatch
@@ -268,7 +269,7 @@ def _trainer(
     silent: Mapping[str, Any] = {"logging_strategy": "no", "disable_tqdm": True}
     training, held_back = replace(without_checkpoints(plan.training), **silent), plan.data.validation
     batch = held_back.select(range(min(len(held_back), training.eval_batch_size)))
-    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]), own_forward(model):
+    with tempfile.TemporaryDirectory() as folder, kept_random_states(), own_forward(model):
         arguments = stage_arguments(
             model, training, Path(folder), learning_rate=plan.learning_rates[0],
             max_steps=run.arguments.recipe.plan_steps or 1, report_to="none",

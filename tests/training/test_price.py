@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -38,11 +40,17 @@ def dry(material, tmp_path_factory) -> SimpleNamespace:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_linattn.training.pipeline.price_of", lambda run: found.append(real(run)) or found[0])
         console = Console(record=True, width=80)
-        before = torch.random.get_rng_state()
+        before = random_states()
         with pytest.raises(SystemExit) as end:
             main([*given, "--dry_run", "true"], DISTILLATION, "recipe", console=console)
-    same = torch.equal(before, torch.random.get_rng_state())
+    same = before == random_states()
     return SimpleNamespace(price=found[0], text=console.export_text(), code=end.value.code, out=out, same_state=same)
+
+
+def random_states() -> tuple:
+    """What PyTorch, Python and NumPy draw from."""
+    of_numpy = np.random.get_state(legacy=False)["state"]["key"].tolist()
+    return torch.random.get_rng_state().tolist(), random.getstate(), of_numpy
 
 
 def test_a_dry_run_prints_the_stages_and_writes_nothing(dry):
