@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import shlex
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 
@@ -54,7 +56,7 @@ def test_a_trial_says_what_a_patched_model_has_and_the_model_stays_as_it_was(tex
     patch_model(model, window.plan)
     assert window.state_bytes == state_bytes_by_length(model, [192])[0].patched < window.original_state_bytes
     assert window.loss == pytest.approx(found.original_loss + window.loss_increase) and window.loss_increase > 0
-    assert window.step_seconds > 0 and 0 <= window.recall <= 1
+    assert window.step_seconds > 0 and 0 <= window.recall <= 1 and window.speed.length == 192
     steps = SETTINGS.recovery_tokens / (SETTINGS.block_size * SETTINGS.batch_size)
     assert found.recovery_seconds(window) == pytest.approx(steps * window.step_seconds)
     assert json.loads(json.dumps(found.document()))["trials"][0]["name"] == "window"
@@ -79,8 +81,11 @@ def test_a_timed_step_leaves_modes_random_states_and_the_device_as_they_were(mon
     monkeypatch.setattr(trial, "fine_tune", watched)
     modes, before = [module.training for module in model.modules()], states()
     with trial.patched(model, "linear"):
-        seconds = trial.step_seconds(model, trial.Material(make_tokenizer(), rows, rows, torch.zeros(2), 16, SETTINGS))
-    assert seconds > 0 and trained_on == [True], "a Trainer takes a GPU where there is one"
+        material = trial.Material(make_tokenizer(), rows, rows, [], torch.zeros(2), 1, 16, SETTINGS)
+        seconds = trial.step_seconds(model, material)
+        assert seconds > 0 and trained_on == [True], "a Trainer takes a GPU where there is one"
+        model.lm_head.weight.data.fill_(math.inf)
+        assert trial.step_seconds(model, material) is None, "no step ended, as the first loss was not finite"
     assert [module.training for module in model.modules()] == modes and states() == before
     with trial.untouched(model.to("meta")):
         model.to_empty(device="cpu")
@@ -90,12 +95,14 @@ def test_a_timed_step_leaves_modes_random_states_and_the_device_as_they_were(mon
 def test_rows_have_no_more_tokens_than_positions_and_lie_where_the_model_does(monkeypatch):
     module, measured, chosen_on = import_module("hf_linattn.advice.advise"), [], []
 
-    def trial(model, name, plan, material):
+    def trial(model, name, plan, material, least):
         measured.append(material)
         return make_trial(name, 1.0, 0.0, 1)
 
     monkeypatch.setattr(module, "run_trial", trial)
-    monkeypatch.setattr(module, "share_right", lambda *_: 1.0)
+    monkeypatch.setattr(module, "with_costs", lambda _, trial, __: trial)
+    monkeypatch.setattr(module, "make_prompts", lambda *_, **__: [])
+    monkeypatch.setattr(module, "answered", lambda *_: [1.0])
     monkeypatch.setattr(module, "choose_plan", lambda *_, batches, **__: chosen_on.extend(batches))
     monkeypatch.setattr(module, "chosen_plans", lambda _: {})
     model, settings = make_model("gpt2"), replace(SETTINGS, block_size=512)
@@ -108,7 +115,7 @@ def test_rows_have_no_more_tokens_than_positions_and_lie_where_the_model_does(mo
 
 def make_trial(name: str, recall: float, increase: float, state: int) -> Trial:
     speed = SpeedRow(8, 1, Spread(1, 1, 1), Spread(1, 1, 1))
-    return Trial(name, "linear", 3 + increase, increase, 0.0, recall, state, 100, speed, 1.0, 1.0)
+    return Trial(name, "linear", 3 + increase, increase, 0.0, recall, 10, state, 100, False, speed, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +131,50 @@ def test_the_smallest_state_that_recalls_and_loses_little_is_recommended(rows, o
     assert recommend([make_trial(*row) for row in rows], original, Settings(prompts=10)).name == wanted
 
 
+def test_a_plan_that_can_no_longer_be_recommended_is_asked_no_further_and_its_costs_are_not_measured(monkeypatch):
+    """Ten prompts of which `right` are answered: what each plan is asked, and of which the costs are measured."""
+    module, asked, timed, as_it_was = import_module("hf_linattn.advice.advise"), [], [], trial.patched
+    right = {"most": "1111101111", "none": "0000000000", "few": "1110110101", "as many": "0111111111", None: "1" * 10}
+
+    def answer(model, tokenizer, prompts, **options):
+        (number,) = prompts
+        asked.append(model.plan)
+        return [{"found": float(right[model.plan][number])}]
+
+    @contextmanager
+    def patched(model, plan):
+        model.plan = plan
+        with as_it_was(model, "linear"):
+            yield model
+        model.plan = None
+
+    def costs(model, trial, material):
+        timed.append(trial.name)
+        return replace(trial, step_seconds=1.0)
+
+    model = make_model("gpt2")
+    model.plan = None
+    for name, value in {"answer_prompts": answer, "patched": patched}.items():
+        monkeypatch.setattr(trial, name, value)
+    monkeypatch.setattr(module, "with_costs", costs)
+    monkeypatch.setattr(module, "make_prompts", lambda *_, count, **__: range(count))
+    plans = {name: name for name in right if name}
+    found = advise(model, make_tokenizer(), ["w5 w6 " * 200], 16, plans=plans, settings=replace(SETTINGS, prompts=10))
+    assert [asked.count(name) for name in (None, *plans)] == [10, 10, 3, 9, 10]
+    assert [(trial.recall, trial.prompts) for trial in found.trials] == [(0.9, 10), (0, 3), (6 / 9, 9), (0.9, 10)]
+    assert timed == ["most", "as many"]
+    assert [found.recovery_seconds(trial) is None for trial in found.trials] == [False, True, True, False]
+
+
 def test_the_command_prints_a_table_and_the_command_that_makes_the_plan(monkeypatch, tmp_path):
     trials = (make_trial("a", 0.9, 0.0123, 50), make_trial("b", 1.0, 0.04, 20))
+    trials += (replace(trials[0], name="c", recall=0.0, prompts=2, speed=None, step_seconds=None),)
     found = Advice(512, 3.0, 1.0, trials, "b", Settings(recovery_tokens=2048 * 3600))
     monkeypatch.setattr(advice, "advise", lambda *_, **__: found)
     (tmp_path / "text.txt").write_text("some text")
     command = ["advise", LLAMA, "--text", str(tmp_path / "text.txt")]
     printed = CliRunner().invoke(app, command, env={"COLUMNS": "120"}).stdout
-    for part in ("+0.012", "50.0%", "20.0%", "recommended: b", f"hf-linattn convert {LLAMA}"):
+    for part in ("+0.012", "50.0%", "20.0%", "0.00 of 2", "recommended: b", f"hf-linattn convert {LLAMA}"):
         assert part in printed, part
     document = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert document["recommended"] == "b" and document["command"] == found.command(LLAMA)

@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -16,17 +17,17 @@ from ..config import require, require_count
 from ..errors import DataError, OptionError, PatchError, UnsupportedModelError
 from ..evaluation.next_token import evenly, token_losses, whole_windows
 from ..evaluation.perplexity import is_masked_language_model, position_limit
+from ..evaluation.recall import make_prompts
 from ..patching import is_patched
 from ..plan import Plan, plan_as_data
 from ..plan_search import choose_plan
 from .candidates import IN_ALL_LAYERS, candidate_plans, chosen_plans
-from .trial import Material, Settings, Trial, run_trial, share_right, texts_in_halves
+from .trial import EPSILON, Material, Settings, Trial, answered, run_trial, state_size, texts_in_halves, with_costs
 
 WITHIN = 0.05  # nats per token that a plan may lose: 5 % of perplexity
 CHOSEN_BY = ("single_noise", "single_text", "single_uuid", "multi_key")  # recall tasks that heads are chosen by
 LONGEST = 1024  # tokens of their prompts
 ROOM = 16  # positions that are left to what is decoded
-EPSILON = 1e-9  # shares are sums of floats
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,11 @@ class Advice:
         """The recommended trial."""
         return next(trial for trial in self.trials if trial.name == self.recommended)
 
-    def recovery_seconds(self, trial: Trial) -> float:
-        """Return the time of the recovery: its steps by the seconds that one was measured to take."""
+    def recovery_seconds(self, trial: Trial) -> float | None:
+        """Return the time of the recovery: its steps by the seconds of one; None where that was not measured."""
         settings = self.settings
+        if trial.step_seconds is None:
+            return None
         return settings.recovery_tokens / (settings.block_size * settings.batch_size) * trial.step_seconds
 
     def command(self, model: str, output: str = "converted", files: Sequence[str] = ("text.txt",)) -> str:
@@ -87,10 +90,11 @@ def advise(
     """Try candidate plans on a causal language model and recommend one; the model is the same in the end.
 
     Each plan is calibrated on the first half of the text and measured on the second: loss per token beside the
-    original's, recall of a needle in prompts of `length` tokens, bytes of decoding state, speed beside the original's,
-    and the seconds of a training step of its recovery. Recommended is the smallest state among the plans that recall
-    as much as the best one does, up to one prompt, and lose at most 0.05 nats per token; where none loses so little,
-    the one of these that loses least.
+    original's, recall of a needle in prompts of `length` tokens, bytes of decoding state. Recommended is the smallest
+    state among the plans that recall as much as the best one does, up to one prompt, and lose at most 0.05 nats per
+    token; where none loses so little, the one of these that loses least. A plan that cannot recall as much any more is
+    asked no further. Of those that do, speed beside the original's and the seconds of a training step of the recovery
+    are measured, too.
 
     Args:
         texts: documents of the kind that the model is for. length: tokens of the inputs that it is for.
@@ -118,14 +122,17 @@ def advise(
         settings = replace(settings, block_size=min(settings.block_size, limit))
     require("plans", plans, plans is None or bool(plans), "name -> plan of at least one candidate")
     material = read_material(model, tokenizer, texts, length, settings)
-    recall = share_right(model, material)
+    recall = fmean(answered(model, material))
     if plans is None:
         plans = choose(model, material, progress) | candidate_plans(len(self_attention_modules(model)))
     trials: list[Trial] = []
-    with tqdm(plans.items(), desc="advise", unit="plan", disable=not progress) as bar:
+    with tqdm(plans.items(), desc="what they keep", unit="plan", disable=not progress) as bar:
         for name, plan in bar:
             bar.set_postfix_str(name)
-            trials.append(run_trial(model, name, plan, material))
+            trials.append(run_trial(model, name, plan, material, least_recall(trials, recall, settings)))
+    least = least_recall(trials, recall, settings)
+    with tqdm(trials, desc="what they cost", unit="plan", disable=not progress) as bar:
+        trials = [with_costs(model, trial, material) if trial.recall >= least else trial for trial in bar]
     return Advice(
         length, float(material.original_losses.mean()), recall, tuple(trials),
         recommend(trials, recall, settings).name, settings,
@@ -166,18 +173,27 @@ def read_material(
                 f" give more text, or a smaller {name}"
             )
         rows[name] = found
-    held_out = rows["windows"]
-    losses = token_losses(model, held_out).losses.mean(1)
-    return Material(tokenizer, rows["calibration_tokens"], held_out, losses, length, settings)
+    prompts = make_prompts(
+        settings.recall_task, tokenizer, length, count=settings.prompts, seed=settings.seed + 1,
+        positions=position_limit(model),
+    )  # fmt: skip
+    losses = token_losses(model, rows["windows"]).losses.mean(1)
+    return Material(
+        tokenizer, rows["calibration_tokens"], rows["windows"], prompts, losses, state_size(model, length), length,
+        settings,
+    )  # fmt: skip
+
+
+def least_recall(trials: Sequence[Trial], original_recall: float, settings: Settings) -> float:
+    """Return what a plan must recall: as much as the best, or as the original if that has less, but for one prompt."""
+    best = min(original_recall, max((trial.recall for trial in trials), default=0.0))
+    return best - 1 / settings.prompts - EPSILON
 
 
 def recommend(trials: Sequence[Trial], original_recall: float, settings: Settings) -> Trial:
-    """Return the trial with the smallest state among those that recall enough and lose little.
-
-    Enough is what the best of them has, or the original if that has less, but for one prompt.
-    """
-    best = min(original_recall, max(trial.recall for trial in trials))
-    enough = [trial for trial in trials if trial.recall >= best - 1 / settings.prompts - EPSILON]
+    """Return the trial with the smallest state among those that recall enough and lose little."""
+    least = least_recall(trials, original_recall, settings)
+    enough = [trial for trial in trials if trial.recall >= least]
     close = [trial for trial in enough if trial.loss_increase <= WITHIN]
     if close:
         return min(close, key=lambda trial: (trial.state_bytes, trial.loss))

@@ -36,14 +36,17 @@ def advise(
     table = Table(
         "plan", "loss", "recall", "state", "prompt", "token", "recovery", title=f"{model} at {length:,} tokens",
         caption=f"loss: nats more than softmax's {found.original_loss:.3f}; recall: softmax has"
-        f" {found.original_recall:.2f}; state: of softmax's bytes; prompt, token: times as fast; recovery: hours",
+        f" {found.original_recall:.2f}; state: of softmax's bytes; prompt, token: times as fast; recovery: hours;"
+        " -: not measured of what recalls too little",
     )  # fmt: skip
     for trial in found.trials:
-        decode = trial.speed.decode_speedup
+        speed, seconds = trial.speed, found.recovery_seconds(trial)
+        costs = (speed and speed.prefill_speedup, speed and speed.decode_speedup, seconds and seconds / 3600)
+        loss = f"{trial.loss_increase:+.3f} ±{trial.loss_error:.3f}"
         table.add_row(
-            trial.name, f"{trial.loss_increase:+.3f} ±{trial.loss_error:.3f}", f"{trial.recall:.2f}",
-            f"{trial.state_bytes / trial.original_state_bytes:.1%}", f"{trial.speed.prefill_speedup:.2f}",
-            "-" if decode is None else f"{decode:.2f}", f"{found.recovery_seconds(trial) / 3600:.1f}",
+            trial.name, loss, f"{trial.recall:.2f} of {trial.prompts}",
+            f"{trial.state_bytes / trial.original_state_bytes:.1%}",
+            *("-" if cost is None else f"{cost:.{digits}f}" for cost, digits in zip(costs, (2, 2, 1), strict=True)),
             style="green" if trial.name == found.recommended else None,
         )  # fmt: skip
     command = found.command(model, files=[str(file) for file in text])
