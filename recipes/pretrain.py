@@ -138,7 +138,21 @@ class PretrainArguments:
         if self.cooldown is None:
             self.cooldown = architecture.cooldown
         require("cooldown", self.cooldown, 0 <= self.cooldown < 1, "a share of the steps, from 0 to less than 1")
-        require_count("recall_samples", self.recall_samples)
+        for name in ("recall_samples", "evaluations", "save_steps", "threads"):
+            require_count(name, getattr(self, name))
+        lengths = sorted({stage.length for stage in architecture.stages})
+        whole = self.batch_tokens > 0 and all(self.batch_tokens % length == 0 for length in lengths)
+        require("batch_tokens", self.batch_tokens, whole, f"a multiple of the lengths of the rows, {lengths}")
+        least = 1 if architecture.looks_far_back else min(stage.share for stage in architecture.stages)
+        enough = int(least * self.train_tokens) >= self.batch_tokens
+        require("train_tokens", self.train_tokens, enough, f"enough for a step of {self.batch_tokens} in every stage")
+        for name in ("checkpoint_dir", "train_file", "validation_file", "test_file"):
+            given = getattr(self, name)
+            if given and Path(given).resolve().is_relative_to(Path(self.output_dir).resolve()):
+                raise OptionError(
+                    f"{name}={given!r} lies in output_dir={self.output_dir!r}, which is replaced as a whole; give"
+                    " output_dir another folder"
+                )
         for name in ("checkpoint_dir", "cooldown"):
             if getattr(self, name) and not architecture.looks_far_back:
                 known = ", ".join(name for name, known in ARCHITECTURES.items() if known.looks_far_back)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linattn import patch_model
@@ -95,6 +97,28 @@ def test_a_fitted_mechanism_is_another_one(client):
     text = Path(ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
     plain, fitted = (talk(client, mechanism="hedgehog", text=text, fit=fit)[-1] for fit in (False, True))
     assert (plain[0], fitted[0]) == ("done", "done") and plain[1] == fitted[1] and plain[3] != fitted[3]
+
+
+def test_a_visitor_who_leaves_ends_the_generation(app, monkeypatch):
+    pair, streamers, make = app.Pair(str(LLAMA)), [], app.Streamer
+    monkeypatch.setattr(app, "Streamer", lambda tokenizer: streamers.append(make(tokenizer)) or streamers[0])
+    writing = app.write(pair.original, pair.tokenizer, pair.inputs("Return the", 300, "A server."), 256)
+    next(writing)
+    threads = threading.active_count()
+    writing.close()
+    assert threading.active_count() == threads - 1 and streamers[0].count < 128
+
+
+def test_a_context_begins_with_what_the_tokenizer_puts_before_a_text(app):
+    pair = app.Pair(str(LLAMA))
+    begin = pair.tokenizer.bos_token_id
+    before = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    plain = pair.inputs("Return the", 100, "A server.")
+    pair.tokenizer.backend_tokenizer.post_processor = before
+    found = pair.inputs("Return the", 100, "A server.")
+    assert found[0, 0] == begin != plain[0, 0] and found.shape == plain.shape
+    own = len(pair.tokenizer("Return the", add_special_tokens=False)["input_ids"])
+    assert found[0, 1:-own].equal(plain[0, : -own - 1]) and found[0, -own:].equal(plain[0, -own:])
 
 
 def test_a_model_that_is_not_there_is_said_with_the_remedy(app, tmp_path):

@@ -15,11 +15,13 @@ from datasets import Dataset
 
 from benchmarks.measure.classifiers import in_batches
 from benchmarks.measure.provenance import without_folders
+from benchmarks.measure.saved_models import save_whole
 from benchmarks.result_files import CONTROL, ROOT
 from benchmarks.studies import encoder_tasks, long_documents, long_documents_speed
 from benchmarks.studies.encoder_tasks import CONVERSIONS, TASKS, Study
 from benchmarks.tables.classifiers import documents_speed_table, documents_table, kept_share, tasks_table
 from hf_linattn.errors import DataError
+from tests.models import make_model
 
 pytestmark = pytest.mark.tools
 BERT = str(ROOT / "recipes" / "pretrained" / "bert")
@@ -54,9 +56,10 @@ def test_encoder_tasks_go_on_with_the_missing_rows(tmp_path: Path, monkeypatch: 
         return json.loads(output.read_text())["rows"]
 
     first = run({CONTROL: some[CONTROL]})
+    originals = tmp_path / Path(BERT).name
     for task in tasks:
-        shutil.rmtree(tmp_path / f"{task.name}-0")  # as in a fresh checkout, where the rows are
-    assert run({CONTROL: some[CONTROL]}) == first and not (tmp_path / f"{tasks[0].name}-0").exists(), "none is needed"
+        shutil.rmtree(originals / f"{task.name}-0")  # as in a fresh checkout, where the rows are
+    assert run({CONTROL: some[CONTROL]}) == first and not [*originals.iterdir()], "none is needed"
     both = run(some)
     assert [row for row in both if row["row"] != "linear"] == first
     for task in tasks:
@@ -80,7 +83,7 @@ def test_long_documents_are_cut_read_in_windows_and_read_whole(tmp_path: Path) -
     readers = {name: long_documents.READINGS[name] for name in ("hedgehog", "softmax")}
     study = long_documents.Study(BERT, tmp_path, tmp_path, output, sizes)
     study.run([0, 1], ["sets"], {"softmax": readers["softmax"]})
-    shutil.rmtree(tmp_path / "sets-1")
+    shutil.rmtree(tmp_path / Path(BERT).name / "sets-1")
     study.run([0, 1], ["sets"], readers)
     rows = {(row["seed"], row["row"]): row for row in json.loads(output.read_text())["rows"]}
     assert [name for seed, name in rows if seed == 0] == ["cut", "windows", "softmax", "hedgehog"]
@@ -138,3 +141,17 @@ def test_batches_hold_texts_of_like_lengths_in_random_order() -> None:
 def test_commands_of_results_name_no_folder_of_their_machine() -> None:
     given = ["/a/b/model", "--output", "runs/x.json", "0.5"]
     assert [without_folders(x) for x in given] == ["model", "--output", "runs/x.json", "0.5"]
+
+
+def test_a_model_that_a_study_keeps_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    class Broken:
+        def save_pretrained(self, folder: Path) -> None:
+            folder.mkdir()
+            (folder / "config.json").touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save_whole(Broken(), tmp_path / "models" / "task-0")  # type: ignore[arg-type]
+    assert not [*(tmp_path / "models").iterdir()]
+    save_whole(make_model("bert"), tmp_path / "models" / "task-0")
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["task-0"]

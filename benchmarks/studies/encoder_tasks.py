@@ -23,6 +23,7 @@ from datasets import DatasetDict, load_dataset
 from transformers import set_seed
 
 from benchmarks.measure.classifiers import KeptRows, Material, by_length
+from benchmarks.measure.saved_models import save_whole
 from benchmarks.result_files import CONTROL, ENCODER_TASKS_FILE, ORIGINAL, RESULTS, Document
 from hf_linattn import calibrate, patch_model
 from hf_linattn.training.losses.distillation import Teacher
@@ -117,7 +118,8 @@ class Study:
         rows = KeptRows(self.output, "benchmarks.studies.encoder_tasks", model=Path(self.model).name)
         materials = {task: self.material(task) for task in tasks}
         for seed, (task, material) in product(seeds, materials.items()):
-            folder, key = self.work / f"{task.name}-{seed}", {"task": task.name, "seed": seed, "metric": task.metric}
+            folder = self.work / Path(self.model).name / f"{task.name}-{seed}"
+            key = {"task": task.name, "seed": seed, "metric": task.metric}
             fine_tuned = partial(self.fine_tuned, material, seed, task, folder)
             rows.keep({**key, "row": ORIGINAL}, fine_tuned)
             missing = [name for name in conversions if rows.lacks({**key, "row": name})]
@@ -136,7 +138,7 @@ class Study:
         set_seed(seed)  # of the head
         model = material.load()
         found = material.train(model, self.work, seed, task.learning_rate, task.epochs[0], LOOKS)
-        model.save_pretrained(folder)
+        save_whole(model, folder)
         return {**found, "score": material.score(model)}
 
     def recovered(

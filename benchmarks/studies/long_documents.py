@@ -24,6 +24,7 @@ from datasets import DatasetDict, load_dataset
 from transformers import set_seed
 
 from benchmarks.measure.classifiers import KeptRows, Material, by_length
+from benchmarks.measure.saved_models import save_whole
 from benchmarks.measure.stopwatch import SOFTMAX
 from benchmarks.result_files import CUT, LONG_DOCUMENTS_FILE, RESULTS, WINDOWS, Document
 from hf_linattn import calibrate, extend_positions, patch_model
@@ -104,7 +105,8 @@ class Study:
         rows = KeptRows(self.output, "benchmarks.studies.long_documents", **said)
         splits = {each: read_set(each, self.documents) for each in sets}
         for seed, each in product(seeds, sets):
-            folder, key = self.work / f"{each}-{seed}", {"set": each, "seed": seed}
+            folder = self.work / Path(self.model).name / f"{each}-{seed}"
+            key = {"set": each, "seed": seed}
             short, long = (self.material(splits[each], whole) for whole in (False, True))
             fine_tuned = partial(self.fine_tuned, short, seed, folder)
             rows.keep({**key, "row": CUT}, fine_tuned)
@@ -130,7 +132,7 @@ class Study:
         set_seed(seed)  # of the head
         model, epochs = material.load(), self.sizes.cut_epochs
         found = material.train(model, self.work, seed, CUT_RATE, epochs, looks=round(epochs))
-        model.save_pretrained(folder)
+        save_whole(model, folder)
         return {**found, "tokens": material.length, "score": material.score(model)}
 
     def in_windows(self, material: Material, folder: Path) -> Document:

@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.measure.provenance import collect_provenance
+from benchmarks.measure.saved_models import save_whole
 from benchmarks.result_files import MQAR_SWEEP_FILE, MQAR_SWEEP_PLOT, RESULTS, Document, resume
 from benchmarks.studies.mqar import answers, fit, make_batch, state_size
 from benchmarks.tables.mqar import mean_of, title_of
@@ -146,7 +147,7 @@ def original_of(seed: int, folder: Path) -> LlamaForCausalLM:
     if not kept.exists():
         model = make_model(seed)
         fit(model, batches(SOFTMAX_STEPS, TRAIN, seed), SOFTMAX_STEPS, RATES[0])
-        model.save_pretrained(kept)
+        save_whole(model, kept)
     return LlamaForCausalLM.from_pretrained(kept)
 
 

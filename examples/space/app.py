@@ -15,12 +15,20 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, TextIteratorStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
 
 from hf_linattn import HfLinattnError, calibrate, is_patched, patch_model, unpatch_model
 from hf_linattn.cache import state_bytes
@@ -57,6 +65,16 @@ class Streamer(TextIteratorStreamer):
         super().put(value)
 
 
+class Ended(StoppingCriteria):
+    """Ends a generation that nobody waits for any more."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full(input_ids.shape[:1], self.event.is_set(), device=input_ids.device)
+
+
 class Pair:
     """A causal model and its converted copy, which has the same weights."""
 
@@ -86,21 +104,26 @@ class Pair:
             calibrate(self.converted, [text], tokenizer=self.tokenizer, steps=FIT_STEPS)
         self.made = wanted
 
+    def first_ids(self, prompt: str) -> list[int]:
+        """Return what the tokenizer puts before a text: without it some models write rubbish."""
+        return list(takewhile(set(self.tokenizer.all_special_ids).__contains__, self.tokenizer(prompt)["input_ids"]))
+
     def inputs(self, prompt: str, length: int, text: str) -> torch.Tensor:
         """Return ids [1, length] that begin with the text, again and again, and end with the prompt."""
         if not prompt.strip():
             raise OptionError("prompt is empty; write something for the models to go on from")
         own = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        room = length - len(own)
+        first = [] if self.tokenizer.chat_template else self.first_ids(prompt)
+        room = length - len(first) - len(own)
         if room < 0:
             raise OptionError(
-                f"prompt has {len(own)} tokens, more than the {length} of the context; move the slider to the right,"
-                " or write a shorter one"
+                f"prompt has {len(first) + len(own)} tokens, more than the {length} of the context; move the slider to"
+                " the right, or write a shorter one"
             )
         words = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         before = (words * (room // max(len(words), 1) + 1))[:room]
         if self.tokenizer.chat_template is None:
-            return torch.tensor([before + own], device=self.original.device)
+            return torch.tensor([first + before + own], device=self.original.device)
         content = f"{self.tokenizer.decode(before)}\n\n{prompt}"
         message = [{"role": "user", "content": content}]
         made = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt")
@@ -111,7 +134,9 @@ def write(model: PreTrainedModel, tokenizer: Any, ids: torch.Tensor, tokens: int
     """Yield the text so far and what it took, while a model writes `tokens` tokens."""
     streamer, cache = Streamer(tokenizer), DynamicCache(config=model.config)
     failed: list[BaseException] = []
+    ended = Ended()
     options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "streamer": streamer}
+    options["stopping_criteria"] = StoppingCriteriaList([ended])
 
     def run() -> None:
         try:
@@ -125,10 +150,13 @@ def write(model: PreTrainedModel, tokenizer: Any, ids: torch.Tensor, tokens: int
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     text = ""
-    for piece in streamer:
-        text += piece
-        yield text, numbers(ids.shape[1], start, streamer, cache)
-    thread.join()
+    try:
+        for piece in streamer:
+            text += piece
+            yield text, numbers(ids.shape[1], start, streamer, cache)
+    finally:  # also where the visitor has left: the next one's times must be of a machine that is free
+        ended.event.set()
+        thread.join()
     if failed:
         raise failed[0]
     yield text, numbers(ids.shape[1], start, streamer, cache)

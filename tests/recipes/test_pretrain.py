@@ -169,6 +169,11 @@ def test_one_of_several_gpus_is_trained_on(tmp_path, monkeypatch):
     [
         ({"architecture": "bert", "checkpoint_dir": "kept"}, 1, "checkpoint_dir='kept': bert is trained in one go;"),
         ({"architecture": "llama-recall", "recall_samples": "0"}, 1, "recall_samples must be an integer >= 1, got 0"),
+        ({"architecture": "bert", "batch_tokens": "256"}, 1, "batch_tokens must be a multiple of .*, got 256"),
+        ({"architecture": "llama", "batch_tokens": "1000"}, 1, "batch_tokens must be a multiple of .*, got 1000"),
+        ({"architecture": "llama", "batch_tokens": "-512"}, 1, "batch_tokens must be a multiple of .*, got -512"),
+        ({"architecture": "bert", "train_tokens": "4096"}, 1, "train_tokens must be enough for a step of 2048 in"),
+        ({"architecture": "llama", "evaluations": "0"}, 1, "evaluations must be an integer >= 1, got 0"),
         ({"architecture": "llama"}, 2, "WORLD_SIZE=2: the recipe is one process; run it as python recipes/pretrain"),
     ],
 )
@@ -178,6 +183,17 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     with pytest.raises(SystemExit, match=f"^OptionError: {message}"):
         run(monkeypatch, output_dir=str(tmp_path / "out"), train_file="absent.txt", **options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "inside", [{"checkpoint_dir": "out"}, {"checkpoint_dir": "out/kept"}, {"test_file": "data/../out/test.jsonl"}]
+)
+def test_nothing_that_a_run_needs_lies_in_the_folder_that_it_replaces(tmp_path, monkeypatch, inside):
+    monkeypatch.chdir(tmp_path)
+    ((name, path),) = inside.items()
+    with pytest.raises(SystemExit, match=rf"^OptionError: {name}='{path}' lies in output_dir='out', which is"):
+        run(monkeypatch, architecture="llama-recall", output_dir="out", **inside)
     assert not list(tmp_path.iterdir())
 
 
