@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DataError
 from ..inference import without_labels
 from ..sensitivity import log_probabilities
 from .gates import Gates
@@ -21,16 +20,7 @@ def beyond_windows(batches: Sequence[Mapping[str, Any]], gates: Gates) -> list[M
     Raises:
         DataError: there is none.
     """
-    replaced = next(iter(gates.mechanisms.values()))  # the same in all layers
-    window = replaced.limit.window(replaced.config) or 0
-    lengths = [_longest_row(batch) for batch in batches]
-    if batches and max(lengths) <= window:
-        raise DataError(
-            f"batches: the longest row has {max(lengths)} tokens, on which {replaced.config.mechanism!r} with"
-            f" window_size={window} equals softmax, so that no head differs from another; give longer text, or a"
-            " smaller window_size"
-        )
-    return [batch for batch, length in zip(batches, lengths, strict=True) if length > window]
+    return gates.beyond_window(batches, [_longest_row(batch) for batch in batches], "batches: the longest row", "text")
 
 
 def _longest_row(batch: Mapping[str, Any]) -> int:
