@@ -162,7 +162,10 @@ def _signals(
         signals += [] if reason else [recall]
     if reason:
         if not texts:
-            raise DataError(f"recall cannot choose: {reason}; give batches of text, and divergence chooses by these")
+            raise DataError(
+                f"recall cannot choose: {reason}; give batches of text as the model takes it, and divergence"
+                " chooses by these"
+            )
         logger.warning("choose_plan: recall cannot choose: %s; divergence is used", reason)
     if reason or "divergence" in SIGNALS[asked]:
         if not texts:
