@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..inference import without_labels
-from ..sensitivity import log_probabilities
+from ..sensitivity import log_probabilities, real_tokens
 from .gates import Gates
 from .options import Signal
 
@@ -50,9 +50,8 @@ class DivergenceSignal(Signal):
         inputs = without_labels(example)
         original = self._predictions_of_original(gates, inputs, example)
         found = log_probabilities(gates.run(values, inputs))
-        mask = inputs.get("attention_mask")
         divergence = (original.exp() * (original - found)).sum(-1)
-        real = torch.ones_like(divergence) if mask is None else mask.to(divergence.dtype)
+        real = real_tokens(inputs, found)
         return -(divergence * real).sum() / real.sum()
 
     def _predictions_of_original(self, gates: Gates, inputs: Mapping[str, Any], example: Any) -> Tensor:
