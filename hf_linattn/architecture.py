@@ -58,6 +58,21 @@ def root_model(model: nn.Module) -> PreTrainedModel:
     )
 
 
+def require_token_ids(model: nn.Module, remedy: str, *, alone: bool = True) -> None:
+    """Raise `UnsupportedModelError`, which ends in a remedy, unless a model reads token ids.
+
+    alone: that must be all that it reads, which it is not of an encoder-decoder.
+    """
+    root = root_model(model)
+    name = type(root).__name__
+    if root.main_input_name != "input_ids":
+        raise UnsupportedModelError(f"{name} reads {root.main_input_name} and no text alone; {remedy}")
+    if alone and root.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder, of which text alone is half of the input; {remedy}"
+        )
+
+
 def classifies_texts(model: nn.Module) -> bool:
     """Return whether a model, wrapped or not, is a classifier of texts, by its class or one that it is made from."""
     return any(kind.__name__ in CLASSIFIERS for kind in type(root_model(model)).__mro__)

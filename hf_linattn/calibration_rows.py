@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .architecture import require_token_ids
 from .config import require_count
-from .errors import DataError, OptionError, UnsupportedModelError
+from .errors import DataError, OptionError
 from .evaluation.next_token import evenly, windows_of_documents
 from .evaluation.perplexity import position_limit
 
@@ -26,13 +27,9 @@ def calibration_batches(
 
     Raises:
         OptionError: `tokens` is below one row. DataError: no document has as many tokens as a row.
-        UnsupportedModelError: the model is an encoder-decoder, whose decoder needs rows of its own.
+        UnsupportedModelError: the model is an encoder-decoder, whose decoder needs rows of its own, or reads no text.
     """
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is an encoder-decoder, of which text alone is half of the input; call"
-            " calibrate(model, batches) with what it takes"
-        )
+    require_token_ids(model, "call calibrate(model, batches) with what it takes")
     size = min(ROW, position_limit(model) or ROW)
     require_count("calibration_tokens", tokens, least=size)
     try:

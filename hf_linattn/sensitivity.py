@@ -50,8 +50,8 @@ def layer_sensitivity(
     with evaluation_mode(model):
         for number, batch in enumerate(tqdm(batches, desc="layer sensitivity", disable=not progress)):
             inputs = without_labels(batch) | accepted(model, use_cache=False)
-            original, mask = _predict(model, inputs, {}), inputs.get("attention_mask")
-            real = torch.ones_like(original[..., 0]) if mask is None else mask.to(original.dtype)
+            original = _predict(model, inputs, {})
+            real = real_tokens(inputs, original)
             for path, mechanism in converted.items():
                 alone = _predict(model, inputs, {path: partial(AttentionCall.run, mechanism=mechanism)})
                 divergence = (original.exp() * (original - alone)).sum(-1)
@@ -93,6 +93,12 @@ def log_probabilities(output: Any) -> Tensor:
         has = "no logits" if logits is None else f"logits {list(logits.shape)}, which are not of tokens"
         raise predicts_no_tokens(type(output).__name__, has)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def real_tokens(inputs: Mapping[str, Any], predicted: Tensor) -> Tensor:
+    """Return [B, N], 1 where the token that a prediction [B, N, V] is made from is real, and 0 where it is padding."""
+    mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
+    return torch.ones_like(predicted[..., 0]) if mask is None else mask.to(predicted.dtype)
 
 
 def predicts_no_tokens(name: str, has: str) -> UnsupportedModelError:

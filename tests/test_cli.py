@@ -24,6 +24,7 @@ from hf_linattn.evaluation import perplexity
 from hf_linattn.hub import load_checkpoint
 from hf_linattn.ops.runtime import cpu as library
 from hf_linattn.reading import exit_with_one_line
+from hf_linattn.support.tiny import tiny_model
 from hf_linattn.training import pipeline
 from tests.helpers import make_tokenizer
 from tests.models import make_model
@@ -246,6 +247,31 @@ def test_bench_times_both(converted):
     assert [row["length"] for row in document["speed"]] == [8, 24]
     assert all(row["patched_prefill"]["median"] > 0 for row in document["speed"])
     assert document["memory"][0]["patched_state"] > 0
+
+
+MORE_THAN_TEXT = {
+    "vit": "ViTModel reads pixel_values and no text alone",
+    "whisper": "WhisperForConditionalGeneration reads input_features and no text alone",
+    "bart": "BartForConditionalGeneration is an encoder-decoder, of which text alone is half of the input",
+}
+
+
+@pytest.mark.parametrize("kind", MORE_THAN_TEXT)
+def test_what_reads_more_than_text_is_refused_where_text_alone_is_given(kind, tmp_path):
+    places = tmp_path / "original", tmp_path / "converted"
+    model, reason = tiny_model(kind), MORE_THAN_TEXT[kind]
+    model.save_pretrained(places[0])
+    make_tokenizer().save_pretrained(places[0])
+    hf_linattn.patch_model(model, "linear").save_pretrained(places[1])
+    (tmp_path / "text.txt").write_text("w5 " * 40)
+    assert reason in refuse("bench", places[1], "--lengths", 8)
+    for text in ((), ("--text", tmp_path / "text.txt")):
+        said = refuse("convert", places[0], tmp_path / "out", "--keep", 1, *text)
+        assert f"{reason}; leave keep and plan auto out" in said
+    if kind == "bart":
+        assert json.loads(answer("env", "--model", places[1], "--json"))["backends"]["layers"]
+    else:
+        assert f"{reason}; call hf_linattn.explain_backend" in refuse("env", "--model", places[1])
 
 
 def test_what_is_wrong_is_said_in_one_line_with_exit_code_1(converted, tmp_path, monkeypatch, capsys):

@@ -16,6 +16,10 @@ from hf_linattn import (
     patch_model,
 )
 from hf_linattn.attention_call import interceptor_of
+from hf_linattn.config import make_config
+from hf_linattn.plan_search.divergence_signal import DivergenceSignal
+from hf_linattn.plan_search.gates import gated
+from hf_linattn.testing.models import random_tokens, tiny_model
 from tests.helpers import logits_of, make_tokens, pad
 from tests.models import SPINE, make_model
 
@@ -41,6 +45,27 @@ def test_the_mean_is_over_the_tokens_of_all_batches_and_softmax_layers_have_no_c
     first, second = (layer_sensitivity(model, [batch])[path] for batch in batches)
     assert layer_sensitivity(model, batches)[path] == pytest.approx((18 * first + 5 * second) / 23, rel=1e-5)
     assert model.training and all(interceptor_of(m) is None for m in get_mechanisms(model).values())
+
+
+def test_of_an_encoder_decoder_the_tokens_count_that_its_decoder_predicts():
+    """Its mask of the encoder was taken for that, and two lengths ended in a RuntimeError."""
+    model = tiny_model("bart", False, torch.float32)
+    source = pad([random_tokens(1, 13)[0], random_tokens(1, 9)[0]], 0, side="right")
+    target, last = random_tokens(2, 7, seed=1), torch.tensor([7, 5])
+    batch = {
+        "input_ids": source[0], "attention_mask": source[1], "decoder_input_ids": target,
+        "decoder_attention_mask": (torch.arange(7) < last[:, None]).long(),
+    }  # fmt: skip
+    rows = [
+        {"input_ids": source[0][[i], :n], "decoder_input_ids": target[[i], : last[i]]} for i, n in enumerate((13, 9))
+    ]
+    with gated(model, make_config("local", {"window_size": 3}), "head") as gates, torch.no_grad():
+        signal, shut = DivergenceSignal([batch]), torch.zeros(len(gates))
+        whole, *single = (float(signal.value(gates, shut, example)) for example in (batch, *rows))
+    assert whole == pytest.approx((7 * single[0] + 5 * single[1]) / 12, rel=1e-3) and whole < 0
+    model = patch_model(model, {"local": {"window_size": 3}})
+    whole, *single = (sum(layer_sensitivity(model, [example]).values()) for example in (batch, *rows))
+    assert whole == pytest.approx((7 * single[0] + 5 * single[1]) / 12, rel=1e-3) and whole > 0
 
 
 @pytest.mark.parametrize(("share", "kept"), [(0.0, [0, 1, 2, 3]), (0.25, [0, 1, 3]), (0.5, [1, 3]), (0.7, [1, 3])])

@@ -16,7 +16,7 @@ import hf_linattn
 from hf_linattn import transformers_bridge as bridge
 from hf_linattn.cache import RecurrentStateLayer
 from hf_linattn.cli import app, common
-from hf_linattn.errors import UnknownNameError, UnsupportedModeError
+from hf_linattn.errors import OptionError, UnknownNameError, UnsupportedModeError
 from hf_linattn.masks import Masks
 from hf_linattn.mechanisms.linear import LinearMechanism
 from hf_linattn.support import CHECKS, architectures, check_architecture
@@ -69,6 +69,26 @@ def test_what_does_not_hold_is_said_with_its_reason(model_type, status, reason):
     found = check_architecture(model_type)
     assert found.status == status
     assert re.search(reason, found.reason), found.reason
+
+
+@pytest.mark.parametrize("mechanism", ["streaming", "local", "hybrid", "mixed_chunk"])
+def test_a_mechanism_that_equals_softmax_on_short_inputs_is_tried_in_all_else(mechanism):
+    found = check_architecture("gpt2", mechanism)
+    assert (found.status, found.reason) == ("patched", "")
+    assert found.passed == tuple(check for check in DECODER if check != "differs")
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "options", "error", "message"),
+    [
+        ("liner", {}, UnknownNameError, "unknown mechanism 'liner'; did you mean linear"),
+        ("streaming", {"window": 3}, OptionError, "mechanism 'streaming' has no option 'window'; did you mean"),
+        ("streaming", {"window_size": 0}, OptionError, "window_size must be"),
+    ],
+)
+def test_a_wrong_mechanism_is_no_verdict_on_the_architecture(mechanism, options, error, message):
+    with pytest.raises(error, match=message):
+        check_architecture("gpt2", mechanism, **options)
 
 
 def test_what_is_found_is_shown_where_its_file_cannot_be_written(monkeypatch, tmp_path):
@@ -166,4 +186,6 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
     assert logging.getLogger("hf_linattn").level == level
     wrong = CliRunner().invoke(app, ["support", "lama"])
     assert wrong.exit_code == 1 and "did you mean llama" in wrong.output
+    wrong = CliRunner().invoke(app, ["support", "gpt2", "--mechanism", "liner"])
+    assert wrong.exit_code == 1 and "did you mean linear" in wrong.output
     assert document["mechanism"] == "linear" and document["transformers"]

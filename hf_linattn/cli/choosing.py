@@ -85,9 +85,15 @@ class PlanRequest:
         return [{"mechanism": named, "options": options, **layers}]
 
     def choose(self, model: PreTrainedModel, name: str, progress: bool) -> ChosenPlan:
-        """Choose a plan for a model that was loaded from `name`; `mechanism` is what replaces its heads."""
-        from .. import choose_plan
+        """Choose a plan for a model that was loaded from `name`; `mechanism` is what replaces its heads.
 
+        Raises:
+            UnsupportedModelError: the model reads no text alone, by which it is chosen.
+        """
+        from .. import choose_plan
+        from ..architecture import require_token_ids
+
+        require_token_ids(model, "leave keep and plan auto out, and name a mechanism, and layers if not all")
         replace = name_or_plan("mechanism", self.mechanism or "streaming")
         expected = "the name of one mechanism where keep chooses the plan"
         require("mechanism", self.mechanism, isinstance(replace, str), expected)

@@ -28,7 +28,9 @@ LENGTH = 512  # tokens that a model is asked about, if it takes as many
 
 Explained = Annotated[
     str | None,
-    typer.Option("--model", help="a patched model, a folder or a name on the Hub: which backends its layers take"),
+    typer.Option(
+        "--model", help="a patched model of text, a folder or a name on the Hub: which backends its layers take"
+    ),
 ]
 
 
@@ -82,12 +84,18 @@ def automatic(index: int) -> str:
 
 
 def explain(name: str) -> BackendReport:
-    """Load a patched model and return which backends it takes for a row of `LENGTH` tokens, or for fewer."""
+    """Load a patched model and return which backends it takes for a row of `LENGTH` tokens, or for fewer.
+
+    Raises:
+        UnsupportedModelError: it reads no tokens, as models of pictures and of speech.
+    """
     import torch
 
+    from ..architecture import require_token_ids
     from ..explain import explain_backend
 
     model = to_default_device(load(name))
+    require_token_ids(model, "call hf_linattn.explain_backend(model, inputs) with what it takes", alone=False)
     length = min(LENGTH, getattr(model.config, "max_position_embeddings", LENGTH))
     inputs = {"input_ids": torch.ones(1, length, dtype=torch.long, device=model.device)}
     if model.config.is_encoder_decoder:

@@ -56,6 +56,7 @@ def measure_memory(model: nn.Module, lengths: Iterable[int], *, seed: int = 0) -
 
     Raises:
         PatchError: the model is not patched.
+        UnsupportedModelError: the model is an encoder-decoder, or reads no text.
         OptionError: a length below 1 or beyond the positions of model or mechanisms.
     """
     lengths = check_lengths(model, lengths)
@@ -80,7 +81,7 @@ def state_bytes_by_length(model: nn.Module, lengths: Iterable[int], *, seed: int
 
     Raises:
         PatchError: the model is not patched.
-        UnsupportedModelError: the model does not decode.
+        UnsupportedModelError: the model does not decode, is an encoder-decoder, or reads no text.
         OptionError: a length below 1 or beyond the positions of model or mechanisms.
     """
     lengths = check_lengths(model, lengths)
@@ -109,6 +110,7 @@ def peak_forward_bytes(model: nn.Module, length: int, *, batch_size: int = 1, se
 
     Raises:
         OptionError: `length` or `batch_size` is below 1.
+        UnsupportedModelError: the model is an encoder-decoder, or reads no text.
     """
     require("length", length, length >= 1, "at least 1")
     require("batch_size", batch_size, batch_size >= 1, "at least 1")

@@ -113,7 +113,7 @@ def measure_speed(
         One row per length, shortest first. A model without a decoding state (BERT) has no decoding times.
 
     Raises:
-        PatchError: the model is not patched.
+        PatchError, UnsupportedModelError: the model is not patched; it is an encoder-decoder, or reads no text.
         OptionError: an option out of range, or a length beyond the positions of model or mechanisms. It is raised
             before anything runs; clamp the lengths with `position_limit(model)`.
     """
@@ -178,7 +178,15 @@ def check_lengths(model: nn.Module, lengths: Iterable[int], margin: int = 0) -> 
 
 
 def random_input_ids(model: nn.Module, batch_size: int, length: int, seed: int) -> Tensor:
-    """Return token ids [batch_size, length], uniform over the vocabulary, where the model is."""
+    """Return token ids [batch_size, length], uniform over the vocabulary, where the model is.
+
+    Raises:
+        UnsupportedModelError: the model reads something else, or more than these.
+    """
+    architecture.require_token_ids(
+        model, "speed and memory are measured on token ids alone; time calls of your own, and the same calls within"
+        " hf_linattn.original_attention(model)"
+    )  # fmt: skip
     root = architecture.root_model(model)
     vocab_size = root.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(seed)

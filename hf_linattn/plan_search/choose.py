@@ -94,7 +94,7 @@ def choose_plan(
         OptionError, UnknownNameError: an option that does not exist or is out of range, as nothing or everything kept;
             a signal that is not finite.
         DataError: the tokenizer lacks what prompts need; recall cannot choose and there are no `batches`; all rows of
-            these fit into the window of what replaces heads, where it equals softmax.
+            these, or all prompts, fit into the window of what replaces heads, where it equals softmax.
         PatchError, UnsupportedModelError, UnsupportedModeError: as for `patch_model`; it predicts no tokens.
 
     The package's top has an example that runs.
@@ -162,7 +162,10 @@ def _signals(
         signals += [] if reason else [recall]
     if reason:
         if not texts:
-            raise DataError(f"recall cannot choose: {reason}; give batches of text, and divergence chooses by these")
+            raise DataError(
+                f"recall cannot choose: {reason}; give batches of text as the model takes it, and divergence"
+                " chooses by these"
+            )
         logger.warning("choose_plan: recall cannot choose: %s; divergence is used", reason)
     if reason or "divergence" in SIGNALS[asked]:
         if not texts:
@@ -176,13 +179,13 @@ def _recall(
 ) -> tuple[RecallSignal, str]:
     """Return the signal over prompts that the original answers, and why it cannot choose; empty if it can.
 
-    Those that the model with everything replaced answers, too, say nothing: they count only if there are no others.
+    Those that the model with everything replaced answers, too, say little: they count only if there are no others.
     """
     root = root_model(gates.model)
     causal = root.can_generate() and all(kind.layer.causal for kind in gates.mechanisms.values())
     if root.config.is_encoder_decoder or not causal:
         return RecallSignal([]), f"{type(root).__name__} does not continue a prompt from left to right"
-    asked = prompts_for(root, tokenizer, options)
+    asked = prompts_for(gates, tokenizer, options)
     if options.prompts is None and tokenizer is not None:
         with original_attention(gates.model):
             known = in_own_words(gates.model, tokenizer, asked, options.progress)

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DataError
 from ..inference import without_labels
-from ..sensitivity import log_probabilities
+from ..sensitivity import log_probabilities, real_tokens
 from .gates import Gates
 from .options import Signal
 
@@ -21,16 +20,7 @@ def beyond_windows(batches: Sequence[Mapping[str, Any]], gates: Gates) -> list[M
     Raises:
         DataError: there is none.
     """
-    replaced = next(iter(gates.mechanisms.values()))  # the same in all layers
-    window = replaced.limit.window(replaced.config) or 0
-    lengths = [_longest_row(batch) for batch in batches]
-    if batches and max(lengths) <= window:
-        raise DataError(
-            f"batches: the longest row has {max(lengths)} tokens, on which {replaced.config.mechanism!r} with"
-            f" window_size={window} equals softmax, so that no head differs from another; give longer text, or a"
-            " smaller window_size"
-        )
-    return [batch for batch, length in zip(batches, lengths, strict=True) if length > window]
+    return gates.beyond_window(batches, [_longest_row(batch) for batch in batches], "batches: the longest row", "text")
 
 
 def _longest_row(batch: Mapping[str, Any]) -> int:
@@ -60,9 +50,8 @@ class DivergenceSignal(Signal):
         inputs = without_labels(example)
         original = self._predictions_of_original(gates, inputs, example)
         found = log_probabilities(gates.run(values, inputs))
-        mask = inputs.get("attention_mask")
         divergence = (original.exp() * (original - found)).sum(-1)
-        real = torch.ones_like(divergence) if mask is None else mask.to(divergence.dtype)
+        real = real_tokens(inputs, found)
         return -(divergence * real).sum() / real.sum()
 
     def _predictions_of_original(self, gates: Gates, inputs: Mapping[str, Any], example: Any) -> Tensor:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ..architecture import root_model
 from ..attention_call import AttentionCall, Interceptor, intercept_attention
 from ..config import MechanismConfig
+from ..errors import DataError
 from ..inference import accepted, evaluation_mode
 from ..mechanisms import Mechanism
 from ..patching import get_mechanisms, patch_model, unpatch_model
@@ -65,6 +66,28 @@ class Gates:
 
     def __len__(self) -> int:
         return len(self.places)
+
+    @property
+    def window(self) -> int:
+        """The most tokens on which what replaces heads equals softmax; 0 where it never does."""
+        replaced = next(iter(self.mechanisms.values()))  # the same in all layers
+        return replaced.limit.window(replaced.config) or 0
+
+    def beyond_window(self, examples: Sequence[Any], lengths: Sequence[int], longest: str, longer: str) -> list[Any]:
+        """Return the examples of more tokens than the window; what heads differ by on the others is rounding.
+
+        longest, longer: for the message, what the longest example is called and what to give.
+
+        Raises:
+            DataError: there is none.
+        """
+        if max(lengths) <= self.window:
+            name = next(iter(self.mechanisms.values())).config.mechanism
+            raise DataError(
+                f"{longest} has {max(lengths)} tokens, on which {name!r} with window_size={self.window} equals"
+                f" softmax, so that no head differs from another; give longer {longer}, or a smaller window_size"
+            )
+        return [example for example, length in zip(examples, lengths, strict=True) if length > self.window]
 
     def run(self, values: Tensor, inputs: Mapping[str, Any]) -> Any:
         """Return the model's output with these gates [U]; gradients reach those."""

@@ -53,9 +53,10 @@ class SearchOptions:
     """Options of `choose_plan` beside what is chosen.
 
     Attributes:
-        tasks: kinds of prompts of the recall suite; None: all. lengths: of the prompts in tokens; None: 1,024 and
-            2,048, or the longest two of 256, 512, ... that the model has positions for. num_prompts: of each kind and
-            length. seed: of the prompts.
+        tasks: kinds of prompts of the recall suite; None: all. lengths: of the prompts in tokens, those within the
+            window of what replaces heads left out; None: 1,024 and 2,048, or the longest two of 256, 512, ..., up to
+            twice a longer window, that the model has positions for. num_prompts: of each kind and length. seed: of the
+            prompts.
         prompts: prompts of your own, in place of these. haystack, chat: as for `make_prompts`.
         state_bytes, length: in place of `keep` as many heads as the decoding state of one sequence of `length` tokens
             may hold bytes.

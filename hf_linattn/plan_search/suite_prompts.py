@@ -8,30 +8,33 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..architecture import root_model
 from ..config import require
 from ..errors import DataError, OptionError
 from ..position_tables import position_tables
+from .gates import Gates
 from .options import SearchOptions
 from .recall_signal import is_known
 
-LENGTHS = (256, 512, 1024, 2048)  # tokens of a prompt; the two longest that a model has positions for
+SHORTEST, LONGEST = 256, 2048  # tokens of a prompt by default
 
 
-def prompts_for(root: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, options: SearchOptions) -> list[Any]:
-    """Return the prompts, each checked.
+def prompts_for(gates: Gates, tokenizer: PreTrainedTokenizerBase | None, options: SearchOptions) -> list[Any]:
+    """Return the prompts that are longer than the window of what replaces heads, each checked.
 
     Raises:
         OptionError: they are longer than the model's positions.
-        DataError: there is no tokenizer, or it cannot write an answer.
+        DataError: there is no tokenizer, or it cannot write an answer; no prompt is longer than the window.
     """
-    limit = _positions(root)
-    prompts = list(options.prompts) if options.prompts is not None else _suite(tokenizer, options, limit)
+    root, given = root_model(gates.model), options.prompts
+    limit, name = _positions(root), "lengths" if given is None else "prompts"
+    prompts = list(given) if given is not None else _suite(tokenizer, options, limit, gates.window)
     for prompt in prompts:
         length = len(prompt.prompt_ids) + len(prompt.answer_ids)
         if limit is not None and length > limit:
             raise OptionError(
-                f"lengths: a prompt of {prompt.task!r} has {length} tokens with its answer, and {type(root).__name__}"
-                f" has {limit} positions; give shorter lengths"
+                f"{name}: a prompt of {prompt.task!r} has {length} tokens with its answer, and {type(root).__name__}"
+                f" has {limit} positions; give shorter {name}"
             )
         unknown = getattr(tokenizer, "unk_token_id", None)
         if not prompt.answer_ids or (unknown is not None and unknown in prompt.answer_ids):
@@ -39,21 +42,36 @@ def prompts_for(root: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
                 f"tokenizer: {type(tokenizer).__name__} has no tokens for the answer of a prompt of {prompt.task!r};"
                 " give a tokenizer that has, or prompts=... of your own"
             )
-    return prompts
+    read = [len(prompt.prompt_ids) + len(prompt.answer_ids) - 1 for prompt in prompts]
+    return gates.beyond_window(prompts, read, f"{name}: the longest prompt", name)
 
 
-def _suite(tokenizer: PreTrainedTokenizerBase | None, options: SearchOptions, limit: int | None) -> list[Any]:
+def _suite(
+    tokenizer: PreTrainedTokenizerBase | None, options: SearchOptions, limit: int | None, window: int
+) -> list[Any]:
     from ..evaluation.recall import RECALL_TASKS, make_prompts
 
     if tokenizer is None:
         raise DataError("tokenizer must be the model's, got None; the recall prompts are text")
     lengths = options.lengths
     if lengths is None:
-        lengths = [length for length in LENGTHS if limit is None or length <= limit][-2:]
+        lengths = _lengths(limit, window)
         require("lengths", lengths, bool(lengths), f"given for a model of {limit} positions")
     how = {"count": options.num_prompts, "seed": options.seed, "haystack": options.haystack, "chat": options.chat}
     tasks = list(RECALL_TASKS) if options.tasks is None else options.tasks
     return [p for length in lengths for task in tasks for p in make_prompts(task, tokenizer, length, **how)]
+
+
+def _lengths(limit: int | None, window: int) -> list[int]:
+    """Return the two longest of 256, 512, ... up to 2,048, or up to twice the window, that a model has positions for.
+
+    >>> _lengths(1024, 256), _lengths(None, 256), _lengths(None, 4096)
+    ([512, 1024], [1024, 2048], [4096, 8192])
+    """
+    lengths = [SHORTEST]
+    while lengths[-1] < max(LONGEST, 2 * window):
+        lengths.append(2 * lengths[-1])
+    return [length for length in lengths if limit is None or length <= limit][-2:]
 
 
 def in_own_words(

@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linattn import get_mechanisms, patch_model, unpatch_model
+from hf_linattn.config import make_config
 from hf_linattn.errors import HfLinattnError, UnsupportedModelError
+from hf_linattn.mechanisms import MECHANISMS
 
 from .tiny import FAILURES, architectures, one_line, tiny_inputs, tiny_model
 
@@ -47,14 +49,19 @@ def check_architecture(model_type: str, mechanism: str = "linear", **options: An
     """Patch a small random model of an architecture and see whether everything holds that has to.
 
     What does not hold with the model's own attention either, such as left padding where positions are absolute, does
-    not apply.
+    not apply. Nor does that outputs differ from softmax's, where a mechanism can equal it: short inputs fit a window.
+
+    Args:
+        mechanism, options: its name, and options of it.
 
     Raises:
-        UnknownNameError: transformers has no such model type.
+        UnknownNameError: transformers has no such model type, or there is no such mechanism.
+        OptionError: the mechanism has no such option, or not with this value.
 
     >>> check_architecture("gpt2").passed
     ('called', 'differs', 'future', 'cache', 'left padding', 'padding', 'restored')
     """
+    config = make_config(mechanism, options)
     kind, name = architectures().get(model_type, ("", ""))
     found: dict[str, Any] = {"model_type": model_type, "model_class": name, "kind": kind}
     try:
@@ -64,8 +71,10 @@ def check_architecture(model_type: str, mechanism: str = "linear", **options: An
     except UnsupportedModelError as error:
         return Support(**found, status="untried", reason=str(error))
     applicable = [check for check in CHECKS if check not in BEHAVIOUR or not _fault(BEHAVIOUR[check], trial)]
+    if MECHANISMS.get(mechanism).limit.equal is not None:
+        applicable.remove("differs")
     try:
-        patch_model(model, mechanism, **options)
+        patch_model(model, config)
     except HfLinattnError as error:
         return Support(**found, status="not", reason=one_line(error))
     found["layers"] = len(get_mechanisms(model))

@@ -203,6 +203,42 @@ def test_rows_within_the_window_say_nothing():
     assert got == want
 
 
+def test_prompts_within_the_window_say_nothing():
+    size = WINDOW["streaming"]["window_size"]
+    short = [make_prompt(seed, size) for seed in range(2)]
+    with pytest.raises(DataError, match=rf"prompts: the longest prompt has {size} tokens, on which 'streaming' .* eq"):
+        choose(make_retriever(), 1, prompts=short)
+    long = make_prompts()[:2]  # fewer than count alone where they are lost
+    want, got = (choose(make_retriever(), 1, prompts=prompts).record for prompts in (long, short + long))
+    assert (got.scores, got.examples) == (want.scores, want.examples)
+
+
+@pytest.mark.parametrize(
+    ("window", "positions", "lengths"),
+    [
+        (4, 512, [256, 512]),
+        (4, 9000, [1024, 2048]),
+        (1024, 9000, [1024, 2048]),
+        (1500, 9000, [2048, 4096]),
+        (4096, 9000, [4096, 8192]),
+        (4096, 5000, [2048, 4096]),
+    ],
+)
+def test_lengths_of_prompts_pass_the_window_as_far_as_there_are_positions(monkeypatch, window, positions, lengths):
+    model, asked = make_retriever(), []
+    model.config.max_position_embeddings = positions
+
+    def prompts(task, tokenizer, length, **how):
+        asked.append(length)
+        return [make_prompt(0, 4)]
+
+    monkeypatch.setattr(import_module("hf_linattn.evaluation.recall"), "make_prompts", prompts)
+    options = {"tasks": ["single_noise"], "replace": {"streaming": {"window_size": window}}}
+    with pytest.raises(DataError, match=r"lengths: the longest prompt has 4 tokens, .* longer lengths, or a smaller"):
+        choose_plan(model, SimpleNamespace(), 1, **options)
+    assert asked == lengths
+
+
 @pytest.mark.parametrize("search", SEARCHES)
 def test_text_on_which_the_model_overflows_chooses_no_head(search):
     """All comparisons with NaN are false: any head came out."""
@@ -283,7 +319,7 @@ def test_a_patched_model_is_refused():
         choose(patch_model(make_retriever(), "linear"), 1)
 
 
-@pytest.mark.parametrize("replace", ["linear", "hybrid", {"local": {"window_size": 4}}])
+@pytest.mark.parametrize("replace", ["linear", {"hybrid": {"window_size": 4}}, {"local": {"window_size": 4}}])
 def test_other_mechanisms_can_replace_heads(replace):
     model = make_retriever()
     chosen = choose(model, 1, replace=replace)
