@@ -113,6 +113,21 @@ def test_rows_have_no_more_tokens_than_positions_and_lie_where_the_model_does(mo
     assert [batch["input_ids"].device.type for batch in chosen_on] == ["meta", "meta"]
 
 
+def test_inputs_within_the_window_choose_no_heads_and_the_other_plans_are_tried(monkeypatch, caplog):
+    module, tried = import_module("hf_linattn.advice.advise"), []
+
+    def trial(model, name, plan, material, least):
+        tried.append(name)
+        return make_trial(name, 1.0, 0.0, 1)
+
+    monkeypatch.setattr(module, "run_trial", trial)
+    monkeypatch.setattr(module, "with_costs", lambda _, trial, __: trial)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(LLAMA), AutoTokenizer.from_pretrained(LLAMA)
+    texts = load_text_splits()["test"]["text"][:40]
+    advise(model, tokenizer, texts, 240, settings=SETTINGS)
+    assert tried == list(candidate_plans(4)) and "no heads are chosen" in caplog.text
+
+
 def make_trial(name: str, recall: float, increase: float, state: int) -> Trial:
     speed = SpeedRow(8, 1, Spread(1, 1, 1), Spread(1, 1, 1))
     return Trial(name, "linear", 3 + increase, increase, 0.0, recall, 10, state, 100, False, speed, 1.0, 1.0)

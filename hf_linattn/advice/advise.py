@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +24,8 @@ from ..plan import Plan, plan_as_data
 from ..plan_search import choose_plan
 from .candidates import IN_ALL_LAYERS, candidate_plans, chosen_plans
 from .trial import EPSILON, Material, Settings, Trial, answered, run_trial, state_size, texts_in_halves, with_costs
+
+logger = logging.getLogger(__name__)
 
 WITHIN = 0.05  # nats per token that a plan may lose: 5 % of perplexity
 CHOSEN_BY = ("single_noise", "single_text", "single_uuid", "multi_key")  # recall tasks that heads are chosen by
@@ -140,13 +143,20 @@ def advise(
 
 
 def choose(model: PreTrainedModel, material: Material, progress: bool) -> dict[str, Plan]:
-    """Return the plans that keep a few heads exact, by recall where the model can, else by their divergence."""
+    """Return the plans that keep a few heads exact, by recall where the model can, else by their divergence.
+
+    None where `length` has no more tokens than their windows.
+    """
     window = IN_ALL_LAYERS["streaming"]
-    plan = choose_plan(
-        model, material.tokenizer, tasks=CHOSEN_BY, lengths=[min(material.length, LONGEST)], num_prompts=2,
-        replace={window["mechanism"]: window["options"]}, seed=material.settings.seed, progress=progress,
-        batches=[{"input_ids": row[None]} for row in material.calibration.to(model.device)],
-    )  # fmt: skip
+    try:
+        plan = choose_plan(
+            model, material.tokenizer, tasks=CHOSEN_BY, lengths=[min(material.length, LONGEST)], num_prompts=2,
+            replace={window["mechanism"]: window["options"]}, seed=material.settings.seed, progress=progress,
+            batches=[{"input_ids": row[None]} for row in material.calibration.to(model.device)],
+        )  # fmt: skip
+    except DataError as error:  # what lies within the window chooses no heads; the other plans can be tried
+        logger.warning("no heads are chosen, and plans that keep some are not tried: %s", error)
+        return {}
     return chosen_plans(plan)
 
 
