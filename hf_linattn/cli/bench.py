@@ -31,7 +31,7 @@ def bench(
     """Time a converted model beside the same weights with their own attention, and count bytes.
 
     Each length is said on standard error as soon as it is measured, the shortest first. Where memory runs out at one,
-    the others are shown.
+    those before it are shown.
     """
     speed: list[SpeedRow] = []
     memory: list[MemoryRow] = []

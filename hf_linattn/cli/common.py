@@ -131,9 +131,14 @@ def check_writable(option: str, file: Path | None) -> None:
     """Raise `OptionError` unless a file can be written there, before hours go into it; None: none is asked for."""
     if file is None:
         return
-    folder = next((place for place in file.absolute().parents if place.exists()), file)
-    fits = not file.is_dir() and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    fits = not os.path.isdir(file) and is_writable(file.parent)
     require(option, str(file), fits, "the path of a file, in a folder that can be written to")
+
+
+def is_writable(folder: Path) -> bool:
+    """Return whether a folder can be written to, or one that is not there yet be made."""
+    nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.exists(place))
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
 def _write(document: Any, file: Path) -> None:
