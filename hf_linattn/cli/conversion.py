@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import require
+from ..config import require, require_known
 from ..errors import OptionError
 from ..plan import PatchConfig, name_or_plan
 from ..reading import TOKENIZER_FILE, find_tokenizer, is_there, read_tokenizer
 from .choosing import PlanRequest, choice, in_words, save_beside
-from .common import is_writable, load, note, read_texts
+from .common import DTYPES, is_writable, load, note, read_texts
 from .conversion_words import words
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # the files that tell of a processor: the first is what transformers writes now, the others what it wrote before
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 CAUSAL = "AutoModelForCausalLM"
+AS_SAVED = "auto"  # value of `dtype`
 LENGTH = 2048  # tokens after which the decoding state is measured
 MEASURING = "evaluate"  # the package that measurements need, of the extra [eval]
 
@@ -51,6 +52,9 @@ class Wanted:
     base_model: str | None
     dry_run: bool
     progress: bool
+
+    def __post_init__(self) -> None:
+        require_known("dtype", self.dtype, (AS_SAVED, *DTYPES))
 
     def say(self, text: str) -> None:
         """Say what goes on, unless JSON alone is wanted."""

@@ -45,7 +45,7 @@ MaxPositions = Annotated[
     int | None,
     typer.Option("--max_positions", "--max-positions", help="tokens of the longest input; see extend_positions"),
 ]
-Dtype = Annotated[str, typer.Option(help="dtype of the weights; auto: as saved")]
+Dtype = Annotated[str, typer.Option(help="of the weights: bfloat16, float16 or float32; auto: as saved")]
 ShardSize = Annotated[str, typer.Option(help="largest file of weights")]
 Length = Annotated[
     int | None,
