@@ -125,7 +125,7 @@ def text_batches(tokenizer: Any, texts: Sequence[Path], model: PreTrainedModel) 
     batches = []
     for text in sorted(read_texts(texts, "text"), key=len, reverse=True)[:TEXT_ROWS]:
         options = {"truncation": True, "max_length": size, "return_tensors": "pt"}
-        batches.append(dict(tokenizer(text, return_token_type_ids=False, **options)))
+        batches.append(dict(tokenizer(text, return_token_type_ids=False, **options).to(model.device)))
     return batches
 
 

@@ -18,7 +18,7 @@ from ..errors import OptionError
 from ..plan import PatchConfig, name_or_plan
 from ..reading import TOKENIZER_FILE, find_tokenizer, is_there, read_tokenizer
 from .choosing import PlanRequest, choice, in_words, save_beside
-from .common import DTYPES, is_writable, load, note, read_texts
+from .common import DTYPES, is_writable, load, note, read_texts, to_default_device
 from .conversion_words import words
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ def run(wanted: Wanted) -> Done:
     base = read_base(wanted.model, wanted.base_model)
     across = None if wanted.cross_attention is None else name_or_plan("cross_attention", wanted.cross_attention)
     model, modules = original(wanted)
+    if named is None or texts:  # what only patches is left where it is: it may be larger than a GPU
+        to_default_device(model)
     beside = processors(wanted.model, wanted.max_positions, modules)
     plan = wanted.plan.replacement() if named is None else named
     patch_model(model, plan, cross_attention=across)

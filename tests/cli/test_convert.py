@@ -26,7 +26,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hf_linattn
-from hf_linattn.cli import app
+from hf_linattn.cli import app, conversion
 from hf_linattn.cli.choosing import TEXT_ROWS, text_batches
 from hf_linattn.cli.conversion import processors
 from hf_linattn.errors import CheckpointError
@@ -177,6 +177,24 @@ def test_what_is_wrong_is_refused_by_name_before_anything_is_written(
     said = answer("convert", original, tmp_path / "out", *given, code=1).strip().splitlines()[-1]
     assert re.search(message, said), said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "moved"),
+    [(["--mechanism", "hedgehog"], 0), (["--mechanism", "hedgehog", "--calibrate", "text.txt"], 1),
+     (["--plan", "auto", "--signal", "divergence", "--text", "text.txt", "--options", WINDOW], 1)],
+    ids=["patched", "fitted", "chosen"],
+)  # fmt: skip
+def test_what_takes_long_is_done_on_the_default_device(original, tmp_path, monkeypatch, arguments, moved):
+    monkeypatch.chdir(original.parent)
+    moves = Mock(side_effect=conversion.to_default_device)
+    monkeypatch.setattr(conversion, "to_default_device", moves)
+    answer("convert", "tiny", tmp_path / "out", *arguments, "--length", 0, "--dtype", "float16")
+    assert moves.call_count == moved
+    (dtype,) = {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()}
+    assert dtype == torch.float16
+    (batch,) = text_batches(make_tokenizer(), [Path("text.txt")], make_model("gpt2").to("meta"))
+    assert {tensor.device.type for tensor in batch.values()} == {"meta"}, "where the model is"
 
 
 @pytest.mark.parametrize("place", ["text.txt/out", "closed/out", "closed"])
