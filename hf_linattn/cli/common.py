@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +25,7 @@ from ..training.file_types import FILE_BUILDERS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+CALIBRATION_TOKENS = 8192  # as of `calibration_rows`, which is imported with PyTorch
 DTYPES = ("bfloat16", "float16", "float32")
 STOPPED = 3
 EXIT_CODES = {
@@ -36,6 +37,7 @@ EXIT_CODES = {
 }
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+CalibrationTokens = Annotated[int, typer.Option(help="tokens of these files that are used at most")]
 Model = Annotated[str, typer.Argument(help="a folder, or the name of a model on the Hub")]
 
 
@@ -125,6 +127,12 @@ def _whole(file: Path, option: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         message = f"{option}: {str(file)!r} cannot be read as text: {error}; give a text file in UTF-8"
         raise DataError(message) from error
+
+
+def check_calibration_tokens(files: Sequence[Path], tokens: int) -> None:
+    """Raise `OptionError` where the tokens of files are limited that were not given."""
+    fits = bool(files) or tokens == CALIBRATION_TOKENS
+    require("calibration_tokens", tokens, fits, "absent where nothing is fitted; give calibrate")
 
 
 def check_writable(option: str, file: Path | None) -> None:

@@ -18,8 +18,11 @@ from ..plan import Plan, name_or_plan
 from ..reading import read_tokenizer
 from .bench import numbers
 from .common import (
+    CALIBRATION_TOKENS,
     STOPPED,
+    CalibrationTokens,
     Json,
+    check_calibration_tokens,
     check_writable,
     exit_on_error,
     note,
@@ -52,7 +55,7 @@ def compare(
     text: Texts,
     lengths: Annotated[str, typer.Option(help="tokens for speed and memory, by commas")] = "512,1024,2048",
     calibrate: Calibrate = None,
-    calibration_tokens: Annotated[int, typer.Option(help="tokens of these files that are used at most")] = 8192,
+    calibration_tokens: CalibrationTokens = CALIBRATION_TOKENS,
     max_length: Annotated[int | None, typer.Option(help="tokens per window of text; default: longest length")] = None,
     num_windows: Annotated[int, typer.Option(help="windows of text; a masked model reads all")] = 4,
     batch_size: Annotated[int, typer.Option(help="sequences at once, of the timings")] = 1,
@@ -77,6 +80,7 @@ def compare(
         set_threads(threads)
         check_writable("csv", csv)
         check_writable("png", png)
+        check_calibration_tokens(calibrate or (), calibration_tokens)
         check_apart(text, calibrate or ())
         plans = {name: read_attention(name) for name in attention}
         fitted = tuple(read_texts(calibrate or (), "calibrate"))

@@ -18,7 +18,15 @@ from ..errors import OptionError
 from ..plan import PatchConfig, name_or_plan
 from ..reading import TOKENIZER_FILE, find_tokenizer, is_there, read_tokenizer
 from .choosing import PlanRequest, choice, in_words, save_beside
-from .common import DTYPES, is_writable, load, note, read_texts, to_default_device
+from .common import (
+    DTYPES,
+    check_calibration_tokens,
+    is_writable,
+    load,
+    note,
+    read_texts,
+    to_default_device,
+)
 from .conversion_words import words
 
 if TYPE_CHECKING:
@@ -55,6 +63,7 @@ class Wanted:
 
     def __post_init__(self) -> None:
         require_known("dtype", self.dtype, (AS_SAVED, *DTYPES))
+        check_calibration_tokens(self.calibrate, self.calibration_tokens)
 
     def say(self, text: str) -> None:
         """Say what goes on, unless JSON alone is wanted."""
@@ -238,9 +247,7 @@ def patches_of(model: PreTrainedModel) -> dict[str, PatchConfig]:
     return {"": get_patch_config(model)}
 
 
-def describe(
-    model: PreTrainedModel, wanted: Wanted, conversion: Conversion, beside: list[str]
-) -> dict[str, Any]:
+def describe(model: PreTrainedModel, wanted: Wanted, conversion: Conversion, beside: list[str]) -> dict[str, Any]:
     """Return what a conversion is, as JSON."""
     from ..cards import layers_in_words
 

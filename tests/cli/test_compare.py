@@ -220,6 +220,7 @@ REFUSED = {
     ("linear", "--repeats", "0"): "repeats must be an integer >= 1, got 0",
     ("linear", "--dtype", "float8"): "unknown dtype 'float8'",
     ("linear", "--threads", "0"): "threads must be None or an integer >= 1, got 0",
+    ("linear", "--calibration-tokens", "64"): "calibration_tokens must be absent where nothing is fitted; give calib",
     ("linear", "--calibrate", "test.txt"): "is given as text, too",
     ("linear", "--model", "classifier"): "was saved as BertForSequenceClassification, which predicts no tokens",
     ("deltanet", "--model", "bert"): "mechanism 'deltanet' has no bidirectional form",

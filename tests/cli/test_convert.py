@@ -154,6 +154,7 @@ REFUSED = {
     "--plan auto --length 65": r"lengths reaches 65 tokens, but the model has 64 positions",
     "--plan auto --max-shard-size 5GBs": r"max_shard_size must be a size like 5GB or 500MB, got '5GBs'",
     "--mechanism hedgehog --calibrate text.txt --length 65": r"lengths reaches 65 tokens",
+    "--mechanism linear --calibration-tokens 64": r"tokens must be absent where nothing is fitted; .* got 64",
     "--mechanism linear --dtype flaot16": r"unknown dtype 'flaot16'; did you mean float16",
     "--mechanism linear --dtype bf16": r"unknown dtype 'bf16'",
     "--mechanism linear --length 65": r"lengths reaches 65 tokens, but the model has 64 positions",
