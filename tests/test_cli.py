@@ -342,3 +342,16 @@ def test_any_error_of_what_is_read_and_written_ends_a_command_with_one_line(monk
     with pytest.raises(type(error)), exit_with_one_line():
         raise error
     assert isinstance(CliRunner().invoke(app, ["finetune"]).exception, type(error))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to\n allocate 2.00 GiB."),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2147483648 bytes."),
+    MemoryError("Unable to allocate 2.00 GiB for an array")])  # fmt: skip
+def test_memory_that_runs_out_ends_a_command_with_one_line_and_no_other_fault_does(monkeypatch, error):
+    monkeypatch.setattr(pipeline, "main", Mock(side_effect=error))
+    said = refuse("finetune").strip()
+    assert said.startswith(f"{type(error).__name__}: memory runs out, at a tensor of 2.15 GB; give a smaller length")
+    assert "\n" not in said
+    fault = RuntimeError("shapes do not match")
+    monkeypatch.setattr(pipeline, "main", Mock(side_effect=fault))
+    assert CliRunner().invoke(app, ["finetune"]).exception is fault

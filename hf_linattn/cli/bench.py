@@ -30,7 +30,8 @@ def bench(
 ) -> None:
     """Time a converted model beside the same weights with their own attention, and count bytes.
 
-    Each length is said on standard error as soon as it is measured, the shortest first.
+    Each length is said on standard error as soon as it is measured, the shortest first. Where memory runs out at one,
+    those before it are shown.
     """
     speed: list[SpeedRow] = []
     memory: list[MemoryRow] = []
@@ -46,13 +47,24 @@ def bench(
         except TimeIsUpError:
             note(f"the {limit_minutes:g} minutes are up after {len(speed)} of {len(wanted)} lengths")
             stopped = True
+        except BaseException:  # as where memory runs out at the longest, or of Ctrl-C
+            if speed:
+                show_rows(model, speed, memory, True, as_json)
+            raise
+    show_rows(model, speed, memory, stopped, as_json)
+    if stopped:
+        raise typer.Exit(STOPPED)
+
+
+def show_rows(
+    model: str, speed: Sequence[SpeedRow], memory: Sequence[MemoryRow], stopped: bool, as_json: bool
+) -> None:
+    """Print what was measured; stopped: before all was."""
     document = {
         "model": model, "speed": [asdict(row) for row in speed], "memory": [asdict(row) for row in memory],
         "stopped": stopped,
     }  # fmt: skip
     show(document, as_json, table(speed, memory))
-    if stopped:
-        raise typer.Exit(STOPPED)
 
 
 def measure(

@@ -84,6 +84,14 @@ class PlanRequest:
         layers = {} if self.layers is None else {"layers": self.layers}
         return [{"mechanism": named, "options": options, **layers}]
 
+    def replacement(self) -> dict[str, dict[str, Any]]:
+        """Return what replaces heads where a plan is chosen, as a plan of all layers."""
+        name = name_or_plan("mechanism", self.mechanism or "streaming")
+        if not isinstance(name, str):
+            expected = "the name of one mechanism where keep chooses the plan"
+            raise OptionError(f"mechanism must be {expected}, got {self.mechanism!r}")
+        return {name: json_object("options", self.options)}
+
     def choose(self, model: PreTrainedModel, name: str, progress: bool) -> ChosenPlan:
         """Choose a plan for a model that was loaded from `name`; `mechanism` is what replaces its heads.
 
@@ -94,12 +102,9 @@ class PlanRequest:
         from ..architecture import require_token_ids
 
         require_token_ids(model, "leave keep and plan auto out, and name a mechanism, and layers if not all")
-        replace = name_or_plan("mechanism", self.mechanism or "streaming")
-        expected = "the name of one mechanism where keep chooses the plan"
-        require("mechanism", self.mechanism, isinstance(replace, str), expected)
         tokenizer = read_tokenizer("model", name)
         return choose_plan(
-            model, tokenizer, read_keep(self.keep or KEEP), replace={replace: json_object("options", self.options)},
+            model, tokenizer, read_keep(self.keep or KEEP), replace=self.replacement(),
             batches=text_batches(tokenizer, self.text, model) if self.text else None, unit=self.unit,
             signal=self.signal, search=self.search, seed=self.seed, progress=progress,
         )  # fmt: skip
@@ -126,7 +131,7 @@ def text_batches(tokenizer: Any, texts: Sequence[Path], model: PreTrainedModel) 
     batches = []
     for text in sorted(read_texts(texts, "text"), key=len, reverse=True)[:TEXT_ROWS]:
         options = {"truncation": True, "max_length": size, "return_tensors": "pt"}
-        batches.append(dict(tokenizer(text, return_token_type_ids=False, **options)))
+        batches.append(dict(tokenizer(text, return_token_type_ids=False, **options).to(model.device)))
     return batches
 
 

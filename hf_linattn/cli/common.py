@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +25,7 @@ from ..training.file_types import FILE_BUILDERS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+CALIBRATION_TOKENS = 8192  # as of `calibration_rows`, which is imported with PyTorch
 DTYPES = ("bfloat16", "float16", "float32")
 STOPPED = 3
 EXIT_CODES = {
@@ -36,6 +37,7 @@ EXIT_CODES = {
 }
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+CalibrationTokens = Annotated[int, typer.Option(help="tokens of these files that are used at most")]
 Model = Annotated[str, typer.Argument(help="a folder, or the name of a model on the Hub")]
 
 
@@ -127,13 +129,24 @@ def _whole(file: Path, option: str) -> str:
         raise DataError(message) from error
 
 
+def check_calibration_tokens(files: Sequence[Path], tokens: int) -> None:
+    """Raise `OptionError` where the tokens of files are limited that were not given."""
+    fits = bool(files) or tokens == CALIBRATION_TOKENS
+    require("calibration_tokens", tokens, fits, "absent where nothing is fitted; give calibrate")
+
+
 def check_writable(option: str, file: Path | None) -> None:
     """Raise `OptionError` unless a file can be written there, before hours go into it; None: none is asked for."""
     if file is None:
         return
-    folder = next((place for place in file.absolute().parents if place.exists()), file)
-    fits = not file.is_dir() and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    fits = not os.path.isdir(file) and is_writable(file.parent)
     require(option, str(file), fits, "the path of a file, in a folder that can be written to")
+
+
+def is_writable(folder: Path) -> bool:
+    """Return whether a folder can be written to, or one that is not there yet be made."""
+    nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.exists(place))
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
 def _write(document: Any, file: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +18,11 @@ from ..plan import Plan, name_or_plan
 from ..reading import read_tokenizer
 from .bench import numbers
 from .common import (
+    CALIBRATION_TOKENS,
     STOPPED,
+    CalibrationTokens,
     Json,
+    check_calibration_tokens,
     check_writable,
     exit_on_error,
     note,
@@ -30,7 +34,7 @@ from .common import (
 from .completion import mechanism_names
 
 if TYPE_CHECKING:
-    from ..comparison import Comparison
+    from ..comparison import Comparison, Material
 
 
 Names = Annotated[
@@ -51,7 +55,7 @@ def compare(
     text: Texts,
     lengths: Annotated[str, typer.Option(help="tokens for speed and memory, by commas")] = "512,1024,2048",
     calibrate: Calibrate = None,
-    calibration_tokens: Annotated[int, typer.Option(help="tokens of these files that are used at most")] = 8192,
+    calibration_tokens: CalibrationTokens = CALIBRATION_TOKENS,
     max_length: Annotated[int | None, typer.Option(help="tokens per window of text; default: longest length")] = None,
     num_windows: Annotated[int, typer.Option(help="windows of text; a masked model reads all")] = 4,
     batch_size: Annotated[int, typer.Option(help="sequences at once, of the timings")] = 1,
@@ -76,6 +80,7 @@ def compare(
         set_threads(threads)
         check_writable("csv", csv)
         check_writable("png", png)
+        check_calibration_tokens(calibrate or (), calibration_tokens)
         check_apart(text, calibrate or ())
         plans = {name: read_attention(name) for name in attention}
         fitted = tuple(read_texts(calibrate or (), "calibrate"))
@@ -83,14 +88,13 @@ def compare(
             tuple(numbers("lengths", lengths)), max_length, num_windows, fitted, calibration_tokens, batch_size,
             repeats, limit_minutes=limit_minutes, seed=seed,
         )  # fmt: skip
-        texts = read_texts(text, "text")
-        found, document = run(model, dtype, plans, texts, options, as_json)
-    try:
-        if as_json:
-            show(document, as_json)
-    finally:  # a pipe that nobody reads any more costs no file
-        with exit_on_error():
-            write_files(found, csv, png, Path(model).name)
+        load = partial(read_language_model, "model", model, dtype)
+        found, material, provenance = read_softmax(model, load, plans, read_texts(text, "text"), options)
+        try:
+            measure(found, load, plans, material, as_json)
+        finally:  # also of an error, as where memory runs out, and of Ctrl-C: hours may have gone into it
+            if found.entries:
+                keep(found, {"model": model, "provenance": provenance}, as_json, csv, png)
     if any(entry.stopped for entry in found.entries):
         raise typer.Exit(STOPPED)
 
@@ -112,15 +116,12 @@ def read_attention(name: str) -> Plan:
     return read_plan_file(Path(name))
 
 
-def run(
-    model: str, dtype: str | None, plans: dict[str, Plan], texts: list[str], options: Any, as_json: bool
-) -> tuple[Comparison, dict[str, Any]]:
-    """Compare, and print lines of the table as they come, unless JSON is asked for."""
+def read_softmax(
+    model: str, load: Callable[[], Any], plans: dict[str, Plan], texts: list[str], options: Any
+) -> tuple[Comparison, Material, dict[str, Any]]:
+    """Check the plans and measure the original; return what plans are added to and measured on, and the provenance."""
     from .. import comparison
     from ..report import collect_provenance
-
-    def load() -> Any:
-        return read_language_model("model", model, dtype)
 
     loaded, tokenizer = load(), read_tokenizer("model", model)
     note("reading the text with softmax")
@@ -129,18 +130,34 @@ def run(
     provenance = collect_provenance(
         options.seed, f"hf-linattn {shlex.join(sys.argv[1:])}", device=loaded.device, dtype=loaded.dtype
     )
-    del loaded  # before it is read again
+    return found, material, dataclasses.asdict(provenance)
+
+
+def measure(
+    found: Comparison, load: Callable[[], Any], plans: dict[str, Plan], material: Material, as_json: bool
+) -> None:
+    """Compare, and print lines of the table as they come, unless JSON is asked for."""
+    from .. import comparison
+
     say_lines(comparison.head_lines(found), as_json)
-    for entry in comparison.compare(load, plans, material, options, note):
+    for entry in comparison.compare(load, plans, material, found.options, note):
         found.entries.append(entry)
         say_lines(comparison.markdown_lines(found, entry), as_json)
-    return found, {"model": model, **found.document(), "provenance": dataclasses.asdict(provenance)}
 
 
 def say_lines(lines: list[str], as_json: bool) -> None:
     """Print lines of the table, unless JSON is asked for."""
     if not as_json:
         typer.echo("\n".join(lines))
+
+
+def keep(found: Comparison, beside: dict[str, Any], as_json: bool, csv: Path | None, png: Path | None) -> None:
+    """Print what was found as JSON if that is asked for, and write the files."""
+    try:
+        if as_json:
+            show({**beside, **found.document()}, as_json)
+    finally:  # a pipe that nobody reads any more costs no file
+        write_files(found, csv, png, Path(beside["model"]).name)
 
 
 def write_files(found: Comparison, csv: Path | None, png: Path | None, title: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 import shutil
 import sys
@@ -12,11 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config import require, require_known
 from ..errors import OptionError
 from ..plan import PatchConfig, name_or_plan
 from ..reading import TOKENIZER_FILE, find_tokenizer, is_there, read_tokenizer
 from .choosing import PlanRequest, choice, in_words, save_beside
-from .common import load, note, read_texts
+from .common import (
+    DTYPES,
+    check_calibration_tokens,
+    is_writable,
+    load,
+    note,
+    read_texts,
+    to_default_device,
+)
 from .conversion_words import words
 
 if TYPE_CHECKING:
@@ -28,6 +38,7 @@ if TYPE_CHECKING:
 # the files that tell of a processor: the first is what transformers writes now, the others what it wrote before
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 CAUSAL = "AutoModelForCausalLM"
+AS_SAVED = "auto"  # value of `dtype`
 LENGTH = 2048  # tokens after which the decoding state is measured
 MEASURING = "evaluate"  # the package that measurements need, of the extra [eval]
 
@@ -50,6 +61,10 @@ class Wanted:
     dry_run: bool
     progress: bool
 
+    def __post_init__(self) -> None:
+        require_known("dtype", self.dtype, (AS_SAVED, *DTYPES))
+        check_calibration_tokens(self.calibrate, self.calibration_tokens)
+
     def say(self, text: str) -> None:
         """Say what goes on, unless JSON alone is wanted."""
         if self.progress:
@@ -66,30 +81,36 @@ class Done:
 
 def run(wanted: Wanted) -> Done:
     """Convert a model, or say what would come of it."""
-    from .. import ChosenPlan, patch_model
+    from .. import ChosenPlan, patch_model, unpatch_model
     from ..cards import SENTENCES, Conversion, loader_of, read_base
 
-    check_empty(wanted.output)
+    check_output(wanted.output)
+    check_shard_size(wanted.max_shard_size)
     named, texts = wanted.plan.read(), read_texts(wanted.calibrate, "calibrate")
     if named is None or isinstance(named, ChosenPlan):
         from .. import report  # noqa: F401 - draws the plan at the end; a package that it lacks is named now
     base = read_base(wanted.model, wanted.base_model)
     across = None if wanted.cross_attention is None else name_or_plan("cross_attention", wanted.cross_attention)
     model, modules = original(wanted)
-    plan = wanted.plan.choose(model, wanted.model, wanted.progress) if named is None else named
-    patch_model(model, plan, cross_attention=across)
-    batches, fitted = rows_to_fit(model, wanted, texts), None
+    if named is None or texts:  # what only patches is left where it is: it may be larger than a GPU
+        to_default_device(model)
     beside = processors(wanted.model, wanted.max_positions, modules)
-    weights = bytes_of_weights(model, wanted.max_shard_size)
+    plan = wanted.plan.replacement() if named is None else named
+    patch_model(model, plan, cross_attention=across)
+    length, batches, fitted = state_length(model, wanted), rows_to_fit(model, wanted, texts), None
+    if named is None:  # the search comes when all else is known to be right with what replaces heads
+        unpatch_model(model)
+        plan = wanted.plan.choose(model, wanted.model, wanted.progress)
+        patch_model(model, plan, cross_attention=across)
     if batches and not wanted.dry_run:
         fitted = fit(model, batches, wanted)
     chosen = plan if isinstance(plan, ChosenPlan) else None
     conversion = Conversion(
         base, SENTENCES if modules else loader_of(model.config), patches_of(model),
-        measured=measured_state(model, wanted), calibrated=fitted,
+        measured=measured_state(model, length, wanted), calibrated=fitted,
         command=f"hf-linattn {shlex.join(sys.argv[1:])}",
     )  # fmt: skip
-    document = describe(model, wanted, conversion, weights, list(beside)) | ({} if chosen is None else choice(chosen))
+    document = describe(model, wanted, conversion, list(beside)) | ({} if chosen is None else choice(chosen))
     if batches:
         document["calibration"] = calibration_document(batches, fitted)
     if not wanted.dry_run:
@@ -100,10 +121,21 @@ def run(wanted: Wanted) -> Done:
     return Done(document, [*head, *words(document, conversion, wanted.model, wanted.calibrate, wanted.plan.text)])
 
 
-def check_empty(output: Path) -> None:
-    """Raise `OptionError` unless a folder can be written to without harm."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+def check_output(output: Path) -> None:
+    """Raise `OptionError` unless a folder can be made or written to, without harm."""
+    if os.path.exists(output) and (not output.is_dir() or any(output.iterdir())):
         raise OptionError(f"output={str(output)!r} is not an empty folder; give another path")
+    require("output", str(output), is_writable(output), "the path of a folder that can be made and written to")
+
+
+def check_shard_size(max_shard_size: str) -> None:
+    """Raise `OptionError` unless this is the size of a file."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    try:
+        split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise OptionError(f"max_shard_size must be a size like 5GB or 500MB, got {max_shard_size!r}") from error
 
 
 def original(wanted: Wanted) -> tuple[PreTrainedModel, SentenceModel | None]:
@@ -162,34 +194,49 @@ def calibration_document(batches: Sequence[Mapping[str, Any]], fitted: Calibrate
     return {"tokens": count_tokens(batches), **done}
 
 
-def measured_state(model: PreTrainedModel, wanted: Wanted) -> Measured:
-    """Measure the decoding state beside softmax's: of a causal language model, and where a length is asked for."""
-    from ..cards import Measured, loader_of
+def state_length(model: PreTrainedModel, wanted: Wanted) -> int | None:
+    """Return after how many tokens the decoding state is measured: of a causal language model, and where it is asked.
+
+    None: it is not measured.
+
+    Raises:
+        OptionError: the model has no decoding state, or not as many positions.
+    """
+    from ..cards import loader_of
 
     if wanted.length == 0 or (wanted.length is None and loader_of(model.config) != CAUSAL):
-        return Measured()
-    if model.config.is_encoder_decoder:
-        name = type(model).__name__
-        raise OptionError(f"length={wanted.length} is for a decoder alone; {name} has an encoder, leave length out")
+        return None
+    if model.config.is_encoder_decoder or not model.can_generate():
+        what = "has an encoder" if model.config.is_encoder_decoder else "has no decoding state"
+        raise OptionError(
+            f"length={wanted.length} is for a decoder alone; {type(model).__name__} {what}, leave length out"
+        )
     if wanted.length is None and importlib.util.find_spec(MEASURING) is None:
         wanted.say(f"the decoding state is not measured: that needs {MEASURING}; run pip install 'hf_linattn[all]'")
-        return Measured()
-    from ..evaluation import position_limit, state_bytes_by_length
+        return None
+    from ..evaluation import position_limit
+    from ..evaluation.speed import check_lengths
 
     length = min(LENGTH, position_limit(model) or LENGTH) if wanted.length is None else wanted.length
+    check_lengths(model, [length])
+    return length
+
+
+def measured_state(model: PreTrainedModel, length: int | None, wanted: Wanted) -> Measured:
+    """Measure the decoding state beside softmax's after that many tokens; None: not."""
+    from ..cards import Measured
+
+    if length is None:
+        return Measured()
+    from ..evaluation import state_bytes_by_length
+
     wanted.say(f"measuring the decoding state after {length:,} tokens")
     (row,) = state_bytes_by_length(model, [length])
     return Measured(state=(row.patched, row.original, length))
 
 
-def bytes_of_weights(model: PreTrainedModel, max_shard_size: str) -> int:
-    """Return the bytes of all tensors that are saved, those that are tied once; the size of a file is checked, too."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    try:
-        split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
-    except ValueError as error:
-        raise OptionError(f"max_shard_size must be a size like 5GB or 500MB, got {max_shard_size!r}") from error
+def bytes_of_weights(model: PreTrainedModel) -> int:
+    """Return the bytes of all tensors that are saved, those that are tied once."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}.values())
 
 
@@ -200,9 +247,7 @@ def patches_of(model: PreTrainedModel) -> dict[str, PatchConfig]:
     return {"": get_patch_config(model)}
 
 
-def describe(
-    model: PreTrainedModel, wanted: Wanted, conversion: Conversion, weights: int, beside: list[str]
-) -> dict[str, Any]:
+def describe(model: PreTrainedModel, wanted: Wanted, conversion: Conversion, beside: list[str]) -> dict[str, Any]:
     """Return what a conversion is, as JSON."""
     from ..cards import layers_in_words
 
@@ -212,7 +257,7 @@ def describe(
         "converted_layers": len(config.layers), "parameters": sum(x.numel() for x in model.parameters()),
         "attention": [{"attention": what, "layers": where} for what, where in layers_in_words(conversion.patches)],
         "state": state and dict(zip(("patched", "original", "length"), state, strict=True)),
-        "weight_bytes": weights, "processors": beside, "written": not wanted.dry_run,
+        "weight_bytes": bytes_of_weights(model), "processors": beside, "written": not wanted.dry_run,
     }  # fmt: skip
     if wanted.max_positions is not None:
         document["max_positions"] = wanted.max_positions

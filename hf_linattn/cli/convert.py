@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .choosing import PlanRequest
-from .common import Json, Model, exit_on_error, show
+from .common import CALIBRATION_TOKENS, CalibrationTokens, Json, Model, exit_on_error, show
 from .completion import mechanism_names
 from .conversion import Wanted, run
 
@@ -36,7 +36,6 @@ Calibrate = Annotated[
     list[Path] | None,
     typer.Option(help="a text file that the new attention is fitted on, in seconds to minutes; may be given again"),
 ]
-CalibrationTokens = Annotated[int, typer.Option(help="tokens of these files that are used at most")]
 CrossAttention = Annotated[
     str | None,
     typer.Option(help='mechanism between decoder and encoder, or {"name": {options}} as JSON; default: softmax'),
@@ -45,7 +44,7 @@ MaxPositions = Annotated[
     int | None,
     typer.Option("--max_positions", "--max-positions", help="tokens of the longest input; see extend_positions"),
 ]
-Dtype = Annotated[str, typer.Option(help="dtype of the weights; auto: as saved")]
+Dtype = Annotated[str, typer.Option(help="of the weights: bfloat16, float16 or float32; auto: as saved")]
 ShardSize = Annotated[str, typer.Option(help="largest file of weights")]
 Length = Annotated[
     int | None,
@@ -58,10 +57,10 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would be done 
 def convert(
     model: Model, output: Output, mechanism: Mechanism = None, options: Options = "{}", layers: Layers = None,
     plan: PlanFile = None, keep: Keep = None, unit: Unit = "head", signal: Signal = "recall", search: Search = "slope",
-    text: Text = None, seed: Seed = 0, calibrate: Calibrate = None, calibration_tokens: CalibrationTokens = 8192,
-    cross_attention: CrossAttention = None, max_positions: MaxPositions = None, dtype: Dtype = "auto",
-    max_shard_size: ShardSize = "5GB", length: Length = None, base_model: BaseModel = None, dry_run: DryRun = False,
-    as_json: Json = False,
+    text: Text = None, seed: Seed = 0, calibrate: Calibrate = None,
+    calibration_tokens: CalibrationTokens = CALIBRATION_TOKENS, cross_attention: CrossAttention = None,
+    max_positions: MaxPositions = None, dtype: Dtype = "auto", max_shard_size: ShardSize = "5GB",
+    length: Length = None, base_model: BaseModel = None, dry_run: DryRun = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Patch a checkpoint and save it with a model card, untrained: recover it with `finetune` or `distill`.
 

@@ -83,7 +83,7 @@ class Entry:
         name, plan: which it is.
         untrained, calibrated: perplexity as patched, and after `calibrate`; None: not measured, or nothing to fit.
         speed, memory: one row for each length that was reached.
-        seconds: that it took. stopped: whether its time was up before all was measured.
+        seconds: that it took. stopped: whether it ended before all was measured.
     """
 
     name: str
@@ -172,7 +172,7 @@ def compare(
     load: Callable[[], PreTrainedModel], plans: Mapping[str, Plan], material: Material, options: ComparisonOptions,
     say: Say = lambda _: None,
 ) -> Iterator[Entry]:  # fmt: skip
-    """Yield what each plan comes to, as soon as it is measured.
+    """Yield what each plan comes to, as soon as it is measured; of one that an error ends what was measured by then.
 
     Args:
         load: returns the original, each time as new: after a plan whose time was up a new one is taken.
@@ -192,6 +192,11 @@ def compare(
         except TimeIsUpError:
             say(f"{name}: its {options.limit_minutes:g} minutes are up")
             trial.found["stopped"], model = True, None  # a new one is read when the error, which holds it, is gone
+        except BaseException:  # as where memory runs out at the longest length, or of Ctrl-C
+            if "untrained" in trial.found:
+                trial.found["stopped"] = True
+                yield trial.entry()
+            raise
         yield trial.entry()
 
 

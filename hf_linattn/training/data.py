@@ -8,6 +8,8 @@ Bidirectional transformers models ignore the restarts unless they are patched.
 
 from __future__ import annotations
 
+import glob
+import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -247,8 +249,9 @@ def load_file(option: str, path: Path, split: str = "train") -> Dataset:
         raise DataError(f"{option}={str(path)!r}: unknown extension {extension!r}{hint}")
     builder = FILE_BUILDERS[extension]
     options = {"sample_by": "document"} if builder == "text" else {}
+    pattern = glob.escape(os.path.abspath(path))  # whole, as names of folders are read as patterns, too
     try:
-        return load_dataset(builder, data_files={split: str(path)}, split=split, **options)
+        return load_dataset(builder, data_files={split: pattern}, split=split, **options)
     except (DatasetGenerationError, OSError, ValueError) as error:
         reason = one_line(error.__cause__ or error)
         raise DataError(f"{option}={str(path)!r} is not valid {builder}: {reason}; repair the file") from error

@@ -25,9 +25,10 @@ from transformers import PreTrainedModel
 from hf_linattn import MechanismConfig, get_mechanisms
 from hf_linattn.cards import names_in_layer
 from hf_linattn.errors import OptionError
+from hf_linattn.reading import gigabytes, is_out_of_memory, size_said
 from hf_linattn.training.base_task import TextEncoder
 from hf_linattn.training.finetuning import own_forward, stage_arguments, validation_loss, without_checkpoints
-from hf_linattn.training.memory_limits import gigabytes, is_out_of_memory, size_said, what_helps
+from hf_linattn.training.memory_limits import what_helps
 from hf_linattn.training.not_finite import NotFiniteError
 from hf_linattn.training.parameter_groups import float32_masters
 from hf_linattn.training.random_states import kept_random_states

@@ -159,6 +159,32 @@ def test_a_plan_whose_time_is_up_keeps_what_was_measured_and_the_next_one_starts
     assert left == [0, 0, 0], "one model is in memory at a time"
 
 
+@pytest.mark.parametrize(
+    ("error", "code"), [(torch.OutOfMemoryError("out of memory"), 1), (KeyboardInterrupt(), 130)], ids=["memory", "^C"]
+)
+def test_an_error_at_one_length_loses_nothing_that_was_measured_before(place, tmp_path, monkeypatch, error, code):
+    measure, left = comparing.measure_speed, [None, None, None, error]  # all of local, and linear at one length
+    failing = Mock(side_effect=lambda *arguments, **options: raise_or(left.pop(0), measure, *arguments, **options))
+    monkeypatch.setattr(comparing, "measure_speed", failing)
+    given = ["local", "linear", "--model", place / "gpt2", "--text", place / "test.txt", *LENGTHS, "--json"]
+    result = run(*given, "--csv", tmp_path / "c.csv", "--png", tmp_path / "c.png", code=code)
+    entries = json.loads(result.stdout)["entries"]
+    assert [(entry["name"], len(entry["speed"]), entry["stopped"]) for entry in entries] == [
+        ("local", 2, False), ("linear", 1, True),
+    ]  # fmt: skip
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "c.csv").read_text())))
+    assert [row["prompt_speedup"] != "" for row in rows[1:]] == [True, True, True, False]
+    assert (tmp_path / "c.png").exists()
+    assert code == 130 or result.stderr.splitlines()[-1].startswith("OutOfMemoryError: memory runs out"), result.stderr
+
+
+def raise_or(error, function, *arguments, **options):
+    """Raise an error, or call a function where there is none."""
+    if error is not None:
+        raise error
+    return function(*arguments, **options)
+
+
 @pytest.fixture
 def ctrl_c_interrupts():
     """SIGINT as Python has it in a terminal; a process that was started in the background ignores it."""
@@ -194,6 +220,7 @@ REFUSED = {
     ("linear", "--repeats", "0"): "repeats must be an integer >= 1, got 0",
     ("linear", "--dtype", "float8"): "unknown dtype 'float8'",
     ("linear", "--threads", "0"): "threads must be None or an integer >= 1, got 0",
+    ("linear", "--calibration-tokens", "64"): "calibration_tokens must be absent where nothing is fitted; give calib",
     ("linear", "--calibrate", "test.txt"): "is given as text, too",
     ("linear", "--model", "classifier"): "was saved as BertForSequenceClassification, which predicts no tokens",
     ("deltanet", "--model", "bert"): "mechanism 'deltanet' has no bidirectional form",

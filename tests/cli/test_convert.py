@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hf_linattn
-from hf_linattn.cli import app
+from hf_linattn.cli import app, conversion
 from hf_linattn.cli.choosing import TEXT_ROWS, text_batches
 from hf_linattn.cli.conversion import processors
 from hf_linattn.errors import CheckpointError
@@ -147,6 +149,14 @@ REFUSED = {
     "--mechanism hedgehog --calibrate short.txt": r"calibrate: no document has the 64 tokens of one row",
     "--mechanism hedgehog --calibrate text.txt --calibration-tokens 63": r"calibration_tokens .* >= 64",
     "--mechanism streaming --calibrate text.txt": r"nothing of its own that could be fitted; leave calibrate out",
+    "--plan auto --calibrate text.txt": r"nothing of its own that could be fitted; leave calibrate out",
+    "--plan auto --mechanism hedgehog --calibrate short.txt": r"calibrate: no document has the 64 tokens of one row",
+    "--plan auto --length 65": r"lengths reaches 65 tokens, but the model has 64 positions",
+    "--plan auto --max-shard-size 5GBs": r"max_shard_size must be a size like 5GB or 500MB, got '5GBs'",
+    "--mechanism hedgehog --calibrate text.txt --length 65": r"lengths reaches 65 tokens",
+    "--mechanism linear --calibration-tokens 64": r"tokens must be absent where nothing is fitted; .* got 64",
+    "--mechanism linear --dtype flaot16": r"unknown dtype 'flaot16'; did you mean float16",
+    "--mechanism linear --dtype bf16": r"unknown dtype 'bf16'",
     "--mechanism linear --length 65": r"lengths reaches 65 tokens, but the model has 64 positions",
     "--mechanism linear --max-shard-size big": r"max_shard_size must be a size like 5GB",
     "--mechanism linear --base-model a/b/c": r"base_model must be a name on the Hub",
@@ -156,7 +166,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.items(), ids=str)
-def test_what_is_wrong_is_refused_by_name_before_anything_is_written(original, tmp_path, arguments, message):
+def test_what_is_wrong_is_refused_by_name_before_anything_is_written(
+    original, tmp_path, monkeypatch, arguments, message
+):
+    for takes_long in ("choose_plan", "calibrate"):
+        monkeypatch.setattr(hf_linattn, takes_long, Mock(side_effect=AssertionError))
     (tmp_path / "short.txt").write_text("w5 w6")
     (tmp_path / "text.txt").write_text((original.parent / "text.txt").read_text())
     files = {name: str(tmp_path / name) for name in ("missing.txt", "short.txt", "text.txt")}
@@ -164,6 +178,33 @@ def test_what_is_wrong_is_refused_by_name_before_anything_is_written(original, t
     said = answer("convert", original, tmp_path / "out", *given, code=1).strip().splitlines()[-1]
     assert re.search(message, said), said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "moved"),
+    [(["--mechanism", "hedgehog"], 0), (["--mechanism", "hedgehog", "--calibrate", "text.txt"], 1),
+     (["--plan", "auto", "--signal", "divergence", "--text", "text.txt", "--options", WINDOW], 1)],
+    ids=["patched", "fitted", "chosen"],
+)  # fmt: skip
+def test_what_takes_long_is_done_on_the_default_device(original, tmp_path, monkeypatch, arguments, moved):
+    monkeypatch.chdir(original.parent)
+    moves = Mock(side_effect=conversion.to_default_device)
+    monkeypatch.setattr(conversion, "to_default_device", moves)
+    answer("convert", "tiny", tmp_path / "out", *arguments, "--length", 0, "--dtype", "float16")
+    assert moves.call_count == moved
+    (dtype,) = {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()}
+    assert dtype == torch.float16
+    (batch,) = text_batches(make_tokenizer(), [Path("text.txt")], make_model("gpt2").to("meta"))
+    assert {tensor.device.type for tensor in batch.values()} == {"meta"}, "where the model is"
+
+
+@pytest.mark.parametrize("place", ["text.txt/out", "closed/out", "closed"])
+def test_a_folder_that_cannot_be_written_to_is_refused_before_a_model_is_read(tmp_path, monkeypatch, place):
+    (tmp_path / "text.txt").write_text("w5")
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "closed" or not mode & os.W_OK)
+    said = answer("convert", "no model", tmp_path / place, "--mechanism", "linear", "--dry-run", code=1)
+    assert re.search(r"output must be the path of a folder that can be made and written to, got '.*'", said), said
 
 
 def test_the_card_of_a_conversion_says_what_it_is_and_that_nothing_was_trained(original, tmp_path, monkeypatch):

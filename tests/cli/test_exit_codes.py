@@ -14,6 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from hf_linattn import evaluation
 from hf_linattn.cli import app
 from hf_linattn.cli import list as listing
 from hf_linattn.cli.common import EXIT_CODES, show
@@ -90,6 +91,24 @@ def test_bench_shows_what_was_measured_before_its_time_was_up(place, monkeypatch
     document = json.loads(result.stdout)
     assert document["stopped"] and [row["length"] for row in document["speed"]] == [8]
     assert "tokens 8, prompt x as fast" in result.stderr and "up after 1 of 2 lengths" in result.stderr
+
+
+@pytest.mark.parametrize(("lengths", "shown"), [("8,16", [8]), ("16", None)])
+def test_bench_shows_what_was_measured_before_memory_ran_out(place, monkeypatch, lengths, shown):
+    measure = evaluation.measure_speed
+
+    def small(model, lengths, **options):
+        if lengths[0] > 8:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2000000000 bytes.")
+        return measure(model, lengths, **options)
+
+    monkeypatch.setattr(evaluation, "measure_speed", small)
+    result = run("bench", place / "model", "--lengths", lengths, "--repeats", 1, "--json")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("RuntimeError: memory runs out, at a tensor of 2.00 GB; give")
+    document = json.loads(result.stdout or "null")
+    assert (document and [row["length"] for row in document["speed"]]) == shown
+    assert document is None or (document["stopped"] and len(document["memory"]) == 1)
 
 
 def test_results_go_to_standard_output_and_all_else_to_standard_error(place, tmp_path):

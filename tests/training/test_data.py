@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hf_linattn.training.data import (
     IGNORED_LABEL,
     PackedMaskingCollator,
     is_held_out,
+    load_file,
     load_text_splits,
     tokenize_and_pack,
 )
@@ -181,6 +183,16 @@ def test_local_files(tmp_path, extension):
     assert {split: list(dataset["text"]) for split, dataset in splits.items()} == dict.fromkeys(
         ["train", "validation", "test"], expected
     )
+
+
+@pytest.mark.parametrize("name", ["data[1].jsonl", "data*.txt", "../sweep [rate=0.1]/data?.csv"])
+def test_a_name_is_one_file_and_no_pattern(tmp_path, monkeypatch, name):
+    (tmp_path / "sweep [rate=0.1]").mkdir()
+    monkeypatch.chdir(tmp_path / "sweep [rate=0.1]")
+    write = WRITERS[Path(name).suffix]
+    Path(f"data1{Path(name).suffix}").write_text(write(["another file"]))
+    Path(name).write_text(write(["this file"]))
+    assert load_file("train_file", Path(name))["text"][:] == ["this file"]
 
 
 def test_parquet_and_another_column(tmp_path):

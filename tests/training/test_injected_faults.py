@@ -12,9 +12,9 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_linattn.errors import DataError, OptionError
+from hf_linattn.reading import is_out_of_memory, size_said
 from hf_linattn.report import Report
 from hf_linattn.training import finetuning, trainers
-from hf_linattn.training.memory_limits import is_out_of_memory, size_said
 from hf_linattn.training.stages.base import OneProcessStage
 from tests.recipes.test_distill import flags, run
 from tests.recipes.test_finetune import material, recorded
