@@ -68,11 +68,14 @@ def test_the_board_has_a_row_for_every_target_and_every_baseline(model):
         assert recipe.control_dir == shared and (shared or len(recipe.control_learning_rates) > 1)
 
 
-def test_every_result_of_the_board_has_its_row():
-    on_board = {model: CommandLine([str(path)]).on_board() for model, path in MODELS.items()}
-    for report in board_reports():
-        model, row = RECIPE_NAME.findall(report)[0]
-        assert row in on_board[model], report
+def test_every_result_of_the_board_has_its_row_and_the_options_of_it():
+    lines = {model: CommandLine([str(path)]) for model, path in MODELS.items()}
+    for name, report in board_reports().items():
+        model, row = RECIPE_NAME.findall(name)[0]
+        assert row in lines[model].on_board(), name
+        given = lines[model].options_of(row)
+        measured = {option: value for option, value in report["options"].items() if option != "layers"}
+        assert measured == (given.get("plan") or given.get("mechanism_options") or {}), name
 
 
 def test_rows_and_models_name_options_and_models_that_there_are():
