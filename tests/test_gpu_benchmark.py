@@ -18,7 +18,7 @@ from benchmarks.measure import compile_ahead, fla_kernels, operations, provenanc
 from benchmarks.measure.fla_kernels import FLA, FLA_ALONE, FLA_MAPPED
 from benchmarks.measure.stopwatch import FLASH, PLANS, SOFTMAX, Stopwatch
 from benchmarks.result_files import Document
-from benchmarks.tables import gpu, markdown
+from benchmarks.tables import gpu, gpu_page, markdown
 from hf_linattn.ops import reference
 from tests.helpers import pages_with_markers
 
@@ -224,7 +224,7 @@ def test_tables(document: Document) -> None:
         assert times["linear", "causal", "backward", 64] == pytest.approx(both - forward)
     lines = gpu.passes_table(document).splitlines()[2:]
     rows = {tuple(x.strip() for x in line.split("|")[1:3]): line.split("|")[3:-1] for line in lines}
-    names = [SOFTMAX, FLASH, *FLA, *(f"`{name}`" for name in NAMES)]
+    names = [SOFTMAX, FLASH, *FLA, "`linear`", "`hybrid` `window_size=64`", "`local`"]
     assert list(rows) == [
         (name, mode) for mode in markdown.MODES for name in names if mode == "causal" or name not in FLA
     ]
@@ -232,6 +232,10 @@ def test_tables(document: Document) -> None:
     flash, softmax = (times[x, "causal", "forward", 64] / forward for x in (FLASH, SOFTMAX))
     assert row[:3] == [f"{forward:.3g}", f"{softmax:.3g}", f"{flash:.3g}"] and row[8].endswith("%")
     assert len(gpu.steps_table(document).splitlines()) == 2 + 3
+    assert "| `hybrid` `window_size=64` |" in gpu.steps_table(document)
+    for make in (gpu_page.passes_section, gpu_page.steps_section):
+        page = make(document, document)
+        assert "| `hybrid` `window_size=64` |" in page and "| `hybrid` `window_size=64`, kernels of other" in page
     ratio = times[FLA_ALONE, "causal", "forward", 128] / times["linear", "causal", "forward", 128]
     line = next(x for x in gpu.fla_table(document).splitlines() if FLA_ALONE in x)
     assert line.endswith(f"| {ratio:.3g} |")
@@ -261,7 +265,7 @@ def test_the_page_of_speed_says_what_was_measured_of_a_gpu(document: Document, t
     text, page = (docs / "speed.md").read_text(), (results / "README.md").read_text()
     assert "batch 2, 2 heads, dimension 16" in text and "fla was not installed." in text
     assert "FlashAttention / | faster from" in text and "A decoding step after 96 tokens" in text
-    assert "### Milliseconds" in page and "| forward+backward | 64 | linear |" in page
+    assert "### Milliseconds" in page and "| forward+backward | 64 | `linear` |" in page
 
 
 def test_the_commit_of_a_copy_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

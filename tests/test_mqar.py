@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.result_files import read
+from benchmarks.result_files import MQAR_FILE, RESULTS, read
 from benchmarks.studies import mqar, mqar_sweep
 from benchmarks.tables.mqar import sweep_section
 from hf_linattn.mechanisms import MECHANISMS
@@ -65,6 +65,11 @@ def test_rows_are_of_softmax_and_of_all_mechanisms_of_constant_state():
     named = {name for name, _ in mqar.ROWS}
     constant = {name for name in MECHANISMS.names() if MECHANISMS.get(name).constant_state}
     assert named == {"softmax"} | constant - {"by_head"}, "by_head only shares out heads, of which there is one here"
+
+
+def test_the_committed_results_are_of_rows_that_are_measured():
+    for row in read(RESULTS / MQAR_FILE)["rows"]:
+        assert (row["mechanism"], row["options"]) in mqar.ROWS
 
 
 def test_a_sweep_goes_on_with_the_rows_that_its_file_lacks_and_gives_others_the_rate_of_seed_0(tmp_path, monkeypatch):

@@ -26,6 +26,7 @@ from benchmarks.result_files import RESULTS
 from docs import generate
 from hf_linattn import errors, patch_model, unpatch_model
 from hf_linattn.hub import HfLinattnConfig
+from hf_linattn.recipe_files import recipe_names
 from hf_linattn.testing import checks_of
 from hf_linattn.training.data import load_text_splits
 from tests.models import make_model
@@ -145,6 +146,20 @@ def test_every_make_command_in_the_documents_exists() -> None:
         commands = re.findall(r"`make ([a-z -]+)`|^    make ([a-z -]+?)(?:  |$)", text, flags=re.M)
         named = {target for command in commands for target in "".join(command).split()}
         assert named <= targets, page
+
+
+def test_what_make_measures_it_writes_into_the_pages() -> None:
+    targets = re.findall(r"^([a-z-]+):.*\n((?:\t.*\n)+)", read("Makefile"), flags=re.M)
+    studies = {name: lines for name, lines in targets if re.search(r"benchmarks\.(studies|measure\.peers)", lines)}
+    unwritten = {name for name, lines in studies.items() if not lines.endswith("\t$(TABLES)\n")}
+    in_no_page, by_themselves = {"recall", "real-board"}, {"start", "depth", "long-inputs"}
+    assert unwritten == in_no_page | by_themselves
+
+
+def test_every_recipe_in_the_documents_exists() -> None:
+    known = {*recipe_names(), "NAME"}
+    for page in (*PAGES, *(ROOT / "notebooks").glob("*.ipynb")):
+        assert {*re.findall(r"recipe:([\w/-]+)", page.read_text(encoding="utf-8"))} <= known, page
 
 
 def test_relative_links_lead_somewhere() -> None:

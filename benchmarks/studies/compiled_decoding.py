@@ -25,6 +25,7 @@ from transformers import Cache, PreTrainedModel, StaticCache
 from benchmarks.measure.decoding import build_model, prefill
 from benchmarks.measure.provenance import collect_provenance
 from benchmarks.measure.stopwatch import PLANS, SOFTMAX, Stopwatch, Timing
+from benchmarks.measure.timed import timed_config
 from benchmarks.result_files import COMPILED_DECODING_FILE, RESULTS, Document
 from benchmarks.studies.heads import ProcessorTime
 from hf_linattn.atomic_io import write_text
@@ -80,9 +81,12 @@ def main(
 ) -> None:
     """Measure and write the JSON."""
     stopwatch = ProcessorTime(torch.device("cpu"), PLANS[plan])
-    rows = [measure(stopwatch, name, context, ROOM) for name in tqdm(mechanism or MECHANISMS, desc="mechanisms")]
+    names = mechanism or MECHANISMS
+    rows = [measure(stopwatch, name, context, ROOM) for name in tqdm(names, desc="mechanisms")]
     source = collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.compiled_decoding")
-    write_text(output, json.dumps({"provenance": source, "context": context, "rows": rows}, indent=1) + "\n")
+    options = {name: timed_config(name).to_options() for name in names}
+    results = {"provenance": source, "options": options, "context": context, "rows": rows}
+    write_text(output, json.dumps(results, indent=1) + "\n")
     typer.echo(f"wrote {output}")
 
 

@@ -7,7 +7,7 @@ from benchmarks.measure.operations import BASELINES
 from benchmarks.measure.stopwatch import FLASH, SOFTMAX
 from benchmarks.measure.targets import BACKWARD, BOTH, FORWARD, LENGTH, Key, find_gpu_targets, medians
 from benchmarks.result_files import Document
-from benchmarks.tables.markdown import MODES, count, number, share, shown, table
+from benchmarks.tables.markdown import MODES, count, number, share, table, timed
 from benchmarks.tables.speed import describe, judged, milliseconds_table, operations_table
 
 
@@ -37,7 +37,7 @@ def passes_table(document: Document) -> str:
             shares = [share(x.get("floor_share")) for x in (found[name, mode, FORWARD], both)]
             peak = both.get("peak_bytes")
             memory = "" if peak is None else f"{peak / operands:.2g}"
-            rows.append([shown(name, BASELINES), mode, *cells, *shares, memory])
+            rows.append([timed(name, document, BASELINES), mode, *cells, *shares, memory])
     sides = [x for one in (FORWARD, BACKWARD) for x in (f"{one}, ms", "softmax /", "FlashAttention /", "faster from")]
     return table(["", "mode", *sides, "floor, forward", "floor, both", "memory"], rows)
 
@@ -66,7 +66,7 @@ def steps_table(document: Document) -> str:
     softmax = next(row for row in steps if row["mechanism"] == SOFTMAX)
     rows = [
         [
-            shown(row["mechanism"], BASELINES),
+            timed(row["mechanism"], document, BASELINES),
             *(number(row[way] or None) for way in ways),
             over(softmax[ways[1]], row[ways[1]]),
         ]

@@ -7,7 +7,7 @@ from benchmarks.measure.stopwatch import FLASH, SOFTMAX
 from benchmarks.measure.targets import BOTH, FORWARD, medians
 from benchmarks.result_files import Document
 from benchmarks.tables.gpu import summary_length
-from benchmarks.tables.markdown import count, number, shown, table
+from benchmarks.tables.markdown import count, number, table, timed
 
 MODE = "causal"
 NAMES = ("linear", "local", "hybrid")  # that both kinds of kernels were measured with
@@ -16,8 +16,8 @@ NAMES = ("linear", "local", "hybrid")  # that both kinds of kernels were measure
 def passes_section(large: Document, small: Document) -> str:
     """Return milliseconds of causal attention, forward and with backward, by the kernels of Hopper and of others."""
     length, plan = summary_length(large), large["plan"]
-    rows = [_row(large, name, shown(name, BASELINES), length) for name in (SOFTMAX, FLASH, *NAMES)]
-    rows += [_row(small, name, f"`{name}`, kernels of other cards", length) for name in NAMES]
+    rows = [_row(large, name, timed(name, large, BASELINES), length) for name in (SOFTMAX, FLASH, *NAMES)]
+    rows += [_row(small, name, f"{timed(name, small)}, kernels of other cards", length) for name in NAMES]
     source = large["provenance"]
     what = (
         f"One {source['device']}, {source['dtype']}, batch {plan['batch']}, {plan['num_heads']} heads of"
@@ -41,12 +41,12 @@ def steps_section(large: Document, small: Document) -> str:
     """Return microseconds of a layer's step of decoding, from Python and from a CUDA graph."""
     (context,) = {row["context"] for row in large["steps"]}
     rows = [
-        [shown(row["mechanism"], BASELINES), number(row["microseconds"]), number(row["graph_microseconds"])]
+        [timed(row["mechanism"], large, BASELINES), number(row["microseconds"]), number(row["graph_microseconds"])]
         for row in large["steps"]
     ]
     rows += [
         [
-            f"`{row['mechanism']}`, kernels of other cards",
+            f"{timed(row['mechanism'], small)}, kernels of other cards",
             number(row["microseconds"]),
             number(row["graph_microseconds"]),
         ]

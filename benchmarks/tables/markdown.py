@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.result_files import Document
+from hf_linattn.config import make_config
 
 MODES = ("causal", "bidirectional")  # in the order of the tables
 
@@ -26,9 +27,23 @@ def code(text: str) -> str:
     return f"`{text}`" if text else ""
 
 
+def with_options(name: str, options: dict[str, Any]) -> str:
+    """Return a mechanism with its options, both as code."""
+    return f"{code(name)} {code(options_text(options))}".rstrip()
+
+
 def shown(name: str, baselines: Sequence[str]) -> str:
     """Return the name of a row: a mechanism's as code, a baseline's as it is."""
     return name if name in baselines else code(name)
+
+
+def timed(name: str, document: Document, baselines: Sequence[str] = ()) -> str:
+    """Return the name of a row that was timed, a mechanism's with those of its options that are no defaults today."""
+    recorded = document["options"].get(name)
+    if recorded is None:
+        return shown(name, baselines)
+    options, defaults = make_config(name, recorded, saved=True).to_options(), make_config(name, {}).to_options()
+    return with_options(name, {option: value for option, value in options.items() if value != defaults[option]})
 
 
 def number(value: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.measure.prompts import NOTHING
 from benchmarks.result_files import Document
-from benchmarks.tables.markdown import MODES, code, number, pivot, shown, table
+from benchmarks.tables.markdown import MODES, code, number, pivot, table, timed
 
 PEAKS = "peak_bytes_"  # begins the name of a count by rows of a batch and tokens of a row
 
@@ -12,13 +12,13 @@ PEAKS = "peak_bytes_"  # begins the name of a count by rows of a batch and token
 def long_inputs_tables(document: Document) -> list[str]:
     """Return what long inputs cost: memory of a training step, a token after a long context, a prompt."""
     memory = pivot(document["memory"], ["mechanism"], "mode", "ratio")
-    lines = [[code(name), *(number(sizes.get(mode)) for mode in MODES)] for (name,), sizes in memory.items()]
+    lines = [[timed(name, document), *(number(x.get(mode)) for mode in MODES)] for (name,), x in memory.items()]
     length = document["memory"][0]["length"]
     what = f"Most memory of forward and backward over {length:,} tokens, over that of operands and gradients."
     contexts = [str(context) for context in document["contexts"]]
     rows = [
         [
-            code(row["mechanism"]),
+            timed(row["mechanism"], document),
             *(number(row["milliseconds_per_token"][context]["median"]) for context in contexts),
             number(row["long_over_short"]),
         ]
@@ -34,7 +34,7 @@ def prompts_table(document: Document) -> str:
     head = ["attention", f"{whole:,} tokens at once, seconds", f"{piece:,} at a time", "times faster"]
     rows = [
         [
-            shown(row["attention"], [NOTHING]),
+            timed(row["attention"], document, [NOTHING]),
             *(number(row["seconds"][str(tokens)]) for tokens in (whole, piece)),
             number(row["times_faster"]),
         ]

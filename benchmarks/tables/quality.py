@@ -9,7 +9,7 @@ from statistics import fmean
 
 from benchmarks.measure.targets import BOARD_TARGETS
 from benchmarks.result_files import MEAN_OF_VALUES, ORIGINAL, Document
-from benchmarks.tables.markdown import code, count, options_text, shown, table
+from benchmarks.tables.markdown import code, count, options_text, shown, table, with_options
 from hf_linattn.config import make_config
 
 BASELINES = (ORIGINAL, MEAN_OF_VALUES)
@@ -44,8 +44,7 @@ def board_table(reports: dict[str, Document]) -> str:
         first, ratios = several[0], [report["ratio"] for report in several]
         target, ratio = BOARD_TARGETS.get(recipe), fmean(ratios)
         verdict = "" if target is None else f"{target:.3f} {'reached' if ratio <= target else 'missed'}"
-        options = options_text(first["options"])
-        what = f"{code(first['mechanism'])} {code(options)}".rstrip()
+        what = with_options(first["mechanism"], first["options"])
         kinds = [report["perplexity"] for report in several]
         best = fmean(min(p["original"], p["control"]) for p in kinds)
         numbers = [f"{x:.2f}" for x in (best, *(fmean(p[kind] for p in kinds) for kind in ("converted", "recovered")))]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.measure.operations import BASELINES
 from benchmarks.measure.targets import FORWARD, LENGTH, Target, find_targets
 from benchmarks.result_files import Document
-from benchmarks.tables.markdown import MODES, code, count, number, pivot, share, table
+from benchmarks.tables.markdown import MODES, code, count, number, pivot, share, table, timed
 
 
 def describe(document: Document) -> str:
@@ -34,7 +35,8 @@ def operations_table(document: Document) -> str:
         curve = tuple(crossover[name] for name in names)
         ratios = curves[curve]
         faster_from = count(crossover["length"], f"not up to {max(ratios):,}")
-        rows.append([*curve, *(number(ratios.get(length)) for length in lengths), faster_from])
+        what = [timed(curve[0], document), *curve[1:]]
+        rows.append([*what, *(number(ratios.get(length)) for length in lengths), faster_from])
     return table(["mechanism", "mode", "pass", *map(count, lengths), "faster from"], rows)
 
 
@@ -44,8 +46,8 @@ def decoding_table(document: Document) -> str:
     for row in document["decoding"]:
         time = row["milliseconds_per_token"]
         milliseconds = f"{time['median']:.3g} ({time['fastest']:.3g} to {time['slowest']:.3g})"
-        sizes = [count(row[name]) for name in ("context", "state_bytes")]
-        rows.append([row["mechanism"], sizes[0], milliseconds, number(row["ratio"]), sizes[1]])
+        name, sizes = timed(row["mechanism"], document, BASELINES), [count(row[x]) for x in ("context", "state_bytes")]
+        rows.append([name, sizes[0], milliseconds, number(row["ratio"]), sizes[1]])
     return table(["mechanism", "context", "ms per token", "times faster", "bytes of cache"], rows)
 
 
@@ -59,7 +61,7 @@ def graphs_section(document: Document) -> str:
     )
     head = ["attention", "default cache", "one graph", "the products alone", "ratio", "ratio beside the products"]
     cells = [
-        [f"`{row['mechanism']}`", *(number(row[x]["median"]) for x in ("eager", "compiled", "products")),
+        [timed(row["mechanism"], document), *(number(row[x]["median"]) for x in ("eager", "compiled", "products")),
          number(row["ratio"]), number(row["ratio_beyond_products"])]
         for row in rows
     ]  # fmt: skip
@@ -72,7 +74,7 @@ def milliseconds_table(document: Document) -> str:
     for row in document["operations"]:
         time = row["milliseconds"]
         spread = f"{time['fastest']:.3g} to {time['slowest']:.3g}"
-        shape = (row["mode"], row["direction"], count(row["length"]), row["mechanism"])
+        shape = (row["mode"], row["direction"], count(row["length"]), timed(row["mechanism"], document, BASELINES))
         rows.append([*shape, number(time["median"]), spread, time["repeats"], share(row.get("floor_share"))])
     head = ["mode", "pass", "length", "mechanism", "median ms", "fastest to slowest", "repeats", "floor"]
     return table(head, rows)
@@ -112,7 +114,7 @@ def summary_table(document: Document) -> str:
     rows = []
     for name in document["options"]:
         cells = [x.get((name, mode), "") for mode in MODES for x in (ratios, pays)]
-        rows.append([code(name), *cells, *(decoding.get(name, ("", "")) if contexts else ())])
+        rows.append([timed(name, document), *cells, *(decoding.get(name, ("", "")) if contexts else ())])
     return table(head, rows)
 
 

@@ -18,6 +18,7 @@ from hf_linattn.errors import CheckpointError, OptionError, UnknownNameError
 from hf_linattn.training import pipeline
 from hf_linattn.training.arguments import DISTILLATION, FINETUNING, parse_arguments
 from hf_linattn.training.arguments.board import CommandLine, without
+from hf_linattn.training.arguments.model import ModelArguments
 from tests.recipes.test_finetune import ROOT, material
 
 __all__ = ["material"]
@@ -46,6 +47,18 @@ def test_every_row_is_read_and_its_mechanisms_take_their_options(model, row):
     assert Path(training.output_dir) == ROOT / "runs" / f"{model.removesuffix('-finetune')}-{row}"
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_may_be_given_any_row(model):
+    known = {f.name for f in fields(ModelArguments)}
+    for row in LINES[model].rows:
+        merged = LINES[model].options_of(row)
+        options = ModelArguments(**{name: value for name, value in merged.items() if name in known})
+        plan = options.plan or {options.mechanism: options.mechanism_options or {}}
+        for name, given in plan.items():
+            make_config(name, {option: value for option, value in given.items() if option != "layers"})
+        assert "hybrid" in plan or "window_dropout" not in merged, row
+
+
 @pytest.mark.parametrize("path", WHOLE, ids=lambda path: path.stem)
 def test_a_file_without_a_board_is_a_whole_recipe(path):
     options = parse_arguments([str(path), "--use_cpu", "True"], DISTILLATION).model
@@ -68,11 +81,14 @@ def test_the_board_has_a_row_for_every_target_and_every_baseline(model):
         assert recipe.control_dir == shared and (shared or len(recipe.control_learning_rates) > 1)
 
 
-def test_every_result_of_the_board_has_its_row():
-    on_board = {model: CommandLine([str(path)]).on_board() for model, path in MODELS.items()}
-    for report in board_reports():
-        model, row = RECIPE_NAME.findall(report)[0]
-        assert row in on_board[model], report
+def test_every_result_of_the_board_has_its_row_and_the_options_of_it():
+    lines = {model: CommandLine([str(path)]) for model, path in MODELS.items()}
+    for name, report in board_reports().items():
+        model, row = RECIPE_NAME.findall(name)[0]
+        assert row in lines[model].on_board(), name
+        given = lines[model].options_of(row)
+        measured = {option: value for option, value in report["options"].items() if option != "layers"}
+        assert measured == (given.get("plan") or given.get("mechanism_options") or {}), name
 
 
 def test_rows_and_models_name_options_and_models_that_there_are():
@@ -116,6 +132,26 @@ def test_a_row_overrides_the_file_and_a_flag_both(mine):
     flags = ["--row", "second", "--seed", "7", "--output_dir", "there"]
     training = parse_arguments([str(mine / "mine.yaml"), *flags]).training
     assert (training.seed, Path(training.output_dir)) == (7, ROOT / "there")
+
+
+def test_a_row_of_another_mechanism_takes_nothing_that_the_files_own_has(mine):
+    given = yaml.safe_load((mine / "mine.yaml").read_text())
+    own = {"mechanism_options": {"window_size": 8}, "window_dropout": 0.5}
+    (mine / "mine.yaml").write_text(yaml.safe_dump({**given, "mechanism": "hybrid", **own}))
+    rows = {
+        "same": {"mechanism": "hybrid", "seed": 1},
+        "unnamed": {"seed": 2},
+        "other": {"mechanism": "linear"},
+        "plan": {"plan": {"linear": {"layers": [0]}}},
+        "its_own": {"mechanism": "fusion", "window_dropout": 0.1},
+    }
+    (mine / "board.yaml").write_text(yaml.safe_dump(rows))
+    line = CommandLine([str(mine / "mine.yaml")])
+    found = {row: {name: line.options_of(row).get(name) for name in ("mechanism", *own)} for row in rows}
+    assert found["same"] == found["unnamed"] == {"mechanism": "hybrid", **own}
+    assert found["other"] == {"mechanism": "linear", "mechanism_options": None, "window_dropout": None}
+    assert found["plan"] == {"mechanism": None, "mechanism_options": None, "window_dropout": None}
+    assert found["its_own"] == {"mechanism": "fusion", "mechanism_options": None, "window_dropout": 0.1}
 
 
 def test_text_of_ones_own_takes_the_place_of_the_files_data_set():

@@ -21,6 +21,8 @@ OF_ONE_RUN = frozenset({"row", "output_dir", "overwrite_output_dir", "resume_fro
 # where the text comes from: one kind of source among the flags takes the place of the other in the file
 DATA_SET = frozenset({"dataset_name", "dataset_config_name"})
 FILES = frozenset({"train_file", "validation_file", "test_file"})
+# what is of the file's mechanism: a row that names another one, or a plan, has its own of these
+OF_ONE_MECHANISM = frozenset({"mechanism", "plan", "mechanism_options", "window_dropout"})
 
 
 class CommandLine:
@@ -66,7 +68,8 @@ class CommandLine:
     def options_of(self, row: str) -> dict[str, Any]:
         """Return the options of the file, those of a row over them.
 
-        What a row sets to null is left out; its name is put behind the `output_dir` of the file.
+        What a row sets to null is left out; its name is put behind the `output_dir` of the file. A row of another
+        mechanism than the file's takes none of `OF_ONE_MECHANISM` from there.
 
         Raises:
             UnknownNameError: the board has no such row.
@@ -75,8 +78,13 @@ class CommandLine:
         own = dict(self.rows[row])
         own |= (own.pop(MODELS, None) or {}).get(self.file and self.file.stem) or {}
         folders = {"output_dir": f"{self.shared['output_dir']}-{row}"} if "output_dir" in self.shared else {}
-        merged = self.shared | folders | own
+        merged = self._inherited(own) | folders | own
         return {name: value for name, value in merged.items() if value is not None}
+
+    def _inherited(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        theirs, chosen = ((options.get("mechanism"), options.get("plan")) for options in (self.shared, own))
+        left_out = OF_ONE_MECHANISM if any(chosen) and chosen != theirs else frozenset()
+        return {name: value for name, value in self.shared.items() if name not in left_out}
 
     def on_board(self) -> list[str]:
         """Return the rows that the model of the file has on its board, those with a control of their own first."""
