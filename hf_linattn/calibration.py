@@ -101,6 +101,8 @@ def _fit(
     def show(batch: Mapping[str, Any]) -> None:
         backbone(**without_labels(batch), **accepted(backbone, use_cache=False))  # predictions are not looked at
         split.next_batch()
+        for fit in fits.values():
+            fit.end_batch()
 
     with intercept_attention(mechanisms, fits):
         for batch in batches:
@@ -145,7 +147,8 @@ class _Fit:
 
     def __init__(self, mechanism: Mechanism, parameters: list[nn.Parameter], steps: int, split: Split):
         self.mechanism, self.parameters, self.steps, self.split = mechanism, parameters, steps, split
-        self.errors: list[float] = []
+        self.errors: list[float] = []  # of the batches
+        self.runs: list[float] = []  # of the batch at hand: a layer may run several times, as ALBERT's does
 
     def __call__(self, call: AttentionCall) -> Tensor:
         target = call.run_softmax(self.mechanism)
@@ -160,8 +163,14 @@ class _Fit:
             given.prepare(self.mechanism)
             if self.parameters:
                 self._lower(lambda: relative_error(given, self.mechanism, wanted))
-        self.errors.append(error)
+        self.runs.append(error)
         return target
+
+    def end_batch(self) -> None:
+        """Have the mean over the runs of a layer stand for the batch."""
+        if self.runs:
+            self.errors.append(sum(self.runs) / len(self.runs))
+        self.runs.clear()
 
     def _lower(self, measure: Callable[[], Tensor]) -> None:
         """Lower an error by L-BFGS, as far as it is finite."""

@@ -137,11 +137,11 @@ class SentenceModel:
         return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
     def pool(self, states: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return embeddings [B, D] of states [B, N, W], by the modules of the folder."""
+        """Return embeddings [B, D] of states [B, N, W], by the modules of the folder and its `truncate_dim`."""
         features = {"token_embeddings": states.float(), "attention_mask": attention_mask}
         for module in self._pooling:
             features = module.to(states.device)(features)
-        return features["sentence_embedding"]
+        return features["sentence_embedding"][..., : self._whole.truncate_dim]
 
     def embed(
         self, encoder: nn.Module, inputs: Mapping[str, Tensor], windows: DocumentWindows | None = None

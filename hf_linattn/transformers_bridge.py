@@ -22,7 +22,9 @@ from .cache_layers import find_layer, has_begun, is_static_step, keeps_states, r
 from .errors import UnsupportedModeError, UnsupportedModelError
 from .frozen_mechanisms import warn_of_frozen
 from .masks import (
+    POSITIONS,
     MaskSizes,
+    PositionArgument,
     causal_by_itself,
     handed_on,
     key_columns,
@@ -31,13 +33,14 @@ from .masks import (
     masks_of,
     require_batch,
     require_no_pairs,
+    sequence_ids,
     window_of,
 )  # fmt: skip
 from .mechanisms import Mechanism
 from .mixed_adapters import refuse_mixed_adapters
 from .open_forwards import OpenForwards
 from .ops.common.exact_softmax import softmax_attention
-from .ops.common.tracing import begin_forward, counts_positions, end_forward, is_known, once
+from .ops.common.tracing import begin_forward, end_forward, once
 from .pinning import CHOICE, IMPLEMENTATION, refuse_paging, require_left_out
 from .position_tables import check_length, position_tables
 from .tensor_parallel import heads_apart, refuse_other_heads
@@ -90,6 +93,7 @@ class PatchedModel:
     attention: dict[str, nn.Module]
     # path of a learned position table -> the first position it serves and the one after the last
     position_tables: dict[str, tuple[int, int]]
+    positions: PositionArgument
     verified: bool = False
     warned: bool = False  # of mechanisms that are not trained, or found that there is nothing to warn of
     joined: tuple[Mechanism, ...] = ()
@@ -99,7 +103,7 @@ class PatchedModel:
     def of(cls, model: PreTrainedModel, attention: dict[str, nn.Module]) -> PatchedModel:
         """Collect the facts of `model`, the innermost transformers model that holds these attention modules."""
         mechanisms = tuple(mechanism_of(module) for module in attention.values())
-        return cls(attention, position_tables(model), joined=mechanisms)
+        return cls(attention, position_tables(model), PositionArgument.of(model.forward), joined=mechanisms)
 
     @property
     def active(self) -> bool:
@@ -148,12 +152,22 @@ def attention_post_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     end_call(module)
 
 
-def model_pre_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse what no patched model can answer, before anything ran; then let mechanisms do scheduled changes."""
-    begin_forward(positioned=len(args) > 2 or kwargs.get("position_ids") is not None)
+def model_pre_hook(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Refuse what no patched model can answer, before anything ran; return the arguments with positions for layers."""
     patched: PatchedModel = getattr(model, RECORD)
-    if not patched.active:
-        return
+    positions = patched.positions.given(args, kwargs)
+    begin_forward(positioned=positions is not None)
+    if patched.active:
+        _begin(model, patched, args, kwargs)
+    return args, patched.positions.handed_on(kwargs, positions if patched.active else None)
+
+
+def _begin(
+    model: PreTrainedModel, patched: PatchedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse what no patched model can answer; then let mechanisms do scheduled changes."""
     if kwargs.get("cache") is not None:  # what continuous batching calls its pages
         refuse_paging()
     require_batch(args, kwargs)
@@ -269,10 +283,10 @@ def attention_forward(
     if mechanism.layer.cross:
         return _attend_across(mechanism, layer, query, key, value, key_padding_mask, scaling, exact), None
     query = _scaled(query, scaling, mechanism)
-    packing = position_ids, cu_seq_lens_q, key_padding_mask
-    sequence_ids = once(_sequence_ids, *packing, query.shape[2], key.shape[2])
+    positions = kwargs.get(POSITIONS) if position_ids is None or position_ids.dim() != 2 else position_ids
+    ids = once(sequence_ids, positions, cu_seq_lens_q, key_padding_mask, query.shape[2], key.shape[2])
     hidden = running.hidden_states if (running := current_call(module)) else None
-    call = AttentionCall(query, key, value, key_padding_mask, sequence_ids, exact, hidden_states=hidden)
+    call = AttentionCall(query, key, value, key_padding_mask, ids, exact, hidden_states=hidden)
     if (interceptor := interceptor_of(mechanism)) is not None:
         mechanism.record_call()
         output = interceptor(call)
@@ -368,29 +382,6 @@ def _cache_layer(module: nn.Module, mechanism: Mechanism | None) -> Any:
         )
     call.consumed = layer is not None and keeps_states(mechanism)
     return layer
-
-
-def _sequence_ids(
-    position_ids: Tensor | None, cu_seq_lens: Tensor | None, key_padding_mask: Tensor | None, num_queries: int,
-    num_keys: int,
-) -> Tensor | None:  # fmt: skip
-    """Number packed sequences [B, Nk] by the restarts of position_ids, or by FlashAttention's cumulative lengths."""
-    if num_queries == 1 or num_queries != num_keys:
-        return None
-    if cu_seq_lens is not None:
-        steps = torch.arange(num_queries, device=cu_seq_lens.device)
-        return torch.searchsorted(cu_seq_lens[1:].to(steps.dtype), steps, right=True)[None]
-    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != num_queries or counts_positions():
-        return None
-    restart = position_ids[:, 1:] <= position_ids[:, :-1]
-    if key_padding_mask is not None:
-        # the positions of padding mean nothing, and what stands before the first real token is no sequence
-        begun = key_padding_mask[:, :-1].cumsum(1) > 0
-        restart = restart & key_padding_mask[:, 1:] & begun
-    if is_known(restart) and not bool(restart.any()):
-        return None
-    ids = torch.nn.functional.pad(restart.cumsum(1), (1, 0))
-    return ids if key_padding_mask is None else ids.expand(key_padding_mask.shape[0], -1)
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_forward)

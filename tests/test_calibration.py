@@ -20,8 +20,9 @@ from hf_linattn import (
 )
 from hf_linattn.attention_call import intercept_attention, interceptor_of
 from hf_linattn.calibration import own_parameters, squared_errors
+from hf_linattn.support.tiny import tiny_model as small_model
 from hf_linattn.testing.models import ARCHITECTURES, positions_of, random_tokens, tiny_model
-from tests.helpers import each_of, make_tokenizer
+from tests.helpers import each_of, make_tokenizer, make_tokens
 from tests.models import make_model
 
 LENGTH = 48
@@ -300,3 +301,8 @@ def test_what_is_no_batch_is_refused_by_name(batches, options, message):
     with pytest.raises(HfLinattnError, match=message):
         calibrate(model, batches, **options)
     assert all(torch.equal(before[name], tensor) for name, tensor in state(model).items())
+
+
+def test_a_layer_that_runs_twice_has_one_error_for_each_batch():
+    model, batches = patch_model(small_model("albert"), "hedgehog"), [{"input_ids": make_tokens(4, 9)}] * 3
+    assert [len(errors) for errors in calibrate(model, batches, steps=1).values()] == [3]

@@ -124,7 +124,7 @@ def test_each_part_of_the_check_can_fail(monkeypatch):
         assert outcome() == ("partly", "future")
     with monkeypatch.context() as broken:
         broken.setattr(bridge, "masks_of", lambda *given: Masks())
-        broken.setattr(bridge, "_sequence_ids", lambda *given: None)  # which tell padding apart by its positions
+        broken.setattr(bridge, "sequence_ids", lambda *given: None)  # which tell padding apart by its positions
         assert outcome() == ("partly", "left padding")
     with monkeypatch.context() as broken:
         broken.setattr(checks, "unpatch_model", lambda model: model)

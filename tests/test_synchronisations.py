@@ -86,7 +86,7 @@ def test_a_padded_prefill_is_looked_at_once_whatever_the_number_of_layers(plan, 
 @torch.no_grad()
 def test_prefill_and_steps_need_no_number(plan, kind, monkeypatch):
     """Steps behind a static cache with a mask, too, whatever it says. Positions are read once, as is tested above."""
-    monkeypatch.setattr(bridge, "_sequence_ids", lambda *given: None)
+    monkeypatch.setattr(bridge, "sequence_ids", lambda *given: None)
     monkeypatch.setattr(torch, "autocast", lambda *given, **options: nullcontext())  # which knows no such device
     model = make_planned(plan).to("meta")
     set_backend(model, "torch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 
 import pytest
@@ -9,12 +10,20 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from hf_linattn import UnsupportedModeError, UnsupportedModelError, architecture, original_attention, patch_model
-from hf_linattn import transformers_bridge as bridge
+from hf_linattn import (
+    UnsupportedModeError,
+    UnsupportedModelError,
+    architecture,
+    get_mechanisms,
+    masks,
+    original_attention,
+    patch_model,
+)
+from hf_linattn.masks import PositionArgument, sequence_ids
 from hf_linattn.position_tables import position_tables
 from hf_linattn.support.tiny import tiny_model
-from tests.helpers import Snapshot, assert_close, generate, logits_of, make_patched, make_tokens, pad
-from tests.models import CAUSAL, SPINE, make_model
+from tests.helpers import Snapshot, assert_close, generate, logits_of, loss_gradients, make_patched, make_tokens, pad
+from tests.models import ARCHITECTURES, CAUSAL, SPINE, make_model
 
 each_family = pytest.mark.parametrize("name", SPINE)
 POSITIONS = 64  # of every tiny model with a table
@@ -130,14 +139,86 @@ def test_a_layer_that_never_calls_its_mechanism_is_named(monkeypatch):
         logits_of(model, make_tokens(1, 5))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("mechanism", ["performer", "linear", "softmax"])
+# of these no position reaches a layer by itself, in one layer's masks or more; the others are in `ARCHITECTURES`
+EMBEDDED = (
+    "clip_text_model", "cosmos3_edge_text", "ctrl", "esm", "fuyu", "gpt_bigcode", "gte", "jina_embeddings_v3",
+    "layoutlm", "markuplm", "persimmon", "qwen2_vl_text", "splinter",
+)  # fmt: skip
+LENGTHS = (7, 1, 11)
+
+
+def packed_row(model, batch=1):
+    """Return tokens and positions of rows of sequences of `LENGTHS`."""
+    first = max((first for first, _ in position_tables(model, of_parts=True).values()), default=0)
+    positions = torch.cat([first + torch.arange(length) for length in LENGTHS]).expand(batch, -1)
+    return make_tokens(batch, sum(LENGTHS)), positions
+
+
+def assert_packed_equals_separate(model, call=None):
+    ids, positions = packed_row(model)
+    call, options = model if call is None else call, {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+    packed = call(input_ids=ids, position_ids=positions, **options)[0]
+    assert_close(packed, torch.cat([model(input_ids=row, **options)[0] for row in ids.split(LENGTHS, dim=1)], dim=1))
+
+
+@torch.no_grad()
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("mechanism", ["linear", "performer", "softmax"])
 def test_packed_rows_equal_separate_ones(name, mechanism):
-    model = make_patched(name, mechanism)
-    rows = [make_tokens(1, length, seed=length) for length in (7, 1, 11)]
-    positions = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
-    packed = logits_of(model, torch.cat(rows, dim=1), position_ids=positions)
-    assert_close(packed, torch.cat([logits_of(model, row) for row in rows], dim=1))
+    assert_packed_equals_separate(make_patched(name, mechanism))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", EMBEDDED)
+def test_packed_rows_of_models_that_only_embed_positions(model_type):
+    assert_packed_equals_separate(patch_model(tiny_model(model_type), {"linear": {"layers": [0]}}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["distilbert", "modernbert", "llama"])
+def test_packed_rows_of_a_compiled_model(name):
+    model = make_patched(name, "linear")
+    assert_packed_equals_separate(model, torch.compile(model, backend="eager"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["distilbert", "modernbert", "gpt2"])
+def test_packed_rows_by_an_argument_without_a_name(name):
+    model = make_patched(name, "linear", head="Model")
+    ids, positions = packed_row(model)
+    given = {"input_ids": ids, "position_ids": positions, **({"use_cache": False} if name == "gpt2" else {})}
+    names = list(inspect.signature(model.forward).parameters)
+    row = [given.pop(name, None) for name in names[: names.index("position_ids") + 1]]
+    assert torch.equal(model(*row, **given)[0], model(input_ids=ids, position_ids=positions, **given)[0])
+
+
+@pytest.mark.parametrize("name", ["distilbert", "modernbert"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_packed_rows_that_gradient_checkpointing_makes_again(name, reentrant):
+    model = make_patched(name, "linear").train()
+    ids, positions = packed_row(model, batch=2)
+    expected = loss_gradients(model, ids, position_ids=positions)
+    calls = [mechanism.calls for mechanism in get_mechanisms(model).values()]
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    actual = loss_gradients(model, ids, position_ids=positions)
+    assert [mechanism.calls for mechanism in get_mechanisms(model).values()] == [3 * n for n in calls]
+    for key in expected:
+        torch.testing.assert_close(actual[key], expected[key], rtol=0, atol=0, msg=key)
+
+
+@torch.no_grad()
+def test_positions_of_a_text_do_not_reach_the_pictures_beside_it():
+    """Nor those of a model another model inside it, which is handed what else it is called with."""
+    model = patch_model(tiny_model("clip"), "linear")
+    pictures = {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))}
+    ids = make_tokens(2, 17)  # as many as a picture has patches
+    positions = (torch.arange(17) % 9).expand(2, -1)
+    plain, packed = model(input_ids=ids, **pictures), model(input_ids=ids, position_ids=positions, **pictures)
+    assert torch.equal(packed.image_embeds, plain.image_embeds)
+    assert not torch.allclose(packed.text_embeds, plain.text_embeds)
+    argument = PositionArgument.of(model.vision_model.forward)
+    assert not argument.handed_on({masks.POSITIONS: positions}, argument.given((), {}))
 
 
 SEQUENCES = [
@@ -157,12 +238,12 @@ SEQUENCES = [
 @pytest.mark.parametrize(("positions", "mask", "expected"), SEQUENCES)
 def test_sequences_are_told_apart_by_restarts_and_not_by_padding(positions, mask, expected):
     mask = None if mask is None else torch.tensor(mask).bool()
-    ids = bridge._sequence_ids(torch.tensor(positions), None, mask, 4, 4)
+    ids = sequence_ids(torch.tensor(positions), None, mask, 4, 4)
     assert (None if ids is None else ids.tolist()) == expected
 
 
 def test_cumulative_lengths_of_flash_attention_tell_sequences_apart():
-    ids = bridge._sequence_ids(None, torch.tensor([0, 3, 4, 6], dtype=torch.int32), None, 6, 6)
+    ids = sequence_ids(None, torch.tensor([0, 3, 4, 6], dtype=torch.int32), None, 6, 6)
     assert ids.tolist() == [[0, 0, 0, 1, 2, 2]]
 
 

@@ -298,17 +298,21 @@ class PaddingCollator:
 
 
 def by_name(texts: Dataset, known: Mapping[str, int]) -> Sequence[Any]:
-    """Return the labels of texts; as names, where the data set has names for its numbers and the model knows them all.
+    """Return the labels of texts; as names, where the data set has names for its numbers and the model knows any.
 
-    A data set may number its classes otherwise than the model does.
+    A data set may number its classes otherwise than the model does, and write their names in another case.
     """
     column, labels = texts.features["label"], texts["label"][:]
     feature = getattr(column, "feature", column)  # of a list of labels, or of the label
-    if not isinstance(feature, ClassLabel) or not {*feature.names} <= {*known}:
+    if not isinstance(feature, ClassLabel):
+        return labels
+    written = {name.casefold(): name for name in known} | {name: name for name in known}
+    names = [written.get(name, written.get(name.casefold(), name)) for name in feature.names]
+    if not {*names} & {*known}:
         return labels
 
     def name(label: int | None) -> int | str | None:
-        return feature.names[label] if label is not None and label >= 0 else label
+        return names[label] if label is not None and label >= 0 else label
 
     return [name(label) for label in labels] if feature is column else [[*map(name, row or ())] for row in labels]
 

@@ -190,6 +190,18 @@ def test_tokens_are_those_of_sentence_transformers_with_its_prompt(tmp_path):
         SentenceModel(name)
 
 
+def test_embeddings_are_cut_to_what_the_folder_says(tmp_path):
+    name = save_sentence_model(tmp_path)
+    config = Path(name) / "config_sentence_transformers.json"
+    config.write_text(json.dumps({"truncate_dim": 5}))
+    modules, whole = SentenceModel(name), SentenceTransformer(name, device="cpu")
+    texts = ["w7", "w11 w12 w13"]
+    found = modules.embed_texts(modules.take_encoder(), texts, max_length=64)
+    want = torch.from_numpy(whole.encode(texts, normalize_embeddings=True))
+    assert found.shape == (2, 5)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+
+
 def test_pairs_are_rows_of_their_own(material, tmp_path):
     flags = command(material, tmp_path, text_pair_column="title", lora_rank=2, **OPTIONS)
     run = prepare(parse_arguments(flags, DISTILLATION))

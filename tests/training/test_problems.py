@@ -182,9 +182,17 @@ def test_a_data_set_that_numbers_its_classes_otherwise_is_read_by_their_names():
     encoder = TextEncoder(make_tokenizer(), DataArguments(block_size=12))
     texts = Dataset.from_dict({"text": TEXTS[:4], "label": [0, 1, 2, 1]})
     config = make_model("bert", HEAD, num_labels=3, **NAMES).config
-    for names, expected in ((["c", "a", "b"], [2, 0, 1, 0]), (["x", "y", "z"], [0, 1, 2, 1])):
-        named = texts.cast_column("label", ClassLabel(names=names))
+    named = {("c", "a", "b"): [2, 0, 1, 0], ("x", "y", "z"): [0, 1, 2, 1], ("C", "A", "b"): [2, 0, 1, 0]}
+    named["C", "A", "B", "x"] = [2, 0, 1, 0]  # no text is of the last
+    for names, expected in named.items():
+        named = texts.cast_column("label", ClassLabel(names=[*names]))
         assert CLASSIFICATION.encode(named, encoder, config)["labels"][:].tolist() == expected
+    unknown = texts.cast_column("label", ClassLabel(names=["C", "A", "x"]))
+    with pytest.raises(DataError, match="label 'x' is none of the model's 3 classes"):
+        CLASSIFICATION.encode(unknown, encoder, config)
+    cased = make_model("bert", HEAD, num_labels=2, id2label={0: "A", 1: "a"}, label2id={"A": 0, "a": 1}).config
+    named = texts.select([0, 1]).cast_column("label", ClassLabel(names=["a", "A"]))
+    assert CLASSIFICATION.encode(named, encoder, cased)["labels"][:].tolist() == [1, 0]
     lists = Dataset.from_dict({"text": TEXTS[:3], "label": [[0], [1, 2], []]})
     named = lists.cast_column("label", Sequence(ClassLabel(names=["c", "a", "b"])))
     found = PROBLEMS["multi_label_classification"].encode(named, encoder, make_model("bert", HEAD, **SEVERAL).config)

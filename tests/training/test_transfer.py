@@ -14,12 +14,15 @@ from hf_linattn import OptionError, PatchError, get_mechanisms, list_mechanisms,
 from hf_linattn.attention_call import AttentionCall, intercept_attention
 from hf_linattn.calibration import own_parameters
 from hf_linattn.evaluation.memory import LiveBytes
+from hf_linattn.inference import accepted
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops import reference as naive
+from hf_linattn.support.tiny import tiny_model as small_model
 from hf_linattn.testing.counters import largest_tensor
 from hf_linattn.testing.models import ARCHITECTURES, Case, positions_of, random_tokens, tiny_model
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.losses.attention_transfer import AttentionTransfer, attention_divergence
+from hf_linattn.training.losses.block_transfer import BlockTransfer
 from hf_linattn.training.task import load_model
 
 LENGTH = 37
@@ -103,19 +106,19 @@ def make_batch(architecture: str, length: int = LENGTH) -> dict[str, Tensor]:
 
 def reference(model: nn.Module, batch: dict[str, Tensor], output_weight: float, weights_weight: float, project: Any):
     """The same loss by one graph over all layers, from calls that were recorded on the original's heads."""
-    mechanisms, calls = get_mechanisms(model), {}
+    mechanisms, calls = get_mechanisms(model), []
 
     def record(path):
         def answer(call):
-            calls[path] = call
+            calls.append((path, call))
             return call.run_softmax(mechanisms[path])
 
         return answer
 
     with torch.no_grad(), intercept_attention(mechanisms, {path: record(path) for path in mechanisms}):
-        model(**batch, use_cache=False)
+        model(**batch, **accepted(model, use_cache=False))
     losses = []
-    for path, call in calls.items():
+    for path, call in calls:
         mechanism, real = mechanisms[path], batch["attention_mask"].bool()
         outputs = (call.run(mechanism), call.run_softmax(mechanism))
         got, want = (project(path, x.transpose(1, 2).flatten(2)) for x in outputs)
@@ -159,6 +162,27 @@ def test_loss_and_gradients_are_those_of_one_graph_over_all_layers(architecture,
     assert all(p.grad is None for p in model.parameters() if id(p) not in {id(q) for q in own})
     with torch.no_grad():
         torch.testing.assert_close(transfer(**batch)["loss"], expected)
+
+
+@pytest.mark.parametrize("loss", [AttentionTransfer, BlockTransfer])
+def test_a_layer_that_runs_twice_counts_each_time(loss):
+    """ALBERT's: the loss is the mean over both, and the gradient is that of the loss."""
+    model, batch = patch_model(small_model("albert").double(), "hedgehog"), make_batch("bert")
+    transfer = loss(model)
+    output = transfer.measure(batch)
+    if loss is AttentionTransfer:
+        torch.testing.assert_close(output["loss"], reference(model, batch, 1.0, 1.0, heads))
+    output["loss"].backward()
+    own = list(transfer.parameters())
+    ways = [torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype) for p in own]
+    slope = sum(float((p.grad * way).sum()) for p, way in zip(own, ways, strict=True))
+    losses = []
+    with torch.no_grad():
+        for step in (1e-6, -2e-6):
+            for parameter, way in zip(own, ways, strict=True):
+                parameter += step * way
+            losses.append(float(transfer.measure(batch)["loss"]))
+    assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(slope, rel=1e-5)
 
 
 @each_architecture

@@ -45,14 +45,16 @@ def softmax_attention(
         dropout: probability of dropping an attention weight.
         sink: [H], the score of one more key without value (`hf_linattn.ops.common.sink_logit`), which no mask hides.
         pair_mask: [B or 1, H or 1, Nq or 1, Nk], which pairs see each other, in the place of the order of tokens, of
-            padding, packing and window; a float mask is added to the scores.
+            padding, packing and window; a float mask is added to the scores. Packing holds beside one row for all.
 
     Returns:
         [B, H, Nq, Dv] in the dtype of `value`.
     """
-    if pair_mask is not None:
-        return masked_attention(query, key, value, pair_mask, scaling, softcap, dropout, sink)
     num_queries, num_keys = query.shape[2], key.shape[2]
+    if pair_mask is not None:
+        if sequence_ids is None or pair_mask.shape[2] == num_queries:
+            return masked_attention(query, key, value, pair_mask, scaling, softcap, dropout, sink)
+        causal, key_padding_mask, sliding_window = False, None, None
     window = sliding_window if sliding_window is not None and sliding_window < num_keys else None
     plain = key_padding_mask is None and sequence_ids is None and window is None
     if plain and softcap is None and (not causal or num_queries in (1, num_keys)):
@@ -67,6 +69,8 @@ def softmax_attention(
         )
         if window is not None:
             allowed = allowed & in_window(rows.shape[2], num_keys, window, first, query.device)
+        if pair_mask is not None:
+            allowed = _narrowed(pair_mask, allowed)
         outputs.append(masked_attention(rows, key, value, allowed, scaling, softcap, dropout, sink))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
@@ -75,6 +79,13 @@ def in_window(num_queries: int, num_keys: int, window: int, first: int, device: 
     """Return the pairs [Nq, Nk] of queries from position `first` on and keys less than `window` positions away."""
     distance = torch.arange(first, first + num_queries, device=device)[:, None] - torch.arange(num_keys, device=device)
     return distance.abs() < window
+
+
+def _narrowed(pair_mask: Tensor, allowed: Tensor) -> Tensor:
+    """Return a mask of pairs, or what is added to their scores, with these pairs alone."""
+    if pair_mask.dtype == torch.bool:
+        return pair_mask & allowed
+    return torch.where(allowed, pair_mask, torch.finfo(pair_mask.dtype).min)
 
 
 def _unmasked(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class Transfer(LossModule):
 class AttentionTransfer(Transfer):
     """Every layer for itself: what its mechanism gives for the original's queries, keys and values, beside softmax.
 
-    The mean over the layers of
+    The mean over the layers, and over each time that one runs in a forward (ALBERT has one for all), of
 
         output_weight mean_b sum_i |o_i - o'_i|^2 / sum_i |o'_i|^2
         + weights_weight mean_i sum_j a'_ij log(a'_ij / a_ij),
@@ -123,9 +124,10 @@ class AttentionTransfer(Transfer):
         }
         with intercept_attention(get_mechanisms(self._model[0]), layers):
             self.run_backbone(inputs)
-        errors = torch.stack([layer.error for layer in layers.values()])
-        divergences = torch.stack([layer.divergence for layer in layers.values()])
-        loss = self._weights[0] * errors.mean() + self._weights[1] * divergences.mean()
+        errors, error = over_runs([layer.errors for layer in layers.values()])
+        divergences, divergence = over_runs([layer.divergences for layer in layers.values()])
+        make_mean(gradients, len(layers), sum(len(layer.errors) for layer in layers.values()))
+        loss = self._weights[0] * error + self._weights[1] * divergence
         return {"loss": loss, "output_errors": errors, "divergences": divergences}
 
 
@@ -138,8 +140,8 @@ class _Layer:
     weights: tuple[float, float]
     gradients: dict[nn.Parameter, Tensor]
     count: int
-    error: Tensor = field(init=False)
-    divergence: Tensor = field(init=False)
+    errors: list[Tensor] = field(default_factory=list)  # one for each time that the layer runs
+    divergences: list[Tensor] = field(default_factory=list)
 
     def __call__(self, call: AttentionCall) -> Tensor:
         target = call.run_softmax(self.mechanism)
@@ -147,7 +149,8 @@ class _Layer:
             error, divergence = self._compare(call, target)
             loss = (self.weights[0] * error + self.weights[1] * divergence) / self.count
         add_gradients(loss, self.gradients)
-        self.error, self.divergence = error.detach(), divergence.detach()
+        self.errors.append(error.detach())
+        self.divergences.append(divergence.detach())
         return target
 
     def _compare(self, call: AttentionCall, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,6 +172,18 @@ def add_gradients(loss: Tensor, gradients: dict[nn.Parameter, Tensor]) -> None:
     for parameter, gradient in zip(own, torch.autograd.grad(loss, own, allow_unused=True), strict=True):
         if gradient is not None:
             gradients[parameter] += gradient
+
+
+def over_runs(found: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return what was found of each part [L], the mean over its runs, and the mean over all runs."""
+    return torch.stack([torch.stack(runs).mean() for runs in found]), torch.stack([*chain(*found)]).mean()
+
+
+def make_mean(gradients: dict[nn.Parameter, Tensor], parts: int, runs: int) -> None:
+    """Make gradients of a sum over runs, divided by the parts that ran, those of the mean over the runs."""
+    if runs != parts:
+        for gradient in gradients.values():
+            gradient.mul_(parts / runs)
 
 
 class Prepared(torch.autograd.Function):

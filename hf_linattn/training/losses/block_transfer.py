@@ -17,13 +17,13 @@ from hf_linattn.calibration import squared_errors
 from hf_linattn.config import require_count
 from hf_linattn.mechanisms import Mechanism
 from hf_linattn.mechanisms.softmax import SoftmaxMechanism
-from hf_linattn.training.losses.attention_transfer import Transfer, add_gradients
+from hf_linattn.training.losses.attention_transfer import Transfer, add_gradients, make_mean, over_runs
 
 
 class BlockTransfer(Transfer):
     """Blocks of `block_layers` layers: what comes out behind their last layer, beside what the original has there.
 
-    The mean over the blocks of
+    The mean over the blocks, and over each time that one runs in a forward, of
 
         mean_b sum_i |y_i - y'_i|^2 / sum_i |y'_i - x_i|^2,
 
@@ -63,8 +63,9 @@ class BlockTransfer(Transfer):
             for block in blocks:
                 watching.enter_context(block.watched())
             self.run_backbone(inputs)
-        errors = torch.stack([block.error for block in blocks])
-        return {"loss": errors.mean(), "output_errors": errors}
+        errors, loss = over_runs([block.errors for block in blocks])
+        make_mean(gradients, len(blocks), sum(len(block.errors) for block in blocks))
+        return {"loss": loss, "output_errors": errors}
 
 
 @dataclass
@@ -76,7 +77,7 @@ class _Block:
     attention_mask: Tensor | None
     gradients: dict[nn.Parameter, Tensor]
     count: int
-    error: Tensor = field(init=False)
+    errors: list[Tensor] = field(default_factory=list)  # one for each time that the block runs
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     again: bool = False  # whether the layers are being run once more
 
@@ -108,7 +109,7 @@ class _Block:
             errors, sizes = squared_errors((hidden - start)[:, None], change[:, None], self.attention_mask)
             error = (errors / sizes).mean()  # of rows, so that processes and accumulated batches add up
             add_gradients(error / self.count, self.gradients)
-        self.error = error.detach()
+        self.errors.append(error.detach())
         self.calls.clear()
         self.again = False
 
