@@ -16,8 +16,11 @@ from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache
 
 from ..inference import accepted
+from .generation import GREEDY
 
 Request = tuple[Any, list[int], list[int]]  # as the harness makes them: a key, the prompt and the choice in tokens
+# HFLM asks for a cache itself, and says how long a text may be by `max_length`
+PLAIN = {name: value for name, value in GREEDY.items() if name != "use_cache"} | {"max_new_tokens": None}
 
 
 class SharedPrompts(HFLM):
@@ -25,7 +28,12 @@ class SharedPrompts(HFLM):
 
     Prompts are read into a cache up to their last token, padded on the left, and the choices from there, padded on the
     right. Only the logits of choices are made. Results are those of HFLM but for rounding.
+
+    Beams, penalties and lengths of the model's `generation_config` do not count.
     """
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
+        return super()._model_generate(context, max_length, stop, **options | PLAIN)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None

@@ -192,6 +192,17 @@ def test_scores_and_answers_are_those_of_a_loop_over_items(task_dir, model, toke
         assert run.answers[i].generated.split() == text.split()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_new_tokens", 40), ("repetition_penalty", 9.0), ("num_beams", 3), ("cache_implementation", "quantized")],
+)
+def test_what_a_checkpoint_says_of_generation_changes_no_answer(name, value, task_dir, model, tokenizer, monkeypatch):
+    task = load_task("piqa", TASK_FILES, task_dir)
+    wanted = run_task(model, tokenizer, task, limit=2, num_generated=None)
+    monkeypatch.setattr(model.generation_config, name, value)
+    assert run_task(model, tokenizer, task, limit=2, num_generated=None) == wanted
+
+
 def test_generated_text_is_compared_with_the_choices(task_dir, model, tokenizer, monkeypatch):
     rows = rows_of("piqa")
     said = [row["sol1"] if i % 2 else f"{row['sol2']} and more" for i, row in enumerate(rows)]
