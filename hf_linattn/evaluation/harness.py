@@ -128,7 +128,8 @@ def run_task(
         seed: chooses the examples: the same for every model.
 
     Raises:
-        OptionError: a value out of its range, or prompts longer than the model has positions.
+        OptionError: a value out of its range, prompts longer than the model has positions, or a likelihood that is not
+            finite.
         DataError: the task has too few items for that many examples.
     """
     require_count("limit", limit, optional=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache
 
+from ..config import require_finite
 from ..inference import accepted
 from .generation import GREEDY
 
@@ -38,7 +39,10 @@ class SharedPrompts(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each choice in nats, and whether each of its tokens is the likeliest."""
+        """Return the log-likelihood of each choice in nats, and whether each of its tokens is the likeliest.
+
+        `OptionError` for one that is not finite.
+        """
         numbers: dict[tuple[int, ...], list[int]] = {}
         for number, (_, prompt, _) in enumerate(requests):
             numbers.setdefault(tuple(prompt), []).append(number)
@@ -53,6 +57,7 @@ class SharedPrompts(HFLM):
                 for several, scores in zip(own, self._score(batch, choices), strict=True):
                     found.update(zip(several, scores, strict=True))
                     bar.update(len(several))
+        require_finite("log_likelihood", (likelihood for likelihood, _ in found.values()))
         return [found[number] for number in range(len(requests))]
 
     def _score(
@@ -83,7 +88,7 @@ class SharedPrompts(HFLM):
         read = torch.cat([ids[:, -1:], targets[:, :-1]], 1)
         mask = torch.cat([here, real[:, :-1]], 1)
         logits = self._read(read, mask, cache).float().log_softmax(-1)
-        likelihoods = logits.gather(-1, targets[..., None])[..., 0].double() * real
+        likelihoods = logits.gather(-1, targets[..., None])[..., 0].double().masked_fill(~real, 0.0)
         likeliest = (logits.argmax(-1) == targets) | ~real
         return list(zip(likelihoods.sum(1).tolist(), likeliest.all(1).tolist(), strict=True))
 

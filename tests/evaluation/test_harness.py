@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,13 @@ def test_generated_text_is_compared_with_the_choices(task_dir, model, tokenizer,
     run = run_task(model, tokenizer, load_task("piqa", TASK_FILES, task_dir), num_generated=None)
     expected = [None, None, None, *(0 if i % 2 else 1 for i in range(3, len(rows)))]
     assert [answer.written for answer in run.answers] == expected
+
+
+def test_likelihoods_that_are_not_finite_are_refused(task_dir, tokenizer):
+    model = make_model("llama", max_position_embeddings=256)
+    model.model.norm.weight.data.fill_(math.nan)
+    with pytest.raises(OptionError, match=r"^log_likelihood must be finite, .*, got \[nan\]$"):
+        run_task(model, tokenizer, load_task("piqa", TASK_FILES, task_dir), limit=2)
 
 
 def broken(folder: Path, text: str) -> Path:
