@@ -45,7 +45,8 @@ class SuiteOptions:
         limit: the first items of each task; None: all.
         long_prompts: tasks run again with as many examples as make each prompt longer than this; None: they do not.
         num_generated: items of each task whose answer is generated, too; None: all.
-        batch_size: sequences per forward of tasks and recall. seed: makes prompts of recall and chooses examples.
+        batch_size: windows or prompts per forward; of long windows as many as have 16,384 tokens.
+        seed: makes prompts of recall and chooses examples.
         progress: show bars of recall; the harness shows its own.
     """
 
@@ -91,7 +92,9 @@ def language(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: Suit
     require("length", options.length, fits, f"2 to {limit}, the positions that the model has")
     windows, documents = windows_of_documents(tokenizer, options.texts, options.length)
     chosen = in_turn(documents)[: options.num_windows]
-    losses = token_losses(model, windows[chosen], documents[chosen], progress=options.progress).losses
+    losses = token_losses(
+        model, windows[chosen], documents[chosen], batch_size=options.batch_size, progress=options.progress
+    ).losses
     tokens = (options.length,) * len(chosen)
     found = [Measurement("language", "text", "perplexity", tuple(losses.mean(1).tolist()), tokens, False, True)]
     for first, end in pairwise(doubling_edges(options.length)):

@@ -147,6 +147,16 @@ def test_loss_by_position_is_read_from_the_first_windows_of_all_texts(tokenizer)
         assert one.values == pytest.approx(expected, rel=1e-4) and not one.higher_is_better
 
 
+def test_windows_are_read_as_many_at_a_time_as_asked(options, tokenizer):
+    sizes, model = [], make_original()
+    model.model.register_forward_pre_hook(
+        lambda _, args, given: sizes.append(len(given["input_ids"])), with_kwargs=True
+    )
+    for batch_size in (2, 5):
+        measure(model, tokenizer, ["language"], dataclasses.replace(options, batch_size=batch_size))
+    assert sizes == [2, 2, 1, 5]
+
+
 def test_tasks_side_by_side_are_what_each_model_scores_alone(models, measured, tokenizer):
     piqa = next(row for row in compare(measured, WINDOW) if row.metric == "acc")
     right: dict[str, list[float]] = {role: [] for role in models}
