@@ -20,15 +20,13 @@ from ..config import require, require_count, require_known
 from ..errors import OptionError
 from ..mechanisms.composite import CompositeMechanism
 from ..patching import get_mechanisms, is_patched
-from .harness import TaskRun, load_task, run_task, task_names
+from .harness import HEADLINES, TaskRun, load_task, run_task, task_names
 from .next_token import token_losses, windows_of_documents
 from .perplexity import is_masked_language_model, position_limit
 from .positions import doubling_edges, in_turn
 from .recall import RECALL_TASKS, answer_prompts, make_prompts
 from .recall.measure import by_depth
 from .side_by_side import Measurement
-
-HEADLINES = ("acc_norm", "acc")  # of a task's metrics the first that it has stands for it
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,62 @@ def test_generated_text_is_compared_with_the_choices(task_dir, model, tokenizer,
     assert [answer.written for answer in run.answers] == expected
 
 
+# task that has no file of ours -> where the harness has it, a row
+OWN_TASKS: dict[str, tuple[str, Any]] = {
+    "winogrande": (
+        "winogrande/default.yaml",
+        lambda i: {"sentence": f"{words(3 + i % 3, i)} _ {words(2 + i % 2, i + 1)}", "option1": words(1, i + 2),
+                   "option2": words(2, i + 3), "answer": "12"[i % 2]},
+    ),
+    "mrpc": ("glue/mrpc/default.yaml", lambda i: {"sentence1": words(4, i), "sentence2": words(3, i), "label": i % 2}),
+    "cola": ("glue/cola/default.yaml", lambda i: {"sentence": words(5, i), "label": i % 2}),
+    "gsm8k": ("gsm8k/gsm8k.yaml", lambda i: {"question": words(5, i), "answer": f"{words(3, i)}\n#### {i}"}),
+}  # fmt: skip
+
+
+def own_task(name: str, folder: Path, count: int = 8) -> Any:
+    """A task of a file that a user wrote, and its rows."""
+    include, row = OWN_TASKS[name]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row(i)) + "\n" for i in range(count)))
+    data = {"dataset_kwargs": {"data_files": {split: "rows.jsonl" for split in ("train", "validation", "test")}}}
+    file = {"include": include, "dataset_path": "json", "dataset_name": None, **data}
+    (folder / f"{name}.yaml").write_text(json.dumps(file))
+    return load_task(name, folder, folder)
+
+
+def test_a_task_with_each_choice_in_a_prompt_of_its_own(tmp_path, model, tokenizer):
+    task = own_task("winogrande", tmp_path)
+    run = run_task(model, tokenizer, task, num_generated=None)
+    for i, answer in enumerate(run.answers):
+        row, scores = OWN_TASKS["winogrande"][1](i), []
+        end = tokenizer(row["sentence"].split("_ ")[1])["input_ids"]
+        for option in (row["option1"], row["option2"]):
+            ids = tokenizer(row["sentence"].split("_")[0] + option)["input_ids"]
+            logits = logits_of(model, torch.tensor([ids + end])).double().log_softmax(-1)[0, len(ids) - 1 : -1]
+            scores.append(float(logits.gather(-1, torch.tensor(end)[:, None]).sum()))
+        chosen = scores.index(max(scores))
+        assert (answer.target, answer.chosen, answer.generated) == (i % 2, chosen, None)
+        assert run.values["acc"][i] == (chosen == i % 2) and run.num_choices[i] == 2
+    assert len(set(run.values["acc"])) == 2
+    assert min(run_task(model, tokenizer, task, limit=2, longer_than=20).prompt_tokens) > 20
+
+
+def test_metrics_of_all_items_together_are_left_out(tmp_path, model, tokenizer):
+    assert [*run_task(model, tokenizer, own_task("mrpc", tmp_path), limit=3).values] == ["acc"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cola", "task 'cola' is of output_type 'multiple_choice' with the metrics mcc; take one of loglikelihood or"),
+        ("gsm8k", "task 'gsm8k' is of output_type 'generate_until' with the metrics exact_match; take one of logl"),
+    ],
+)
+def test_a_task_without_choices_or_accuracy_is_refused_before_it_runs(name, message, tmp_path):
+    with pytest.raises(DataError, match=message):
+        own_task(name, tmp_path)
+
+
 def test_likelihoods_that_are_not_finite_are_refused(task_dir, tokenizer):
     model = make_model("llama", max_position_embeddings=256)
     model.model.norm.weight.data.fill_(math.nan)
