@@ -189,13 +189,16 @@ def run_suite(suite: str, paths: dict[str, str], options: SuiteOptions, dtype: s
     start, tokenizer = time.perf_counter(), read_tokenizer("model", paths["converted"])
     for role in paths:
         check_tokenizer(role, paths, tokenizer)
+    command = f"hf-linattn {shlex.join(sys.argv[1:])}"
     measured, window = {}, None
     for role, path in paths.items():  # the converted one is the last
         loaded = read_language_model("model" if role == "converted" else role, path, dtype)
         # prompts that the original has positions for are those of the others, too
         options = dataclasses.replace(options, positions=suites.fewest(options.positions, position_limit(loaded)))
+        # before hours go into the measurements
+        provenance = collect_provenance(options.seed, command, device=loaded.device, dtype=loaded.dtype)
+        window = suites.exact_window(loaded)
         measured[role] = suites.measure(loaded, tokenizer, chosen, options)
-        window, placed = suites.exact_window(loaded), {"device": loaded.device, "dtype": loaded.dtype}
         del loaded
         gc.collect()  # before the next one is read; modules may refer to each other in a ring
     rows = side_by_side.compare(measured, window)
@@ -203,8 +206,6 @@ def run_suite(suite: str, paths: dict[str, str], options: SuiteOptions, dtype: s
         model=paths["converted"], original=paths.get("original"), control=paths.get("control"), window=window,
         rows=tuple(rows), means=tuple(side_by_side.task_means(rows)),
     )  # fmt: skip
-    command = f"hf-linattn {shlex.join(sys.argv[1:])}"
-    provenance = collect_provenance(options.seed, command, **placed)
     document = {
         **report.to_dict(),
         "seconds": time.perf_counter() - start,
