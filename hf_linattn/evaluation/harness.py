@@ -27,6 +27,7 @@ from ..config import require, require_count, require_known
 from ..errors import DataError, OptionError
 from ..inference import evaluation_mode
 from ..reading import UNREADABLE, one_line
+from .perplexity import position_limit
 
 HEADLINES = ("acc_norm", "acc")  # of a task's metrics the first that it has stands for it
 OUTPUT_TYPES = ("loglikelihood", "multiple_choice")  # of the harness, which have a value for each item
@@ -121,6 +122,7 @@ def run_task(
     num_generated: int | None = 0,
     batch_size: int = 8,
     seed: int = 0,
+    positions: int | None = None,
 ) -> TaskRun:
     """Run a causal language model, patched or not, on a task of `load_task`.
 
@@ -133,6 +135,7 @@ def run_task(
         num_generated: of how many items the answer is generated, too; None: of all.
         batch_size: sequences per forward.
         seed: chooses the examples: the same for every model.
+        positions: that a prompt and its answer may take beside those of the model; None: these alone.
 
     Raises:
         OptionError: a value out of its range, prompts longer than the model has positions, or a likelihood that is not
@@ -149,7 +152,7 @@ def run_task(
         language_model = _wrap(model, tokenizer, batch_size)
         shots = 0 if longer_than is None else _shots(task, language_model, limit, longer_than, seed)
         _build(task, limit, shots, seed)
-        _check_length(task, language_model)
+        _check_length(task, language_model, positions)
         task.set_fewshot_seed(seed)
         found = evaluate(language_model, {"tasks": {task.task_name: task}}, limit=limit, bootstrap_iters=0)
         samples = found["samples"][task.task_name]
@@ -275,11 +278,11 @@ def _shots(task: Any, language_model: Any, limit: int | None, longer_than: int, 
     )
 
 
-def _check_length(task: Any, language_model: Any) -> None:
-    """Raise `OptionError` where the harness would cut a prompt to what the model can read."""
+def _check_length(task: Any, language_model: Any, positions: int | None) -> None:
+    """Raise `OptionError` for a prompt beyond the positions, which the harness would cut, or the model refuse."""
     longest = max(len(language_model.tok_encode("".join(instance.args[:2]))) for instance in task.instances)
     longest += GENERATED
-    limit = language_model.max_length
+    limit = min(filter(None, (language_model.max_length, position_limit(language_model.model), positions)))
     if longest > limit:
         raise OptionError(
             f"task {task.task_name!r} has prompts of {longest:,} tokens with the answer, and the model {limit:,}"

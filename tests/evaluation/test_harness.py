@@ -303,8 +303,10 @@ def test_what_is_missing_or_malformed_is_named(task_dir, model, tokenizer, tmp_p
     with pytest.raises(DataError, match="longer_than=2000: the 11 examples that task 'copa' has make no prompt"):
         run_task(model, tokenizer, task, longer_than=2000)
     short = make_model("llama", max_position_embeddings=24)
-    with pytest.raises(OptionError, match=r"task 'piqa' has prompts of \d+ tokens with the answer, and the model 24"):
-        run_task(short, tokenizer, load_task("piqa", TASK_FILES, task_dir))
+    patched = patch_model(make_model("llama", max_position_embeddings=256), "synthesizer", max_length=24)
+    for read, positions in ((short, None), (patched, None), (model, 24)):
+        with pytest.raises(OptionError, match=r"'piqa' has prompts of \d+ tokens with the answer, and the model 24"):
+            run_task(read, tokenizer, load_task("piqa", TASK_FILES, task_dir), positions=positions)
     for name in ("limit", "longer_than", "batch_size"):
         with pytest.raises(OptionError, match=f"{name} must be"):
             run_task(model, tokenizer, task, **{name: 0})
