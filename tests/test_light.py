@@ -96,17 +96,19 @@ def test_list_shows_a_line_for_each_mechanism_and_the_options_of_one():
     assert all(word in one for word in ("num_features", "redraw_interval", " 256 ", "of constant size"))
 
 
-def test_a_model_is_converted_without_the_extras_and_a_plan_is_chosen_with_eval_alone(tmp_path):
+def test_a_model_is_converted_without_the_extras_and_a_plan_chosen_and_a_suite_measured_with_eval_alone(tmp_path):
     make_model("gpt2", std=0.3).save_pretrained(tmp_path / "tiny")
     make_tokenizer().save_pretrained(tmp_path / "tiny")
     (tmp_path / "text.txt").write_text(" ".join(f"w{5 + i * i % 90}" for i in range(99)))
     record = PlanRecord("GPT2LMHeadModel", [4, 4], "head", [[0, 1]], STREAMING, [[0.1] * 4] * 2, "slope", "recall")
     ChosenPlan.of(record).save(tmp_path / "plan.json")
+    text, converted = tmp_path / "text.txt", f"convert {tmp_path / 'tiny'} {tmp_path}"
     commands = {
-        "base": "--mechanism linear",
-        "picture": f"--plan {tmp_path / 'plan.json'}",
-        "chosen": "--plan auto --signal divergence --length 0 --options {\"window_size\":8} --text "
-        f"{tmp_path / 'text.txt'}",
+        "base": f"{converted}/base --mechanism linear",
+        "picture": f"{converted}/picture --plan {tmp_path / 'plan.json'}",
+        "chosen": f"{converted}/chosen --plan auto --signal divergence --length 0 --options {{\"window_size\":8}}"
+        f" --text {text}",
+        "suite": f"eval {tmp_path / 'tiny'} {text} --suite language --max-length 16 --output {tmp_path}/found.json",
     }
     found = in_a_new_process(f"""
 import json, sys
@@ -114,12 +116,11 @@ from typer.testing import CliRunner
 from hf_linattn.cli import app
 sys.modules |= dict.fromkeys({[*EVAL, *OTHER_EXTRAS]})  # as if they were not installed
 said = {{}}
-for name, options in {commands}.items():
+for name, command in {commands}.items():
     if name == "chosen":
         for package in {EVAL}:
             del sys.modules[package]
-    arguments = ["convert", {str(tmp_path / "tiny")!r}, {str(tmp_path)!r} + "/" + name, *options.split()]
-    said[name] = CliRunner().invoke(app, arguments).output
+    said[name] = CliRunner().invoke(app, command.split()).output
 print(json.dumps(said))
 """)
     assert "the decoding state is not measured: that needs evaluate" in found["base"]
@@ -127,6 +128,7 @@ print(json.dumps(said))
     assert found["picture"].startswith("this command needs") and not (tmp_path / "picture").exists()
     files = {file.name for file in (tmp_path / "chosen").iterdir()}
     assert {"README.md", "plan.json", "plan.png"} <= files, found["chosen"]
+    assert (tmp_path / "found.json").exists(), found["suite"]
 
 
 def test_recipes_are_listed_shown_and_copied(tmp_path):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from .. import __version__
+from ..versions import installed_version
 from .common import Json, exit_on_error, load, show, to_default_device
 
 if TYPE_CHECKING:
@@ -44,11 +44,7 @@ def env(model: Explained = None, as_json: Json = False) -> None:
     with exit_on_error():
         report = None if model is None else explain(model)
     found: dict[str, Any] = {"hf_linattn": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
+    found |= {package: installed_version(package) for package in PACKAGES}
     found["platform"] = platform.platform()
     found["cuda"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found["auto"] = [automatic(i) for i in range(torch.cuda.device_count())]

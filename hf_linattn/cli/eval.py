@@ -7,8 +7,9 @@ import gc
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -39,13 +40,14 @@ from .eval_classifier import (
 from .eval_embeddings import embedding_scores
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..evaluation.suite import SuiteOptions
 
 SAMPLE = "The tokens of 2 models, naïve or not:\n\tare they the same?"
 LONG_PROMPTS = 1000
 OUTPUT = Path("evaluation.json")
+Answer = TypeVar("Answer")
 TaskDir = Annotated[
     Path | None, typer.Option("--task_dir", "--task-dir", help="suite: JSON lines of tasks; default: the Hub")
 ]
@@ -180,7 +182,7 @@ def text_perplexity(
 
 def run_suite(suite: str, paths: dict[str, str], options: SuiteOptions, dtype: str | None) -> tuple[Any, ...]:
     """Return the JSON document, and what is shown in its place; one model is in memory at a time."""
-    from ..evaluation import position_limit, side_by_side
+    from ..evaluation import side_by_side
     from ..evaluation import suite as suites
     from ..evaluation.suite_table import means_table, suite_table
     from ..report.schema import collect_provenance
@@ -189,22 +191,20 @@ def run_suite(suite: str, paths: dict[str, str], options: SuiteOptions, dtype: s
     start, tokenizer = time.perf_counter(), read_tokenizer("model", paths["converted"])
     for role in paths:
         check_tokenizer(role, paths, tokenizer)
-    measured, window = {}, None
-    for role, path in paths.items():  # the converted one is the last
-        loaded = read_language_model("model" if role == "converted" else role, path, dtype)
-        # prompts that the original has positions for are those of the others, too
-        options = dataclasses.replace(options, positions=suites.fewest(options.positions, position_limit(loaded)))
-        measured[role] = suites.measure(loaded, tokenizer, chosen, options)
-        window, placed = suites.exact_window(loaded), {"device": loaded.device, "dtype": loaded.dtype}
-        del loaded
-        gc.collect()  # before the next one is read; modules may refer to each other in a ring
+    # before hours go into the measurements: prompts that one model has positions for are those of all
+    facts = {role: ask(role, path, dtype, facts_of) for role, path in paths.items()}
+    options = dataclasses.replace(options, positions=suites.fewest(*(limit for limit, _, _ in facts.values())))
+    _, window, place = facts["converted"]
+    provenance = collect_provenance(options.seed, f"hf-linattn {shlex.join(sys.argv[1:])}", **place)
+    measured = {
+        role: ask(role, path, dtype, lambda x: suites.measure(x, tokenizer, chosen, options))
+        for role, path in paths.items()
+    }
     rows = side_by_side.compare(measured, window)
     report = side_by_side.SuiteReport(
         model=paths["converted"], original=paths.get("original"), control=paths.get("control"), window=window,
         rows=tuple(rows), means=tuple(side_by_side.task_means(rows)),
     )  # fmt: skip
-    command = f"hf-linattn {shlex.join(sys.argv[1:])}"
-    provenance = collect_provenance(options.seed, command, **placed)
     document = {
         **report.to_dict(),
         "seconds": time.perf_counter() - start,
@@ -212,6 +212,23 @@ def run_suite(suite: str, paths: dict[str, str], options: SuiteOptions, dtype: s
     }
     means = [means_table(report.means)] if report.means else []
     return document, suite_table(report), *means
+
+
+def ask(role: str, path: str, dtype: str | None, question: Callable[[PreTrainedModel], Answer]) -> Answer:
+    """Return what a function says of a model, which is in memory for that long."""
+    loaded = read_language_model("model" if role == "converted" else role, path, dtype)
+    answer = question(loaded)
+    del loaded
+    gc.collect()  # before the next one is read; modules may refer to each other in a ring
+    return answer
+
+
+def facts_of(model: PreTrainedModel) -> tuple[int | None, int | None, dict[str, Any]]:
+    """Return the positions of a model, the window within which it equals softmax, and where it lies in which dtype."""
+    from ..evaluation import position_limit
+    from ..evaluation.suite import exact_window
+
+    return position_limit(model), exact_window(model), {"device": model.device, "dtype": model.dtype}
 
 
 def check_tokenizer(role: str, paths: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> None:

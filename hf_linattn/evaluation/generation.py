@@ -19,7 +19,10 @@ from .perplexity import position_limit
 AGREEMENT = 32  # first new tokens that are compared
 NGRAM = 4  # tokens that count as a repetition when they come again
 # what a model predicts is written, whatever else its generation_config has for those who talk to it
-GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+GREEDY: dict[str, Any] = {
+    "do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "use_cache": True,
+    "cache_implementation": None,
+}  # fmt: skip
 SAMPLED: dict[str, Any] = {
     **GREEDY, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "typical_p": 1.0
 }  # fmt: skip
@@ -135,7 +138,7 @@ def continuations(
 ) -> Tensor:  # fmt: skip
     """Return `count` new tokens after each prompt [B, count]; the global random state is left alone.
 
-    Beams, penalties and filters of the model's `generation_config` do not count.
+    Beams, penalties, filters and kinds of cache of the model's `generation_config` do not count.
 
     Args:
         prompts: int64 [B, N], padded on the left where `mask` [B, N] is 0.

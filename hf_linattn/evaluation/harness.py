@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import zip_longest
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ from ..config import require, require_count, require_known
 from ..errors import DataError, OptionError
 from ..inference import evaluation_mode
 from ..reading import UNREADABLE, one_line
+from .perplexity import position_limit
 
+HEADLINES = ("acc_norm", "acc")  # of a task's metrics the first that it has stands for it
+OUTPUT_TYPES = ("loglikelihood", "multiple_choice")  # of the harness, which have a value for each item
 GENERATED = 16  # tokens that are written freely, and compared with the choices
 
 
@@ -38,7 +42,8 @@ class Answer:
         target: number of the right choice.
         chosen: number of the choice of the highest likelihood; where there is only one, as in LAMBADA, 0 if each of
             its tokens is the likeliest, else None.
-        generated: what the model writes after the prompt, greedily: up to 16 tokens of one line; None if not asked.
+        generated: what the model writes after the prompt, greedily: up to 16 tokens of one line; None if not asked, or
+            where each choice is in a prompt of its own, as in WinoGrande.
         written: number of the only choice that the generated text agrees with; None if none or several do.
     """
 
@@ -54,7 +59,8 @@ class TaskRun:
 
     Attributes:
         task: its name. shots: examples before each question.
-        values: metric of the harness -> its value for each item; `perplexity` has log-likelihoods.
+        values: metric of the harness -> its value for each item, without those that only all items together have, as
+            F1; `perplexity` has log-likelihoods.
         answers: one for each item.
         prompt_tokens: tokens of each item's prompt, without the choice.
         num_choices: how many choices each item has.
@@ -87,7 +93,7 @@ def load_task(name: str, task_files: Path, task_dir: Path | None = None) -> Any:
     Raises:
         OptionError: the extra `harness` is not installed, or `task_files` has no task.
         UnknownNameError: no such task.
-        DataError: the data, or the task file, cannot be read.
+        DataError: the data, or the task file, cannot be read, or an item has not one right choice and an accuracy.
     """
     manager = _task_manager()
     require_known("task", name, task_names(task_files))
@@ -97,11 +103,13 @@ def load_task(name: str, task_files: Path, task_dir: Path | None = None) -> Any:
         path = Path(folder) / f"{name}.yaml"
         path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
         try:
-            return manager(include_defaults=False).load(str(path))["tasks"][name]
+            task = manager(include_defaults=False).load(str(path))["tasks"][name]
         except _errors_of_data() as error:
             columns = f"write rows with the columns that {config['include']} reads"
             remedy = "give a task_dir with its rows" if task_dir is None else columns
             raise DataError(f"task {name!r} cannot be read from {origin}: {one_line(error)}; {remedy}") from error
+    _check_kind(task)
+    return task
 
 
 def run_task(
@@ -114,6 +122,7 @@ def run_task(
     num_generated: int | None = 0,
     batch_size: int = 8,
     seed: int = 0,
+    positions: int | None = None,
 ) -> TaskRun:
     """Run a causal language model, patched or not, on a task of `load_task`.
 
@@ -126,9 +135,11 @@ def run_task(
         num_generated: of how many items the answer is generated, too; None: of all.
         batch_size: sequences per forward.
         seed: chooses the examples: the same for every model.
+        positions: that a prompt and its answer may take beside those of the model; None: these alone.
 
     Raises:
-        OptionError: a value out of its range, or prompts longer than the model has positions.
+        OptionError: a value out of its range, prompts longer than the model has positions, or a likelihood that is not
+            finite.
         DataError: the task has too few items for that many examples.
     """
     require_count("limit", limit, optional=True)
@@ -141,16 +152,20 @@ def run_task(
         language_model = _wrap(model, tokenizer, batch_size)
         shots = 0 if longer_than is None else _shots(task, language_model, limit, longer_than, seed)
         _build(task, limit, shots, seed)
-        _check_length(task, language_model)
+        _check_length(task, language_model, positions)
         task.set_fewshot_seed(seed)
         found = evaluate(language_model, {"tasks": {task.task_name: task}}, limit=limit, bootstrap_iters=0)
         samples = found["samples"][task.task_name]
-        written = _generate(language_model, samples[:num_generated])
+        written = [] if task.multiple_input else _generate(language_model, samples[:num_generated])
     prompts = tuple(len(language_model.tok_encode(sample["arguments"][0][0])) for sample in samples)
     return TaskRun(
         task=task.task_name,
         shots=shots,
-        values={name: tuple(float(x[name]) for x in samples) for name in sorted(samples[0]["metrics"])},
+        values={
+            name: tuple(float(x[name]) for x in samples)
+            for name in sorted(samples[0]["metrics"])
+            if all(isinstance(x[name], Real) for x in samples)
+        },
         answers=tuple(_answer(task, x, text) for x, text in zip_longest(samples, written)),
         prompt_tokens=prompts,
         num_choices=tuple(len(sample["arguments"]) for sample in samples),
@@ -215,6 +230,16 @@ def _files(config: dict[str, Any]) -> list[str]:
     return list(config.get("dataset_kwargs", {}).get("data_files", {}).values())
 
 
+def _check_kind(task: Any) -> None:
+    """Raise `DataError` for a task whose items have not one right choice each, and an accuracy."""
+    metrics = task.aggregation()
+    if task.OUTPUT_TYPE not in OUTPUT_TYPES or task.multiple_target or not {*HEADLINES} & {*metrics}:
+        raise DataError(
+            f"task {task.task_name!r} is of output_type {task.OUTPUT_TYPE!r} with the metrics {', '.join(metrics)};"
+            f" take one of {' or '.join(OUTPUT_TYPES)}, with one right choice and {' or '.join(HEADLINES)}"
+        )
+
+
 def _wrap(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Any:
     """Return the harness's view of a model in memory."""
     from .shared_prompts import SharedPrompts
@@ -236,8 +261,8 @@ def _shots(task: Any, language_model: Any, limit: int | None, longer_than: int, 
     """Return how many examples make every prompt longer than that many tokens, no more than a few beyond it."""
 
     def lengths(shots: int) -> list[int]:
-        prompts = {instance.doc_id: instance.args[0] for instance in _build(task, limit, shots, seed)}
-        return [len(language_model.tok_encode(prompt)) for prompt in prompts.values()]
+        prompts = {(instance.doc_id, instance.args[0]) for instance in _build(task, limit, shots, seed)}
+        return [len(language_model.tok_encode(prompt)) for _, prompt in prompts]
 
     most = len(list(task.fewshot_docs())) - 1  # the item itself is none of its examples
     none, one = lengths(0), lengths(min(1, most))
@@ -253,11 +278,11 @@ def _shots(task: Any, language_model: Any, limit: int | None, longer_than: int, 
     )
 
 
-def _check_length(task: Any, language_model: Any) -> None:
-    """Raise `OptionError` where the harness would cut a prompt to what the model can read."""
+def _check_length(task: Any, language_model: Any, positions: int | None) -> None:
+    """Raise `OptionError` for a prompt beyond the positions, which the harness would cut, or the model refuse."""
     longest = max(len(language_model.tok_encode("".join(instance.args[:2]))) for instance in task.instances)
     longest += GENERATED
-    limit = language_model.max_length
+    limit = min(filter(None, (language_model.max_length, position_limit(language_model.model), positions)))
     if longest > limit:
         raise OptionError(
             f"task {task.task_name!r} has prompts of {longest:,} tokens with the answer, and the model {limit:,}"
@@ -286,10 +311,10 @@ def _answer(task: Any, sample: dict[str, Any], text: str | None) -> Answer:
     """Return what the model said to one item: by likelihood, and in its own words."""
     continuations = [argument[1] for argument in sample["arguments"]]
     likelihoods = [likelihood for likelihood, _ in sample["filtered_resps"]]
-    target = sample["target"]
     if len(continuations) == 1:
         target, chosen = 0, 0 if sample["filtered_resps"][0][1] else None
     else:
+        target = task.doc_to_text(sample["doc"]) if task.multiple_input else sample["target"]
         target = target if isinstance(target, int) else task.doc_to_choice(sample["doc"]).index(target)
         chosen = max(range(len(likelihoods)), key=likelihoods.__getitem__)
     said = [] if text is None else [number for number, choice in enumerate(continuations) if agrees(text, choice)]

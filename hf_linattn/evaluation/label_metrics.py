@@ -89,7 +89,7 @@ class Accuracy(LabelMetric):
 class MacroF1(LabelMetric):
     """F1 = 2 precision recall / (precision + recall), the mean over the classes; 0 for one that is never right.
 
-    Classes that neither predictions nor references hold are left out.
+    Classes that neither predictions nor references hold are left out; where that is all of them, it is 0.
 
     >>> MacroF1().compute(predictions=[0, 0, 0, 0], references=[0, 0, 0, 1])
     {'macro_f1': 0.42857142857142855}
@@ -99,7 +99,7 @@ class MacroF1(LabelMetric):
     average: ClassVar[str] = "macro"
 
     def measure(self, wanted: np.ndarray, got: np.ndarray) -> float:
-        return metrics.f1_score(wanted, got, average=self.average, zero_division=0)
+        return np.nan_to_num(metrics.f1_score(wanted, got, average=self.average, zero_division=np.nan))
 
 
 class MicroF1(MacroF1):

@@ -16,7 +16,7 @@ from ..config import require
 from ..inference import accepted, evaluation_mode
 
 TOKENS = 16_384  # that a batch has at most, beyond its first window
-ROWS = 8  # windows that it has at most
+ROWS = 8  # windows that it has at most, unless asked for
 LOGITS = 1 << 24  # that are made at a time at most
 
 
@@ -33,7 +33,12 @@ class TokenLosses(NamedTuple):
 
 
 def token_losses(
-    model: nn.Module, windows: Tensor, documents: Tensor | None = None, *, progress: bool = False
+    model: nn.Module,
+    windows: Tensor,
+    documents: Tensor | None = None,
+    *,
+    batch_size: int = ROWS,
+    progress: bool = False,
 ) -> TokenLosses:
     """Read windows of tokens with a model: int64 [B, N], each from its first token.
 
@@ -42,6 +47,7 @@ def token_losses(
 
     Args:
         documents: the number of the document that each window is from [B]; None: each is one of its own.
+        batch_size: windows at a time; fewer where they have more than 16,384 tokens together.
         progress: show a progress bar.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -51,7 +57,7 @@ def token_losses(
     (torch.Size([2, 11]), torch.float64, tensor([0, 1]))
     """
     read: list[tuple[Tensor, Tensor]] = []
-    batches = windows.split(max(1, min(ROWS, TOKENS // windows.shape[1])))
+    batches = windows.split(max(1, min(batch_size, TOKENS // windows.shape[1])))
     with evaluation_mode(model), torch.no_grad():
         for batch in tqdm(batches, desc="reading", unit="batch", disable=not progress):
             given = {"input_ids": batch.to(device_of(model))}

@@ -15,9 +15,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache
 
+from ..config import require_finite
 from ..inference import accepted
+from .generation import GREEDY
 
 Request = tuple[Any, list[int], list[int]]  # as the harness makes them: a key, the prompt and the choice in tokens
+# HFLM asks for a cache itself, and says how long a text may be by `max_length`
+PLAIN = {name: value for name, value in GREEDY.items() if name != "use_cache"} | {"max_new_tokens": None}
 
 
 class SharedPrompts(HFLM):
@@ -25,12 +29,20 @@ class SharedPrompts(HFLM):
 
     Prompts are read into a cache up to their last token, padded on the left, and the choices from there, padded on the
     right. Only the logits of choices are made. Results are those of HFLM but for rounding.
+
+    Beams, penalties and lengths of the model's `generation_config` do not count.
     """
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
+        return super()._model_generate(context, max_length, stop, **options | PLAIN)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each choice in nats, and whether each of its tokens is the likeliest."""
+        """Return the log-likelihood of each choice in nats, and whether each of its tokens is the likeliest.
+
+        `OptionError` for one that is not finite.
+        """
         numbers: dict[tuple[int, ...], list[int]] = {}
         for number, (_, prompt, _) in enumerate(requests):
             numbers.setdefault(tuple(prompt), []).append(number)
@@ -45,6 +57,7 @@ class SharedPrompts(HFLM):
                 for several, scores in zip(own, self._score(batch, choices), strict=True):
                     found.update(zip(several, scores, strict=True))
                     bar.update(len(several))
+        require_finite("log_likelihood", (likelihood for likelihood, _ in found.values()))
         return [found[number] for number in range(len(requests))]
 
     def _score(
@@ -75,7 +88,7 @@ class SharedPrompts(HFLM):
         read = torch.cat([ids[:, -1:], targets[:, :-1]], 1)
         mask = torch.cat([here, real[:, :-1]], 1)
         logits = self._read(read, mask, cache).float().log_softmax(-1)
-        likelihoods = logits.gather(-1, targets[..., None])[..., 0].double() * real
+        likelihoods = logits.gather(-1, targets[..., None])[..., 0].double().masked_fill(~real, 0.0)
         likeliest = (logits.argmax(-1) == targets) | ~real
         return list(zip(likelihoods.sum(1).tolist(), likeliest.all(1).tolist(), strict=True))
 

@@ -7,7 +7,8 @@ window, as a row of windows has the original's numbers wherever prompts are shor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
@@ -20,15 +21,13 @@ from ..config import require, require_count, require_known
 from ..errors import OptionError
 from ..mechanisms.composite import CompositeMechanism
 from ..patching import get_mechanisms, is_patched
-from .harness import TaskRun, load_task, run_task, task_names
+from .harness import HEADLINES, TaskRun, load_task, run_task, task_names
 from .next_token import token_losses, windows_of_documents
 from .perplexity import is_masked_language_model, position_limit
 from .positions import doubling_edges, in_turn
 from .recall import RECALL_TASKS, answer_prompts, make_prompts
 from .recall.measure import by_depth
 from .side_by_side import Measurement
-
-HEADLINES = ("acc_norm", "acc")  # of a task's metrics the first that it has stands for it
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,14 @@ class SuiteOptions:
         texts: documents of `language`, and the haystack of `recall`; without them that has one of its own.
         length: tokens of the windows of `language`. num_windows: how many of them, the first.
         recall_tasks: names in `RECALL_TASKS`; none: all of them. lengths: tokens of their prompts. num_samples: how
-            many questions for each task and length. positions: that a prompt of theirs and each answer may take beside
-            those of the model; None: these alone.
+            many questions for each task and length.
+        positions: that a window, or a prompt and each answer, may take beside those of the model; None: these alone.
         tasks: names of files in `task_files`; none: all of them. task_dir: a folder with their rows; None: the Hub.
         limit: the first items of each task; None: all.
         long_prompts: tasks run again with as many examples as make each prompt longer than this; None: they do not.
         num_generated: items of each task whose answer is generated, too; None: all.
-        batch_size: sequences per forward of tasks and recall. seed: makes prompts of recall and chooses examples.
+        batch_size: windows or prompts per forward; of long windows as many as have 16,384 tokens.
+        seed: makes prompts of recall and chooses examples.
         progress: show bars of recall; the harness shows its own.
     """
 
@@ -86,12 +86,12 @@ def language(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: Suit
     many texts as there are, then their next ones. Positions come in the buckets of `doubling_edges`.
     """
     require("texts", len(options.texts), bool(options.texts), "text files to read")
-    limit = position_limit(model)
-    fits = limit is None or options.length <= limit
-    require("length", options.length, fits, f"2 to {limit}, the positions that the model has")
+    options = limited(model, ["language"], options)
     windows, documents = windows_of_documents(tokenizer, options.texts, options.length)
     chosen = in_turn(documents)[: options.num_windows]
-    losses = token_losses(model, windows[chosen], documents[chosen], progress=options.progress).losses
+    losses = token_losses(
+        model, windows[chosen], documents[chosen], batch_size=options.batch_size, progress=options.progress
+    ).losses
     tokens = (options.length,) * len(chosen)
     found = [Measurement("language", "text", "perplexity", tuple(losses.mean(1).tolist()), tokens, False, True)]
     for first, end in pairwise(doubling_edges(options.length)):
@@ -107,11 +107,11 @@ def recall(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteO
 
     What it writes comes by quarters of the depths of the needle too, as rows with a `depth` in their facts.
     """
-    found, positions = [], fewest(options.positions, position_limit(model))
+    found, options = [], limited(model, ["recall"], options)
     for name, length in product(options.recall_tasks or RECALL_TASKS, options.lengths):
         prompts = make_prompts(
             name, tokenizer, length, count=options.num_samples, seed=options.seed, haystack=options.texts or None,
-            positions=positions,
+            positions=options.positions,
         )  # fmt: skip
         answers = answer_prompts(model, tokenizer, prompts, batch_size=options.batch_size, progress=options.progress)
         tokens = tuple(len(prompt.prompt_ids) for prompt in prompts)
@@ -127,6 +127,16 @@ def recall(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteO
     return found
 
 
+def limited(model: nn.Module, suites: Iterable[str], options: SuiteOptions) -> SuiteOptions:
+    """Return options with no more positions than the model has; `OptionError` for a length of a suite beyond them."""
+    limit = fewest(options.positions, position_limit(model))
+    for name, lengths in (LENGTHS[suite](options) for suite in suites):
+        for length in lengths:
+            fits = limit is None or length <= limit
+            require(name, length, fits, f"at most {limit}, the positions that the models have")
+    return dataclasses.replace(options, positions=limit)
+
+
 def fewest(*positions: int | None) -> int | None:
     """Return the least of some limits, None where there is none."""
     return min((limit for limit in positions if limit is not None), default=None)
@@ -134,19 +144,26 @@ def fewest(*positions: int | None) -> int | None:
 
 def tasks(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteOptions) -> list[Measurement]:
     """Return each task's metrics without examples, and with as many as make prompts long."""
-    found = []
+    found, options = [], limited(model, ["tasks"], options)
     names = options.tasks or task_names(options.task_files)
     for task in [load_task(name, options.task_files, options.task_dir) for name in names]:
         for longer_than in dict.fromkeys((None, options.long_prompts)):
             run = run_task(
                 model, tokenizer, task, limit=options.limit, longer_than=longer_than,
                 num_generated=options.num_generated, batch_size=options.batch_size, seed=options.seed,
+                positions=options.positions,
             )  # fmt: skip
             found += _task_measurements(run, longer_than is not None)
     return found
 
 
 SUITES: dict[str, Suite] = {"language": language, "recall": recall, "tasks": tasks}
+# suite -> the option that says how long its windows or prompts are, and these lengths
+LENGTHS: dict[str, Callable[[SuiteOptions], tuple[str, Iterable[int]]]] = {
+    "language": lambda options: ("length", [options.length]),
+    "recall": lambda options: ("lengths", options.lengths),
+    "tasks": lambda options: ("long_prompts", [options.long_prompts or 0]),
+}
 ALL = "all"
 
 
@@ -161,11 +178,16 @@ def suite_names(name: str) -> list[str]:
 
 
 def measure(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, suites: Iterable[str], options: SuiteOptions
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, suites: Collection[str], options: SuiteOptions
 ) -> list[Measurement]:
-    """Return what one causal language model, patched or not, comes to; `OptionError` for a masked one."""
+    """Return what one causal language model, patched or not, comes to.
+
+    Raises:
+        OptionError: it is a masked one, or a suite's windows or prompts are to be longer than its positions.
+    """
     if is_masked_language_model(model):
         raise OptionError("suite needs a causal language model, got a masked one; give files alone, without suite")
+    options = limited(model, suites, options)
     return [found for name in suites for found in SUITES[name](model, tokenizer, options)]
 
 

@@ -29,6 +29,7 @@ from ..atomic_io import write_text
 from ..config import require
 from ..errors import CheckpointError, did_you_mean
 from ..evaluation import Fidelity, LongLosses, MemoryRow, SpeedRow, crossover_length
+from ..versions import installed_version
 from .classifiers import MetricRow, ReadingRow
 from .samples import TextSample
 
@@ -326,13 +327,11 @@ def collect_provenance(
     seed: int, command: str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Provenance:
     """Return the versions, device and commit of this process; `device` and `dtype` are those of the measured model."""
-    import accelerate  # of the extra [train]; reports are read and plans are drawn without it
-
     return Provenance(
         python=platform.python_version(),
         torch=torch.__version__,
         transformers=transformers.__version__,
-        accelerate=accelerate.__version__,
+        accelerate=installed_version("accelerate") or "not installed",
         hf_linattn=hf_linattn.__version__,
         device=_device_name(torch.device(device)),
         num_threads=torch.get_num_threads(),

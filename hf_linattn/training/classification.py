@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_linattn.config import require_finite
 from hf_linattn.errors import DataError, OptionError, did_you_mean
 from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.evaluation.label_metrics import REGRESSION, SEVERAL, SINGLE, chosen_metrics, label_scores
@@ -140,7 +141,7 @@ class SequenceClassification(Task):
         self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, batch_size: int,
         windows: DocumentWindows | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return the logits [B, K] of texts and their labels."""
+        """Return the logits [B, K] of texts and their labels; `OptionError` for logits that are not finite."""
         collator: Any = PaddingCollator.of(encoder.tokenizer, model.config)
         rows, found = self.encode(test, encoder, model.config), []
         batches: Any = DataLoader(rows, batch_size, collate_fn=collator)  # type: ignore[arg-type]
@@ -149,7 +150,9 @@ class SequenceClassification(Task):
                 inputs = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
                 logits = model(**inputs).logits if windows is None else windows.pooled_logits(model, inputs)
                 found.append(logits.double().cpu())
-        return torch.cat(found), rows["labels"][:]
+        logits = torch.cat(found)
+        require_finite("logits", logits[~logits.isfinite()].tolist())
+        return logits, rows["labels"][:]
 
     def samples(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, count: int) -> list[Sample]:
         """Return what the model says of texts from all over the split, which may be sorted by class."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -21,12 +22,13 @@ KNOWN = {"label2id": {"no": 0, "yes": 1}, "id2label": {0: "no", 1: "yes"}}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A classifier with 8 positions, its converted form with 24, a classifier of numbers, and rows."""
+    """A classifier with 8 positions, its converted form with 24, a classifier of numbers, a broken one, and rows."""
     folder = tmp_path_factory.mktemp("eval")
     models = {
         name: make_model("bert", "ForSequenceClassification", std=0.6, max_position_embeddings=8, **options)
-        for name, options in {"original": KNOWN, "number": {"num_labels": 1}}.items()
+        for name, options in {"original": KNOWN, "number": {"num_labels": 1}, "broken": KNOWN}.items()
     }
+    models["broken"].classifier.weight.data.fill_(math.nan)
     models["converted"] = patch_model(extend_positions(make_model(
         "bert", "ForSequenceClassification", std=0.6, max_position_embeddings=8, **KNOWN
     ), 24), "linear")  # fmt: skip
@@ -92,6 +94,7 @@ def test_numbers_are_scored_by_their_correlation(folder):
         ("original", "one.jsonl", ("--metrics", "pearson"), "metric 'pearson' is of regression"),
         ("original", "one.jsonl", ("--label_column", "labels"), "label_column='labels' is not a column"),
         ("original", "missing.jsonl", (), "does not exist or is not a file"),
+        ("broken", "one.jsonl", (), "logits must be finite, or the model is broken: .* got .nan."),
         ("number", "one.jsonl", (), "holds string; name a column of numbers"),
         ("original", "one.jsonl", ("--suite", "language"), "which predicts no tokens and has no perplexity"),
         ("question", "one.jsonl", (), "BertForQuestionAnswering, which predicts no tokens"),

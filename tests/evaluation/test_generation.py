@@ -33,8 +33,11 @@ def test_a_model_that_is_right_writes_the_same_in_every_way(mechanism):
     assert check_generation(model, PROMPTS, **QUICK).perplexity is None
 
 
-def test_a_wrong_cache_shows():
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_wrong_cache_shows(use_cache):
+    """In a checkpoint that says it wants none, too."""
     model = patch_model(make_model("llama", std=0.4), "streaming", window_size=4)
+    model.generation_config.use_cache = use_cache
     real = type(model.model.layers[0].self_attn.hf_linattn).causal_sequences
 
     def forgetful(self, query, key, value, lengths, state, *rest, **options):
@@ -72,6 +75,7 @@ def test_a_token_that_would_end_the_text_is_never_written_nor_expected():
     [
         (False, "num_beams", 4),
         (False, "no_repeat_ngram_size", 1),
+        (False, "cache_implementation", "quantized"),
         (True, "no_repeat_ngram_size", 1),
         (True, "min_p", 0.9),
         (True, "typical_p", 0.1),

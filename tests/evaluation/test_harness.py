@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,17 @@ def test_scores_and_answers_are_those_of_a_loop_over_items(task_dir, model, toke
         assert run.answers[i].generated.split() == text.split()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_new_tokens", 40), ("repetition_penalty", 9.0), ("num_beams", 3), ("cache_implementation", "quantized")],
+)
+def test_what_a_checkpoint_says_of_generation_changes_no_answer(name, value, task_dir, model, tokenizer, monkeypatch):
+    task = load_task("piqa", TASK_FILES, task_dir)
+    wanted = run_task(model, tokenizer, task, limit=2, num_generated=None)
+    monkeypatch.setattr(model.generation_config, name, value)
+    assert run_task(model, tokenizer, task, limit=2, num_generated=None) == wanted
+
+
 def test_generated_text_is_compared_with_the_choices(task_dir, model, tokenizer, monkeypatch):
     rows = rows_of("piqa")
     said = [row["sol1"] if i % 2 else f"{row['sol2']} and more" for i, row in enumerate(rows)]
@@ -200,6 +212,69 @@ def test_generated_text_is_compared_with_the_choices(task_dir, model, tokenizer,
     run = run_task(model, tokenizer, load_task("piqa", TASK_FILES, task_dir), num_generated=None)
     expected = [None, None, None, *(0 if i % 2 else 1 for i in range(3, len(rows)))]
     assert [answer.written for answer in run.answers] == expected
+
+
+# task that has no file of ours -> where the harness has it, a row
+OWN_TASKS: dict[str, tuple[str, Any]] = {
+    "winogrande": (
+        "winogrande/default.yaml",
+        lambda i: {"sentence": f"{words(3 + i % 3, i)} _ {words(2 + i % 2, i + 1)}", "option1": words(1, i + 2),
+                   "option2": words(2, i + 3), "answer": "12"[i % 2]},
+    ),
+    "mrpc": ("glue/mrpc/default.yaml", lambda i: {"sentence1": words(4, i), "sentence2": words(3, i), "label": i % 2}),
+    "cola": ("glue/cola/default.yaml", lambda i: {"sentence": words(5, i), "label": i % 2}),
+    "gsm8k": ("gsm8k/gsm8k.yaml", lambda i: {"question": words(5, i), "answer": f"{words(3, i)}\n#### {i}"}),
+}  # fmt: skip
+
+
+def own_task(name: str, folder: Path, count: int = 8) -> Any:
+    """A task of a file that a user wrote, and its rows."""
+    include, row = OWN_TASKS[name]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row(i)) + "\n" for i in range(count)))
+    data = {"dataset_kwargs": {"data_files": {split: "rows.jsonl" for split in ("train", "validation", "test")}}}
+    file = {"include": include, "dataset_path": "json", "dataset_name": None, **data}
+    (folder / f"{name}.yaml").write_text(json.dumps(file))
+    return load_task(name, folder, folder)
+
+
+def test_a_task_with_each_choice_in_a_prompt_of_its_own(tmp_path, model, tokenizer):
+    task = own_task("winogrande", tmp_path)
+    run = run_task(model, tokenizer, task, num_generated=None)
+    for i, answer in enumerate(run.answers):
+        row, scores = OWN_TASKS["winogrande"][1](i), []
+        end = tokenizer(row["sentence"].split("_ ")[1])["input_ids"]
+        for option in (row["option1"], row["option2"]):
+            ids = tokenizer(row["sentence"].split("_")[0] + option)["input_ids"]
+            logits = logits_of(model, torch.tensor([ids + end])).double().log_softmax(-1)[0, len(ids) - 1 : -1]
+            scores.append(float(logits.gather(-1, torch.tensor(end)[:, None]).sum()))
+        chosen = scores.index(max(scores))
+        assert (answer.target, answer.chosen, answer.generated) == (i % 2, chosen, None)
+        assert run.values["acc"][i] == (chosen == i % 2) and run.num_choices[i] == 2
+    assert len(set(run.values["acc"])) == 2
+    assert min(run_task(model, tokenizer, task, limit=2, longer_than=20).prompt_tokens) > 20
+
+
+def test_metrics_of_all_items_together_are_left_out(tmp_path, model, tokenizer):
+    assert [*run_task(model, tokenizer, own_task("mrpc", tmp_path), limit=3).values] == ["acc"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cola", "task 'cola' is of output_type 'multiple_choice' with the metrics mcc; take one of loglikelihood or"),
+        ("gsm8k", "task 'gsm8k' is of output_type 'generate_until' with the metrics exact_match; take one of logl"),
+    ],
+)
+def test_a_task_without_choices_or_accuracy_is_refused_before_it_runs(name, message, tmp_path):
+    with pytest.raises(DataError, match=message):
+        own_task(name, tmp_path)
+
+
+def test_likelihoods_that_are_not_finite_are_refused(task_dir, tokenizer):
+    model = make_model("llama", max_position_embeddings=256)
+    model.model.norm.weight.data.fill_(math.nan)
+    with pytest.raises(OptionError, match=r"^log_likelihood must be finite, .*, got \[nan\]$"):
+        run_task(model, tokenizer, load_task("piqa", TASK_FILES, task_dir), limit=2)
 
 
 def broken(folder: Path, text: str) -> Path:
@@ -228,8 +303,10 @@ def test_what_is_missing_or_malformed_is_named(task_dir, model, tokenizer, tmp_p
     with pytest.raises(DataError, match="longer_than=2000: the 11 examples that task 'copa' has make no prompt"):
         run_task(model, tokenizer, task, longer_than=2000)
     short = make_model("llama", max_position_embeddings=24)
-    with pytest.raises(OptionError, match=r"task 'piqa' has prompts of \d+ tokens with the answer, and the model 24"):
-        run_task(short, tokenizer, load_task("piqa", TASK_FILES, task_dir))
+    patched = patch_model(make_model("llama", max_position_embeddings=256), "synthesizer", max_length=24)
+    for read, positions in ((short, None), (patched, None), (model, 24)):
+        with pytest.raises(OptionError, match=r"'piqa' has prompts of \d+ tokens with the answer, and the model 24"):
+            run_task(read, tokenizer, load_task("piqa", TASK_FILES, task_dir), positions=positions)
     for name in ("limit", "longer_than", "batch_size"):
         with pytest.raises(OptionError, match=f"{name} must be"):
             run_task(model, tokenizer, task, **{name: 0})

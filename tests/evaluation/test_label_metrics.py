@@ -55,6 +55,14 @@ def test_metrics_of_several_labels_are_their_formulas():
     assert scores["accuracy"] == 2 / 4, "a whole row has to be right"
 
 
+def test_labels_that_nobody_has_do_not_count():
+    wanted, got = [[1, 0, 0, 0], [1, 1, 0, 0]], [[1, 0, 0, 1], [1, 0, 0, 0]]
+    scores = label_scores(SEVERAL, got, wanted)
+    assert (scores["macro_f1"], scores["micro_f1"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    nothing = label_scores(SEVERAL, [[0, 0]] * 3, [[0, 0]] * 3)
+    assert nothing == {"macro_f1": 0.0, "micro_f1": 0.0, "accuracy": 1.0}
+
+
 def test_metrics_of_numbers_are_their_formulas():
     wanted, got = np.array([1.0, 2.5, -3.0, 4.0, 0.5]), np.array([0.5, 2.0, -1.0, 9.0, 0.0])
     names = [*DEFAULT_METRICS[REGRESSION], "mean_squared_error"]

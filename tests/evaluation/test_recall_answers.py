@@ -114,6 +114,13 @@ def test_what_is_written_is_the_greedy_continuation(model, prompts):
         assert answer["written"] == tokenizer.decode(ids[len(prompt.prompt_ids) :], skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("said", [("use_cache", False), ("cache_implementation", "static")])
+def test_what_a_checkpoint_says_of_caches_changes_nothing(model, prompts, said, monkeypatch):
+    wanted = answer_prompts(model, bundled_tokenizer(), prompts[-1:], progress=False)
+    monkeypatch.setattr(model.generation_config, *said)
+    assert answer_prompts(model, bundled_tokenizer(), prompts[-1:], progress=False) == wanted
+
+
 def test_own_answers_are_the_shortest_continuations_that_hold_the_answer(model, prompts):
     written = [answer["written"] for answer in answer_prompts(model, bundled_tokenizer(), prompts, progress=False)]
     asked = [

@@ -17,10 +17,9 @@ from typer.testing import CliRunner
 from hf_linattn import OptionError, UnknownNameError, patch_model
 from hf_linattn.cli import app
 from hf_linattn.cli.eval import OPTIONS_OF, evaluate
-from hf_linattn.evaluation import position_limit
 from hf_linattn.evaluation.recall import recall
 from hf_linattn.evaluation.side_by_side import SuiteReport, compare, task_means
-from hf_linattn.evaluation.suite import SUITES, SuiteOptions, exact_window, fewest, measure, suite_names
+from hf_linattn.evaluation.suite import SUITES, SuiteOptions, exact_window, measure, suite_names
 from hf_linattn.evaluation.suite_table import means_table, suite_table
 from tests.evaluation.test_harness import TASK_FILES, rows_of, task_dir, tokenizer, words
 from tests.evaluation.test_paired import QUANTILE
@@ -147,6 +146,16 @@ def test_loss_by_position_is_read_from_the_first_windows_of_all_texts(tokenizer)
         assert one.values == pytest.approx(expected, rel=1e-4) and not one.higher_is_better
 
 
+def test_windows_are_read_as_many_at_a_time_as_asked(options, tokenizer):
+    sizes, model = [], make_original()
+    model.model.register_forward_pre_hook(
+        lambda _, args, given: sizes.append(len(given["input_ids"])), with_kwargs=True
+    )
+    for batch_size in (2, 5):
+        measure(model, tokenizer, ["language"], dataclasses.replace(options, batch_size=batch_size))
+    assert sizes == [2, 2, 1, 5]
+
+
 def test_tasks_side_by_side_are_what_each_model_scores_alone(models, measured, tokenizer):
     piqa = next(row for row in compare(measured, WINDOW) if row.metric == "acc")
     right: dict[str, list[float]] = {role: [] for role in models}
@@ -202,18 +211,32 @@ def test_recall_is_what_its_own_function_returns(spelling):
     assert all(row.longer_than_window == 1 and 200 < row.prompt_tokens[0] < 256 for row in rows)
 
 
-def test_models_of_unlike_positions_have_the_same_prompts(spelling):
-    """Those that the original has positions for, as the command line asks."""
-    options = SuiteOptions(recall_tasks=("single_uuid", "single_noise"), lengths=(256,), num_samples=2)
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory, spelling) -> dict[str, Path]:
+    """Models of 256 positions, of 512 and of any number."""
+    root, size = tmp_path_factory.mktemp("unlike"), {"vocab_size": len(spelling)}
     models = {
-        role: make_model("gpt2", n_positions=positions, vocab_size=len(spelling))
-        for role, positions in (("original", 256), ("converted", 512))
+        "256": make_model("gpt2", n_positions=256, **size),
+        "512": make_model("gpt2", n_positions=512, **size),
+        "any": make_original(**size),
+        "any, then 256": patch_model(make_original(**size), "synthesizer", max_length=256),
     }
-    measured = {}
-    for role, model in models.items():
-        options = dataclasses.replace(options, positions=fewest(options.positions, position_limit(model)))
-        measured[role] = measure(model, spelling, ["recall"], options)
-    assert compare(measured, None)
+    for name, model in models.items():
+        model.save_pretrained(root / name)
+        spelling.save_pretrained(root / name)
+    return {name: root / name for name in models}
+
+
+@pytest.mark.parametrize(("original", "converted"), [("256", "512"), ("512", "256"), ("any", "any, then 256")])
+def test_models_of_unlike_positions_have_the_same_prompts(original, converted, unlike, tmp_path, monkeypatch):
+    """Those that all have positions for, which is known before one is measured."""
+    models = unlike[converted], "--original", unlike[original], "--output", tmp_path / "found.json"
+    asked = "--recall", "single_noise", "--samples", 2, "--lengths"
+    found = json.loads(run(*models, "--suite", "recall", *asked, 256, "--json"))
+    assert all(row["original"] and max(row["prompt_tokens"]) < 256 for row in found["rows"])
+    monkeypatch.setitem(SUITES, "recall", None)
+    longer = run(*models, "--suite", "recall", *asked, "128,257", code=1)
+    assert "lengths must be at most 256, the positions that the models have, got 257" in longer
 
 
 def test_models_measured_on_other_items_are_refused(options, tokenizer):
@@ -233,8 +256,10 @@ def test_options_and_suites_are_checked(options, tokenizer):
     with pytest.raises(OptionError, match="texts must be text files to read, got 0"):
         measure(make_model("llama"), tokenizer, ["language"], SuiteOptions())
     longer = dataclasses.replace(options, length=65)
-    with pytest.raises(OptionError, match="length must be 2 to 64, the positions that the model has, got 65"):
+    with pytest.raises(OptionError, match="length must be at most 64, the positions that the models have, got 65"):
         measure(make_model("gpt2"), tokenizer, ["language"], longer)
+    with pytest.raises(OptionError, match="long_prompts must be at most 20, the positions that the models"):
+        measure(make_model("llama"), tokenizer, ["tasks"], dataclasses.replace(options, positions=20))
     with pytest.raises(OptionError, match="suite needs a causal language model, got a masked one"):
         measure(make_model("bert"), tokenizer, ["language"], options)
     for name in ("length", "limit", "long_prompts", "num_windows", "batch_size", "num_samples"):
@@ -251,7 +276,7 @@ def test_the_command_writes_what_it_shows(folders, task_dir, tmp_path, monkeypat
     made = "--recall", "single_text", "--lengths", 160, "--samples", 2
     shared = "--max-length", 16, "--long-prompts", 100, "--output", output
     shown = run(folders["converted"], text, "--suite", "all", *beside, *flags, *made, *shared)
-    assert left == [0, 0, 0], "one model is in memory at a time"
+    assert left == [0] * 6, "one model is in memory at a time"
     document = json.loads(output.read_text())
     assert document["window"] == WINDOW and document["provenance"]["command"].startswith("hf-linattn")
     fields = {field.name for field in dataclasses.fields(SuiteReport)}

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import re
+import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import transformers
 import hf_linattn
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.evaluation import MemoryRow, SpeedRow, Spread
-from hf_linattn.report import Evaluation, Perplexities, Report, Training, collect_provenance
+from hf_linattn.report import Evaluation, Perplexities, Report, Training, collect_provenance, schema
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +148,13 @@ def test_provenance_states_this_process():
     assert provenance.num_threads == torch.get_num_threads() and provenance.device.startswith("CPU")
     assert provenance.git_commit is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", provenance.git_commit)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", provenance.date)
+
+
+def test_a_package_that_is_not_there_is_said_so_and_none_is_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    assert collect_provenance(0, "command").accelerate == version("accelerate")
+    monkeypatch.setattr(schema, "installed_version", lambda package: None)
+    assert collect_provenance(0, "command").accelerate == "not installed"
 
 
 def test_no_git_no_commit(monkeypatch):
