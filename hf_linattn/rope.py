@@ -67,6 +67,8 @@ class Rotation:
         kind = kinds.get(self.layer_type) if isinstance(kinds, Mapping) else kinds
         if kind in CHANGING:
             return f"its rope type {kind!r} turns the same position differently in longer inputs"
+        if getattr(self.embedding, "mrope_section", None):
+            return "its positions have several axes (mrope_section), and do not count tokens where there are images"
         if self.hindrance is not None or device.type == "meta":
             return self.hindrance
         heads = torch.linspace(-1, 1, 2 * head_dim, device=device, dtype=torch.float32).view(1, 1, 2, head_dim)

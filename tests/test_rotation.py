@@ -41,7 +41,12 @@ HINDERED = {
         {"layer_rope_theta": [1e4, 5e5], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         "layer_rope_theta gives it another base",
     ),
-}
+    "qwen3_vl_text": (
+        {"head_dim": 8, "num_key_value_heads": 2,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+        r"positions have several axes \(mrope_section\).*; use (rotation='kept'|positions='model')",
+    ),
+}  # fmt: skip
 
 
 def make(name, **options):
