@@ -56,8 +56,11 @@ class Rotation:
         return self.embedding(like, position, *extra)
 
     def _angles(self, heads: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of a turn by `steps`, without the factor that some rope types give both."""
-        cosine, sine = self.embed(heads, steps.expand(len(heads), -1))
+        """Return the cosines and sines of a turn by `steps`, without the factor that some rope types give both.
+
+        Where Accelerate spreads a model over devices, its embedding may lie on another one than the heads.
+        """
+        cosine, sine = (x.to(heads.device) for x in self.embed(heads, steps.expand(len(heads), -1)))
         factor = getattr(self.embedding, "attention_scaling", 1.0)
         return cosine / factor, sine / factor
 

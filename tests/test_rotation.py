@@ -75,6 +75,16 @@ def test_back_gives_what_the_model_gives_at_the_earlier_position(name):
         assert not torch.allclose(here, earlier, atol=1e-2)
 
 
+def test_heads_turn_back_where_they_lie_whatever_device_the_embedding_is_on():
+    """As with Accelerate's hook, which leaves what the embedding returns on its own device."""
+    model = make("llama", **FAMILIES["llama"])
+    rotation, heads = rotations(model)[1], torch.randn(2, 4, 5, 8, device="meta")
+    at_home = lambda module, args, angles: tuple(torch.ones(x.shape) for x in angles)  # noqa: E731
+    rotation.embedding.register_forward_hook(at_home)
+    turned = rotation.back(heads, torch.zeros(2, 5, dtype=torch.long, device="meta"))
+    assert turned.device == heads.device and turned.shape == heads.shape
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_models_without_rotary_positions_have_none(name):
     model = AutoModel.from_config(AutoConfig.for_model(name))
