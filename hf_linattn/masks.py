@@ -65,7 +65,7 @@ def key_columns(mask: Tensor, sizes: MaskSizes) -> Tensor:
         )
     if width <= sizes.keys:
         return mask[:, :]
-    first = sizes.key_offset
+    first: Any = sizes.key_offset
     if isinstance(sizes.query_offset, Tensor):  # keys of a static cache: the first, or those of a window that is full
         first = sizes.query_offset + sizes.queries - sizes.keys
     return _columns(mask, first, sizes.keys)
