@@ -28,7 +28,8 @@ class AttentionCall(NamedTuple):
     query [B, H, N, D], key [B, Hkv, N, D], value [B, Hkv, N, Dv], key_padding_mask [B, N] or None, sequence_ids [B, N]
     or None. exact: the sliding window, the soft cap, the dropout and the sink of the model's own attention. cross:
     whether the keys are an encoder's tokens, as many as they may be, and the mask says nothing of queries.
-    hidden_states: the layer's input [B, N, E], where its mechanism reads it.
+    hidden_states: the layer's input [B, N, E], where its mechanism reads it. first_query: across, how many tokens of
+    the decoder stand before the queries.
     """
 
     query: Tensor
@@ -39,6 +40,7 @@ class AttentionCall(NamedTuple):
     exact: dict[str, Any]
     cross: bool = False
     hidden_states: Tensor | None = None
+    first_query: Any = None
 
     @property
     def real(self) -> Tensor | None:
@@ -57,11 +59,12 @@ class AttentionCall(NamedTuple):
         mask, ids = take(self.key_padding_mask), take(self.sequence_ids)
         query, key, value = (x[chosen] for x in (self.query, self.key, self.value))
         hidden = None if self.hidden_states is None else self.hidden_states[chosen]
-        return AttentionCall(query, key, value, mask, ids, self.exact, self.cross, hidden)
+        return AttentionCall(query, key, value, mask, ids, self.exact, self.cross, hidden, self.first_query)
 
     def options(self, mechanism: Mechanism) -> dict[str, Any]:
         """Return what the mechanism takes of the call beside its heads and masks."""
-        return mechanism.keywords({**self.exact, "hidden_states": self.hidden_states})
+        given = {"hidden_states": self.hidden_states, "first_query": self.first_query}
+        return mechanism.keywords({**self.exact, **given})
 
     def run(self, mechanism: Mechanism) -> Tensor:
         """Return the mechanism's answer [B, H, N, Dv]; no state is made."""
@@ -177,7 +180,8 @@ def _refuse_replica(mechanism: Mechanism) -> None:
 class ModuleCall:
     """One call of an attention module: the cache layer that belongs to it, None without a cache.
 
-    read: how many tokens it had read before, a tensor in a static cache that has begun.
+    read: how many tokens it had read before, a tensor in a static cache that has begun; across, how many the decoder's
+    own attention has read, the new ones too.
     consumed: whether the new keys in it were attended to, by a mechanism that keeps a state of them.
     hidden_states: the input of the module [B, N, E], where its mechanism reads it; None where it was called without.
     """
@@ -187,6 +191,10 @@ class ModuleCall:
         self.layer: Any = None
         self.read: Any = None
         self.hidden_states: Tensor | None = None
+
+    def first_query(self, count: int) -> Any:
+        """Return, across, how many tokens of the decoder stand before the `count` queries; None without its cache."""
+        return None if self.read is None else self.read - count
 
     def keep_input(self, mechanism: Mechanism, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep what the module is called with for a mechanism that reads it."""

@@ -24,13 +24,15 @@ def keeps_states(mechanism: Mechanism) -> bool:
 
 
 def find_layer(module: nn.Module, mechanism: Mechanism, given: Cache) -> tuple[Any, Any]:
-    """Return a module's layer of the cache that it is given, a state layer if a state is kept, and its length.
+    """Return a module's layer of the cache that it is given, a state layer if a state is kept, and what was read.
 
-    Both are None without one. The length is None where the new tokens are already in it.
+    The layer is None without one. What was read is its length, None where the new tokens are already in it; across, it
+    is the length of the decoder's own layer, whose attention runs first.
     """
     across = mechanism.layer.cross
+    decoded = _decoded(module, given) if across else None
     if (cache := _side_of(given, across)) is None:
-        return None, None
+        return None, decoded
     if (lender := lender_of(module)) is not None:
         return _shared_layer(module, mechanism, cache, lender), None
     index: Any = module.layer_idx
@@ -41,7 +43,14 @@ def find_layer(module: nn.Module, mechanism: Mechanism, given: Cache) -> tuple[A
             kind = EncoderStateLayer if across else StateLayer
             cache.layers[index] = kind.adopt(cache.layers[index])
         cache.layers[index].expected = True
-    return cache.layers[index], cache.layers[index].get_seq_length()
+    return cache.layers[index], decoded if across else cache.layers[index].get_seq_length()
+
+
+def _decoded(module: nn.Module, given: Cache) -> Any:
+    """Return how many tokens of the decoder its own attention has read; None if it keeps none."""
+    own: Any = _side_of(given, False)
+    read = own.get_seq_length(getattr(module, "layer_idx", 0) or 0)
+    return read if isinstance(read, Tensor) else read or None
 
 
 def _shared_layer(module: nn.Module, mechanism: Mechanism, cache: Cache, lender: int) -> Any:

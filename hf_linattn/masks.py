@@ -58,15 +58,30 @@ class MaskSizes(NamedTuple):
 
 
 def key_columns(mask: Tensor, sizes: MaskSizes) -> Tensor:
-    """Return the columns of the caller's 2-D mask that belong to the keys; refuse one of another batch or length."""
-    if is_recorded():
-        return mask[:, -sizes.keys :]
-    if mask.shape[0] != sizes.batch or (sizes.seen is not None and mask.shape[1] < sizes.seen):
+    """Return the columns of a 2-D mask that belong to the keys; refuse one of another batch or length.
+
+    It has a column for each token of a row, and may have more for tokens to come. One as wide as the keys is theirs:
+    behind a static cache `generate` makes masks so, and then gives them to the model, which asks again.
+    """
+    width, seen = mask.shape[1], sizes.seen
+    if not is_recorded() and (mask.shape[0] != sizes.batch or (width < (seen or 0) and width != sizes.keys)):
         raise UnsupportedModeError(
             f"attention_mask is {tuple(mask.shape)}, but the call has a batch of {sizes.batch} with"
-            f" {sizes.seen or sizes.keys} tokens a row, those in the cache counted; give it a column for each of them"
+            f" {seen or sizes.keys} tokens a row, those in the cache counted; give it a column for each of them"
         )
-    return mask[:, : sizes.seen][:, -sizes.keys :]
+    if width <= sizes.keys:
+        return mask[:, :]
+    first: Any = sizes.key_offset
+    if isinstance(sizes.query_offset, Tensor):  # keys of a static cache: the first, or those of a window that is full
+        first = sizes.query_offset + sizes.queries - sizes.keys
+    return _columns(mask, first, sizes.keys)
+
+
+def _columns(mask: Tensor, first: Any, count: int) -> Tensor:
+    """Return `count` columns of a mask from that place on, or the nearest that it has."""
+    if not isinstance(first, Tensor):
+        return mask[:, first:][:, :count]
+    return mask.index_select(1, torch.arange(count, device=mask.device) + first.clamp(0, mask.shape[1] - count))
 
 
 def handed_on(columns: Tensor, sizes: MaskSizes) -> Tensor | None:
@@ -80,9 +95,7 @@ def handed_on(columns: Tensor, sizes: MaskSizes) -> Tensor | None:
     unsure = sizes.seen is None and isinstance(sizes.query_offset, int) and sizes.queries > 1
     last = 0
     if is_known(columns) and (columns.device.type == "cpu" or not step):
-        own = columns[:, -sizes.queries :]
-        if step:
-            own = columns.index_select(1, sizes.query_offset.view(1).clamp(max=columns.shape[1] - 1))
+        own = _columns(columns, sizes.query_offset - sizes.key_offset, sizes.queries)
         real = int(2 * columns.all() + own.all())
         if real == 3 and unsure:
             setattr(columns, UNMASKED, True)
@@ -179,6 +192,8 @@ def mask_of_rule(key_mask: Tensor | None, sizes: MaskSizes, options: Mapping[str
         mask = sdpa_mask(**whole, attention_mask=key_mask)
     setattr(mask, RULE, rule)
     if found and mask.shape[2] == sizes.queries:  # others than softmax do not ask how wide a layer's window is
+        if found[0][0] and columns is not None:  # without those of tokens to come
+            columns = columns[:, : int(sizes.query_offset) + sizes.queries - sizes.key_offset]
         setattr(mask, WINDOW, (found[0][0], columns))
     _MADE.masks = [x for x in getattr(_MADE, "masks", ()) if x() is not None] + [weakref.ref(mask)]
     return mask

@@ -56,8 +56,11 @@ class Rotation:
         return self.embedding(like, position, *extra)
 
     def _angles(self, heads: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of a turn by `steps`, without the factor that some rope types give both."""
-        cosine, sine = self.embed(heads, steps.expand(len(heads), -1))
+        """Return the cosines and sines of a turn by `steps`, without the factor that some rope types give both.
+
+        Where Accelerate spreads a model over devices, its embedding may lie on another one than the heads.
+        """
+        cosine, sine = (x.to(heads.device) for x in self.embed(heads, steps.expand(len(heads), -1)))
         factor = getattr(self.embedding, "attention_scaling", 1.0)
         return cosine / factor, sine / factor
 
@@ -67,6 +70,8 @@ class Rotation:
         kind = kinds.get(self.layer_type) if isinstance(kinds, Mapping) else kinds
         if kind in CHANGING:
             return f"its rope type {kind!r} turns the same position differently in longer inputs"
+        if getattr(self.embedding, "mrope_section", None):
+            return "its positions have several axes (mrope_section), and do not count tokens where there are images"
         if self.hindrance is not None or device.type == "meta":
             return self.hindrance
         heads = torch.linspace(-1, 1, 2 * head_dim, device=device, dtype=torch.float32).view(1, 1, 2, head_dim)

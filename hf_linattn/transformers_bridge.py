@@ -281,7 +281,7 @@ def attention_forward(
         return output.transpose(1, 2).contiguous(), None
     _require_as_patched(mechanism, query, is_causal)
     if mechanism.layer.cross:
-        return _attend_across(mechanism, layer, query, key, value, key_padding_mask, scaling, exact), None
+        return _attend_across(module, mechanism, layer, query, key, value, key_padding_mask, scaling, exact), None
     query = _scaled(query, scaling, mechanism)
     positions = kwargs.get(POSITIONS) if position_ids is None or position_ids.dim() != 2 else position_ids
     ids = once(sequence_ids, positions, cu_seq_lens_q, key_padding_mask, query.shape[2], key.shape[2])
@@ -339,6 +339,7 @@ def _scaled(query: Tensor, scaling: float | None, mechanism: Mechanism) -> Tenso
 
 
 def _attend_across(
+    module: nn.Module,
     mechanism: Mechanism,
     layer: Any,
     query: Tensor,
@@ -349,7 +350,9 @@ def _attend_across(
     exact: dict[str, Any],
 ) -> Tensor:
     """Attend to an encoder's tokens [B, Hkv, Nk, D], or to what the cache layer keeps of them: [B, Nq, H, Dv]."""
-    call = AttentionCall(_scaled(query, scaling, mechanism), key, value, key_padding_mask, None, exact, cross=True)
+    first = running.first_query(query.shape[2]) if (running := current_call(module)) else None
+    query = _scaled(query, scaling, mechanism)
+    call = AttentionCall(query, key, value, key_padding_mask, None, exact, cross=True, first_query=first)
     if (interceptor := interceptor_of(mechanism)) is not None:
         mechanism.record_call()
         output = interceptor(call)

@@ -126,6 +126,27 @@ def test_a_cache_that_softmax_filled_is_continued(mechanism):
     assert torch.allclose(got, want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("kept", ["rejected tokens", "the encoder's half", "what softmax filled"])
+def test_a_window_stands_where_the_decoder_does_whatever_its_cache_went_through(kept):
+    source, target = random_tokens(2, 41), random_tokens(2, 17, seed=1)
+    # across in the last layer alone, so that softmax there leaves the same keys in the decoder's own layers
+    window = {"layers": 1, "window_size": 3, "keys_per_query": 2}
+    model = patch_model(bart(), "softmax", cross_attention={"local": window})
+    want, cache = logits(model, source, target), EncoderDecoderCache(DynamicCache(), DynamicCache())
+    if kept == "rejected tokens":
+        logits(model, source, torch.cat([target[:, :9], target[:, :4]], dim=1), past_key_values=cache)
+        cache.crop(-4)
+    elif kept == "the encoder's half":
+        logits(model, source, target[:, 5:], past_key_values=cache)
+        cache = EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache)
+        logits(model, source, target[:, :9], past_key_values=cache)
+    else:
+        with original_attention(model):
+            logits(model, source, target[:, :9], past_key_values=cache)
+    got = logits(model, source, target[:, 9:], past_key_values=cache)
+    assert torch.allclose(got, want[:, 9:], rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("move", "argument", "order"),
     [

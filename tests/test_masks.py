@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache, masking_utils
 from transformers.models.llama import modeling_llama
 
-from hf_linattn import UnsupportedModeError, patch_model
+from hf_linattn import UnsupportedModeError, patch_model, transformers_bridge
 from tests.helpers import OPTIONS, assert_close, make_patched, make_tokens
 from tests.models import make_model
 
@@ -161,6 +161,26 @@ def test_columns_of_tokens_to_come_are_left_out_and_missing_ones_refused(mechani
     with pytest.raises(UnsupportedModeError, match=r"attention_mask is \(2, 4\), but the call .* 14 tokens"):
         model(inputs["input_ids"][:, 10:], attention_mask=torch.ones(2, 4), past_key_values=cache.past_key_values)
     assert cache.past_key_values.get_seq_length() == 10
+
+
+@pytest.mark.parametrize(("queries", "keys", "offset", "first"), [(4, 10, 6, 0), (4, 8, 6, 2), (6, 6, 0, 0)])
+def test_a_compiled_mask_has_no_columns_of_tokens_to_come(queries, keys, offset, first):
+    mask = padded(left=True)["attention_mask"].bool()
+    make = torch.compile(transformers_bridge.attention_mask, backend="eager", fullgraph=True)
+    got = make(2, queries, keys, offset, mask, kv_offset=first)
+    assert torch.equal(got, mask[:, first : offset + queries])
+
+
+@torch.no_grad()
+def test_a_rule_behind_a_static_cache_has_no_columns_of_tokens_to_come(ruled):
+    model, inputs = patch_model(make_model("llama", sliding_window=WINDOW), "linear"), padded(left=True)
+    ids, mask = inputs.values()
+    want, cache, start = model(ids, attention_mask=mask).logits, StaticCache(model.config, max_cache_len=LENGTH), 0
+    ruled(PLAIN["window"])
+    for end in (2, 6, 10, LENGTH):  # the window becomes full in the second
+        got, real = model(ids[:, start:end], attention_mask=mask, past_key_values=cache), mask[:, start:end].bool()
+        assert_close(got.logits[real], want[:, start:end][real])
+        start = end
 
 
 WINDOWED = {

@@ -41,7 +41,12 @@ HINDERED = {
         {"layer_rope_theta": [1e4, 5e5], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         "layer_rope_theta gives it another base",
     ),
-}
+    "qwen3_vl_text": (
+        {"head_dim": 8, "num_key_value_heads": 2,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+        r"positions have several axes \(mrope_section\).*; use (rotation='kept'|positions='model')",
+    ),
+}  # fmt: skip
 
 
 def make(name, **options):
@@ -68,6 +73,16 @@ def test_back_gives_what_the_model_gives_at_the_earlier_position(name):
         )
         torch.testing.assert_close(rotation.back(here, steps), earlier, rtol=1e-4, atol=1e-4)
         assert not torch.allclose(here, earlier, atol=1e-2)
+
+
+def test_heads_turn_back_where_they_lie_whatever_device_the_embedding_is_on():
+    """As with Accelerate's hook, which leaves what the embedding returns on its own device."""
+    model = make("llama", **FAMILIES["llama"])
+    rotation, heads = rotations(model)[1], torch.randn(2, 4, 5, 8, device="meta")
+    at_home = lambda module, args, angles: tuple(torch.ones(x.shape) for x in angles)  # noqa: E731
+    rotation.embedding.register_forward_hook(at_home)
+    turned = rotation.back(heads, torch.zeros(2, 5, dtype=torch.long, device="meta"))
+    assert turned.device == heads.device and turned.shape == heads.shape
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])

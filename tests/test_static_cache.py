@@ -122,6 +122,30 @@ def test_layers_that_keep_softmax_with_a_sliding_window_see_no_pads(pieces):
         start = end
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("plan", ["linear", "gated_deltanet", "by layer", "softmax first", "softmax"])
+@torch.no_grad()
+def test_columns_of_tokens_to_come_are_left_out_in_every_piece(name, plan):
+    """Before the cache is made, behind it, before a sliding window is full and after that, in steps and in pieces."""
+    given = {"softmax first": {"softmax": 0, "linear": 1}, "softmax": "softmax"}
+    model = patch_model(make_model(name), given[plan]) if plan in given else make_planned(plan, name)
+    ids, mask = pad([make_tokens(1, 24)[0], make_tokens(1, 20, seed=1)[0]], 0)
+    want = logits_of(model, ids, attention_mask=mask)
+    cache, start = StaticCache(config=model.config, max_cache_len=32), 0
+    for end in (6, 7, 12, 13, 18):
+        got = logits_of(model, ids[:, start:end], attention_mask=mask, past_key_values=cache)
+        real = mask[:, start:end].bool()
+        assert_close(got[real], want[:, start:end][real])
+        start = end
+
+
+@pytest.mark.parametrize("plan", [{"softmax": 0, "linear": 1}, "softmax"])
+def test_a_full_window_gets_the_mask_that_generate_has_made_for_it(plan):
+    model, (ids, mask) = patch_model(make_model("mistral"), plan), PADDED
+    got = generate(model, ids, attention_mask=mask, cache_implementation="static")
+    assert_close(got[1], generate(model, ids, attention_mask=mask, use_cache=False)[1])
+
+
 @each_plan
 def test_beams_move_the_rows_of_a_static_cache(plan):
     model, (ids, mask) = make_planned(plan), PADDED

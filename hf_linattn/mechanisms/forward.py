@@ -54,6 +54,7 @@ class Forward(Capabilities, nn.Module):
         return_state: bool = True,
         sink: Tensor | None = None,
         hidden_states: Tensor | None = None,
+        first_query: Any = None,
     ) -> tuple[Tensor, Any]:
         """Return the output in the dtype of `value`, and the state after the last key (None if bidirectional).
 
@@ -68,11 +69,13 @@ class Forward(Capabilities, nn.Module):
             return_state: whether the state is of use; without it, what is returned in its place means nothing.
             sink: the layer's own learned sinks [H], where `takes_sink` says that these are read.
             hidden_states: the layer's input [B, Nk, E], where `reads_hidden` names options that read it.
+            first_query: in cross-attention, how many tokens of the decoder stand before the queries, a number or a
+                tensor []; None: as many as the state has answered.
         """
         key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
         self.record_call()
         require_recordable(self, query, key_padding_mask, sequence_ids)
-        call = self.call_options(return_state, sink, fitting_hidden(self, query, key, hidden_states))
+        call = self.call_options(return_state, sink, fitting_hidden(self, query, key, hidden_states), first_query)
         with loaded(self), torch.autocast(query.device.type, enabled=False):
             query, key, wide_value = admitted(self.takes_half and not self.layer.cross, query, key, value)
             if self.layer.cross:
@@ -96,12 +99,13 @@ class Forward(Capabilities, nn.Module):
         return hook(*operands, call=call) if name in self.reads_call else hook(*operands)
 
     def keywords(self, exact: dict[str, Any]) -> dict[str, Any]:
-        """Return what `forward` takes of the layer's sliding window, soft cap, dropout, sink and input."""
+        """Return what `forward` takes of the layer's sliding window, soft cap, dropout, sink, input and place."""
         takes = {"sink": self.takes_sink, "hidden_states": bool(self.reads_hidden)}
+        takes["first_query"] = self.layer.cross and "cross_attention" in self.reads_call
         return {name: x for name, x in exact.items() if takes.get(name, self.takes_exact)}
 
     def call_options(
-        self, return_state: bool, sink: Tensor | None, hidden_states: Tensor | None = None
+        self, return_state: bool, sink: Tensor | None, hidden_states: Tensor | None = None, first_query: Any = None
     ) -> CallOptions:
         """Return what the methods of a call get; `UnsupportedModeError` for a sink that would be left out."""
         if sink is not None and not self.takes_sink:
@@ -109,7 +113,7 @@ class Forward(Capabilities, nn.Module):
                 f"mechanism {self.config.mechanism!r} has no softmax denominator for a sink, got sink"
                 f" {tuple(sink.shape)}; leave it out"
             )
-        return CallOptions(return_state, sink, hidden_states)
+        return CallOptions(return_state, sink, hidden_states, first_query)
 
     @property
     def policy(self) -> Policy:

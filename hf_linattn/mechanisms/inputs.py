@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,11 +73,13 @@ class CallOptions(NamedTuple):
 
     keep_state: whether the state after the call is needed. sink: the layer's own learned sinks [H], for mechanisms
     with `takes_sink`. hidden_states: the layer's input [B, N, E], for those with options in `reads_hidden`.
+    first_query: in cross-attention, how many tokens of the decoder stand before the queries; None if nobody knows it.
     """
 
     keep_state: bool = True
     sink: Tensor | None = None
     hidden_states: Tensor | None = None
+    first_query: Any = None  # a tensor with a static cache
 
 
 PLAIN = CallOptions()

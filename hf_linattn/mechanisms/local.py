@@ -98,6 +98,8 @@ class LocalMechanism(WindowMechanism):
     def cross_attention(
         self, query: Tensor, state: EncoderTokens, call: CallOptions = PLAIN
     ) -> tuple[Tensor, EncoderTokens]:
+        if call.first_query is not None:  # the decoder's cache may have been cut, or begun anew
+            state = state._replace(position=torch.zeros_like(state.position) + call.first_query)
         return moving_window_attention(
             query, state, window_size=self.config.window_size, keys_per_query=self.config.keys_per_query,
             scaling=self.layer.scaling, sink=self.log_sink(query, call.sink),
