@@ -137,10 +137,15 @@ def unfinished(config: Any) -> dict[str, Any]:
     }
 
 
-def read_config(config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    """Return the base config described by `base_config`, marked with the patch; `CheckpointError` if malformed."""
+def require_finished(config_dict: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` if config.json is what `unfinished` returns."""
     if "unfinished" in config_dict:
         raise CheckpointError(f"config.json says {config_dict['unfinished']!r}")
+
+
+def read_config(config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    """Return the base config described by `base_config`, marked with the patch; `CheckpointError` if malformed."""
+    require_finished(config_dict)
     for name in ("base_config", MODEL_TYPE):
         if not isinstance(config_dict.get(name), dict):
             raise CheckpointError(
