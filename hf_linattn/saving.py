@@ -34,6 +34,7 @@ from .patching import is_patched, patched_parts
 
 PLAIN_SAVE = PreTrainedModel.save_pretrained
 SIGNATURE = inspect.signature(PLAIN_SAVE)
+DISTRIBUTED = r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
 
 
 @functools.wraps(PLAIN_SAVE)
@@ -148,6 +149,10 @@ def _put_in_place(aside: Path, folder: Path, variant: str | None, unfinished: st
 
 
 def _is_weights(name: str, variant: str | None) -> bool:
-    """Whether a file is one of the weights, or their index, that a save with this variant replaces."""
+    """Whether a file is one of the weights, or their index, that a save with this variant replaces.
+
+    Shards of a distributed checkpoint are: as long as there is one, transformers loads nothing else.
+    """
     kind = "" if variant is None else re.escape(f".{variant}")
-    return bool(re.fullmatch(rf"model{kind}(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index{kind}\.json", name))
+    whole = rf"model{kind}(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index{kind}\.json"
+    return bool(re.fullmatch(rf"{whole}|{DISTRIBUTED}", name))
