@@ -30,6 +30,7 @@ RULE = "_hf_linattn_rule"  # the attribute of a mask of pairs that names the rul
 REAL = "_hf_linattn_real"  # that of a key mask: how many of its last columns are known to be true
 WINDOW = "_hf_linattn_window"  # that of one which is a sliding window: whether it is causal, and the key mask
 UNMASKED = "_hf_linattn_unmasked"  # that of a key mask which masks nothing, handed on for its length to be checked
+SLICING = "_maybe_slice_kv_shared_inputs"  # the method of Gemma 4 that drops queries before layers with others' keys
 
 _MADE = threading.local()  # its list `masks`: weak references to the masks with a `RULE` that this thread made
 
@@ -320,3 +321,19 @@ def _refuse_pairs(mask: Tensor, mechanism: Mechanism) -> NoReturn:
         f"attention_mask has 4 dimensions {tuple(mask.shape)}; a patched model takes a 2-D key mask [batch, length]"
         " (packed documents: position_ids that restart at 0); layers that keep softmax take masks of pairs, too"
     )
+
+
+def slicing(part: nn.Module) -> Any:
+    """Return what stands in place of `SLICING` of a model: that one takes rows out of masks, and a key mask has none.
+    """
+    return functools.partial(_slice_queries, part)
+
+
+def _slice_queries(part: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    *before, masks, count = args
+    keys = {name: mask for name, mask in masks.items() if mask is not None and mask.dim() == 2}
+    *sliced, pairs = getattr(type(part), SLICING)(part, *before, {**masks, **dict.fromkeys(keys)}, count, **kwargs)
+    for name, mask in pairs.items():
+        if mask is not None and not is_recorded():
+            vars(mask).update(vars(masks[name]))  # what rule it is of
+    return *sliced, {**pairs, **keys}
