@@ -6,10 +6,12 @@ import copy
 import inspect
 import math
 import types
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 CHOICE = "_attn_implementation_internal"  # the field of a config that names an attention function
@@ -25,7 +27,8 @@ def blueprint(root: PreTrainedModel, config: Any) -> PreTrainedModel:
 def twin_of(attention: nn.Module, implementation: str) -> nn.Module:
     """Make an attention module once more, with another attention function and random weights in float32.
 
-    Its hidden states are one number wide, so that it costs nothing however large the model is.
+    Its hidden states are one number wide, and the columns of its other matrices are all one, so that it costs nothing
+    however large the model is.
     """
     config: Any = copy.copy(attention.config)
     vars(config)[CHOICE] = implementation
@@ -40,10 +43,18 @@ def twin_of(attention: nn.Module, implementation: str) -> nn.Module:
     for part in twin.modules():
         for name, weight in part.named_parameters(recurse=False):
             *outer, inner = weight.shape
-            shape = (*outer, 1 if outer and inner == width else inner)
+            shape = (*outer, 1) if outer else (inner,)
             drawn = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+            drawn = drawn if inner == width else drawn.expand(weight.shape)
             setattr(part, name, nn.Parameter(drawn, requires_grad=False))
+        if type(part) is nn.Linear:
+            part.forward = partial(_one_column, part)  # type: ignore[method-assign]
     return twin
+
+
+def _one_column(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Return what a layer whose columns are all one makes of x; PyTorch would make a copy of its weight."""
+    return F.linear(x.sum(-1, keepdim=True), linear.weight[:, :1], linear.bias)
 
 
 def grown_modules(before: PreTrainedModel, after: PreTrainedModel) -> dict[str, bool]:

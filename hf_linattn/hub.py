@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import _add_variant
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from . import saving
 from .errors import CheckpointError
@@ -87,20 +87,26 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
                 rename_patched(self, name)
 
         @classmethod
-        def from_pretrained(
-            cls, name: Any, *args: Any, ignore_mismatched_sizes: bool = False, output_loading_info: bool = False,
-            **kwargs: Any,
-        ) -> Any:  # fmt: skip
+        def from_pretrained(cls, name: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
             """Load the weights, all of them or none: transformers starts what is missing at random, with a warning."""
+            adapter = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
             try:
-                model, info = super().from_pretrained(
-                    name, *args, ignore_mismatched_sizes=True, output_loading_info=True, **kwargs
-                )
+                model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
             except (SafetensorError, json.JSONDecodeError) as error:
-                file = damaged_file(name, kwargs.get("variant"), **only(kwargs, *WHERE))
+                file = damaged_file(name, kwargs.get("variant"), adapter, **only(kwargs, *WHERE))
                 raise CheckpointError(f"{file} is damaged ({error}); fetch or save it again") from error
-            check_loaded(model, info, name, ignore_mismatched_sizes)
+            require_found(model, info["missing_keys"], adapter or name)  # of the adapter, if there is one
             return (model, info) if output_loading_info else model
+
+        @staticmethod
+        def _finalize_model_loading(model: Any, load_config: Any, loading_info: Any) -> Any:
+            """Check what was found: of an adapter that comes afterwards, transformers says what that one lacks."""
+            name = load_config.pretrained_model_name_or_path
+            if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
+                refuse_mismatched(name, *min(loading_info.mismatched_keys))
+            found = base._finalize_model_loading(model, load_config, loading_info)
+            require_found(model, found.missing_keys, name)
+            return found
 
     Linearized.__name__ = Linearized.__qualname__ = base.__name__  # by which transformers knows a class
     Linearized.config_class = config_class
@@ -135,30 +141,35 @@ def find_part(model: PreTrainedModel, path: str) -> PreTrainedModel:
     )
 
 
-def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], name: Any, ignore_mismatched_sizes: bool) -> None:
-    """Raise `CheckpointError` if tensors have another shape, or are missing.
+def refuse_mismatched(name: Any, tensor: str, found: Iterable[int], expected: Iterable[int]) -> NoReturn:
+    """Raise `CheckpointError` for a tensor of another shape."""
+    raise CheckpointError(
+        f"the weights in {str(name)!r} have {tensor!r} of shape {list(found)}, config.json asks for {list(expected)};"
+        " they belong to another model, or pass ignore_mismatched_sizes=True to start it anew"
+    )
+
+
+def require_found(model: PreTrainedModel, missing: Iterable[str], name: Any) -> None:
+    """Raise `CheckpointError` if tensors are missing.
 
     A model that was saved as another class, say without this one's head, lacks what that class does not have; its
     attention has to be there.
     """
-    if info["mismatched_keys"] and not ignore_mismatched_sizes:
-        tensor, found, expected = min(info["mismatched_keys"])
-        raise CheckpointError(
-            f"the weights in {str(name)!r} have {tensor!r} of shape {list(found)}, config.json asks for"
-            f" {list(expected)}; they belong to another model, or pass ignore_mismatched_sizes=True to start it anew"
-        )
     attention = tuple(f"{path}." for path in get_mechanisms(model))
     whole = type(model).__name__ in class_names(model.config)
-    missing = sorted(tensor for tensor in info["missing_keys"] if whole or tensor.startswith(attention))
-    if missing:
+    absent = sorted(tensor for tensor in missing if whole or tensor.startswith(attention))
+    if absent:
         raise CheckpointError(
-            f"the weights in {str(name)!r} have no {missing[0]!r} and lack {len(missing)} tensors in all; they are"
+            f"the weights in {str(name)!r} have no {absent[0]!r} and lack {len(absent)} tensors in all; they are"
             " damaged or belong to another model: save it again"
         )
 
 
-def damaged_file(name: Any, variant: str | None, **where: Any) -> str:
-    """Return the first file of the weights of a checkpoint that cannot be read; where: see `WHERE`."""
+def damaged_file(name: Any, variant: str | None, adapter: Any = None, **where: Any) -> str:
+    """Return the first file of the weights of a checkpoint, or of an adapter of it, that cannot be read.
+
+    where: see `WHERE`.
+    """
     whole, listing = (_add_variant(x, variant) for x in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
     index = cached_file(name, listing, _raise_exceptions_for_missing_entries=False, **where)
     files = [whole]
@@ -167,8 +178,9 @@ def damaged_file(name: Any, variant: str | None, **where: Any) -> str:
             files = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
         except (json.JSONDecodeError, KeyError):
             return repr(index)
-    for file in files:
-        path = cached_file(name, file, **where)
+    places = [(name, file) for file in files] + ([] if adapter is None else [(adapter, ADAPTER_SAFE_WEIGHTS_NAME)])
+    for place, file in places:
+        path = cached_file(place, file, **where)
         try:
             with safe_open(path, "pt"):
                 pass

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from . import architecture, pinning, saved_config
+from . import architecture, masks, pinning, saved_config
 from . import transformers_bridge as bridge
 from .chosen_plan import ChosenPlan
 from .chunked_mlp import FeedForward, find_feed_forwards
@@ -44,7 +44,7 @@ class Patch:
     feed_forwards: list[FeedForward] = field(default_factory=list)
     exact: list[nn.Module] = field(default_factory=list)
     names: list[tuple[Any, str, str]] = field(default_factory=list)
-    pageable: list[nn.Module] = field(default_factory=list)
+    replaced: list[tuple[nn.Module, str]] = field(default_factory=list)
     extended: bool = False
 
     @classmethod
@@ -77,7 +77,7 @@ class Patch:
             bridge.set_implementation(config, bridge.IMPLEMENTATION)
             pinning.pin_config(config)
         saved_config.mark_config(model.config, self.config.to_dict())
-        self.pageable = pinning.forbid_paging(model)
+        self.replaced += pinning.forbid_paging(model) + pinning.replace_method(model, masks.SLICING, masks.slicing)
         self.names = pinning.take_names(model)
 
     def chunk(self, feed_forwards: list[FeedForward], chunk_size: int) -> None:
@@ -92,8 +92,8 @@ class Patch:
         """Undo `attach` and `chunk`, also one that stopped half-way."""
         self.chunk([], 0)
         pinning.give_names(self.names)
-        for part in self.pageable:
-            delattr(part, pinning.PAGING)
+        for part, method in self.replaced:
+            delattr(part, method)
         saved_config.unmark_config(model.config)
         for config, original in pinning.with_copies(self.implementations, [model, *self.owners]):
             pinning.unpin_config(config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -210,9 +210,14 @@ def refuse_paging(*args: Any, **kwargs: Any) -> Any:
     )
 
 
-def forbid_paging(root: nn.Module) -> list[nn.Module]:
-    """Have a model and its parts refuse continuous batching; return those that would have offered it."""
-    parts = [part for part in root.modules() if isinstance(part, PreTrainedModel) and hasattr(part, PAGING)]
+def forbid_paging(root: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Have a model and its parts refuse continuous batching; see `replace_method`."""
+    return replace_method(root, PAGING, lambda part: refuse_paging)
+
+
+def replace_method(root: nn.Module, name: str, make: Callable[[nn.Module], Any]) -> list[tuple[nn.Module, str]]:
+    """Put `make(part)` over a method of a model and its parts; return those that have it, and the name to delete."""
+    parts = [part for part in root.modules() if isinstance(part, PreTrainedModel) and hasattr(part, name)]
     for part in parts:
-        setattr(part, PAGING, refuse_paging)
-    return parts
+        setattr(part, name, make(part))
+    return [(part, name) for part in parts]

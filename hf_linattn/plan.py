@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -272,7 +273,21 @@ def plan_as_data(plan: Plan) -> Any:
     """
     if isinstance(plan, MechanismConfig):
         return [entry_of(plan)]
-    return json.loads(json.dumps(plan, default=lambda x: dict(x) if isinstance(x, Mapping) else list(x)))
+    return json.loads(json.dumps(plan, default=lambda x: dict(x) if isinstance(x, Mapping) else places_as_data(x)))
+
+
+def places_as_data(places: Any) -> Any:
+    """Return the layers or heads of a plan as JSON has them: integers of NumPy and PyTorch are `int`, others lists.
+
+    >>> places_as_data(range(2)), places_as_data("0-5")
+    ([0, 1], '0-5')
+    """
+    if isinstance(places, str | bool):
+        return places
+    try:
+        return operator.index(places)
+    except TypeError:
+        return [places_as_data(place) for place in places] if isinstance(places, Iterable) else places
 
 
 def read_plan(name: str, value: Any) -> Any:

@@ -21,7 +21,8 @@ class Registry(Generic[T]):
 
     Args:
         kind: what an entry is called in messages, for example `"mechanism"`.
-        package: a package whose modules register entries when imported; they are imported on the first look-up.
+        package: a package whose modules register entries when imported; they are imported on the first look-up, or
+            before the first entry of another module.
         entry_point_group: installed distributions may add entries through this entry-point group. One that cannot be
             loaded is left out with a warning.
         former: names that entries had before -> those of today. They are found, with a warning, and never listed.
@@ -55,6 +56,8 @@ class Registry(Generic[T]):
         """Return a decorator that enters a class under `name`; a name that is taken raises `OptionError`."""
 
         def enter(entry: type[T]) -> type[T]:
+            if not f"{entry.__module__}.".startswith(f"{self._package}."):
+                self._import_package()  # so that its names are taken, whoever comes first
             self._admit(name, entry)
             self._entries[name] = entry  # a module that is reloaded replaces its own entry
             return entry
@@ -103,11 +106,14 @@ class Registry(Generic[T]):
             finally:
                 self._discovering = False
 
-    def _import_entries(self) -> None:
-        if self._package is not None:
+    def _import_package(self) -> None:
+        if self._package is not None and not self._discovered:
             package = importlib.import_module(self._package)
             for module in pkgutil.iter_modules(package.__path__):
                 importlib.import_module(f"{self._package}.{module.name}")
+
+    def _import_entries(self) -> None:
+        self._import_package()
         if self._entry_point_group is not None:
             for point in entry_points(group=self._entry_point_group):
                 self._load(point)

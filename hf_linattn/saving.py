@@ -34,6 +34,8 @@ from .patching import is_patched, patched_parts
 
 PLAIN_SAVE = PreTrainedModel.save_pretrained
 SIGNATURE = inspect.signature(PLAIN_SAVE)
+UPLOAD = "_upload_modified_files"  # the method of a model with which its save ends where push_to_hub is true
+DISTRIBUTED = r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
 
 
 @functools.wraps(PLAIN_SAVE)
@@ -57,7 +59,7 @@ def save_pretrained(self: PreTrainedModel, save_directory: str | os.PathLike[str
     with positions_of_parts(self), _marked(self.config, described):
         if call.arguments.get("distributed_checkpoint"):  # written by many processes at once, to go on training
             return PLAIN_SAVE(*call.args, **call.kwargs)
-        with _whole(folder, call.arguments.get("variant"), self.config) as aside:
+        with _whole(self, folder, call.arguments.get("variant")) as aside:
             call.arguments["save_directory"] = aside
             PLAIN_SAVE(*call.args, **call.kwargs)
 
@@ -112,15 +114,28 @@ def _marked(config: Any, described: dict[str, Any] | None) -> Iterator[None]:
 
 
 @contextmanager
-def _whole(folder: Path, variant: str | None, config: Any) -> Iterator[Path]:
-    """Give a folder beside the old files to write to, and put what was written in their place if all went well."""
+def _whole(model: PreTrainedModel, folder: Path, variant: str | None) -> Iterator[Path]:
+    """Give a folder beside the old files to write to, and put what was written in their place if all went well.
+
+    That is before an upload, which may fail, and uploads from there.
+    """
     _clear(folder)
     aside = folder / f".{os.getpid()}.{socket.gethostname()}.saving"
     aside.mkdir(parents=True, exist_ok=True)
+    unfinished = json.dumps(saved_config.unfinished(model.config), indent=2) + "\n"
+    before = model._get_files_timestamps(folder)
+
+    def upload(working_dir: Any, repo_id: str, files_timestamps: Any, **options: Any) -> Any:
+        _put_in_place(aside, folder, variant, unfinished)
+        shutil.rmtree(aside)
+        return type(model)._upload_modified_files(model, folder, repo_id, before, **options)
+
+    vars(model)[UPLOAD] = upload
     try:
         yield aside
-        _put_in_place(aside, folder, variant, json.dumps(saved_config.unfinished(config), indent=2) + "\n")
+        _put_in_place(aside, folder, variant, unfinished)
     finally:
+        del vars(model)[UPLOAD]
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -148,6 +163,10 @@ def _put_in_place(aside: Path, folder: Path, variant: str | None, unfinished: st
 
 
 def _is_weights(name: str, variant: str | None) -> bool:
-    """Whether a file is one of the weights, or their index, that a save with this variant replaces."""
+    """Whether a file is one of the weights, or their index, that a save with this variant replaces.
+
+    Shards of a distributed checkpoint are: as long as there is one, transformers loads nothing else.
+    """
     kind = "" if variant is None else re.escape(f".{variant}")
-    return bool(re.fullmatch(rf"model{kind}(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index{kind}\.json", name))
+    whole = rf"model{kind}(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index{kind}\.json"
+    return bool(re.fullmatch(rf"{whole}|{DISTRIBUTED}", name))

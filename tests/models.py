@@ -108,6 +108,7 @@ SHARED = {
 SHARING: dict[str, dict[str, Any]] = {
     "Gemma3n": {**SHARED, "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4},
     "Gemma4": {**SHARED, "global_head_dim": HEAD_DIM},
+    "Gemma4Unified": {**SHARED, "global_head_dim": HEAD_DIM},
 }
 CAUSAL = tuple(name for name, architecture in ARCHITECTURES.items() if architecture.causal)
 ENCODERS = tuple(name for name, architecture in ARCHITECTURES.items() if not architecture.causal)
@@ -137,9 +138,10 @@ def make_latent(model_type: str) -> PreTrainedModel:
     return fill(getattr(transformers, classes[model_type])(config))
 
 
-def make_sharing(prefix: str) -> PreTrainedModel:
+def make_sharing(prefix: str, **options: Any) -> PreTrainedModel:
     """Return a tiny model of one of `SHARING`."""
-    config = getattr(transformers, f"{prefix}TextConfig")(**{**GROUPED, "head_dim": HEAD_DIM, **SHARING[prefix]})
+    options = {**GROUPED, "head_dim": HEAD_DIM, **SHARING[prefix], **options}
+    config = getattr(transformers, f"{prefix}TextConfig")(**options)
     return fill(getattr(transformers, f"{prefix}ForCausalLM")(config))
 
 

@@ -207,9 +207,10 @@ LINEAR = make_config("linear", {"decay": "learned"})
         ("linear", "linear"),
         (LINEAR, [{"mechanism": "linear", "options": LINEAR.to_options()}]),
         ({"linear": range(2)}, {"linear": [0, 1]}),
+        ({"linear": np.arange(2)}, {"linear": [0, 1]}),
         (KEPT, list(KEPT)),
     ],
-    ids=["name", "config", "mapping", "chosen"],
+    ids=["name", "config", "mapping", "array", "chosen"],
 )
 def test_every_kind_of_plan_is_data_in_the_document_and_made_by_the_command(plan, data):
     found = Advice(512, 3.0, 1.0, (replace(make_trial("a", 1.0, 0.0, 1), plan=plan),), "a", Settings())

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -27,6 +28,7 @@ from tests.helpers import logits_of, make_patched, make_tokens
 from tests.models import make_model
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+ADAPTER = "adapter_model.safetensors"
 QUERY, FIRST_MAP = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.self_attn.hf_linattn.key_map.weight"
 
 
@@ -176,6 +178,40 @@ def test_a_head_of_another_size_starts_anew_where_it_is_said_so(tmp_path):
         tmp_path, num_labels=5, ignore_mismatched_sizes=True, output_loading_info=True
     )
     assert logits_of(loaded, make_tokens(1, 5)).shape == (1, 5) and len(info["mismatched_keys"]) == 2
+
+
+@pytest.fixture
+def adapter(folder) -> Path:
+    """The folder of an adapter of the model in `folder`, by whose name both are loaded."""
+    adapted = get_peft_model(load(folder), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(folder / "adapter")
+    return folder / "adapter"
+
+
+LORA = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+OF_EITHER = [
+    *((WEIGHTS, change, f"in '[^']*[0-9]' have .*{message}") for change, message in CHANGES),
+    (ADAPTER, lambda tensors: tensors.pop(LORA), "in '[^']*/adapter' have no .*lora_A.* lack 1 tensors"),
+]
+
+
+@pytest.mark.parametrize(("file", "change", "message"), OF_EITHER)
+def test_what_is_missing_or_misfits_in_an_adapter_or_its_base_is_named(folder, adapter, file, change, message):
+    assert logits_of(load(adapter), make_tokens(1, 5)).isfinite().all()
+    place = {WEIGHTS: folder, ADAPTER: adapter}[file] / file
+    tensors = load_file(place)
+    change(tensors)
+    save_file(tensors, place, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        load(adapter)
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, ADAPTER])
+def test_a_damaged_file_of_an_adapter_or_its_base_is_named(folder, adapter, file):
+    place = {WEIGHTS: folder, ADAPTER: adapter}[file] / file
+    place.write_bytes(place.read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match=f"{place}' is damaged"):
+        load(adapter)
 
 
 # -- hostile configs --------------------------------------------------------------------------------------------------

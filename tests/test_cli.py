@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import hf_linattn
@@ -24,6 +24,7 @@ from hf_linattn.evaluation import perplexity
 from hf_linattn.hub import load_checkpoint
 from hf_linattn.ops.runtime import cpu as library
 from hf_linattn.reading import exit_with_one_line
+from hf_linattn.saved_config import unfinished
 from hf_linattn.support.tiny import tiny_model
 from hf_linattn.training import pipeline
 from tests.helpers import make_tokenizer
@@ -288,6 +289,8 @@ def test_what_is_wrong_is_said_in_one_line_with_exit_code_1(converted, tmp_path,
     assert "report.json does not exist" in refuse("report", tmp_path)
     assert "holds a model that is not converted" in refuse("push", original, "me/model")
     assert "has no config.json" in refuse("push", tmp_path, "me/model")
+    (tmp_path / "config.json").write_text(json.dumps(unfinished(AutoConfig.from_pretrained(original))))
+    assert "of this checkpoint was interrupted" in refuse("push", tmp_path, "me/model")
     arguments = ["convert", str(original), str(tmp_path / "out"), "--mechanism", "perfomer"]
     monkeypatch.setattr(sys, "argv", ["hf_linattn", *arguments])
     with pytest.raises(SystemExit, match="1"):

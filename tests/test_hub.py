@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -27,6 +28,7 @@ from hf_linattn import (
 )
 from tests.helpers import KINDS, OPTIONS, each_once, generate, logits_of, make_patched, make_tokenizer, make_tokens
 from tests.models import ARCHITECTURES, SPINE, VOCAB_SIZE, make_model
+from tests.test_marked import make_llava
 
 AUTO = {"bert": AutoModelForMaskedLM, "gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM}
 SEQUENCE_HEADS = {name: "ForSequenceClassification" for name in SPINE}
@@ -165,6 +167,16 @@ def test_the_generation_config_is_kept(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.generation_config.repetition_penalty == 1.7
     assert generate(loaded, IDS)[0].tolist() == generate(model, IDS)[0].tolist()
+
+
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModelForImageTextToText])
+def test_a_headless_decoder_that_is_loaded_with_a_head_stops_where_it_did(tmp_path, auto):
+    model = make_model("llama") if auto is AutoModelForCausalLM else make_llava()
+    model.config.get_text_config().eos_token_id = [7, 9]
+    patch_model(model.model, "linear").save_pretrained(tmp_path)
+    loaded = auto.from_pretrained(tmp_path)
+    assert (loaded.generation_config.eos_token_id, loaded.generation_config.bos_token_id) == ([7, 9], 1)
+    assert loaded.config.get_text_config().eos_token_id == [7, 9]
 
 
 def test_a_config_that_fails_to_be_written_leaves_the_old_one(tmp_path, monkeypatch):

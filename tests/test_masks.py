@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_linattn import UnsupportedModeError, patch_model, transformers_bridge
 from tests.helpers import OPTIONS, assert_close, make_patched, make_tokens
-from tests.models import make_model
+from tests.models import make_model, make_sharing
 
 LENGTH, WINDOW = 14, 5
 IMAGES = torch.full((2, LENGTH), -1)
@@ -34,7 +34,7 @@ def nothing(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
     return query < 0
 
 
-causal = masking_utils.create_causal_mask
+causal, causal_window = masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask
 RULES: dict[str, tuple[Callable[..., Any], str]] = {
     "images": (partial(causal, block_sequence_ids=IMAGES), "block_sequence_ids"),
     "prefix": (partial(causal, or_mask_function=in_prefix), "or_mask_function or and_mask_function"),
@@ -116,6 +116,22 @@ def test_what_is_said_of_a_mask_holds_for_copies_of_it_on_other_devices(ruled):
     ruled(RULES["images"][0])
     with pytest.raises(UnsupportedModeError, match="masks pairs by block_sequence_ids, which mechanism 'linear'"):
         logits(model, inputs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kept", [1, 2])
+@pytest.mark.parametrize("plan", ["linear", "softmax"])
+def test_what_is_said_of_a_mask_holds_where_a_model_drops_queries(plan, kept):
+    """As Gemma 4 does before the layers that attend to the keys of others."""
+    model, given = patch_model(make_sharing("Gemma4", sliding_window=WINDOW), plan), padded(left=True)
+    want = model(**given, use_cache=False).logits[:, -kept:]
+    hidden = model.model.embed_tokens(given["input_ids"])
+    asked = {"config": model.config, "inputs_embeds": hidden, "past_key_values": None, "position_ids": None}
+    options = {**asked, "attention_mask": given["attention_mask"], "block_sequence_ids": torch.full((2, LENGTH), -1)}
+    masks = {"full_attention": causal(**options), "sliding_attention": causal_window(**options)}
+    assert masks["sliding_attention"].shape == (2, 1, LENGTH, LENGTH)
+    got = model(given["input_ids"], attention_mask=masks, logits_to_keep=kept, use_cache=False).logits
+    assert_close(got, want)
 
 
 @torch.no_grad()

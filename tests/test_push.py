@@ -233,3 +233,29 @@ def test_no_weights_of_an_earlier_push_stay_beside_those_of_a_model(user, hub, t
     patch_model(make_model("gpt2"), "linear").save_pretrained(tmp_path / "half", variant="half")
     user.run("push", tmp_path / "half", "me/model")
     assert {"model.safetensors", "model.half.safetensors"} <= set(hub.repositories["me/model"].files)
+
+
+SAVE = """
+import sys, hf_linattn
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+model.save_pretrained(sys.argv[2], push_to_hub=True, repo_id="me/saved", commit_message="mine")
+"""
+
+
+def test_a_save_whose_upload_fails_is_complete_in_its_folder(user, hub, tmp_path):
+    patch_model(make_model("gpt2", std=0.3), "linear").save_pretrained(tmp_path / "model")
+    hub.failing = "POST .*/repos/create"
+    user.run("-c", SAVE, tmp_path / "model", tmp_path / "out", code=1)
+    assert not list((tmp_path / "out").iterdir())
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    hub.failing = "POST .*/commit/"
+    user.run("-c", SAVE, tmp_path / "model", tmp_path / "out", code=1)
+    files = {file.name for file in (tmp_path / "model").iterdir()} | {"README.md"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == files | {"notes.txt"}
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+    hub.failing = ""
+    user.run("-c", SAVE, tmp_path / "model", tmp_path / "out")
+    assert set(hub.repositories["me/saved"].files) == files and hub.repositories["me/saved"].commits == 1
+    assert {file.name for file in (tmp_path / "out").iterdir()} == files | {"notes.txt"}

@@ -75,6 +75,19 @@ def test_a_taken_name_is_refused_and_stays_with_its_holder():
     assert registry.get("square") is square
 
 
+def test_a_name_of_the_package_is_taken_before_it_was_imported(tmp_path, monkeypatch):
+    made = "from hf_linattn.registry import Registry\nSHAPES = Registry('shape', package='own_shapes')\n"
+    square = "from own_shapes import SHAPES\n@SHAPES.register('square')\nclass Square: ...\n"
+    (tmp_path / "own_shapes").mkdir()
+    for name, text in (("__init__", made), ("square", square)):
+        (tmp_path / "own_shapes" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    registry = importlib.import_module("own_shapes").SHAPES
+    with pytest.raises(OptionError, match=r"'square' is already registered by own_shapes.square.Square"):
+        registry.register("square")(type("Mine", (), {}))
+    assert registry.names() == ["square"]
+
+
 def test_a_reloaded_class_replaces_itself():
     registry, square = make_registry()
     again = type("Square", (), {"__module__": square.__module__, "__qualname__": square.__qualname__})
@@ -147,7 +160,8 @@ def test_a_thread_waits_while_another_fills_the_table(with_points):
 
 
 def test_a_table_that_could_not_be_filled_is_filled_at_the_next_look(monkeypatch):
-    registry, square = make_registry(package="no_such_package")
+    registry, square = make_registry()
+    monkeypatch.setattr(registry, "_package", "no_such_package")
     for _ in range(2):
         with pytest.raises(ImportError, match="no_such_package"):
             registry.names()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, DynamicCache
 
 from hf_linattn import UnsupportedModeError, UnsupportedModelError, architecture, get_mechanisms, patch_model
@@ -32,6 +33,11 @@ PARTLY = {
     "cohere2": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
     "exaone4": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "num_key_value_heads": 2},
     "granite_swa": {"layer_rope_theta": [1e4, 0], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+}
+# whose matrices beside those of hidden states have 160 to 470 MB
+LARGE = {
+    "qwen3": {"hidden_size": 5120, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
+    "deepseek_v3": {"first_k_dense_replace": 1},
 }
 # why the heads of others cannot be turned back
 HINDERED = {
@@ -124,6 +130,27 @@ def test_gated_deltanet_takes_the_heads_of_such_layers_as_they_are(name):
     assert same == [False, True]
     with pytest.raises(UnsupportedModeError, match="needs a causal layer with rotary positions, which layer 1 is not"):
         patch_model(make(name, **PARTLY[name]), "streaming", positions="streaming", window_size=8)
+
+
+class Bytes(TorchDispatchMode):
+    """How many the largest tensor has that was made in memory."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.device.type != "meta":
+            self.largest = max(self.largest, made.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize(("name", "options"), LARGE.items())
+def test_a_trial_of_a_layer_costs_nothing_however_large_the_model_is(name, options):
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.for_model(name, num_hidden_layers=1, **options))
+    with Bytes() as made:
+        rotations(model)
+    assert 0 < made.largest < 1e6
 
 
 @pytest.mark.parametrize("name", HINDERED)

@@ -303,6 +303,7 @@ def test_an_unpatched_model_replaces_a_patched_one_whole(tmp_path):
 def test_a_save_leaves_no_weights_of_the_one_before(tmp_path, before, after):
     make_patched("llama", "hedgehog").save_pretrained(tmp_path, **SHARDS[before])
     (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "shard-00001-model-00001-of-00002.safetensors").write_text("of a distributed checkpoint")
     new = patch_model(make_model("llama", seed=1), "hedgehog")
     new.save_pretrained(tmp_path, **SHARDS[after])
     new.save_pretrained(tmp_path / "fresh", **SHARDS[after])

@@ -107,7 +107,7 @@ def write_card(folder: Path, repository: str) -> None:
 
 def check_converted(folder: Path) -> None:
     """Raise `CheckpointError` unless a folder holds a converted model, or an adapter of one."""
-    from ..checkpoint_config import MODEL_TYPE
+    from ..saved_config import MODEL_TYPE, require_finished
 
     if read_adapter_config(folder) is not None:
         return
@@ -119,5 +119,6 @@ def check_converted(folder: Path) -> None:
         config: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{str(file)!r} is not JSON ({error}); save the model again") from error
+    require_finished(config)
     if MODEL_TYPE not in config:
         raise CheckpointError(f"folder={str(folder)!r} holds a model that is not converted; run hf-linattn convert")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, groupby
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config import require
 from ..errors import OptionError
-from ..plan import PlanEntry, heads_plan, parse_indices, read_entries
+from ..plan import PlanEntry, heads_plan, parse_indices, places_as_data, read_entries
 from ..registry import MECHANISMS
 from .capabilities import ExactnessLimit
 from .composite import CompositeConfig, CompositeMechanism
@@ -58,10 +58,8 @@ class ByHeadConfig(CompositeConfig):
         return options
 
     def _complete(self, entry: PlanEntry) -> PlanEntry:
-        heads: Any = entry.places.get("heads")
-        heads = list(heads) if isinstance(heads, Iterable) and not isinstance(heads, str) else heads
         options = self.complete_options(entry.mechanism, entry.options)
-        return PlanEntry(entry.mechanism, options, {"heads": heads})
+        return PlanEntry(entry.mechanism, options, {"heads": places_as_data(entry.places.get("heads"))})
 
     def entries(self) -> dict[str, PlanEntry]:
         """Return member -> its entry: the name of its mechanism, with a number from the second of its entries on."""

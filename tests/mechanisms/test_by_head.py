@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -184,9 +185,11 @@ def test_a_plan_names_heads_of_some_layers():
     assert PatchConfig.from_dict(json.loads(json.dumps(config.to_dict(), sort_keys=True))) == config
 
 
-def test_heads_may_be_any_iterable():
-    ranged, paired = (make_config("by_head", {"plan": {"linear": {"heads": x}}}) for x in (range(2), (0, 1)))
-    assert ranged == paired and ranged.plan["linear"]["heads"] == [0, 1]
+@pytest.mark.parametrize("heads", [range(2), (0, 1), {0, 1}, np.arange(2), torch.arange(2), [np.int64(0), 1]])
+def test_heads_may_be_any_iterable(heads):
+    config = make_config("by_head", {"plan": {"linear": {"heads": heads}, "local": np.int64(3)}})
+    assert config == make_config("by_head", {"plan": {"linear": {"heads": [0, 1]}, "local": 3}})
+    assert make_config("by_head", json.loads(json.dumps(config.to_options()))) == config
 
 
 @each_architecture
