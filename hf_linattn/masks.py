@@ -1,8 +1,12 @@
-"""Masks as transformers hands them over: pads, whether the future is seen, rules over pairs.
+"""Masks as transformers hands them over: pads, whether the future is seen, rules over pairs, packed rows.
 
 A rule (`block_sequence_ids` of images, `or_mask_function`, `and_mask_function`, chunks) is made a mask of all pairs,
 as for transformers' own softmax, unless it comes to what layers do anyway. Layers that keep softmax obey that mask,
 others refuse it.
+
+Packed rows are told by positions that restart. Many models hand `position_ids` to their layers; others only embed
+them, or make rotary tables of them. What else a model is called with reaches the layers of all, as FlashAttention's
+lengths do, and again where gradient checkpointing runs a layer once more: so do the positions, as `POSITIONS`.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -23,14 +28,14 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from .errors import UnsupportedModeError
 from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
-from .ops.common.tracing import is_known, is_recorded, once
+from .ops.common.tracing import counts_positions, is_known, is_recorded, once
 
 ROWS = 512  # queries for which a rule is compared at a time
 RULE = "_hf_linattn_rule"  # the attribute of a mask of pairs that names the rule it was made of
 REAL = "_hf_linattn_real"  # that of a key mask: how many of its last columns are known to be true
 WINDOW = "_hf_linattn_window"  # that of one which is a sliding window: whether it is causal, and the key mask
 UNMASKED = "_hf_linattn_unmasked"  # that of a key mask which masks nothing, handed on for its length to be checked
-SLICING = "_maybe_slice_kv_shared_inputs"  # the method of Gemma 4 that drops queries before layers with others' keys
+POSITIONS = "hf_linattn_positions"  # the argument of layers that brings them the positions their model was given
 
 _MADE = threading.local()  # its list `masks`: weak references to the masks with a `RULE` that this thread made
 
@@ -338,17 +343,56 @@ def _refuse_pairs(mask: Tensor, mechanism: Mechanism) -> NoReturn:
     )
 
 
-def slicing(part: nn.Module) -> Any:
-    """Return what stands in place of `SLICING` of a model: that one takes rows out of masks, and a key mask has none.
+# -- packed rows ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PositionArgument:
+    """How the forward of a model takes `position_ids`: their place among its arguments; whether it takes any others.
+
+    place: None if it does not take them.
     """
-    return functools.partial(_slice_queries, part)
+
+    place: int | None
+    takes_others: bool
+
+    @classmethod
+    def of(cls, forward: Callable[..., Any]) -> PositionArgument:
+        """Read it from the signature of a bound forward."""
+        parameters = inspect.signature(forward).parameters
+        place = list(parameters).index("position_ids") if "position_ids" in parameters else None
+        return cls(place, any(p.kind is p.VAR_KEYWORD for p in parameters.values()))
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Return the positions that a forward is called with."""
+        if self.place is not None and self.place < len(args):
+            return args[self.place]
+        return kwargs.get("position_ids")
+
+    def handed_on(self, kwargs: dict[str, Any], positions: Tensor | None) -> dict[str, Any]:
+        """Return `kwargs` with the model's own positions for its layers, and none of a model around it."""
+        others = {name: x for name, x in kwargs.items() if name != POSITIONS}
+        return others if positions is None or not self.takes_others else {**others, POSITIONS: positions}
 
 
-def _slice_queries(part: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    *before, masks, count = args
-    keys = {name: mask for name, mask in masks.items() if mask is not None and mask.dim() == 2}
-    *sliced, pairs = getattr(type(part), SLICING)(part, *before, {**masks, **dict.fromkeys(keys)}, count, **kwargs)
-    for name, mask in pairs.items():
-        if mask is not None and not is_recorded():
-            vars(mask).update(vars(masks[name]))  # what rule it is of
-    return *sliced, {**pairs, **keys}
+def sequence_ids(
+    position_ids: Tensor | None, cu_seq_lens: Tensor | None, key_padding_mask: Tensor | None, num_queries: int,
+    num_keys: int,
+) -> Tensor | None:  # fmt: skip
+    """Number packed sequences [B, Nk] by the restarts of position_ids, or by FlashAttention's cumulative lengths."""
+    if num_queries == 1 or num_queries != num_keys:
+        return None
+    if cu_seq_lens is not None:
+        steps = torch.arange(num_queries, device=cu_seq_lens.device)
+        return torch.searchsorted(cu_seq_lens[1:].to(steps.dtype), steps, right=True)[None]
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != num_queries or counts_positions():
+        return None
+    restart = position_ids[:, 1:] <= position_ids[:, :-1]
+    if key_padding_mask is not None:
+        # the positions of padding mean nothing, and what stands before the first real token is no sequence
+        begun = key_padding_mask[:, :-1].cumsum(1) > 0
+        restart = restart & key_padding_mask[:, 1:] & begun
+    if is_known(restart) and not bool(restart.any()):
+        return None
+    ids = torch.nn.functional.pad(restart.cumsum(1), (1, 0))
+    return ids if key_padding_mask is None else ids.expand(key_padding_mask.shape[0], -1)

@@ -22,7 +22,9 @@ from .cache_layers import find_layer, has_begun, is_static_step, keeps_states, r
 from .errors import UnsupportedModeError, UnsupportedModelError
 from .frozen_mechanisms import warn_of_frozen
 from .masks import (
+    POSITIONS,
     MaskSizes,
+    PositionArgument,
     causal_by_itself,
     handed_on,
     key_columns,
@@ -31,6 +33,7 @@ from .masks import (
     masks_of,
     require_batch,
     require_no_pairs,
+    sequence_ids,
     window_of,
 )
 from .mechanisms import Mechanism
@@ -38,7 +41,6 @@ from .mixed_adapters import refuse_mixed_adapters
 from .open_forwards import OpenForwards
 from .ops.common.exact_softmax import softmax_attention
 from .ops.common.tracing import begin_forward, end_forward, once
-from .packed_rows import POSITIONS, PositionArgument, sequence_ids
 from .pinning import CHOICE, IMPLEMENTATION, refuse_paging, require_left_out
 from .position_tables import check_length, position_tables
 from .tensor_parallel import heads_apart, refuse_other_heads

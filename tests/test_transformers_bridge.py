@@ -15,11 +15,11 @@ from hf_linattn import (
     UnsupportedModelError,
     architecture,
     get_mechanisms,
+    masks,
     original_attention,
-    packed_rows,
     patch_model,
 )
-from hf_linattn.packed_rows import PositionArgument, sequence_ids
+from hf_linattn.masks import PositionArgument, sequence_ids
 from hf_linattn.position_tables import position_tables
 from hf_linattn.support.tiny import tiny_model
 from tests.helpers import Snapshot, assert_close, generate, logits_of, loss_gradients, make_patched, make_tokens, pad
@@ -218,7 +218,7 @@ def test_positions_of_a_text_do_not_reach_the_pictures_beside_it():
     assert torch.equal(packed.image_embeds, plain.image_embeds)
     assert not torch.allclose(packed.text_embeds, plain.text_embeds)
     argument = PositionArgument.of(model.vision_model.forward)
-    assert not argument.handed_on({packed_rows.POSITIONS: positions}, argument.given((), {}))
+    assert not argument.handed_on({masks.POSITIONS: positions}, argument.given((), {}))
 
 
 SEQUENCES = [
