@@ -85,7 +85,7 @@ def fine_tune(
     own = next((p.dtype for p in model.parameters() if p.ndim > 1), torch.float32)
     speed = Speed(data.row_tokens, product_dtype(arguments, own))
     loss, state = None, None
-    with own_forward(model), own_cache(model):
+    with whole_models(), own_forward(model), own_cache(model):
         clock = Clock.resumed(saved)
         trainer = RecoveryTrainer(model, arguments, data, teacher, [speed, clock, *callbacks])
         trainer.has_ended = saved is not None and has_ended(saved, max_steps)
@@ -99,7 +99,6 @@ def fine_tune(
             loss = trainer.state.best_metric if arguments.load_best_model_at_end else None
             loss = trainer.evaluate()["eval_loss"] if loss is None else loss  # shorter than eval_steps: none yet
             state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
-    unset_hf_deepspeed_config()  # the Trainer set it, see `FinetuningArguments`
     if broken is None and (loss is None or not math.isfinite(loss)):
         broken, loss = trainer.state.global_step, None
     result = {
@@ -122,6 +121,15 @@ def _train(trainer: RecoveryTrainer, checkpoint: str | None, speed: Speed) -> in
     finally:
         speed.stop_counting()
     return None
+
+
+@contextmanager
+def whole_models() -> Iterator[None]:
+    """Have models loaded whole afterwards: a Trainer under ZeRO-3 makes each of them an empty shard."""
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
 
 
 @contextmanager
@@ -211,7 +219,7 @@ def rehearse(
     Raises:
         OptionError: a Trainer, its data loader, optimizer or schedule cannot be made with these options.
     """
-    with tempfile.TemporaryDirectory() as folder, kept_random_states():
+    with tempfile.TemporaryDirectory() as folder, kept_random_states(), whole_models():
         try:
             model = make_model()
             for searches, steps in ((False, max_steps), (True, search_steps)):
@@ -233,8 +241,6 @@ def rehearse(
                 f"the stage {stage} cannot be set up with the options of this training:"
                 f" {type(error).__name__}: {one_line(error)}; change or leave out the option that this is about"
             ) from error
-        finally:
-            unset_hf_deepspeed_config()
 
 
 def without_checkpoints(training: FinetuningArguments) -> FinetuningArguments:

@@ -26,7 +26,13 @@ from hf_linattn import MechanismConfig, get_mechanisms
 from hf_linattn.cards import names_in_layer
 from hf_linattn.errors import OptionError
 from hf_linattn.training.base_task import TextEncoder
-from hf_linattn.training.finetuning import own_forward, stage_arguments, validation_loss, without_checkpoints
+from hf_linattn.training.finetuning import (
+    own_forward,
+    stage_arguments,
+    validation_loss,
+    whole_models,
+    without_checkpoints,
+)
 from hf_linattn.training.memory_limits import gigabytes, is_out_of_memory, size_said, what_helps
 from hf_linattn.training.not_finite import NotFiniteError
 from hf_linattn.training.parameter_groups import float32_masters
@@ -269,7 +275,7 @@ def _trainer(
     silent: Mapping[str, Any] = {"logging_strategy": "no", "disable_tqdm": True}
     training, held_back = replace(without_checkpoints(plan.training), **silent), plan.data.validation
     batch = held_back.select(range(min(len(held_back), training.eval_batch_size)))
-    with tempfile.TemporaryDirectory() as folder, kept_random_states(), own_forward(model):
+    with tempfile.TemporaryDirectory() as folder, kept_random_states(), whole_models(), own_forward(model):
         arguments = stage_arguments(
             model, training, Path(folder), learning_rate=plan.learning_rates[0],
             max_steps=run.arguments.recipe.plan_steps or 1, report_to="none",
